@@ -3,7 +3,8 @@
     python benchmarks/kv_transfer.py --tokens 512 --rounds 15
 
 Two processes, each with the embedded model on the native engine, in bfloat16 and on one thread. The first
-computes the KV of a prompt; the second copies it with each transport in turn, then computes it itself.
+computes the KV of a prompt and lends it, with checksums; the second copies it with each transport in turn and
+holds it against these, then computes it itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,6 +24,7 @@ from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, Sche
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.kv_transfer.cma import CmaTransport
 from onbeat.engine.kv_transfer.nixl import NixlTransport
+from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.kv_transfer.transfers import KVTransfers
 from onbeat.engine.load import LoadedModel, prepare_model
@@ -64,11 +67,14 @@ def lend(connection: Connection, num_tokens: int) -> None:
     block_ids = range(-(-num_tokens // BLOCK_SIZE))
     compute(model, num_tokens, block_ids)
     lenders = {name: KVTransfers(model.kv_memory(), [make()]) for name, make in TRANSPORTS.items()}
-    for lender in lenders.values():
-        lender.leases.grant("r", block_ids)
-    connection.send({name: each.leases.source("r", each.endpoint) for name, each in lenders.items()})
-    while connection.recv():
-        connection.send(time.process_time())
+    while asked := connection.recv():
+        if asked == "cpu":
+            connection.send(time.process_time())
+            continue
+        leases, endpoint = lenders[asked].leases, lenders[asked].endpoint
+        leases.revoke("r")  # the checksums of a lease are kept as long as it lasts
+        leases.grant("r", block_ids)
+        connection.send(lenders[asked].summed(leases.source("r", endpoint)).result())
 
 
 def measure(action: Callable[[], Any], connection: Connection) -> tuple[float, float, float]:
@@ -90,13 +96,19 @@ def run(num_tokens: int, num_rounds: int) -> None:
     process = context.Process(target=lend, args=(other, num_tokens), daemon=True)
     process.start()
     model = load()
-    sources = connection.recv()
     transfers = {name: KVTransfers(model.kv_memory(), [make()]) for name, make in TRANSPORTS.items()}
     num_blocks = -(-num_tokens // BLOCK_SIZE)
+
+    def lent(name: str) -> KVSource:
+        connection.send(name)
+        source: KVSource = connection.recv()
+        return source
+
+    def copy(name: str) -> int:
+        return transfers[name].pull(lent(name), 0, into).result()
+
     into, elsewhere = range(num_blocks), range(num_blocks, 2 * num_blocks)
-    actions: dict[str, Callable[[], Any]] = {
-        name: lambda name=name: transfers[name].pull(sources[name], 0, into).result() for name in TRANSPORTS
-    }
+    actions: dict[str, Callable[[], Any]] = {name: partial(copy, name) for name in TRANSPORTS}
     actions["computed again"] = lambda: compute(model, num_tokens, elsewhere)
     samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in actions}
     for action in actions.values():

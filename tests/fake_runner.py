@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -28,11 +29,15 @@ class FakeRunner:
     Parameters
     ----------
     step_seconds : how long a step takes.
+    burns : whether a step takes that much time of a processor, and not of the clock.
     idle_checks : `check_alive` finds the engine dead once it has been called as often; None is never.
     """
 
-    def __init__(self, step_seconds: float = 0.0, *, idle_checks: int | None = None) -> None:
+    def __init__(
+        self, step_seconds: float = 0.0, *, burns: bool = False, idle_checks: int | None = None
+    ) -> None:
         self.step_seconds = step_seconds
+        self._burns = burns
         self._idle_checks = idle_checks
         self._num_logprobs: dict[str, int | None] = {}
 
@@ -43,7 +48,11 @@ class FakeRunner:
                 raise EngineDead("it ended while nothing ran")
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        time.sleep(self.step_seconds)
+        end = time.thread_time() + self.step_seconds
+        while self._burns and time.thread_time() < end:
+            pass
+        if not self._burns:
+            time.sleep(self.step_seconds)
         if any(row.request_id.startswith("boom") for row in scheduled.rows):
             raise RuntimeError("boom")
         if any(row.request_id.startswith("dead") for row in scheduled.rows):
@@ -78,8 +87,9 @@ def _token_logprobs(token_id: int, num_alternatives: int) -> TokenLogprobs:
 class KeepingRunner(FakeRunner):
     """Keeps KV: a number for each position. A token whose request lacks any is another than it should be."""
 
-    def __init__(self, config: SchedulerConfig, step_seconds: float = 0.0) -> None:
+    def __init__(self, config: SchedulerConfig, step_seconds: float = 0.0, *, backend: str = "fake") -> None:
         super().__init__(step_seconds)
+        self._backend = backend
         self.entries = np.zeros((config.num_blocks, config.block_size), np.int64)
         self._tables: dict[str, list[int]] = {}
 
@@ -94,7 +104,7 @@ class KeepingRunner(FakeRunner):
             dtype="int64",
             block_size=block_size,
             block_bytes=self.entries[0].nbytes,
-            backend="fake",
+            backend=self._backend,
         )
         return BlockMemory(self, layout, num_blocks=num_blocks)
 
@@ -138,17 +148,21 @@ def build_fake_engine(
     on_progress: Callable[[str], None],
     *,
     step_seconds: float = 0.0,
+    burns: bool = False,
+    niceness: int = 0,
     max_in_flight_steps: int = 1,
     idle_checks: int | None = None,
     reports_load: bool = False,
     keeps_kv: bool = False,
+    kv_backend: str = "fake",
     **changes,
 ) -> tuple[EngineCore, EngineInfo]:
     on_progress("building a fake engine")
+    os.nice(niceness)  # before its threads start, which inherit it
     values = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "policy": "sarathi", **changes}
     config = SchedulerConfig(**({"num_blocks": 256, "max_model_len": 1024} | values))
-    keeping = KeepingRunner(config, step_seconds) if keeps_kv else None
-    runner = keeping or FakeRunner(step_seconds, idle_checks=idle_checks)
+    keeping = KeepingRunner(config, step_seconds, backend=kv_backend) if keeps_kv else None
+    runner = keeping or FakeRunner(step_seconds, burns=burns, idle_checks=idle_checks)
     executor = ThreadExecutor(runner, check_alive=runner.check_alive)
     core = EngineCore(
         Scheduler(config, LinearStepTime()),

@@ -57,6 +57,7 @@ def fleet_of(
     pool_rule: PoolRule = "adaptive",
     move_rule: str = "mend",
     autoscale: str = "",
+    max_wait_seconds: float | None = None,
     bounds: ScaleBounds | None = None,
     hashes_prompts: bool = False,
     **options: Any,
@@ -64,7 +65,11 @@ def fleet_of(
     """Return the client of a fleet that has not been started; options are those of `build_fake_engine`."""
     build = partial(build_fake_engine, step_seconds=step_seconds, **options)
     config = FleetConfig(
-        num_prefill=num_prefill, pool_rule=pool_rule, move_rule=move_rule, autoscale=autoscale
+        num_prefill=num_prefill,
+        pool_rule=pool_rule,
+        move_rule=move_rule,
+        autoscale=autoscale,
+        max_wait_seconds=max_wait_seconds,
     )
     return FleetClient(
         Fleet(make_router(router, 0), config),

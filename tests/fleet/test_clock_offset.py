@@ -88,6 +88,6 @@ def test_a_step_has_the_times_of_this_clock_and_none_to_come(received: float, no
 
 
 def test_a_heartbeat_too_and_other_words_have_no_times() -> None:
-    heartbeat = by_our_clock(Heartbeat(EnginePulse(60.0, 59.0, 2.0)), 40.0, 200.0)
-    assert heartbeat == Heartbeat(EnginePulse(100.0, 99.0, 2.0))
+    heartbeat = by_our_clock(Heartbeat(EnginePulse(60.0, 59.0, 2.0), 7), 40.0, 200.0)
+    assert heartbeat == Heartbeat(EnginePulse(100.0, 99.0, 2.0), 7)
     assert by_our_clock(Leaving(), 40.0, 200.0) == Leaving()

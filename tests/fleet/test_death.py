@@ -6,15 +6,21 @@ import asyncio
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from typing import Any
 
 import pytest
 
-from onbeat.cluster import processes
-from onbeat.core.errors import ConfigError, EngineDead, EngineError, Overloaded
+import onbeat
+from onbeat.cluster import joining, processes
+from onbeat.cluster.local_launcher import LocalLauncher
+from onbeat.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, Overloaded
 from onbeat.core.hang import HangLimits
 from onbeat.core.request import FinishReason, WholeRequest
 from tests.fake_runner import build_fake_engine
@@ -109,7 +115,7 @@ async def test_a_stopped_replica_is_given_up_and_does_not_come_back() -> None:
 
 @pytest.mark.alone
 async def test_a_replica_whose_step_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "STEP_LIMITS", HangLimits(silence_seconds=inf, step_seconds=0.6))
+    monkeypatch.setattr(processes, "LIMITS", HangLimits(silence_seconds=inf, step_seconds=0.6))
 
     def make_build(replica: str, life: int):
         is_stuck = (replica, life) == ("r0", 0)
@@ -119,6 +125,58 @@ async def test_a_replica_whose_step_does_not_end_is_given_up(monkeypatch: pytest
         started = start_requests(client, 4)
         await until(lambda: state_of(client, "r0") == "starting", timeout=5)
         await check_all(started)
+
+
+@contextmanager
+def spinning(core: int) -> Iterator[None]:
+    """Keep a core busy."""
+    spinner = "import os\nwhile True: pass"
+    programs = [subprocess.Popen([sys.executable, "-c", spinner]) for _ in range(3)]
+    for each in programs:
+        os.sched_setaffinity(each.pid, {core})
+    try:
+        yield
+    finally:
+        for each in programs:
+            each.kill()
+            each.wait()
+
+
+class OneCoreLauncher(LocalLauncher):
+    """Starts all processes on one core."""
+
+    def __init__(self) -> None:
+        self.core = min(os.sched_getaffinity(0))
+        super().__init__([(self.core,)])
+
+
+@pytest.mark.slow
+async def test_a_starved_engine_is_slow_and_not_hung(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(processes, "LIMITS", HangLimits(silence_seconds=6.0, step_seconds=6.0))
+    launcher = OneCoreLauncher()
+    async with fleet_of(1, launcher=launcher, step_seconds=0.3, burns=True, niceness=10) as client:
+        with spinning(launcher.core):
+            started = start_requests(client, 1, max_tokens=1)
+            await check_all(started, timeout=300)
+        assert client.counts.lost == {}
+    assert "r0 is slow, since it does not get the processors" in caplog.text
+
+
+@pytest.mark.slow
+async def test_a_deadlock_is_a_hang_on_a_busy_core_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "LIMITS", HangLimits(step_seconds=4.0))
+    launcher = OneCoreLauncher()
+
+    def make_build(_replica: str, life: int):
+        return partial(build_fake_engine, step_seconds=0.005 if life else 600.0, niceness=0 if life else 5)
+
+    async with fleet_of(1, launcher=launcher, make_build=make_build) as client:
+        with spinning(launcher.core):
+            started = start_requests(client, 1, max_tokens=2)
+            await until(lambda: state_of(client, "r0") == "starting", timeout=60)
+        await check_all(started, timeout=60)
 
 
 async def test_the_only_replica_comes_back_and_its_streams_go_on() -> None:
@@ -154,6 +212,17 @@ async def test_a_request_that_kills_its_replicas_is_given_up() -> None:
         with pytest.raises(EngineError, match="it may be the cause"):
             await collect(client, make_request("dead"))
         await check_all(started)
+
+
+async def test_streams_outlive_replicas_that_are_killed_in_one_moment() -> None:
+    async with fleet_of(4) as client:
+        started = start_requests(client, 48, max_tokens=300)
+        await until(lambda: sum(view.num_streaming for view in client.replicas()) == 48)
+        for replica in ("r0", "r1", "r2", "r3"):
+            send_signal(client, replica, signal.SIGKILL)
+        await check_all(started, timeout=60)
+        assert client.counts.num_failed == 0
+        client._fleet.check_invariants()
 
 
 async def test_a_replica_that_dies_again_and_again_stays_down() -> None:
@@ -222,6 +291,51 @@ async def test_all_are_started_again_one_after_another_without_an_error() -> Non
         await asyncio.gather(*users)
         assert not before & {pid_of(client, replica) for replica in ("r0", "r1")}
         assert client.counts.lost == {}
+
+
+async def test_a_round_of_restarts_goes_on_when_the_replica_it_waits_for_is_scaled_away() -> None:
+    async with fleet_of(3) as client:
+        started = start_requests(client, 3, max_tokens=900)
+        await until(lambda: all(view.num_streaming == 1 for view in client.replicas()))
+        client.restart()
+        await until(lambda: state_of(client, "r0") == "draining")
+        with pytest.raises(InvalidRequest, match="is under way"):
+            client.restart()
+        client.drain("r0", seconds=30, restarts=False)
+        await check_all(started)
+        await until(lambda: all(lives_of(client, replica) == 2 for replica in ("r1", "r2")), timeout=30)
+        assert [view.replica for view in client.replicas()] == ["r1", "r2"]
+        await until(lambda: all(is_ready(client, replica) for replica in ("r1", "r2")))
+        client.restart()
+        await until(lambda: all(lives_of(client, replica) == 3 for replica in ("r1", "r2")), timeout=30)
+
+
+async def test_a_round_of_restarts_leaves_alone_what_starts_or_ends_already() -> None:
+    async with fleet_of(3) as client:
+        started = start_requests(client, 3, max_tokens=400)
+        await until(lambda: all(view.num_streaming == 1 for view in client.replicas()))
+        client.drain("r2", seconds=30, restarts=False)
+        send_signal(client, "r0", signal.SIGKILL)
+        await until(lambda: state_of(client, "r0") == "starting" and "r0" in client.controller.lives)
+        client.restart()
+        await until(lambda: lives_of(client, "r1") == 2, timeout=30)
+        await check_all(started)
+        await until(lambda: state_of(client, "r2") == "stopped")
+        assert lives_of(client, "r0") == 2, "it was new when the round began"
+
+
+async def test_a_replica_of_another_version_does_not_join(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fleet_of(1) as client:
+        monkeypatch.setattr(joining, "__version__", "9.0")  # as if the package had been changed meanwhile
+        send_signal(client, "r0", signal.SIGKILL)
+        await until(lambda: state_of(client, "r0") == "down", timeout=60)
+        (view,) = client.replicas()
+        assert f"r0 runs onbeat {onbeat.__version__}, and this server 9.0" in view.why
+        assert "Restart the server" in caplog.text
+    with pytest.raises(ConfigError, match=r"and this server 9\.0"):
+        await fleet_of(1).start()
 
 
 async def test_a_fleet_grows_and_shrinks() -> None:

@@ -15,6 +15,7 @@ from onbeat.cluster.client import FleetClient
 from onbeat.core.handover import MoveVerb
 from onbeat.scheduler.cluster.events import MoveStep
 from tests.cpu.core.kv_engines import needs_nixl
+from tests.fake_runner import build_fake_engine
 from tests.fleet.fleets import (
     RemoteLauncher,
     check_all,
@@ -184,5 +185,37 @@ async def test_streams_leave_a_replica_that_runs_out_of_memory_for_a_new_one(rul
         client.scale(2)
         await check_all(started)
         assert client.counts.moves[why, "moved"] >= 1
-        assert client.counts.num_resumed == 0
+        if rule == "llumnix":  # mend also sends elsewhere what was preempted, and has nothing to move
+            assert client.counts.num_resumed == 0
+        client._fleet.check_invariants()
+
+
+async def test_streams_do_not_move_between_unlike_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    def make_build(replica: str, _life: int):
+        backend = "other" if replica == "r1" else "fake"
+        return partial(build_fake_engine, step_seconds=0.005, keeps_kv=True, kv_backend=backend)
+
+    async with fleet_of(3, make_build=make_build) as client:
+        moves = {view.replica: view.limits and view.limits.moves_streams for view in client.replicas()}
+        assert moves == {"r0": True, "r1": False, "r2": True}
+    assert (
+        "streams do not move to r1 or from it; compared with r0, its KV blocks differ in backend"
+        in caplog.text
+    )
+
+
+@pytest.mark.slow
+async def test_what_waits_for_blocks_begins_where_there_is_room() -> None:
+    """With streams too short to be moved for their tokens alone, and an idle replica that comes later."""
+    async with moving_fleet(1, num_blocks=64, router="freeness") as client:
+        # 64 blocks hold 1,024 tokens: one of these streams at a time, and the others wait or are preempted.
+        started = start_requests(client, 4, num_prompt=40, max_tokens=800)
+        await until(partial(have_begun, client, 4))
+        client.scale(2)
+        await until(partial(is_ready, client, "r1"), timeout=60)
+        assert any(view.num_outstanding > 1 for view in client.replicas()), "it came too late for this test"
+        # With its KV, as it is about to be preempted, or without, once it waits.
+        await until(lambda: all(view.num_outstanding for view in client.replicas()))
+        await check_all(started, timeout=120)
+        assert client.counts.num_failed == 0
         client._fleet.check_invariants()

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 
 from onbeat.cluster import local_launcher
 from onbeat.cluster.client import FleetClient
 from onbeat.engine.container import FreeMemory
+from onbeat.engine.process import BuildEngine
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from tests.cpu.server.running import Answer, Served, parse_events, serving
+from tests.fake_runner import build_fake_engine
 from tests.fakes_engine import FakeEngine
 from tests.fleet.fleets import fleet_of, has_lives, lives_of, send_signal, state_of
 from tests.waiting import until
@@ -103,13 +106,46 @@ async def test_health_follows_the_only_replica() -> None:
         assert (await served.get("/ready")).status == 200
         send_signal(client, "r0", signal.SIGKILL)
         await until(lambda: not client.is_alive)
-        answer = await served.get("/health")
+        answer = await served.get("/ready")
         assert (answer.status, answer.error["code"]) == (503, "no_replica")
         assert "r0 is starting" in answer.error["message"]
         assert int(answer.headers["Retry-After"]) >= 1
-        assert (await served.get("/ready")).status == 503
+        assert (await served.get("/health")).status == 200, "a liveness probe would end what comes back"
         await until(lambda: client.is_ready)
-        assert (await served.get("/health")).status == 200
+        assert (await served.get("/ready")).status == 200
+
+
+async def test_health_outlasts_a_replica_that_hangs() -> None:
+    async with served_fleet(1) as (served, client):
+        send_signal(client, "r0", signal.SIGSTOP)
+        seen = set()
+        while lives_of(client, "r0") < 2:
+            seen.add(((await served.get("/health")).status, (await served.get("/ready")).status))
+            await asyncio.sleep(0.05)
+        assert seen == {(200, 200), (200, 503)}
+
+
+def _starts_once(_replica: str, life: int) -> BuildEngine:
+    return _sleeps if life else build_fake_engine
+
+
+def _sleeps(_on_progress: Callable[[str], None]) -> NoReturn:
+    time.sleep(600)
+    raise AssertionError("it is killed before")
+
+
+async def test_a_request_waits_for_a_start_no_longer_than_may_be() -> None:
+    async with (
+        fleet_of(1, make_build=_starts_once, max_wait_seconds=5.0) as client,
+        serving(cast(FakeEngine, client), has_fleet=True) as served,
+    ):
+        send_signal(client, "r0", signal.SIGKILL)
+        await until(lambda: not client.is_alive)
+        async with asyncio.timeout(30):
+            answer = await served.post("/v1/completions", BODY)
+        assert (answer.status, answer.error["code"]) == (503, "no_replica")
+        assert "the next is expected in" in answer.error["message"]
+        assert int(answer.headers["Retry-After"]) >= 1
 
 
 async def test_health_says_that_a_replica_stays_down() -> None:

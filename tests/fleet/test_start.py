@@ -53,3 +53,15 @@ def test_each_device_has_room_for_one_replica(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(local_launcher, "usable_cores", lambda: 64)
     room = LocalLauncher(device_shares=[("0", "1"), ("2", "3")]).room()
     assert room == (2, "CUDA devices: 4")
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "bound"),
+    [("slo", None, 60.0), ("slo", 5.0, 5.0), ("slo", 0.0, None), ("sarathi", None, None)],
+)
+def test_requests_wait_for_a_start_as_long_as_for_their_turn(tmp_path, policy, given, bound):
+    limits = SchedulerLimits(policy=policy, max_queue_seconds=given)
+    engine = EngineConfig(model=ModelFiles(kind="hf", path=tmp_path, name="tiny"), limits=limits)
+    with ExitStack() as stack:
+        client = open_fleet(FleetOptions(), engine, build_fake_engine, stack, on_progress=print)
+    assert client._fleet._config.max_wait_seconds == bound

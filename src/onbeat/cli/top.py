@@ -92,7 +92,7 @@ class _Screen:
     def take(self, scrape: Scrape, *, has_engine: bool) -> None:
         self._history.add(scrape, time.monotonic())
         self._seen_at = time.time()
-        self._note = "" if has_engine else "No replica takes requests at present: GET /health says why."
+        self._note = "" if has_engine else "No replica takes requests at present: GET /ready says why."
 
     def miss(self, error: ConfigError) -> None:
         since = time.strftime("%H:%M:%S", time.localtime(self._seen_at))

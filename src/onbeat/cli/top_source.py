@@ -37,9 +37,9 @@ class MetricsSource:
         self._url = root + PATH
 
     async def has_engine(self) -> bool:
-        """Return whether the server's engine is alive, as far as it says so."""
+        """Return whether the server takes requests, as far as it says so."""
         try:
-            async with self._session.get(self._root + "/health") as response:
+            async with self._session.get(self._root + "/ready") as response:
                 return response.status != HTTPStatus.SERVICE_UNAVAILABLE
         except (TimeoutError, aiohttp.ClientError, OSError):
             return True  # the metrics tell whether the server is there

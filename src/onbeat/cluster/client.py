@@ -26,7 +26,7 @@ from onbeat.core.errors import (
     Overloaded,
     SLOUnattainable,
 )
-from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
+from onbeat.core.fleet import ReplicaId, ReplicaLoad, ReplicaView, ScalingView
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.step import StepOutputs
@@ -134,7 +134,9 @@ class FleetClient:
         lives = [life for life in self.controller.lives.values() if life.info is not None]
         if not lives and self.is_alive:
             return EnginePulse(time.monotonic())  # nobody is there who could hang
-        return max((life.pulse for life in lives), key=lambda pulse: pulse.time, default=EnginePulse(0.0))
+        return max(
+            (life.present_pulse for life in lives), key=lambda pulse: pulse.time, default=EnginePulse(0.0)
+        )
 
     def add_observer(self, observer: StepObserver) -> None:
         """Let one more object see the step messages from now on."""
@@ -378,6 +380,16 @@ class FleetClient:
 
     def on_lost(self, replica: ReplicaId) -> None:
         self.counts.lost[replica] += 1
+
+    def before_report(self, replica: ReplicaId, load: ReplicaLoad) -> ReplicaLoad:
+        if not load.blocked:
+            return load
+        opened = self._by_name.get(load.blocked)
+        if opened is None or opened.replica != replica:
+            return replace(load, blocked="")
+        if opened.num_unreported:
+            self._report(opened, replica, is_finished=False)
+        return replace(load, blocked=opened.request.request_id)
 
     def before_loss(self, replica: ReplicaId) -> None:
         for opened in self._open.values():

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from onbeat.cluster.clock_offset import by_our_clock, by_their_clock
 from onbeat.cluster.config import TRANSPORTS
+from onbeat.cluster.joining import other_blocks, other_version
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.life import Life
 from onbeat.cluster.listener import Listener
@@ -22,15 +23,16 @@ from onbeat.cluster.open_request import OpenRequest
 from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild, Processes
 from onbeat.cluster.rolling_restart import restart_all
 from onbeat.cluster.wire import Wire
-from onbeat.core.errors import ConfigError, EngineDead
+from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest
 from onbeat.core.fleet import DRAIN_SECONDS, ReplicaId
-from onbeat.core.protocols import EngineInfo, EnginePulse
+from onbeat.core.protocols import EnginePulse
 from onbeat.engine.messages import (
     AbortRequests,
     AddRequest,
     Died,
     FromEngine,
     Heartbeat,
+    Hello,
     Leaving,
     MoveAnswer,
     OpenKV,
@@ -127,7 +129,7 @@ class FleetController:
         self._look: asyncio.Task[None] | None = None
         self._round: asyncio.Task[None] | None = None
         self.changed = asyncio.Event()
-        """Set whenever a replica got ready or was lost."""
+        """Set whenever a replica got ready, was lost or was told to end."""
 
     async def open(self, folder: Path) -> None:
         """Bind what replicas connect to, and begin to look after them.
@@ -200,6 +202,7 @@ class FleetController:
                 self.processes.start(replica, delay)
             case Stop(replica):
                 self.processes.stop(replica)
+                self.changed.set()
 
     def _send_request(self, replica: ReplicaId, opened: OpenRequest, *, stops: bool) -> None:
         life = self.lives[replica]
@@ -245,7 +248,7 @@ class FleetController:
         self._listener.before_loss(life.replica)
         self._listener.on_lost(life.replica)
         self.processes.kill(life)
-        self.tell(Lost(life.replica, why))
+        self.tell(Lost(life.replica, why, life.num_taken))
         self.changed.set()
 
     async def _look_after(self) -> None:
@@ -277,14 +280,14 @@ class FleetController:
             case Stepped(outputs):
                 life.pulse = EnginePulse(outputs.now)
                 if outputs.load is not None:
-                    life.load = outputs.load
-                    self.tell(Reported(life.replica, outputs.load))
+                    life.load = self._listener.before_report(life.replica, outputs.load)
+                    self.tell(Reported(life.replica, life.load))
                 self._listener.on_stepped(life, outputs)
-            case Heartbeat(pulse):
-                life.pulse = pulse
+            case Heartbeat(pulse, num_taken):
+                life.pulse, life.num_taken = pulse, num_taken
             case Rejected() as rejected:
                 self._listener.on_rejected(life, rejected)
-            case Progress() | Ready() | StartFailed():
+            case Hello() | Progress() | Ready() | StartFailed():
                 self._on_start_message(life, message)
             case MoveAnswer():
                 self._moves.on_answer(life.replica, message)
@@ -294,22 +297,34 @@ class FleetController:
                 life.last_words = text
                 self._lose(life, text)
 
-    def _on_start_message(self, life: Life, message: Progress | Ready | StartFailed) -> None:
+    def _on_start_message(self, life: Life, message: Hello | Progress | Ready | StartFailed) -> None:
         match message:
+            case Hello(version):
+                life.version = version
+                self._is_ours(life)
             case Progress(text):
                 self._on_progress(text if life.replica == "r0" else f"{life.replica}: {text}")
-            case Ready(info):
-                self._on_ready(life, info)
+            case Ready() if self._is_ours(life):
+                self._on_ready(life, message)
             case StartFailed(text, is_user_error):
                 error = ConfigError(text) if is_user_error else EngineDead(text)
                 self.processes.fail_start(life, error)
 
-    def _on_ready(self, life: Life, info: EngineInfo) -> None:
-        self.processes.on_ready(life, info)
+    def _is_ours(self, life: Life) -> bool:
+        """Give a process up that runs another onbeat than this one; return whether it is the same."""
+        if (why := other_version(life)) is not None:
+            self.processes.fail_start(life, ConfigError(why))
+        return why is None
+
+    def _on_ready(self, life: Life, message: Ready) -> None:
+        self.processes.on_ready(life, message.info)
+        life.kv_layout = message.kv_layout
         logger.info("%s is ready", life.replica)
         self._open_kv()
         limits = life.limits
-        may_move = limits.moves_streams and bool(self._kv_transports)
+        if (difference := other_blocks(life, self.lives.values())) is not None:
+            logger.warning("streams do not move to %s or from it; %s", life.replica, difference)
+        may_move = limits.moves_streams and bool(self._kv_transports) and difference is None
         self.tell(Joined(life.replica, replace(limits, moves_streams=may_move)))
         self.changed.set()
 
@@ -338,9 +353,21 @@ class FleetController:
             self._listener.before_loss(replica)
 
     def restart(self) -> None:
-        """Begin to start all replicas again, one after another; one such round at a time."""
-        if self._round is None or self._round.done():
-            self._round = asyncio.create_task(restart_all(self), name="onbeat-rolling-restart")
+        """Begin to start all replicas again, one after another; one such round at a time.
+
+        Raises
+        ------
+        InvalidRequest : the round before is under way.
+        """
+        if self._round is not None and not self._round.done():
+            known = (each.replica for each in self.fleet.status().replicas)
+            coming = [replica for replica in known if self.fleet.is_coming(replica)]
+            raise InvalidRequest(
+                f"a restart of all replicas is under way and waits for {', '.join(coming) or 'the next'}; "
+                "ask again once all are ready",
+                code="restart_under_way",
+            )
+        self._round = asyncio.create_task(restart_all(self), name="onbeat-rolling-restart")
 
     @property
     def endpoint(self) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from onbeat.cluster.processor_time import ProcessorTime
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaId
 from onbeat.engine.process import BuildEngine, EngineLink
@@ -125,6 +126,10 @@ class Launcher(Protocol):
 
     def is_suspended(self, replica: ReplicaId, life: int) -> bool:
         """Return whether a process is stopped (SIGSTOP) or out of reach: it will not speak by itself."""
+        ...
+
+    def processor_time(self, replica: ReplicaId, life: int) -> ProcessorTime | None:
+        """Return what a process has got of the processors; None where that cannot be seen from here."""
         ...
 
     def clock_offset(self, replica: ReplicaId, life: int) -> float:

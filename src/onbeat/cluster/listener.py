@@ -6,7 +6,7 @@ from typing import Protocol
 
 from onbeat.cluster.life import Life
 from onbeat.cluster.open_request import OpenRequest, Origin
-from onbeat.core.fleet import ReplicaId
+from onbeat.core.fleet import ReplicaId, ReplicaLoad
 from onbeat.core.step import StepOutputs
 from onbeat.engine.rejection import Rejected
 from onbeat.scheduler.cluster.events import Refuse, Rescale, Send
@@ -58,6 +58,13 @@ class Listener(Protocol):
 
     def on_lost(self, replica: ReplicaId) -> None:
         """Hear that a replica was lost."""
+        ...
+
+    def before_report(self, replica: ReplicaId, load: ReplicaLoad) -> ReplicaLoad:
+        """Hear how a replica stands; return that with the fleet's name of a request in place of its own.
+
+        The fleet must know how far that request is, since it may go elsewhere.
+        """
         ...
 
     def before_loss(self, replica: ReplicaId) -> None:

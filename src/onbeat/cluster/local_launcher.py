@@ -16,6 +16,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from onbeat.cluster.launcher import OnLost, ReplicaPlace, ReplicaSpec, Room
+from onbeat.cluster.processor_time import ProcessorTime, read_processor_time
 from onbeat.core.errors import EngineDead
 from onbeat.core.fleet import ReplicaId
 from onbeat.engine.container import host_memory, private_bytes, usable_cores
@@ -124,6 +125,11 @@ class LocalLauncher:
     def is_suspended(self, replica: ReplicaId, life: int) -> bool:
         started = self._started.get((replica, life))
         return started is not None and _process_state(started.process.pid) in ("T", "t")
+
+    def processor_time(self, replica: ReplicaId, life: int) -> ProcessorTime | None:
+        started = self._started.get((replica, life))
+        pid = None if started is None else started.process.pid
+        return None if pid is None else read_processor_time(pid)
 
     def clock_offset(self, replica: ReplicaId, life: int) -> float:  # noqa: ARG002 -- all share it
         return 0.0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from onbeat.cluster.launcher import Launcher, ReplicaSpec
-from onbeat.cluster.life import SILENT_SECONDS, STEP_LIMITS, SUSPENDED_SECONDS, Life
+from onbeat.cluster.life import LIMITS, SUSPENDED_SECONDS, Life
+from onbeat.cluster.processor_time import LOOK_SECONDS
 from onbeat.cluster.wire import Wire
 from onbeat.core.errors import EngineDead, OnbeatError
 from onbeat.core.fleet import ReplicaId
@@ -17,6 +20,8 @@ from onbeat.core.hang import find_hang
 from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.engine.messages import Shutdown
 from onbeat.engine.process import BuildEngine, EngineLink
+
+logger = logging.getLogger("onbeat.cluster")
 
 LAST_WORDS_SECONDS = 0.5
 """How long the last message of a process that ended before it was ready may still be on its way."""
@@ -223,7 +228,25 @@ class Processes:
         if silence >= SUSPENDED_SECONDS and self._launcher.is_suspended(life.replica, life.number):
             why = "its process was stopped, or is out of reach,"
             self._on_lost(life, f"{why} and has said nothing for {silence:.1f} s")
-        elif silence > SILENT_SECONDS:
-            self._on_lost(life, f"it has said nothing for {silence:.0f} s")
-        elif (hang := find_hang(life.pulse, STEP_LIMITS, now)) is not None:
+            return
+        self._look_at_waits(life, now)
+        pulse = life.present_pulse
+        if (hang := find_hang(pulse, LIMITS, now)) is not None:
             self._on_lost(life, hang)
+        elif pulse.waited and not life.waits.is_told and find_hang(replace(pulse, waited=0.0), LIMITS, now):
+            life.waits.is_told = True
+            logger.warning(
+                "%s is slow, since it does not get the processors: it was kept waiting for %.0f s. It is not "
+                "started again for that; end what else runs there, or raise its CPU quota",
+                life.replica,
+                pulse.waited,
+            )
+
+    def _look_at_waits(self, life: Life, now: float) -> None:
+        """Find out whether a process that may hang gets the processor time that it wants."""
+        pulse, waits = life.present_pulse, life.waits
+        oldest = min(pulse.time, now if pulse.step_start is None else pulse.step_start)
+        if now - oldest < SUSPENDED_SECONDS:
+            waits.forget()
+        elif now - waits.last_look >= LOOK_SECONDS:
+            waits.look(now, self._launcher.processor_time(life.replica, life.number))

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import onbeat
 from onbeat.cluster.clock_offset import ClockOffset, clock_id
+from onbeat.cluster.joining import check_node
 from onbeat.cluster.launcher import OnLost, ReplicaNeeds, ReplicaPlace, ReplicaSpec, Room
+from onbeat.cluster.processor_time import ProcessorTime
 from onbeat.cluster.replica_host import Greeting, HostState, ReplicaHost
 from onbeat.core.errors import ConfigError, EngineDead, MissingExtra
 from onbeat.core.fleet import MOST_REPLICAS, ReplicaId
@@ -124,7 +125,7 @@ class RayLauncher:
         try:
             host = self._make_host(group, spec.replica)
             greeting: Greeting = await asyncio.wait_for(host.greet.remote(), HOST_SECONDS)
-            _check_version(greeting)
+            check_node(greeting.host, greeting.version)
             started = _Started(host, group)
             if greeting.clock_id == clock_id():
                 started.clock = ClockOffset(0.0)
@@ -169,6 +170,9 @@ class RayLauncher:
     def is_suspended(self, replica: ReplicaId, life: int) -> bool:
         started = self._started.get((replica, life))
         return started is not None and started.is_out_of_reach
+
+    def processor_time(self, replica: ReplicaId, life: int) -> ProcessorTime | None:  # noqa: ARG002
+        return None  # it is on another machine
 
     def clock_offset(self, replica: ReplicaId, life: int) -> float:
         started = self._started.get((replica, life))
@@ -350,14 +354,6 @@ class RayLauncher:
 def _reason(error: Exception) -> str:
     number = getattr(error, "errno", None)
     return str(error) if number is None or number < 0 else os.strerror(number)
-
-
-def _check_version(greeting: Greeting) -> None:
-    if greeting.version != onbeat.__version__:
-        raise ConfigError(
-            f"the node {greeting.host} has onbeat {greeting.version}, and this server has "
-            f"{onbeat.__version__}; install the same on all nodes"
-        )
 
 
 def _import_ray() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from onbeat.cluster.open_request import OpenRequest
 from onbeat.core.errors import EngineError, OnbeatError, Overloaded, PromptTooLong, SLOUnattainable
 from onbeat.scheduler.cluster.events import Refuse
+from onbeat.scheduler.cluster.fleet import MOST_LIVES
 
 LOSSES = ("replica_lost", "too_many_lives")
 """The reasons of a refusal that are deaths of replicas."""
@@ -27,6 +28,13 @@ def refusal(action: Refuse, opened: OpenRequest) -> OnbeatError:
                 predicted_ttft=wait,
                 retry_after=wait,
             )
+        case "no_replica" if action.retry_after is not None:
+            return Overloaded(
+                "no replica takes requests at present, and the request cannot wait as long; the next is "
+                f"expected in {action.retry_after:.0f} s: try again then",
+                code="no_replica",
+                retry_after=action.retry_after,
+            )
         case "no_replica" | "overloaded":
             return Overloaded(
                 "no replica takes requests at present; try again later",
@@ -40,5 +48,6 @@ def refusal(action: Refuse, opened: OpenRequest) -> OnbeatError:
                 "send it again"
             )
     return EngineError(
-        f"the replicas that had the request ended, {opened.num_sent} of them; it may be the cause"
+        f"{MOST_LIVES} replicas in a row ended while they had the request, before its next token; it may be "
+        "the cause, and is not tried again"
     )

@@ -24,20 +24,16 @@ class Replicas(Protocol):
 
 
 async def restart_all(replicas: Replicas) -> None:
-    """Drain and start each replica that has a process; wait for each before the next."""
+    """Drain and start each replica that is ready; wait for each before the next.
+
+    One that starts meanwhile is waited for, too. One that was told to end, or is scaled away while it is
+    waited for, is left alone.
+    """
     for replica, life in list(replicas.lives.items()):
         if replicas.lives.get(replica) is not life:
             continue  # it has been started again since
-        replicas.drain(replica, seconds=DRAIN_SECONDS, restarts=True)
-        while not _is_settled(replicas, replica, life):
+        if replicas.fleet.state(replica) is ReplicaState.READY:
+            replicas.drain(replica, seconds=DRAIN_SECONDS, restarts=True)
+        while replicas.fleet.is_coming(replica):
             replicas.changed.clear()
             await replicas.changed.wait()
-
-
-def _is_settled(replicas: Replicas, replica: ReplicaId, life: Life) -> bool:
-    """Return whether a replica that was restarted is ready, or will not come back."""
-    states = {each.replica: each.state for each in replicas.fleet.status().replicas}
-    state = states.get(replica, ReplicaState.STOPPED)
-    if state in (ReplicaState.DOWN, ReplicaState.STOPPED):
-        return True
-    return state is ReplicaState.READY and replicas.lives.get(replica) is not life

@@ -26,6 +26,7 @@ from onbeat.recording.fleet import fleet_record, plain
 from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerLimits
+from onbeat.scheduler.replica.policies import queue_seconds
 
 ROUTERS_OF_PREFIXES = ("prefix-affinity", "slo")
 """Those for which prompts are hashed."""
@@ -64,7 +65,7 @@ def open_fleet(
     router = options.router or _default_router(engine.limits)
     on_decision = None
     is_many = options.most_replicas > 1 or options.autoscale is not None
-    config = _config(options)
+    config = _config(options, engine.limits)
     if engine.record is not None and is_many:
         about = {**asdict(options), "router": router, "fleet": plain(config)}
         on_decision = stack.enter_context(fleet_record(engine.record, about))
@@ -88,8 +89,9 @@ def open_fleet(
     )
 
 
-def _config(options: FleetOptions) -> FleetConfig:
+def _config(options: FleetOptions, limits: SchedulerLimits) -> FleetConfig:
     return FleetConfig(
+        max_wait_seconds=queue_seconds(limits.policy or DEFAULT_POLICY, limits.max_queue_seconds),
         num_prefill=options.num_prefill,
         pool_rule=options.pool_rule,
         move_rule=options.move_rule,

@@ -133,6 +133,8 @@ class ReplicaLoad:
     """KV blocks that nobody uses, those of the prefix cache included."""
     num_wanted_blocks: int = 0
     """Blocks that the first waiting request lacks."""
+    blocked: str = ""
+    """That request, by its name there, where it lacks any: it holds none, and can as well begin elsewhere."""
     num_queued_blocks: int = 0
     """Blocks that all waiting requests want, what is cached for them left out."""
     num_decodes: int = 0

@@ -82,6 +82,8 @@ class EnginePulse:
     """When the step began that was under way then; None where none was."""
     step_predicted: float | None = None
     """Seconds that the step was expected to take; None where nothing predicts."""
+    waited: float = 0.0
+    """Seconds of late in which it wanted to run and others had the processors, as its host sees it."""
 
 
 class StepObserver(Protocol):
@@ -193,7 +195,12 @@ class FleetView(Protocol):
         ...
 
     def restart(self) -> None:
-        """Start all replicas again, one after another, without loss; each waits for the one before."""
+        """Start all replicas again, one after another, without loss; each waits for the one before.
+
+        Raises
+        ------
+        InvalidRequest : the round before is under way.
+        """
         ...
 
     def expect_end(self) -> None:

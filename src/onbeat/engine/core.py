@@ -15,7 +15,7 @@ from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.protocols import EnginePulse, Executor
 from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs, StepStats
-from onbeat.engine.kv_access import BlockMemory
+from onbeat.engine.kv_access import BlockMemory, KVLayout
 from onbeat.engine.kv_handover import KVHandover
 from onbeat.engine.kv_transfer.base import KVTransport
 from onbeat.engine.kv_transfer.transfers import KVTransfers
@@ -102,6 +102,11 @@ class EngineCore:
         self.kv: KVHandover | None = None
         if transfers is not None:
             self._hand_over_by(transfers)
+
+    @property
+    def kv_layout(self) -> KVLayout | None:
+        """What the bytes of its KV depend on; None where no other engine could copy it."""
+        return None if self._kv_memory is None else self._kv_memory().layout
 
     def open_kv(self, transports: Sequence[KVTransport]) -> None:
         """Lend KV to other engines from now on, and take theirs; without effect where that cannot be.

@@ -7,6 +7,7 @@ moves blocks copies bytes and knows nothing of what they mean.
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
@@ -119,6 +120,18 @@ class BlockMemory:
         for address, block_bytes in self.regions:
             start = address + block_id * block_bytes
             yield memoryview((ctypes.c_char * block_bytes).from_address(start)).cast("B")
+
+    def checksum(self, block_id: int) -> int:
+        """Return the CRC-32 of a block's bytes.
+
+        Raises
+        ------
+        KVUnavailable : there is no such block.
+        """
+        crc = 0
+        for part in self.views(block_id):
+            crc = zlib.crc32(part, crc)
+        return crc
 
     def check_ids(self, block_ids: Sequence[int]) -> None:
         """Raise `KVUnavailable` unless all blocks are there: whoever asks for one may be another process."""

@@ -110,6 +110,10 @@ class KVHandover:
             leases.grant(request_id, held.block_ids)
         return leases.source(request_id, self._transfers.endpoint)
 
+    def summed(self, source: KVSource) -> Future[KVSource]:
+        """Return what is lent with the checksums of its blocks, from a thread of its own."""
+        return self._transfers.summed(source)
+
     def num_full_tokens(self, request_id: str) -> int:
         """Return the tokens of the blocks of a request that `hold` would lend by now."""
         return self._handover.num_full_blocks(request_id) * self._transfers.memory.layout.block_size

@@ -8,6 +8,7 @@ from onbeat.core.handover import Detached, MoveVerb
 from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.core.request import Request
 from onbeat.core.step import StepOutputs
+from onbeat.engine.kv_access import KVLayout
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.rejection import Rejected
 
@@ -68,6 +69,13 @@ class MoveAnswer(msgspec.Struct, tag="moved", array_like=True):
     """Where it is not ok, if there is more to say."""
 
 
+class Hello(msgspec.Struct, tag="hello", array_like=True):
+    """The first word of an engine's process, the same in all versions: the others may differ."""
+
+    version: str
+    """Of onbeat."""
+
+
 class Progress(msgspec.Struct, tag="progress", array_like=True):
     """One line for the person who waits for the start."""
 
@@ -76,6 +84,8 @@ class Progress(msgspec.Struct, tag="progress", array_like=True):
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
     info: EngineInfo
+    kv_layout: KVLayout | None
+    """None where other engines could not copy its KV."""
 
 
 class StartFailed(msgspec.Struct, tag="start-failed", array_like=True):
@@ -100,13 +110,17 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True):
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):
-    """Said where nothing else was for a while."""
+    """Said where nothing else was for a while, and when requests have been read, before they run."""
 
     pulse: EnginePulse
+    num_taken: int
+    """Requests that have been read so far: whoever sent more knows which of them did not arrive."""
 
 
 ToEngine = AddRequest | AbortRequests | Shutdown | OpenKV | AskMove
-FromEngine = Progress | Ready | StartFailed | Rejected | Stepped | Heartbeat | Leaving | Died | MoveAnswer
+FromEngine = (
+    Hello | Progress | Ready | StartFailed | Rejected | Stepped | Heartbeat | Leaving | Died | MoveAnswer
+)
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
 
 from onbeat.core.errors import KVUnavailable, RequestRejected
-from onbeat.core.handover import MoveVerb
+from onbeat.core.handover import Detached, MoveVerb
 from onbeat.core.request import RequestOutput
 from onbeat.engine.kv_handover import Departure, KVHandover
+from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.messages import AskMove, MoveAnswer
 from onbeat.scheduler.replica.departures import Departures
 
@@ -35,6 +36,8 @@ class MovePort:
         self._ring = ring
         self._pulls: dict[str, Future[int]] = {}
         """By move."""
+        self._lendings: dict[str, tuple[MoveVerb, Detached | None, Future[KVSource]]] = {}
+        """Move -> what is to be answered once the blocks that are lent have checksums."""
         self._departures: Departures[Departure] = Departures()
         self._adopted: dict[str, str] = {}
         """Move -> request."""
@@ -79,6 +82,9 @@ class MovePort:
         """Answer what is done by now: copies, and requests that have left; after each step, and when rung."""
         for move in [move for move, pull in self._pulls.items() if pull.done()]:
             self._end_pull(move, self._pulls.pop(move))
+        for move in [move for move, (*_, source) in self._lendings.items() if source.done()]:
+            verb, detached, lent = self._lendings.pop(move)
+            self._answer(MoveAnswer(move, verb, ok=True, source=lent.result(), detached=detached))
         if self._kv is not None:
             self._look_who_left(self._kv)
             for message in list(self._awaited.values()):
@@ -90,8 +96,10 @@ class MovePort:
         for request_id in self._departures.take_to_put_back():
             kv.reattach(request_id)
         for move, departure in self._departures.take_gone():
-            detached, source = departure.detached, departure.source
-            self._answer(MoveAnswer(move, MoveVerb.FREEZE, detached is not None, source, detached))
+            if departure.source is None:
+                self._answer(MoveAnswer(move, MoveVerb.FREEZE, ok=False))
+            else:
+                self._lend(kv, move, MoveVerb.FREEZE, departure.source, departure.detached)
 
     def _do(self, kv: KVHandover, message: AskMove) -> list[str]:
         match message.verb:
@@ -150,7 +158,18 @@ class MovePort:
         except KVUnavailable as error:
             self._refuse(message, str(error))
         else:
-            self._answer(MoveAnswer(message.move, message.verb, source is not None, source))
+            if source is None:
+                self._answer(MoveAnswer(message.move, message.verb, ok=False))
+            else:
+                self._lend(kv, message.move, message.verb, source)
+
+    def _lend(
+        self, kv: KVHandover, move: str, verb: MoveVerb, source: KVSource, detached: Detached | None = None
+    ) -> None:
+        """Answer with what is lent, once it has checksums."""
+        summed = kv.summed(source)
+        self._lendings[move] = verb, detached, summed
+        summed.add_done_callback(lambda _: self._ring())
 
     def _release(self, kv: KVHandover, move: str) -> list[str]:
         self._pulls.pop(move, None)

@@ -15,6 +15,7 @@ from types import FrameType
 
 import zmq
 
+from onbeat import __version__
 from onbeat.core.errors import EngineDead, KVUnavailable, OnbeatError, RequestRejected
 from onbeat.core.handover import MoveVerb
 from onbeat.core.protocols import EngineInfo
@@ -32,6 +33,7 @@ from onbeat.engine.messages import (
     Died,
     FromEngine,
     Heartbeat,
+    Hello,
     Leaving,
     OpenKV,
     Progress,
@@ -107,6 +109,7 @@ def _build_and_serve(build: BuildEngine, link: EngineLink) -> bool:
     """Run an engine from its start to its end; return whether whoever it served is gone."""
     context = zmq.Context()
     socket = _connect(context, link)
+    socket.send(encode(Hello(__version__)))
     try:
         core, info = build(lambda text: socket.send(encode(Progress(text))))
     except OnbeatError as error:
@@ -116,7 +119,7 @@ def _build_and_serve(build: BuildEngine, link: EngineLink) -> bool:
         socket.send(encode(StartFailed(f"{type(error).__name__}: {error}", is_user_error=False)))
     else:
         with settled_memory():
-            socket.send(encode(Ready(info)))
+            socket.send(encode(Ready(info, core.kv_layout)))
             _serve(core, socket, link)
     finally:
         is_orphaned = (parent := multiprocessing.parent_process()) is not None and not parent.is_alive()
@@ -174,6 +177,7 @@ class _EngineLoop:
         self._address = address
         self._socket = socket
         self._last_word = time.monotonic()
+        self._num_taken = 0
         self._stopped = False
         self._wants_to_leave = False
         # Not getppid(): the parent may have died while the model was loaded.
@@ -225,19 +229,18 @@ class _EngineLoop:
             self._wants_to_leave = False
             self._say(Leaving())
         self._moves.look()
-        now = time.monotonic()
-        if now - self._last_word >= HEARTBEAT_SECONDS:
-            self._last_word = now
-            self._say(Heartbeat(self._core.pulse()))
+        if time.monotonic() - self._last_word >= HEARTBEAT_SECONDS:
+            self._say_alive()
             self._send(self._core.take_load())  # without steps room may have come back, as a copy has ended
 
+    def _say_alive(self) -> None:
+        self._last_word = time.monotonic()
+        self._say(Heartbeat(self._core.pulse(), self._num_taken))
+
     def _read_inbox(self) -> None:
-        """Take every message that is there."""
-        while True:
-            try:
-                data = self._socket.recv(flags=zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        """Take every message that is there; say how many requests came, before one of them runs."""
+        num_before = self._num_taken
+        while (data := self._next_message()) is not None:
             message = decode_to_engine(data)
             match message:
                 case AddRequest():
@@ -252,6 +255,14 @@ class _EngineLoop:
                     self._open_kv(message)
                 case Shutdown():
                     self._stopped = True
+        if self._num_taken > num_before:
+            self._say_alive()
+
+    def _next_message(self) -> bytes | None:
+        try:
+            return self._socket.recv(flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return None
 
     def _abort(self, request_ids: list[str]) -> None:
         self._moves.forget(request_ids)
@@ -260,6 +271,7 @@ class _EngineLoop:
             self._send(self._core.message(outputs))
 
     def _add(self, message: AddRequest) -> None:
+        self._num_taken += 1
         request_id = message.request.request_id
         try:
             self._core.add(message.request)

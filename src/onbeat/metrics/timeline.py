@@ -1,9 +1,9 @@
 """Write what steps and requests did as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing show.
 
-One track holds the steps, counters show queues and KV use, and each open request has a track with its spans:
-`queued` (arrival to first step), `prefill` (to the first delivery), `decode` (to the end), and marks for
-prompt chunks, preemptions, relegation and refusal. Tracks are used again, so there are as many as requests
-were ever open at once.
+Each replica has a process by its name (`engine r0`), with its steps and counters of its queues and KV use.
+Each open request has a track with its spans: `queued` (arrival to first step), `prefill` (to the first
+delivery), `decode` (to the end), and marks for prompt chunks, preemptions, relegation and refusal. Tracks are
+used again, so there are as many as requests were ever open at once.
 
 The file is a JSON array written event by event: memory stays bounded, and of a killed run everything is
 readable but the last second: viewers accept an array without its end.
@@ -23,15 +23,15 @@ import orjson
 
 from onbeat.background_file import BackgroundFile, open_private
 from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import replica_id
 from onbeat.core.step import StepStats
 from onbeat.metrics.record import RequestRecord
 
 logger = logging.getLogger("onbeat.metrics")
 
 _FLUSH_SECONDS = 1.0
-_ENGINE = 1
-"""Process number of the steps' track and the counters."""
-_REQUESTS = 2
+_REQUESTS = 1
+"""Process number of the requests' tracks; those of the replicas' steps and counters come after it."""
 
 
 class Timeline:
@@ -49,14 +49,12 @@ class Timeline:
         """Request -> why it is being refused."""
         self._free_tracks: list[int] = []
         self._num_tracks = 0
-        self._engines = {0: _ENGINE}
+        self._engines: dict[int, int] = {}
         """Replica -> the process number of its steps."""
         self._has_budgets = False
         """Whether the policy has given any step a budget."""
         self._last_flush = 0.0
-        self._write_bytes(b"[\n" + orjson.dumps(_name_event("process_name", "engine", pid=_ENGINE)))
-        self._write(_name_event("thread_name", "steps", pid=_ENGINE))
-        self._write(_name_event("process_name", "requests", pid=_REQUESTS))
+        self._write_bytes(b"[\n" + orjson.dumps(_name_event("process_name", "requests", pid=_REQUESTS)))
 
     def close(self) -> None:
         """End the array."""
@@ -116,9 +114,10 @@ class Timeline:
             _counter("requests", engine, stats.end, running=stats.num_running, waiting=stats.num_waiting)
         )
         self._write(_counter("kv blocks", engine, stats.end, used=stats.num_used_blocks))
+        about = {"step": stats.step_id, "replica": replica_id(replica)}
         for request_id in stats.chunk_request_ids:
             if request_id in self._tracks:
-                self._mark("chunk", self._tracks[request_id], stats.start, step=stats.step_id)
+                self._mark("chunk", self._tracks[request_id], stats.start, **about)
         if stats.end - self._last_flush >= _FLUSH_SECONDS:
             self._last_flush = stats.end
             self._flush()
@@ -188,8 +187,8 @@ class Timeline:
     def _engine(self, replica: int) -> int:
         """Return the process number of a replica's steps; a new one gets its name."""
         if replica not in self._engines:
-            engine = self._engines[replica] = _REQUESTS + replica
-            self._write(_name_event("process_name", f"replica {replica}", pid=engine))
+            engine = self._engines[replica] = _REQUESTS + 1 + replica
+            self._write(_name_event("process_name", f"engine {replica_id(replica)}", pid=engine))
             self._write(_name_event("thread_name", "steps", pid=engine))
         return self._engines[replica]
 

@@ -114,8 +114,8 @@ class SchedulerLimits:
         metavar="SECONDS",
         parse=_queue_seconds,
         help="longest predicted wait for which another request is taken that cannot be in time, or has no "
-        "objective; beyond it 503 with Retry-After. 0 or none: no limit (default: "
-        f"{DEFAULT_QUEUE_SECONDS:g} under slo, which alone predicts it)",
+        "objective; beyond it 503 with Retry-After, also while no replica is ready. 0 or none: no limit "
+        f"(default: {DEFAULT_QUEUE_SECONDS:g} under slo, which alone predicts it)",
     )
     slo_mode: SLOMode = slo_mode_option()
     shed_order: ShedOrder = option(

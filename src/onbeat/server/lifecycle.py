@@ -148,7 +148,7 @@ class EngineWatch:
 
     def _judge(self, hang: str | None) -> None:
         if hang is not None and self.hang is None:
-            logger.error("the engine hangs: %s; /health answers 503 until it goes on", hang)
+            logger.error("the engine hangs: %s; /ready answers 503 until it goes on", hang)
         elif hang is None and self.hang is not None:
             logger.warning("the engine goes on")
         self.hang = hang

@@ -126,7 +126,7 @@ async def serve(
 
     On the first signal `/ready` turns 503, new generations get 503, and running ones finish within
     `config.shutdown_timeout` seconds; those that do not are aborted and say so. A second signal aborts
-    at once. Replicas that end meanwhile are started again; while none lives `/health` answers 503.
+    at once. Replicas that end meanwhile are started again; while none is ready `/ready` answers 503.
 
     Parameters
     ----------

@@ -22,19 +22,18 @@ def health_routes(services: Services) -> APIRouter:
     empty: dict[int | str, dict[str, Any]] = {200: {"description": "Yes; no body"}, **error_answers(503)}
 
     async def health() -> Response:
-        """Tell whether a replica lives and goes on; stays 200 while the server drains."""
-        if not services.engine.is_alive:
-            raise _all_down(services.fleet)
-        if services.watch.hang is not None:
-            raise engine_hangs(services.watch.hang)
+        """Tell whether the server can go on by itself: it does while it drains, or replaces engines.
+
+        What restarts a server that fails here ends its other engines, and the streams that wait for one.
+        """
+        _check_goes_on(services)
         return Response()
 
     async def ready() -> Response:
-        """Tell whether the server takes new requests; 503 as soon as it is told to stop."""
+        """Tell whether a replica takes new requests; 503 as soon as the server is told to stop."""
         services.lifecycle.check_open()
-        if services.fleet is not None and services.engine.is_alive and not services.fleet.is_ready:
-            raise _all_down(services.fleet)
-        return await health()
+        _check_ready(services)
+        return Response()
 
     async def load() -> Response:
         """Return how many HTTP requests are generating."""
@@ -53,8 +52,24 @@ def health_routes(services: Services) -> APIRouter:
     return router
 
 
+def _check_goes_on(services: Services) -> None:
+    fleet = services.fleet
+    if not services.engine.is_alive and (fleet is None or fleet.seconds_to_ready is None):
+        raise _all_down(fleet)
+    if fleet is None and services.watch.hang is not None:  # a fleet replaces an engine that hangs
+        raise engine_hangs(services.watch.hang)
+
+
+def _check_ready(services: Services) -> None:
+    fleet = services.fleet
+    if not services.engine.is_alive or (fleet is not None and not fleet.is_ready):
+        raise _all_down(fleet)
+    if services.watch.hang is not None:
+        raise engine_hangs(services.watch.hang)
+
+
 def _all_down(fleet: FleetView | None) -> Exception:
-    """Return what a health check gets while no replica lives, or none takes requests."""
+    """Return what a probe gets while no replica takes requests."""
     if fleet is None:
         return EngineDead("the engine process has ended; see the server's log")
     states = "; ".join(

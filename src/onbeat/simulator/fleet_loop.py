@@ -74,6 +74,7 @@ def fleet_config(config: SimulationConfig) -> FleetConfig:
     """Return how the fleet of a simulation treats its replicas."""
     plain = FleetConfig(
         drain_seconds=config.fleet_times.drain,
+        max_wait_seconds=config.scheduler.max_queue_seconds,
         num_prefill=config.num_prefill,
         pool_rule=config.pool_rule,
         move_rule=config.move_rule,

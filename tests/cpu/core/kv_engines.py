@@ -116,7 +116,7 @@ def _lend(connection: Connection) -> None:
     while True:
         if connection.recv() == "lend":
             transfers.leases.grant("r", range(3, 13))
-            connection.send(transfers.leases.source("r", transfers.endpoint))
+            connection.send(transfers.summed(transfers.leases.source("r", transfers.endpoint)).result())
         else:
             transfers.leases.revoke("r")
             connection.send("done")

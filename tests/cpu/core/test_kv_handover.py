@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -199,7 +200,15 @@ class TestLending:
 class TestRoom:
     def source(self, num_blocks: int) -> KVSource:
         endpoint = KVEndpoint(layout=layout())
-        return KVSource(endpoint=endpoint, lease_id="r", serial=1, cell=0, block_ids=tuple(range(num_blocks)))
+        checksum = zlib.crc32(bytes(layout().block_bytes))
+        return KVSource(
+            endpoint=endpoint,
+            lease_id="r",
+            serial=1,
+            cell=0,
+            block_ids=tuple(range(num_blocks)),
+            checksums=(checksum,) * num_blocks,
+        )
 
     def test_slots_and_blocks_are_kept(self, engine: Engine) -> None:
         assert engine.kv.reserve("m", 300)

@@ -8,8 +8,7 @@ import socket
 import sys
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -84,6 +83,44 @@ class TestFromAnotherProcess:
         _, own = make_transfers(name, **changes)
         with pytest.raises(KVUnavailable, match=f"KV blocks differ in {field}: '{changes[field]}' here"):
             own.pull(lender.lend(), 0, [1]).result(WAIT)
+        own.close()
+
+    def test_a_block_that_changes_on_the_way(
+        self, lender: LendingProcess, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source = lender.lend()
+        blocks, own = make_transfers(name)
+        (transport,) = own._transports
+        pull = transport.pull
+
+        def change(source: KVSource, first: int, memory: BlockMemory, into: Sequence[int]) -> int:
+            num_bytes = pull(source, first, memory, into)
+            blocks.parts[1][into[-1], 700] ^= 1
+            return num_bytes
+
+        monkeypatch.setattr(transport, "pull", change)
+        with pytest.raises(
+            KVUnavailable, match=f"block 4 of the KV of 'r' has changed on the way .by {name}."
+        ):
+            own.pull(source, 2, [9, 0, 23]).result(WAIT)
+        own.close()
+
+    def test_a_block_that_changes_while_it_is_lent(self, name: str) -> None:
+        blocks, lending = make_transfers(name, is_filled=True)
+        lending.leases.grant("r", range(8))
+        source = lending.summed(lending.leases.source("r", lending.endpoint)).result(WAIT)
+        blocks.parts[0][5, 3] ^= 128
+        _, own = make_transfers(name)
+        with pytest.raises(KVUnavailable, match="block 5 of the KV of 'r' has changed"):
+            own.pull(source, 0, range(8)).result(WAIT)
+        assert own.pull(source, 0, range(5)).result(WAIT) == 5 * BLOCK_BYTES
+        lending.close()
+        own.close()
+
+    def test_blocks_without_checksums(self, lender: LendingProcess, name: str) -> None:
+        _, own = make_transfers(name)
+        with pytest.raises(KVUnavailable, match="checksums of the KV of 'r' were not sent"):
+            own.pull(replace(lender.lend(), checksums=()), 0, [1]).result(WAIT)
         own.close()
 
     @pytest.mark.parametrize(("first", "into"), [(9, [1, 2]), (-1, [1]), (0, [NUM_BLOCKS]), (0, [-1])])
@@ -163,7 +200,7 @@ class TestMemoryOfOthers:
         """The last look finds it, whatever was read."""
         _, lending = make_transfers("cma", is_filled=True)
         lending.leases.grant("r", range(8))
-        source = lending.leases.source("r", lending.endpoint)
+        source = lending.summed(lending.leases.source("r", lending.endpoint)).result(WAIT)
         _, own = make_transfers("cma")
         (transport,) = own._transports
         read = transport._readv  # type: ignore[attr-defined]
@@ -184,7 +221,7 @@ class TestOverTcp:
     def test_another_key(self) -> None:
         _, lending = make_transfers("tcp", is_filled=True)
         lending.leases.grant("r", range(8))
-        source = lending.leases.source("r", lending.endpoint)
+        source = lending.summed(lending.leases.source("r", lending.endpoint)).result(WAIT)
         blocks, own = make_transfers("tcp", key=b"k" * 32)
         with pytest.raises(KVUnavailable, match="closed the connection"):
             own.pull(source, 0, [1]).result(WAIT)
@@ -204,29 +241,19 @@ class TestOverTcp:
         with _answering(lambda connection: connection.sendall(answer)) as port:
             _check_refused(port, "cannot be had")
 
-    def test_bytes_that_change_on_the_way(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        _, lending = make_transfers("tcp", is_filled=True)
-        lending.leases.grant("r", range(8))
-        source = lending.leases.source("r", lending.endpoint)
-        _, own = make_transfers("tcp")
-        monkeypatch.setattr(tcp._Server, "_send_block", _send_changed)
-        with pytest.raises(KVUnavailable, match="changed on the way"):
-            own.pull(source, 0, range(8)).result(WAIT)
-        lending.close()
-        own.close()
-
     def test_a_lease_that_ends_while_bytes_are_sent(self, monkeypatch: pytest.MonkeyPatch) -> None:
         _, lending = make_transfers("tcp", is_filled=True)
         lending.leases.grant("r", range(8))
-        source = lending.leases.source("r", lending.endpoint)
+        source = lending.summed(lending.leases.source("r", lending.endpoint)).result(WAIT)
         _, own = make_transfers("tcp")
-        send = tcp._Server._send_block
+        views = BlockMemory.views
 
-        def end_lease(server: tcp._Server, wire: tcp._Wire, block_id: int) -> None:
-            lending.leases.revoke("r")
-            send(server, wire, block_id)
+        def end_lease(memory: BlockMemory, block_id: int) -> Iterator[memoryview]:
+            if memory is lending.memory:
+                lending.leases.revoke("r")
+            return views(memory, block_id)
 
-        monkeypatch.setattr(tcp._Server, "_send_block", end_lease)
+        monkeypatch.setattr(BlockMemory, "views", end_lease)
         with pytest.raises(KVUnavailable, match="ended on the way"):
             own.pull(source, 0, range(8)).result(WAIT)
         lending.close()
@@ -371,7 +398,7 @@ def test_a_copy_waits_for_steps_that_may_write_there(monkeypatch: pytest.MonkeyP
     short_pulls(monkeypatch, 0.2)
     _, lending = make_transfers("cma", is_filled=True)
     lending.leases.grant("r", range(8))
-    source = lending.leases.source("r", lending.endpoint)
+    source = lending.summed(lending.leases.source("r", lending.endpoint)).result(WAIT)
     blocks, own = make_transfers("cma")
     step: Future[None] = Future()
     with pytest.raises(KVUnavailable, match="a step that may write to the blocks"):
@@ -381,6 +408,25 @@ def test_a_copy_waits_for_steps_that_may_write_there(monkeypatch: pytest.MonkeyP
     assert own.pull(source, 0, [5], after=step).result(WAIT) == BLOCK_BYTES
     lending.close()
     own.close()
+
+
+def test_each_block_is_read_once_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, lending = make_transfers(is_filled=True)
+    read: list[int] = []
+    checksum = BlockMemory.checksum
+    monkeypatch.setattr(
+        BlockMemory, "checksum", lambda memory, block_id: read.append(block_id) or checksum(memory, block_id)
+    )
+    for num_blocks in (2, 4, 4):
+        lending.leases.grant("r", range(num_blocks))
+        source = lending.summed(lending.leases.source("r", lending.endpoint)).result(WAIT)
+        assert len(source.checksums) == num_blocks
+    assert read == [0, 1, 2, 3]
+    lending.leases.revoke("r")
+    lending.leases.grant("r", [3])
+    lending.summed(lending.leases.source("r", lending.endpoint)).result(WAIT)
+    assert read == [0, 1, 2, 3, 3], "it may hold something else by now"
+    lending.close()
 
 
 class TestLeases:
@@ -452,7 +498,7 @@ def _lending() -> Iterator[KVSource]:
     """Lend eight blocks as `r` over tcp."""
     _, lending = make_transfers("tcp", is_filled=True)
     lending.leases.grant("r", range(8))
-    yield lending.leases.source("r", lending.endpoint)
+    yield lending.summed(lending.leases.source("r", lending.endpoint)).result(WAIT)
     lending.close()
 
 
@@ -466,15 +512,6 @@ def _is_closed(connection: socket.socket) -> bool:
     except ConnectionResetError:
         return True
     return True
-
-
-def _send_changed(server: tcp._Server, wire: tcp._Wire, block_id: int) -> None:
-    parts = [bytearray(part) for part in server._memory.views(block_id)]
-    crc = 0
-    for part in parts:
-        crc = zlib.crc32(part, crc)
-    parts[0][100] ^= 1
-    wire.send(*parts, tcp._CRC.pack(crc))
 
 
 @contextmanager
@@ -502,7 +539,7 @@ def _answering(say: Callable[[socket.socket], None]) -> Iterator[int]:
 def _check_refused(port: int, reason: str) -> None:
     _, own = make_transfers("tcp")
     endpoint = replace(own.endpoint, port=port)
-    source = KVSource(endpoint=endpoint, lease_id="r", serial=1, cell=0, block_ids=(1, 2))
+    source = KVSource(endpoint=endpoint, lease_id="r", serial=1, cell=0, block_ids=(1, 2), checksums=(0, 0))
     with pytest.raises(KVUnavailable, match=reason):
         own.pull(source, 0, [1]).result(WAIT)
     own.close()

@@ -134,7 +134,7 @@ class Pair:
         held = source.hold(request_id)
         num_copied = 0
         if held is not None:
-            self.wait(destination.pull(request_id, held, 0))
+            self.wait(destination.pull(request_id, source.summed(held).result(WAIT), 0))
             num_copied = len(held.block_ids)
         source.detach(request_id)
         while request_id not in self.departures:
@@ -155,7 +155,7 @@ class Pair:
             destination.release(request_id)
             assert source.reattach(request_id)
             return False
-        self.wait(destination.pull(request_id, rest, num_copied))
+        self.wait(destination.pull(request_id, source.summed(rest).result(WAIT), num_copied))
         destination.adopt(request_id, detached.moved(request), detached)
         source.free(request_id)
         self.at[request_id] = 1 - self.at[request_id]

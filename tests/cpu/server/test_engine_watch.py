@@ -49,6 +49,14 @@ LIMITS = HangLimits(silence_seconds=1.8, step_seconds=0.8, step_ratio=100)
         (EnginePulse(99.5, 20.0, 0.7), "its step has run for 80 s instead of 0.7 s"),
         (EnginePulse(99.5, -400.0, None), None),
         (EnginePulse(99.5, -600.0, None), "its step has run for 700 s"),
+        (EnginePulse(69.0, waited=5.0), None),
+        (EnginePulse(60.0, waited=5.0), "it has said nothing for 35 s, not counting 5 s without a processor"),
+        (EnginePulse(99.5, 20.0, 0.01, waited=60.0), None),
+        (
+            EnginePulse(99.5, 20.0, 0.01, waited=40.0),
+            "its step has run for 40 s instead of 0.01 s, not counting 40 s without a processor",
+        ),
+        (EnginePulse(99.5, -600.0, None, waited=150.0), None),
     ],
 )
 def test_what_a_hang_is(pulse: EnginePulse, reason: str | None) -> None:

@@ -9,12 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class MetricsServer:
-    """Answers /health, and every other path alike, until stopped.
+    """Answers /ready, and every other path alike, until stopped.
 
     Attributes
     ----------
     text, status : of the metrics.
-    health : status of /health.
+    health : status of /ready.
     paths, keys : what was asked for, and with which Authorization header.
     """
 
@@ -39,9 +39,9 @@ class MetricsServer:
             def do_GET(self) -> None:
                 shown.paths.append(self.path)
                 shown.keys.append(self.headers["Authorization"])
-                is_health = self.path == "/health"
-                body = b"" if is_health else shown.text.encode()
-                self.send_response(shown.health if is_health else shown.status)
+                is_probe = self.path == "/ready"
+                body = b"" if is_probe else shown.text.encode()
+                self.send_response(shown.health if is_probe else shown.status)
                 self.send_header("Content-Type", "text/plain; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

@@ -56,7 +56,7 @@ def test_without_a_terminal_it_prints_one_frame(flags: tuple[str, ...], run_top)
     assert "2 slo_unattainable" in run.stdout
     assert "\x1b" not in run.stdout
     assert max(map(len, run.stdout.splitlines())) == 80
-    assert server.paths == ["/metrics", "/health"]
+    assert server.paths == ["/metrics", "/ready"]
 
 
 def test_once_in_a_terminal_prints_one_frame_and_ends() -> None:

@@ -90,9 +90,25 @@ def test_tracks_are_used_again() -> None:
     tracker.close("a", FinishReason.ABORT, 501.0)
     timeline.close()
     events = events_of(file.getvalue())
-    assert {event["tid"] for event in events if event["pid"] == 2} == {0, 1}
+    assert {event["tid"] for event in events if event["pid"] == 1} == {0, 1}
     (aborted,) = find(events, "no output")
     assert (aborted["dur"], aborted["args"]["finish"]) == (1e6, "abort")
+
+
+def test_each_replica_has_a_process_by_its_name() -> None:
+    file = io.BytesIO()
+    timeline = Timeline(file)
+    for number in (0, 2):
+        timeline.on_step(stats(1.0, 2.0), number)
+    timeline.close()
+    names = {
+        event["pid"]: event["args"]["name"]
+        for event in events_of(file.getvalue())
+        if event["name"] == "process_name"
+    }
+    assert set(names.values()) == {"requests", "engine r0", "engine r2"}
+    steps = [event["pid"] for event in events_of(file.getvalue()) if event["name"] == "step"]
+    assert [names[pid] for pid in steps] == ["engine r0", "engine r2"]
 
 
 def test_a_killed_run_is_one_bracket_away_from_json() -> None:

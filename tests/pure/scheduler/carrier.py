@@ -284,6 +284,7 @@ class Carrier:
                 num_decodes=len(self.held[replica]),
                 num_free_blocks=rng.choice((3, 50, 100)),
                 num_wanted_blocks=rng.choice((0, 0, 0, 5)),
+                blocked=rng.choice(("", "", "gone", *self.held[replica])),
                 tightest_tbt=rng.choice((inf, inf, 0.005)),
                 decode_seconds=rng.choice((0.001, 0.01)),
                 backlog=tuple(sorted(backlog)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,16 @@ import pytest
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.slo import SLO
 from onbeat.scheduler.cluster.balance import has_room_to_spare, is_worth_it, trouble
-from onbeat.scheduler.cluster.events import Arrived, Delivered, Joined, MoveStep, Reported, ScaleAsked
+from onbeat.scheduler.cluster.events import (
+    Arrived,
+    Delivered,
+    Joined,
+    MoveStep,
+    Reported,
+    ScaleAsked,
+    Send,
+    Withdraw,
+)
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest
@@ -46,14 +56,19 @@ def test_room_to_spare_is_more_than_room() -> None:
     assert has_room_to_spare(load_of(), LIMITS, num_blocks=100, num_more=1)
     assert not has_room_to_spare(load_of(num_free_blocks=150), LIMITS, num_blocks=100, num_more=1)
     assert not has_room_to_spare(load_of(num_waiting=1), LIMITS, num_blocks=100, num_more=1)
+    idle = {"num_running": 0, "num_decodes": 0}
+    assert has_room_to_spare(load_of(num_free_blocks=101, **idle), LIMITS, num_blocks=100, num_more=1)
+    assert not has_room_to_spare(load_of(num_free_blocks=101, **idle), LIMITS, num_blocks=100, num_more=2)
+    assert not has_room_to_spare(load_of(num_free_blocks=99, **idle), LIMITS, num_blocks=100, num_more=1)
 
 
 def test_short_streams_are_computed_again_sooner_than_they_are_moved() -> None:
     assert not is_worth_it(load_of(), 300)
     assert is_worth_it(load_of(), 600)
+    assert is_worth_it(load_of(), 300, num_steps=4), "it would wait for blocks, besides"
 
 
-def fleet_of(*loads: ReplicaLoad, **fields: Any) -> Fleet:
+def fleet_of(*, num_tokens: int = 800, **fields: Any) -> Fleet:
     """Return a fleet of two, with three streams on each."""
     fleet = Fleet(make_router("round-robin", 0))
     fleet.on_event(ScaleAsked(2), 0.0)
@@ -61,7 +76,7 @@ def fleet_of(*loads: ReplicaLoad, **fields: Any) -> Fleet:
         fleet.on_event(Joined(name, LIMITS), 0.0)
     for number in range(6):
         request = RoutingRequest(
-            f"q{number}", num_prompt_tokens=800, max_tokens=200, arrival=float(number), **fields
+            f"q{number}", num_prompt_tokens=num_tokens, max_tokens=200, arrival=float(number), **fields
         )
         fleet.on_event(Arrived(request), 6.0)
         owner = fleet.owner(f"q{number}")
@@ -84,6 +99,39 @@ def test_the_last_to_come_moves_from_a_replica_that_runs_out_of_memory() -> None
     assert begun(fleet, 7.0, load_of(num_free_blocks=10), load_of()) == [("q4", "r1")]
     assert begun(fleet, 7.1, load_of(num_free_blocks=10), load_of()) == [], "one at a time"
     fleet.check_invariants()
+
+
+def test_short_streams_move_where_they_would_wait_for_blocks() -> None:
+    fleet = fleet_of(num_tokens=50)
+    assert begun(fleet, 7.0, load_of(tightest_tbt=0.010), load_of()) == []
+    assert begun(fleet, 8.0, load_of(num_free_blocks=10), load_of()) == [("q4", "r1")]
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_a_request_that_lacks_blocks_begins_elsewhere(has_tokens: bool) -> None:
+    fleet = fleet_of()
+    if not has_tokens:
+        fleet.on_event(Arrived(RoutingRequest("new", num_prompt_tokens=80, max_tokens=20, arrival=6.0)), 6.5)
+    name = "q0" if has_tokens else "new"
+    full = load_of(num_free_blocks=2, num_wanted_blocks=50, blocked=name)
+    fleet.on_event(Reported("r1", load_of()), 7.0)
+    actions = fleet.on_event(Reported("r0", full), 7.0)
+    assert actions == [Withdraw("r0", name), Send("r1", name, "moved")]
+    fleet.check_invariants()
+    fleet.on_event(Reported("r1", load_of(num_free_blocks=2, num_wanted_blocks=50, blocked=name)), 8.0)
+    assert fleet.owner(name) == "r1", "it does not go to and fro"
+
+
+def test_a_request_that_lacks_blocks_stays_where_nobody_has_room() -> None:
+    fleet = fleet_of()
+    full = load_of(num_free_blocks=2, num_wanted_blocks=50, blocked="q0")
+    busy = (load_of(num_waiting=1), load_of(num_free_blocks=30), load_of(tightest_tbt=0.01))
+    for now, load in enumerate(busy, start=7):
+        fleet.on_event(Reported("r1", load), now)
+        assert fleet.on_event(Reported("r0", full), now) == []
+    fleet.on_event(Reported("r1", load_of()), 20.0)
+    assert fleet.on_event(Reported("r0", replace(full, blocked="gone")), 20.0)[:1] != [Withdraw("r0", "gone")]
+    assert fleet.on_event(Reported("r0", full), 21.0)[:1] == [Withdraw("r0", "q0")]
 
 
 def test_nothing_moves_where_all_is_well_or_nobody_can_help() -> None:

@@ -99,12 +99,47 @@ def test_those_of_a_dead_replica_go_on_elsewhere_by_deadline():
     assert driven.fleet.owner("late") == "r2"
 
 
-def test_a_request_has_three_lives():
+def test_a_request_under_which_three_replicas_die_in_a_row_is_given_up():
     driven = Driven(4)
     driven.send("a")
     for owner in ("r0", "r1"):
         assert places(driven.on(Lost(owner, "killed")))
     assert driven.on(Lost("r2", "killed"))[-1] == Refuse("a", "too_many_lives")
+
+
+def test_a_token_forgives_the_deaths_before_it():
+    driven = Driven(4)
+    driven.send("a")
+    for number in range(12):
+        owner = driven.fleet.owner("a")
+        if number % 2:
+            driven.first(owner, "a")
+        assert places(driven.on(Lost(owner, "killed"), after=70.0)) == [("a", driven.fleet.owner("a"))]
+        driven.on(Joined(owner, limits()))
+
+
+def test_replicas_that_died_before_they_took_a_request_do_not_count_against_it():
+    driven = Driven(6)
+    driven.send("a")
+    for _ in range(5):  # all were killed in one moment, and each is found dead once the request is sent there
+        owner = driven.fleet.owner("a")
+        assert places(driven.on(Lost(owner, "killed", num_taken=0)))
+    last = driven.fleet.owner("a")
+    assert driven.on(Lost(last, "killed", num_taken=0)) == [Start(last, 0.5)]
+    assert driven.fleet.status().num_waiting == 1
+
+
+def test_a_replica_counts_the_requests_that_it_takes_anew_in_each_life():
+    driven = Driven(1)
+    driven.send("a", "b")
+    driven.on(Lost("r0", "killed", num_taken=1))
+    driven.on(Joined("r0", limits()), after=70.0)  # a is the first of this life, b the second
+    driven.on(Lost("r0", "killed", num_taken=1))
+    driven.on(Joined("r0", limits()), after=70.0)
+    assert driven.on(Lost("r0", "killed", num_taken=2), after=70.0)[:2] == [
+        Start("r0", 0.5),
+        Refuse("a", "too_many_lives"),
+    ]
 
 
 def test_who_does_not_resume_is_refused():
@@ -130,6 +165,43 @@ def test_few_new_requests_wait_for_a_start():
     driven.on(Lost("r0", "killed"))
     driven.send("a")
     assert driven.on(Arrived(request("b"))) == [Refuse("b", "no_replica", 3.0)]
+
+
+def started_in(seconds: float, **config) -> Driven:
+    """Return a fleet of one replica, whose start took so long, once that has died."""
+    fleet = Driven(0, **config)
+    fleet.on(ScaleAsked(1))
+    fleet.on(Joined("r0", limits()), after=seconds)
+    return fleet
+
+
+def test_a_new_request_waits_for_a_start_no_longer_than_may_be():
+    driven = started_in(20.0, max_wait_seconds=60.0)
+    driven.send("stream", "queued")
+    driven.first("r0", "stream")
+    driven.on(Lost("r0", "killed"), after=100.0)  # now both wait, "queued" from now on
+    driven.send("new")
+    assert driven.fleet.next_duty == driven.now + 60.0
+    assert driven.on(Tick(), after=59.0) == []
+    refused = driven.on(Tick(), after=1.0)
+    assert refused == [Refuse("queued", "no_replica", 40.0), Refuse("new", "no_replica", 40.0)]
+    assert driven.on(Arrived(request("newer"))) == []
+    late = driven.on(Tick(), after=21.0)  # the start is 61 s late, and expected to be as late again
+    assert late == []
+    assert driven.on(Arrived(request("newest"))) == [Refuse("newest", "no_replica", 61.0)]
+    assert sorted(places(driven.on(Joined("r0", limits())))) == [("newer", "r0"), ("stream", "r0")]
+
+
+def test_a_new_request_is_told_at_once_where_a_start_takes_longer_than_it_may_wait():
+    driven = started_in(200.0, max_wait_seconds=60.0)
+    driven.on(Lost("r0", "killed"))
+    assert driven.on(Arrived(request("a", arrival=driven.now))) == [Refuse("a", "no_replica", 200.0)]
+    driven.now += 150.0
+    assert driven.on(Arrived(request("b", arrival=driven.now))) == []  # it is expected in 50 s
+    assert places(driven.on(Joined("r0", limits()), after=40.0)) == [("b", "r0")]
+    unbounded = started_in(200.0)
+    unbounded.on(Lost("r0", "killed"))
+    assert unbounded.on(Arrived(request("a", arrival=unbounded.now))) == []
 
 
 def test_a_replica_restarts_later_each_time_and_stays_down_after_three_deaths():

@@ -48,8 +48,8 @@ class KVTransport(Protocol):
 
         Raises
         ------
-        KVUnavailable : the source is gone, the lease has ended, or bytes have changed on the way. What the
-            blocks hold then is not KV.
+        KVUnavailable : the source is gone, or the lease has ended. What the blocks hold then is not KV.
+            Whether bytes have changed on the way is found by `KVTransfers`.
         """
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from onbeat.core.errors import KVUnavailable
 from onbeat.engine.kv_transfer.source import KVEndpoint, KVSource
@@ -23,6 +23,8 @@ class Lease:
     serial: int
     cell: int
     block_ids: tuple[int, ...]
+    checksums: dict[int, int] = field(default_factory=dict)
+    """Block -> CRC-32, as far as known; what is lent is not written to."""
 
 
 class Leases:
@@ -63,7 +65,7 @@ class Leases:
                     raise KVUnavailable(f"{MOST_LEASES} requests have their KV lent already, as many as may")
                 self._num_granted += 1
                 known = Lease(self._num_granted, self._free_cells.pop(), ())
-            lease = Lease(known.serial, known.cell, tuple(block_ids))
+            lease = Lease(known.serial, known.cell, tuple(block_ids), known.checksums)
             self._leases[lease_id] = lease
             self.cells[lease.cell] = lease.serial
             return lease
@@ -75,6 +77,12 @@ class Leases:
             if lease is not None:
                 self.cells[lease.cell] = 0
                 self._free_cells.append(lease.cell)
+
+    def checksums(self, lease_id: str, serial: int) -> dict[int, int]:
+        """Return what is known of a lease's blocks, to be added to; of one that has ended nothing."""
+        with self._lock:
+            lease = self._leases.get(lease_id)
+        return {} if lease is None or lease.serial != serial else lease.checksums
 
     def block_ids(self, lease_id: str, serial: int) -> tuple[int, ...]:
         """Return the blocks of a lease.

@@ -63,3 +63,5 @@ class KVSource:
     """Which of the engine's cells has `serial` for as long as the lease lasts."""
     block_ids: tuple[int, ...]
     """Of the engine that gives them, in the order of the request's tokens."""
+    checksums: tuple[int, ...] = ()
+    """CRC-32 of each; without them nothing is copied."""

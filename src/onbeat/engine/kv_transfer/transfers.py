@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,11 +36,26 @@ class KVTransfers:
         self.memory = memory
         self.leases = Leases()
         self._transports = tuple(transports)
+        self._summing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onbeat-lend")
         self._pool = ThreadPoolExecutor(max_workers=MOST_PULLS, thread_name_prefix="onbeat-pull")
         endpoint = KVEndpoint(layout=memory.layout)
         for transport in self._transports:
             endpoint = transport.serve(memory, self.leases, endpoint)
         self.endpoint = endpoint
+
+    def summed(self, source: KVSource) -> Future[KVSource]:
+        """Return, from a thread of its own, blocks that are lent with their checksums.
+
+        Each is read once a lease, so that further ones cost nothing for those before.
+        """
+        return self._summing.submit(self._sum, source)
+
+    def _sum(self, source: KVSource) -> KVSource:
+        known = self.leases.checksums(source.lease_id, source.serial)
+        for block_id in source.block_ids:
+            if block_id not in known:
+                known[block_id] = self.memory.checksum(block_id)
+        return replace(source, checksums=tuple(known[block_id] for block_id in source.block_ids))
 
     def transport_to(self, endpoint: KVEndpoint) -> KVTransport:
         """Return the first transport that reaches an engine.
@@ -82,10 +98,22 @@ class KVTransfers:
     ) -> int:
         if after is not None and wait([after], timeout=PULL_SECONDS).not_done:
             raise KVUnavailable(f"a step that may write to the blocks has not ended in {PULL_SECONDS:g} s")
-        return self.transport_to(source.endpoint).pull(source, first_block, self.memory, into)
+        if len(source.checksums) != len(source.block_ids):
+            raise KVUnavailable(f"the checksums of the KV of {source.lease_id!r} were not sent with it")
+        transport = self.transport_to(source.endpoint)
+        num_bytes = transport.pull(source, first_block, self.memory, into)
+        for number, block_id in enumerate(into, first_block):
+            if self.memory.checksum(block_id) != source.checksums[number]:
+                raise KVUnavailable(
+                    f"block {number} of the KV of {source.lease_id!r} has changed on the way (by "
+                    f"{transport.name}); it is not used. If that happens again, look at the machine's memory "
+                    "and network"
+                )
+        return num_bytes
 
     def close(self) -> None:
         """Let copies end, and serve no more; call it before the memory goes."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        for pool in (self._summing, self._pool):
+            pool.shutdown(wait=True, cancel_futures=True)
         for transport in self._transports:
             transport.close()

@@ -35,26 +35,33 @@ def trouble(load: ReplicaLoad, limits: ReplicaLimits, *, num_more: int = 0) -> s
 def has_room_to_spare(load: ReplicaLoad, limits: ReplicaLimits, *, num_blocks: int, num_more: int) -> bool:
     """Return whether a replica can take one more stream and still be in no trouble.
 
+    One that has nothing else to do can: a stream is nowhere better off than by itself.
+
     Parameters
     ----------
     num_blocks : of this one, and of those that are on their way.
     num_more : streams, likewise.
     """
     free = load.num_free_blocks - num_blocks
+    if load.num_running == load.num_waiting == 0 and num_more == 1:
+        return free >= 0
     is_calm = not trouble(load, limits, num_more=num_more) and load.num_waiting == 0
     return is_calm and free >= 2 * _growth(load, limits, num_more)
 
 
-def is_worth_it(load: ReplicaLoad, num_tokens: int) -> bool:
-    """Return whether a move costs less than what it mends: to compute a stream's tokens again.
+def is_worth_it(load: ReplicaLoad, num_tokens: int, *, num_steps: int = 0) -> bool:
+    """Return whether a move costs less than what it mends: to wait, and to compute a stream's tokens again.
 
     Parameters
     ----------
     load : of the source.
     num_tokens : of the stream.
+    num_steps : for which it would wait for blocks.
     """
     costs, step = load.costs, load.decode_step()
-    return costs is None or step is None or _STILL_STEPS * step < costs.seconds(num_tokens, 0)
+    if costs is None or step is None:
+        return True
+    return _STILL_STEPS * step < num_steps * step + costs.seconds(num_tokens, 0)
 
 
 def _growth(load: ReplicaLoad, limits: ReplicaLimits, num_more: int) -> float:

@@ -74,6 +74,9 @@ class Lost:
 
     replica: ReplicaId
     why: str
+    num_taken: int | None = None
+    """Of the requests that it was sent in this life, how many it had read, as far as it said; None: all. The
+    others were on their way, and are no cause of its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +169,8 @@ class Refuse:
     reason: str
     """`overloaded`; `unattainable` (it would rather be refused than late, and no replica is ready in time);
     `no_replica` (none lives, and none is coming that it could wait for); `too_long` (no
-    replica takes a prompt of this length); `too_many_lives` (replicas died under it); `replica_lost` (it does
+    replica takes a prompt of this length); `too_many_lives` (replicas died under it, and it got no token
+    between); `replica_lost` (it does
     not want to go on elsewhere); or `invalid` (its replica refused it for what it asks)."""
     retry_after: float | None = None
     """Seconds until the fleet expects to have room; None where it cannot say."""

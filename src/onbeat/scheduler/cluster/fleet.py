@@ -9,7 +9,7 @@ Every request has one owner: one replica, or the fleet itself while no replica t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from typing import Any
@@ -54,7 +54,7 @@ from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds, Scaling
 from onbeat.scheduler.cluster.scaling_policy import ScalingPolicy
 
 MOST_LIVES = 3
-"""Replicas that a request may be sent to because the one before died: one that kills them must not go on."""
+"""Replicas in a row that may die under a request before its next token: one that kills them must end."""
 Decided = Callable[[FleetEvent, float, Sequence[FleetAction]], None]
 
 
@@ -68,6 +68,8 @@ class FleetConfig:
     """How long what runs on a replica may take that is to end because fewer are asked for."""
     max_num_waiting: int = 1024
     """Most new requests that wait for a replica to start; further ones are refused."""
+    max_wait_seconds: float | None = None
+    """Longest that a request without tokens waits for a replica to start; None: no limit."""
     num_prefill: int = 0
     """Replicas, `r0` and so on, that compute prompts for the others; 0: all do both."""
     pool_rule: PoolRule = "adaptive"
@@ -130,6 +132,7 @@ class Fleet:
             rule=self._config.move_rule,
             act=self._act,
             on_moved=self._on_moved,
+            on_resend=self._send_elsewhere,
         )
         self._requests = Requests(
             opened,
@@ -140,6 +143,7 @@ class Fleet:
             watcher=self._watcher,
             act=self._act,
             refuses_late=self._scaling is not None,
+            max_wait=self._config.max_wait_seconds,
         )
         self._handlers: dict[type[FleetEvent], Callable[[Any, float], None]] = {
             Arrived: self._on_arrival,
@@ -210,6 +214,16 @@ class Fleet:
         opened = self._requests.open.get(request_id)
         return None if opened is None else opened.replica
 
+    def state(self, replica: ReplicaId) -> ReplicaState:
+        """Return the state of a replica; one that was never heard of is stopped."""
+        known = self._members.replicas.get(replica)
+        return ReplicaState.STOPPED if known is None else known.state
+
+    def is_coming(self, replica: ReplicaId) -> bool:
+        """Return whether a replica is about to get ready: it starts, or drains and is then started again."""
+        known = self._members.replicas.get(replica)
+        return known is not None and known.is_coming
+
     def role(self, replica: ReplicaId) -> str:
         """Return what a replica is for: `prefill` or `decode`; nothing where all are alike."""
         return self._pools.role(replica)
@@ -240,7 +254,9 @@ class Fleet:
             replica.num_streams += 1
             self._router.on_first_token(replica.number, opened.request)
             self._watcher.on_first_token(opened.request, event.num_cached_tokens, now)
-        opened.num_output_tokens += event.num_tokens
+        if event.num_tokens:
+            opened.num_output_tokens += event.num_tokens
+            opened.num_deaths = 0
         if is_first and not event.is_finished:
             self._migration.on_first_token(opened, replica, now)
         if event.is_finished:
@@ -308,6 +324,9 @@ class Fleet:
         replica = self._members.replicas.get(event.replica)
         if replica is None or replica.state in (ReplicaState.STOPPED, ReplicaState.DOWN):
             return
+        for opened in replica.open.values():
+            if opened.has_started or event.num_taken is None or opened.number <= event.num_taken:
+                opened.num_deaths += 1
         orphans = self._take_all(replica)
         if replica.state is ReplicaState.DRAINING:
             self._end(replica, now, is_alive=False)
@@ -323,13 +342,11 @@ class Fleet:
     def _resume(self, orphans: list[OpenRequest], now: float) -> None:
         """Send the requests of a replica that is gone elsewhere, those that are due first."""
         for opened in orphans:
-            request = opened.request
-            if not request.resumes:
+            if not opened.request.resumes:
                 self._requests.refuse(opened, "replica_lost", now)
-            elif request.lives >= MOST_LIVES:
+            elif opened.num_deaths >= MOST_LIVES:
                 self._requests.refuse(opened, "too_many_lives", now)
             else:
-                opened.request = replace(request, lives=request.lives + 1)
                 opened.refused_by, opened.retry_after, opened.is_kept = (), None, True
                 self._requests.send(opened, now, why="resumed")
 
@@ -371,10 +388,16 @@ class Fleet:
     def _move(self, moved: list[OpenRequest], replica: Replica, now: float) -> None:
         """Take requests back from a replica that drains, and send them elsewhere."""
         for opened in sorted(moved, key=deadline):
-            self._requests.release(opened, replica)
-            self._act(Withdraw(replica.replica_id, opened.request.request_id))
-            opened.refused_by, opened.retry_after, opened.is_kept = (), None, True
-            self._requests.send(opened, now, why="moved")
+            self._send_elsewhere(opened, replica, None, now)
+
+    def _send_elsewhere(
+        self, opened: OpenRequest, replica: Replica, destination: Replica | None, now: float
+    ) -> None:
+        """Take a request back from a replica, and send it to another; None lets the router say to which."""
+        self._requests.release(opened, replica)
+        self._act(Withdraw(replica.replica_id, opened.request.request_id))
+        opened.refused_by, opened.retry_after, opened.is_kept = (), None, True
+        self._requests.send(opened, now, why="moved", to=destination)
 
     def _on_moved(self, opened: OpenRequest, destination: Replica) -> None:
         """Hear that a request goes on elsewhere, with its KV."""

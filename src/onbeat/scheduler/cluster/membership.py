@@ -44,6 +44,10 @@ class OpenRequest:
     request: RoutingRequest
     replica: ReplicaId | None = None
     """Where it is; None while it waits in the fleet."""
+    number: int = 0
+    """How many requests its replica had been sent with it; 0 of one that was moved there with its KV."""
+    num_deaths: int = 0
+    """Replicas that died under it since its client last got a token."""
     has_started: bool = False
     """Whether its replica has delivered tokens of it."""
     num_output_tokens: int = 0
@@ -58,6 +62,8 @@ class OpenRequest:
     """The shortest that one of these has said."""
     not_before: float = 0.0
     """Until then it waits, where it waits because all refuse it."""
+    wait_until: float = inf
+    """When it is refused, where it waits for a start."""
     num_failed_moves: int = 0
     no_move_before: float = 0.0
     """Until then it stays where it is, since a move of it has failed."""
@@ -89,6 +95,8 @@ class Replica:
     """Until then no request is moved away because of how the replica stands."""
     open: dict[str, OpenRequest] = field(default_factory=dict)
     """By request id, in the order in which they were sent here."""
+    num_sent: int = 0
+    """Requests that it was sent in this life."""
     num_queued_tokens: int = 0
     """Of those that have had no token here."""
     num_streams: int = 0
@@ -104,6 +112,11 @@ class Replica:
     restart_delay: float = 0.0
     deaths: deque[float] = field(default_factory=deque)
     """Those within the window."""
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether it is about to get ready."""
+        return self.state is ReplicaState.STARTING or (self.state is ReplicaState.DRAINING and self.restarts)
 
     def on_death(self, now: float) -> float | None:
         """Count a death; return the seconds to wait before another start, or None where it stays down."""
@@ -194,7 +207,7 @@ class Membership:
         """Make a replica ready, under a new number."""
         replica.limits = limits
         self.change(replica, ReplicaState.READY)
-        replica.number, replica.load = len(self.by_number), None
+        replica.number, replica.load, replica.num_sent = len(self.by_number), None, 0
         self.by_number.append(replica)
         replica.num_lives += 1
         replica.ready_since, replica.drains_until, replica.restarts = now, inf, False
@@ -212,13 +225,13 @@ class Membership:
     @property
     def is_one_coming(self) -> bool:
         """Whether a replica is about to get ready."""
-        draining = self._by_state[ReplicaState.DRAINING].values()
-        return bool(self._by_state[ReplicaState.STARTING]) or any(each.restarts for each in draining)
+        states = (ReplicaState.STARTING, ReplicaState.DRAINING)
+        return any(each.is_coming for state in states for each in self._by_state[state].values())
 
     def expected(self) -> list[Replica]:
         """Return the replicas that serve or will."""
         live = self.having(ReplicaState.STARTING, ReplicaState.READY, ReplicaState.DRAINING)
-        return [each for each in live if each.state is not ReplicaState.DRAINING or each.restarts]
+        return [each for each in live if each.state is ReplicaState.READY or each.is_coming]
 
     def unused_ids(self) -> Iterator[ReplicaId]:
         """Yield those of r0, r1, ... that no replica has, or that one had which has stopped."""
@@ -282,7 +295,7 @@ class Membership:
         source.num_streams -= 1
         destination.open[request_id] = opened
         destination.num_streams += 1
-        opened.replica = destination.replica_id
+        opened.replica, opened.number = destination.replica_id, 0
         return source
 
     def excluded_for(self, opened: OpenRequest) -> Collection[int]:

@@ -13,7 +13,10 @@ _STAY_SECONDS = 5.0
 
 
 class Mending:
-    """Moves the request that came last away from a replica that is in trouble, if that is worth it."""
+    """Moves the request that came last away from a replica that is in trouble, if that is worth it.
+
+    The first that waits there without blocks, new or preempted, has nothing to move: it begins elsewhere.
+    """
 
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
@@ -23,10 +26,22 @@ class Mending:
         load, limits = replica.load, replica.limits
         assert load is not None
         assert limits is not None
-        if now < replica.no_mending_before:
+        if now < replica.no_mending_before or (load.blocked and self._resend(replica, load.blocked, now)):
             return
         if (why := trouble(load, limits)) and not self._mover.num_from(replica.replica_id):
             self._mend(replica, why, now)
+
+    def _resend(self, source: Replica, request_id: str, now: float) -> bool:
+        """Let a request that waits begin where there is room for it; return whether there is any."""
+        opened = source.open.get(request_id)
+        if opened is None or now < opened.no_mending_before or not self._mover.may_resend(opened, source):
+            return False
+        destination = self._destination(opened, source)
+        if destination is not None:
+            source.no_mending_before = now + _CALM_SECONDS
+            opened.no_mending_before = now + _STAY_SECONDS
+            self._mover.resend(opened, source, destination, now)
+        return destination is not None
 
     def _mend(self, source: Replica, why: str, now: float) -> None:
         """Begin to move the request that came last, which would be preempted first, if that is worth it."""
@@ -34,16 +49,21 @@ class Mending:
         assert load is not None
         source.no_mending_before = now + _CALM_SECONDS
         for opened in sorted(source.open.values(), key=_arrival, reverse=True):
-            if not is_worth_it(load, opened.num_tokens):
+            num_steps = 0 if why == "steps" else _steps_to_an_end(source, opened)
+            if not is_worth_it(load, opened.num_tokens, num_steps=num_steps):
                 continue
             if now < opened.no_mending_before or not mover.may_move(opened, now):
                 continue
-            spare = [each for each in mover.candidates(source) if self._can_spare(opened, each)]
-            if spare:
-                destination = max(spare, key=lambda each: (mover.freeness(opened, each), -each.order))
+            destination = self._destination(opened, source)
+            if destination is not None:
                 mover.begin(opened, source, destination, why, now)
                 opened.no_mending_before = now + _STAY_SECONDS
             return
+
+    def _destination(self, opened: OpenRequest, source: Replica) -> Replica | None:
+        """Return the replica with the most room of those that take a request without trouble."""
+        spare = [each for each in self._mover.candidates(source) if self._can_spare(opened, each)]
+        return max(spare, key=lambda each: (self._mover.freeness(opened, each), -each.order), default=None)
 
     def _can_spare(self, opened: OpenRequest, replica: Replica) -> bool:
         """Return whether a replica takes a request without being in trouble itself."""
@@ -52,10 +72,21 @@ class Mending:
             return False
         num_coming = self._mover.num_coming(replica.replica_id)
         num_blocks = self._mover.num_blocks_to(replica.replica_id) + num_blocks_of(opened, replica)
+        num_blocks += limits.num_blocks_for(replica.num_queued_tokens)  # which its report may not show
         slo, step = opened.request.slo, load.decode_step(num_coming + 1)
         if slo is not None and slo.tbt is not None and step is not None and step > slo.tbt:
             return False
         return has_room_to_spare(load, limits, num_blocks=num_blocks, num_more=num_coming + 1)
+
+
+def _steps_to_an_end(source: Replica, opened: OpenRequest) -> int:
+    """Return the steps until another stream ends and gives back its blocks, as far as the fleet knows."""
+    left = (
+        each.request.max_tokens - each.num_output_tokens
+        for each in source.open.values()
+        if each is not opened and each.has_started
+    )
+    return max(0, min(left, default=0))
 
 
 def _arrival(opened: OpenRequest) -> float:

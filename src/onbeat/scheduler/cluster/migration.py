@@ -34,6 +34,7 @@ _MOST_FAILURES = 3
 """Moves of a request that fail, not for want of room, before it is left where it is."""
 
 OnMoved = Callable[[OpenRequest, Replica], None]
+OnResend = Callable[[OpenRequest, Replica, Replica, float], None]
 
 MOVE_RULES: dict[str, Callable[[Mover], MoveRule]] = {"mend": Mending, "llumnix": Pairing}
 """What moves streams of replicas that do not drain, and compute no prompts for others."""
@@ -74,9 +75,10 @@ class Migration:
     rule : one of `MOVE_RULES`.
     act : takes what is to be done.
     on_moved : is called with a request and the replica that it has come to.
+    on_resend : is called with a request that is to begin elsewhere, its replica, the other one, and the time.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- who is asked, and who is told
         self,
         members: Membership,
         opened: Mapping[str, OpenRequest],
@@ -85,12 +87,14 @@ class Migration:
         rule: str,
         act: Callable[[FleetAction], None],
         on_moved: OnMoved,
+        on_resend: OnResend,
     ) -> None:
         self._members = members
         self._open = opened
         self._pools = pools
         self._act = act
         self._on_moved = on_moved
+        self.resend = on_resend
         self._moves = Moves(act, self._on_end, self._on_no_room)
         self._rule = MOVE_RULES[rule](self)
         self._standing: dict[str, Move | None] = {}
@@ -290,6 +294,12 @@ class Migration:
     def may_move(self, opened: OpenRequest, now: float) -> bool:
         """Return whether a stream can be moved now, and has so much left that this is sooner than its end."""
         return now >= opened.no_move_before and self._is_free_to_move(opened)
+
+    def may_resend(self, opened: OpenRequest, source: Replica) -> bool:
+        """Return whether a request that holds no KV may begin elsewhere: prompts of pools stay in theirs."""
+        request_id = opened.request.request_id
+        is_elsewhere = request_id in self._standing or self._moves.is_under_way(request_id)
+        return not (is_elsewhere or self._pools.is_prefill(source.replica_id))
 
     def num_from(self, replica: ReplicaId) -> int:
         """Return how many streams are on their way from a replica."""

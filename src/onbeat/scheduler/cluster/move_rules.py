@@ -48,6 +48,14 @@ class Mover(Protocol):
         """Begin to move a stream."""
         ...
 
+    def may_resend(self, opened: OpenRequest, source: Replica) -> bool:
+        """Return whether a request that holds no KV may begin elsewhere."""
+        ...
+
+    def resend(self, opened: OpenRequest, source: Replica, destination: Replica, now: float) -> None:
+        """Take a request back from a replica and send it to another one, which computes it from the start."""
+        ...
+
 
 class MoveRule(Protocol):
     """Decides which streams move without a drain, and without prompts on replicas of their own."""

@@ -37,6 +37,8 @@ class Requests:
     act : wants an action done.
     refuses_late : whether a request that would rather be refused than late is, where it would wait for a
         start.
+    max_wait : seconds that a request without tokens waits for a start; None is no limit. It is refused at
+        once where the start is expected to take longer.
 
     Attributes
     ----------
@@ -55,6 +57,7 @@ class Requests:
         watcher: ScalingPolicy,
         act: Callable[[FleetAction], None],
         refuses_late: bool,
+        max_wait: float | None = None,
     ) -> None:
         self.open = opened
         self.waiting: dict[str, OpenRequest] = {}
@@ -66,16 +69,21 @@ class Requests:
         self._watcher = watcher
         self._act = act
         self._refuses_late = refuses_late
+        self._max_wait = inf if max_wait is None else max_wait
 
     @property
     def next_time(self) -> float:
-        """When one is to be sent again that all have refused, seconds; infinite where none is."""
-        return min((each.not_before for each in self.waiting.values() if each.refused_by), default=inf)
+        """When one is to be sent again that all have refused, or has waited for too long; or infinity."""
+        return min(map(_next_time, self.waiting.values()), default=inf)
 
     def send_due(self, now: float) -> None:
-        """Send those again that all have refused, once it is time."""
-        due = [each for each in self.waiting.values() if each.refused_by and each.not_before <= now]
-        self._send_again(due, now)
+        """Send those again that all have refused, once it is time, and refuse who has waited for too long."""
+        due = [each for each in self.waiting.values() if _next_time(each) <= now]
+        self._send_again([each for each in due if each.refused_by], now)
+        for opened in due:
+            if not opened.refused_by and opened.wait_until <= now:
+                del self.waiting[opened.request.request_id]
+                self.refuse(opened, "no_replica", now, self._seconds_to_start(now))
 
     def owned(self, request_id: str, replica_id: ReplicaId) -> tuple[OpenRequest | None, Replica | None]:
         """Return a request and its replica, if it is this one."""
@@ -97,13 +105,26 @@ class Requests:
             self._router.on_first_token(replica.number, request)
         self._router.on_finish(replica.number, request)
 
-    def send(self, opened: OpenRequest, now: float, *, why: str = "", may_wait: bool = True) -> None:
-        """Send a request that nobody owns to a replica; let it wait, or refuse it, where none takes it."""
+    def send(
+        self,
+        opened: OpenRequest,
+        now: float,
+        *,
+        why: str = "",
+        may_wait: bool = True,
+        to: Replica | None = None,
+    ) -> None:
+        """Send a request that nobody owns to a replica; let it wait, or refuse it, where none takes it.
+
+        Parameters
+        ----------
+        to : the only one that it may go to, a ready one that takes its length; None lets the router choose.
+        """
         if opened.num_output_tokens != opened.request.num_output_tokens:
             opened.request = replace(opened.request, num_output_tokens=opened.num_output_tokens)
         request = opened.request
         may_try = len(opened.refused_by) < _MOST_TRIES or opened.is_kept
-        choice = self._route(opened, now) if may_try else None
+        choice = self._route(opened, now, to) if may_try else None
         if choice is None:
             self._wait_or_refuse(opened, now, may_wait=may_wait)
             return
@@ -112,6 +133,8 @@ class Requests:
         goes_to = self._migration.stream_replica(opened, replica)
         opened.stops = goes_to is not replica
         replica.open[request.request_id] = opened
+        replica.num_sent += 1
+        opened.number = replica.num_sent
         replica.num_queued_tokens += opened.num_tokens
         self._watcher.on_sent(request, choice.predicted_ttft, now)
         self._act(
@@ -145,7 +168,10 @@ class Requests:
             opened.refused_by, opened.retry_after = (), None
             self.send(opened, now, why="waited")
 
-    def _route(self, opened: OpenRequest, now: float) -> Choice | None:
+    def _route(self, opened: OpenRequest, now: float, to: Replica | None) -> Choice | None:
+        if to is not None:
+            others = {each.number for each in self._members.having(ReplicaState.READY) if each is not to}
+            return self._router.route(opened.request, now, others)
         excluded = self._members.excluded_for(opened)
         narrowed = self._pools.narrow(opened, excluded, is_mixed=self._migration.is_mixed)
         return self._router.route(opened.request, now, narrowed)
@@ -160,20 +186,39 @@ class Requests:
             opened.not_before = now + max(opened.retry_after or 0.0, _REFUSED_AGAIN)
             self.waiting[opened.request.request_id] = opened
         elif members.is_one_coming and (may_wait or has_tokens):
-            start = self._seconds_to_start(now)
-            is_late = self._refuses_late and now + start > opened.request.ttft_deadline
-            if is_late and opened.request.rather_refused and not has_tokens:
-                self.refuse(opened, "unattainable", now, start)
-                return
-            opened.refused_by = ()
-            self.waiting[opened.request.request_id] = opened
+            self._wait_for_start(opened, now)
         elif is_any_ready:
             self.refuse(opened, "too_long", now)
         else:
             self.refuse(opened, "no_replica", now, self.start_seconds if members.is_one_coming else None)
 
+    def _wait_for_start(self, opened: OpenRequest, now: float) -> None:
+        """Let a request wait for a replica, if it is expected soon enough."""
+        start = self._seconds_to_start(now)
+        opened.refused_by, opened.wait_until = (), inf
+        if not opened.num_output_tokens:
+            is_late = self._refuses_late and now + start > opened.request.ttft_deadline
+            if is_late and opened.request.rather_refused:
+                self.refuse(opened, "unattainable", now, start)
+                return
+            if start > self._max_wait:
+                self.refuse(opened, "no_replica", now, start)
+                return
+            opened.wait_until = now + self._max_wait
+        self.waiting[opened.request.request_id] = opened
+
     def _seconds_to_start(self, now: float) -> float:
-        """Return the seconds until a replica is ready, by the last start; 0 where none is known."""
+        """Return the seconds until a replica is ready, by the last start; 0 where none is known.
+
+        A start that takes longer than the last is expected to be late by as much again.
+        """
         starts = [each.starts for each in self._members.having(ReplicaState.STARTING)]
         known = [each for each in starts if each is not None]
-        return max(0.0, min(known, default=now) + (self.start_seconds or 0.0) - now)
+        if self.start_seconds is None:
+            return 0.0
+        return abs(min(known, default=now) + self.start_seconds - now)
+
+
+def _next_time(waiting: OpenRequest) -> float:
+    """Return when something is to be done about a request that waits."""
+    return waiting.not_before if waiting.refused_by else waiting.wait_until

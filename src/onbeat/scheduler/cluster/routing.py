@@ -35,8 +35,6 @@ class RoutingRequest:
     """Whether it goes on elsewhere when its replica is lost; else it is refused then."""
     rather_refused: bool = False
     """Whether it is refused where it is predicted to be late; else it is served late."""
-    lives: int = 1
-    """Replicas that it has been sent to, those that refused it or drained left out."""
     priority: int = 0
     """Lower is earlier; see `Request.priority`."""
 

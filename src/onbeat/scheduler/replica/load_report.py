@@ -87,7 +87,10 @@ class LoadReporter:
             decode_seconds = work.of(decodes)
             full_seconds, share = self._full_step(work, num_decodes, num_context, tightest)
         head = waiting.peek()
-        num_wanted = 0 if head is None else kv.num_blocks_for(head.num_tokens - head.num_hit_tokens)
+        num_lacking, blocked = 0, ""
+        if head is not None:
+            num_lacking = max(0, kv.num_blocks_for(head.num_tokens - head.num_hit_tokens) - num_free)
+            blocked = head.request_id if num_lacking else ""
         return ReplicaLoad(
             time=now,
             num_taken=num_taken,
@@ -96,7 +99,8 @@ class LoadReporter:
             num_waiting=len(waiting),
             num_kept_slots=num_kept_slots,
             num_free_blocks=num_free,
-            num_wanted_blocks=max(0, num_wanted - num_free),
+            num_wanted_blocks=num_lacking,
+            blocked=blocked,
             num_queued_blocks=kv.num_blocks_for(waiting.ranked.num_tokens + waiting.best_effort.num_tokens),
             num_decodes=num_decodes,
             num_context_tokens=num_context,
