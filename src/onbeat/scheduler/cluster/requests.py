@@ -20,6 +20,7 @@ from onbeat.scheduler.cluster.migration import Migration
 from onbeat.scheduler.cluster.pools import Pools
 from onbeat.scheduler.cluster.routing import Choice, Router
 from onbeat.scheduler.cluster.scaling_policy import ScalingPolicy
+from onbeat.scheduler.replica.slo.backlog import SHORTEST_RETRY
 
 _MOST_TRIES = 2
 """Replicas that a new request is sent to before it is refused for their load."""
@@ -180,8 +181,8 @@ class Requests:
         members, has_tokens = self._members, opened.num_output_tokens > 0
         is_any_ready = members.is_any_ready
         if opened.refused_by and not has_tokens:
-            least_wait = self._router.least_wait(opened.request, now)
-            self.refuse(opened, "overloaded", now, least(opened.retry_after, least_wait))
+            wait = least(opened.retry_after, self._router.least_wait(opened.request, now))
+            self.refuse(opened, "overloaded", now, None if wait is None else max(wait, SHORTEST_RETRY))
         elif opened.refused_by and is_any_ready:
             opened.not_before = now + max(opened.retry_after or 0.0, _REFUSED_AGAIN)
             self.waiting[opened.request.request_id] = opened
