@@ -71,7 +71,8 @@ def test_a_flag_takes_several_values_where_the_model_is_told(model: tuple[str, .
 
 def test_several_values_need_no_model_where_a_command_has_none() -> None:
     args = parse(
-        build_parser(), ["capacity", "--model", "m", "--device", "d", "--vary", "policy=slo", "shed=off"]
+        build_parser(),
+        ["capacity", "--model", "llama-3.1-8b", "--device", "l4", "--vary", "policy=slo", "shed=off"],
     )
     assert args.vary == ["policy=slo", "shed=off"]
 
