@@ -13,16 +13,20 @@ _WORD_ENDS = re.compile(r"[-_.]")
 
 
 def likely_meant(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name of which a word is a typo or the beginning; None where there is no such.
+    """Return the known name of which a word is a typo, or of which alone it is the beginning; else None.
 
     A name that only has words in common with another is none: a wrong hint costs more time than none.
     """
-    found: list[tuple[float, str]] = []
+    typos: list[tuple[float, str]] = []
+    starts: list[str] = []
     for name in known:
         matcher = SequenceMatcher(None, word, name, autojunk=False)
         stray = max(len(word), len(name)) - sum(block.size for block in matcher.get_matching_blocks())
         likeness = matcher.ratio()
-        is_start = bool(word) and name.startswith(word) and bool(_WORD_ENDS.match(name, len(word)))
-        if is_start or (stray <= _MOST_STRAY and likeness >= _LEAST_LIKENESS):
-            found.append((likeness, name))
-    return max(found)[1] if found else None
+        if stray <= _MOST_STRAY and likeness >= _LEAST_LIKENESS:
+            typos.append((likeness, name))
+        elif word and name.startswith(word) and _WORD_ENDS.match(name, len(word)):
+            starts.append(name)
+    if typos:
+        return max(typos)[1]
+    return starts[0] if len(starts) == 1 else None

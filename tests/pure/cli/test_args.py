@@ -115,6 +115,7 @@ def test_help_can_be_shown(command: tuple[str, ...]) -> None:
         (["serve", "--qqq"], "unknown flag --qqq (see onbeat serve --help)"),
         (["serve", "--max-log", "x"], "unknown flag --max-log (see"),
         (["serve", "--max-prob-len", "x"], "unknown flag --max-prob-len (see"),
+        (["serve", "--slo", "x"], "unknown flag --slo (see"),  # of many flags the beginning
         (["serve", "--slo-modules", "x"], "unknown flag --slo-modules (see"),
         (["serve", "--tensor-parallel", "2"], "did you mean --tensor-parallel-size?"),
         (["serve", "--max-model", "8"], "unknown flag --max-model"),  # no abbreviations
