@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from onbeat.cli.capacity_output import CapacityReport, capacity_rows, rich_table
 from onbeat.cli.main import COMMANDS, EXIT_INFEASIBLE, main
 from onbeat.core.errors import ConfigError
 from onbeat.planner.capacity import Capacity, Outcome
+from onbeat.report.sweep_charts import KEPT_TITLE
 
 MODEL = ["--model", "meta-llama/Llama-3.1-8B", "--device", "h100-sxm"]
 LOAD = ["--dataset-name", "random", "--input-len", "512", "--output-len", "32", "--num-prompts", "150"]
@@ -174,7 +176,14 @@ def test_compares_cases_and_writes_a_page(saved: Any, tmp_path: Path) -> None:
     rates = {tuple(case["case"].values()): case["request_rate"] for case in document["cases"]}
     assert rates["sarathi", "40"] >= rates["sarathi", "20"]
     assert len(document["frontier"]) == 8
-    assert "Capacity over TBT objective (ms)" in page.read_text()
+    text = page.read_text()
+    assert "Capacity over TBT objective (ms)" in text
+    assert "requests ask for TBT 20 ms or TBT 40 ms" in text
+    assert f'<td class="left long">{html.escape(document["cases"][0]["reason"])}</td>' in text
+    assert KEPT_TITLE in text
+    rate = f"{document['cases'][0]['request_rate']:.4g}"
+    assert f"<td>{rate}</td>" in text
+    assert f"<td>{document['cases'][0]['request_rate']:.3f}</td>" not in text
 
 
 def test_two_processes_give_the_same_answer(saved: Any) -> None:

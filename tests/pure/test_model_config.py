@@ -209,6 +209,11 @@ def test_gguf_llama() -> None:
     assert config.rope == RopeConfig(theta=100000.0)
     assert not config.tie_word_embeddings
     assert config.attention_bias
+    other = GGUF | {"general.architecture": "phi3"}
+    with pytest.raises(
+        ModelLoadError, match=r"GGUF file's architecture 'phi3' is .* supported: gemma3, llama, qwen2, qwen3$"
+    ):
+        model_config_from_gguf(other, tensor_names=())
     tied = model_config_from_gguf(GGUF, tensor_names=())
     assert tied.tie_word_embeddings
     assert not tied.attention_bias

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,12 +10,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from onbeat.core.errors import ConfigError, quoted
+from onbeat.core.hints import likely_meant
 from onbeat.files import read_yaml
 
 T = TypeVar("T")
-
-_LIKENESS = 0.75
-"""Below, two flags have letters in common and no more: `--lora-modules` and `--slo-mode` are at 0.7."""
 
 GROUPS = {
     "fleet": (
@@ -75,12 +72,34 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     """
     arguments = [normalise(argument) for argument in argv]
     command = find_command(parser, arguments)
-    arguments = insert_config_file(arguments, command)
+    arguments = _with_repeated_flags(insert_config_file(arguments, command), command)
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:
         hint = _hint_to_repeat(arguments, unknown[0], command)
         command.error(unknown_argument_message(command, unknown[0]) + hint)
     return namespace
+
+
+def _with_repeated_flags(arguments: list[str], command: argparse.ArgumentParser) -> list[str]:
+    """Write `--flag a b` as `--flag a --flag b`, where `b` cannot be what the command is about.
+
+    It cannot where the command is about nothing, or has been told already: in its first word, or by a flag.
+    """
+    repeatable, start = repeatable_flags(command), len(command.prog.split()) - 1
+    abouts = [action for action in command._actions if not action.option_strings]
+    is_told = arguments[start : start + 1] and not arguments[start].startswith("-")
+    flags = {argument.partition("=")[0] for argument in arguments[start:]}
+    if abouts and not is_told and f"--{str(abouts[0].metavar).lower()}" not in flags:
+        return arguments
+    expanded: list[str] = []
+    flag = ""
+    for argument in arguments:
+        if argument.startswith("-"):
+            flag = argument if argument in repeatable else ""
+        elif flag and expanded[-1] != flag:
+            expanded.append(flag)
+        expanded.append(argument)
+    return expanded
 
 
 def _hint_to_repeat(arguments: Sequence[str], argument: str, command: argparse.ArgumentParser) -> str:
@@ -219,17 +238,19 @@ def unknown_argument_message(parser: argparse.ArgumentParser, argument: str) -> 
     flag = argument.partition("=")[0]
     if not flag.startswith("-"):
         return f"unexpected argument {argument!r}"
-    known = [option[2:] for option in parser._option_string_actions if option.startswith("--")]
-    near = difflib.get_close_matches(flag.lstrip("-"), known, n=1, cutoff=_LIKENESS)
-    return f"unknown flag {flag}" + (f"; did you mean --{near[0]}?" if near else "")
+    shown = (
+        name for name, action in parser._option_string_actions.items() if action.help != argparse.SUPPRESS
+    )
+    near = likely_meant(flag.lstrip("-"), (name[2:] for name in shown if name.startswith("--")))
+    return f"unknown flag {flag}" + (f"; did you mean --{near}?" if near else "")
 
 
 def unknown_value_message(value: object, known: Iterable[object]) -> str:
     """Say which values there are, and which was probably meant."""
     names = [str(name) for name in known]
-    near = difflib.get_close_matches(str(value).lower(), names, n=1)
+    near = likely_meant(str(value).lower(), names)
     return f"invalid choice: {value!r}; " + (
-        f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"
+        f"did you mean {near}?" if near else f"choose one of {', '.join(names)}"
     )
 
 

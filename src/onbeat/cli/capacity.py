@@ -114,11 +114,15 @@ def _show(report: CapacityReport) -> None:
 
 def _lead(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> str:
     from onbeat.metrics.distribution import LEVEL
+    from onbeat.report.objectives import classes_text
 
     first = planned[0]
     load = first.loads[0]
     names = {each.objective.name for each in planned if each.objective is not None}
     what = f"objective {', '.join(sorted(names))}" if names else "no objective"
+    asked = (classes_text({own.name: own.slo for own in each.loads[0].classes}) for each in planned)
+    if texts := " or ".join(dict.fromkeys(filter(None, asked))):
+        what += f", requests ask for {texts}"
     num_repeats = len(first.loads)
     step_times = "; ".join(dict.fromkeys(each.step_times for each in planned if each.step_times))
     interval = "the final bracket" if num_repeats == 1 else f"{LEVEL * 100:g} % by Student's t over repeats"

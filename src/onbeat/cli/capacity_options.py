@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from onbeat.cli.args import count
 from onbeat.cli.options import milliseconds, read_value
 from onbeat.core.errors import ConfigError
+from onbeat.core.hints import likely_meant
 from onbeat.core.options import settings_of
 from onbeat.simulator.settings import ReplicaSettings
 
@@ -95,8 +95,8 @@ def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
         name = name.removeprefix("--").replace("_", "-")
         name = _ALIASES.get(name, name)
         if name not in VARIABLES:
-            near = difflib.get_close_matches(name, VARIABLES, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose of {', '.join(VARIABLES)}"
+            near = likely_meant(name, VARIABLES)
+            hint = f"did you mean {near}?" if near else f"choose of {', '.join(VARIABLES)}"
             raise ConfigError(f"--vary {text}: {name!r} cannot vary; {hint}")
         words = [word.strip() for word in values.split(",")]
         if not equals or not all(words):

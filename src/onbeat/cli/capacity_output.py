@@ -18,6 +18,8 @@ from onbeat.planner.charts import axes_of, capacity_figure, capacity_over_figure
 from onbeat.planner.frontier import FrontierPoint, point_keys
 from onbeat.report.page import Page, heading, notes, table
 from onbeat.report.run_report import settings_section
+from onbeat.report.sweep_charts import group_by_load
+from onbeat.report.table import percent
 
 SCHEMA_VERSION = 1
 INTERRUPTED_NOTE = "interrupted: this is a partial result"
@@ -32,12 +34,13 @@ FRONTIER_HEADER = (
     "TBT P99 (ms)",
     "TTFT P50 (ms)",
     "TTFT P99 (ms)",
+    "good",
 )
 FRONTIER_LATENCIES = (
     *(LatencyStatistic("tpot", "median"), LatencyStatistic("itl", "p99")),
     *(LatencyStatistic("ttft", "median"), LatencyStatistic("ttft", "p99")),
 )
-"""Of the last columns."""
+"""Of the columns before the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +84,7 @@ def capacity_rows(capacities: Sequence[Capacity]) -> list[tuple[str, ...]]:
             _rate_text(each),
             _interval_text(each),
             str(each.num_devices or "-"),
-            f"{each.rate_per_device:.3f}" if each.rate else "-",
+            _rate(each.rate_per_device) if each.rate else "-",
             each.reason,
         )
         for each in capacities
@@ -104,6 +107,7 @@ def frontier_rows(points: Sequence[FrontierPoint]) -> list[tuple[str, ...]]:
                 f"{run.output_throughput_per_gpu:,.0f}",
                 f"{run.summary.counts.request_throughput:.3f}",
                 *("-" if value is None else f"{value:,.1f}" for value in values),
+                percent(run.summary.score.attainment),
             )
         )
     return rows
@@ -160,7 +164,10 @@ def write_page(path: Path, report: CapacityReport) -> None:
         )
         body += page.grid(_capacity_figures(report.capacities), per_row=2)
     if report.points:
-        body += "<h2>Latency and throughput</h2>\n" + page.grid(frontier_figures(report.points), per_row=2)
+        loads = group_by_load(report.points, lambda point: point.level.request_rate is None)
+        for load, points in loads.items():
+            body += f"<h2>Latency and throughput: {load}</h2>\n"
+            body += page.grid(frontier_figures(points), per_row=2)
         body += table(FRONTIER_HEADER, frontier_rows(report.points))
     flags = {name: value for name, value in report.settings.get("flags", {}).items() if _is_given(value)}
     page.write(path, report.title, body + settings_section(flags))
@@ -181,11 +188,15 @@ def _tiles(report: CapacityReport) -> list[tuple[str, str]]:
     best = report.best
     if best is None:
         return []
-    return [
-        ("requests/s per GPU, the best case", f"{best.rate_per_device:.3f}"),
-        ("requests/s", _rate_text(best)),
-        ("the best case", case_name(best.labels)),
-    ]
+    tiles = [("requests/s, the best case", _rate_text(best))]
+    if best.num_devices != 1:
+        tiles.append(("requests/s per GPU", _rate(best.rate_per_device)))
+    return [*tiles, ("the best case", case_name(best.labels))]
+
+
+def _rate(value: float) -> str:
+    """Return requests per second, alike in all places."""
+    return f"{value:.4g}"
 
 
 def _rate_text(each: Capacity) -> str:
@@ -194,11 +205,11 @@ def _rate_text(each: Capacity) -> str:
     if not each.rate:
         return "-"
     prefix = {Outcome.FOUND: "", Outcome.UNBOUNDED: "above ", Outcome.INTERRUPTED: "at least "}[each.outcome]
-    return f"{prefix}{each.rate:.4g}"
+    return f"{prefix}{_rate(each.rate)}"
 
 
 def _interval_text(each: Capacity) -> str:
     low, high = each.interval
     if each.outcome is Outcome.INFEASIBLE or not each.rate:
         return "-"
-    return f"{low:.4g} to {high:.4g}" if isfinite(high) else f"{low:.4g} or more"
+    return f"{_rate(low)} to {_rate(high)}" if isfinite(high) else f"{_rate(low)} or more"

@@ -116,7 +116,9 @@ def sweep(
 ) -> tuple[list[FrontierPoint], bool]:
     """Run every case at every level; also return whether Ctrl-C ended it."""
     tasks = [
-        LevelTask(case=each.case, load=each.loads[0], level=level) for each in planned for level in levels
+        LevelTask(case=each.case, load=each.loads[0], level=level, slo_mode=args.slo_mode)
+        for each in planned
+        for level in levels
     ]
     labels = [task.case.labels for task in tasks]
     with CapacityProgress(console, labels, is_quiet=args.disable_tqdm) as progress:

@@ -9,11 +9,11 @@ from math import isfinite
 
 from rich.table import Table
 
-from onbeat.core.slo import SLO
 from onbeat.planner.day import Hour
 from onbeat.planner.placement import Placement
 from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask, worst_reason
 from onbeat.planner.prices import Prices
+from onbeat.report.objectives import classes_text
 from onbeat.simulator.settings import ReplicaSettings
 
 FLEET_HEADER = (
@@ -60,7 +60,7 @@ class PlanReport:
     def promise(self) -> str:
         """What is to be kept, in words."""
         classes = self.task.load.classes
-        limits = _slo_text(classes[0].slo) if len(classes) == 1 else f"objectives of {len(classes)} classes"
+        limits = classes_text({each.name: each.slo for each in classes})
         room = f", with {self.task.headroom * 100:g} % of headroom" if self.task.headroom else ""
         return f"{self.task.objective.share * 100:g} % of {self.task.rate:g} requests/s within {limits}{room}"
 
@@ -72,11 +72,6 @@ class PlanReport:
             f"{load.num_output_tokens.mean():.0f} out; each fleet is simulated whole, {len(runs)} run(s) of "
             f"{len(runs[0])} requests, with the live router and scheduler"
         )
-
-
-def _slo_text(slo: SLO) -> str:
-    limits = {"TTFT": slo.ttft, "TBT": slo.tbt, "E2E": slo.e2e}
-    return " and ".join(f"{name} {limit * 1e3:g} ms" for name, limit in limits.items() if limit is not None)
 
 
 # ---- tables and sentences ----

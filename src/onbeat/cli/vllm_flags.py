@@ -1,75 +1,155 @@
 """vLLM's flags that ask for nothing here: a command line from one of its guides starts this server too.
 
-Each is taken with a line that says why it changes nothing. A value that would ask for something is refused.
+Each is taken with a line that says why it changes nothing. A value that would ask for something is refused,
+and so are the flags of what onbeat lacks; both with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from onbeat.cli.args import JSON
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class ForeignFlag:
     """A flag that this server can do without."""
 
-    names: tuple[str, ...]
+    names: str
+    """Parted by spaces."""
     why: str
     """Why it changes nothing, or what does its work."""
-    nargs: int | str | None = 0
+    nargs: int | str | None = None
     """Of argparse: 0 for a switch, None for one value, `?` for one that may be missing."""
-    values: tuple[str, ...] = ()
+    values: tuple[str, ...] | Callable[[str], bool] = ()
     """The values that ask for nothing; empty where all do."""
     refusal: str = ""
-    """What to say of the others; of a switch, of its `--no-` form, which else is taken."""
+    """What to say of the `--no-` form of a switch; without, it is taken."""
+    metavar: str | None = None
+    """JSON where a configuration file may give a mapping."""
 
+    def asks_for_nothing(self, value: str) -> bool:
+        """Whether a value is one of those that change nothing."""
+        if callable(self.values):
+            return self.values(value)
+        return not self.values or value in self.values
+
+
+def _limits_nothing(text: str) -> bool:
+    """Return whether limits of parts that are no text, JSON or vLLM's older `image=0`, allow none."""
+    try:
+        limits = json.loads(text)
+    except ValueError:
+        limits = dict(part.partition("=")[::2] for part in text.split(","))
+    return isinstance(limits, dict) and all(limit in (0, "0") for limit in limits.values())
+
+
+_SWITCH = 0
+_GENERATES = "this server only generates text"
+_POLICY_CUTS = "the policy decides which prompts are cut"
+_NO_DEFAULTS = "no sampling defaults are read from a model; requests state their own"
+_ONE_MACHINE = "an engine runs on one machine; --launcher ray puts replicas on others"
+_SPEED_OF_GPUS = "it tunes vLLM's GPU kernels and graphs, which are not here"
 
 FOREIGN_FLAGS = (
-    ForeignFlag(names=("--enforce-eager",), why="no CUDA graphs here"),
-    ForeignFlag(names=("--trust-remote-code",), why="no code of a model is ever run"),
-    ForeignFlag(names=("--enable-prompt-tokens-details",), why="usage always has them"),
+    # What is never done, or always.
+    ForeignFlag("--enforce-eager", "no CUDA graphs here", _SWITCH),
+    ForeignFlag("--trust-remote-code", "no code of a model is ever run", _SWITCH),
+    ForeignFlag("--enable-prompt-tokens-details", "usage always has them", _SWITCH),
+    ForeignFlag("--enable-request-id-headers", "answers always have x-request-id", _SWITCH),
+    ForeignFlag("--enable-server-load-tracking", "GET /load always tells the load", _SWITCH),
+    ForeignFlag("--enable-offline-docs", "/docs never loads anything from elsewhere", _SWITCH),
+    ForeignFlag("--language-model-only", "models take text only", _SWITCH),
+    ForeignFlag("--disable-log-stats", "no statistics are logged; GET /metrics has them", _SWITCH),
+    ForeignFlag("--swap-space", "nothing is swapped, what is preempted runs again"),
+    ForeignFlag("--max-log-len", "the log holds no prompts"),
+    ForeignFlag("--uvicorn-log-level", "uvicorn only warns here; --log-level is the server's"),
+    ForeignFlag("--download-dir", "hub models are kept where $HF_HUB_CACHE or $HF_HOME says"),
+    ForeignFlag("--hf-token", "the hub's token is taken from $HF_TOKEN", "?"),
     ForeignFlag(
-        names=("--enable-chunked-prefill",),
-        why="the policy decides: slo and sarathi cut prompts into chunks",
+        "--gpu-memory-utilization",
+        "the KV cache has --kv-cache-memory-bytes, else a quarter of the free memory, at most 4G",
+    ),
+    ForeignFlag(
+        "--enable-chunked-prefill",
+        "the policy decides: slo and sarathi cut prompts into chunks",
+        _SWITCH,
         refusal="the policy decides whether prompts are cut; --policy prefill-first runs them whole",
     ),
-    ForeignFlag(
-        names=("--gpu-memory-utilization",),
-        nargs=None,
-        why="the KV cache has --kv-cache-memory-bytes, else a quarter of the free memory, at most 4G",
-    ),
-    ForeignFlag(names=("--swap-space",), nargs=None, why="nothing is swapped, what is preempted runs again"),
-    ForeignFlag(
-        names=("--generation-config",),
-        nargs=None,
-        values=("vllm",),
-        why="no sampling defaults are read from a model",
-        refusal="no sampling defaults are read from a model; requests state their own, so leave it out",
-    ),
-    ForeignFlag(
-        names=("--uvicorn-log-level",), nargs=None, why="uvicorn only warns here; --log-level is the server's"
-    ),
-    ForeignFlag(
-        names=("--task", "--runner"),
-        nargs=None,
-        values=("auto", "generate"),
-        why="there is no other",
-        refusal="this server only generates text",
-    ),
-    ForeignFlag(
-        names=("--download-dir",), nargs=None, why="hub models are kept where $HF_HUB_CACHE or $HF_HOME says"
-    ),
-    ForeignFlag(names=("--hf-token",), nargs="?", why="the hub's token is taken from $HF_TOKEN"),
-    ForeignFlag(
-        names=("--pipeline-parallel-size", "-pp"),
-        nargs=None,
-        values=("1",),
-        why="there is one stage",
-        refusal="a server has one pipeline stage",
-    ),
+    # What could only change the speed.
+    ForeignFlag("--attention-backend", "the device decides; --backend chooses the engine"),
+    ForeignFlag("--compilation-config -cc", _SPEED_OF_GPUS, metavar=JSON),
+    ForeignFlag("--optimization-level -O", _SPEED_OF_GPUS),
+    ForeignFlag("--cudagraph-capture-sizes", _SPEED_OF_GPUS, "+"),
+    ForeignFlag("--max-cudagraph-capture-size --max-seq-len-to-capture", _SPEED_OF_GPUS),
+    ForeignFlag("--disable-custom-all-reduce", _SPEED_OF_GPUS, _SWITCH),
+    ForeignFlag("--disable-cascade-attn", _SPEED_OF_GPUS, _SWITCH),
+    ForeignFlag("--max-parallel-loading-workers", "weights are loaded by as many as it takes"),
+    # What has one value here.
+    ForeignFlag("--generation-config", _NO_DEFAULTS, values=("auto", "vllm")),
+    ForeignFlag("--kv-cache-dtype", "KV has the type of the computation", values=("auto",)),
+    ForeignFlag("--tokenizer-mode", "there is one kind of tokenizer", values=("auto", "hf")),
+    ForeignFlag("--config-format", "config.json and GGUF are read", values=("auto", "hf")),
+    ForeignFlag("--chat-template-content-format", "templates get texts", values=("auto", "string")),
+    ForeignFlag("--response-role", "answers have the role assistant", values=("assistant",)),
+    ForeignFlag("--stream-interval", "tokens are sent as they come", values=("1",)),
+    ForeignFlag("--max-num-partial-prefills", _POLICY_CUTS, values=("1",)),
+    ForeignFlag("--max-long-partial-prefills", _POLICY_CUTS, values=("1",)),
+    ForeignFlag("--long-prefill-token-threshold", _POLICY_CUTS, values=("0",)),
+    ForeignFlag("--cpu-offload-gb", "weights stay where they compute", values=("0", "0.0")),
+    ForeignFlag("--api-server-count -asc", "one process answers HTTP", values=("1",)),
+    ForeignFlag("--pipeline-parallel-size -pp", "a server has one pipeline stage", values=("1",)),
+    ForeignFlag("--nnodes -n", _ONE_MACHINE, values=("1",)),
+    ForeignFlag("--node-rank -r", _ONE_MACHINE, values=("0",)),
+    ForeignFlag("--distributed-executor-backend", _ONE_MACHINE, values=("mp", "uni")),
+    ForeignFlag("--task --runner", _GENERATES, values=("auto", "generate")),
+    ForeignFlag("--convert", _GENERATES, values=("auto", "none")),
+    ForeignFlag("--limit-mm-per-prompt", "prompts are text only", values=_limits_nothing, metavar=JSON),
+    ForeignFlag("--hf-overrides", "a model's configuration is taken as it is", values=("{}",), metavar=JSON),
+    ForeignFlag("--root-path", "paths begin at the root; let the proxy strip its prefix", values=("", "/")),
 )
+
+_NO_TOOLS = "no tool calls yet"
+_NO_REASONING = "reasoning is not told apart from the answer yet"
+_NO_LORA = "no LoRA adapters yet"
+_NO_MEDIA = "no images, video or sound yet; prompts are text only"
+_NO_GUIDES = "no structured output yet"
+_NO_PLUGINS = "no code of others is loaded"
+_NO_EXPERTS = "no mixtures of experts yet"
+
+MISSING_FLAGS: Mapping[str, str] = {
+    _NO_TOOLS: "--enable-auto-tool-choice --tool-call-parser --tool-parser-plugin --tool-server "
+    "--exclude-tools-when-tool-choice-none",
+    _NO_REASONING: "--reasoning-parser --reasoning-parser-plugin --enable-reasoning",
+    _NO_LORA: "--enable-lora --lora-modules --max-loras --max-lora-rank --max-cpu-loras --lora-dtype "
+    "--fully-sharded-loras --default-mm-loras --lora-extra-vocab-size --enable-lora-bias",
+    _NO_MEDIA: "--mm-processor-kwargs --mm-processor-cache-gb --media-io-kwargs --allowed-local-media-path "
+    "--allowed-media-domains --interleave-mm-strings --mm-encoder-tp-mode --enable-mm-embeds",
+    _NO_GUIDES: "--guided-decoding-backend --structured-outputs-config",
+    "no embeddings yet; this server only generates text": "--pooler-config --override-pooler-config",
+    _NO_EXPERTS: "--enable-expert-parallel -ep --all2all-backend --enable-eplb --num-redundant-experts",
+    _NO_PLUGINS: "--middleware --logits-processors --worker-cls --worker-extension-cls --scheduler-cls "
+    "--io-processor-plugin",
+    "a model's configuration is taken as it is": "--hf-config-path --rope-scaling --rope-theta",
+    _NO_DEFAULTS: "--override-generation-config",
+    "no Unix sockets yet; listen on --host 127.0.0.1": "--uds",
+    "no /tokenizer_info yet": "--enable-tokenizer-info-endpoint",
+    "no OTLP traces yet; --timeline writes a trace of steps and requests": "--otlp-traces-endpoint "
+    "--collect-detailed-traces",
+    "the log never holds prompts or answers": "--enable-log-outputs --enable-log-deltas",
+    "streams tell usage where stream_options.include_usage asks for it": "--enable-force-include-usage",
+    "no embeddings in place of prompts": "--enable-prompt-embeds",
+    "an engine never sleeps; stop the server": "--enable-sleep-mode",
+    "KV stays in memory; --disaggregate moves it between replicas": "--kv-transfer-config "
+    "--kv-offloading-size --kv-events-config",
+    _ONE_MACHINE: "--master-addr --master-port --headless --data-parallel-address "
+    "--data-parallel-size-local --data-parallel-rank --data-parallel-backend",
+}
+"""Why onbeat lacks a flag of vLLM's, and which flags lack for that reason. Their `--no-` form is taken."""
 
 FOREIGN_VALUES: Mapping[str, Mapping[str, tuple[str | None, str]]] = {
     "--dtype": {
@@ -89,6 +169,13 @@ FOREIGN_VALUES: Mapping[str, Mapping[str, tuple[str | None, str]]] = {
 }
 """vLLM's values of flags that onbeat has: what each stands for, None for the default, and what to say."""
 
+_LOG_FLAGS = {
+    "--enable-log-requests": True,
+    "--disable-log-requests": False,
+    "--disable-uvicorn-access-log": False,
+}
+"""vLLM's names for `--log-requests`, and what they set it to."""
+
 
 def take_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Let a command take them. Call it when all of its own flags are declared.
@@ -101,23 +188,34 @@ def take_vllm_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(ignored=ignored)
     for flag in FOREIGN_FLAGS:
         _add(parser, flag, ignored)
+    for why, names in MISSING_FLAGS.items():
+        for name in names.split():
+            parser.add_argument(name, action=_Refuse, nargs="*", const=why, help=argparse.SUPPRESS)
+            if name.startswith("--"):
+                parser.add_argument(
+                    _off(name), action="store_const", dest="ignored", const=ignored, help=argparse.SUPPRESS
+                )
     for name, values in FOREIGN_VALUES.items():
         action = parser._option_string_actions[name]
         action.type = _Renamed(name, values, action.type, ignored)
-    for name, is_on in (("--enable-log-requests", True), ("--disable-log-requests", False)):
-        other = f"--no-{name.removeprefix('--')}"
-        for spelling, value in ((name, is_on), (other, not is_on)):
+    for name, is_on in _LOG_FLAGS.items():
+        for spelling, value in ((name, is_on), (_off(name), not is_on)):
             parser.add_argument(
                 spelling, dest="log_requests", action="store_const", const=value, help=argparse.SUPPRESS
             )
 
 
 def _add(parser: argparse.ArgumentParser, flag: ForeignFlag, ignored: list[str]) -> None:
+    names = flag.names.split()
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": "ignored", "help": argparse.SUPPRESS}
-    parser.add_argument(*flag.names, action=_Ignore, nargs=flag.nargs, flag=flag, lines=ignored, **options)
-    if flag.nargs == 0:
-        off = f"--no-{flag.names[0].removeprefix('--')}"
-        parser.add_argument(off, action=_Ignore, nargs=0, flag=flag, lines=ignored, **options)
+    options |= {"action": _Ignore, "flag": flag, "lines": ignored}
+    parser.add_argument(*names, nargs=flag.nargs, metavar=flag.metavar, **options)
+    if flag.nargs == _SWITCH:
+        parser.add_argument(*map(_off, names), nargs=0, **options)
+
+
+def _off(name: str) -> str:
+    return f"--no-{name.removeprefix('--')}"
 
 
 class _Ignore(argparse.Action):
@@ -135,13 +233,21 @@ class _Ignore(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        flag = self._flag
-        name = option_string or flag.names[0]
-        is_other_value = bool(flag.values) and values not in flag.values
-        if flag.refusal and (is_other_value or name.startswith("--no-")):
-            raise argparse.ArgumentError(self, f"{flag.refusal}" + (f", not {values!r}" if values else ""))
+        flag, name = self._flag, option_string or self.option_strings[0]
+        if isinstance(values, str) and not flag.asks_for_nothing(values):
+            takes = "" if callable(flag.values) else f"it takes {' or '.join(filter(None, flag.values))}, "
+            raise argparse.ArgumentError(self, f"{flag.why}; {takes}not {values!r}")
         if not name.startswith("--no-"):
             self._lines.append(f"ignored: {name} ({flag.why})")
+        elif flag.refusal:
+            raise argparse.ArgumentError(self, flag.refusal)
+
+
+class _Refuse(argparse.Action):
+    """Says why there is no such flag."""
+
+    def __call__(self, *_: object) -> None:
+        raise argparse.ArgumentError(self, f"{self.const}; leave it out")
 
 
 class _Renamed:

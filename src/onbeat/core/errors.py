@@ -17,6 +17,7 @@ OnbeatError
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -124,6 +125,10 @@ class KVUnavailable(OnbeatError):
     """KV that another replica holds, or held, cannot be copied: who wanted it computes the tokens itself."""
 
 
+_MOST_QUOTED = 4
+"""Values of a list that a message repeats."""
+
+
 class _Quote(reprlib.Repr):
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
         return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)  # which sorts them
@@ -131,3 +136,9 @@ class _Quote(reprlib.Repr):
 
 quoted = _Quote().repr
 """Returns a value, shortened, as errors repeat it, in a time that does not grow with it."""
+
+
+def first_of(values: Sequence[Any]) -> str:
+    """Return the first few values as a message quotes them, and how many there are beside."""
+    rest = len(values) - _MOST_QUOTED
+    return ", ".join(map(quoted, values[:_MOST_QUOTED])) + (f" and {rest} more" if rest > 0 else "")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, replace
-from difflib import get_close_matches
 from enum import Enum
 from functools import cache
 from itertools import chain
@@ -27,6 +26,7 @@ from typing import (
 )
 
 from onbeat.core.errors import ConfigError, quoted
+from onbeat.core.hints import likely_meant
 
 
 class Dataclass(Protocol):
@@ -198,8 +198,8 @@ def _sorted(
     parts: dict[str, tuple[type[Any], dict[str, Any]]] = {}
     for name, value in values.items():
         if name not in owners:
-            near = get_close_matches(name, owners, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(owners)}"
+            near = likely_meant(name, owners)
+            hint = f"did you mean {near}?" if near else f"known are {', '.join(owners)}"
             raise ConfigError(f"{kind.__name__} has no setting {name!r}; {hint}")
         if (owner := owners[name]) is None:
             own[name] = value

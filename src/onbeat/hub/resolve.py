@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 
 from onbeat.core.errors import ModelLoadError
+from onbeat.core.hints import likely_meant
 from onbeat.hub.fetch import fetch_known_model
 from onbeat.hub.files import ModelFiles, Progress, missing_from, no_progress
 from onbeat.hub.huggingface import find_on_hub
@@ -94,8 +94,8 @@ def _directory(path: Path, name: str, *, needs_weights: bool) -> ModelFiles:
 
 
 def _unknown(name: str) -> ModelLoadError:
-    near = difflib.get_close_matches(name.lower(), KNOWN_MODELS, n=1, cutoff=0.5)
-    guess = f" Did you mean {near[0]}?" if near else ""
+    near = likely_meant(name.lower(), KNOWN_MODELS)
+    guess = f" Did you mean {near}?" if near else ""
     return ModelLoadError(
         f"unknown model {name!r}: it is no file or directory, no known model ({', '.join(KNOWN_MODELS)}) "
         f"and no hub id of the form owner/name.{guess}"

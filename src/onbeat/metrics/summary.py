@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -108,6 +108,8 @@ class Score:
     """How these were judged."""
     by_run: Attainment | None = None
     """Of all requests by the objectives of `SummaryOptions`; None where it has none."""
+    objectives: Mapping[str, float] = field(default_factory=dict)
+    """Those of `SummaryOptions`, seconds."""
 
     @property
     def num_good(self) -> int | None:
@@ -331,7 +333,7 @@ def _score(requests: Sequence[MeasuredRequest], own: Attainment, options: Summar
     if options.objectives:
         num_good = sum(is_good(request, options.objectives) for request in requests)
         by_run = Attainment(num_offered=len(requests), num_good=num_good, duration=own.duration)
-    return Score(own=own, slo_mode=options.slo_mode, by_run=by_run)
+    return Score(own=own, slo_mode=options.slo_mode, by_run=by_run, objectives=options.objectives or {})
 
 
 def _scored(

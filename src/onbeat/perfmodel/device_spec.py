@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from typing import Any
 import yaml
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.hints import likely_meant
 from onbeat.perfmodel.measure_cpu import CPULimits, measure_cpu, memory_bytes_of_machine
 from onbeat.perfmodel.precision import BYTES
 from onbeat.perfmodel.product_rates import ProductRates
@@ -100,7 +100,7 @@ def find_device(device_id: str) -> DeviceSpec:
     except KeyError:
         name = device_id.lower()
         near = [known for known in device_ids() if name and known.startswith(name)]
-        near = near or get_close_matches(name, device_ids(), n=2, cutoff=0.4)
+        near = near or list(filter(None, [likely_meant(name, device_ids())]))
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         known = ", ".join(device_ids())
         raise ConfigError(

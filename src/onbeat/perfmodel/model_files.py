@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.hints import likely_meant
 from onbeat.files import read_json
 
 CONFIG_NAME = "config.json"
@@ -84,8 +84,8 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _unknown(name: str) -> str:
-    near = get_close_matches(name.lower().rpartition("/")[2], list(_names()), n=3, cutoff=0.5)
-    hint = f"did you mean {', '.join(near)}? " if near else ""
+    near = likely_meant(name.lower().rpartition("/")[2], _names())
+    hint = f"did you mean {near}? " if near else ""
     return (
         f"unknown model {name!r}: {hint}"
         f"Known: {', '.join(packaged_configs())}; or give the path of a config.json or of its directory"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.hints import likely_meant
 from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.engines import find_engine, make_engine_roofline
 from onbeat.perfmodel.fitted import FittedModel, fit, make_form
@@ -105,8 +105,8 @@ def require_step_time(kind: str) -> str:
     ConfigError : neither; a near match is named.
     """
     if kind not in STEP_TIME_MODELS and not is_step_table(kind):
-        near = get_close_matches(kind, STEP_TIME_MODELS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        near = likely_meant(kind, STEP_TIME_MODELS)
+        hint = f"did you mean {near}? " if near else ""
         raise ConfigError(
             f"unknown step-time model {kind!r}: {hint}choose one of {', '.join(STEP_TIME_MODELS)}, or name a "
             "table of steps, FILE.csv"

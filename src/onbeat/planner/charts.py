@@ -10,9 +10,15 @@ from onbeat.metrics.summary import LatencyStatistic
 from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.planner.cases import Labels, case_name, short_name
 from onbeat.planner.frontier import FrontierPoint
-from onbeat.report.charts import COLOURS, height_with_legend, tradeoff_figure
+from onbeat.report.charts import COLOURS, QUEUE_COLOUR
 from onbeat.report.page import Figure
-from onbeat.report.result import TradeoffPoint
+from onbeat.report.sweep_charts import (
+    height_with_legend,
+    kept_figure,
+    line,
+    over_load_figure,
+    tradeoff_figure,
+)
 
 TITLES = {
     LatencyStatistic("tpot", "median"): "Median TPOT against throughput",
@@ -69,7 +75,7 @@ def capacity_over_figure(capacities: Sequence[Capacity], axis: str) -> Figure | 
     for position, (name, points) in enumerate(series.items()):
         points.sort(key=lambda point: point[0])
         members = [each for _, each in points]
-        line = _line(
+        drawn = line(
             name,
             position,
             hover="%{y:.3f} requests/s per GPU at %{x}<br>%{customdata}",
@@ -77,10 +83,10 @@ def capacity_over_figure(capacities: Sequence[Capacity], axis: str) -> Figure | 
             y=[each.rate_per_device for each in members],
         )
         lines.append(
-            line | {"error_y": _error_bars(members), "customdata": [each.reason for each in members]}
+            drawn | {"error_y": _error_bars(members), "customdata": [each.reason for each in members]}
         )
     layout = {
-        "xaxis": {"title": {"text": short_name(axis)}, **_ticks({x for line in lines for x in line["x"]})},
+        "xaxis": {"title": {"text": short_name(axis)}, **_ticks({x for each in lines for x in each["x"]})},
         "yaxis": {"title": {"text": "requests/s per GPU"}, "rangemode": "tozero"},
         "showlegend": len(lines) > 1,
         "height": height_with_legend(lines),
@@ -97,64 +103,20 @@ def frontier_figures(points: Sequence[FrontierPoint]) -> list[Figure]:
     """Return latency against output tokens/s per GPU, one line a case, as MLC's engine study plots it.
 
     Points of an open loop are also shown over the request rate, as Sarathi-Serve plots them.
-    """
-    runs = [point.run for point in points if point.run is not None]
-    figures = [tradeoff_figure(runs, latency, title) for latency, title in TITLES.items()]
-    open_loop = [
-        (point.level.request_rate, point.run)
-        for point in points
-        if point.level.request_rate is not None and point.run is not None
-    ]
-    figures += [_over_rate_figure(open_loop, latency, title) for latency, title in RATE_TITLES.items()]
-    return [figure for figure in figures if figure is not None]
-
-
-def _over_rate_figure(
-    runs: Sequence[tuple[float, TradeoffPoint]], latency: LatencyStatistic, title: str
-) -> Figure | None:
-    """Return a latency statistic over the request rate, a line a case; None without a run.
 
     Parameters
     ----------
-    runs : each with its rate, requests per second.
+    points : all of closed loops, or all of open ones.
     """
-    series: dict[str, list[tuple[float, float]]] = {}
-    for rate, run in runs:
-        drawn = series.setdefault(run.series, [])
-        if (value := latency.of(run.summary)) is not None:
-            drawn.append((rate, value))
-    lines = [
-        _line(
-            name,
-            position,
-            hover="%{y:.1f} ms at %{x:g} requests/s",
-            x=[rate for rate, _ in drawn],
-            y=[value for _, value in drawn],
-        )
-        for position, (name, drawn) in enumerate(series.items())
+    runs = [point.run for point in points if point.run is not None]
+    against = [tradeoff_figure(runs, latency, title) for latency, title in TITLES.items()]
+    over_rate = [
+        over_load_figure(runs, latency.of, title, unit="ms")
+        for latency, title in RATE_TITLES.items()
+        if not any(run.is_closed for run in runs)
     ]
-    if not lines:
-        return None
-    layout = {
-        "xaxis": {"title": {"text": "requests/s"}, "rangemode": "tozero"},
-        "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
-        "showlegend": len(lines) > 1,
-        "height": height_with_legend(lines),
-    }
-    return {"title": title, "data": lines, "layout": layout}
-
-
-def _line(name: str, position: int, *, hover: str, x: list[float], y: list[float]) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": name,
-        "x": x,
-        "y": y,
-        "line": {"color": COLOURS[position % len(COLOURS)], "width": 2},
-        "marker": {"size": 7},
-        "hovertemplate": hover + "<extra>%{fullData.name}</extra>",
-    }
+    figures = [kept_figure(runs), *against, *over_rate]
+    return [figure for figure in figures if figure is not None]
 
 
 def _error_bars(capacities: Sequence[Capacity]) -> dict[str, Any]:
@@ -166,6 +128,7 @@ def _error_bars(capacities: Sequence[Capacity]) -> dict[str, Any]:
     return {
         "type": "data",
         "symmetric": False,
+        "color": QUEUE_COLOUR,  # seen on bars, on white and on near-black
         "array": [length(each, each.interval[1]) for each in capacities],
         "arrayminus": [length(each, each.interval[0]) for each in capacities],
     }

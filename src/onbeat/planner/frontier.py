@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLOMode
 from onbeat.metrics.summary import SummaryOptions, summarise
 from onbeat.metrics.summary_keys import run_keys
 from onbeat.planner.cases import Case, Labels, case_name
@@ -43,6 +44,8 @@ class LevelTask:
     case: Case
     load: OfferedLoad
     level: Level
+    slo_mode: SLOMode = "stream"
+    """How requests are held to their objectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +77,16 @@ def run_level(task: LevelTask, context: TaskContext) -> FrontierPoint | None:
     except Stopped:
         context.stop()
         return None
-    summary = summarise(result.records, duration=result.duration, options=SummaryOptions())
+    options = SummaryOptions(slo_mode=task.slo_mode)
+    summary = summarise(result.records, duration=result.duration, options=options)
     labels = task.case.labels
     run = TradeoffPoint(
-        series=case_name(labels), level=level.name, summary=summary, num_gpus=built.num_devices
+        series=case_name(labels),
+        level=level.name,
+        load=level.request_rate or float(level.concurrency or 0),
+        is_closed=level.request_rate is None,
+        summary=summary,
+        num_gpus=built.num_devices,
     )
     point = FrontierPoint(labels=labels, level=level, run=run)
     context.report(point)

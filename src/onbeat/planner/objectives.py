@@ -20,7 +20,6 @@ Zhong et al., "DistServe", OSDI 2024, section 2.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -29,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.hints import likely_meant
 from onbeat.core.slo import SLOMode
 from onbeat.metrics.distribution import percentile
 from onbeat.metrics.record import RequestRecord
@@ -157,8 +157,8 @@ def parse_objective(text: str, *, tbt: float | None = None, mode: SLOMode = "str
     """
     name, colon, argument = text.partition(":")
     if name not in OBJECTIVES:
-        near = difflib.get_close_matches(name, OBJECTIVES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(OBJECTIVES)}"
+        near = likely_meant(name, OBJECTIVES)
+        hint = f"did you mean {near}?" if near else f"known are {', '.join(OBJECTIVES)}"
         raise ConfigError(f"unknown objective {text!r}; {hint}")
     takes_share = name in ("attainment", "distserve")
     if colon and not takes_share:

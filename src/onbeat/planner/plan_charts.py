@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from onbeat.planner.plan_task import Fleet, FleetPlan
-from onbeat.report.charts import COLOURS, MISSED_COLOUR, height_with_legend
+from onbeat.report.charts import COLOURS, MISSED_COLOUR
 from onbeat.report.page import Figure
+from onbeat.report.sweep_charts import height_with_legend
 
 _POWERS = {
     "type": "log",

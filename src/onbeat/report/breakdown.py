@@ -83,7 +83,7 @@ def decile_figure(breakdown: Breakdown) -> Figure | None:
     if len(deciles) < 2:
         return None
     spans = [prompt_span(own) for own in deciles]
-    is_worst = [own == breakdown.worst_decile for own in deciles]
+    is_worst = [own == breakdown.worst_decile and own.attainment < 1 for own in deciles]
     data = [
         {
             "type": "bar",

@@ -1,32 +1,25 @@
-"""The figures of a report, as plain Plotly descriptions: numbers in, dictionaries out.
+"""The figures of a run, as plain Plotly descriptions: numbers in, dictionaries out.
 
 Colours of text and grid are left to the page, which knows whether it is shown dark or light.
 """
 
 from __future__ import annotations
 
+import html
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.metrics.summary import LatencyStatistic, collect_samples
+from onbeat.metrics.summary import collect_samples
+from onbeat.report.objectives import limits_of
 from onbeat.report.page import Figure
-from onbeat.report.result import AnyResult, ReportedRequest, TradeoffPoint
+from onbeat.report.result import AnyResult, ReportedRequest
 
 Array = NDArray[np.float64]
 
-
-class InSeries(Protocol):
-    """What belongs to one line of a chart."""
-
-    @property
-    def series(self) -> str: ...
-
-
-S = TypeVar("S", bound=InSeries)
 
 # Colour-blind safe and readable on white and on near-black.
 COLOURS = ("#4c8dff", "#f2a23a", "#2fb58a", "#b07cf0", "#ef6f6c", "#35b6d4", "#d98cc0", "#a3a847")
@@ -64,7 +57,7 @@ def cdf_figure(results: Sequence[AnyResult], metric: str, title: str) -> Figure 
                 "type": "scatter",
                 "mode": "lines",
                 "name": result.header.level.name,
-                "x": _rounded(np.percentile(values, CDF_LEVELS)),
+                "x": rounded(np.percentile(values, CDF_LEVELS)),
                 "y": CDF_LEVELS.tolist(),
                 "line": {"color": _level_colour(position, len(results)), "width": 2},
                 "hovertemplate": "%{y:.1f} % within %{x:.1f} ms<extra>%{fullData.name}</extra>",
@@ -72,16 +65,46 @@ def cdf_figure(results: Sequence[AnyResult], metric: str, title: str) -> Figure 
         )
     if not curves:
         return None
+    limits = limits_of(results[0].summary, metric)
+    axis = log_scale([*(value for curve in curves for value in curve["x"]), *limits])
     layout = {
-        "xaxis": {"title": {"text": "ms"}} | _scale([value for curve in curves for value in curve["x"]]),
+        "xaxis": {"title": {"text": "ms"}} | axis,
         "yaxis": {"title": {"text": "% of requests" if metric != "itl" else "% of gaps"}, "range": [0, 101]},
         "showlegend": len(curves) > 1,
         "height": 320,
+        "annotations": [_limit_name(limit, who, axis["type"]) for limit, who in limits.items()],
     }
-    return {"title": title, "data": curves, "layout": layout}
+    return {"title": title, "data": [*curves, *map(_limit_line, limits)], "layout": layout}
 
 
-def _scale(values: Sequence[float]) -> dict[str, Any]:
+def _limit_line(limit: float) -> dict[str, Any]:
+    """Return an objective as an upright line."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [limit, limit],
+        "y": [0, 101],
+        "line": {"color": MISSED_COLOUR, "width": 1.5, "dash": "dash"},
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+
+
+def _limit_name(limit: float, who: str, scale: str) -> dict[str, Any]:
+    """Return the name of such a line, written along it: a legend would take the room of the curves."""
+    return {
+        "x": math.log10(limit) if scale == "log" else limit,
+        "y": 4,
+        "xanchor": "right",
+        "yanchor": "bottom",
+        "text": html.escape(f"{who} {limit:g} ms"),
+        "textangle": -90,
+        "showarrow": False,
+        "font": {"size": 11},
+    }
+
+
+def log_scale(values: Sequence[float]) -> dict[str, Any]:
     """Return a logarithmic axis for values that spread over more than a decade, else a linear one."""
     positive = [value for value in values if value > 0]
     if not positive or max(positive) < 10 * min(positive):
@@ -95,87 +118,6 @@ def _scale(values: Sequence[float]) -> dict[str, Any]:
         "tickvals": ticks,
         "ticktext": [f"{tick:g}" for tick in ticks],
     }
-
-
-def tradeoff_figure(runs: Sequence[TradeoffPoint], latency: LatencyStatistic, title: str) -> Figure | None:
-    """Return a latency statistic against output throughput, per GPU of several, a line a series of runs."""
-    lines = []
-    groups = group_by_series(runs)
-    for position, (series, members) in enumerate(groups.items()):
-        points = [(run, value) for run in members if (value := latency.of(run.summary)) is not None]
-        if not points:
-            continue
-        lines.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers+text",
-                "name": series,
-                "x": _rounded([run.output_throughput_per_gpu for run, _ in points]),
-                "y": _rounded([value for _, value in points]),
-                "text": _point_labels([run.level for run, _ in points], is_crowded=len(groups) > 1),
-                "customdata": [run.level for run, _ in points],
-                "textposition": "top center",
-                "textfont": {"size": 10},
-                "cliponaxis": False,
-                "line": {"color": COLOURS[position % len(COLOURS)], "width": 2},
-                "marker": {"size": 7},
-                "hovertemplate": "%{x:.1f} tok/s, %{y:.1f} ms (%{customdata})<extra>%{fullData.name}</extra>",
-            }
-        )
-    if not lines:
-        return None
-    is_one = all(run.num_gpus == 1 for run in runs)
-    values = [value for run in runs if (value := latency.of(run.summary)) is not None]
-    layout = {
-        "xaxis": {
-            "title": {"text": "output tokens/s" if is_one else "output tokens/s per GPU"},
-            "rangemode": "tozero",
-        },
-        "yaxis": {"title": {"text": "ms"}, **_latency_axis(values)},
-        "showlegend": len(lines) > 1,
-        "height": height_with_legend(lines),
-    }
-    return {"title": title, "data": lines, "layout": layout}
-
-
-def _latency_axis(values: Sequence[float]) -> dict[str, Any]:
-    """Return an axis from 0, or a logarithmic one where most values would lie flat on it."""
-    if min(values) > 0 and max(values) > 30 * min(values):
-        return _scale(values)
-    return {"rangemode": "tozero"}
-
-
-def height_with_legend(lines: Sequence[Mapping[str, Any]]) -> int:
-    """Return the height of a figure that leaves its plot the same room whatever its legend takes, pixels."""
-    longest = max(len(line["name"]) for line in lines)
-    per_row = max(1, 480 // (45 + 6 * longest))
-    return 320 + 20 * -(-len(lines) // per_row)
-
-
-def _point_labels(levels: Sequence[str], *, is_crowded: bool) -> list[str]:
-    """Label every point, or where several lines lie together only the last of each."""
-    names = [level.removeprefix("c=") for level in levels]
-    last = len(names) - 1
-    return [name if i == last or not is_crowded else "" for i, name in enumerate(names)]
-
-
-def group_by_load(results: Sequence[AnyResult]) -> dict[str, list[AnyResult]]:
-    """Return the runs of closed loops and those of open loops, in their order."""
-    groups: dict[str, list[AnyResult]] = {}
-    for result in results:
-        name = (
-            "closed loop, by concurrency" if result.header.level.is_closed else "open loop, by request rate"
-        )
-        groups.setdefault(name, []).append(result)
-    return groups
-
-
-def group_by_series(runs: Sequence[S]) -> dict[str, list[S]]:
-    """Return the runs by series, in their order."""
-    groups: dict[str, list[S]] = {}
-    for run in runs:
-        groups.setdefault(run.series, []).append(run)
-    return groups
 
 
 def timeline_figure(result: AnyResult) -> Figure | None:
@@ -243,8 +185,8 @@ def gaps_figure(result: AnyResult) -> Figure | None:
             "type": "scatter",
             "mode": "markers",
             "name": "gap",
-            "x": _rounded(times[shown]),
-            "y": _rounded(gap_ms[shown]),
+            "x": rounded(times[shown]),
+            "y": rounded(gap_ms[shown]),
             "marker": {"color": STREAM_COLOUR, "size": 3, "opacity": 0.35},
             "hovertemplate": "%{y:.1f} ms at %{x:.2f} s<extra></extra>",
         }
@@ -255,8 +197,8 @@ def gaps_figure(result: AnyResult) -> Figure | None:
                 "type": "scatter",
                 "mode": "lines",
                 "name": "median" if level == 50 else f"P{level}",
-                "x": _rounded(centres),
-                "y": _rounded([np.percentile(gap_ms[bins == index], level) for index in filled]),
+                "x": rounded(centres),
+                "y": rounded([np.percentile(gap_ms[bins == index], level) for index in filled]),
                 "line": {"color": colour, "width": 2},
             }
         )
@@ -311,8 +253,8 @@ def load_figure(result: AnyResult) -> Figure | None:
             "type": "scatter",
             "mode": "lines",
             "name": "output tokens/s",
-            "x": _rounded(centres),
-            "y": _rounded(tokens / width),
+            "x": rounded(centres),
+            "y": rounded(tokens / width),
             "line": {"color": COLOURS[0], "width": 1.5},
             "fill": "tozeroy",
             "fillcolor": "rgba(76,141,255,0.15)",
@@ -321,7 +263,7 @@ def load_figure(result: AnyResult) -> Figure | None:
             "type": "scatter",
             "mode": "lines",
             "name": "open requests",
-            "x": _rounded(centres),
+            "x": rounded(centres),
             "y": open_requests.tolist(),
             "yaxis": "y2",
             "line": {"color": COLOURS[1], "width": 2, "shape": "hv"},
@@ -350,6 +292,6 @@ def _level_colour(position: int, count: int) -> str:
     return f"hsl({round(205 + 155 * position / (count - 1))}, 72%, 60%)"
 
 
-def _rounded(values: Any) -> list[float]:
+def rounded(values: Any) -> list[float]:
     """Five significant digits are more than a plot shows, and keep the page small."""
     return [float(f"{value:.5g}") for value in np.asarray(values, dtype=np.float64).tolist()]

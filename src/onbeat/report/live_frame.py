@@ -16,6 +16,7 @@ from onbeat.report.units import against, duration, percent, short, sparkline
 
 GOOD, FAIR = 0.99, 0.9
 """Attainment from here on is green, or yellow."""
+LONG_GAPS = "Stream mode: attained judges token deadlines, so single gaps may exceed TBT."
 LABEL_WIDTH = 12
 BAR_WIDTH = 20
 Field = tuple[str, str]
@@ -41,6 +42,7 @@ def live_frame(
     parts: list[RenderableType] = [_head(view, url), Rule(style="dim"), _queues(view), gap]
     parts += [] if view.fleet is None else [fleet_table(view.fleet), gap]
     parts.append(_classes(view.classes))
+    parts += [] if not _has_long_gaps(view) else [Text(LONG_GAPS, style="dim")]
     parts += [] if view.worst_decile is None else [gap, _worst_decile(view.worst_decile)]
     parts += [gap, _steps(view.steps)]
     parts += [] if view.drafts is None else [_drafts(view.drafts)]
@@ -119,6 +121,12 @@ def _classes(classes: Sequence[ClassView]) -> RenderableType:
             _against(own.tbt),
         )
     return table
+
+
+def _has_long_gaps(view: ServerView) -> bool:
+    """Return whether there are gaps over an objective that attainment, in stream mode, need not mind."""
+    tbts = (own.tbt for own in view.classes)
+    return view.info["slo_mode"] == "stream" and any(map(_is_over, tbts))
 
 
 def _worst_decile(worst: WorstDecileView) -> RenderableType:
@@ -245,9 +253,12 @@ def _known(*fields: Field) -> list[Field]:
 
 
 def _against(latency: Percentiles) -> Text:
-    is_over = latency.p99 is not None and latency.objective is not None and latency.p99 > latency.objective
-    style = "yellow" if is_over else "dim" if latency.p99 is None else ""
+    style = "yellow" if _is_over(latency) else "dim" if latency.p99 is None else ""
     return Text(against(latency.p99, latency.objective), style=style)
+
+
+def _is_over(latency: Percentiles) -> bool:
+    return latency.p99 is not None and latency.objective is not None and latency.p99 > latency.objective
 
 
 def _attainment_style(share: float | None) -> str:
@@ -258,8 +269,8 @@ def _attainment_style(share: float | None) -> str:
 
 def _footnote(view: ServerView) -> str:
     if view.span is None or view.latency_span is None:
-        return "Since the server started; attainment and good/s of the last minute."
+        return "Since the server started."
     return (
-        f"Rates: last {view.span:.0f} s. Percentiles, attainment: last {view.latency_span:.0f} s. "
+        f"Classes, plan: last {view.latency_span:.0f} s. Other rates: last {view.span:.0f} s. "
         "Decisions: since start."
     )

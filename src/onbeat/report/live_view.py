@@ -12,10 +12,11 @@ from onbeat.report.fleet_view import FleetRows, fleet_rows
 RATE_SECONDS = 10.0
 """Rates and means are over so long."""
 LATENCY_SECONDS = 60.0
-"""Percentiles are over so long, as the server's own attainment is."""
+"""Classes and errors of predictions are over so long: the numbers of one row are all of one time."""
 HISTORY_LENGTH = 240
 """Looks at the server that are kept to be drawn."""
 
+_ENDED = "onbeat_slo_requests_total"
 _TTFT = "onbeat_slo_time_to_first_token_seconds"
 _TBT = "onbeat_slo_time_between_tokens_seconds"
 
@@ -212,7 +213,7 @@ class ServerHistory:
             fleet=fleet_rows(recent),
             steps=_steps(recent, longer),
             drafts=_drafts(recent),
-            classes=_classes(recent, longer),
+            classes=_classes(longer),
             worst_decile=_worst_decile(new),
             refused=_by_reason(new),
             relegated=new.value("onbeat_requests_relegated_total") or 0.0,
@@ -277,7 +278,7 @@ def _steps(recent: ScrapeWindow, longer: ScrapeWindow) -> StepView:
         error_p50=longer.quantile("onbeat_step_prediction_error_ratio", 0.5),
         error_p99=longer.quantile("onbeat_step_prediction_error_ratio", 0.99),
         bias=recent.new.value("onbeat_step_prediction_bias_ratio"),
-        planner_p99=longer.quantile("onbeat_planner_seconds", 0.99),
+        planner_p99=recent.quantile("onbeat_planner_seconds", 0.99),
     )
 
 
@@ -296,30 +297,28 @@ def _drafts(recent: ScrapeWindow) -> DraftView | None:
     )
 
 
-def _classes(recent: ScrapeWindow, longer: ScrapeWindow) -> tuple[ClassView, ...]:
+def _classes(window: ScrapeWindow) -> tuple[ClassView, ...]:
     """Return the classes, the most urgent first."""
-    names = recent.new.label_values(f"{_TTFT}_count", "slo_class")
-    classes = [_class(name, recent, longer) for name in names]
+    names = window.new.label_values(f"{_TTFT}_count", "slo_class")
+    classes = [_class(name, window) for name in names]
     return tuple(
         sorted(classes, key=lambda own: (own.ttft.objective or inf, own.tbt.objective or inf, own.name))
     )
 
 
-def _class(name: str, recent: ScrapeWindow, longer: ScrapeWindow) -> ClassView:
-    new = recent.new
-
+def _class(name: str, window: ScrapeWindow) -> ClassView:
     def percentiles(histogram: str, objective: str) -> Percentiles:
         return Percentiles(
-            p50=longer.quantile(histogram, 0.5, slo_class=name),
-            p99=longer.quantile(histogram, 0.99, slo_class=name),
-            objective=new.value("onbeat_slo_objective_seconds", slo_class=name, objective=objective),
+            p50=window.quantile(histogram, 0.5, slo_class=name),
+            p99=window.quantile(histogram, 0.99, slo_class=name),
+            objective=window.new.value("onbeat_slo_objective_seconds", slo_class=name, objective=objective),
         )
 
     return ClassView(
         name=name,
-        rate=recent.rate("onbeat_slo_requests_total", slo_class=name),
-        attainment=new.value("onbeat_slo_attainment", slo_class=name),
-        goodput=new.value("onbeat_goodput_requests_per_second", slo_class=name),
+        rate=window.rate(_ENDED, slo_class=name),
+        attainment=_attainment(window, slo_class=name),
+        goodput=window.rate(_ENDED, slo_class=name, outcome="good"),
         ttft=percentiles(_TTFT, "ttft"),
         tbt=percentiles(_TBT, "tbt"),
     )
@@ -337,10 +336,9 @@ def _worst_decile(scrape: Scrape) -> WorstDecileView | None:
     )
 
 
-def _attainment(window: ScrapeWindow) -> float | None:
-    name = "onbeat_slo_requests_total"
-    ended = window.delta(name)
+def _attainment(window: ScrapeWindow, **labels: str) -> float | None:
+    ended = window.delta(_ENDED, **labels)
     if ended is None:
         return None
-    judged = ended - (window.delta(name, outcome="abandoned") or 0.0)
-    return (window.delta(name, outcome="good") or 0.0) / judged if judged > 0 else None
+    judged = ended - (window.delta(_ENDED, outcome="abandoned", **labels) or 0.0)
+    return (window.delta(_ENDED, outcome="good", **labels) or 0.0) / judged if judged > 0 else None

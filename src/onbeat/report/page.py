@@ -21,6 +21,9 @@ CONTENT_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 )
 
+_LONG_TEXT = 30
+"""Characters; shorter texts stay on one line."""
+
 
 class Page:
     """Collects figures while the body is written, and puts page and data together."""
@@ -98,18 +101,23 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Sequen
     Parameters
     ----------
     texts : columns besides the first that hold text, which starts at the left; numbers end at the right.
+        Long texts become several lines.
     """
 
+    def start(column: int, cell: str) -> str:
+        if column not in texts:
+            return ""
+        return ' class="left long"' if len(cell) > _LONG_TEXT else ' class="left"'
+
     def line(tag: str, cells: Sequence[str]) -> str:
-        places = [' class="left"' if column in texts else "" for column in range(len(cells))]
         return "".join(
-            f"<{tag}{place}>{html.escape(cell)}</{tag}>" for place, cell in zip(places, cells, strict=True)
+            f"<{tag}{start(column, cell)}>{html.escape(cell)}</{tag}>" for column, cell in enumerate(cells)
         )
 
     head = line("th", header)
     lines = "".join(f"<tr>{line('td', row)}</tr>\n" for row in rows)
-    start = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
-    return f'<div class="card scroll"><table>{start}<tbody>{lines}</tbody></table></div>\n'
+    named = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
+    return f'<div class="card scroll"><table>{named}<tbody>{lines}</tbody></table></div>\n'
 
 
 def _json_for_html(value: Any) -> str:

@@ -128,6 +128,9 @@ class TradeoffPoint:
     """Points of one series are joined by a line."""
     level: str
     """What sets it apart in its series."""
+    load: float
+    """Requests per second, or of a closed loop requests that are open at once."""
+    is_closed: bool
     summary: RunSummary
     num_gpus: int
 
@@ -168,8 +171,14 @@ class RunResult(Generic[R]):
     @property
     def point(self) -> TradeoffPoint:
         """The run as a point of throughput against latency."""
+        level = self.header.level
         return TradeoffPoint(
-            series=self.series, level=self.header.level.name, summary=self.summary, num_gpus=self.num_gpus
+            series=self.series,
+            level=level.name,
+            is_closed=level.is_closed,
+            load=(level.max_concurrency or math.inf) if level.is_closed else level.request_rate,
+            summary=self.summary,
+            num_gpus=self.num_gpus,
         )
 
     @property

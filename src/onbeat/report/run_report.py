@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.metrics.summary import METRICS, LatencyStatistic
-from onbeat.report import charts
+from onbeat.report import charts, sweep_charts
 from onbeat.report.breakdown import (
     DECILE_COLUMNS,
     DECILES_TITLE,
@@ -20,6 +20,7 @@ from onbeat.report.breakdown import (
     tenant_rows,
     worst_decile_line,
 )
+from onbeat.report.objectives import run_text
 from onbeat.report.page import Page, heading, notes, table
 from onbeat.report.result import AnyResult, RunHeader, merge_warnings
 from onbeat.report.table import (
@@ -90,7 +91,8 @@ def _head(results: Sequence[AnyResult], title: str) -> str:
     day, _, clock = first.date.partition("-")
     date = f"{day[:4]}-{day[4:6]}-{day[6:]} {clock[:2]}:{clock[2:4]}"
     names = " + ".join(dict.fromkeys(result.header.dataset_name for result in results))
-    lead = " \u00b7 ".join([first.label or first.backend, names, what, date])
+    asked = run_text(results[0].summary)
+    lead = " \u00b7 ".join(filter(None, [first.label or first.backend, names, what, asked, date]))
     return heading(title, lead, _sweep_tiles(results) if is_sweep else _run_tiles(results[0]))
 
 
@@ -115,7 +117,7 @@ def _run_tiles(result: AnyResult) -> list[tuple[str, str]]:
         ("TTFT median, ms", number(latencies["ttft"].median_ms)),
         ("TPOT mean, ms", number(latencies["tpot"].mean_ms)),
         ("longest gap, ms", number(latencies["itl"].max_ms)),
-        ("completed", f"{counts.num_completed:,} of {result.header.num_prompts:,}"),
+        (f"completed of {result.header.num_prompts:,}", f"{counts.num_completed:,}"),
     ]
     if summary.score.attainment is not None:
         tiles.append(("objectives met", percent(summary.score.attainment)))
@@ -131,7 +133,10 @@ def _sweep_tiles(results: Sequence[AnyResult]) -> list[tuple[str, str]]:
         [value for result in done if (value := result.summary.latencies[metric].mean_ms)]
         for metric in ("tpot", "ttft")
     )
+    goodputs = [value for result in done if (value := result.summary.score.goodput) is not None]
+    good = [("most good requests/s", number(max(goodputs)))] if goodputs else []
     return [
+        *good,
         ("most output tokens/s", number(fastest.summary.counts.output_throughput)),
         ("reached at", fastest.title),
         ("lowest mean TPOT, ms", number(min(tpots, default=None))),
@@ -150,9 +155,8 @@ def _notes(results: Sequence[AnyResult], what: str) -> str:
 def _run_sections(page: Page, result: AnyResult, percentiles: Sequence[float]) -> str:
     return (
         "<h2>Numbers</h2>\n"
-        + f'<div class="grid">{_summary_table(result)}{_latency_table(result, percentiles)}</div>\n'
-        + _machine_section(result)
-        + _draft_section(result)
+        + f'<div class="grid wide">{_summary_table(result)}'
+        + f'<div class="stack">{_latency_table(result, percentiles)}{_named_tables(result)}</div></div>\n'
         + _error_section(result)
         + _class_section(result)
         + _breakdown_section(page, result)
@@ -166,18 +170,18 @@ def _run_sections(page: Page, result: AnyResult, percentiles: Sequence[float]) -
 
 def _sweep_sections(page: Page, results: Sequence[AnyResult]) -> str:
     body = ""
-    loads = charts.group_by_load(results)
+    loads = sweep_charts.group_by_load(results, lambda result: result.header.level.is_closed)
     for load, members in loads.items():
         body += f"<h2>Latency against throughput: {html.escape(load)}</h2>\n"
-        body += page.grid(
-            [
-                charts.tradeoff_figure([member.point for member in members], latency, title)
-                for latency, title in TRADEOFFS.items()
-            ]
-        )
+        points = [member.point for member in members]
+        figures = [
+            sweep_charts.tradeoff_figure(points, latency, title) for latency, title in TRADEOFFS.items()
+        ]
+        kept = [sweep_charts.kept_figure(points), sweep_charts.goodput_figure(points)]
+        body += page.grid(kept, per_row=2) + page.grid(figures)
     body += f"<h2>Numbers</h2>\n{_sweep_table(results)}"
     for load, members in loads.items():
-        for series, runs in charts.group_by_series(members).items():
+        for series, runs in sweep_charts.group_by_series(members).items():
             body += f"<h2>Distributions: {html.escape(' '.join([series, load]).strip())}</h2>\n"
             body += page.grid(
                 [charts.cdf_figure(runs, metric, title) for metric, title in CDF_TITLES.items()]
@@ -232,14 +236,9 @@ def _error_section(result: AnyResult) -> str:
     )
 
 
-def _machine_section(result: AnyResult) -> str:
-    rows = machine_rows(result.machine)
-    return f"<h2>Replicas</h2>\n{table(('', ''), rows)}" if rows else ""
-
-
-def _draft_section(result: AnyResult) -> str:
-    rows = draft_rows(result)
-    return f"<h2>Speculation</h2>\n{table(('', ''), rows)}" if rows else ""
+def _named_tables(result: AnyResult) -> str:
+    tables = {"Replicas": machine_rows(result.machine), "Speculation": draft_rows(result)}
+    return "".join(table((title, ""), rows) for title, rows in tables.items() if rows)
 
 
 def _class_section(result: AnyResult) -> str:

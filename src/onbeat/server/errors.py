@@ -88,6 +88,34 @@ class ClientGone(Exception):
     """The client closed the connection before it had its answer."""
 
 
+_EMBEDDINGS = "embeddings are"
+_RANKING = "reranking, scores and classes are"
+_OLLAMA = "Ollama's API is"
+_LLAMA_CPP = "llama.cpp's own API is"
+_LORA = "LoRA adapters are"
+_OTHER_APIS = {
+    **dict.fromkeys(("/v1/embeddings", "/embeddings", "/embedding", "/embed", "/v2/embed"), _EMBEDDINGS),
+    **dict.fromkeys(("/api/embed", "/api/embeddings", "/pooling"), _EMBEDDINGS),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank", "/v1/reranking", "/reranking"), _RANKING),
+    **dict.fromkeys(("/v1/score", "/score", "/classify"), _RANKING),
+    "/v1/responses": "the Responses API is",
+    "/v1/messages": "Anthropic's Messages API is",
+    "/api": _OLLAMA,
+    **dict.fromkeys(("/completion", "/completions", "/infill", "/props", "/slots"), _LLAMA_CPP),
+    "/generate": "the API of text-generation-inference is",
+    "/v1/audio": "sound is",
+    "/v1/realtime": "sound is",
+    "/v1/images": "making images is",
+    "/v1/moderations": "moderation is",
+    "/v1/batches": "the Batch API is",
+    "/v1/files": "storing files is",
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/lora-adapters"), _LORA),
+    "/tokenizer_info": "telling the tokenizer's configuration is",
+    "/invocations": "SageMaker's API is",
+}
+"""Paths of other servers, with all below them -> what is asked for there, up to `not in this version`."""
+
+
 class ErrorReply(NamedTuple):
     """An error as a client sees it."""
 
@@ -135,10 +163,8 @@ def error_reply(error: Exception) -> ErrorReply:
 
 
 def _http_exception_reply(error: HTTPException) -> ErrorReply:
-    codes = {404: "not_found", 405: "method_not_allowed"}
-    code = codes.get(error.status_code, HTTPStatus(error.status_code).name.lower())
-    messages = {404: "there is no such path; GET /docs lists them", 405: "this path has no such method"}
-    message = messages.get(error.status_code, str(error.detail))
+    code = HTTPStatus(error.status_code).name.lower()
+    message = "this path has no such method" if error.status_code == 405 else str(error.detail)
     return ErrorReply(
         error.status_code, code, error_body(error.status_code, message, code), dict(error.headers or {})
     )
@@ -221,6 +247,15 @@ def error_response(error: Exception) -> Response:
     return Response(reply.body, reply.status, reply.headers, "application/json")
 
 
-async def handle_error(_request: Request, error: Exception) -> Response:
+async def handle_error(request: Request, error: Exception) -> Response:
     """Answer an exception (Starlette's shape of a handler; it runs one that is not async in a thread)."""
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        error = ApiError(404, _why_not_found(request.url.path), code="not_found")
     return error_response(error)
+
+
+def _why_not_found(path: str) -> str:
+    for start, what in _OTHER_APIS.items():
+        if path == start or path.startswith(f"{start}/"):
+            return f"{what} not in this version of onbeat; GET /docs lists its paths"
+    return "there is no such path; GET /docs lists them"

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from onbeat.core.errors import InvalidRequest, PromptTooLong, quoted
+from onbeat.core.errors import InvalidRequest, PromptTooLong, first_of, quoted
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Request, SamplingParams, WholeRequest
 from onbeat.server.body import NUMBER, WHOLE, Flag
@@ -60,14 +60,22 @@ def _checked_bias(value: Any) -> dict[int, float] | None:
         raise ValueError(f"logit_bias is {quoted(value)}; it should be an object")  # noqa: TRY004 - what pydantic takes
     if len(value) > MAX_BIASES:
         raise ValueError(f"logit_bias has {len(value)} entries; at most {MAX_BIASES} are taken. Send fewer")
-    biases: dict[int, float] = {}
-    for key, bias in value.items():
-        if not (key.isascii() and key.isdecimal() and len(key) < 20):
-            raise ValueError(f"logit_bias has the key {quoted(key)}; keys are token ids")
-        if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise ValueError(f"logit_bias[{key}] is {quoted(bias)}; it should be a number from -100 to 100")
-        biases[int(key)] = float(bias)
-    return biases
+    keys = [key for key in value if not (key.isascii() and key.isdecimal() and len(key) < 20)]
+    if keys:
+        raise ValueError(
+            f"logit_bias has the key{'s' * (len(keys) > 1)} {first_of(keys)}; keys are token ids"
+        )
+    off = {key: bias for key, bias in value.items() if not _is_bias(bias)}
+    if off:
+        raise ValueError(
+            f"logit_bias has {first_of(list(off.values()))} for {first_of(list(off))}; it takes numbers from "
+            "-100 to 100"
+        )
+    return {int(key): float(bias) for key, bias in value.items()}
+
+
+def _is_bias(value: Any) -> bool:
+    return type(value) in (int, float) and -100 <= value <= 100
 
 
 class StreamOptions(BaseModel):

@@ -33,7 +33,8 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _UNFIT = re.compile(r"[^A-Za-z0-9._:/+=@$\[\]-]")
 _MOST_NAMED = 1000
 """Ignored fields that the log names; a scan with made-up names says nothing after these."""
-_PROBES = frozenset(("/health", "/ping", "/ready", "/load", "/metrics"))
+_ROUTINE = frozenset(("/health", "/ping", "/ready", "/load", "/metrics", "/tokenize", "/detokenize"))
+"""Paths asked every few seconds, or hundreds of times by one load test that fits its prompts' lengths."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 OPEN_PATHS = frozenset(
@@ -166,10 +167,9 @@ class RequestLog:
         self._on_done(context)
         self._name_ignored(context)
         if self._log_requests:
-            # those who probe ask every few seconds
-            is_probe = context.endpoint in _PROBES and context.status < 400
+            is_routine = context.endpoint in _ROUTINE and context.status < 400
             logger.log(
-                logging.DEBUG if is_probe else logging.INFO, "%s", _access_line(scope["method"], context)
+                logging.DEBUG if is_routine else logging.INFO, "%s", _access_line(scope["method"], context)
             )
 
     def _name_ignored(self, context: HttpContext) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import WithJsonSchema
 
-from onbeat.core.errors import InvalidRequest, PromptTooLong
+from onbeat.core.errors import InvalidRequest, PromptTooLong, first_of
 from onbeat.core.protocols import Tokenizer
 from onbeat.server.fair_threads import FairThreads
 from onbeat.text.chat_template import ChatTemplate
@@ -204,10 +204,10 @@ def _truncated(token_ids: list[int], options: EncodeOptions) -> list[int]:
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
     """Check that token ids are in the vocabulary."""
-    low, high = min(token_ids, default=0), max(token_ids, default=0)
-    if low < 0 or high >= vocab_size:
+    if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= vocab_size:
+        others = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
         raise InvalidRequest(
-            f"{param} holds the token id {low if low < 0 else high}; this model's vocabulary is 0 to "
-            f"{vocab_size - 1}",
+            f"{param} holds the token id{'s' * (len(others) > 1)} {first_of(others)}; this model's "
+            f"vocabulary is 0 to {vocab_size - 1}",
             param=param,
         )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import ConfigError, quoted
+from onbeat.core.hints import likely_meant
 from onbeat.core.slo import SLO, SLO_CLASSES
 from onbeat.files import read_yaml
 
@@ -22,8 +22,8 @@ def read_entries(path: Path) -> Any:
     ------
     ConfigError : it cannot be read; where a built-in class was probably meant, the message says so.
     """
-    near = get_close_matches(str(path), SLO_CLASSES, n=1)
-    return read_yaml(path, hint=f"; did you mean the built-in class {near[0]}?" if near else "")
+    near = likely_meant(str(path), SLO_CLASSES)
+    return read_yaml(path, hint=f"; did you mean the built-in class {near}?" if near else "")
 
 
 def read_name(entry: Any, known: Sequence[str]) -> str:

@@ -355,13 +355,18 @@ async def test_the_request_log_can_be_switched_off(
     assert not [record for record in caplog.records if record.name == "onbeat.server"]
 
 
-async def test_probes_are_logged_only_for_debugging(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_asked_often_is_logged_only_for_debugging(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO", "onbeat.server"):
         await served.get("/health")
         await served.get("/metrics")
         await served.get("/version")
+        await served.post("/tokenize", {"prompt": "a"})
+        await served.post("/detokenize", {"tokens": [1]})
+        await served.post("/tokenize", {"prompt": 3})
     lines = [record.message for record in caplog.records if record.name == "onbeat.server"]
-    assert [line.split()[2] for line in lines] == ["/version"]
+    assert [line.split()[2:4] for line in lines] == [["/version", "200"], ["/tokenize", "400"]]
 
 
 async def test_served_names(engine: FakeEngine) -> None:

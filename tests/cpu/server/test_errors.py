@@ -361,6 +361,53 @@ async def test_unknown_model_path_and_method(served: Served) -> None:
     assert answer.headers["Allow"] == "POST"
 
 
+@pytest.mark.parametrize(
+    ("path", "what"),
+    [
+        ("/v1/embeddings", "embeddings are"),
+        ("/v1/responses", "the Responses API is"),
+        ("/v1/responses/resp_1/cancel", "the Responses API is"),
+        ("/v1/messages", "Anthropic's Messages API is"),
+        ("/api/chat", "Ollama's API is"),
+        ("/api/generate", "Ollama's API is"),
+        ("/completion", "llama.cpp's own API is"),
+        ("/v1/rerank", "reranking, scores and classes are"),
+        ("/v1/audio/transcriptions", "sound is"),
+        ("/v1/images/generations", "making images is"),
+    ],
+)
+async def test_an_endpoint_of_other_servers_is_told_to_be_missing(
+    served: Served, path: str, what: str
+) -> None:
+    for answer in (await served.post(path, {"model": "m", "input": "a"}), await served.get(path)):
+        check(answer, 404, "not_found")
+        said = f"{what} not in this version of onbeat; GET /docs lists its paths"
+        assert answer.error["message"] == said
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddingsx", "/v1", "/apix", "/v1/completion"])
+async def test_other_paths_are_plainly_not_there(served: Served, path: str) -> None:
+    assert (await served.get(path)).error["message"] == "there is no such path; GET /docs lists them"
+
+
+@pytest.mark.parametrize(
+    ("bias", "said"),
+    [
+        ({"a": 1, "5": 1, "-1": 1}, "logit_bias has the keys 'a', '-1'; keys are token ids"),
+        ({f"k{i}": 1 for i in range(9)}, "'k0', 'k1', 'k2', 'k3' and 5 more; keys are token ids"),
+        ({"x": 1}, "logit_bias has the key 'x'; keys"),
+        ({"5": 101, "6": "a", "7": 1}, "logit_bias has 101, 'a' for '5', '6'; it takes numbers from -100"),
+        ({"5": 1, "90000": 1, "90001": 1}, "logit_bias holds the token ids 90000, 90001; this model's"),
+    ],
+)
+async def test_a_few_bad_entries_of_logit_bias_are_named(
+    served: Served, bias: dict[str, object], said: str
+) -> None:
+    answer = await served.post(TEXT, {"prompt": "a", "logit_bias": bias})
+    check(answer, 400, "invalid_value", "logit_bias")
+    assert said in answer.error["message"]
+
+
 async def test_errors_are_answered_without_threads(served: Served) -> None:
     before = threading.active_count()
     answers = await asyncio.gather(*(served.get("/no/such/path") for _ in range(40)))

@@ -10,8 +10,9 @@ import pytest
 
 from onbeat.bench.config import LoadConfig
 from onbeat.bench.result import BenchResult
-from onbeat.metrics.summary import LatencyStatistic
-from onbeat.report import charts
+from onbeat.core.slo import SLO
+from onbeat.metrics.summary import LatencyStatistic, SummaryOptions
+from onbeat.report import charts, sweep_charts
 from onbeat.report.run_report import describe_load, write_report
 from onbeat.report.table import latency_columns
 from tests.pure.bench.results import failure, make_records, make_result
@@ -87,7 +88,8 @@ def test_a_sweep_has_its_trade_offs_and_every_run(tmp_path: Path) -> None:
     page = page_of(tmp_path, sweep())
 
     titles = [figure["title"] for figure in page.figures]
-    assert titles[:6] == ["Mean TPOT", "P90 TPOT", "P99 TBT", "Mean TTFT", "P90 TTFT", "P99 TTFT"]
+    assert titles[:2] == ["Requests within their objectives", "Goodput"]
+    assert titles[2:8] == ["Mean TPOT", "P90 TPOT", "P99 TBT", "Mean TTFT", "P90 TTFT", "P99 TTFT"]
     assert titles.count("Timeline of requests") == 3
     assert page.num_places == len(page.figures)
 
@@ -136,6 +138,80 @@ def test_a_run_with_objectives_shows_who_pays(tmp_path: Path) -> None:
     assert [each["title"] for each in sweep_page.figures].count(figure["title"]) == 2
 
 
+def with_classes(slowdown: float = 1.0, load: LoadConfig | None = None) -> BenchResult:
+    records = make_records(40, slowdown=slowdown)
+    for place, record in enumerate(records):
+        record.request_class = ("chat", "batch")[place % 2]
+        record.slo = (SLO(ttft=0.1, tbt=0.05), SLO(ttft=0.5, tbt=0.05))[place % 2]
+    return make_result(records, load=load, bench={"summary": SummaryOptions()})
+
+
+def test_the_head_names_the_objectives(tmp_path: Path) -> None:
+    assert "TTFT 200 ms" in page_of(tmp_path, [make_result()]).text  # of the whole run
+    said = "batch TTFT 500 ms and TBT 50 ms; chat TTFT 100 ms and TBT 50 ms (stream mode)"
+    assert said in page_of(tmp_path, [with_classes()]).text
+    assert said in page_of(tmp_path, [with_classes(), with_classes(2.0)]).text
+    nothing = make_result(bench={"summary": SummaryOptions()})
+    assert "TTFT 200 ms" not in page_of(tmp_path, [nothing]).text
+
+
+@pytest.mark.parametrize(
+    ("metric", "names"),
+    [
+        ("ttft", {100.0: "chat 100 ms", 500.0: "batch 500 ms"}),
+        ("itl", {50.0: "batch, chat 50 ms"}),
+        ("tpot", {}),
+    ],
+)
+def test_a_distribution_has_a_line_for_each_objective(metric: str, names: dict[float, str]) -> None:
+    figure = charts.cdf_figure([with_classes()], metric, "title")
+    assert figure is not None
+    assert [line["x"][0] for line in figure["data"][1:]] == list(names)
+    shown, axis = figure["layout"]["annotations"], figure["layout"]["xaxis"]
+    assert [each["text"] for each in shown] == list(names.values())
+    if axis["type"] == "log":
+        assert [10 ** each["x"] for each in shown] == pytest.approx(list(names))
+        assert all(axis["range"][0] < each["x"] < axis["range"][1] for each in shown)
+    else:
+        assert [each["x"] for each in shown] == list(names)
+    of_run = charts.cdf_figure([make_result()], "ttft", "title")
+    assert of_run is not None
+    assert [each["text"] for each in of_run["layout"]["annotations"]] == ["objective 200 ms"]
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_kept_requests_are_drawn_over_the_load(is_closed: bool) -> None:
+    loads = [
+        LoadConfig(max_concurrency=level) if is_closed else LoadConfig(request_rate=float(level))
+        for level in (8, 1, 4)
+    ]
+    runs = [with_classes(slowdown, load) for slowdown, load in zip((6.0, 1.0, 3.0), loads, strict=True)]
+    kept = sweep_charts.kept_figure([run.point for run in runs])
+    good = sweep_charts.goodput_figure([run.point for run in runs])
+    assert kept is not None
+    assert good is not None
+    (line,), (rates,) = kept["data"], good["data"]
+    assert line["x"] == rates["x"] == [1.0, 4.0, 8.0]
+    shares = [run.summary.score.attainment or 0.0 for run in (runs[1], runs[2], runs[0])]
+    assert line["y"] == pytest.approx([share * 100 for share in shares])
+    assert line["y"][0] == 100 > line["y"][1] >= line["y"][2]
+    axis = kept["layout"]["xaxis"]["title"]["text"]
+    assert axis == ("requests at once" if is_closed else "requests/s")
+    nothing = make_result(bench={"summary": SummaryOptions()})
+    assert sweep_charts.kept_figure([nothing.point]) is None
+    assert sweep_charts.goodput_figure([nothing.point]) is None
+
+
+def test_no_decile_is_marked_where_all_are_good(tmp_path: Path) -> None:
+    records = make_records(40)
+    for place, record in enumerate(records):
+        record.offered_prompt_tokens = 10 * place + 10
+    page = page_of(tmp_path, [make_result(records)])
+    [figure] = [each for each in page.figures if "by length of prompt" in str(each["title"])]
+    bars, _ = cast(list[dict[str, Any]], figure["data"])
+    assert (set(bars["y"]), len(set(bars["marker"]["color"]))) == ({100.0}, 1)
+
+
 def test_cdf_rises_to_one_hundred() -> None:
     figure = charts.cdf_figure([make_result()], "ttft", "TTFT")
 
@@ -147,7 +223,7 @@ def test_cdf_rises_to_one_hundred() -> None:
 
 def test_trade_off_has_one_line_a_series() -> None:
     runs = [make_result(series="a"), make_result(series="b"), make_result(series="a")]
-    figure = charts.tradeoff_figure([run.point for run in runs], MEAN_TPOT, "TPOT")
+    figure = sweep_charts.tradeoff_figure([run.point for run in runs], MEAN_TPOT, "TPOT")
 
     assert figure is not None
     assert [(line["name"], len(line["x"])) for line in figure["data"]] == [("a", 2), ("b", 1)]
@@ -156,7 +232,7 @@ def test_trade_off_has_one_line_a_series() -> None:
 @pytest.mark.parametrize(("num_gpus", "title"), [(1, "output tokens/s"), (2, "output tokens/s per GPU")])
 def test_throughput_is_per_gpu_where_there_are_several(num_gpus: int, title: str) -> None:
     result = make_result(bench={"num_gpus": num_gpus})
-    figure = charts.tradeoff_figure([result.point], MEAN_TPOT, "TPOT")
+    figure = sweep_charts.tradeoff_figure([result.point], MEAN_TPOT, "TPOT")
     assert figure is not None
     assert figure["layout"]["xaxis"]["title"]["text"] == title
 

@@ -135,7 +135,7 @@ def test_tables_and_report_show_it_where_it_is(tmp_path: Path) -> None:
     for part in ("Speculation", "66.7%", "3.00", "100% / 60% / 40%"):
         assert part in text
     write_report(tmp_path / "report.html", [result], percentiles=(50.0,), settings={})
-    assert "<h2>Speculation</h2>" in (tmp_path / "report.html").read_text()
+    assert "<th>Speculation</th>" in (tmp_path / "report.html").read_text()
     plain = make_result()
     assert "Speculation" not in shown(*run_tables(plain, METRICS, (50.0,)))
     assert "accepted %" in shown(sweep_table([result, plain]))

@@ -60,9 +60,26 @@ def test_the_model_may_follow_a_flag_that_can_be_given_again(flag: str) -> None:
     assert getattr(args, flag[2:].replace("-", "_")) == ["one", "two"]
 
 
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name", "--allowed-origins"])
+@pytest.mark.parametrize("model", [("my.gguf",), ("--model", "my.gguf"), ("--model=my.gguf",)])
+def test_a_flag_takes_several_values_where_the_model_is_told(model: tuple[str, ...], flag: str) -> None:
+    args = serve(*model, flag, "one", "two", "--port", "9000", flag, "three")
+    assert model_name(args) == "my.gguf"
+    assert getattr(args, flag[2:].replace("-", "_")) == ["one", "two", "three"]
+    assert args.port == 9000
+
+
+def test_several_values_need_no_model_where_a_command_has_none() -> None:
+    args = parse(
+        build_parser(),
+        ["capacity", "--model", "llama-3.1-8b", "--device", "l4", "--vary", "policy=slo", "shed=off"],
+    )
+    assert args.vary == ["policy=slo", "shed=off"]
+
+
 def test_two_values_behind_one_flag_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    error = refusal(capsys, "serve", "my.gguf", "--api-key", "one", "two")
-    assert "unexpected argument 'two'; --api-key takes one value, give it again for another" in error
+    error = refusal(capsys, "serve", "--api-key", "one", "two", "my.gguf")
+    assert "unexpected argument 'my.gguf'; --api-key takes one value, give it again for another" in error
     error = refusal(capsys, "serve", "my.gguf", "--port", "0", "two")
     assert "unexpected argument 'two' (see" in error
     error = refusal(capsys, "serve", "--port", "0", "--served-model-name", "one", "two")
@@ -96,8 +113,11 @@ def test_help_can_be_shown(command: tuple[str, ...]) -> None:
         (["serve", "--max-model-lem", "8"], "unknown flag --max-model-lem; did you mean --max-model-len?"),
         (["serve", "--max_modl_len=8"], "unknown flag --max-modl-len; did you mean --max-model-len?"),
         (["serve", "--qqq"], "unknown flag --qqq (see onbeat serve --help)"),
-        (["serve", "--lora-modules", "x"], "unknown flag --lora-modules (see"),
-        (["serve", "--convert", "x"], "unknown flag --convert (see"),
+        (["serve", "--max-log", "x"], "unknown flag --max-log (see"),
+        (["serve", "--max-prob-len", "x"], "unknown flag --max-prob-len (see"),
+        (["serve", "--slo", "x"], "unknown flag --slo (see"),  # of many flags the beginning
+        (["serve", "--slo-modules", "x"], "unknown flag --slo-modules (see"),
+        (["serve", "--tensor-parallel", "2"], "did you mean --tensor-parallel-size?"),
         (["serve", "--max-model", "8"], "unknown flag --max-model"),  # no abbreviations
         (["serve", "a.gguf", "b.gguf"], "unexpected argument 'b.gguf'"),
         (["serve", "-x"], "unknown flag -x"),

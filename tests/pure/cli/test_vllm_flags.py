@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.cli.args import parse
+from onbeat.cli.args import find_command, parse
 from onbeat.cli.main import build_parser
+from onbeat.cli.vllm_flags import FOREIGN_FLAGS, MISSING_FLAGS, ForeignFlag
 
 
 def serve(*arguments: str) -> argparse.Namespace:
@@ -29,13 +30,36 @@ def serve(*arguments: str) -> argparse.Namespace:
         ("--load-format safetensors", "auto sees"),
         ("--generation-config vllm", "no sampling defaults"),
         ("--uvicorn-log-level debug", "--log-level"),
-        ("--task generate", "ignored: --task (there is no other)"),
+        ("--task generate", "ignored: --task (this server only generates text)"),
         ("--enable-prompt-tokens-details", "usage always has them"),
         ("--max-model-len auto", "that is the default"),
         ("--download-dir /models", "HF_HOME"),
         ("--hf-token hf_secret", "$HF_TOKEN"),
         ("--hf-token", "$HF_TOKEN"),
-        ("-pp 1", "ignored: -pp (there is one stage)"),
+        ("--generation-config auto", "no sampling defaults"),
+        ("--kv-cache-dtype auto", "ignored: --kv-cache-dtype (KV has the type of the computation)"),
+        ("--tokenizer-mode auto", "one kind of tokenizer"),
+        ("--distributed-executor-backend mp", "--launcher ray"),
+        ("--disable-log-stats", "GET /metrics has them"),
+        ("--api-server-count 1", "one process"),
+        ("--cpu-offload-gb 0", "weights stay"),
+        ('--limit-mm-per-prompt {"image":0}', "text only"),
+        ("--limit-mm-per-prompt image=0,video=0", "text only"),
+        ("--stream-interval 1", "as they come"),
+        ("--max-num-partial-prefills 1", "the policy decides"),
+        ("--config-format auto", "config.json"),
+        ("--chat-template-content-format auto", "templates get texts"),
+        ("--response-role assistant", "assistant"),
+        ("--nnodes 1", "one machine"),
+        ("--enable-request-id-headers", "x-request-id"),
+        ("--enable-server-load-tracking", "/load"),
+        ("--enable-offline-docs", "/docs"),
+        ("-O3", "ignored: -O (it tunes"),
+        ("-O 3", "ignored: -O (it tunes"),
+        ("--attention-backend FLASH_ATTN", "the device decides"),
+        ('--compilation-config {"mode":3}', "it tunes"),
+        ("-cc {}", "it tunes"),
+        ("-pp 1", "ignored: -pp (a server has one pipeline stage)"),
     ],
 )
 def test_what_asks_for_nothing_is_taken_with_one_line(flags: str, said: str) -> None:
@@ -52,9 +76,19 @@ def test_what_asks_for_nothing_is_taken_with_one_line(flags: str, said: str) -> 
     ("flags", "said"),
     [
         ("--no-enable-chunked-prefill", "--policy prefill-first runs them whole"),
-        ("--generation-config auto", "requests state their own"),
-        ("--task embed", "this server only generates text, not 'embed'"),
-        ("-pp 2", "one pipeline stage, not '2'"),
+        ("--generation-config /a", "requests state their own; it takes auto or vllm, not '/a'"),
+        ("--task embed", "this server only generates text; it takes auto or generate, not 'embed'"),
+        ("--kv-cache-dtype fp8", "the type of the computation; it takes auto, not 'fp8'"),
+        ("--distributed-executor-backend ray", "--launcher ray puts replicas on others; it takes mp or uni"),
+        ('--limit-mm-per-prompt {"image":1}', """text only; not '{"image":1}'"""),
+        ("--limit-mm-per-prompt image=2", "text only; not 'image=2'"),
+        ("--limit-mm-per-prompt 3", "text only; not '3'"),
+        ("--max-loras 4", "argument --max-loras: no LoRA adapters yet; leave it out"),
+        ("--enable-auto-tool-choice", "no tool calls yet"),
+        ("--tool-call-parser=hermes", "no tool calls yet"),
+        ("--reasoning-parser qwen3 --port 0", "reasoning is not told apart from the answer yet"),
+        ("-ep", "no mixtures of experts yet"),
+        ("-pp 2", "one pipeline stage; it takes 1, not '2'"),
         ("--dtype int3", "invalid choice: 'int3'"),
         ("--load-format pt", "invalid choice: 'pt'"),
         ("--max-model-len many", "expected a whole number"),
@@ -78,6 +112,7 @@ def test_what_asks_for_something_is_refused(
         ("--disable-log-requests", False),
         ("--no-enable-log-requests", False),
         ("--no-disable-log-requests", True),
+        ("--disable-uvicorn-access-log", False),
     ],
 )
 def test_request_logs_have_vllms_names_too(flag: str, logs: bool) -> None:
@@ -85,6 +120,49 @@ def test_request_logs_have_vllms_names_too(flag: str, logs: bool) -> None:
     assert (given.log_requests, given.ignored) == (logs, [])
     assert serve("--no-log-requests").log_requests is False
     assert serve().log_requests is True
+
+
+@pytest.mark.parametrize("flag", FOREIGN_FLAGS, ids=lambda flag: flag.names)
+@pytest.mark.parametrize("place", [0, -1])
+def test_each_foreign_flag_is_taken_where_it_asks_for_nothing(
+    flag: ForeignFlag, place: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = flag.names.split()[place]
+    harmless = ["{}"] if callable(flag.values) else list(flag.values) or ["some"]
+    for value in [None] if flag.nargs == 0 else harmless:
+        given = serve("my.gguf", *([name] if value is None else [f"{name}={value}"]))
+        assert given.ignored == [f"ignored: {name} ({flag.why})"]
+        assert {**vars(given), "ignored": []} == vars(serve("my.gguf"))
+    if flag.values:
+        with pytest.raises(SystemExit) as stop:
+            serve("my.gguf", name, "other")
+        error = capsys.readouterr().err
+        assert (stop.value.code, error.count("\n")) == (2, 1)
+        assert flag.why in error
+        assert "not 'other'" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [(name, why) for why, names in MISSING_FLAGS.items() for name in names.split()]
+)
+def test_each_missing_flag_says_why(name: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for given in ([name], [name, "value"], [name, "one", "two"]):
+        with pytest.raises(SystemExit) as stop:
+            serve("my.gguf", *given)
+        error = capsys.readouterr().err
+        assert (stop.value.code, error.count("\n")) == (2, 1)
+        assert f"argument {name}: {why}; leave it out" in error
+    if name.startswith("--"):
+        off = f"--no-{name.removeprefix('--')}"
+        assert vars(serve("my.gguf", off)) == vars(serve("my.gguf"))
+
+
+def test_no_flag_of_the_tables_is_one_of_the_servers_own() -> None:
+    foreign = [name for flag in FOREIGN_FLAGS for name in flag.names.split()]
+    foreign += [name for names in MISSING_FLAGS.values() for name in names.split()]
+    assert len(set(foreign)) == len(foreign)
+    shown = find_command(build_parser(), ["serve"]).format_help().replace(",", " ").split()
+    assert not set(foreign) & set(shown)
 
 
 def test_values_of_known_flags_are_still_converted() -> None:
@@ -95,6 +173,10 @@ def test_values_of_known_flags_are_still_converted() -> None:
 
 def test_a_configuration_file_may_hold_them(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
-    file.write_text("enforce-eager: true\ntrust-remote-code: false\ngpu-memory-utilization: 0.9\n")
+    file.write_text(
+        "enforce-eager: true\ntrust-remote-code: false\ngpu-memory-utilization: 0.9\n"
+        "limit-mm-per-prompt: {image: 0}\nenable-lora: false\n"
+    )
     given = serve("--config", str(file))
-    assert [line.split()[1] for line in given.ignored] == ["--enforce-eager", "--gpu-memory-utilization"]
+    taken = ["--enforce-eager", "--gpu-memory-utilization", "--limit-mm-per-prompt"]
+    assert [line.split()[1] for line in given.ignored] == taken

@@ -92,7 +92,9 @@ def test_near_match(name: str) -> None:
         resolve_model(name)
 
 
-@pytest.mark.parametrize("name", ["", "what?", "a/b/c", "https://example.org/model"])
+@pytest.mark.parametrize(
+    "name", ["", "what?", "a/b/c", "https://example.org/model", "hf.co/bartowski/Llama-3.2-1B-Instruct-GGUF"]
+)
 def test_no_match(name: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
         resolve_model(name)

@@ -53,6 +53,9 @@ def test_format_that_the_device_lacks():
 
 
 def test_unknown_device_names_near_ones():
+    for name in ("cuda", "rtx4090", "mi300", "tpu-v5e"):  # alike in letters only
+        with pytest.raises(ConfigError, match=f"unknown device '{name}': known are"):
+            find_device(name)
     with pytest.raises(ConfigError, match=r"unknown device 'h100-smx': did you mean h100-sxm"):
         find_device("h100-smx")
 

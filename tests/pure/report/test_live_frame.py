@@ -12,7 +12,7 @@ from rich.console import Console
 from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.step import DraftStats
 from onbeat.metrics.exposition import read_exposition
-from onbeat.report.live_frame import live_frame
+from onbeat.report.live_frame import LONG_GAPS, live_frame
 from onbeat.report.live_view import ServerHistory
 from tests.pure.metrics.fake_server import FakeServer
 
@@ -49,8 +49,9 @@ def test_a_frame_shows_queues_classes_steps_and_decisions() -> None:
         "class         req/s  good/s  attained  TTFT P50         TTFT P99         TBT P99",
         "─" * 80,
         "interactive    0.16       0       0 %    650 ms  14,675 > 500 ms   1,515 > 50 ms",
-        "standard       0.10    0.02    14.3 %    1.75 s       2.48 > 2 s  1,070 > 100 ms",
-        "batch          0.03    0.04     100 %       4 s      7.96 ≤ 10 s  3,894 > 500 ms",
+        "standard       0.10    0.01    14.3 %    1.75 s       2.48 > 2 s  1,070 > 100 ms",
+        "batch          0.03    0.03     100 %       4 s      7.96 ≤ 10 s  3,894 > 500 ms",
+        LONG_GAPS,
         "",
         "step         161 ms actual   109 ms predicted   299 ms budget P50   4.49 /s",
         "batch        2.18 decodes   11.4 chunk tokens   1.95 ms planner P99",
@@ -58,8 +59,20 @@ def test_a_frame_shows_queues_classes_steps_and_decisions() -> None:
         "decisions    2 refused   3 relegated   1 missed   0 preempted",
         "refused for  2 slo_unattainable",
         "─" * 80,
-        "Since the server started; attainment and good/s of the last minute.",
+        "Since the server started.",
     ]
+
+
+def test_gaps_over_the_objective_beside_full_attainment_are_explained() -> None:
+    gaps, mode = FakeServer(), 'slo_mode="stream"'
+    gaps.serve("a", 0.0, [0.1, 0.12, 0.3])
+    text = gaps.text(1.0)
+    assert mode in text
+    assert LONG_GAPS in lines(text)
+    assert LONG_GAPS not in lines(text.replace(mode, 'slo_mode="gap"'))
+    even = FakeServer()
+    even.serve("a", 0.0, [0.1, 0.12, 0.14])
+    assert LONG_GAPS not in lines(even.text(1.0))
 
 
 def test_history_is_drawn_with_its_scale() -> None:

@@ -53,7 +53,7 @@ def test_rates_are_of_the_last_ten_seconds_and_percentiles_of_the_last_minute() 
     assert view.steps.over_budget == 1.0
     (chat,) = view.classes
     assert (chat.name, chat.attainment) == ("chat", 1.0)
-    assert chat.rate == pytest.approx(0.1)
+    assert (chat.rate, chat.goodput) == pytest.approx((2 / 41, 2 / 41))
     assert chat.ttft.objective == 1.0
     assert chat.ttft.p50 is not None
     assert chat.ttft.p99 is not None
@@ -70,6 +70,22 @@ def test_looks_older_than_a_minute_are_forgotten() -> None:
     view = history.view(STARTED + 200)
     assert view.latency_span == LATENCY_SECONDS
     assert view.classes[0].ttft.p50 is None
+
+
+def test_the_rates_and_the_attainment_of_a_class_are_of_one_time() -> None:
+    server, history = FakeServer(), ServerHistory()
+    for now in range(90):
+        name = str(now)
+        server.serve(name, float(now), [0.5 if now % 4 else 1.5])
+        server.open(f"refused {now}", float(now))
+        server.tracker.refuse(f"refused {now}", SLOUnattainable("no", predicted_ttft=5.0), now + 0.1)
+        look(history, server, now + 0.9)
+        (chat,) = history.view(STARTED + now).classes
+        if now:
+            assert chat.rate is not None
+            assert chat.goodput is not None
+            assert chat.attainment == pytest.approx(chat.goodput / chat.rate)
+    assert (chat.rate, chat.goodput) == pytest.approx((2.0, 0.75), rel=0.03)
 
 
 def test_classes_come_by_urgency() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -127,8 +127,14 @@ class ModelConfig:
         return self.local_rope if self.local_rope is not None and self.is_sliding(layer_index) else self.rope
 
 
-def unsupported_architecture(name: str) -> ModelLoadError:
-    """Return the error for an architecture that onbeat does not run."""
+def unsupported_architecture(name: object, supported: Iterable[str], *, source: str) -> ModelLoadError:
+    """Return the error for an architecture that onbeat does not run.
+
+    Parameters
+    ----------
+    name, supported : as the source spells architectures.
+    source : what names it.
+    """
     return ModelLoadError(
-        f"the model's architecture {name!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
+        f"{source}'s architecture {name!r} is not supported; supported: {', '.join(sorted(supported))}"
     )

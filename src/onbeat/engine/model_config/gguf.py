@@ -53,7 +53,7 @@ def model_config_from_gguf(
     """
     name = metadata.get("general.architecture")
     if name not in GGUF_ARCHITECTURES:
-        raise unsupported_architecture(f"{name} (GGUF)")
+        raise unsupported_architecture(name, GGUF_ARCHITECTURES, source="the GGUF file")
     architecture = GGUF_ARCHITECTURES[name]
     values = Values(metadata, source="the GGUF file", prefix=f"{name}.")
     for key, neutral in _MUST_BE_NEUTRAL.items():

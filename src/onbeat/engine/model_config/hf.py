@@ -62,7 +62,7 @@ def model_config_from_hf(
     ------
     ModelLoadError : an unsupported architecture or option, or a missing or wrong value.
     """
-    values = Values(config, source="config.json")
+    values = Values(config, source="the model")
     architecture = _architecture(values)
     for key, neutral in _MUST_BE_NEUTRAL.items():
         values.refuse_unless(key, *neutral)
@@ -112,7 +112,7 @@ def _architecture(values: Values) -> str:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise values.wrong("architectures", values.raw("architectures"), "a list of one class name")
     if names[0] not in ARCHITECTURES:
-        raise unsupported_architecture(names[0])
+        raise unsupported_architecture(names[0], ARCHITECTURES, source="config.json")
     return names[0]
 
 

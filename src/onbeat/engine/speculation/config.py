@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from onbeat.core.errors import ConfigError, quoted
+from onbeat.core.hints import likely_meant
 from onbeat.scheduler.config import DRAFT_LENGTHS, DraftLength, SpeculationConfig
 
 Method = Literal["ngram", "draft-model"]
@@ -145,8 +145,8 @@ def read_speculative_config(content: Mapping[str, Any]) -> SpeculativeConfig:
 def _check_key(key: str, value: object) -> None:
     """Refuse a key that there is not, and a value of another type than the key's."""
     if key not in _ALL_KEYS:
-        near = difflib.get_close_matches(str(key), _ALL_KEYS, n=1)
-        cure = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(_ALL_KEYS)}"
+        near = likely_meant(str(key), _ALL_KEYS)
+        cure = f"did you mean {near!r}?" if near else f"known are {', '.join(_ALL_KEYS)}"
         raise ConfigError(f"unknown key {key!r} in the speculative config; {cure}")
     if key in _TEXT_KEYS:
         if not isinstance(value, str):

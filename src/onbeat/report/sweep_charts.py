@@ -1,0 +1,177 @@
+"""Figures of several runs, as plain Plotly descriptions: against throughput, and over the load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
+from typing import Any, Protocol, TypeVar
+
+from onbeat.metrics.summary import LatencyStatistic, RunSummary
+from onbeat.report.charts import COLOURS, log_scale, rounded
+from onbeat.report.page import Figure
+from onbeat.report.result import TradeoffPoint
+
+KEPT_TITLE = "Requests within their objectives"
+GOODPUT_TITLE = "Goodput"
+
+
+class InSeries(Protocol):
+    """What belongs to one line of a chart."""
+
+    @property
+    def series(self) -> str: ...
+
+
+S = TypeVar("S", bound=InSeries)
+L = TypeVar("L")
+
+
+def tradeoff_figure(runs: Sequence[TradeoffPoint], latency: LatencyStatistic, title: str) -> Figure | None:
+    """Return a latency statistic against output throughput, per GPU of several, a line a series of runs."""
+    lines = []
+    groups = group_by_series(runs)
+    for position, (series, members) in enumerate(groups.items()):
+        points = [(run, value) for run in members if (value := latency.of(run.summary)) is not None]
+        if not points:
+            continue
+        lines.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers+text",
+                "name": series,
+                "x": rounded([run.output_throughput_per_gpu for run, _ in points]),
+                "y": rounded([value for _, value in points]),
+                "text": _point_labels([run.level for run, _ in points], is_crowded=len(groups) > 1),
+                "customdata": [run.level for run, _ in points],
+                "textposition": "top center",
+                "textfont": {"size": 10},
+                "cliponaxis": False,
+                "line": {"color": COLOURS[position % len(COLOURS)], "width": 2},
+                "marker": {"size": 7},
+                "hovertemplate": "%{x:.1f} tok/s, %{y:.1f} ms (%{customdata})<extra>%{fullData.name}</extra>",
+            }
+        )
+    if not lines:
+        return None
+    is_one = all(run.num_gpus == 1 for run in runs)
+    values = [value for run in runs if (value := latency.of(run.summary)) is not None]
+    layout = {
+        "xaxis": {
+            "title": {"text": "output tokens/s" if is_one else "output tokens/s per GPU"},
+            "rangemode": "tozero",
+        },
+        "yaxis": {"title": {"text": "ms"}, **_latency_axis(values)},
+        "showlegend": len(lines) > 1,
+        "height": height_with_legend(lines),
+    }
+    return {"title": title, "data": lines, "layout": layout}
+
+
+def _latency_axis(values: Sequence[float]) -> dict[str, Any]:
+    """Return an axis from 0, or a logarithmic one where most values would lie flat on it."""
+    if min(values) > 0 and max(values) > 30 * min(values):
+        return log_scale(values)
+    return {"rangemode": "tozero"}
+
+
+def height_with_legend(lines: Sequence[Mapping[str, Any]]) -> int:
+    """Return the height of a figure that leaves its plot the same room whatever its legend takes, pixels."""
+    longest = max(len(line["name"]) for line in lines)
+    per_row = max(1, 480 // (45 + 6 * longest))
+    return 320 + 20 * -(-len(lines) // per_row)
+
+
+def _point_labels(levels: Sequence[str], *, is_crowded: bool) -> list[str]:
+    """Label every point, or where several lines lie together only the last of each."""
+    names = [level.removeprefix("c=") for level in levels]
+    last = len(names) - 1
+    return [name if i == last or not is_crowded else "" for i, name in enumerate(names)]
+
+
+def group_by_load(runs: Sequence[L], is_closed: Callable[[L], bool]) -> dict[str, list[L]]:
+    """Return the runs of closed loops and those of open loops, in their order."""
+    groups: dict[str, list[L]] = {}
+    for run in runs:
+        name = "closed loop, by concurrency" if is_closed(run) else "open loop, by request rate"
+        groups.setdefault(name, []).append(run)
+    return groups
+
+
+def group_by_series(runs: Sequence[S]) -> dict[str, list[S]]:
+    """Return the runs by series, in their order."""
+    groups: dict[str, list[S]] = {}
+    for run in runs:
+        groups.setdefault(run.series, []).append(run)
+    return groups
+
+
+def kept_figure(runs: Sequence[TradeoffPoint]) -> Figure | None:
+    """Return the share of the requests that were good over the load; None where nothing was asked of them.
+
+    Parameters
+    ----------
+    runs : all of closed loops, or all of open ones.
+    """
+
+    def share(summary: RunSummary) -> float | None:
+        attainment = summary.score.attainment
+        return None if attainment is None else attainment * 100
+
+    figure = over_load_figure(runs, share, KEPT_TITLE, unit="%")
+    if figure is not None:
+        figure["layout"]["yaxis"] |= {"title": {"text": "% of requests good"}, "range": [0, 102]}
+    return figure
+
+
+def goodput_figure(runs: Sequence[TradeoffPoint]) -> Figure | None:
+    """Return the good requests per second over the load; None where nothing was asked of them.
+
+    Parameters
+    ----------
+    runs : all of closed loops, or all of open ones.
+    """
+    return over_load_figure(
+        runs, lambda summary: summary.score.goodput, GOODPUT_TITLE, unit="good requests/s"
+    )
+
+
+def over_load_figure(
+    runs: Sequence[TradeoffPoint],
+    value_of: Callable[[RunSummary], float | None],
+    title: str,
+    *,
+    unit: str,
+) -> Figure | None:
+    """Return a number of each run over its load, a line a series; None where no run has it."""
+    lines = []
+    load = "requests at once" if any(run.is_closed for run in runs) else "requests/s"
+    for position, (name, members) in enumerate(group_by_series(runs).items()):
+        values = [(run.load, value_of(run.summary)) for run in members if isfinite(run.load)]
+        drawn = sorted((at, value) for at, value in values if value is not None)
+        if drawn:
+            hover = f"%{{y:.4g}} {unit} at %{{x:g}} {load}"
+            xs, ys = zip(*drawn, strict=True)
+            lines.append(line(name, position, hover=hover, x=rounded(xs), y=rounded(ys)))
+    if not lines:
+        return None
+    layout = {
+        "xaxis": {"title": {"text": load}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
+        "showlegend": len(lines) > 1,
+        "height": height_with_legend(lines),
+    }
+    return {"title": title, "data": lines, "layout": layout}
+
+
+def line(name: str, position: int, *, hover: str, x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
+    """Return one line with its points, in the colour of its position."""
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": name,
+        "x": x,
+        "y": y,
+        "line": {"color": COLOURS[position % len(COLOURS)], "width": 2},
+        "marker": {"size": 7},
+        "hovertemplate": hover + "<extra>%{fullData.name}</extra>",
+    }
