@@ -126,7 +126,7 @@ async def test_health_outlasts_a_replica_that_hangs() -> None:
 
 
 def _starts_once(_replica: str, life: int) -> BuildEngine:
-    return _sleeps if life else build_fake_engine
+    return cast(BuildEngine, _sleeps if life else build_fake_engine)
 
 
 def _sleeps(_on_progress: Callable[[str], None]) -> NoReturn:

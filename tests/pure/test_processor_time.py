@@ -67,7 +67,7 @@ def test_a_process_is_read_with_its_threads_and_children():
             time.sleep(0.01)
         assert later is not None
         assert later.is_ready, "its child runs"
-        process.stdin.close()  # type: ignore[union-attr]
+        process.stdin.close()
 
 
 def test_of_a_process_that_is_gone_nothing_is_known():

@@ -414,9 +414,12 @@ def test_each_block_is_read_once_a_lease(monkeypatch: pytest.MonkeyPatch) -> Non
     _, lending = make_transfers(is_filled=True)
     read: list[int] = []
     checksum = BlockMemory.checksum
-    monkeypatch.setattr(
-        BlockMemory, "checksum", lambda memory, block_id: read.append(block_id) or checksum(memory, block_id)
-    )
+
+    def watched(memory: BlockMemory, block_id: int) -> int:
+        read.append(block_id)
+        return checksum(memory, block_id)
+
+    monkeypatch.setattr(BlockMemory, "checksum", watched)
     for num_blocks in (2, 4, 4):
         lending.leases.grant("r", range(num_blocks))
         source = lending.summed(lending.leases.source("r", lending.endpoint)).result(WAIT)
