@@ -49,6 +49,7 @@ def on_native(
     activation_quantization: ActivationQuantization = "auto",
     num_threads: int = 2,
     instruction_set: str | None = None,
+    batch_invariant: bool = False,
 ) -> Callable[..., NativeForward]:
     """Return what makes native forward passes that share packed weights."""
     weights = pack(library, checkpoint, dtype=dtype, quantization=quantization)
@@ -61,6 +62,7 @@ def on_native(
             num_threads=num_threads,
             activation_quantization=activation_quantization,
             instruction_set=instruction_set,
+            batch_invariant=batch_invariant,
         )
         return NativeForward(library, checkpoint.config, weights, options)
 

@@ -66,8 +66,8 @@ def why_no_copy(weights: NativeWeights, options: NativeOptions, spare_bytes: int
     if num_bytes <= allowed:
         return None
     return (
-        f"{NONE}: it would take {num_bytes >> 20} MiB, and may take {allowed >> 20} MiB, half of what weights "
-        "and KV cache leave"
+        f"{NONE}: it would take {num_bytes >> 20} MiB, and may take {allowed >> 20} MiB, half of what "
+        "weights and KV cache leave"
     )
 
 

@@ -1,0 +1,142 @@
+"""Steps of the CPU engine as it is and with settings changed, in turns in one process: what a setting costs.
+
+    python benchmarks/native_settings.py MODEL batch_invariant=true
+    python benchmarks/native_settings.py MODEL batch_invariant=true --quantization none --threads 1
+
+Both engines run each case A B, B A; the page gives CPU time and time, each the least of a round, as ratios within
+rounds: median, least and most. With one thread CPU time is what the step computes; more threads also wait for
+one another at full speed. Results go to `benchmarks/results/DATE-NAME.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cpu_step.driver import StepDriver
+from cpu_step.floor import Case
+from harness.pages import REPOSITORY, git_commit, machine
+
+from onbeat.core.options import change, make
+from onbeat.engine.config import QUANTIZATIONS, EngineConfig
+from onbeat.engine.load import prepare_model
+from onbeat.hub.resolve import resolve_model
+
+CASES = (
+    *(Case.decode(batch, 256) for batch in (1, 8, 32)),
+    *(Case.decode(batch, 2048) for batch in (1, 8)),
+    Case.prefill(512),
+)
+DECODE_STEPS, PREFILL_STEPS, WARM_UPS = 12, 2, 1
+LONGEST = 2048 + DECODE_STEPS + WARM_UPS
+
+
+class Seconds(NamedTuple):
+    """The least of some steps."""
+
+    cpu: float
+    wall: float
+
+
+def main() -> None:
+    args = parse_args()
+    changes = dict(parse_change(text) for text in args.changes)
+    config = make(
+        EngineConfig,
+        model=resolve_model(args.model),
+        device="cpu",
+        dtype=args.dtype,
+        quantization=args.quantization,
+        threads=args.threads,
+        max_model_len=4096,
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        kv_cache_memory_bytes=2 * 2**30,
+    )
+    drivers = [
+        StepDriver(prepare_model(each).load(print).runner, num_requests=32, num_tokens=LONGEST)
+        for each in (config, change(config, **changes))
+    ]
+    rounds = []
+    for index in range(args.rounds):
+        rounds.append({case: measure(drivers, case, is_reversed=index % 2 == 1) for case in CASES})
+        print(f"round {index + 1} of {args.rounds}", flush=True)
+    page = render(args, rounds)
+    print(page)
+    path = args.results_dir / f"{args.day}-{args.name}.md"
+    path.write_text(page, encoding="utf-8")
+
+
+def measure(drivers: Sequence[StepDriver], case: Case, *, is_reversed: bool) -> tuple[Seconds, Seconds]:
+    """Return the least times of both engines, which take turns step by step."""
+    times: list[list[Seconds]] = [[], []]
+    order = (1, 0) if is_reversed else (0, 1)
+    for step in range((DECODE_STEPS if case.new_tokens == 1 else PREFILL_STEPS) + WARM_UPS):
+        for engine in order:
+            cpu, wall = time.process_time(), time.perf_counter()
+            drivers[engine].run(case, 1)
+            if step >= WARM_UPS:
+                times[engine].append(Seconds(time.process_time() - cpu, time.perf_counter() - wall))
+    before, after = (Seconds(*map(min, zip(*own, strict=True))) for own in times)
+    return before, after
+
+
+def render(args: argparse.Namespace, rounds: Sequence[Mapping[Case, tuple[Seconds, Seconds]]]) -> str:
+    """Return the page."""
+    lines = [
+        f"# {' '.join(args.changes)}",
+        "",
+        f"`{shlex.join(['python', 'benchmarks/native_settings.py', *sys.argv[1:]])}`, commit {git_commit()}, "
+        f"{machine()['cpu']}",
+        "",
+        f"Medians of {len(rounds)} rounds (least to most); ratios are those with the change over those without.",
+        "",
+        "| step | CPU ms without | CPU, ratio | time, ratio |",
+        "| --- | --- | --- | --- |",
+    ]
+    for case in CASES:
+        pairs = [own[case] for own in rounds]
+        cpu, wall = ([getattr(b, key) / getattr(a, key) for a, b in pairs] for key in Seconds._fields)
+        without = statistics.median(1000 * before.cpu for before, _ in pairs)
+        lines.append(f"| {case.name} | {without:.1f} | {spread(cpu)} | {spread(wall)} |")
+    return "\n".join(lines) + "\n"
+
+
+def spread(ratios: Sequence[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def parse_change(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="as of onbeat serve")
+    parser.add_argument("changes", nargs="+", metavar="FIELD=VALUE", help="of the engine's configuration")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--name", default="native-settings", help="in the name of the page")
+    parser.add_argument("--results-dir", type=Path, default=REPOSITORY / "benchmarks" / "results")
+    parser.add_argument("--day", default=date.today().isoformat())
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
