@@ -3,9 +3,9 @@
     python benchmarks/native_settings.py MODEL batch_invariant=true
     python benchmarks/native_settings.py MODEL batch_invariant=true --quantization none --threads 1
 
-Both engines run each case A B, B A; the page gives CPU time and time, each the least of a round, as ratios within
-rounds: median, least and most. With one thread CPU time is what the step computes; more threads also wait for
-one another at full speed. Results go to `benchmarks/results/DATE-NAME.md`.
+Both engines run each case A B, B A; the page gives CPU time and time, each the least of a round, as ratios
+within rounds: median, least and most. With one thread CPU time is what the step computes; more threads also
+wait for one another at full speed. Results go to `benchmarks/results/DATE-NAME.md`.
 """
 
 from __future__ import annotations
@@ -95,9 +95,9 @@ def render(args: argparse.Namespace, rounds: Sequence[Mapping[Case, tuple[Second
         f"# {' '.join(args.changes)}",
         "",
         f"`{shlex.join(['python', 'benchmarks/native_settings.py', *sys.argv[1:]])}`, commit {git_commit()}, "
-        f"{machine()['cpu']}",
+        f"{machine()}",
         "",
-        f"Medians of {len(rounds)} rounds (least to most); ratios are those with the change over those without.",
+        f"Medians of {len(rounds)} rounds (least to most): with the change over without.",
         "",
         "| step | CPU ms without | CPU, ratio | time, ratio |",
         "| --- | --- | --- | --- |",
