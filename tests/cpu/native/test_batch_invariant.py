@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import shutil
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
@@ -26,7 +24,6 @@ from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import MakeForward, on_native
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import random_prompt
-from tests.cpu.native.amx_kernels import Shim, compile_units, emulated_units
 from tests.cpu.native.quant_kernels import random_rows
 from tests.cpu.native.test_forward import checkpoint_of
 from tests.cpu.weights import tiny_models as gguf_models
@@ -58,7 +55,9 @@ def write_quantized(path: Path, kind: str) -> Path:
 
 
 def open_quantized(path: Path, kind: str) -> Checkpoint:
-    return open_checkpoint(ModelFiles(kind="gguf", path=write_quantized(path / f"{kind}.gguf", kind), name="t"))
+    return open_checkpoint(
+        ModelFiles(kind="gguf", path=write_quantized(path / f"{kind}.gguf", kind), name="t")
+    )
 
 
 class Way(NamedTuple):
@@ -174,33 +173,6 @@ def test_numbers_depend_on_the_step_without_it(native_library: NativeLibrary) ->
             batch_invariant=False,
         )
         assert not all(torch.equal(logits, found[0]) for logits in found)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the processor is no x86")
-def test_with_tiles(tmp_path: Path) -> None:
-    """Emulated: all rows meet plain weights and pages of keys as tiles, however few they are."""
-    library = NativeLibrary(Shim(compile_units(emulated_units(), tmp_path)).library)
-    (tiles,) = library.instruction_sets
-    for name in ("llama3", "mistral-sliding", "gemma3"):
-        checkpoint = checkpoint_of(name)
-        assert_all_equal(
-            all_logits(library, checkpoint, dtype=torch.bfloat16, instruction_set=tiles), name
-        )
-    cases: tuple[tuple[str, ActivationQuantization], ...] = (("Q4_K", "auto"), ("Q8_0", "none"))
-    for kind, activations in cases:
-        found = all_logits(
-            library,
-            open_quantized(tmp_path, kind),
-            dtype=torch.bfloat16,
-            instruction_set=tiles,
-            activation_quantization=activations,
-        )
-        assert_all_equal(found, (kind, activations))
-    plain = all_logits(
-        library, checkpoint_of("llama3"), dtype=torch.bfloat16, instruction_set=tiles, batch_invariant=False
-    )
-    assert not all(torch.equal(logits, plain[0]) for logits in plain)
 
 
 # ---- The engine ----
