@@ -15,13 +15,12 @@ import json
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from cpu_step.driver import StepDriver
+from cpu_step.driver import StepDriver, StepSeconds
 from cpu_step.floor import Case
 from harness.pages import REPOSITORY, git_commit, machine
 
@@ -30,20 +29,13 @@ from onbeat.engine.config import QUANTIZATIONS, EngineConfig
 from onbeat.engine.load import prepare_model
 from onbeat.hub.resolve import resolve_model
 
-CASES = (
-    *(Case.decode(batch, 256) for batch in (1, 8, 32)),
-    *(Case.decode(batch, 2048) for batch in (1, 8)),
-    Case.prefill(512),
+GROUPS = (
+    [*(Case.decode(batch, 256) for batch in (1, 8, 32)), Case.prefill(512)],
+    [Case.decode(1, 2048)],
 )
-DECODE_STEPS, PREFILL_STEPS, WARM_UPS = 12, 2, 1
-LONGEST = 2048 + DECODE_STEPS + WARM_UPS
-
-
-class Seconds(NamedTuple):
-    """The least of some steps."""
-
-    cpu: float
-    wall: float
+"""Cases of the same requests, which are filled first."""
+TURNS, STEPS = 4, 3
+"""The first step of a turn is not counted."""
 
 
 def main() -> None:
@@ -61,35 +53,35 @@ def main() -> None:
         max_num_batched_tokens=2048,
         kv_cache_memory_bytes=2 * 2**30,
     )
-    drivers = [
-        StepDriver(prepare_model(each).load(print).runner, num_requests=32, num_tokens=LONGEST)
-        for each in (config, change(config, **changes))
-    ]
-    rounds = []
-    for index in range(args.rounds):
-        rounds.append({case: measure(drivers, case, is_reversed=index % 2 == 1) for case in CASES})
-        print(f"round {index + 1} of {args.rounds}", flush=True)
-    page = render(args, rounds)
+    runners = [prepare_model(each).load(print).runner for each in (config, change(config, **changes))]
+    found: dict[Case, list[tuple[StepSeconds, StepSeconds]]] = {}
+    for cases in GROUPS:
+        batch, context = max(case.batch for case in cases), cases[0].context
+        drivers = [StepDriver(runner, num_requests=batch, num_tokens=context + STEPS) for runner in runners]
+        for index in range(args.rounds):
+            for case in cases:
+                found.setdefault(case, []).append(measure(drivers, case, is_reversed=index % 2 == 1))
+        for driver in drivers:
+            driver.close()
+    page = render(args, found)
     print(page)
     path = args.results_dir / f"{args.day}-{args.name}.md"
     path.write_text(page, encoding="utf-8")
 
 
-def measure(drivers: Sequence[StepDriver], case: Case, *, is_reversed: bool) -> tuple[Seconds, Seconds]:
-    """Return the least times of both engines, which take turns step by step."""
-    times: list[list[Seconds]] = [[], []]
-    order = (1, 0) if is_reversed else (0, 1)
-    for step in range((DECODE_STEPS if case.new_tokens == 1 else PREFILL_STEPS) + WARM_UPS):
-        for engine in order:
-            cpu, wall = time.process_time(), time.perf_counter()
-            drivers[engine].run(case, 1)
-            if step >= WARM_UPS:
-                times[engine].append(Seconds(time.process_time() - cpu, time.perf_counter() - wall))
-    before, after = (Seconds(*map(min, zip(*own, strict=True))) for own in times)
+def measure(
+    drivers: Sequence[StepDriver], case: Case, *, is_reversed: bool
+) -> tuple[StepSeconds, StepSeconds]:
+    """Return the least times of both engines, which take turns."""
+    times: list[list[StepSeconds]] = [[], []]
+    for _ in range(TURNS):
+        for engine in (1, 0) if is_reversed else (0, 1):
+            times[engine] += drivers[engine].run(case, STEPS)[1:]
+    before, after = (StepSeconds(*map(min, zip(*own, strict=True))) for own in times)
     return before, after
 
 
-def render(args: argparse.Namespace, rounds: Sequence[Mapping[Case, tuple[Seconds, Seconds]]]) -> str:
+def render(args: argparse.Namespace, found: Mapping[Case, Sequence[tuple[StepSeconds, StepSeconds]]]) -> str:
     """Return the page."""
     lines = [
         f"# {' '.join(args.changes)}",
@@ -97,14 +89,13 @@ def render(args: argparse.Namespace, rounds: Sequence[Mapping[Case, tuple[Second
         f"`{shlex.join(['python', 'benchmarks/native_settings.py', *sys.argv[1:]])}`, commit {git_commit()}, "
         f"{machine()}",
         "",
-        f"Medians of {len(rounds)} rounds (least to most): with the change over without.",
+        f"Medians of {args.rounds} rounds (least to most): with the change over without.",
         "",
         "| step | CPU ms without | CPU, ratio | time, ratio |",
         "| --- | --- | --- | --- |",
     ]
-    for case in CASES:
-        pairs = [own[case] for own in rounds]
-        cpu, wall = ([getattr(b, key) / getattr(a, key) for a, b in pairs] for key in Seconds._fields)
+    for case, pairs in found.items():
+        cpu, wall = ([getattr(b, key) / getattr(a, key) for a, b in pairs] for key in ("cpu", "whole"))
         without = statistics.median(1000 * before.cpu for before, _ in pairs)
         lines.append(f"| {case.name} | {without:.1f} | {spread(cpu)} | {spread(wall)} |")
     return "\n".join(lines) + "\n"

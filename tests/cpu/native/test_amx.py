@@ -302,6 +302,10 @@ def test_batch_invariant_quantized_weights(
 def test_a_copy_changes_no_number_of_many_rows(emulated_library: NativeLibrary, tmp_path: Path) -> None:
     """Tiles read what they would have expanded; fewer rows, which would be bytes, lose nothing."""
     checkpoint = open_quantized(tmp_path, "Q4_0")
+    ways: tuple[tuple[int, ActivationQuantization], ...] = (
+        *((0, "auto"), (32, "auto")),
+        *((0, "none"), (1, "auto")),
+    )
     found = {
         (copy_rows, way): first_logits(
             on_native(
@@ -314,7 +318,7 @@ def test_a_copy_changes_no_number_of_many_rows(emulated_library: NativeLibrary, 
             ),
             lengths=(40, 90),
         )
-        for copy_rows, way in ((0, "auto"), (32, "auto"), (0, "none"), (1, "auto"))
+        for copy_rows, way in ways
     }
     assert torch.equal(found[0, "auto"], found[32, "auto"])
     assert torch.equal(found[0, "none"], found[1, "auto"])

@@ -48,7 +48,8 @@ def write_quantized(path: Path, kind: str) -> Path:
         if values.ndim == 1:
             writer.add_tensor(short, values)
         else:
-            raw = random_rows(kind, *values.shape, seed=len(writer.tensors[0]), factor=0.1)
+            num_rows, num_inputs = values.shape
+            raw = random_rows(kind, num_rows, num_inputs, seed=len(writer.tensors[0]), factor=0.1)
             writer.add_tensor(short, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
     gguf_models.finish(writer)
     return path
