@@ -197,10 +197,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     )
 
 
-def test_a_prefix_hit_changes_no_bit(native_library: NativeLibrary, config: EngineConfig) -> None:
+@pytest.mark.parametrize("chance", [{"temperature": 0.0}, {"temperature": 0.9, "seed": 7, "top_p": 0.95}])
+def test_a_prefix_hit_changes_no_bit(
+    native_library: NativeLibrary, config: EngineConfig, chance: dict[str, Any]
+) -> None:
     """A prompt alone, again with its blocks at hand, and again beside others: the same log-probabilities."""
     core, _ = build_engine(config, lambda _: None)
-    sampling = SamplingParams(temperature=0.0, max_tokens=8, num_logprobs=3)
+    sampling = SamplingParams(max_tokens=8, num_logprobs=3, **chance)
     told: dict[str, list[Any]] = {}
     hits: dict[str, int] = {}
     for names in (["first"], ["again"], ["beside", "other", "third"]):
