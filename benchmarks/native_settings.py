@@ -34,7 +34,7 @@ GROUPS = (
     [Case.decode(1, 2048)],
 )
 """Cases of the same requests, which are filled first."""
-TURNS, STEPS = 4, 3
+TURNS, STEPS = 2, 3
 """The first step of a turn is not counted."""
 
 
