@@ -32,6 +32,8 @@ class StepSeconds(NamedTuple):
     """Of `ModelRunner.execute`: input, forward pass, sampling."""
     forward: float
     """Of the forward pass: as it says itself, else around its call."""
+    cpu: float
+    """Of all threads of this process, meanwhile: `whole` as processor time."""
 
 
 class TimedForward:
@@ -146,9 +148,10 @@ class StepDriver:
             shape.add(row.num_computed_tokens, row.num_new_tokens, samples=row.samples)
         scheduled = SchedulerOutput(0, tuple(rows), tuple(admitted), tuple(released), shape)
         self._timed.seconds.clear()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         self._runner.execute(scheduled)
-        return StepSeconds(time.perf_counter() - start, sum(self._timed.seconds))
+        whole = time.perf_counter() - start
+        return StepSeconds(whole, sum(self._timed.seconds), time.process_time() - cpu)
 
 
 @contextmanager

@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define OB_ABI_VERSION 8
+#define OB_ABI_VERSION 9
 
 /* What a call returns that can fail. No exception leaves the library. */
 enum {
@@ -86,6 +86,14 @@ ob_matrix* ob_matrix_create(int32_t store, int64_t num_outputs, int64_t num_inpu
 int32_t ob_matrix_pack(ob_matrix* matrix, int32_t source_type, const void* rows, int64_t row_bytes,
                        const int64_t* to_outputs, int64_t num_rows, int32_t num_threads);
 
+/* Keeps the numbers of a packed quantized matrix a second time, as `store`: OB_STORE_F32 or OB_STORE_BF16, to which each
+ * is rounded as a product that dequantizes them would. Not while a step reads the matrix. Returns OB_OK; OB_MALFORMED
+ * where the matrix is not quantized or has such a copy; OB_NO_MEMORY. */
+int32_t ob_matrix_copy(ob_matrix* matrix, int32_t store, int32_t num_threads);
+/* Gives the copy's memory back, if there is one. */
+void ob_matrix_drop_copy(ob_matrix* matrix);
+
+/* Of its copy too. */
 int64_t ob_matrix_bytes(const ob_matrix* matrix);
 /* Writes row `output` as `num_inputs` floats: what embeddings look up, and what tests compare. Returns OB_OK, or
  * OB_MALFORMED where there is no such row. */
@@ -120,6 +128,11 @@ typedef struct {
     int32_t num_blocks;
     int32_t num_threads;
     int32_t activation_quantization; /* OB_ACTIVATIONS_ */
+    /* Not 0: a token's numbers are the same bit for bit, whatever else is in its step, however its prompt is divided and
+     * how many threads there are: products add up in one order for all numbers of rows (bytes, where weights are
+     * quantized and OB_ACTIVATIONS_AUTO leaves the choice), and no context is divided. Copies are not read. */
+    int32_t batch_invariant;
+    int64_t copy_rows; /* fewest tokens (samples) of a step whose products read copies where there are any; 0: none do */
     float rms_norm_eps, attention_scale, embedding_scale;
     const ob_matrix* embedding; /* [V, D] */
     const ob_matrix* lm_head;   /* [V, D]; may be the embedding */

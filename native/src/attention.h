@@ -232,7 +232,9 @@ public:
         if (first < first_seen) first = first_seen;
         const int64_t last_seen = step.positions[item.first_token + item.num_tokens - 1];
         const int64_t end = item.end_context <= last_seen ? item.end_context : last_seen + 1;
-        for (first = first / kPageTokens * kPageTokens; first < end; first += kChunkTokens) {
+        // A query's numbers shall not depend on the first query of its item, whose window begins earlier.
+        const int64_t unit = model_.batch_invariant ? kChunkTokens : kPageTokens;
+        for (first = first / unit * unit; first < end; first += kChunkTokens) {
             const int64_t chunk_end = first + kChunkTokens < end ? first + kChunkTokens : end;
             add_chunk(item, num_rows, first, chunk_end);
         }
@@ -270,8 +272,7 @@ private:
         }
         score(num_rows, keys, num_pages);
         for (int64_t row = 0; row < num_rows; ++row) {
-            mask(row, step.positions[item.first_token + row / group_], first, end, num_pages);
-            soften(row, num_pages);
+            soften(row, num_pages, mask(row, step.positions[item.first_token + row / group_], first, end));
         }
         mix(num_rows, values, num_pages);
     }
@@ -279,7 +280,7 @@ private:
 #if defined(OB_AMX)
     // Heads of other widths would need tiles of other shapes; few models have them.
     bool suits_amx(int64_t num_rows) const {
-        return num_rows >= kFewestAmxQueries && model_.head_dim % kAmxInputs == 0;
+        return (model_.batch_invariant || num_rows >= kFewestAmxQueries) && model_.head_dim % kAmxInputs == 0;
     }
 
     void score_all_by_amx(int64_t num_rows, const Number* const* keys, int64_t num_pages) {
@@ -332,26 +333,31 @@ private:
         }
     }
 
-    void mask(int64_t row, int64_t position, int64_t first, int64_t end, int64_t num_pages) {
+    // Masks what a row does not see of the pages that it sees a part of; returns these pages of the chunk.
+    Range mask(int64_t row, int64_t position, int64_t first, int64_t end) {
         float* scores = scratch_.scores + row * kChunkTokens;
-        const int64_t last_seen = position + 1 < end ? position + 1 : end;
-        for (int64_t i = last_seen > first ? last_seen - first : 0; i < num_pages * kPageTokens; ++i) {
-            scores[i] = kMasked;
-        }
-        const int64_t unseen = window_ ? position - window_ + 1 - first : 0;
-        for (int64_t i = 0; i < unseen && i < num_pages * kPageTokens; ++i) scores[i] = kMasked;
+        const int64_t end_seen = (position + 1 < end ? position + 1 : end) - first;
+        const int64_t unseen = window_ ? position - window_ + 1 - first : 0, first_seen = unseen > 0 ? unseen : 0;
+        if (first_seen >= end_seen) return {0, 0};
+        const Range pages = {first_seen / kPageTokens, (end_seen + kPageTokens - 1) / kPageTokens};
+        for (int64_t i = pages.first * kPageTokens; i < first_seen; ++i) scores[i] = kMasked;
+        for (int64_t i = end_seen; i < pages.end * kPageTokens; ++i) scores[i] = kMasked;
+        return pages;
     }
 
-    // Turns a row's scores into shares, relative to its largest score so far.
-    void soften(int64_t row, int64_t num_pages) {
+    // Turns a row's scores into shares, relative to its largest score so far. Of pages that it does not see, which
+    // are here for other rows, it has shares of exactly zero.
+    void soften(int64_t row, int64_t num_pages, Range pages) {
         const float* scores = scratch_.scores + row * kChunkTokens;
         Number* shares = scratch_.shares + row * kChunkTokens;
-        F16 peak = load(scores);
-        for (int64_t page = 1; page < num_pages; ++page) peak = max(peak, load(scores + page * kPageTokens));
+        memset(shares, 0, pages.first * kPageTokens * sizeof(Number));
+        memset(shares + pages.end * kPageTokens, 0, (num_pages - pages.end) * kPageTokens * sizeof(Number));
+        F16 peak = splat(kMasked);
+        for (int64_t page = pages.first; page < pages.end; ++page) peak = max(peak, load(scores + page * kPageTokens));
         const float before = scratch_.peaks[row], seen = largest(peak);
         const float now = seen > before ? seen : before;
         F16 total = zero();
-        for (int64_t page = 0; page < num_pages; ++page) {
+        for (int64_t page = pages.first; page < pages.end; ++page) {
             const F16 share = exp(load(scores + page * kPageTokens) - splat(now));
             total = total + share;
             store_as(shares + page * kPageTokens, share);

@@ -22,6 +22,7 @@ public:
           model_(*context.model),
           step_(*context.step),
           thread_(thread),
+          arithmetic_{model_.activation_quantization, model_.batch_invariant != 0},
           own_(share_of(step_.num_tokens, thread, context.num_threads)),
           rows_{0, step_.num_tokens},
           scratch_(context.scratch + thread * context.scratch_bytes),
@@ -88,9 +89,9 @@ private:
         const float* bias = layer.qkv_bias;
         const int64_t stride = context_.qkv_stride;
         for (int part = 0, count = count_qkv(layer); part < count; ++part) {
-            const ob_matrix& w = *layer.qkv[part];
+            const ob_matrix& w = reads(layer.qkv[part]);
             const int64_t num_outputs = w.num_outputs;
-            product(w, inputs, part + 1 < count ? *layer.qkv[part + 1] : *layer.o,
+            product(w, inputs, reads(part + 1 < count ? layer.qkv[part + 1] : layer.o),
                     [=](int64_t row, int64_t panel, const float* sums) {
                         copy_panel(qkv + row * stride, panel, num_outputs, sums, bias);
                     });
@@ -105,7 +106,7 @@ private:
     void finish(int64_t index) {
         const ob_layer& layer = model_.layers[index];
         const Inputs<E> mixed = {(const Number*)context_.mixed, context_.mixed_stride, mixed_bytes(layer)};
-        add(*layer.o, mixed, layer.o_bias, layer.after_attention_norm, *layer.gate_up);
+        add(reads(layer.o), mixed, layer.o_bias, layer.after_attention_norm, reads(layer.gate_up));
         feed_forward(index);
     }
 
@@ -119,6 +120,13 @@ private:
     float* angles(int64_t rope, int64_t token) const {
         return context_.angles + (rope * step_.num_tokens + token) * model_.head_dim;
     }
+
+    // What products of a matrix read: its copy in plain numbers where there is one and rows are many.
+    const ob_matrix& reads(const ob_matrix* w, int64_t num_rows) const {
+        const bool are_many = model_.copy_rows > 0 && num_rows >= model_.copy_rows && !arithmetic_.is_invariant;
+        return are_many && w->copy != nullptr ? *w->copy : *w;
+    }
+    const ob_matrix& reads(const ob_matrix* w) const { return reads(w, step_.num_tokens); }
 
     Range panels(const ob_matrix& w) const {
         if (context_.by_columns) return share_of(w.num_panels, thread_, context_.num_threads);
@@ -165,19 +173,19 @@ private:
     }
     template <class Epilogue>
     void product(const ob_matrix& w, Inputs<E> inputs, Range panels, const ob_matrix& after, Epilogue epilogue) {
-        multiply<E>(w, inputs, rows_, panels, head(after), scratch_, model_.activation_quantization, epilogue);
+        multiply<E>(w, inputs, rows_, panels, head(after), scratch_, arithmetic_, epilogue);
     }
 
     // Where the bytes of a matrix's inputs are, if they are made once, by the threads that write the inputs. What
     // every thread normalises for itself, it makes bytes of for itself, too: sharing that would cost a meeting.
     QuantizedRows shared_bytes(const ob_matrix& w) const {
         const bool is_shared = context_.by_columns && w.is_quantized() &&
-                               are_inputs_bytes<E>(model_.activation_quantization, step_.num_tokens);
+                               are_inputs_bytes<E>(arithmetic_, step_.num_tokens);
         return is_shared ? place_rows(context_.quantized, step_.num_tokens, w.padded_inputs) : QuantizedRows{};
     }
     // Whoever mixes a head makes its bytes, if blocks of bytes do not reach into the next head.
     QuantizedRows mixed_bytes(const ob_layer& layer) const {
-        return model_.head_dim % kBlockInputs == 0 ? shared_bytes(*layer.o) : QuantizedRows{};
+        return model_.head_dim % kBlockInputs == 0 ? shared_bytes(reads(layer.o)) : QuantizedRows{};
     }
 
     // ---- Attention ----
@@ -257,23 +265,25 @@ private:
         const ob_layer& layer = model_.layers[index];
         Number* gated = (Number*)context_.gated;
         const int64_t stride = context_.gated_stride;
+        const ob_matrix& gate_up = reads(layer.gate_up);
+        const ob_matrix& down = reads(layer.down);
         const Inputs<E> inputs = normed(rows_, layer.mlp_norm);
-        const QuantizedRows bytes = shared_bytes(*layer.down);
-        const Range own = gated_panels(*layer.gate_up);
+        const QuantizedRows bytes = shared_bytes(down);
+        const Range own = gated_panels(gate_up);
         if (model_.activation == OB_ACTIVATION_SILU) {
-            product(*layer.gate_up, inputs, own, *layer.down, [=](int64_t row, int64_t panel, const float* sums) {
+            product(gate_up, inputs, own, down, [=](int64_t row, int64_t panel, const float* sums) {
                 store_as(gated + row * stride + panel * 16, silu(load(sums)) * load(sums + 16));
             });
         } else {
-            product(*layer.gate_up, inputs, own, *layer.down, [=](int64_t row, int64_t panel, const float* sums) {
+            product(gate_up, inputs, own, down, [=](int64_t row, int64_t panel, const float* sums) {
                 store_as(gated + row * stride + panel * 16, gelu_tanh(load(sums)) * load(sums + 16));
             });
         }
         if (bytes.values != nullptr) quantize_part(bytes, gated, stride, rows_, {own.first / 2, (own.end + 1) / 2});
         meet_if_divided_by_columns();
         const bool is_last = index + 1 == model_.num_layers;
-        const ob_matrix& after = is_last ? *model_.lm_head : *model_.layers[index + 1].qkv[0];
-        add(*layer.down, {gated, stride, bytes}, nullptr, layer.after_mlp_norm, after);
+        const ob_matrix& after = reads(is_last ? model_.lm_head : model_.layers[index + 1].qkv[0]);
+        add(down, {gated, stride, bytes}, nullptr, layer.after_mlp_norm, after);
     }
 
     // ---- Logits ----
@@ -291,9 +301,8 @@ private:
         for (int64_t sample = 0; sample < num_samples; ++sample) largest[sample].clear();
         const int64_t vocab_size = model_.vocab_size;
         float* logits = step_.logits;
-        multiply<E>(*model_.lm_head, {inputs, input_stride_}, {0, num_samples},
-                    share_of(model_.lm_head->num_panels, thread_, context_.num_threads), nullptr, scratch_,
-                    model_.activation_quantization,
+        multiply<E>(reads(model_.lm_head, num_samples), {inputs, input_stride_}, {0, num_samples},
+                    share_of(model_.lm_head->num_panels, thread_, context_.num_threads), nullptr, scratch_, arithmetic_,
                     [=](int64_t sample, int64_t panel, const float* sums) {
                         largest[sample].see(panel, vocab_size, sums);
                         if (logits != nullptr) copy_panel(logits + sample * vocab_size, panel, vocab_size, sums, nullptr);
@@ -307,6 +316,7 @@ private:
     const ob_model& model_;
     const ob_step& step_;
     const int thread_;
+    const Arithmetic arithmetic_;
     Range own_;   // the tokens that this thread embeds, rotates and adds up
     Range rows_;  // the rows of its products
     uint8_t* const scratch_;
@@ -325,6 +335,14 @@ void run_step(StepContext& context, int thread) {
     }
 }
 
+void expand(const ob_matrix& matrix, int64_t panel, int32_t store, void* to) {
+    if (store == OB_STORE_BF16) {
+        expand_panel<BFloat16>(matrix, panel, (bf16*)to);
+    } else {
+        expand_panel<Float32>(matrix, panel, (float*)to);
+    }
+}
+
 }  // namespace
 
 #define OB_TEXT_OF(name) #name
@@ -332,9 +350,9 @@ void run_step(StepContext& context, int thread) {
 extern const Kernels kernels;
 #if defined(OB_AMX)
 // 256 rows multiply 1024 numbers a cycle while 8 bytes of weights arrive, about what the cache that cores share gives.
-const Kernels kernels = {OB_TEXT(OB_INSTRUCTION_SET), run_step, 256, kAmxQueries};
+const Kernels kernels = {OB_TEXT(OB_INSTRUCTION_SET), run_step, 256, kAmxQueries, expand};
 #else
-const Kernels kernels = {OB_TEXT(OB_INSTRUCTION_SET), run_step, 48, 12};
+const Kernels kernels = {OB_TEXT(OB_INSTRUCTION_SET), run_step, 48, 12, expand};
 #endif
 
 }  // namespace OB_NAMESPACE

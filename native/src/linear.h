@@ -33,12 +33,14 @@ struct Ahead {
     int64_t lines;  // for each `kStepsAtOnce` steps
 };
 
-template <class E, int kRows>
+// Few rows have few sums, and each addition would wait for the last: several sets take turns. A single row waits for
+// memory instead, which wide registers ask for fast enough: four sets took 1.13 times as long (AVX-512 with bfloat16).
+constexpr int sets_of_sums(int num_rows) { return num_rows == 1 ? (kWidth == 16 ? 1 : 4) : num_rows <= 3 ? 2 : 1; }
+
+template <class E, int kRows, int kSets>
 OB_KERNEL void tile(const typename E::Number* panel, const typename E::Number* x, int64_t stride,
                     int64_t num_steps, Ahead ahead, PanelRow* out) {
-    // Few rows have few sums, and each addition would wait for the last: several sets take turns.
     constexpr int kStepLines = kPanelOutputs * E::kPack * (int)sizeof(*panel) / kCacheLine;
-    constexpr int kSets = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;
     F16 sums[kSets][kRows][2];
 #pragma GCC unroll 4
     for (int set = 0; set < kSets; ++set)
@@ -87,11 +89,12 @@ struct Inputs {
     const typename E::Number* x;
     int64_t stride;
     QuantizedRows bytes = {};  // of all rows, where whoever wrote them made these too; else without values
-    const typename E::Number* row(int64_t index) const { return x + index * stride; }
+    int64_t first = 0;         // what the first row is called
+    const typename E::Number* row(int64_t index) const { return x + (index - first) * stride; }
 };
 
 #if defined(OB_AMX)
-// Fewest rows that meet a panel as tiles. A tile of inputs has 16 rows, full or not, and 16 rows are about where
+// Fewest rows that meet a panel as tiles, unless all do. A tile of inputs has 16 rows, full or not, and 16 rows are about where
 // AVX-512 no longer keeps up with the weights that come from memory: it multiplies 32 numbers a cycle and core, of
 // which 16 rows want 2 new weights, or 4 bytes.
 constexpr int64_t kFewestAmxRows = kAmxRows;
@@ -133,8 +136,8 @@ OB_KERNEL void tile_by_amx(const bf16* panel, const bf16* const* x, int64_t stri
     }
 }
 
-// `multiply_panel` for at least `kFewestAmxRows` rows. The last block of rows begins early enough to be a full one:
-// a few rows are computed twice, and none is read that is not there.
+// `multiply_panel` for at least `kFewestAmxRows` rows, or memory of so many. The last block of rows begins early enough
+// to be a full one: a few rows are computed twice, and none is read that is not there.
 template <class Epilogue>
 void multiply_panel_by_amx(const bf16* panel, int64_t padded_inputs, Inputs<BFloat16> inputs, Range rows,
                            const uint8_t* next, Epilogue& epilogue, int64_t panel_index) {
@@ -145,7 +148,7 @@ void multiply_panel_by_amx(const bf16* panel, int64_t padded_inputs, Inputs<BFlo
     if (next == nullptr) ahead.lines = 0;
     alignas(64) PanelRow out[kRows];
     for (int64_t first = rows.first; first < rows.end; first += kRows) {
-        const int64_t last_start = rows.end - kAmxRows;
+        const int64_t last_start = rows.size() < kAmxRows ? rows.first : rows.end - kAmxRows;
         int64_t starts[2] = {first, first + kAmxRows};
         for (int64_t& start : starts) start = start < last_start ? start : last_start;
         const bf16* const x[2] = {inputs.row(starts[0]), inputs.row(starts[1])};
@@ -166,10 +169,10 @@ void multiply_panel_by_amx(const bf16* panel, int64_t padded_inputs, Inputs<BFlo
 // One panel with all rows of a range, divided evenly into tiles. `next` is what will be read after it.
 template <class E, class Epilogue>
 void multiply_panel(const typename E::Number* panel, int64_t padded_inputs, Inputs<E> inputs, Range rows,
-                    const uint8_t* next, Epilogue& epilogue, int64_t panel_index) {
+                    const uint8_t* next, bool is_invariant, Epilogue& epilogue, int64_t panel_index) {
 #if defined(OB_AMX)
     if constexpr (E::kPack == 2) {
-        if (rows.size() >= kFewestAmxRows) {
+        if (is_invariant || rows.size() >= kFewestAmxRows) {
             return multiply_panel_by_amx(panel, padded_inputs, inputs, rows, next, epilogue, panel_index);
         }
     }
@@ -185,7 +188,9 @@ void multiply_panel(const typename E::Number* panel, int64_t padded_inputs, Inpu
         const Range own = {rows.first + rows.size() * index / num_tiles,
                            rows.first + rows.size() * (index + 1) / num_tiles};
         with_rows<kTileRows>(own.size(), [&](auto count) {
-            tile<E, decltype(count)::value>(panel, inputs.row(own.first), inputs.stride, num_steps, ahead, out);
+            constexpr int kRows = decltype(count)::value;
+            const auto compute = is_invariant ? tile<E, kRows, 1> : tile<E, kRows, sets_of_sums(kRows)>;
+            compute(panel, inputs.row(own.first), inputs.stride, num_steps, ahead, out);
         });
         if (num_tiles > 1) ahead.address += ahead.lines * kCacheLine * (num_steps / kStepsAtOnce);
         for (int64_t row = own.first; row < own.end; ++row) epilogue(row, panel_index, out[row - own.first]);
@@ -194,7 +199,7 @@ void multiply_panel(const typename E::Number* panel, int64_t padded_inputs, Inpu
 
 template <class E, class Epilogue>
 void multiply_float(const ob_matrix& w, Inputs<E> inputs, Range rows, Range panels, const uint8_t* next,
-                    Epilogue& epilogue) {
+                    bool is_invariant, Epilogue& epilogue) {
     typedef typename E::Number Number;
     int64_t chunk = kChunkBytes / (inputs.stride * (int64_t)sizeof(Number));
     if (chunk < kFewestChunkRows) chunk = kFewestChunkRows;
@@ -205,7 +210,8 @@ void multiply_float(const ob_matrix& w, Inputs<E> inputs, Range rows, Range pane
                            rows.first + rows.size() * (index + 1) / num_chunks};
         for (int64_t panel = panels.first; panel < panels.end; ++panel) {
             const uint8_t* after = panel + 1 < panels.end ? w.panel(panel + 1) : next;
-            multiply_panel<E>((const Number*)w.panel(panel), w.padded_inputs, inputs, own, after, epilogue, panel);
+            multiply_panel<E>((const Number*)w.panel(panel), w.padded_inputs, inputs, own, after, is_invariant,
+                              epilogue, panel);
         }
     }
 }
@@ -220,8 +226,9 @@ constexpr int64_t kFewestExpandedRows = 2 * kAmxRows;
 
 // Whether rows meet quantized panels as bytes (OB_ACTIVATIONS_).
 template <class E>
-bool are_inputs_bytes(int32_t activations, int64_t num_rows) {
-    if (activations != OB_ACTIVATIONS_AUTO) return activations == OB_ACTIVATIONS_INT8;
+bool are_inputs_bytes(Arithmetic arithmetic, int64_t num_rows) {
+    if (arithmetic.activations != OB_ACTIVATIONS_AUTO) return arithmetic.activations == OB_ACTIVATIONS_INT8;
+    if (arithmetic.is_invariant) return true;
 #if defined(OB_AMX)
     if (E::kPack == 2 && num_rows >= kFewestExpandedRows) return false;
 #endif
@@ -245,12 +252,13 @@ void multiply_bytes(const ob_matrix& w, const QuantizedRows& x, int64_t begin, R
 // all of them.
 template <class E, class Epilogue>
 void multiply_quantized(const ob_matrix& w, Inputs<E> inputs, Range rows, Range panels, uint8_t* scratch,
-                        int32_t activations, Epilogue& epilogue) {
+                        Arithmetic arithmetic, Epilogue& epilogue) {
     typedef typename E::Number Number;
-    if (!are_inputs_bytes<E>(activations, rows.size())) {
+    if (!are_inputs_bytes<E>(arithmetic, rows.size())) {
         for (int64_t panel = panels.first; panel < panels.end; ++panel) {
             expand_panel<E>(w, panel, (Number*)scratch);
-            multiply_panel<E>((const Number*)scratch, w.padded_inputs, inputs, rows, nullptr, epilogue, panel);
+            multiply_panel<E>((const Number*)scratch, w.padded_inputs, inputs, rows, nullptr,
+                              arithmetic.is_invariant, epilogue, panel);
         }
         return;
     }
@@ -262,18 +270,36 @@ void multiply_quantized(const ob_matrix& w, Inputs<E> inputs, Range rows, Range 
     }
 }
 
+#if defined(OB_AMX)
+// Few rows in memory of as many as a tile has; what lies behind them ends in rows that nobody reads. The memory is the
+// scratch's second half (a panel of bfloat16 takes the first).
+inline Inputs<BFloat16> tile_of_inputs(Inputs<BFloat16> inputs, Range rows, int64_t padded_inputs, uint8_t* scratch) {
+    bf16* copy = (bf16*)scratch + padded_inputs * kPanelOutputs;
+    for (int64_t row = rows.first; row < rows.end; ++row)
+        memcpy(copy + (row - rows.first) * padded_inputs, inputs.row(row), padded_inputs * sizeof(bf16));
+    return {copy, padded_inputs, inputs.bytes, rows.first};
+}
+#endif
+
 // Calls `epilogue(row, panel, sums)` with the 32 sums of each row and panel.
 //
 // rows, panels: the thread's share. next: the memory that the thread reads after this, or NULL.
-// scratch: the thread's own. activations: OB_ACTIVATIONS_, what quantized weights are multiplied with.
+// scratch: the thread's own, of 128 bytes for each input and 4096 more.
 template <class E, class Epilogue>
 void multiply(const ob_matrix& w, Inputs<E> inputs, Range rows, Range panels, const uint8_t* next,
-              uint8_t* scratch, int32_t activations, Epilogue epilogue) {
+              uint8_t* scratch, Arithmetic arithmetic, Epilogue epilogue) {
     if (rows.size() <= 0) return;
+#if defined(OB_AMX)
+    if constexpr (E::kPack == 2) {
+        const bool are_bytes = w.is_quantized() && are_inputs_bytes<E>(arithmetic, rows.size());
+        if (arithmetic.is_invariant && rows.size() < kAmxRows && !are_bytes)
+            inputs = tile_of_inputs(inputs, rows, w.padded_inputs, scratch);
+    }
+#endif
     if (w.is_quantized()) {
-        multiply_quantized<E>(w, inputs, rows, panels, scratch, activations, epilogue);
+        multiply_quantized<E>(w, inputs, rows, panels, scratch, arithmetic, epilogue);
     } else {
-        multiply_float<E>(w, inputs, rows, panels, next, epilogue);
+        multiply_float<E>(w, inputs, rows, panels, next, arithmetic.is_invariant, epilogue);
     }
 }
 

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "instruction_sets.h"
 #include "memory.h"
 #include "model.h"
 #include "quant_pack.h"
@@ -72,6 +73,23 @@ int64_t panel_bytes_of(int32_t store, int64_t padded_inputs, int32_t group) {
     }
 }
 
+// Calls `work(first, end)` for parts of 0..total, multiples of `unit` long; where not all threads can be started, fewer
+// share it.
+template <class Work>
+void divide(int64_t total, int64_t unit, int32_t num_threads, const Work& work) {
+    std::vector<std::thread> threads;
+    const int64_t share = round_up((total + num_threads - 1) / num_threads, unit);
+    threads.reserve(static_cast<size_t>(num_threads));
+    int64_t first = share;
+    try {
+        for (; first < total; first += share) threads.emplace_back(work, first, std::min(first + share, total));
+    } catch (const std::exception&) {
+        work(first, total);  // no more threads can be had
+    }
+    work(0, std::min(share, total));
+    for (auto& thread : threads) thread.join();
+}
+
 }  // namespace
 }  // namespace ob
 
@@ -126,26 +144,43 @@ int32_t ob_matrix_pack(ob_matrix* matrix, int32_t source_type, const void* rows,
             ob::pack_row(*matrix, to_outputs[i], source_type, static_cast<const uint8_t*>(rows) + i * row_bytes);
         }
     };
-    std::vector<std::thread> threads;
     // Rows of a panel share lines of the cache: threads get whole panels' worth of source rows.
-    const int64_t share = round_up((num_rows + num_threads - 1) / num_threads, kPanelOutputs);
-    threads.reserve(static_cast<size_t>(num_threads));
-    int64_t first = share;
-    try {
-        for (; first < num_rows; first += share) {
-            threads.emplace_back(pack, first, std::min(first + share, num_rows));
-        }
-    } catch (const std::exception&) {
-        pack(first, num_rows);  // no more threads can be had
-    }
-    pack(0, std::min(share, num_rows));
-    for (auto& thread : threads) thread.join();
+    ob::divide(num_rows, kPanelOutputs, num_threads, pack);
     return OB_OK;
 } catch (const std::exception&) {
     return OB_NO_MEMORY;
 }
 
-int64_t ob_matrix_bytes(const ob_matrix* matrix) { return static_cast<int64_t>(matrix->mapped_bytes); }
+int32_t ob_matrix_copy(ob_matrix* matrix, int32_t store, int32_t num_threads) {
+    const bool is_plain = store == OB_STORE_F32 || store == OB_STORE_BF16;
+    if (!matrix->is_quantized() || matrix->copy != nullptr || !is_plain || num_threads < 1) return OB_MALFORMED;
+    char error[1];
+    ob_matrix* copy = ob_matrix_create(store, matrix->num_outputs, matrix->num_inputs, 0, error, sizeof error);
+    if (copy == nullptr) return OB_NO_MEMORY;
+    try {
+        const ob::Kernels& kernels = *ob::usable_kernels().front();
+        ob::divide(copy->num_panels, 1, num_threads, [&](int64_t first, int64_t end) {
+            for (int64_t panel = first; panel < end; ++panel) {
+                kernels.expand(*matrix, panel, store, copy->data + panel * copy->panel_bytes);
+            }
+        });
+    } catch (const std::exception&) {
+        ob_matrix_free(copy);
+        return OB_NO_MEMORY;
+    }
+    matrix->copy = copy;
+    return OB_OK;
+}
+
+void ob_matrix_drop_copy(ob_matrix* matrix) {
+    ob_matrix_free(matrix->copy);
+    matrix->copy = nullptr;
+}
+
+int64_t ob_matrix_bytes(const ob_matrix* matrix) {
+    const size_t copy = matrix->copy == nullptr ? 0 : matrix->copy->mapped_bytes;
+    return static_cast<int64_t>(matrix->mapped_bytes + copy);
+}
 
 int32_t ob_matrix_row(const ob_matrix* matrix, int64_t output, float* row) {
     if (output < 0 || output >= matrix->num_outputs) return OB_MALFORMED;
@@ -168,6 +203,7 @@ int32_t ob_matrix_row(const ob_matrix* matrix, int64_t output, float* row) {
 
 void ob_matrix_free(ob_matrix* matrix) {
     if (matrix == nullptr) return;
+    ob_matrix_free(matrix->copy);
     ob::give_back_shared_memory(matrix->data, matrix->mapped_bytes);
     delete matrix;
 }

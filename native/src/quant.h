@@ -223,6 +223,22 @@ OB_INLINE void store_inputs(float* to, const FourInputs& inputs) {
     for (int j = 0; j < 4; ++j) store(to + j * kPanelOutputs, inputs.values[j]);
 }
 
+#if defined(__AVX512BF16__)
+
+OB_INLINE void store_inputs(bf16* to, const FourInputs& inputs) {
+    // Each even input, then the odd one beside it.
+    const __m512i order = _mm512_or_si512(_mm512_set1_epi32(16 << 16), _mm512_mullo_epi32(
+        _mm512_set1_epi32(1 << 16 | 1), _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)));
+#pragma GCC unroll 2
+    for (int pair = 0; pair < 2; ++pair) {
+        const __m512bh both = _mm512_cvtne2ps_pbh((__m512)inputs.values[2 * pair + 1].part[0],
+                                                  (__m512)inputs.values[2 * pair].part[0]);
+        _mm512_storeu_si512(to + pair * 2 * kPanelOutputs, _mm512_permutexvar_epi16(order, (__m512i)both));
+    }
+}
+
+#else
+
 // A finite float rounded to bfloat16, in the upper half of its lane.
 OB_INLINE U16 upper_bf16(F16 value) {
     return each<U16>([&](int i) {
@@ -244,6 +260,8 @@ OB_INLINE void store_inputs(bf16* to, const FourInputs& inputs) {
         store_bits(to + pair * 2 * kPanelOutputs, both);
     }
 }
+
+#endif
 
 template <class Group, class E>
 OB_INLINE void expand_groups(const uint8_t* group, int64_t num_groups, typename E::Number* to) {

@@ -39,6 +39,12 @@ struct Best {
     bool has_nan;
 };
 
+// What decides which numbers a product comes to.
+struct Arithmetic {
+    int32_t activations;  // OB_ACTIVATIONS_, what quantized weights are multiplied with
+    bool is_invariant;    // whether all numbers of rows are multiplied alike (`batch_invariant`)
+};
+
 struct StepContext {
     const ob_model* model;
     const ob_step* step;
@@ -101,6 +107,8 @@ struct Kernels {
     void (*run_step)(StepContext& context, int thread);
     int64_t fewest_rows;     // of a chunk: with fewer, reading the weights would take longer than multiplying
     int64_t attention_rows;  // query rows of one item, unless a KV head has more heads than that
+    // Writes a panel of a quantized matrix as plain numbers of a store.
+    void (*expand)(const ob_matrix& matrix, int64_t panel, int32_t store, void* to);
 };
 
 }  // namespace ob

@@ -27,7 +27,7 @@ _PACKAGES = ("gguf", "safetensors", "torch")
 """What the command imports of the serve extra."""
 _WHAT_STEPS_DEPEND_ON = (
     *("load_format", "dtype", "quantization", "activation_quantization", "seed", "device", "backend"),
-    *("instruction_set", "threads"),
+    *("instruction_set", "weights_copy", "batch_invariant", "threads"),
     *("kv_cache_memory_bytes", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
 )
 """Settings of the engine: how steps are computed, and how large they may get."""

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from onbeat.core.errors import ConfigError
-from onbeat.engine.config import ActivationQuantization, EngineConfig, InstructionSet
+from onbeat.core.errors import ConfigError, ModelLoadError
+from onbeat.engine.config import EngineConfig, InstructionSet, native_settings
 from onbeat.engine.device import DeviceConfig, device_name
 from onbeat.engine.forward import ForwardPass, TorchForward
 from onbeat.engine.kv_cache import KVCacheSpec
@@ -20,6 +20,7 @@ from onbeat.engine.native.layouts import PLAIN_LAYOUTS, WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, NotLoaded, load_library
 from onbeat.engine.native.packing import LAYER_NORMS, NativeWeights, WeightPacker
 from onbeat.engine.native.set_timer import choose_instruction_set
+from onbeat.engine.native.weights_copy import NONE, CopyChoice, choose_copy, make_copy, why_no_copy
 from onbeat.engine.parallel.backend import ParallelBackend
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.perfmodel.profile_file import cache_dir
@@ -59,12 +60,15 @@ class Backend(Protocol):
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec: ...
 
-    def build(self, *, num_blocks: int, block_size: int, on_progress: OnProgress) -> ForwardPass:
+    def build(
+        self, *, num_blocks: int, block_size: int, on_progress: OnProgress, spare_bytes: int = 0
+    ) -> ForwardPass:
         """Load the weights and make the KV cache.
 
         Parameters
         ----------
         num_blocks, block_size : of the KV cache.
+        spare_bytes : memory that is left beside weights, KV cache and what steps need.
         on_progress : told what was decided on the way.
 
         Raises
@@ -99,7 +103,14 @@ class TorchBackend:
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         return KVCacheSpec.of_model(self._checkpoint.config, dtype=self._device.dtype, block_size=block_size)
 
-    def build(self, *, num_blocks: int, block_size: int, on_progress: OnProgress) -> ForwardPass:  # noqa: ARG002
+    def build(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        on_progress: OnProgress,  # noqa: ARG002
+        spare_bytes: int = 0,  # noqa: ARG002
+    ) -> ForwardPass:
         model = build_model(self._checkpoint, dtype=self._device.dtype, device=self._device.device)
         return TorchForward(model, num_blocks=num_blocks, block_size=block_size)
 
@@ -111,9 +122,11 @@ class NativeBackend:
     ----------
     library : what runs.
     checkpoint, device : the weights, and type and threads.
-    layouts : how each matrix keeps its numbers.
-    activation_quantization : of what quantized weights are multiplied with.
-    instruction_set : one of the library's; None takes the quickest.
+    config : how it shall run.
+
+    Raises
+    ------
+    ConfigError : this processor lacks the instruction set, or weights are not quantized that must be.
     """
 
     # Threads of torch wait for their next work at full speed, on the cores that the engine computes with.
@@ -125,21 +138,25 @@ class NativeBackend:
         library: NativeLibrary,
         checkpoint: Checkpoint,
         device: DeviceConfig,
-        layouts: WeightLayouts,
-        *,
-        activation_quantization: ActivationQuantization,
-        instruction_set: str | None,
+        config: EngineConfig,
     ) -> None:
+        layouts = WeightLayouts(checkpoint, dtype=device.dtype, quantization=config.quantization)
+        if config.activation_quantization == "int8" and not layouts.are_any_quantized:
+            raise ConfigError(
+                "activation_quantization int8 needs quantized weights, but those of this model are not; give "
+                "--quantization int8 too, or leave --activation-quantization out"
+            )
         self._library = library
-        self._instruction_set = instruction_set
+        self._config = config
+        self._instruction_set = instruction_set = _instruction_set(library, config.instruction_set)
         self._checkpoint = checkpoint
         self._device = device
         self._layouts = layouts
-        self._activation_quantization = activation_quantization
         self.weights_format: str | None = layouts.number_format()
         self.embedding_format: str | None = layouts.embedding_format()
         given = "" if instruction_set is None else f"{instruction_set}, "
-        self.description = f"by the native engine ({given}{self.weights_format} weights)"
+        numbers = ", batch-invariant" if config.batch_invariant else ""
+        self.description = f"by the native engine ({given}{self.weights_format} weights{numbers})"
 
     def weight_bytes(self) -> int:
         return self._layouts.num_bytes()
@@ -152,7 +169,9 @@ class NativeBackend:
             head_dim_multiple=NATIVE_HEAD_MULTIPLE,
         )
 
-    def build(self, *, num_blocks: int, block_size: int, on_progress: OnProgress) -> ForwardPass:
+    def build(
+        self, *, num_blocks: int, block_size: int, on_progress: OnProgress, spare_bytes: int = 0
+    ) -> ForwardPass:
         # Already now: its threads would wait for one another in each of thousands of small conversions.
         torch.set_num_threads(self.torch_threads)
         num_threads = self._device.num_threads
@@ -162,13 +181,33 @@ class NativeBackend:
             num_blocks=num_blocks,
             block_size=block_size,
             num_threads=num_threads,
-            activation_quantization=self._activation_quantization,
+            activation_quantization=self._config.activation_quantization,
             instruction_set=self._instruction_set,
+            batch_invariant=self._config.batch_invariant,
         )
         weights = packer.pack()
+        copy = None
+        if self._config.weights_copy == "auto" and weights.quantized_products:
+            copy = self._choose_copy(weights, options, spare_bytes)
+            options = replace(options, copy_rows=copy.rows)
         if self._instruction_set is None:
             options = self._with_quickest_set(weights, options, on_progress)
+        if copy is not None:
+            options = _with_copy(copy, weights, options, on_progress)
         return NativeForward(self._library, self._checkpoint.config, weights, options)
+
+    def _choose_copy(self, weights: NativeWeights, options: NativeOptions, spare_bytes: int) -> CopyChoice:
+        if why := why_no_copy(weights, options, spare_bytes):
+            return CopyChoice(0, why)
+        newest = self._library.instruction_sets[0]
+        return choose_copy(
+            self._library,
+            self._checkpoint.config,
+            weights,
+            replace(options, instruction_set=options.instruction_set or newest),
+            processor=device_name(self._device),
+            directory=cache_dir() / "weights-copies",
+        )
 
     def _with_quickest_set(
         self, weights: NativeWeights, options: NativeOptions, on_progress: OnProgress
@@ -187,7 +226,25 @@ class NativeBackend:
             directory=cache_dir() / "instruction-sets",
         )
         on_progress(f"instruction set {chosen}, {reason}")
-        return replace(options, instruction_set=chosen)
+        copy_rows = options.copy_rows if chosen == self._library.instruction_sets[0] else 0
+        return replace(options, instruction_set=chosen, copy_rows=copy_rows)
+
+
+def _with_copy(
+    copy: CopyChoice, weights: NativeWeights, options: NativeOptions, on_progress: OnProgress
+) -> NativeOptions:
+    """Make the copy that was chosen, unless memory runs out or another set is quicker without."""
+    if copy.rows and not options.copy_rows:
+        on_progress(f"{NONE}: {options.instruction_set} is quicker without")
+        return options
+    try:
+        if copy.rows:
+            make_copy(weights, options)
+    except ModelLoadError as error:
+        on_progress(f"{NONE}: {error}")
+        return replace(options, copy_rows=0)
+    on_progress(copy.reason)
+    return options
 
 
 def choose_backend(config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfig) -> Backend:
@@ -204,29 +261,15 @@ def choose_backend(config: EngineConfig, checkpoint: Checkpoint, device: DeviceC
     else:
         found = _usable_library(checkpoint, device)
     if isinstance(found, NativeLibrary):
-        layouts = WeightLayouts(checkpoint, dtype=device.dtype, quantization=config.quantization)
-        if config.activation_quantization == "int8" and not layouts.are_any_quantized:
-            raise ConfigError(
-                "activation_quantization int8 needs quantized weights, but those of this model are not; give "
-                "--quantization int8 too, or leave --activation-quantization out"
-            )
-        return NativeBackend(
-            found,
-            checkpoint,
-            device,
-            layouts,
-            activation_quantization=config.activation_quantization,
-            instruction_set=_instruction_set(found, config.instruction_set),
-        )
+        return NativeBackend(found, checkpoint, device, config)
     if config.backend == "native":
         raise ConfigError(f"the native engine cannot run: {found.reason}; leave --backend out to use torch")
-    for setting in ("quantization", "activation_quantization", "instruction_set"):
-        value = getattr(config, setting)
-        if value not in ("auto", "none"):
-            raise ConfigError(
-                f"{setting} {value} needs the native engine, but the model would run by torch "
-                f"({found.reason}); leave --{setting.replace('_', '-')} out"
-            )
+    if setting := next(native_settings(config), None):
+        name, value = setting
+        raise ConfigError(
+            f"{name} {value} needs the native engine, but the model would run by torch "
+            f"({found.reason}); leave --{name.replace('_', '-')} out"
+        )
     reason = found.reason if config.backend == "torch" else f"not by the native engine: {found.reason}"
     return TorchBackend(checkpoint, device, reason)
 

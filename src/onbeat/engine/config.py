@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ Quantization = Literal["auto", "none", "int8"]
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 ActivationQuantization = Literal["auto", "none", "int8"]
 InstructionSet = Literal["auto", "amx", "avx512bf16", "avx512", "avx2", "portable"]
+WeightsCopy = Literal["auto", "off"]
 
 _model, _engine = partial(option, group="model"), partial(option, group="engine")
 
@@ -73,6 +74,17 @@ class EngineConfig:
     instruction_set: InstructionSet = _engine(
         "auto",
         help="what the native CPU engine computes with; auto: the quickest here, timed at the first start",
+    )
+    weights_copy: WeightsCopy = _engine(
+        "auto",
+        help="of quantized weights, in --dtype, for products of many rows, by the native backend; auto: "
+        "where it is quicker here, as timed at the first start, and takes at most half of the memory that "
+        "weights and KV cache leave",
+    )
+    batch_invariant: bool = _engine(
+        default=False,
+        help="compute the same numbers for a request, bit for bit, whatever runs beside it and however its "
+        "prompt is divided (native backend only)",
     )
     threads: int | None = _engine(
         None,
@@ -128,3 +140,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self, EngineConfig)
+
+
+def native_settings(config: EngineConfig) -> Iterator[tuple[str, str]]:
+    """Yield the settings, and their values, that ask for what only the native engine does."""
+    for name in ("quantization", "activation_quantization", "instruction_set"):
+        if (value := getattr(config, name)) not in ("auto", "none"):
+            yield name, value
+    if config.batch_invariant:
+        yield "batch_invariant", "on"

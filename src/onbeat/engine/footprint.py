@@ -93,8 +93,8 @@ class Footprint:
                 f"quantization, or give onbeat more memory{fitting}"
             )
 
-    def check_fits(self, free: FreeMemory, *, num_blocks: int, num_tokens: int, num_rows: int) -> None:
-        """Check that all fits: weights, KV cache, and what steps compute in.
+    def check_fits(self, free: FreeMemory, *, num_blocks: int, num_tokens: int, num_rows: int) -> int:
+        """Check that all fits: weights, KV cache, and what steps compute in; return the bytes that are left.
 
         Parameters
         ----------
@@ -109,8 +109,9 @@ class Footprint:
         num_slots = num_blocks * self.kv_cache.block_size
         work = self._work_bytes(min(num_tokens, num_slots), min(num_rows, num_slots))
         kv_bytes = num_blocks * self.block_bytes
-        if self.weight_bytes + kv_bytes + work <= free.num_bytes:
-            return
+        spare = free.num_bytes - self.weight_bytes - kv_bytes - work
+        if spare >= 0:
+            return spare
         problem = (
             f"a KV cache of {_size(kv_bytes)} does not fit beside the weights ({_size(self.weight_bytes)}) "
             f"and what loading and steps of up to {num_tokens} tokens need ({_size(work)}): that is "

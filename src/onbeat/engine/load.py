@@ -75,6 +75,8 @@ class LoadedModel:
             activations = activation_quantization
             if activations == "auto":  # which the processor decides
                 activations = f"as {settings.get('instruction_set', 'the backend')} has them"
+        if "batch_invariant" in settings:
+            activations += ", batch-invariant"
         layout = KVLayout(
             model=f"{self.name} ({self.config.architecture}, {self.config.num_layers} layers)",
             weights=self.weights_format or self.device.dtype_name,
@@ -97,6 +99,8 @@ class ModelLoader:
     limits: SchedulerConfig
     backend: Backend
     proposer: ProposerBuilder | None = None
+    spare_bytes: int = 0
+    """Memory that is left beside all that the engine needs."""
 
     def load(self, on_progress: OnProgress) -> LoadedModel:
         """Load the weights, make the KV cache, and run a first step.
@@ -113,7 +117,10 @@ class ModelLoader:
         if advice := thread_advice(device):
             on_progress(advice)
         forward = self.backend.build(
-            num_blocks=limits.num_blocks, block_size=limits.block_size, on_progress=on_progress
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            on_progress=on_progress,
+            spare_bytes=self.spare_bytes,
         )
         proposer = None
         if self.proposer is not None:
@@ -163,19 +170,24 @@ def prepare_model(config: EngineConfig) -> ModelLoader:
     backend = choose_backend(config, checkpoint, device)
     target = Target(checkpoint.config, device)
     proposer = choose_proposer(config, target, open_weights)
-    limits = resolve_limits(
+    limits, spare_bytes = resolve_limits(
         config,
         checkpoint.config,
         device,
         Footprint.of(checkpoint.config, backend, proposer, config.limits.block_size),
     )
-    return ModelLoader(config.model.name, checkpoint, device, limits, backend, proposer)
+    return ModelLoader(config.model.name, checkpoint, device, limits, backend, proposer, spare_bytes)
 
 
 def resolve_limits(
     config: EngineConfig, model: ModelConfig, device: DeviceConfig, footprint: Footprint
-) -> SchedulerConfig:
+) -> tuple[SchedulerConfig, int]:
     """Decide what the user left open, from the model, the memory that it takes and the memory there is.
+
+    Returns
+    -------
+    tuple
+        The limits, and the bytes that are left beside all that they let the engine take.
 
     Raises
     ------
@@ -195,13 +207,13 @@ def resolve_limits(
         model_len=model.max_position_embeddings,
         speculation=None if config.speculative is None else config.speculative.for_scheduler(),
     )
-    footprint.check_fits(
+    spare_bytes = footprint.check_fits(
         free,
         num_blocks=num_blocks,
         num_tokens=settled.max_num_batched_tokens,
         num_rows=settled.max_num_seqs,
     )
-    return settled
+    return settled, spare_bytes
 
 
 def _free_memory(config: EngineConfig, device: DeviceConfig) -> FreeMemory:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from onbeat.engine.device import device_name
@@ -86,8 +88,18 @@ def profile_key_of(loaded: LoadedModel, precision: Precision) -> ProfileKey:
         precision=precision,
         threads=device.num_threads if is_cpu else 1,
         backend=settings["backend"],
-        instruction_set=settings.get("instruction_set"),
+        instruction_set=_what_computes(settings),
     )
+
+
+def _what_computes(settings: Mapping[str, str]) -> str | None:
+    """Return the instruction set, and what else of the settings changes the times of its steps."""
+    name = settings.get("instruction_set")
+    if name is not None and "weights_copy" in settings:
+        name += f" with a copy of the weights {settings['weights_copy']}"
+    if name is not None and "batch_invariant" in settings:
+        name += " (batch-invariant)"
+    return name
 
 
 def known_device(name: str) -> str | None:

@@ -15,7 +15,7 @@ void shim_multiply(const ob_matrix* matrix, const bf16* x, int64_t stride, int64
     std::vector<uint8_t> scratch(1 << 20);
     const int64_t width = matrix->num_panels * kPanelOutputs;
     multiply<BFloat16>(*matrix, {x, stride}, {first_row, end_row}, {first_panel, end_panel}, nullptr, scratch.data(),
-                       OB_ACTIVATIONS_AUTO, [=](int64_t row, int64_t panel, const float* sums) {
+                       {OB_ACTIVATIONS_AUTO, false}, [=](int64_t row, int64_t panel, const float* sums) {
                            float* to = y + row * width + panel * kPanelOutputs;
                            for (int64_t i = 0; i < kPanelOutputs; ++i) to[i] += sums[i];
                        });

@@ -81,6 +81,7 @@ class Engine:
         self._library = library
         self._rng = rng
         self._layout = sizes.layout
+        self._plain = MatrixLayout(Store.BF16 if sizes.is_bfloat16 else Store.F32)
         self._kept: list[Any] = []
         self._functions = library.functions
         query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
@@ -120,6 +121,8 @@ class Engine:
             num_blocks=sizes.num_blocks,
             num_threads=int(rng.integers(1, 5)),
             activation_quantization=int(rng.choice(list(ACTIVATION_QUANTIZATIONS.values()))),
+            batch_invariant=int(rng.integers(2)),
+            copy_rows=int(rng.choice([0, 1, 20])),
             rms_norm_eps=1e-5,
             attention_scale=0.1,
             embedding_scale=1.0,
@@ -167,6 +170,8 @@ class Engine:
         if self._layout.store == Store.BF16:
             rows, source = (rows.view(np.uint32) >> 16).astype(np.uint16), Source.BF16
         assert matrix.pack(rows, source, self._rng.permutation(num_outputs), num_threads=2)
+        if self._layout.group and self._rng.integers(2):
+            matrix.copy(self._plain, num_threads=2)
         self._kept.append(matrix)
         return matrix.handle
 

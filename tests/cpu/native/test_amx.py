@@ -12,6 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from onbeat.engine.config import ActivationQuantization
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
 from onbeat.engine.native.structures import Source, Status, Store
@@ -27,6 +28,7 @@ from tests.cpu.native.amx_kernels import (
     trapped_units,
 )
 from tests.cpu.native.fuzz_steps import Engine, Sizes, draw_sizes, draw_step
+from tests.cpu.native.test_batch_invariant import all_logits, open_quantized
 from tests.cpu.native.test_forward import checkpoint_of, first_logits, relative_error
 
 pytestmark = [
@@ -266,6 +268,60 @@ def test_attention_of_any_shape(
         assert relative_error(*found) < 0.03
     for engine in engines:
         engine.close()
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral-sliding", "gemma3"])
+def test_batch_invariant_plain_weights(emulated_library: NativeLibrary, name: str) -> None:
+    """All rows meet weights and pages of keys as tiles, however few they are."""
+    checkpoint = checkpoint_of(name)
+    for is_invariant in (True, False):
+        found = all_logits(
+            emulated_library,
+            checkpoint,
+            dtype=torch.bfloat16,
+            instruction_set="amx_emulated",
+            batch_invariant=is_invariant,
+        )
+        assert all(torch.equal(logits, found[0]) for logits in found) == is_invariant
+
+
+@pytest.mark.parametrize(("kind", "activations"), [("Q4_K", "auto"), ("Q8_0", "none")])
+def test_batch_invariant_quantized_weights(
+    emulated_library: NativeLibrary, kind: str, activations: ActivationQuantization, tmp_path: Path
+) -> None:
+    found = all_logits(
+        emulated_library,
+        open_quantized(tmp_path, kind),
+        dtype=torch.bfloat16,
+        instruction_set="amx_emulated",
+        activation_quantization=activations,
+    )
+    assert all(torch.equal(logits, found[0]) for logits in found)
+
+
+def test_a_copy_changes_no_number_of_many_rows(emulated_library: NativeLibrary, tmp_path: Path) -> None:
+    """Tiles read what they would have expanded; fewer rows, which would be bytes, lose nothing."""
+    checkpoint = open_quantized(tmp_path, "Q4_0")
+    ways: tuple[tuple[int, ActivationQuantization], ...] = (
+        *((0, "auto"), (32, "auto")),
+        *((0, "none"), (1, "auto")),
+    )
+    found = {
+        (copy_rows, way): first_logits(
+            on_native(
+                emulated_library,
+                checkpoint,
+                dtype=torch.bfloat16,
+                quantization="auto",
+                activation_quantization=way,
+                copy_rows=copy_rows,
+            ),
+            lengths=(40, 90),
+        )
+        for copy_rows, way in ways
+    }
+    assert torch.equal(found[0, "auto"], found[32, "auto"])
+    assert torch.equal(found[0, "none"], found[1, "auto"])
 
 
 @pytest.mark.slow

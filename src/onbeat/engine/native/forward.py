@@ -61,6 +61,10 @@ class NativeOptions:
     """Of what quantized weights are multiplied with."""
     instruction_set: str | None = None
     """None takes the best one of this processor."""
+    batch_invariant: bool = False
+    """Whether a token's numbers are the same whatever else is in its step."""
+    copy_rows: int = 0
+    """Fewest tokens of a step whose products read the copies that quantized matrices have; 0: none does."""
 
 
 class NativeForward:
@@ -106,11 +110,16 @@ class NativeForward:
     @property
     def settings(self) -> Mapping[str, str]:
         """What a reader of measurements wants to know of this forward pass."""
-        return {
+        settings = {
             "backend": "native",
             "instruction_set": self.instruction_set,
             "weights": self.weights.stores,
         }
+        if self.options.copy_rows:
+            settings["weights_copy"] = f"from {self.options.copy_rows} rows"
+        if self.options.batch_invariant:
+            settings["batch_invariant"] = "yes"
+        return settings
 
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
         """Run one step; see `ForwardPass.run`. Logits are valid until the next step."""
@@ -273,6 +282,8 @@ class _EngineStructures:
             num_blocks=options.num_blocks,
             num_threads=options.num_threads,
             activation_quantization=ACTIVATION_QUANTIZATIONS[options.activation_quantization],
+            batch_invariant=options.batch_invariant,
+            copy_rows=options.copy_rows,
             rms_norm_eps=config.rms_norm_eps,
             attention_scale=config.attention_scale,
             embedding_scale=embedding_scale,

@@ -19,7 +19,7 @@ LEAST_GAIN = 0.1
 """By so much another set must be quicker than the first: less is chance, and replicas shall agree."""
 _REPEATS = 2
 """Of each kind of step, beside the first one, which brings threads and memory to life."""
-_CONFIRMATIONS = 10
+CONFIRMATIONS = 10
 """Repeats where a set seems quicker than the first: on a busy machine it may be none."""
 
 
@@ -30,6 +30,11 @@ class StepKind(NamedTuple):
     row_tokens: int
     """New tokens of each row: 1 of a decode."""
     num_layers: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of its products."""
+        return self.num_rows * self.row_tokens
 
     @property
     def title(self) -> str:
@@ -101,7 +106,7 @@ def time_with_care(names: Sequence[str], kinds: Sequence[StepKind], run: Timer) 
     times = time_sets(names, kinds, run)
     chosen = choose_set(times).instruction_set
     if chosen != names[0]:
-        again = time_sets([names[0], chosen], kinds, run, gives_up=False, repeats=_CONFIRMATIONS)
+        again = time_sets([names[0], chosen], kinds, run, gives_up=False, repeats=CONFIRMATIONS)
         times |= {name: list(map(min, times[name], seconds)) for name, seconds in again.items()}
     return times
 
@@ -178,26 +183,43 @@ class SetTimesFile:
         return {name: list(own) for name, own in times.items()}
 
 
-def settle_set(names: Sequence[str], file: SetTimesFile, measure: Callable[[], SetTimes]) -> Choice:
-    """Choose by the times that were kept, else by new ones. Whatever goes wrong, the first set can run.
+class Settled(NamedTuple):
+    """Times, and where they are from."""
+
+    times: SetTimes | None
+    """None where there are none."""
+    source: str
+    """For people; without times, why."""
+    caveat: str = ""
+    """What else is to be said."""
+
+
+def settle_times(names: Sequence[str], file: SetTimesFile, measure: Callable[[], SetTimes]) -> Settled:
+    """Return the times that were kept, else new ones.
 
     Parameters
     ----------
-    names : the instruction sets that can run, the best by age first.
+    names : what is timed; the first is what others are compared with.
     file : where times are kept.
-    measure : times the sets.
+    measure : times them.
     """
     kept = file.read()
     if kept is not None and list(kept) == list(names):
-        chosen, compared = choose_set(kept)
-        return Choice(chosen, f"as timed before ({file.path}): {compared}")
+        return Settled(kept, f"as timed before ({file.path})")
     try:
         times = measure()
     except (OnbeatError, OSError, MemoryError) as error:
-        return Choice(names[0], f"the newest, for the sets could not be timed ({error})")
+        return Settled(None, f"could not be timed ({error})")
     try:
-        chosen, compared = choose_set(file.keep(times))
+        return Settled(file.keep(times), "as timed now")
     except OSError as error:
-        chosen, compared = choose_set(times)
-        compared += f"; this cannot be kept for the next start ({error})"
-    return Choice(chosen, f"as timed now: {compared}")
+        return Settled(times, "as timed now", f"; this cannot be kept for the next start ({error})")
+
+
+def settle_set(names: Sequence[str], file: SetTimesFile, measure: Callable[[], SetTimes]) -> Choice:
+    """Choose by times; see `settle_times`. Whatever goes wrong, the first set can run."""
+    times, source, caveat = settle_times(names, file, measure)
+    if times is None:
+        return Choice(names[0], f"the newest, for the sets {source}")
+    chosen, compared = choose_set(times)
+    return Choice(chosen, f"{source}: {compared}{caveat}")

@@ -25,6 +25,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ob_withheld_instruction_sets": (c_char_p, ()),
     "ob_matrix_create": (c_void_p, (c_int32, c_int64, c_int64, c_int32, c_char_p, c_size_t)),
     "ob_matrix_pack": (c_int32, (c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int32)),
+    "ob_matrix_copy": (c_int32, (c_void_p, c_int32, c_int32)),
+    "ob_matrix_drop_copy": (None, (c_void_p,)),
     "ob_matrix_bytes": (c_int64, (c_void_p,)),
     "ob_matrix_row": (c_int32, (c_void_p, c_int64, c_void_p)),
     "ob_matrix_free": (None, (c_void_p,)),

@@ -1,9 +1,9 @@
-"""Times a packed model's steps on each instruction set that it could run on."""
+"""Times a packed model's steps in each way that it could run: on instruction sets, with copies of weights."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -60,27 +60,58 @@ def choose_instruction_set(
     names = library.instruction_sets
     if len(names) == 1:
         return Choice(names[0], "the only one here")
-    if weights.num_bytes < _LEAST_BYTES:
+    if is_too_small(weights):
         return Choice(names[0], "the newest; the model is too small to time others")
     kinds = step_kinds(weights)
-    key = {
-        "processor": processor,
-        "library": hashlib.sha256(library.path.read_bytes()).hexdigest(),
-        "instruction_sets": names,
-        "threads": options.num_threads,
-        "dtype": str(options.dtype),
-        "activation_quantization": options.activation_quantization,
-        "block_size": options.block_size,
-        "model": asdict(config),
-        "layouts": [str(matrix.layout) for matrix in weights.layers[0].matrices],
-        "steps": kinds,
-    }
+    variants = set_variants(library, options)
+    key = times_key(library, config, weights, options, processor=processor, variants=names, steps=kinds)
 
     def measure() -> SetTimes:
-        with closing(_SetTimer(library, config, weights, options, kinds)) as timer:
+        with closing(StepTimer(library, config, weights, variants, kinds)) as timer:
             return time_with_care(names, kinds, timer.run)
 
     return settle_set(names, SetTimesFile(directory, key), measure)
+
+
+def is_too_small(weights: NativeWeights) -> bool:
+    """Return whether other things take longer than products in a model's steps."""
+    return weights.num_bytes < _LEAST_BYTES
+
+
+def times_key(
+    library: NativeLibrary,
+    config: ModelConfig,
+    weights: NativeWeights,
+    options: NativeOptions,
+    **what: Any,
+) -> dict[str, Any]:
+    """Return all that times depend on.
+
+    Parameters
+    ----------
+    what : is timed where, by name.
+    """
+    return {
+        "library": hashlib.sha256(library.path.read_bytes()).hexdigest(),
+        "instruction_set": options.instruction_set,
+        "threads": options.num_threads,
+        "dtype": str(options.dtype),
+        "activation_quantization": options.activation_quantization,
+        "batch_invariant": options.batch_invariant,
+        "copy_rows": options.copy_rows,
+        "block_size": options.block_size,
+        "model": asdict(config),
+        "layouts": [str(matrix.layout) for matrix in weights.layers[0].matrices],
+        **what,
+    }
+
+
+def set_variants(library: NativeLibrary, options: NativeOptions) -> dict[str, NativeOptions]:
+    """Return how a model would run on each set. Copies were chosen for the first; others do without."""
+    first, *others = library.instruction_sets
+    return {first: replace(options, instruction_set=first)} | {
+        name: replace(options, instruction_set=name, copy_rows=0) for name in others
+    }
 
 
 def time_all_sets(
@@ -93,48 +124,62 @@ def time_all_sets(
     ConfigError, EngineError : memory or threads are short.
     """
     kinds = step_kinds(weights)
-    with closing(_SetTimer(library, config, weights, options, kinds)) as timer:
+    variants = {name: replace(options, instruction_set=name) for name in library.instruction_sets}
+    with closing(StepTimer(library, config, weights, variants, kinds)) as timer:
         return kinds, time_sets(library.instruction_sets, kinds, timer.run, gives_up=False)
 
 
 def step_kinds(weights: NativeWeights) -> list[StepKind]:
     """Return decodes of few to many requests in some layers, and a prompt in one."""
     first = weights.layers[0].matrices
-    layer_bytes = sum(matrix.num_bytes for matrix in first)
-    num_layers = min(max(-(-_DECODE_BYTES // layer_bytes), 1), len(weights.layers))
+    num_layers = num_decode_layers(weights)
     num_weights = sum(matrix.num_outputs * matrix.num_inputs for matrix in first)
     prompt = min(max(_PROMPT_PRODUCTS // num_weights, _FEWEST_PROMPT_TOKENS), PROMPT_TOKENS)
     return [*(StepKind(num_rows, 1, num_layers) for num_rows in DECODES), StepKind(1, prompt, 1)]
 
 
-class _SetTimer:
-    """The first layers of a model on every instruction set, each with threads and a KV cache of its own."""
+def num_decode_layers(weights: NativeWeights) -> int:
+    """Return how many of the first layers decodes are timed in."""
+    layer_bytes = sum(matrix.num_bytes for matrix in weights.layers[0].matrices)
+    return min(max(-(-_DECODE_BYTES // layer_bytes), 1), len(weights.layers))
+
+
+class StepTimer:
+    """The first layers of a model in several variants, each with threads and a KV cache of its own.
+
+    Parameters
+    ----------
+    library, config, weights : what runs.
+    variants : how it may run, by name.
+    kinds : the steps that will be timed.
+    """
 
     def __init__(
         self,
         library: NativeLibrary,
         config: ModelConfig,
         weights: NativeWeights,
-        options: NativeOptions,
+        variants: Mapping[str, NativeOptions],
         kinds: Sequence[StepKind],
     ) -> None:
         self._library = library
         self._config = config
         self._weights = weights
-        blocks = max(kind.num_rows * _row_blocks(kind, options.block_size) for kind in kinds)
-        self._options = replace(options, num_blocks=blocks)
+        self._block_size = next(iter(variants.values())).block_size
+        blocks = max(kind.num_rows * _row_blocks(kind, self._block_size) for kind in kinds)
+        self._variants = {name: replace(options, num_blocks=blocks) for name, options in variants.items()}
         self._forwards: dict[tuple[str, int], NativeForward] = {}
 
-    def run(self, instruction_set: str, kind: StepKind) -> float:
+    def run(self, variant: str, kind: StepKind) -> float:
         """Run a step; return its seconds."""
-        key = instruction_set, kind.num_layers
+        key = variant, kind.num_layers
         if key not in self._forwards:
             self._forwards[key] = NativeForward(
                 self._library,
                 *first_layers(self._config, self._weights, kind.num_layers),
-                replace(self._options, instruction_set=instruction_set),
+                self._variants[variant],
             )
-        inputs = _step_inputs(kind, self._options.block_size, self._config.vocab_size)
+        inputs = _step_inputs(kind, self._block_size, self._config.vocab_size)
         seconds = self._forwards[key].run(inputs, wants_logits=False).seconds
         assert seconds is not None
         return seconds

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from onbeat.engine.config import ActivationQuantization
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 
 class Status(IntEnum):
@@ -90,6 +90,8 @@ class ModelStructure(Structure):
         ("num_blocks", c_int32),
         ("num_threads", c_int32),
         ("activation_quantization", c_int32),
+        ("batch_invariant", c_int32),
+        ("copy_rows", c_int64),
         ("rms_norm_eps", c_float),
         ("attention_scale", c_float),
         ("embedding_scale", c_float),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.config import EngineConfig, native_settings
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.kv_cache import KVCacheSpec
@@ -62,6 +62,7 @@ class ParallelBackend:
         num_blocks: int,
         block_size: int,
         on_progress: Callable[[str], None],  # noqa: ARG002
+        spare_bytes: int = 0,  # noqa: ARG002
     ) -> ForwardPass:
         return start_ranks(
             self._config, self._checkpoint, self._rank_device, num_blocks=num_blocks, block_size=block_size
@@ -75,13 +76,11 @@ def _check_options(config: EngineConfig, device: DeviceConfig) -> None:
             f"the native engine runs in one process, but tensor_parallel_size is {size}; tensor parallelism "
             "needs the torch backend: leave --backend out, or --tensor-parallel-size"
         )
-    for setting in ("quantization", "activation_quantization", "instruction_set"):
-        value = getattr(config, setting)
-        if value not in ("auto", "none"):
-            raise ConfigError(
-                f"{setting} {value} needs the native engine, but with a tensor_parallel_size of {size} the "
-                "model would run by torch; leave one of the two out"
-            )
+    for setting, value in native_settings(config):
+        raise ConfigError(
+            f"{setting} {value} needs the native engine, but with a tensor_parallel_size of {size} the "
+            "model would run by torch; leave one of the two out"
+        )
     if device.device.type != "cpu":
         raise ConfigError(
             f"tensor parallelism runs on the CPU only, but the device is {device.device}; give --device cpu, "

@@ -11,7 +11,7 @@ import torch
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.step import BatchShape
-from onbeat.engine.config import EngineConfig, MemoryShare
+from onbeat.engine.config import EngineConfig, MemoryShare, native_settings
 from onbeat.engine.device import DTYPES, DeviceConfig
 from onbeat.engine.load import LoadedModel, OnProgress
 from onbeat.engine.model_config import ModelConfig, RopeConfig
@@ -200,8 +200,9 @@ def _check(config: EngineConfig) -> None:
     for name, unused, why in _UNUSED:
         if getattr(config, name) != unused:
             raise ConfigError(f"a stand-in computes nothing, but {why}; leave it out")
-    if config.quantization not in ("auto", "none"):
-        raise ConfigError(f"a stand-in has no weights for --quantization {config.quantization}; leave it out")
+    for name, value in native_settings(config):
+        flag = name.replace("_", "-")
+        raise ConfigError(f"a stand-in has no weights for --{flag} {value}; leave it out")
     if config.step_time_profile not in SOURCES:
         raise ConfigError(
             f"the steps of a stand-in take the roofline's time, so --step-time-profile "
