@@ -105,6 +105,9 @@ class FairThreads:
         self._num_free += 1
         self._num_long_free += job.size > MOST_SHORT_WORK
         self._work_done += job.size
+        if doing.cancelled():  # the threads were let go of before it began
+            job.done.cancel()
+            return
         if not job.done.cancelled():
             error = doing.exception()
             if error is None:
