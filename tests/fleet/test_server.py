@@ -197,7 +197,7 @@ async def test_the_fleet_is_shown_and_changed() -> None:
         ("/fleet/scale", {"replicas": 1, "user": "me"}, "user"),
         ("/fleet/drain", {"replica": "r0", "restarts": True}, "restarts"),
         ("/fleet/restart", {"timeout": 3}, "timeout"),
-        ("/fleet/restart", {f"z{number}": 1 for number in range(100_000)}, "z0"),
+        ("/fleet/restart", {f"z{number}": 1 for number in range(60_000)}, "z0"),
     ],
 )
 async def test_bad_wishes_are_refused(path: str, body: dict[str, Any], param: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from math import isfinite
 from typing import Any
 
 from onbeat.core.errors import quoted
@@ -17,16 +16,17 @@ from onbeat.recording.log import (
     ScheduleCall,
     UpdateCall,
 )
+from onbeat.recording.typed import MOST
 
 _Check = Callable[[Any], bool]
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+    return type(value) is int and 0 <= value < MOST
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and isfinite(value)
+    return type(value) in (int, float) and abs(value) < MOST
 
 
 def _is_text(value: Any) -> bool:
@@ -35,7 +35,9 @@ def _is_text(value: Any) -> bool:
 
 def _are_counts(values: Any) -> bool:
     """Written for rows, of which a file has millions: truth values are counts here."""
-    return type(values) is list and {int, bool}.issuperset(map(type, values)) and min(values, default=0) >= 0
+    if type(values) is not list or not {int, bool}.issuperset(map(type, values)):
+        return False
+    return not values or (min(values) >= 0 and max(values) < MOST)
 
 
 def _optional(check: _Check) -> _Check:
@@ -73,7 +75,7 @@ _FIELDS: Mapping[str, _Check] = {
     **dict.fromkeys(("slo_class", "tenant"), _optional(_is_text)),
     **dict.fromkeys(("requests", "expired", "failed"), _are_counts),
     **dict.fromkeys(("counts", "drafted", "available", "block_ids"), _optional(_are_counts)),
-    "priority": lambda value: type(value) is int,
+    "priority": lambda value: type(value) is int and abs(value) < MOST,
     "slo": _optional(_row_of(*3 * (lambda value: value is None or (_is_number(value) and value > 0),))),
     "refused": _optional(
         lambda values: _row_of(_is_text)(values) or _row_of(_is_text, _is_time, _is_time)(values)

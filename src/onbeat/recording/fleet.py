@@ -158,7 +158,8 @@ class FleetRecording:
                 if values.get("call") == _TRAILER:
                     self.is_complete = True
                     return
-                typed(_Line, values)
+                if typed(_Line, values).now == inf:
+                    raise ValueError("now is infinite")  # noqa: TRY301 - one kind of fault
             except (ValueError, AttributeError) as error:
                 raise ConfigError(
                     f"{self.path}, line {number}: not a line of a fleet's record ({error})"

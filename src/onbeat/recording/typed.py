@@ -7,11 +7,13 @@ import types
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
-from math import inf, isfinite
+from math import inf
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from onbeat.core.errors import quoted
 
+MOST = 10**18
+"""Beyond any number of tokens or seconds; arithmetic on larger ones overflows."""
 INFINITY = "inf"
 """How JSON has what it lacks."""
 
@@ -51,7 +53,9 @@ def _is_plain(kind: Any, value: Any) -> bool:
     if get_origin(kind) is Literal:
         return isinstance(value, str | int) and value in get_args(kind)
     if kind is float:
-        return type(value) in (int, float) and isfinite(value)
+        return type(value) in (int, float) and abs(value) < MOST
+    if kind is int:
+        return type(value) is int and abs(value) < MOST
     # JSON has hashes as texts, and replicas compare these.
     return kind is Any or type(value) is (str if kind is bytes else kind)
 

@@ -51,27 +51,26 @@ class PiecesResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self._head})
         turns = Turns()
         try:
-            for body in _bodies(self._pieces):
-                sending = send({"type": "http.response.body", "body": body, "more_body": True})
+            for body, is_last in _bodies(self._pieces):
+                # The last one says so: whoever has the announced length may ask again at once.
+                sending = send({"type": "http.response.body", "body": body, "more_body": not is_last})
                 await self._slow_readers.sent(self, sending)
                 self.num_unread_bytes -= len(body)
                 await turns.rest()
         except ApiError as error:  # half of it is out: only that the connection closes tells the client
             context.error_code = error.code
-            return
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _bodies(pieces: Sequence[Piece]) -> Iterator[bytes]:
-    """Yield the same bytes in pieces that are quickly sent, and not many of them."""
+def _bodies(pieces: Sequence[Piece]) -> Iterator[tuple[bytes, bool]]:
+    """Yield the same bytes in pieces that are quickly sent, and not many of them; and which is the last."""
     gathered = bytearray()
     for piece in pieces:
         for start in range(0, len(piece), PIECE_BYTES):
-            gathered += memoryview(piece)[start : start + PIECE_BYTES]
             if len(gathered) >= PIECE_BYTES:
-                yield bytes(gathered)
+                yield bytes(gathered), False
                 gathered.clear()
-    yield bytes(gathered)
+            gathered += memoryview(piece)[start : start + PIECE_BYTES]
+    yield bytes(gathered), True
 
 
 def json_inside(value: str | Sequence[Any]) -> bytes:

@@ -112,7 +112,10 @@ class Deliveries:
         found = []
         for output in outputs:
             offered = self._open[output.request_id]
-            offered.record.num_cached_tokens = output.num_cached_tokens
+            record = offered.record
+            record.num_cached_tokens = output.num_cached_tokens
+            if record.scheduled is None:  # where it began; it may end on another replica
+                record.scheduled = output.scheduled_time
             found.append(offered)
         return [offered for offered in found if not offered.record.delivery_times]
 
@@ -123,7 +126,8 @@ class Deliveries:
             num_tokens = len(record.delivery_times)
             record.delivery_sizes = array("B", b"\x01" * num_tokens)
             record.num_output_tokens = num_tokens
-        record.scheduled = output.scheduled_time if output.scheduled_time >= 0 else None
+        if record.scheduled is None and output.scheduled_time >= 0:
+            record.scheduled = output.scheduled_time
         record.num_cached_tokens = output.num_cached_tokens
         record.num_preemptions = output.num_preemptions
         record.is_relegated = output.is_relegated

@@ -43,7 +43,7 @@ def test_another_version_of_the_interface(
     native_library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "ABI_VERSION", 99)
-    assert "interface version 8, not 99 (install onbeat again)" in reason()
+    assert "interface version 9, not 99 (install onbeat again)" in reason()
 
 
 def test_every_processor_has_the_portable_instructions(native_library: NativeLibrary) -> None:

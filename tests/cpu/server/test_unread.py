@@ -8,6 +8,9 @@ from typing import Any, cast
 
 import pytest
 
+from onbeat.server import middleware
+from onbeat.server.pieces import PIECE_BYTES, PiecesResponse
+from onbeat.server.unread import SlowReaders
 from tests.cpu.server.running import HELLO, Served, parse_events, serving
 from tests.cpu.server.test_disconnect import leave, send
 from tests.fakes_engine import FakeEngine, Script
@@ -105,3 +108,21 @@ async def test_two_answers_that_are_read_stay_beside_one_that_is_not(
             assert stream[-2]["choices"][0]["finish_reason"] == "length"
         assert caplog.text.count(SLOW) == 1
         await leave(writer)
+
+
+@pytest.mark.parametrize("sizes", [[0], [10], [PIECE_BYTES], [10, 3 * PIECE_BYTES, 10]])
+async def test_the_last_bytes_of_an_answer_say_that_they_are_the_last(sizes: list[int]) -> None:
+    """Who has all of them asks again at once, on the same connection: the server must be ready by then."""
+    pieces = [b"x" * size for size in sizes]
+    sent: list[Any] = []
+
+    async def send_on(message: Any) -> None:
+        sent.append(message)
+
+    scope: Any = {"type": "http", middleware._CONTEXT: middleware.HttpContext("a", "/x")}
+    await PiecesResponse(pieces, SlowReaders(MOST))(scope, cast(Any, None), send_on)
+    start, *bodies = sent
+    assert dict(start["headers"])[b"content-length"] == b"%d" % sum(sizes)
+    assert b"".join(each["body"] for each in bodies) == b"".join(pieces)
+    assert [each["more_body"] for each in bodies] == [True] * (len(bodies) - 1) + [False]
+    assert len(bodies) == 1 or bodies[-1]["body"], "nothing is left to come behind the announced length"
