@@ -64,6 +64,7 @@ def _by_number(check: _Check) -> _Check:
     )
 
 
+_REASONS = tuple(FinishReason)
 _are_hashes = _all(_is_text)
 _is_time = _optional(_is_number)
 _FIELDS: Mapping[str, _Check] = {
@@ -83,6 +84,7 @@ _FIELDS: Mapping[str, _Check] = {
     "adoption": _optional(
         _row_of(_is_text, _is_number, _is_count, _is_count, _optional(lambda value: type(value) is list))
     ),
+    "whole": _optional(_row_of(_is_text, _is_count, _is_count)),
     "step_id": _optional(_is_count),
     "rows": lambda values: _are_counts(values) and len(values) % 4 == 0,
     "drafts": _optional(_are_counts),
@@ -90,7 +92,7 @@ _FIELDS: Mapping[str, _Check] = {
     "admitted": _all(_row_of(_is_count, _is_count, _are_counts)),
     "released": _all(lambda value: _is_count(value) or _is_text(value)),
     "undelivered": _by_number(_is_count),
-    "finished": _by_number(lambda value: value in set(FinishReason)),
+    "finished": _by_number(_REASONS.__contains__),
     "block_hashes": lambda value: _are_hashes(value) or _by_number(_are_hashes)(value),
     "verb": _is_text,
     "num_tokens": _optional(_is_count),

@@ -91,7 +91,7 @@ class Recording:
             if number == 1:
                 self.header = self._parse_header(line)
                 continue
-            call = self._parse(number, line)
+            call = self._parse(number, line, is_new=True)
             if call is None:
                 num_expected = _load(line)["calls"]
                 break
@@ -153,12 +153,13 @@ class Recording:
             raise self._bad_line(1, line, error) from error
         return header
 
-    def _parse(self, number: int, line: bytes) -> Call | None:
-        """Return the call of a line, or None for the trailer."""
+    def _parse(self, number: int, line: bytes, *, is_new: bool = False) -> Call | None:
+        """Return the call of a line, or None for the trailer; a line is checked when it is new."""
         try:
             values = _load(line)
             name = values["call"]
-            check_fields(values)
+            if is_new:
+                check_fields(values)
             if not _comes_late(values):
                 return None if name == TRAILER else _PARSERS[name](values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:

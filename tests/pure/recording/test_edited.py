@@ -127,3 +127,13 @@ def test_an_update_of_a_request_that_nobody_added_is_named(tmp_path: Path) -> No
     path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
     with pytest.raises(ConfigError, match=r"line \d+.*request 99 is unknown"):
         Recording(path)
+
+
+@pytest.mark.parametrize("whole", [["a", "b", 1], ["a", 2, -1], {"a": 1}, 5])
+def test_a_whole_request_of_another_form_is_named(tmp_path: Path, whole: object) -> None:
+    lines = [json.loads(line) for line in gzip.decompress(recorded()).splitlines()]
+    next(line for line in lines if line.get("call") == "add")["whole"] = whole
+    path = tmp_path / "run.gz"
+    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    with pytest.raises(ConfigError, match=r"line \d+: .*\(whole is "):
+        Recording(path)
