@@ -21,7 +21,6 @@ from onbeat.engine.kv_transfer.base import KVTransport
 from onbeat.engine.kv_transfer.transfers import KVTransfers
 from onbeat.recording.writer import RecordWriter
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.scheduler.replica.speculation.stats import draft_stats
 
 logger = logging.getLogger("onbeat.engine")
 
@@ -326,7 +325,7 @@ class EngineCore:
         now = self._clock()
         outputs = self.scheduler.update(step.scheduled, result, now)
         stats = self._stats(step, now, self._clock() - now)
-        stats.drafts = draft_stats(step.scheduled, result, outputs)
+        stats.drafts = self.scheduler.results.drafts
         for judge in self._judges:
             judge.judge(stats)
         self._last_end = now

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import StepTimeModel, observe_each, seconds_of_each
+from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor
 from onbeat.perfmodel.residual import ResidualModel
+from onbeat.perfmodel.runs import observe_each, seconds_of_each
 from onbeat.perfmodel.shape_range import ShapeRange
 from tests.pure.perfmodel.shapes import (
     batch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.request import FinishReason, Request
 from onbeat.core.slo import ShedMode
-from onbeat.scheduler.replica.delivery import last_output
+from onbeat.scheduler.replica.results import last_output
 from onbeat.scheduler.replica.scheduler import Scheduler
 
 PATIENCE = 3
@@ -23,7 +23,7 @@ class SheddingScheduler(Scheduler):
             raise SLOUnattainable("too many wait", predicted_ttft=float(len(self.waiting)))
         super().add(request, now)
 
-    def schedule(self, now, *, repeats=False):
+    def schedule(self, now):
         late = [
             state
             for state in self.waiting
@@ -35,11 +35,11 @@ class SheddingScheduler(Scheduler):
             output = last_output(state, FinishReason.EXPIRED)
             output.predicted_ttft = 0.25
             self._relegation._expired.append(output)
-            self._table.drop(state)
+            self.table.drop(state)
         return super().schedule(now)
 
-    def update(self, scheduled, result, now, ends=None, *, goes_on=False):
-        outputs = super().update(scheduled, result, now, goes_on=goes_on)
+    def update(self, scheduled, result, now):
+        outputs = super().update(scheduled, result, now)
         for output in outputs:
             state = self._states.get(output.request_id)
             if state is not None and state.num_output_tokens == 1:

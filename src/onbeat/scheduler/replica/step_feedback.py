@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import RunLearner, StepTimeModel, observe_each
+from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.queues import RunningList
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 
@@ -36,69 +33,30 @@ class StepFeedback:
         run_side_by_side: bool,
     ) -> None:
         self.last_end = float("-inf")
-        self._model = model
-        self._slo = slo
+        self.model, self.slo = model, slo
         self._work = None if slo is None else slo.work
         self._stalls = None if slo is None else slo.stalls
         self._running = running
         self._run_side_by_side = run_side_by_side
-        self._observe_run = (
-            model.observe_run
-            if isinstance(model, RunLearner)
-            else None
-            if model is None
-            else partial(observe_each, model)
-        )
-        self._last_known = float("-inf")
-        """When the last run ended that is told of once more; the model knows it."""
 
-    def observe(
-        self,
-        shape: BatchShape,
-        planned_at: float,
-        ends: Sequence[float],
-        *,
-        has_run: bool = True,
-        is_told_again: bool = False,
-    ) -> None:
-        """Learn from the runs of a step.
+    def observe(self, shape: BatchShape, planned_at: float, now: float, *, has_run: bool = True) -> None:
+        """Learn from a step; one that took no time, or was told of before, teaches nothing.
 
         Parameters
         ----------
-        shape : of the last run; each before read a token less of every row's context.
-        planned_at : seconds.
-        ends : when the runs ended, seconds.
-        has_run : whether the step came to its end; else its time says nothing.
-        is_told_again : whether all runs of the step are told of once more, when they are over.
+        planned_at, now : when it was planned, and when it ended; seconds.
+        has_run : whether it came to its end; else its time says nothing.
         """
-        last_end, self.last_end = self.last_end, ends[-1]
-        observe_run, model = self._observe_run, self._model
-        if observe_run is None or model is None or not has_run:
-            return
-        begun = planned_at
+        begun, last_end = planned_at, self.last_end
         if begun < last_end and not self._run_side_by_side:
             begun = last_end
-        num_rows, new_ends = shape.num_lm_head_rows, ends
-        if ends[0] <= self._last_known:
-            new_ends = [end for end in ends if end > self._last_known]
-        if is_told_again:
-            self._last_known = ends[-1]
-        shape.decode_context_tokens -= len(new_ends) * num_rows
-        slo, work, stalls = self._slo, self._work, self._stalls
-        while new_ends:
-            run = new_ends
-            # Hardly any step takes as long, and to ask would be a call a step.
-            if stalls is not None and run[-1] - begun > stalls.shortest and stalls.may_be_in(begun, run):
-                run = run[:1]  # each is held against what was learnt before it
-                shape.decode_context_tokens += num_rows
-                stalls.note(begun, run[0], model.step_time(shape))
-                shape.decode_context_tokens -= num_rows
-            new_ends = new_ends[len(run) :]
-            taken_after = 0 if work is None else work.count(len(run))
-            if taken_after and slo is not None:
-                observe_run(shape, begun, run[:taken_after])
-                begun, run = run[taken_after - 1], run[taken_after:]
-                slo.refresh(self._running, begun)
-            if run:
-                observe_run(shape, begun, run)
-                begun = run[-1]
+        self.last_end = now
+        model, slo, stalls = self.model, self.slo, self._stalls
+        if model is None or not has_run or now <= begun:
+            return
+        # Hardly any step takes as long, and to ask would be a call a step.
+        if stalls is not None and now - begun > stalls.shortest:
+            stalls.note(begun, now, model.step_time(shape))
+        model.observe(shape, now - begun)
+        if slo is not None and self._work is not None and self._work.count(1):
+            slo.refresh(self._running, now)

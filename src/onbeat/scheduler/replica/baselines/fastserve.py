@@ -97,7 +97,6 @@ class FastServeComposer:
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (it is in the sort keys)
         assert plan.model is not None
-        plan.is_repeatable = False  # each step is service, and moves requests between queues
         queues = self.queues.refreshed((*plan.running, *plan.waiting), plan.now, plan.model)
         _Step(plan, queues, self._reservation).fill()
 

@@ -9,6 +9,7 @@ from onbeat.core.slo import ShedOrder, SLOMode
 from onbeat.core.step import SchedulerState
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.parts import QueueOrder
+from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.admission import Admission
 from onbeat.scheduler.replica.slo.backlog import Backlog, QueueBound
@@ -107,6 +108,11 @@ class SLOComposer:
         if stalls.since is None:
             stalls.since = plan.now
         self.backlog.on_plan(plan)
+
+    def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:  # noqa: ARG002
+        """Return what the last plan's TBT objectives allow a step, if none waits. See `steady.Steady`."""
+        assert self.rules is not None
+        return 0.0 if waiting else self.rules.tightest_limit(self.stalls.tightest)
 
     def refresh(self, running: Iterable[RequestState], now: float) -> None:
         """Take anew what plans lean on from what was learnt."""

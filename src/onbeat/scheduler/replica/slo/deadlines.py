@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import ceil, inf
 
 from onbeat.core.handover import StreamDeadlines
@@ -24,8 +23,8 @@ BEST_EFFORT_RANK = 1e15
 class SLOState:
     """Where a request stands with its objectives.
 
-    Written here alone, but for the `last_delivery` of a request that has none: `SLOTracker` sets it itself,
-    as to say so would be a call a token.
+    Written here alone, but for `last_delivery` where nothing is due any more, and `next_deadline` while a
+    simulated stream is in time: to say so would be a call a token (`SLOTracker`, `steady.py`).
 
     Attributes
     ----------
@@ -35,17 +34,18 @@ class SLOState:
     next_deadline : when its next token is due; infinite where none is, or where it is best effort.
     is_best_effort : whether its objective was missed, or could not be kept.
     is_paced : whether its `tbt` is a pace and no objective: e2e asks for it, TBT for less or nothing.
+    is_gap_mode : whether gaps are held to `tbt`, each by itself.
     predicted_ttft : predicted at its arrival, seconds; None without a prediction, or once it was told.
     first_delivery, last_delivery : seconds; minus infinity before the first.
     """
 
     __slots__ = (
-        "_is_gap_mode",
         "_mode",
         "_num_late_allowed",
         "_num_late_tokens",
         "first_delivery",
         "is_best_effort",
+        "is_gap_mode",
         "is_paced",
         "last_delivery",
         "next_deadline",
@@ -65,8 +65,7 @@ class SLOState:
         self.first_delivery = -inf
         self.last_delivery = -inf
         self._mode: SLOMode = "stream"
-        self._is_gap_mode = False
-        """Whether gaps are held to `tbt`, each by itself."""
+        self.is_gap_mode = False
         self._num_late_tokens = 0
         """Delivered after their deadlines (in `gap` mode: after a gap above `tbt`)."""
         self._num_late_allowed = 0
@@ -106,7 +105,7 @@ class SLOState:
     def _set_paced(self, *, is_paced: bool) -> None:
         self.is_paced = is_paced
         # A pace is no objective: what one gap takes too long others make up for.
-        self._is_gap_mode = self._mode == "gap" and not is_paced
+        self.is_gap_mode = self._mode == "gap" and not is_paced
 
     def _resume(self, request: Request, now: float) -> None:
         """Go on behind the tokens that were delivered elsewhere.
@@ -120,7 +119,7 @@ class SLOState:
         self.first_delivery = self.last_delivery = first
         if first > due + TOLERANCE:
             self.relegate()
-        elif self._is_gap_mode:
+        elif self.is_gap_mode:
             self.next_deadline = now + self.tbt
         else:
             self.next_deadline = self._stream_start() + len(request.resumed_token_ids) * self.tbt
@@ -178,7 +177,7 @@ class SLOState:
         """
         if not num_in_flight or self.next_deadline == inf:
             return self.next_deadline
-        if self._is_gap_mode:
+        if self.is_gap_mode:
             return start + self.tbt
         return self.next_deadline + num_in_flight * self.tbt
 
@@ -201,7 +200,7 @@ class SLOState:
                     self.relegate()  # no later token can make up for the first
                     return True
                 self._give_up_pace()
-        if self._is_gap_mode:
+        if self.is_gap_mode:
             self.next_deadline = now + self.tbt
         elif is_first:
             self.next_deadline = self._stream_start() + num_tokens * self.tbt
@@ -223,28 +222,6 @@ class SLOState:
         self._num_late_tokens = 0
         self._set_paced(is_paced=False)
 
-    def note_run(self, ends: Sequence[float]) -> bool:
-        """Move on after steps with one token each: `note_delivery` of each, for many tokens in little time.
-
-        Parameters
-        ----------
-        ends : when each of them came, seconds; at least one.
-        """
-        has_missed, is_first = False, self.last_delivery == -inf
-        due, tbt = self.next_deadline, self.tbt
-        if due < inf or is_first:
-            for now in ends:
-                if is_first or self._is_gap_mode or now > due + TOLERANCE:
-                    is_first = False
-                    self.next_deadline = due
-                    has_missed |= self.note_delivery(now)
-                    due, tbt = self.next_deadline, self.tbt
-                else:
-                    due += tbt
-            self.next_deadline = due
-        self.last_delivery = ends[-1]
-        return has_missed
-
     def note_prediction(self, seconds: float) -> None:
         """Remember the TTFT that was predicted at the arrival."""
         self.predicted_ttft = seconds
@@ -261,7 +238,7 @@ class SLOState:
 
     def _num_late_of(self, now: float, num_tokens: int) -> int:
         """Return how many tokens of a late delivery are late."""
-        if num_tokens == 1 or self._is_gap_mode or not 0 < self.tbt < inf:
+        if num_tokens == 1 or self.is_gap_mode or not 0 < self.tbt < inf:
             return 1
         # The k-th token of the delivery was due k - 1 objectives later.
         return min(num_tokens, max(1, ceil((now - self.next_deadline - TOLERANCE) / self.tbt)))

@@ -63,9 +63,6 @@ class StepComposition:
         else:
             self._decode(rows, shape)
             plan.predicted_wait = 0.0
-        if plan.is_repeatable:  # if anybody asks
-            plan.repeat_limit = rules.tightest_limit(view.tightest)
-            plan.is_repeatable = decode_seconds <= plan.repeat_limit and self._is_settled()
 
     def _share_out(
         self, rows: list[RequestState], shape: BatchShape, limit: float, best_effort: list[RequestState]
@@ -131,16 +128,6 @@ class StepComposition:
         if self._view.due >= now + decode_seconds:
             return self._view.due - now
         return min([due for due in self._view.deadlines if due >= now + decode_seconds], default=inf) - now
-
-    def _is_settled(self) -> bool:
-        """Whether there is no prompt to work on, and all decode, so that they do until something happens."""
-        plan = self._plan
-        return (
-            len(plan.decodes) == len(plan.running)
-            and not len(plan.waiting)
-            # A first token gives its stream a deadline.
-            and min([state.slo.first_delivery for state in self._view.best_effort_decodes], default=0.0) >= 0
-        )
 
     def _best_effort(self, left_over: list[RequestState]) -> list[RequestState]:
         """Return the prompts without a deadline that can be met: running ones, then those that wait.

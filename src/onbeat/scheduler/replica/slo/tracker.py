@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import inf
 
 from onbeat.core.request import RequestOutput
@@ -27,6 +27,8 @@ class SLOTracker:
     num_missed : streams so far that could no longer keep their objective once they ran.
     num_rejected : reason -> requests rejected on arrival or ended in the queue.
     predicted_wait : seconds until a prompt that had arrived with the last step would have been begun.
+    tenants : what each has had.
+    has_tenants : whether there is more than one to be fair between.
     """
 
     def __init__(self) -> None:
@@ -35,70 +37,57 @@ class SLOTracker:
         self.num_missed = 0
         self.num_rejected: dict[str, int] = {}
         self.predicted_wait = 0.0
-        self._tenants = TenantCounters()
-        self._has_tenants = False
-        """Whether there is more than one to be fair between."""
+        self.tenants = TenantCounters()
+        self.has_tenants = False
 
     def worth(self, state: RequestState) -> float:
         """Return what keeping an objective is worth: its weight, less for tenants that have had more."""
         weight = state.request.weight
-        if self._has_tenants:
-            weight *= _WORTH_OF_EXCESS ** -self._tenants.share(state.request.tenant)
+        if self.has_tenants:
+            weight *= _WORTH_OF_EXCESS ** -self.tenants.share(state.request.tenant)
         return weight
 
     def on_arrival(self, state: RequestState) -> None:
         """Count a request that waits."""
-        self._tenants.on_arrival(state.request.tenant)
-        self._has_tenants = len(self._tenants) > 1
+        self.tenants.on_arrival(state.request.tenant)
+        self.has_tenants = len(self.tenants) > 1
 
     def on_start(self, state: RequestState) -> None:
         """Count a request that runs for the first time, and its prompt."""
-        self._tenants.on_leave(state.request.tenant)
-        self._tenants.on_prefill(state.request.tenant, state.num_tokens - state.num_cached_tokens)
+        self.tenants.on_leave(state.request.tenant)
+        self.tenants.on_prefill(state.request.tenant, state.num_tokens - state.num_cached_tokens)
 
     def on_adopt(self, state: RequestState) -> None:
         """Count a request that comes from another replica, which has charged its prompt."""
         self.on_arrival(state)
-        self._tenants.on_leave(state.request.tenant)
+        self.tenants.on_leave(state.request.tenant)
 
     def on_deliveries(
         self,
         delivered: Iterable[tuple[RequestState, RequestOutput]],
         now: float,
-        run: Sequence[float] | None = None,
     ) -> None:
         """Count what a step delivered, and tell the callers what has become of their objectives.
 
         Parameters
         ----------
-        now : when the step, or the last of several, ended; seconds.
-        run : when each of several steps ended that brought a token each; None for one step.
+        now : when the step ended, seconds.
         """
-        has_tenants = self._has_tenants
+        has_tenants = self.has_tenants
         for state, output in delivered:
             slo = state.slo
             if slo.tbt == slo.next_deadline == inf and slo.last_delivery > -inf and not has_tenants:
                 slo.last_delivery = now  # no token of it will ever be due, and it had its first one
             else:
-                self._on_delivery(state, output, now, run)
+                self._on_delivery(state, output, now)
             output.is_relegated = slo.is_best_effort
 
-    def _on_delivery(
-        self, state: RequestState, output: RequestOutput, now: float, run: Sequence[float] | None
-    ) -> None:
-        slo = state.slo
-        if run is None:
-            num_tokens = len(output.new_token_ids)
-            has_missed = slo.note_delivery(now, num_tokens)
-            if self._has_tenants:
-                self._tenants.on_output(state.request.tenant, num_tokens)
-        else:
-            has_missed = slo.note_run(run)
-            if self._has_tenants:
-                for _ in run:
-                    self._tenants.on_output(state.request.tenant, 1)
-        if has_missed:
+    def _on_delivery(self, state: RequestState, output: RequestOutput, now: float) -> None:
+        slo, num_tokens = state.slo, len(output.new_token_ids)
+        if slo.note_delivery(now, num_tokens):
             self.num_missed += 1
+        if self.has_tenants:
+            self.tenants.on_output(state.request.tenant, num_tokens)
         if slo.predicted_ttft is not None:
             output.predicted_ttft = slo.take_prediction()
 
@@ -113,7 +102,7 @@ class SLOTracker:
     def on_drop(self, state: RequestState) -> None:
         """Forget a request, however it ended."""
         if not state.has_run:
-            self._tenants.on_leave(state.request.tenant)
+            self.tenants.on_leave(state.request.tenant)
 
     def reject(self, reason: str) -> None:
         """Count a request that is not served."""

@@ -81,6 +81,7 @@ class PrefillWork:
     context_seconds : of that, what a token of its context adds.
     base_seconds : of a step of decodes alone, what does not grow with them.
     alone_seconds : of a step of one decode of a usual context; no step with a token takes less.
+    num_left : steps until the coefficients are taken again.
     """
 
     def __init__(self, model: StepTimeModel, quantile: float | None, most_step_tokens: float = inf) -> None:
@@ -89,8 +90,7 @@ class PrefillWork:
         self._most_step_tokens = most_step_tokens
         self._costs: PrefillCosts | None = None
         """As they were last asked for; None since the coefficients are others."""
-        self._num_left = _REFRESH_STEPS
-        """Steps until the coefficients are taken again."""
+        self.num_left = _REFRESH_STEPS
         self._chunks = _timers(model, _CHUNKS, quantile)
         self._chunks_with_context = _timers(model, _CHUNKS_WITH_CONTEXT, quantile)
         self._decodes = _timers(model, (_FEW_DECODES, _MANY_DECODES, _SHORT_DECODES), quantile)
@@ -101,15 +101,13 @@ class PrefillWork:
         if self.count(1):
             self.take()
 
-    def count(self, num_steps: int) -> int:
-        """Count steps between which nobody asks; return after which of them to `take`, 0 for none."""
-        num_beyond = num_steps - self._num_left
-        if num_beyond < 0:
-            self._num_left -= num_steps
-            return 0
-        num_beyond %= _REFRESH_STEPS
-        self._num_left = _REFRESH_STEPS - num_beyond
-        return num_steps - num_beyond
+    def count(self, num_steps: int) -> bool:
+        """Count steps, at most `num_left`; return whether it is time to `take` the coefficients."""
+        self.num_left -= num_steps
+        if self.num_left:
+            return False
+        self.num_left = _REFRESH_STEPS
+        return True
 
     def catch_up(self) -> None:
         """Take the coefficients now, if the model may have learnt since.
@@ -117,8 +115,8 @@ class PrefillWork:
         For an idle machine: requests that are refused by old coefficients run no step that would bring new
         ones, and steps are predicted by what the model has learnt, which the coefficients must agree with.
         """
-        if self._num_left < _REFRESH_STEPS:
-            self._num_left = _REFRESH_STEPS
+        if self.num_left < _REFRESH_STEPS:
+            self.num_left = _REFRESH_STEPS
             self.take()
 
     def take(self) -> None:
