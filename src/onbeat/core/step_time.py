@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import NoReturn, Protocol
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
@@ -50,15 +49,6 @@ class StepTimeModel(Protocol):
 
     def observe(self, shape: BatchShape, seconds: float) -> None:
         """Learn from a measured step. `Scheduler.update` calls it, so that a replay sees the same model."""
-        ...
-
-
-@runtime_checkable
-class BatchTimer(Protocol):
-    """A step-time model that is asked about the same few batches over and over."""
-
-    def time_of(self, shape: BatchShape, q: float | None = None) -> Callable[[], float]:
-        """Return what tells `step_time` of a batch that never changes, in less time."""
         ...
 
 

@@ -171,19 +171,6 @@ class Predictor:
         if off:
             recent.observe_all(off)
 
-    def time_of(self, shape: BatchShape, q: float | None = None) -> Callable[[], float]:
-        """Return what tells `step_time` of a batch that never changes. See `core.BatchTimer`."""
-        if shape.num_draft_tokens or not shape.num_new_tokens:
-            return partial(self.step_time, shape, q)
-        seconds = self._seconds(shape)
-        if self._inflation is not None:
-            seconds *= self._inflation(shape)
-        correction = self._correction
-        mean: Callable[[], float] = (
-            (lambda: seconds) if correction is None else correction.timer(shape, seconds)
-        )
-        return mean if q is None else lambda: mean() * self._quantile_factor(q)
-
     @property
     def drift(self) -> Drift | None:
         """Whether the measured steps have left the model; None without an alarm."""

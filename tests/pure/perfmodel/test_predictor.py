@@ -278,18 +278,6 @@ def test_a_run_of_steps_teaches_what_its_steps_do(
             assert one.step_time(decodes(3, 50), q) == other.step_time(decodes(3, 50), q)
 
 
-def test_a_batch_that_never_changes_is_timed_as_any_other() -> None:
-    shapes = [*mixed_batches(20, seed=3), decodes(7, 900), verifies(4, 100, 3)]
-    for predictor in (Predictor(linear_seconds, RESIDUAL).with_learning(), full_predictor()):
-        timers = {q: [predictor.time_of(shape, q) for shape in shapes] for q in (None, 0.5, 0.99)}
-        for pace in (1.0, 1.3, 0.8, 5.0):
-            for shape in (decodes(7, 900), mixed_batches(1, seed=3)[0]):
-                for _ in range(40):
-                    predictor.observe(shape, pace * linear_seconds(shape))
-            for q, times in timers.items():
-                assert [time() for time in times] == [predictor.step_time(shape, q) for shape in shapes]
-
-
 def test_steps_that_follow_one_another_are_timed_as_one_by_one() -> None:
     model = roofline_model()
     for predictor in (model, model.with_learning(), full_predictor(), Predictor(linear_seconds)):

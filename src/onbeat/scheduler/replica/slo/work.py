@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from math import ceil, inf, sqrt
 from typing import NamedTuple
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import USUAL_CONTEXT, PrefillCosts
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import BatchTimer, StepTimeModel
+from onbeat.core.step_time import StepTimeModel
 
 _CONTEXT = USUAL_CONTEXT
 """Of the decodes by which one is priced; cached tokens of the chunk by which the cost of attention is told
@@ -91,9 +89,6 @@ class PrefillWork:
         self._costs: PrefillCosts | None = None
         """As they were last asked for; None since the coefficients are others."""
         self.num_left = _REFRESH_STEPS
-        self._chunks = _timers(model, _CHUNKS, quantile)
-        self._chunks_with_context = _timers(model, _CHUNKS_WITH_CONTEXT, quantile)
-        self._decodes = _timers(model, (_FEW_DECODES, _MANY_DECODES, _SHORT_DECODES), quantile)
         self.take()
 
     def refresh(self) -> None:
@@ -121,23 +116,23 @@ class PrefillWork:
 
     def take(self) -> None:
         """Take the coefficients from the model."""
-        times = [time() for time in self._chunks]
+        step_time, quantile = self._model.step_time, self._quantile
+        times = [step_time(shape, quantile) for shape in _CHUNKS]
         best = min([seconds / size for size, seconds in zip(_SIZES, times, strict=True)])
         place = next(place for place, size in enumerate(_SIZES) if times[place] <= best * size * _NEAR_BEST)
         self.efficient_chunk = chunk = _SIZES[place]
-        with_context = self._chunks_with_context[place]()
+        with_context = step_time(_chunk(chunk, _CONTEXT), quantile)
         self.pair = max(0.0, (with_context - times[place]) / (chunk * _CONTEXT))
         longer = times[place + 1] if chunk < _SIZES[-1] else self.of(_chunk(2 * chunk))
         slope = (longer - times[place]) / chunk - self.pair * 1.5 * chunk
         # Beyond the largest chunk looked at, or under noise, the slope may be off: the mean cost bounds it.
         self.token = min(max(slope, 0.5 * best), best)
         self.step_seconds = max(0.0, times[place] - self.seconds(chunk, 0))
-        few, many, short = [time() for time in self._decodes]
+        few, many, short = [step_time(shape, quantile) for shape in _DECODES]
         self.decode_seconds = max(0.0, (many - few) / 16)
         self.base_seconds = max(0.0, few - 16 * self.decode_seconds)
         self.alone_seconds = self.base_seconds + self.decode_seconds
-        num_fewer = _MANY_DECODES.decode_context_tokens - _SHORT_DECODES.decode_context_tokens
-        context = max(0.0, (many - short) / num_fewer)
+        context = max(0.0, (many - short) / (32 * _CONTEXT - 32 * _CONTEXT // 8))
         self.context_seconds = min(context, self.decode_seconds / USUAL_CONTEXT)
         self._costs = None
 
@@ -224,15 +219,6 @@ class PrefillWork:
         return Room(chunk, length, max(1 - fixed / length if length > 0 else 0.0, LEAST_SHARE))
 
 
-def _timers(
-    model: StepTimeModel, shapes: Sequence[BatchShape], quantile: float | None
-) -> list[Callable[[], float]]:
-    """Return what tells the time of each of some batches."""
-    if isinstance(model, BatchTimer):
-        return [model.time_of(shape, quantile) for shape in shapes]
-    return [partial(model.step_time, shape, quantile) for shape in shapes]
-
-
 def _chunk(num_tokens: int, num_cached_tokens: int = 0) -> BatchShape:
     """Return a step of one prompt's chunk alone."""
     shape = BatchShape()
@@ -243,6 +229,8 @@ def _chunk(num_tokens: int, num_cached_tokens: int = 0) -> BatchShape:
 _SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _CHUNKS = [_chunk(size) for size in _SIZES]
 """What the model is asked about. Nobody may change them."""
-_CHUNKS_WITH_CONTEXT = [_chunk(size, _CONTEXT) for size in _SIZES]
-_FEW_DECODES, _MANY_DECODES = (BatchShape.of_decodes(num, num * _CONTEXT) for num in (16, 32))
-_SHORT_DECODES = BatchShape.of_decodes(32, 32 * _CONTEXT // 8)
+_DECODES = [
+    BatchShape.of_decodes(num, context)
+    for num, context in ((16, 16 * _CONTEXT), (32, 32 * _CONTEXT), (32, 32 * _CONTEXT // 8))
+]
+"""Few, many, and many that are short."""
