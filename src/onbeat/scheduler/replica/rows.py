@@ -21,7 +21,7 @@ from onbeat.core.step import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from onbeat.scheduler.replica.kv_manager import KVCacheManager
+from onbeat.scheduler.replica.kv import KVCacheManager
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.step_plan import StepPlan

@@ -13,7 +13,7 @@ from math import inf
 from typing import Protocol, runtime_checkable
 
 from onbeat.core.step import BatchShape, SchedulerOutput
-from onbeat.scheduler.replica.kv_manager import KVCacheManager
+from onbeat.scheduler.replica.kv import KVCacheManager
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import NEVER, RequestState, RequestStatus
 from onbeat.scheduler.replica.scheduler import Scheduler

@@ -8,7 +8,7 @@ from math import inf
 
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.kv_manager import KVCacheManager
+from onbeat.scheduler.replica.kv import KVCacheManager
 from onbeat.scheduler.replica.parts import Chunking, QueueOrder, Reservation
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
