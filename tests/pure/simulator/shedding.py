@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.request import FinishReason, Request
 from onbeat.core.slo import ShedMode
+from onbeat.scheduler.replica.composers import Composer
 from onbeat.scheduler.replica.results import last_output
 from onbeat.scheduler.replica.scheduler import Scheduler
 
 PATIENCE = 3
+
+
+class ByTheClock:
+    """A composer that does not say how long its plans stay the same."""
+
+    def __init__(self, composer: Composer) -> None:
+        self.compose, self.commit = composer.compose, composer.commit
 
 
 class SheddingScheduler(Scheduler):
@@ -16,6 +26,10 @@ class SheddingScheduler(Scheduler):
 
     A policy with deadlines does the same with better judgement.
     """
+
+    def __init__(self, config, step_time_model=None) -> None:
+        super().__init__(config, step_time_model)
+        self.policy = replace(self.policy, composer=ByTheClock(self.policy.composer))
 
     def add(self, request: Request, now: float | None = None) -> None:
         assert now is not None

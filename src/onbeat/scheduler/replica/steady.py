@@ -206,13 +206,13 @@ class SteadyRun:
             return
         ends = ends[bisect_right(ends, feedback.last_end) :]
         slo, learner = feedback.slo, self._learner
-        work = None if slo is None else slo.work
+        work, stalls = (None, None) if slo is None else (slo.work, slo.stalls)
         while ends:
             begun = max(self._planned_at, feedback.last_end)
             some = ends if work is None else ends[: work.num_left]  # no more than until costs are taken anew
             ends = ends[len(some) :]
-            has_stall = slo is not None and some[-1] - begun > slo.stalls.shortest
-            if learner is None or (has_stall and slo is not None and slo.stalls.may_be_in(begun, some)):
+            may_stall = stalls is not None and some[-1] - begun > stalls.shortest
+            if learner is None or (may_stall and stalls is not None and stalls.may_be_in(begun, some)):
                 for end in some:
                     shape.decode_context_tokens += self._num_rows
                     feedback.observe(shape, self._planned_at, end)
@@ -227,9 +227,13 @@ class SteadyRun:
         slo = self._scheduler.policy.slo
         tracker = None if slo is None else slo.tracker
         has_tenants = tracker is not None and tracker.has_tenants
+        last, is_one = ends[-1], len(ends) == 1
         for state in self._states:
-            if state.slo.next_deadline == inf:
-                state.slo.last_delivery = ends[-1]
+            due = state.slo.next_deadline
+            if due == inf:
+                state.slo.last_delivery = last
+            elif is_one and last <= due + TOLERANCE and not state.slo.is_gap_mode:  # without a call a token
+                state.slo.next_deadline, state.slo.last_delivery = due + state.slo.tbt, last
             elif note_deliveries(state.slo, ends) and tracker is not None:
                 tracker.num_missed += 1
             if has_tenants and tracker is not None:
