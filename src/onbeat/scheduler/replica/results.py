@@ -74,14 +74,14 @@ class StepResults:
         result: ModelRunnerOutput,
         outputs: list[RequestOutput],
     ) -> Delivered:
-        """Give requests their tokens, and end those that have all; return what was delivered.
+        """Give requests their tokens, and end those that have all; return what may be held against deadlines.
 
         Parameters
         ----------
         outputs : gets what each request got.
         """
         failed = result.failed or {}
-        drafting = self.drafting
+        drafting, keeps_deadlines = self.drafting, self._policy.keeps_deadlines
         delivered: Delivered = []
         sampled = sampled_rows(result)
         running = RequestStatus.RUNNING  # to look a member up takes as long as a call
@@ -104,7 +104,8 @@ class StepResults:
                     self._note_drafts(state, row, output, got, holds_blocks=holds_blocks)
                 outputs.append(output)
                 finished = output.finish_reason is not None
-                delivered.append((state, output))
+                if keeps_deadlines:
+                    delivered.append((state, output))
                 # All but the last token sampled; a row planned behind drafts does not know its place itself.
                 num_valid = state.num_tokens - 1
             else:
