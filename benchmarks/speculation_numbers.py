@@ -21,14 +21,14 @@ from unittest import mock
 import numpy as np
 from harness.intervals import geometric_mean
 from harness.pages import markdown_table
-from speculation_study import turbospec
-from speculation_study.plan import shared_folder
 
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.published.linear import turbospec_speculation
 from onbeat.scheduler.replica.speculation import acceptance, goodput
 from onbeat.simulator.acceptance import Acceptance, RequestDrafts
 from onbeat.simulator.simulate import simulate
+from speculation_study import turbospec
+from speculation_study.plan import shared_folder
 
 RATES = (4, 16)
 SECONDS = 30

@@ -25,11 +25,11 @@ from pathlib import Path
 from harness.pages import REPOSITORY, RESULTS, publish
 from harness.plots import write_image
 from harness.store import Results, deadline_in, run_missing
+
+from onbeat.core.errors import ConfigError
 from speculation_study.charts import chart
 from speculation_study.plan import PARTS, Plan, stages
 from speculation_study.report import markdown
-
-from onbeat.core.errors import ConfigError
 
 IMAGE = REPOSITORY / "docs" / "images" / "speculation-study.png"
 NOTE = """

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slo_study.cells import SET_UPS, settings_of
-from slo_study.search import find_capacity
-from slo_study.trial import Question, Runner, longest_request
-
 from onbeat.core.options import change
 from onbeat.simulator.acceptance import Acceptance
 from onbeat.simulator.speculation import SpeculationSettings
+from slo_study.cells import SET_UPS, settings_of
+from slo_study.search import find_capacity
+from slo_study.trial import Question, Runner, longest_request
 
 POLICY = "slo"
 SHARE = 0.99

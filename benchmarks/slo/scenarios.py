@@ -1,6 +1,6 @@
 """The policy with deadlines in scenarios: below and above capacity, bursts, overload, what it predicts.
 
-    python benchmarks/slo_scenarios.py [--only below above burst overload predictions formulas]
+    python -m benchmarks.slo.scenarios [--only below above burst overload predictions formulas]
         [--set-up mistral] [--slo 1s-100ms] [--mode stream] [--seeds 5] [--write]
 
 Poisson arrivals with lengths of the Azure conversation trace on one simulated replica. Capacity is the rate
@@ -15,15 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from onbeat.core.slo import SLO_MODES
 from slo_study.cells import OBJECTIVES, SET_UPS
 from slo_study.formulas import formulas
 from slo_study.predictions import accuracy
 from slo_study.replica import Stage
 from slo_study.scenarios import SUBJECT, Finding, above_capacity, below_capacity, burst, overload
 
-from onbeat.core.slo import SLO_MODES
-
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 SCENARIOS: dict[str, Callable[[Stage, float], Finding]] = {
     "below": below_capacity,
     "above": above_capacity,

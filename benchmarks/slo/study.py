@@ -1,12 +1,12 @@
 """How much load that lasts policies carry within latency objectives: capacities in simulation, cell by cell.
 
-    python benchmarks/slo_study.py run [--minutes 60] [--jobs 2] [--seeds 5] [--policy slo,simple,static]
+    python -m benchmarks.slo.study run [--minutes 60] [--jobs 2] [--seeds 5] [--policy slo,simple,static]
         [--cells 32] [--set-up mistral] [--workload azure-code] [--slo 1s-50ms] [--mode gap] [--tag NAME]
-    python benchmarks/slo_study.py report [--write] [selection]
-    python benchmarks/slo_study.py disturb [--minutes 20] [--jobs 2] [--seeds 5] [--capacity 8.5] [--write]
-    python benchmarks/slo_study.py ablate [--minutes 10] [--jobs 2] [--seeds 2]
+    python -m benchmarks.slo.study report [--write] [selection]
+    python -m benchmarks.slo.study disturb [--minutes 20] [--jobs 2] [--seeds 5] [--capacity 8.5] [--write]
+    python -m benchmarks.slo.study ablate [--minutes 10] [--jobs 2] [--seeds 2]
         [--in-all-cells slo/half-a-step-early [--study TAG]]
-    python benchmarks/slo_study.py bound [--minutes 30] [--jobs 2] [--seeds 2] [--write]
+    python -m benchmarks.slo.study bound [--minutes 30] [--jobs 2] [--seeds 2] [--write]
 
 A cell is a set-up (model and device), a workload, objectives and what keeping a TBT objective means. A load
 lasts: at least 4,000 requests and ten minutes of arrivals are measured, after a warm-up that is thrown away.
@@ -31,6 +31,10 @@ from harness.plots import write_image
 from harness.store import Results, deadline_in, run_missing
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO_MODES
+from onbeat.planner.parallel import run_tasks
 from slo_study.ablation import CELLS as ABLATION_CELLS
 from slo_study.ablation import (
     VARIANTS,
@@ -60,10 +64,6 @@ from slo_study.replica import Stage
 from slo_study.report import Study, markdown
 from slo_study.scored import Scored, scored_runs
 from slo_study.tasks import Plan, make_tasks, mixed, run_task
-
-from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SLO_MODES
-from onbeat.planner.parallel import run_tasks
 
 LINES = RESULTS / "slo-study.jsonl"
 IMAGES = REPOSITORY / "docs" / "images"
@@ -153,7 +153,7 @@ def disturb(args: argparse.Namespace) -> None:
     run_missing(plan.first_seed(), results, jobs=args.jobs, deadline=deadline)
     run_missing(plan.more_seeds(results), results, jobs=args.jobs, deadline=deadline)
     text = (
-        f"# Disturbed\n\n{time.strftime('%Y-%m-%d')}. `python benchmarks/slo_study.py disturb`. "
+        f"# Disturbed\n\n{time.strftime('%Y-%m-%d')}. `python -m benchmarks.slo.study disturb`. "
         f"{DISTURBED_NOTE.strip()} Capacity: {capacity:g} requests/s.\n\n{disturbed_table(plan, results)}\n"
     )
     publish(text, "slo-disturbed", write=args.write)
@@ -180,7 +180,7 @@ def bound(args: argparse.Namespace) -> None:
     )
     text = (
         f"# Against a clairvoyant bound\n\n{time.strftime('%Y-%m-%d')}. "
-        f"`python benchmarks/slo_study.py bound`. {BOUND_NOTE.strip()}\n\n"
+        f"`python -m benchmarks.slo.study bound`. {BOUND_NOTE.strip()}\n\n"
         f"{knowledge_table(KNOWLEDGE_CELLS, args.seeds, results)}\n"
     )
     publish(text, "slo-bound", write=args.write)
