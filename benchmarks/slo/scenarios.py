@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+from benchmarks.harness.pages import RESULTS
 from onbeat.core.slo import SLO_MODES
 from slo_study.cells import OBJECTIVES, SET_UPS
 from slo_study.formulas import formulas
@@ -22,7 +22,6 @@ from slo_study.predictions import accuracy
 from slo_study.replica import Stage
 from slo_study.scenarios import SUBJECT, Finding, above_capacity, below_capacity, burst, overload
 
-RESULTS = Path(__file__).parents[1] / "results"
 SCENARIOS: dict[str, Callable[[Stage, float], Finding]] = {
     "below": below_capacity,
     "above": above_capacity,

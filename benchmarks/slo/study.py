@@ -26,12 +26,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.pages import REPOSITORY, RESULTS, publish
-from harness.plots import write_image
-from harness.store import Results, deadline_in, run_missing
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from benchmarks.harness.pages import REPOSITORY, RESULTS, publish
+from benchmarks.harness.plots import write_image
+from benchmarks.harness.store import Results, deadline_in, run_missing
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO_MODES
 from onbeat.planner.parallel import run_tasks
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> None:
             on_event=on_event,
             on_result=lambda _index, _count: progress.advance(bar),
         )
-    print(f"packed: {results.pack()}")
+    print(f"written: {args.results}")
 
 
 def report(args: argparse.Namespace) -> None:
