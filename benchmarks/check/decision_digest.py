@@ -241,7 +241,7 @@ def called(policy: str) -> Digest:
         block_size=16,
         max_model_len=256,
         max_num_seqs=12,
-        max_num_batched_tokens=256 if POLICIES[policy]().whole_prompts else 48,
+        max_num_batched_tokens=256 if POLICIES[policy].whole_prompts else 48,
         policy=policy,
     )
     model = StillModel(build_simulation(SETTINGS).step_time)
@@ -313,7 +313,7 @@ def main() -> None:
     }
     for policy in args.policies:
         for name in args.cases:
-            if name == "priority" and POLICIES[policy]().order is not None:
+            if name == "priority" and POLICIES[policy].order is not None:
                 continue
             case = CASES.get(name)
             run = called(policy) if case is None else simulated(policy, case, traces[case.workload])

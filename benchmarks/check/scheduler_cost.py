@@ -135,7 +135,7 @@ class Bench:
         With deadlines they come one after the other, so that none has much slack or is late.
         """
         num_running = self._case.num_running
-        if POLICIES[self._case.policy]().keeps_deadlines:
+        if POLICIES[self._case.policy].keeps_deadlines:
             for _ in range(num_running):
                 self._add()
                 self._step()

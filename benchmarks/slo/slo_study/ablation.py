@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -13,11 +13,11 @@ from harness.intervals import mean_interval
 from harness.pages import markdown_table
 from harness.store import Results
 
-from onbeat.core.slo import ShedOrder, SLOMode
 from onbeat.core.step import BatchShape
-from onbeat.scheduler.replica.policies import POLICIES, Policy, make_slo_policy
+from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.policies import POLICIES, slo_composition
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.backlog import QueueBound
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.rules import LONGEST_GAP, SPENT_SHARE, LongSteps, StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
@@ -167,27 +167,12 @@ class NoTurn(StepRules):
         return False
 
 
-class HigherQuantile(SLOComposer):
-    """Steps are planned with their 95 % quantile (in `gap` mode with the mean)."""
-
-    def configure(self, mode: SLOMode, shed_order: ShedOrder, bound: QueueBound | None = None) -> None:
-        super().configure(mode, shed_order, bound)
-        self.quantile = None if mode == "gap" else 0.95
-
-
-class LongestWait(SLOComposer):
+def longest_wait(config: SchedulerConfig, model: StepTimeModel) -> SLOComposer:
     """Whoever came last is left behind (`--shed-order longest-wait`)."""
-
-    def configure(
-        self,
-        mode: SLOMode,
-        shed_order: ShedOrder,  # noqa: ARG002
-        bound: QueueBound | None = None,
-    ) -> None:
-        super().configure(mode, "longest-wait", bound)
+    return SLOComposer(replace(config, shed_order="longest-wait"), model)
 
 
-VARIANTS: dict[str, type[StepRules | SLOComposer]] = {
+RULES: dict[str, type[StepRules]] = {
     "slo/no-triage": ByDeadline,
     "slo/no-fixed-time": EndsInProportion,
     "slo/half-a-step-early": HalfAStepEarly,
@@ -205,17 +190,12 @@ VARIANTS: dict[str, type[StepRules | SLOComposer]] = {
     "slo/efficient-chunk": EfficientChunk,
     "slo/no-preemption": NoPreemption,
     "slo/no-best-effort-turn": NoTurn,
-    "slo/other-quantile": HigherQuantile,
-    "slo/longest-wait": LongestWait,
 }
-"""Name -> composition; they stand among the policies while the study runs, in each process."""
-
-
-def _policy(variant: type[StepRules | SLOComposer]) -> Policy:
-    return make_slo_policy(SLOComposer(variant) if issubclass(variant, StepRules) else variant())
-
-
-POLICIES.update({name: partial(_policy, variant) for name, variant in VARIANTS.items()})
+VARIANTS = {
+    **{name: slo_composition(partial(SLOComposer, make_rules=rules)) for name, rules in RULES.items()},
+    "slo/longest-wait": slo_composition(longest_wait),
+}
+POLICIES.update(VARIANTS)  # while the study runs, in each process
 
 CELLS = {
     Cell("mistral", "poisson", "1s-100ms", "stream"): 8.0,

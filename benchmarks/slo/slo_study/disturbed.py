@@ -16,7 +16,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.scheduler.replica.policies import POLICIES, make_slo_policy
+from onbeat.scheduler.replica.policies import POLICIES, slo_composition
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.simulator.setup import build_simulation
@@ -92,11 +92,10 @@ class ForgetsStalls(SLOComposer):
     """Streams earn no more after a stall than before."""
 
     def refresh(self, running: Iterable[RequestState], now: float) -> None:  # noqa: ARG002
-        assert self.work is not None
         self.work.take()
 
 
-POLICIES["slo/no-stalls"] = lambda: make_slo_policy(ForgetsStalls())
+POLICIES["slo/no-stalls"] = slo_composition(ForgetsStalls)
 """Stands among the policies while the study runs, in each process."""
 
 

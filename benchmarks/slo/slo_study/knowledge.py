@@ -19,7 +19,7 @@ from harness.intervals import geometric_mean
 from harness.pages import markdown_table
 from harness.store import Results
 
-from onbeat.scheduler.replica.policies import POLICIES, make_slo_policy
+from onbeat.scheduler.replica.policies import POLICIES, slo_composition
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.rules import StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob
@@ -137,7 +137,7 @@ def _first_late(
     return None
 
 
-POLICIES[FORESIGHT] = lambda: make_slo_policy(SLOComposer(Foresight))  # in each process
+POLICIES[FORESIGHT] = slo_composition(partial(SLOComposer, make_rules=Foresight))  # in each process
 
 CELLS = [
     *(cell for cell in _ABLATION_CELLS if cell.mode == "stream" and cell.set_up != "32-slots"),

@@ -15,7 +15,7 @@ from onbeat.scheduler.cluster.pools import POOL_RULES, PoolRule
 from onbeat.scheduler.cluster.routers import require_router
 from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds, parse_policy
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.policies import make_policy
+from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.acceptance import Acceptance
 
 
@@ -263,7 +263,7 @@ class SimulationConfig:
         if self.kv_link is None:
             raise ConfigError("replicas that compute prompts hand KV to others; give kv_link")
         for scheduler in self._schedulers:
-            if make_policy(scheduler).release.holds_finished:
+            if composition(scheduler.policy).release.holds_finished:
                 raise ConfigError(
                     f"policy {scheduler.policy!r} runs whole batches with memory for each from its start, so "
                     "nobody can leave or join one; use another where prompts and generation are apart"
@@ -275,7 +275,7 @@ class SimulationConfig:
                 "replicas of several kinds are not scaled: which kind comes next is not decided"
             )
         needs_costs = parse_policy(autoscale.policy).needs_costs
-        predicts = self.reads_predictions or make_policy(self.scheduler).needs_step_time
+        predicts = self.reads_predictions or composition(self.scheduler.policy).needs_step_time
         if needs_costs and not predicts:
             raise ConfigError(
                 f"autoscaling to the objective goes by predicted step times, which policy "

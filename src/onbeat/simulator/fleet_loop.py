@@ -39,7 +39,7 @@ from onbeat.scheduler.cluster.events import (
 from onbeat.scheduler.cluster.fleet import Decided, Fleet, FleetConfig
 from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.cluster.work import WorkEstimate, describe
-from onbeat.scheduler.replica.policies import make_policy
+from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.client import Clients, OfferedRequest
 from onbeat.simulator.config import FleetChange, KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.deliveries import REFUSALS, refuse
@@ -339,7 +339,8 @@ class FleetLoop:
                     max_num_seqs=limits.max_num_seqs,
                     num_blocks=limits.num_blocks,
                     block_size=limits.block_size,
-                    moves_streams=self._moves is not None and not make_policy(limits).release.holds_finished,
+                    moves_streams=self._moves is not None
+                    and not composition(limits.policy).release.holds_finished,
                 ),
             ),
             now,

@@ -32,7 +32,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix=st.booleans(),
     )
     def start(self, policy, order, depth, is_pipeline, num_blocks, prefix):
-        if POLICIES[policy]().order is not None:
+        if POLICIES[policy].order is not None:
             order = "fcfs"  # its own takes the place of priorities
         config = make_config(
             policy,

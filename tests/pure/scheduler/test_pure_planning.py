@@ -106,7 +106,7 @@ def test_planning_twice_gives_the_same_plan_and_changes_nothing(
         max_num_seqs=max_num_seqs,
         slo_mode=mode,
         shed_order=shed_order if policy == "slo" else "most",
-        scheduling_policy="fcfs" if POLICIES[policy]().order is not None else "priority",
+        scheduling_policy="fcfs" if POLICIES[policy].order is not None else "priority",
     )
     driver = PureDriver(config, FakeStepTime(), depth=depth)
     driver.serve(load)

@@ -97,7 +97,7 @@ def make_config(policy: str = "sarathi", *, scheduler=None, **changes) -> Simula
         "block_size": 16,
         "max_model_len": 256,
         "max_num_seqs": 8,
-        "max_num_batched_tokens": 256 if POLICIES[policy]().whole_prompts else 32,
+        "max_num_batched_tokens": 256 if POLICIES[policy].whole_prompts else 32,
         "policy": policy,
     }
     return SimulationConfig(scheduler=SchedulerConfig(**(limits | (scheduler or {}))), **changes)

@@ -16,7 +16,7 @@ from onbeat.workload.slo_classes import SLOClass
 from tests.examples import examples
 from tests.pure.simulator.loads import StepByStep, linear_time, make_config, random_load
 
-PLANNERS = sorted(name for name in POLICIES if POLICIES[name]().needs_step_time)
+PLANNERS = sorted(name for name in POLICIES if POLICIES[name].needs_step_time)
 CLASSES = (
     SLOClass(name="fast", slo=SLO(ttft=0.05, tbt=0.02), share=0.4, weight=2.0),
     SLOClass(name="slow", slo=SLO(ttft=1.0, e2e=4.0), share=0.3),

@@ -22,7 +22,7 @@ SECONDS = linear_time().seconds
 @pytest.fixture
 def clairvoyant(monkeypatch):
     """A policy that asks for predictions."""
-    monkeypatch.setitem(POLICIES, "clairvoyant", lambda: replace(POLICIES["sarathi"](), needs_step_time=True))
+    monkeypatch.setitem(POLICIES, "clairvoyant", replace(POLICIES["sarathi"], needs_step_time=True))
 
 
 def test_policies_that_plan_by_tokens_get_no_model():

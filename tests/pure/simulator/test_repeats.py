@@ -89,7 +89,7 @@ OBJECTIVES = st.sampled_from(
 @given(
     load=loads(),
     slos=st.lists(OBJECTIVES, min_size=1, max_size=3),
-    policy=st.sampled_from(sorted(name for name in POLICIES if POLICIES[name]().needs_step_time)),
+    policy=st.sampled_from(sorted(name for name in POLICIES if POLICIES[name].needs_step_time)),
     mode=st.sampled_from(["stream", "gap"]),
     num_blocks=st.integers(16, 40),
     num_replicas=st.integers(1, 2),
@@ -121,7 +121,7 @@ def test_runs_equal_single_steps_of_policies_that_learn_step_times(
     check_runs_equal_single_steps(offered, config, model)
 
 
-@pytest.mark.parametrize("policy", sorted(name for name in POLICIES if not POLICIES[name]().needs_step_time))
+@pytest.mark.parametrize("policy", sorted(name for name in POLICIES if not POLICIES[name].needs_step_time))
 def test_runs_save_most_plans(policy):
     load = random_load(50, rate=1, seed=1, prompt=30, output=60)
     watching = Watching()

@@ -91,23 +91,22 @@ class FeedbackQueues:
 class FastServeComposer:
     """Runs the requests of the highest queues, their prompts whole, as far as a step reaches."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: StepTimeModel) -> None:
         self.queues = FeedbackQueues()
+        self._model = model
         self._reservation = ReservePrompt()
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (it is in the sort keys)
-        assert plan.model is not None
         plan.is_repeatable = False  # each step is service, and moves requests between queues
-        queues = self.queues.refreshed((*plan.running, *plan.waiting), plan.now, plan.model)
+        queues = self.queues.refreshed((*plan.running, *plan.waiting), plan.now, self._model)
         _Step(plan, queues, self._reservation).fill()
 
     def commit(self, plan: StepPlan) -> None:
         """Count the step for those in it."""
-        assert plan.model is not None
-        self.queues = self.queues.refreshed((*plan.running, *plan.waiting), plan.now, plan.model)
+        self.queues = self.queues.refreshed((*plan.running, *plan.waiting), plan.now, self._model)
         served = [*plan.decodes, *(state for state, _ in plan.chunks)]
         served += [admission.state for admission in plan.admissions]
-        self.queues.charge(served, plan.now, plan.model.step_time(planned_shape(plan)))
+        self.queues.charge(served, plan.now, self._model.step_time(planned_shape(plan)))
 
 
 class _Step:

@@ -66,12 +66,12 @@ class NiyamaComposer:
     throughput : expected prompt tokens per second: a moving average over the steps with prompts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: StepTimeModel) -> None:
         self.throughput = FIRST_THROUGHPUT
+        self._model = model
         self._reservation = ReservePrompt()
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (it has but one order)
-        assert plan.model is not None
         decodes, prefills = split_running(plan.running)
         slack = min(map(self.deadline, decodes), default=inf) - plan.now
         decode(plan, sorted(decodes, key=self.deadline), victims=plan.running)
@@ -86,7 +86,7 @@ class NiyamaComposer:
         for state in plan.decodes:
             shape.add(state.num_computed_tokens, 1, samples=True)
         candidates = LOW_MEMORY_CANDIDATES if _is_memory_low(plan) else CANDIDATES
-        total = step_tokens(plan.model, shape, head.num_computed_tokens, slack, candidates)
+        total = step_tokens(self._model, shape, head.num_computed_tokens, slack, candidates)
         filler = _Filler(plan, total - len(plan.decodes), self._reservation)
         self._fill(filler, in_time if is_relegated(head) else chain([head], in_time), late)
 
@@ -94,8 +94,7 @@ class NiyamaComposer:
         """Take a step with prompts into the expected throughput, by its predicted time."""
         shape = planned_shape(plan)
         if shape.num_chunk_tokens:
-            assert plan.model is not None
-            seen = shape.num_chunk_tokens / plan.model.step_time(shape)
+            seen = shape.num_chunk_tokens / self._model.step_time(shape)
             self.throughput = OLD_WEIGHT * self.throughput + (1 - OLD_WEIGHT) * seen
 
     def deadline(self, state: RequestState) -> float:

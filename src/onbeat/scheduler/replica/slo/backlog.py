@@ -72,7 +72,7 @@ class QueueBound(NamedTuple):
     """When another prompt is not taken."""
 
     seconds: float
-    """Longest wait for which one is."""
+    """Longest wait for which one is; infinite takes all."""
     num_slots: int
     """With fewer requests waiting than may run at once, one is taken whatever is predicted."""
 
@@ -87,10 +87,10 @@ class Backlog:
     Parameters
     ----------
     tracker : counts the rejected.
-    bound : when another is too many; None takes all.
+    bound : when another is too many.
     """
 
-    def __init__(self, tracker: SLOTracker, work: PrefillWork, bound: QueueBound | None) -> None:
+    def __init__(self, tracker: SLOTracker, work: PrefillWork, bound: QueueBound) -> None:
         self.tracker = tracker
         self._work = work
         self._bound = bound
@@ -138,8 +138,6 @@ class Backlog:
 
         They were taken, but have had to let others go first ever since. None has begun.
         """
-        if self._bound is None:
-            return []
         latest = now - OVERDUE * self._bound.seconds
         return [
             state
@@ -153,7 +151,7 @@ class Backlog:
         It was preempted, or is computed again after that, and its last token is as long ago as a request may
         wait to be begun. Nobody ends it, as its client has read what there is.
         """
-        longest = DEFAULT_QUEUE_SECONDS if self._bound is None else self._bound.seconds
+        longest = self._bound.seconds if self._bound.seconds < inf else DEFAULT_QUEUE_SECONDS
         slo = state.slo
         return (
             state.num_preemptions > 0
@@ -169,7 +167,7 @@ class Backlog:
         keeps_turn : whether it goes by its deadline even once that has passed (`ShedMode.OFF`).
         """
         bound = self._bound
-        if bound is None or len(waiting) < bound.num_slots:
+        if bound.seconds == inf or len(waiting) < bound.num_slots:
             return None
         wait = self._ranked_wait(waiting) if keeps_turn else self.wait(waiting)
         if wait <= bound.seconds:
@@ -182,7 +180,6 @@ class Backlog:
 
     def overdue_refusal(self, waiting: WaitingQueue) -> Overloaded:
         """Return why a request that has waited is not served after all."""
-        assert self._bound is not None
         return self._refuse(
             f"the request has waited {OVERDUE:g} times as long as may be (max_queue_seconds "
             f"{self._bound.seconds:g}), as others that can be in time left nothing over; try again later",

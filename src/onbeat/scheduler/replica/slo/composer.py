@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
-from onbeat.core.slo import ShedOrder, SLOMode
 from onbeat.core.step import SchedulerState
 from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.parts import QueueOrder
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.admission import Admission
@@ -44,17 +44,17 @@ class SLOComposer:
 
     Parameters
     ----------
+    model : predicts steps.
     make_rules : a study may have another rule.
 
     Attributes
     ----------
-    rules : what a step may take, and what prompts get of it; None until `start`.
+    rules : what a step may take, and what prompts get of it.
     tracker : requests and tenants from arrival to end.
     mode : what keeping a TBT objective means.
-    shed_order : whom to leave behind where not all can be in time.
     quantile : of the step time, to plan with; None is the mean.
-    work : what prompts cost; None until `start`.
-    backlog : how long those wait who are not in time; None until `start`.
+    work : what prompts cost.
+    backlog : how long those wait who are not in time.
     stalls : what streams should have in hand for the next step that takes far longer than predicted.
 
     References
@@ -63,44 +63,25 @@ class SLOComposer:
     section 3.2); triage as in Moore (Management Science 15, 1968).
     """
 
-    def __init__(self, make_rules: type[StepRules] = StepRules) -> None:
-        self.tracker = SLOTracker()
+    def __init__(
+        self, config: SchedulerConfig, model: StepTimeModel, make_rules: type[StepRules] = StepRules
+    ) -> None:
+        self.mode, shed_order = config.slo_mode, config.shed_order
+        self.quantile = GAP_QUANTILE if self.mode == "gap" else None
+        self.tracker = tracker = SLOTracker()
         self.stalls = Stalls()
-        self.rules: StepRules | None = None
-        self.work: PrefillWork | None = None
-        self.backlog: Backlog | None = None
-        self.admission: Admission | None = None
-        self._make_rules = make_rules
-        self.configure("stream", "most")
-
-    def configure(self, mode: SLOMode, shed_order: ShedOrder, bound: QueueBound | None = None) -> None:
-        """Say what keeping a TBT objective means, and whom to leave behind where not all can be in time.
-
-        Parameters
-        ----------
-        bound : for how long those may have to wait.
-        """
-        self.mode, self.shed_order = mode, shed_order
-        self.quantile = GAP_QUANTILE if mode == "gap" else None
-        self._bound = bound
-
-    def start(self, model: StepTimeModel, most_step_tokens: int) -> None:
-        """Take the model that predicts steps, and how many tokens one may have. Called once, first of all."""
-        self.work = PrefillWork(model, self.quantile, most_step_tokens)
-        self.rules = self._make_rules(self.work, self.stalls, self.mode, self.shed_order, self.tracker.worth)
-        self.backlog = Backlog(self.tracker, self.work, self._bound)
-        self.admission = Admission(self.backlog, self.work, self.shed_order, self.rules.find_room)
+        self.work = work = PrefillWork(model, self.quantile, config.max_num_batched_tokens)
+        self.rules = make_rules(work, self.stalls, self.mode, shed_order, tracker.worth)
+        seconds = inf if config.max_queue_seconds is None else config.max_queue_seconds
+        self.backlog = Backlog(tracker, work, QueueBound(seconds, config.max_num_seqs))
+        self.admission = Admission(self.backlog, work, shed_order, self.rules.find_room)
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (deadlines are the order)
         """Fill a plan; nothing else changes."""
-        assert self.rules is not None, "start() comes first"
-        assert self.backlog is not None
         StepComposition(plan, self.rules, self.backlog).compose()
 
     def commit(self, plan: StepPlan) -> None:
         """Remember what a plan that is carried out found."""
-        assert plan.predicted_wait is not None
-        assert self.backlog is not None
         self.tracker.predicted_wait = plan.predicted_wait
         stalls = self.stalls
         stalls.tightest, stalls.shortest = plan.tightest, LONGEST_GAP * plan.tightest
@@ -110,8 +91,6 @@ class SLOComposer:
 
     def refresh(self, running: Iterable[RequestState], now: float) -> None:
         """Take anew what plans lean on from what was learnt."""
-        assert self.work is not None
-        assert self.rules is not None
         self.work.take()
         if self.stalls.size and self.mode == "stream":
             streams = streams_of(running, self.tracker.lengths, self.work.alone_seconds)
@@ -131,9 +110,6 @@ class SLOComposer:
         SLOUnattainable, Overloaded : see `Admission.decide`.
         """
         work, admission, backlog, tracker = self.work, self.admission, self.backlog, self.tracker
-        assert work is not None
-        assert admission is not None
-        assert backlog is not None
         backlog.on_arrival(plan.waiting, plan.now)
         if not plan.running:
             work.catch_up()
@@ -163,8 +139,6 @@ class SLOComposer:
         ----------
         plan : the queues as they are, at the time when the next step may start.
         """
-        assert self.backlog is not None
-        assert self.work is not None
         view = RunningView(plan.running, plan.now, self.work.alone_seconds)
         waiting = plan.waiting
         return self.tracker.report(
