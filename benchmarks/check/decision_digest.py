@@ -38,6 +38,7 @@ from typing import Any
 
 import numpy as np
 
+import benchmarks.policies.register  # noqa: F401 (their decisions are compared, too)
 from onbeat.core.errors import RequestRejected
 from onbeat.core.options import change, make
 from onbeat.core.request import Request, RequestOutput, SamplingParams

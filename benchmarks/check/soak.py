@@ -54,8 +54,6 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "orca": ("--policy", "orca"),
     "static": ("--policy", "static"),
     "edf": ("--policy", "edf"),
-    "niyama-async": ("--policy", "niyama", "--async-scheduling"),
-    "fastserve": ("--policy", "fastserve"),
     "simple": ("--policy", "simple"),
 }
 """Name -> flags."""

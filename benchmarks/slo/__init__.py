@@ -3,5 +3,7 @@
 import sys
 from pathlib import Path
 
+import benchmarks.policies.register  # noqa: F401 (the study compares with them)
+
 _FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(_FOLDER), str(_FOLDER.parent)]

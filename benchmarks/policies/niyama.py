@@ -23,8 +23,9 @@ from onbeat.core.request import Request
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.baselines.runnable import decode, planned_shape, split_running
+from onbeat.scheduler.replica.baselines.runnable import decode, split_running
 from onbeat.scheduler.replica.parts import QueueOrder, ReservePrompt
+from onbeat.scheduler.replica.policies import Composition, needed_model
 from onbeat.scheduler.replica.queues import WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, due_times
@@ -198,6 +199,19 @@ def step_tokens(
     return candidates[max(0, bisect_right(candidates, slack, key=seconds) - 1)]
 
 
+def planned_shape(plan: StepPlan) -> BatchShape:
+    """Return the shape of a filled plan, each chunk taken to sample."""
+    shape = BatchShape()
+    for state in plan.decodes:
+        shape.add(state.num_computed_tokens, 1, samples=True)
+    for state, num_new in plan.chunks:
+        shape.add(state.num_computed_tokens, num_new, samples=True)
+    for admission in plan.admissions:
+        num_cached = len(admission.cached_block_ids) * plan.block_size
+        shape.add(num_cached, admission.num_new_tokens, samples=True)
+    return shape
+
+
 def is_relegated(state: RequestState) -> bool:
     """Whether a request is served behind all others."""
     return state.sort_key[0] >= BEST_EFFORT_RANK
@@ -231,3 +245,12 @@ def _by_priority(
 
 def _is_memory_low(plan: StepPlan) -> bool:
     return plan.num_blocks_left * plan.block_size // 32 < LOW_MEMORY
+
+
+NIYAMA = Composition(
+    compose=lambda config, model: NiyamaComposer(needed_model(config, model)),
+    order=HybridPriority,
+    needs_step_time=True,
+    is_bound_by_time=True,
+    keeps_deadlines=True,
+)

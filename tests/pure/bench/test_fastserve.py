@@ -8,12 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.policies.fastserve import FASTSERVE, QUANTUM_RATIO, STARVATION, FeedbackQueues
 from onbeat.core.request import FinishReason
-from onbeat.scheduler.replica.baselines.fastserve import QUANTUM_RATIO, STARVATION, FeedbackQueues
+from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.request_state import RequestState
 from tests.examples import examples
 from tests.pure.scheduler import timed
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    """The scheduler finds a policy of another place by its name, as soon as that stands in its table."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(POLICIES, "fastserve", FASTSERVE)
+        yield
 
 
 def driver_for(*requests, model: FakeStepTime | None = None, **changes) -> TimedDriver:

@@ -19,10 +19,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from benchmarks.policies.niyama import planned_shape
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.baselines.runnable import planned_shape, split_running
+from onbeat.scheduler.replica.baselines.runnable import split_running
 from onbeat.scheduler.replica.parts import QueueOrder, ReservePrompt
+from onbeat.scheduler.replica.policies import Composition, needed_model
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
 
@@ -207,3 +209,10 @@ def _chunk_seconds(model: StepTimeModel, num_tokens: int) -> float:
     shape = BatchShape()
     shape.add(0, num_tokens, samples=True)
     return model.step_time(shape)
+
+
+FASTSERVE = Composition(
+    compose=lambda config, model: FastServeComposer(needed_model(config, model)),
+    whole_prompts=True,
+    needs_step_time=True,
+)

@@ -8,26 +8,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.core.errors import ConfigError
-from onbeat.core.request import FinishReason
-from onbeat.core.slo import SLO, ShedMode
-from onbeat.core.step import BatchShape
-from onbeat.scheduler.replica.baselines.niyama import (
+from benchmarks.policies.niyama import (
     CANDIDATES,
     FIRST_THROUGHPUT,
     LOW_MEMORY_CANDIDATES,
+    NIYAMA,
     OLD_WEIGHT,
     SAFETY,
     SECONDS_PER_TOKEN,
     HybridPriority,
     step_tokens,
 )
+from onbeat.core.errors import ConfigError
+from onbeat.core.request import FinishReason
+from onbeat.core.slo import SLO, ShedMode
+from onbeat.core.step import BatchShape
+from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
 from tests.examples import examples
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
 
 LONG = {"num_blocks": 8192, "max_model_len": 8192, "max_num_batched_tokens": 8192}
 LOOSE = SLO(ttft=1000.0, tbt=1000.0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    """The scheduler finds a policy of another place by its name, as soon as that stands in its table."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(POLICIES, "niyama", NIYAMA)
+        yield
 
 
 def shape_of(num_decodes: int, context: int = 100) -> BatchShape:
