@@ -1,11 +1,9 @@
 """How well step-time models predict what they have not seen: published measurements, in Markdown tables.
 
-    python -m benchmarks.check.step_time_accuracy --shared DIRECTORY [--only mlp attention splitwise ...]
+    python -m benchmarks.check.step_time_accuracy --shared DIRECTORY [--only grid sarathi cost]
 
 DIRECTORY (or the variable ONBEAT_SHARED) has `data/profiles` with
 
-- `vidur/`: operator profiles of microsoft/vidur (Agrawal et al., MLSys 2024),
-- `splitwise/perf_model.csv.gz` of Mutinifni/splitwise-sim (Patel et al., ISCA 2024),
 - `sarathi/`: batches of microsoft/sarathi-serve (Agrawal et al., OSDI 2024), Yi-34B on two A100,
 - `aic_step_grid.csv`: step times of 19 deployments as NVIDIA's aiconfigurator computes them.
 
@@ -16,12 +14,11 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gzip
 import os
 import sys
 import timeit
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,9 +34,6 @@ from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.published.interpolate import PiecewiseLinear, Surface
-from onbeat.perfmodel.published.operator_csv import Row, read_rows, select
-from onbeat.perfmodel.published.operator_curves import chunk_surface, decode_surface
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.roofline import make_roofline, roofline_seconds
 from onbeat.perfmodel.shape_range import ShapeRange
@@ -54,108 +48,6 @@ class Line:
 
     label: str
     errors: FitErrors
-
-
-# Operators that see only the number of tokens
-
-
-def mlp_lines(profiles: Path) -> list[Line]:
-    """Train on every other token count, predict the others; a line a model, GPU and TP degree."""
-    lines = []
-    for path in sorted((profiles / "vidur").glob("mlp_*.csv.gz")):
-        rows = read_rows(path, ["num_tokens", "num_tensor_parallel_workers"])
-        operators = [name.split(".")[1] for name in rows[0].cells if name.startswith("time_stats.")]
-        for tensor in sorted({int(row.number("num_tensor_parallel_workers")) for row in rows}):
-            errors = _half_of_token_counts(select(rows, num_tensor_parallel_workers=tensor), operators)
-            lines.append(
-                Line(f"{path.name.removesuffix('.csv.gz').removeprefix('mlp_')} TP {tensor}", errors)
-            )
-    return lines
-
-
-def _half_of_token_counts(rows: Sequence[Row], operators: Iterable[str]) -> FitErrors:
-    sizes = np.array([row.number("num_tokens") for row in rows])
-    is_train = np.isin(sizes, np.unique(sizes)[::2])
-    predicted, measured = [], []
-    for operator in operators:
-        times = np.array([row.seconds(operator) for row in rows])
-        curve = PiecewiseLinear(sizes[is_train].tolist(), times[is_train].tolist())
-        predicted += [curve(size) for size in sizes[~is_train].tolist()]
-        measured += times[~is_train].tolist()
-    return FitErrors.of(predicted, measured)
-
-
-# Attention
-
-
-def attention_lines(profiles: Path) -> list[Line]:
-    """Train on a random fifth of the rows, predict the rest."""
-    path = profiles / "vidur" / "attention_a100_gqa64x8_h8192.csv.gz"
-    rows = read_rows(path, ["batch_size", "prefill_chunk_size", "kv_cache_size", "is_prefill"])
-    kinds: tuple[tuple[str, str, str, Callable[[Sequence[Row]], Surface]], ...] = (
-        ("decode", "attn_decode", "batch_size", decode_surface),
-        ("prefill", "attn_prefill", "prefill_chunk_size", chunk_surface),
-    )
-    lines = []
-    for kind, operator, size, fit_surface in kinds:
-        measured = [row for row in rows if row.is_true("is_prefill") == (kind == "prefill")]
-        for seed in SEEDS:
-            order = np.random.default_rng(seed).permutation(len(measured))
-            train, test = np.split(order, [len(order) // 5])
-            surface = fit_surface([measured[index] for index in train])
-            held_back = [measured[index] for index in test]
-            predicted = [surface(row.number(size), row.number("kv_cache_size")) for row in held_back]
-            errors = FitErrors.of(predicted, [row.seconds(operator) for row in held_back])
-            lines.append(Line(f"{kind}, seed {seed}", errors))
-    return lines
-
-
-# Splitwise's table
-
-
-def splitwise_lines(profiles: Path) -> list[Line]:
-    """Train on a random 80 % of the rows, predict the rest: prompt and token time by (batch, prompt size).
-
-    Left out, as in no other table: derived rows (h100-80gb-pcap), and TP 2 at batch 64, whose prompt times
-    are shorter than those at batch 32.
-    """
-    with gzip.open(profiles / "splitwise" / "perf_model.csv.gz", "rt", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["hardware"] != "h100-80gb-pcap"]
-    rows = [row for row in rows if not (row["tensor_parallel"] == "2" and row["batch_size"] == "64")]
-    lines = []
-    for kind in ("prompt_time", "token_time"):
-        for seed in SEEDS:
-            order = np.random.default_rng(seed).permutation(len(rows))
-            train, test = np.split(order, [round(0.8 * len(order))])
-            surfaces = {
-                key: _splitwise_surface(group, kind)
-                for key, group in _by_deployment(rows[index] for index in train).items()
-            }
-            held_back = [rows[index] for index in test]
-            predicted = [surfaces[_deployment(row)](*_splitwise_sizes(row)) for row in held_back]
-            errors = FitErrors.of(predicted, [float(row[kind]) for row in held_back])
-            lines.append(Line(f"{kind}, seed {seed}", errors))
-    return lines
-
-
-def _deployment(row: dict[str, str]) -> tuple[str, str, str]:
-    return row["model"], row["hardware"], row["tensor_parallel"]
-
-
-def _by_deployment(rows: Iterable[dict[str, str]]) -> dict[tuple[str, str, str], list[dict[str, str]]]:
-    groups = defaultdict(list)
-    for row in rows:
-        groups[_deployment(row)].append(row)
-    return groups
-
-
-def _splitwise_sizes(row: dict[str, str]) -> tuple[float, float]:
-    return float(row["batch_size"]), float(row["prompt_size"])
-
-
-def _splitwise_surface(rows: Sequence[dict[str, str]], kind: str) -> Surface:
-    batches, prompts = zip(*(_splitwise_sizes(row) for row in rows), strict=True)
-    return Surface(batches, prompts, [float(row[kind]) for row in rows])
 
 
 # The roofline against a grid of 19 deployments
@@ -268,10 +160,11 @@ def sarathi_batches(profiles: Path) -> list[Batch]:
     """
     path = profiles / "sarathi" / "yi34b_tp2_a100_table-2_results.csv"
     columns = ("batch_num_prefill_tokens", "batch_num_decode_tokens")
-    rows = read_rows(path, [*columns, "batch_execution_time"])
-    sizes = [tuple(int(row.number(column)) for column in columns) for row in rows]
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    sizes = [tuple(int(row[column]) for column in columns) for row in rows]
     matrix = shape_matrix(_hybrid(num_prefill, num_decodes) for num_prefill, num_decodes in sizes)
-    measured = np.array([row.number("batch_execution_time") / 1e3 for row in rows])
+    measured = np.array([float(row["batch_execution_time"]) / 1e3 for row in rows])
     model, device, parallelism = find_model_spec("Yi-34B"), find_device("a100-80-sxm"), Parallelism(tensor=2)
     form = make_form("roofline", model=model, device=device, parallelism=parallelism, precision=Precision())
     sheet = roofline_seconds(matrix, model, device, parallelism=parallelism)
@@ -344,40 +237,6 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def print_lines(lines: Sequence[Line]) -> None:
-    print("| | mean % | median % | p90 % | p95 % | points |\n|---|---:|---:|---:|---:|---:|")
-    for line in lines:
-        print_row(line)
-
-
-def print_row(line: Line) -> None:
-    errors = line.errors
-    percents = " | ".join(f"{100 * value:.1f}" for value in (errors.mean, errors.p50, errors.p90, errors.p95))
-    print(f"| {line.label} | {percents} | {errors.num_points:,} |")
-
-
-def print_mlp(profiles: Path) -> None:
-    lines = mlp_lines(profiles)
-    print_lines(lines)
-    errors = [line.errors for line in lines]
-    worst = FitErrors(
-        mean=max(error.mean for error in errors),
-        p50=max(error.p50 for error in errors),
-        p90=max(error.p90 for error in errors),
-        p95=max(error.p95 for error in errors),
-        num_points=sum(error.num_points for error in errors),
-    )
-    print_row(Line("**worst of each**", worst))
-
-
-def print_attention(profiles: Path) -> None:
-    print_lines(attention_lines(profiles))
-
-
-def print_splitwise(profiles: Path) -> None:
-    print_lines(splitwise_lines(profiles))
-
-
 def print_grid(profiles: Path) -> None:
     uncalibrated, calibrated = grid_lines(profiles)
     print("| deployment | data sheet: median / p90 % | calibrated on 10 %: median / p90 % |\n|---|---:|---:|")
@@ -409,9 +268,6 @@ def print_cost(_: Path) -> None:
 
 
 TABLES: dict[str, Callable[[Path], None]] = {
-    "mlp": print_mlp,
-    "attention": print_attention,
-    "splitwise": print_splitwise,
     "grid": print_grid,
     "sarathi": print_sarathi,
     "cost": print_cost,

@@ -40,9 +40,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.papers.linear import linear_closure
 from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.published.linear import linear_closure
 from onbeat.scheduler.cluster.fleet import Decided
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.config import KVLink, ReplicaKind, SimulationConfig

@@ -22,10 +22,10 @@ import numpy as np
 
 from benchmarks.harness.intervals import geometric_mean
 from benchmarks.harness.pages import markdown_table
+from benchmarks.papers.linear import turbospec_speculation
 from benchmarks.papers.speculation_study import turbospec
 from benchmarks.papers.speculation_study.plan import shared_folder
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.published.linear import turbospec_speculation
 from onbeat.scheduler.replica.speculation import acceptance, goodput
 from onbeat.simulator.acceptance import Acceptance, RequestDrafts
 from onbeat.simulator.simulate import simulate

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,33 +20,6 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def profiles() -> Path:
     return Path(str(SHARED)) / "data" / "profiles"
-
-
-def means(lines: Sequence[Any], kind: str) -> list[float]:
-    found = [line.errors.mean for line in lines if line.label.startswith(kind)]
-    assert found
-    return found
-
-
-def test_token_operators_from_half_of_the_token_counts(profiles: Path) -> None:
-    lines = accuracy.mlp_lines(profiles)
-    assert len(lines) == 61
-    for line in lines:
-        assert line.errors.p50 <= 0.015, line
-        assert line.errors.mean <= 0.03, line
-        assert line.errors.p95 <= 0.10, line
-
-
-def test_attention_from_a_fifth_of_the_rows(profiles: Path) -> None:
-    lines = accuracy.attention_lines(profiles)
-    assert max(means(lines, "decode")) <= 0.08
-    assert max(means(lines, "prefill")) <= 0.10
-
-
-def test_splitwise_from_four_fifths_of_the_rows(profiles: Path) -> None:
-    lines = accuracy.splitwise_lines(profiles)
-    assert max(means(lines, "token_time")) <= 0.015
-    assert max(means(lines, "prompt_time")) <= 0.03
 
 
 def test_the_calibrated_roofline_on_nineteen_deployments(profiles: Path) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.papers.linear import turbospec_speculation
 from onbeat.perfmodel.models import LINEAR_SIGMA
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.published.linear import turbospec_speculation
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.scheduler.config import SchedulerConfig, SpeculationConfig
 from onbeat.simulator.acceptance import Acceptance

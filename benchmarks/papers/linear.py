@@ -12,9 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from onbeat.core.errors import ConfigError
-from onbeat.core.step import BatchShape
-from onbeat.perfmodel.published.linear_coefficients import (
+from benchmarks.papers.linear_coefficients import (
     DistServeCoefficients,
     TurboSpecCoefficients,
     TurboSpecDrafts,
@@ -22,6 +20,8 @@ from onbeat.perfmodel.published.linear_coefficients import (
     read_turbospec_coefficients,
     read_turbospec_drafts,
 )
+from onbeat.core.errors import ConfigError
+from onbeat.core.step import BatchShape
 
 StepSeconds = Callable[[BatchShape], float]
 

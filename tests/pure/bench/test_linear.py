@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.core.errors import ConfigError
-from onbeat.core.step import BatchShape
-from onbeat.perfmodel.published.linear import (
+from benchmarks.papers.linear import (
     NO_OVERHEAD,
     STAGE_HOP,
     EngineOverhead,
@@ -20,11 +18,13 @@ from onbeat.perfmodel.published.linear import (
     linear_closure,
     turbospec_closure,
 )
-from onbeat.perfmodel.published.linear_coefficients import (
+from benchmarks.papers.linear_coefficients import (
     DistServeCoefficients,
     TurboSpecCoefficients,
     read_distserve_coefficients,
 )
+from onbeat.core.errors import ConfigError
+from onbeat.core.step import BatchShape
 
 COEFFICIENTS = DistServeCoefficients(
     prefill=(0.02, 1e-4, 1e-8),
