@@ -26,6 +26,8 @@ from onbeat.core.step import BatchShape
 StepSeconds = Callable[[BatchShape], float]
 
 _LOWEST_SHARE = 0.1
+LINEAR_SIGMA = 0.10
+"""Spread of log(measured / predicted) of these forms."""
 
 
 @dataclass(frozen=True, slots=True)

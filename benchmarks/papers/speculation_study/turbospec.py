@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.papers.linear import turbospec_speculation
-from onbeat.perfmodel.models import LINEAR_SIGMA
+from benchmarks.papers.linear import LINEAR_SIGMA, turbospec_speculation
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.scheduler.config import SchedulerConfig, SpeculationConfig

@@ -16,7 +16,8 @@ from typing import Any
 from onbeat.bench.config import BenchConfig, TargetConfig
 from onbeat.bench.objectives import SendSLO
 from onbeat.bench.payload import Api
-from onbeat.cli.bench_load import DatasetOptions, LoadOptions, numbers, split_list
+from onbeat.cli.args import numbers
+from onbeat.cli.bench_load import DatasetOptions, LoadOptions, split_list
 from onbeat.cli.workload import ObjectiveOptions
 from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.options import option, part, settings_of

@@ -137,15 +137,14 @@ def _save(args: argparse.Namespace, run: SimulatedRun, console: Console) -> None
     from onbeat.report.result import write_document
     from onbeat.report.run_report import write_report
 
-    def report() -> None:
+    def report(path: Path) -> None:
         settings = shown_settings(args)
-        write_report(args.report, [run], percentiles=(50.0, 90.0, 99.0), settings=settings, what="Simulation")
+        write_report(path, [run], percentiles=(50.0, 90.0, 99.0), settings=settings, what="Simulation")
 
     writers = {
-        args.json: lambda: write_document(args.json, result_keys(run)),
-        args.records: lambda: write_records(args.records, run.records),
+        args.json: lambda path: write_document(path, result_keys(run)),
+        args.records: lambda path: write_records(path, run.records),
         args.report: report,
-        args.timeline: lambda: None,  # it was written while the run went on
+        args.timeline: lambda _path: None,  # it was written while the run went on
     }
-    writers.pop(None, None)
     save_all(writers, lambda path: console.print(f"saved {path}", highlight=False, markup=False))
