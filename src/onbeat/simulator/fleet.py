@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf, nan
@@ -43,11 +43,9 @@ from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import FleetChange, KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.deliveries import REFUSALS, refuse
 from onbeat.simulator.fleet_loop import COPY, HEAR, MOVE, REPORT, TICK, FleetLoop, Member
+from onbeat.simulator.lives import Lives, MakeReplica
 from onbeat.simulator.moves import VirtualMoves
-from onbeat.simulator.replica import VirtualReplica
-from onbeat.simulator.result import FleetSize, ReplicaCounters
-
-MakeReplica = Callable[[int, ReplicaKind], VirtualReplica]
+from onbeat.simulator.result import FleetSize
 
 _RARE = (Lost, Joined, DrainAsked, ScaleAsked, ScalingAsked, Refused, Tick)
 """Events after which the fleet may want another tick."""
@@ -81,10 +79,9 @@ class VirtualFleet:
 
     Attributes
     ----------
-    counters : of replicas that have lived, by number.
+    lives : of the replicas.
     decisions : what was decided how often: the reasons of requests sent and refused, starts and stops.
     sizes : how many replicas there were to be, of a fleet that changes its own size.
-    replica_seconds : for which replicas were held, those that are still held left out.
     """
 
     def __init__(  # noqa: PLR0913 (who decides, who runs, and who hears of it)
@@ -101,29 +98,24 @@ class VirtualFleet:
         self._loop = loop
         self._config = config
         self._work = work
-        self._make_replica = make_replica
         self._fleet = Fleet(router, fleet_rules(config), on_decision=on_decision)
         self._teller = Teller(self._fleet, self)
-        self._kinds = kinds
         self._reports = wants_reports(config, router)
-        self._replicas: dict[int, VirtualReplica] = {}
-        """Those that live, by number."""
-        self.counters: dict[int, ReplicaCounters] = {}
+        self.lives = Lives(
+            loop,
+            self,
+            kinds,
+            make_replica,
+            start_seconds=config.fleet_times.start,
+            on_ready=self._on_ready,
+        )
         self.decisions: Counter[str] = Counter()
         self.sizes: list[FleetSize] = []
-        self._starting: dict[int, int] = {}
-        """The newest start of a replica that starts, by number: one that was stopped meanwhile is not ready
-        when that start would have been done."""
-        self._num_starts = 0
-        self._held: dict[int, float] = {}
-        """Since when a replica has been held, by number: from its start, before it is ready."""
-        self.replica_seconds = 0.0
         self._open: dict[str, OfferedRequest] = {}
         self._told: dict[str, int] = {}
         """Tokens of each open request that the fleet knows of."""
         self._not_begun: dict[str, int] = {}
         """Requests resumed elsewhere that have had no tokens there, and how many they had before."""
-        self._refusals: dict[str, Overloaded | SLOUnattainable] = {}
         self._tick = inf
         self._may_tick = False
         """Whether the fleet may want another tick than the next."""
@@ -136,18 +128,15 @@ class VirtualFleet:
 
     def _make_moves(self, link: KVLink) -> VirtualMoves:
         return VirtualMoves(
-            self._replicas,
+            self.lives.replicas,
             link,
-            block_size=self._kinds[0].scheduler.block_size,
+            block_size=self.lives.kind(0).scheduler.block_size,
             message_seconds=self._config.fleet_times.report,
-            memory_bandwidth=lambda number: self._kind(number).memory_bandwidth,
+            memory_bandwidth=lambda number: self.lives.kind(number).memory_bandwidth,
             answer=self._hear_of,
             call=self._call,
             on_room=self._report_later,
         )
-
-    def _kind(self, number: int) -> ReplicaKind:
-        return self._kinds[min(number, len(self._kinds) - 1)]
 
     def open(self) -> None:
         """Start the replicas, and have happen to them what is to happen."""
@@ -164,14 +153,7 @@ class VirtualFleet:
         now = self._loop.now
         if self._moves is not None:
             self._moves.close(now)
-        for number in list(self._held):
-            self._give_back(number, now)
-
-    def all_counters(self) -> list[ReplicaCounters]:
-        """Return what each replica has done, over all its lives, by number."""
-        for number in list(self._replicas):
-            self._remove(number)
-        return [self.counters[number] for number in sorted(self.counters)]
+        self.lives.end(now)
 
     # ---- what happens ----
 
@@ -242,16 +224,26 @@ class VirtualFleet:
             self._moves.on_step_end(member.number, now)
 
     def on_given_up(self, member: Member, offered: OfferedRequest, now: float) -> None:
-        """Tell the fleet, which may send the request to another replica."""
+        """Tell the fleet of a request that a replica ended in its queue, or would not have."""
         if self._moves is not None:
             self._moves.forget(member.number, offered.request.request_id)
-        self._tell(Refused(member.name, offered.request.request_id, is_for_load=True), now)
+        if offered.refusal is not None:
+            self._tell_refusal(member, offered, offered.refusal, now)
+        else:
+            self._tell_delivery(member, offered, now, is_finished=True)
+            self._close(offered, now)
+
+    def _tell_refusal(
+        self, member: Member, offered: OfferedRequest, refusal: Overloaded | SLOUnattainable, now: float
+    ) -> None:
+        request_id, retry_after = offered.request.request_id, refusal.retry_after
+        self._tell(Refused(member.name, request_id, is_for_load=True, retry_after=retry_after), now)
 
     def _change(self, change: FleetChange, now: float) -> None:
         name = replica_id(change.number)
         if change.kind == "scale":
             self._tell(ScaleAsked(change.number), now)
-        elif change.number not in self._replicas:
+        elif change.number not in self.lives.replicas:
             return  # it is down already
         elif change.kind == "kill":
             self._kill(change.number, now)
@@ -268,25 +260,11 @@ class VirtualFleet:
         if self._moves is not None:
             self._moves.lose(number, now)
             self._expect_copies()
-        self._remove(number, died=True)
+        self.lives.remove(number, died=True)
         self._tell(Lost(member.name, "killed"), now)
 
-    def _remove(self, number: int, *, died: bool = False) -> None:
-        del self._replicas[number]
-        counters = self._loop.leave(number).counters()
-        if died:  # with what it held, such as the KV of streams that were leaving
-            counters = replace(counters, num_leaked_blocks=0)
-        before = self.counters.get(number)
-        self.counters[number] = counters if before is None else before.joined(counters)
-
-    def _started(self, number: int, start: int, now: float) -> None:
-        """Let a replica join whose start is done, unless it was stopped since."""
-        if self._starting.get(number) != start:
-            return
-        del self._starting[number]
-        kind = self._kind(number)
-        self._replicas[number] = self._make_replica(number, kind)
-        self._loop.join(number, self._replicas[number], self)
+    def _on_ready(self, number: int, now: float) -> None:
+        kind = self.lives.kind(number)
         limits = kind.scheduler
         told = ReplicaLimits(
             device=kind.device,
@@ -311,13 +289,13 @@ class VirtualFleet:
 
     def _report(self, number: int, now: float) -> None:
         """Let what a replica reports now be heard of a little later."""
-        replica = self._replicas.get(number)
+        replica = self.lives.replicas.get(number)
         if replica is None or replica.next_time <= now:
             return  # it is gone; or its run had no further step, and it reports once that has ended
         load = replica.load(now)
 
         def hear(then: float) -> None:
-            if self._replicas.get(number) is replica:
+            if self.lives.replicas.get(number) is replica:
                 self._teller.tell(Reported(replica_id(number), load), then)
 
         self._loop.at(now + self._config.fleet_times.report, HEAR, hear)
@@ -366,8 +344,9 @@ class VirtualFleet:
         if len(times) > len(request.resumed_token_ids):
             request = replace(request, resumed_token_ids=[1] * len(times), first_token_time=times[0])
             offered.request = request
-        offered.record.finish_reason, offered.record.end = None, nan  # it may have been given up elsewhere
-        offered.place = number
+        record = offered.record  # it may have been given up elsewhere
+        record.finish_reason, record.end, record.is_rejected, record.predicted_wait = None, nan, False, None
+        offered.place, offered.refusal = number, None
         if len(times):
             self._not_begun[request.request_id] = len(times)
             self.hears_all = True
@@ -378,10 +357,8 @@ class VirtualFleet:
                 assert self._moves is not None, "no replica moves streams"
                 self._moves.stop_after_first(number, request.request_id)
         except REFUSALS as refusal:
-            offered.record.replica = member.replica.name
-            self._refusals[request.request_id] = refusal
-            retry_after = refusal.retry_after
-            self._tell(Refused(action.replica, request.request_id, is_for_load=True, retry_after=retry_after), now)
+            record.replica, offered.refusal = member.replica.name, refusal
+            self._tell_refusal(member, offered, refusal, now)
         except RequestRejected as error:
             raise ConfigError(f"request {offered.index} of the load can never run: {error}") from error
         member.call(now)
@@ -389,7 +366,7 @@ class VirtualFleet:
     def withdraw(self, action: Withdraw, now: float) -> None:
         """Take a request from a replica."""
         number = replica_number(action.replica)
-        self._replicas[number].withdraw(action.request_id, now)
+        self.lives.replicas[number].withdraw(action.request_id, now)
         if self._moves is not None:
             self._moves.forget(number, action.request_id)
         self._not_begun.pop(action.request_id, None)
@@ -404,33 +381,25 @@ class VirtualFleet:
         elif len(offered.record.delivery_times):
             offered.record.finish_reason, offered.record.end = FinishReason.ERROR.value, now
         else:
-            refusal = self._refusals.get(action.request_id)
-            refusal = refusal or Overloaded(action.reason, code="server_overloaded")
+            refusal = offered.refusal or Overloaded(action.reason, code="server_overloaded")
             refuse(offered, refusal, offered.record.replica, now)
         self._close(offered, now)
 
     def start(self, action: Start, now: float) -> None:
-        """Begin to start a replica; those at time 0 are there at once."""
+        """Begin to start a replica."""
         self.decisions["start"] += 1
-        number = replica_number(action.replica)
-        self._held.setdefault(number, now)
-        is_first = now == 0.0 and number not in self.counters
-        delay = 0.0 if is_first else action.delay + self._config.fleet_times.start
-        self._num_starts += 1
-        self._starting[number] = self._num_starts
-        self._loop.at(now + delay, HEAR, partial(self._started, number, self._num_starts))
+        self.lives.start(replica_number(action.replica), action.delay, now)
 
     def stop(self, action: Stop, now: float) -> None:
         """End a replica, or its start."""
         self.decisions["stop"] += 1
         number = replica_number(action.replica)
-        self._give_back(number, now)
-        self._starting.pop(number, None)
-        if number in self._replicas:
+        self.lives.give_back(number, now)
+        if number in self.lives.replicas:
             if self._moves is not None:
                 self._moves.leave(number, now)
                 self._expect_copies()
-            self._remove(number)
+            self.lives.remove(number)
 
     def step_move(self, action: MoveStep, now: float) -> None:
         """Let a step of a move be taken once no step of a replica is left to end at this instant."""
@@ -445,12 +414,9 @@ class VirtualFleet:
         self.decisions[f"rescale ({action.why})"] += 1
         self.sizes.append(FleetSize(now, action.num_replicas, action.why))
 
-    def _give_back(self, number: int, now: float) -> None:
-        self.replica_seconds += now - self._held.pop(number, now)
-
     def _close(self, offered: OfferedRequest, now: float) -> None:
         request_id = offered.request.request_id
         del self._open[request_id]
-        for known in (self._told, self._not_begun, self._refusals):
-            known.pop(request_id, None)
+        self._told.pop(request_id, None)
+        self._not_begun.pop(request_id, None)
         self._loop.close(offered, now)

@@ -87,9 +87,14 @@ class FleetLoop:
         ------
         ConfigError : a request that no replica can ever run.
         """
-        self._desk, events = desk, self.events
+        self._desk = desk
         desk.open()
         self._expect_arrival()
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Run on from where the loop, or a copy of it, has come to."""
+        events = self.events
         while events:
             self.now, _, _, _, call = heappop(events)
             call(self.now)

@@ -99,7 +99,7 @@ def run_together(
     if is_complete:
         fleet.end()
     return FleetOutcome(
-        fleet.all_counters(), is_complete, dict(fleet.decisions), fleet.replica_seconds, fleet.sizes
+        fleet.lives.counters(), is_complete, dict(fleet.decisions), fleet.lives.seconds, fleet.sizes
     )
 
 

@@ -75,7 +75,10 @@ class FleetConfig:
     pool_rule: PoolRule = _option("adaptive", help=RULE_HELP)
     move_rule: str = _option("mend", choices=tuple(MOVE_RULES), help=MOVE_HELP)
     kinds: tuple[ReplicaGroup, ...] = _option(
-        (), parse=parse_kind, metavar=KIND_FORM, help=KIND_HELP + "; in serve, device and tp of stand-ins only"
+        (),
+        parse=parse_kind,
+        metavar=KIND_FORM,
+        help=KIND_HELP + "; in serve, device and tp of stand-ins only",
     )
     autoscale: ScaleBounds | None = _option(
         None,
@@ -92,9 +95,7 @@ class FleetConfig:
         if self.router is not None:
             require_router(self.router)
         if self.move_rule not in MOVE_RULES:
-            raise ConfigError(
-                f"move-rule is {self.move_rule!r}; it must be one of {', '.join(MOVE_RULES)}"
-            )
+            raise ConfigError(f"move-rule is {self.move_rule!r}; it must be one of {', '.join(MOVE_RULES)}")
         check_scaling(self.autoscale, self.autoscale_policy, self.scale_down_seconds)
         if self.autoscale is not None:
             self._check_autoscale(self.autoscale)
