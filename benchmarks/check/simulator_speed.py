@@ -30,6 +30,7 @@ from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
+from onbeat.scheduler.cluster.config import FleetConfig
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import default_token_budget
 from onbeat.simulator.config import SimulationConfig
@@ -183,7 +184,8 @@ def main() -> None:
         capacity = find_capacity(load, scheduler, step_time)
         print(f"capacity of one replica: {capacity:.2f} requests/s")
         large = resample(load, args.num_requests, rate=LOAD_SHARE * capacity * args.replicas)
-        config = SimulationConfig(scheduler=scheduler, num_replicas=args.replicas)
+        fleet = FleetConfig(replicas=args.replicas, router="round-robin")
+        config = SimulationConfig(scheduler=scheduler, fleet=fleet)
         speeds.append(measure("large", large, config, step_time, jobs=args.jobs))
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}")
     print(

@@ -49,6 +49,7 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.build import build_engine
 from onbeat.engine.config import EngineConfig
 from onbeat.hub.stand_in import find_stand_in
+from onbeat.scheduler.cluster.config import FleetConfig
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import DEATHS_WINDOW
 from onbeat.scheduler.cluster.routers import make_router
@@ -208,7 +209,7 @@ def launcher_of(args: argparse.Namespace) -> Iterator[Launcher]:
 def client_of(args: argparse.Namespace, launcher: Launcher) -> Iterator[FleetClient]:
     """Make the client of a fleet of the wanted engines."""
     if args.engine == "stand-in":
-        options = FleetOptions(replicas=args.replicas, router=args.router)
+        options = FleetOptions(fleet=FleetConfig(replicas=args.replicas, router=args.router))
         engine = EngineConfig(
             model=find_stand_in("Llama-3.1-8B"),
             load_format="stand-in",

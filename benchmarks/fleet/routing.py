@@ -237,7 +237,8 @@ def make_config(cell: Cell, router: str, seed: int) -> SimulationConfig:
             "roofline", model=own.model, device=_slowed(own.device, slower), precision=own.precision
         )
         kinds.append(ReplicaKind(scheduler=own.config.scheduler, step_time=time_model, device=device_id))
-    return replace(built.config, router=router, seed=seed, kinds=tuple(kinds))
+    fleet = replace(built.config.fleet, router=router)
+    return replace(built.config, fleet=fleet, seed=seed, kinds=tuple(kinds))
 
 
 def _slowed(device: DeviceSpec, slower: float) -> DeviceSpec:

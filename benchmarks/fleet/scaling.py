@@ -35,9 +35,10 @@ from onbeat.core.options import change, make
 from onbeat.core.slo import SLO
 from onbeat.metrics.attainment import good_requests
 from onbeat.scheduler.cluster import objective_scaling, offered_work, scaling
+from onbeat.scheduler.cluster.config import FleetConfig
 from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds
 from onbeat.scheduler.cluster.scaling_policy import FleetLoad, Wanted
-from onbeat.simulator.config import AutoscaleConfig, FleetTimes, SimulationConfig
+from onbeat.simulator.config import FleetTimes, SimulationConfig
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
@@ -177,13 +178,15 @@ def make_config(cell: Cell, fleet: str) -> SimulationConfig:
     settings = LLUMNIX if cell.is_long_tailed else SETTINGS
     if fleet.startswith("fixed"):
         settings = change(settings, replicas=int(fleet.split()[1]))
-    config = replace(build_simulation(settings).config, router="slo", fleet_times=FleetTimes(start=60.0))
-    if fleet.startswith("fixed"):
-        return config
-    autoscale = AutoscaleConfig(
-        bounds=ScaleBounds(cell.least, cell.fixed), policy=fleet, down_seconds=DOWN_SECONDS
-    )
-    return replace(config, autoscale=autoscale)
+    else:
+        settings = change(
+            settings,
+            autoscale=ScaleBounds(cell.least, cell.fixed),
+            autoscale_policy=fleet,
+            scale_down_seconds=DOWN_SECONDS,
+        )
+    config = build_simulation(change(settings, router="slo")).config
+    return replace(config, fleet_times=FleetTimes(start=60.0))
 
 
 def run(name: str, fleet: str, seed: int, shared: Path) -> dict[str, Any]:
@@ -276,7 +279,8 @@ def show_shares(shared: Path) -> None:
                 num_output_tokens=np.clip(longer * trace.num_output_tokens[rows], 1, 2000),
                 arrivals=gamma_arrivals(num, rate=rate, burstiness=1, rng=rng),
             ).with_classes((SLOClass(name="all", slo=slo),), seed=1)
-            config = replace(built.config, router="slo", autoscale=AutoscaleConfig(bounds=ScaleBounds(1, 1)))
+            fleet = FleetConfig(router="slo", autoscale=ScaleBounds(1, 1))
+            config = replace(built.config, fleet=fleet)
             shares: list[float] = []
             with patch.object(scaling, "ObjectiveScaling", partial(Watched, shares)):
                 good = good_requests(simulate(load, config, built.step_time).records)

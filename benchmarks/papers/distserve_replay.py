@@ -41,8 +41,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.papers.linear import linear_closure
+from onbeat.core.fleet import PoolSizes
 from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor
+from onbeat.scheduler.cluster.config import FleetConfig
 from onbeat.scheduler.cluster.fleet import Decided
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.config import KVLink, ReplicaKind, SimulationConfig
@@ -184,10 +186,9 @@ def run_distserve(
     config = SimulationConfig(
         scheduler=prefill,
         pipeline=prefill_pp,
-        num_replicas=2,
-        num_prefill=1,
-        pool_rule="distserve",
-        router="least-outstanding",
+        fleet=FleetConfig(
+            disaggregate=PoolSizes(prefill=1, decode=1), pool_rule="distserve", router="least-outstanding"
+        ),
         kinds=(
             ReplicaKind(scheduler=prefill, step_time=prefill_time),
             ReplicaKind(scheduler=decode, step_time=decode_time),

@@ -46,11 +46,13 @@ from benchmarks.papers.distserve_replay import (
     scheduler_config,
 )
 from benchmarks.papers.splitwise_fleets import SPLITWISE_PARTS
+from onbeat.core.fleet import PoolSizes
 from onbeat.core.handover import MoveVerb
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import Precision
+from onbeat.scheduler.cluster.config import FleetConfig
 from onbeat.scheduler.cluster.events import Answered, FleetAction, FleetEvent, MoveStep
 from onbeat.simulator.config import KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.simulate import simulate
@@ -133,10 +135,11 @@ def run_pools(published: Published, load: OfferedLoad, sizes: tuple[int, int]) -
     num_prefill, num_decode = sizes
     config = SimulationConfig(
         scheduler=prefill,
-        num_replicas=num_prefill + num_decode,
-        num_prefill=num_prefill,
-        pool_rule="distserve",
-        router="least-outstanding",
+        fleet=FleetConfig(
+            disaggregate=PoolSizes(prefill=num_prefill, decode=num_decode),
+            pool_rule="distserve",
+            router="least-outstanding",
+        ),
         kinds=(
             *(ReplicaKind(scheduler=prefill, step_time=step_time),) * num_prefill,
             *(ReplicaKind(scheduler=decode, step_time=step_time),) * num_decode,

@@ -36,10 +36,10 @@ from numpy.typing import NDArray
 from benchmarks.harness.pages import markdown_table
 from benchmarks.harness.store import Results, deadline_in, run_missing
 from onbeat.core.handover import MoveVerb
-from onbeat.core.options import make
+from onbeat.core.options import change, make
 from onbeat.scheduler.cluster.events import FleetAction, FleetEvent, MoveStep
 from onbeat.scheduler.cluster.scaling import ScaleBounds
-from onbeat.simulator.config import AutoscaleConfig, FleetChange, FleetTimes
+from onbeat.simulator.config import FleetChange, FleetTimes
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import Simulation, build_simulation
@@ -84,6 +84,7 @@ def make_fleet(router: str, rule: str, *, num_replicas: int = 16) -> Simulation:
         model="meta-llama/Llama-2-7b-hf",
         device="a10g",
         replicas=num_replicas,
+        router=router,
         num_blocks=13_616 // BLOCK_SIZE,
         max_num_seqs=256,
         policy="prefill-first",
@@ -98,7 +99,7 @@ def make_fleet(router: str, rule: str, *, num_replicas: int = 16) -> Simulation:
         replace(each, scheduler=replace(each.scheduler, max_model_len=12_288)) for each in config.kinds
     )
     scheduler = replace(config.scheduler, max_model_len=12_288)
-    return replace(simulation, config=replace(config, router=router, scheduler=scheduler, kinds=kinds))
+    return replace(simulation, config=replace(config, scheduler=scheduler, kinds=kinds))
 
 
 def run_fleet(simulation: Simulation, load: OfferedLoad) -> SimulationResult:
@@ -149,8 +150,11 @@ class Scaled:
         simulation = make_fleet(self.router, self.rule)
         config = replace(
             simulation.config,
-            autoscale=AutoscaleConfig(
-                bounds=ScaleBounds(1, 16), policy=f"freeness:{self.low:g}..{self.low + 50:g}"
+            fleet=change(
+                simulation.config.fleet,
+                replicas=1,
+                autoscale=ScaleBounds(1, 16),
+                autoscale_policy=f"freeness:{self.low:g}..{self.low + 50:g}",
             ),
             fleet_times=FleetTimes(start=60.0),
         )

@@ -31,9 +31,11 @@ from statistics import fmean, median
 import numpy as np
 from numpy.typing import NDArray
 
+from onbeat.core.fleet import PoolSizes
 from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor
+from onbeat.scheduler.cluster.config import FleetConfig
 from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.config import KVLink, ReplicaKind, SimulationConfig
@@ -207,12 +209,17 @@ def simulate_fleet(design: Design, machines: dict[str, Machine], load: OfferedLo
         for name in (design.prompt, design.token)
     )
     num_prefill = design.sizes[0]
+    pools = None
+    if num_prefill:
+        pools = PoolSizes(prefill=num_prefill, decode=design.num_machines - num_prefill)
     config = SimulationConfig(
         scheduler=scheduler,
-        num_replicas=design.num_machines,
-        router="least-outstanding",
-        num_prefill=num_prefill,
-        pool_rule=design.rule if num_prefill else "adaptive",
+        fleet=FleetConfig(
+            replicas=design.num_machines,
+            router="least-outstanding",
+            disaggregate=pools,
+            pool_rule="adaptive" if pools is None else design.rule,
+        ),
         kinds=(prompt,) * num_prefill + (token,) if num_prefill else (),
         kv_link=(
             KVLink(bytes_per_token=KV_BYTES_PER_TOKEN, bandwidth=LINK_BYTES_PER_SECOND)

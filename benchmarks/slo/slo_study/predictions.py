@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from heapq import heappush
 from math import inf
 
 import numpy as np
@@ -22,8 +21,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.client import Clients, OfferedRequest
 from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.dispatch import Dispatcher
-from onbeat.simulator.loop import EventLoop
+from onbeat.simulator.fleet_loop import FleetLoop, OnlyReplica
 from onbeat.simulator.observer import Collector, StepsWanted
 from onbeat.simulator.replica import SerialReplica
 from onbeat.workload.offered import OfferedLoad
@@ -78,7 +76,7 @@ class Forked:
 class _ForkingReplica(SerialReplica):
     """Forks the simulation at chosen refusals."""
 
-    loop: EventLoop
+    loop: FleetLoop
     watch: _Watch
 
     def choose(self, rows: Collection[int], shared: list[object]) -> None:
@@ -99,13 +97,13 @@ class _ForkingReplica(SerialReplica):
     def _fork(self, offered: OfferedRequest, now: float) -> float:
         memo = {id(each): each for each in self._shared}
         memo[id(self._rows)] = frozenset()  # a fork forks no more
-        loop, taken, twin = copy.deepcopy((self.loop, offered, self), memo)
+        taken, twin = copy.deepcopy((offered, self), memo)
         taken.request = replace(taken.request, shed=ShedMode.OFF)
         twin.watch.record = taken.record
         twin.add(taken, now)
-        heappush(loop._steps, (twin.next_time, 0))
+        twin.loop.members[0].call(now)
         try:
-            loop.run()
+            twin.loop.go_on()
         except _Served:
             ttft = taken.record.ttft
             assert ttft is not None
@@ -118,12 +116,10 @@ def _run(
 ) -> tuple[list[RequestRecord], list[Forked]]:
     watch, kept = _Watch(), _Kept()
     replica = _ForkingReplica("0", config, step_time, observer=watch, is_alone=True)
-    loop = EventLoop(
-        Clients(load, config), [replica], Dispatcher(None), Collector(kept.keep, on_progress=kept.ignore)
-    )
+    loop = FleetLoop(Clients(load, config), Collector(kept.keep, on_progress=kept.ignore))
     replica.loop, replica.watch = loop, watch
     replica.choose(rows, [load, config, step_time])
-    loop.run()
+    loop.run(OnlyReplica(loop, replica))
     return kept.records, replica.forked
 
 

@@ -19,12 +19,10 @@ from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.client import Clients
 from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.dispatch import Dispatcher
-from onbeat.simulator.fleet import make_replica
-from onbeat.simulator.loop import EventLoop
 from onbeat.simulator.observer import Collector
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import Simulation, build_simulation
+from onbeat.simulator.together import make_replica, run_alone
 from onbeat.workload.offered import OfferedLoad
 from slo_study.cells import OBJECTIVES, SET_UPS
 from slo_study.idle import hopeless_rows
@@ -182,7 +180,7 @@ def play(
     watch = _Watch(scored, config.scheduler.max_num_seqs, ends_early=ends_early)
     replica = make_replica(0, config, device, is_alone=True)
     collector = Collector(watch.keep, on_progress=watch.ignore)
-    EventLoop(Clients(scored[0].load, config), [replica], Dispatcher(None), collector).run()
+    run_alone(Clients(scored[0].load, config), replica, collector)
     return watch.records
 
 

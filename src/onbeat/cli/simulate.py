@@ -91,8 +91,10 @@ def _describe(settings: ReplicaSettings, simulation: Simulation) -> str:
     )
     kv_tokens = limits.num_blocks * limits.block_size
     where = f"{simulation.num_devices} x {simulation.device.name}, {parallel}"
-    if settings.kinds:
-        where = f"{simulation.num_devices} devices ({'; '.join(map(str, settings.kinds))}), of the first"
+    if settings.fleet.kinds:
+        where = (
+            f"{simulation.num_devices} devices ({'; '.join(map(str, settings.fleet.kinds))}), of the first"
+        )
     return (
         f"{model.name} ({settings.dtype}) on {where}: policy {limits.policy}, "
         f"{limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} requests a step, KV cache of "

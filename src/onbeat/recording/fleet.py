@@ -76,7 +76,7 @@ def fleet_record(path: Path, about: Mapping[str, Any]) -> Iterator[OnDecision]:
     Parameters
     ----------
     path : of the file.
-    about : the fleet, for the header: `router`, and `seed` and `fleet` (a mapping of `FleetConfig`) where
+    about : the fleet, for the header: `router`, and `seed` and `fleet` (a mapping of `FleetRules`) where
         they are not the defaults.
 
     Raises

@@ -34,7 +34,7 @@ def recorded(router: str) -> bytes:
     """Return the record of a run under a router."""
     config = make_config(
         "slo",
-        num_replicas=3,
+        replicas=3,
         router=router,
         seed=5,
         fleet_changes=CHANGES,

@@ -7,6 +7,7 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits
 from onbeat.core.slo import SLO
+from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import (
     Aborted,
     Arrived,
@@ -24,7 +25,7 @@ from onbeat.scheduler.cluster.events import (
     Tick,
     Withdraw,
 )
-from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
+from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import ReplicaState
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest
@@ -45,7 +46,7 @@ class Driven:
     """A fleet whose invariants are checked after every event."""
 
     def __init__(self, num_replicas: int = 2, *, router: str = "least-outstanding", **config) -> None:
-        self.fleet = Fleet(make_router(router, 0), FleetConfig(**config))
+        self.fleet = Fleet(make_router(router, 0), FleetRules(**config))
         self.now = 0.0
         self.on(ScaleAsked(num_replicas))
         for number in range(num_replicas):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.slo import SLO
+from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import (
     Arrived,
     Delivered,
@@ -29,7 +30,7 @@ from onbeat.scheduler.cluster.events import (
     Stop,
     Tick,
 )
-from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
+from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import ReplicaState
 from onbeat.scheduler.cluster.offered_work import Offered, OfferedWork
 from onbeat.scheduler.cluster.routers import make_router
@@ -50,7 +51,7 @@ class Scaled:
     def __init__(
         self, least: int, most: int, *, policy: str = "objective", down_seconds: float = 600.0
     ) -> None:
-        config = FleetConfig(autoscale=policy, scale_down_seconds=down_seconds)
+        config = FleetRules(autoscale=policy, scale_down_seconds=down_seconds)
         self.fleet = Fleet(make_router("least-outstanding", 0), config)
         self.now = 0.0
         self.changes: list[Rescale] = []
@@ -336,8 +337,6 @@ def test_policies_that_are_none_are_refused(text: str) -> None:
 def test_a_fleet_that_is_not_made_for_it_does_not_scale_itself() -> None:
     with pytest.raises(ConfigError, match="--autoscale"):
         Fleet(make_router("slo", 0)).on_event(ScalingAsked(1, 2), 0.0)
-    with pytest.raises(ConfigError, match="--disaggregate"):
-        FleetConfig(autoscale="objective", num_prefill=1)
 
 
 def offered(objectives, *, rate: float = 4.0, seconds: int = 60) -> tuple[OfferedWork, Offered]:

@@ -60,7 +60,7 @@ def test_what_a_fleet_does_to_start_grows_with_its_replicas_and_no_faster(router
 
 
 def calls_to_start(num_replicas: int, router: str) -> int:
-    config = make_config(num_replicas=num_replicas, router=router)
+    config = make_config(replicas=num_replicas, router=router)
     load = random_load(1, rate=1, seed=1)
     run = partial(simulate, load, config, linear_time(), on_decision=lambda event, now, actions: None)
     run()

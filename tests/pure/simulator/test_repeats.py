@@ -72,7 +72,7 @@ def test_runs_of_steps_equal_single_steps(load, policy, num_blocks, num_replicas
     config = make_config(
         policy,
         scheduler={"num_blocks": num_blocks},
-        num_replicas=num_replicas,
+        replicas=num_replicas,
         router=router,
         host_overhead=0.0 if is_even else 1e-3,
         max_concurrency=5 if is_closed else None,
@@ -109,7 +109,7 @@ def test_runs_equal_single_steps_of_policies_that_learn_step_times(
     config = make_config(
         policy,
         scheduler={"num_blocks": num_blocks, "slo_mode": mode},
-        num_replicas=num_replicas,
+        replicas=num_replicas,
         router="least-work",
         host_overhead=1e-3,
         max_concurrency=5 if is_closed else None,

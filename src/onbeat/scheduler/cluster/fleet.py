@@ -9,13 +9,13 @@ Every request has one owner: one replica, or the fleet itself while no replica t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from typing import Any
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import DRAIN_SECONDS, ReplicaId
+from onbeat.core.fleet import ReplicaId
+from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import (
     Aborted,
     Answered,
@@ -47,51 +47,15 @@ from onbeat.scheduler.cluster.membership import (
     least,
 )
 from onbeat.scheduler.cluster.migration import Migration
-from onbeat.scheduler.cluster.pools import PoolRule, Pools
+from onbeat.scheduler.cluster.pools import Pools
 from onbeat.scheduler.cluster.requests import Requests
 from onbeat.scheduler.cluster.routing import Router
-from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds, Scaling
+from onbeat.scheduler.cluster.scaling import ScaleBounds, Scaling
 from onbeat.scheduler.cluster.scaling_policy import ScalingPolicy
 
 MOST_LIVES = 3
 """Replicas in a row that may die under a request before its next token: one that kills them must end."""
 Decided = Callable[[FleetEvent, float, Sequence[FleetAction]], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetConfig:
-    """How a fleet treats its replicas."""
-
-    restarts: bool = True
-    """Whether a replica that died is started again; else it stays down."""
-    drain_seconds: float = DRAIN_SECONDS
-    """How long what runs on a replica may take that is to end because fewer are asked for."""
-    max_num_waiting: int = 1024
-    """Most new requests that wait for a replica to start; further ones are refused."""
-    max_wait_seconds: float | None = None
-    """Longest that a request without tokens waits for a replica to start; None: no limit."""
-    num_prefill: int = 0
-    """Replicas, `r0` and so on, that compute prompts for the others; 0: all do both."""
-    pool_rule: PoolRule = "adaptive"
-    """See `POOL_RULES`."""
-    move_rule: str = "mend"
-    """See `MOVE_RULES`."""
-    autoscale: str = ""
-    """What decides on the number of replicas, once `ScalingAsked` has said between which: see `parse_policy`.
-    Empty: they are as many as are asked for."""
-    scale_down_seconds: float = DOWN_SECONDS
-    """A replica goes once the load has been low for so long."""
-
-    def __post_init__(self) -> None:
-        if self.autoscale and self.num_prefill:
-            raise ConfigError(
-                "a fleet with replicas for prompts and others for generation does not scale itself: which of "
-                "the two is short is not decided; leave out --autoscale, or --disaggregate"
-            )
-        if not self.scale_down_seconds >= 1:
-            raise ConfigError(
-                f"scale-down-seconds is {self.scale_down_seconds:g}; a load is looked at for 1 s at least"
-            )
 
 
 class Fleet:
@@ -109,27 +73,29 @@ class Fleet:
     """
 
     def __init__(
-        self, router: Router, config: FleetConfig | None = None, *, on_decision: Decided | None = None
+        self, router: Router, rules: FleetRules | None = None, *, on_decision: Decided | None = None
     ) -> None:
         self._router = router
-        self._config = config or FleetConfig()
+        self._rules = rules or FleetRules()
         self._on_decision = on_decision
         self._members = Membership()
         opened: dict[str, OpenRequest] = {}
         self._actions: list[FleetAction] = []
         self._left: list[Replica] = []
         """Those from which a request has been moved in this call."""
+        self._moves_streams = False
+        """Whether a replica has joined whose streams can move."""
         self._scaling: Scaling | None = None
         self._watcher = ScalingPolicy()
-        if self._config.autoscale:
-            self._scaling = Scaling(self._config.autoscale, self._config.scale_down_seconds, self._members)
+        if self._rules.autoscale:
+            self._scaling = Scaling(self._rules.autoscale, self._rules.scale_down_seconds, self._members)
             self._watcher = self._scaling.policy
-        self._pools = Pools(self._members, router, self._config.num_prefill, self._config.pool_rule)
+        self._pools = Pools(self._members, router, self._rules.num_prefill, self._rules.pool_rule)
         self._migration = Migration(
             self._members,
             opened,
             self._pools,
-            rule=self._config.move_rule,
+            rule=self._rules.move_rule,
             act=self._act,
             on_moved=self._on_moved,
             on_resend=self._send_elsewhere,
@@ -143,7 +109,7 @@ class Fleet:
             watcher=self._watcher,
             act=self._act,
             refuses_late=self._scaling is not None,
-            max_wait=self._config.max_wait_seconds,
+            max_wait=self._rules.max_wait_seconds,
         )
         self._handlers: dict[type[FleetEvent], Callable[[Any, float], None]] = {
             Arrived: self._on_arrival,
@@ -180,7 +146,8 @@ class Fleet:
             self._rescale(self._scaling.look(len(self._requests.open), now), now)
         while self._left:
             self._stop_if_drained(self._left.pop(), now)
-        self._migration.advance(now)
+        if self._moves_streams:
+            self._migration.advance(now)
         if self._on_decision is not None:
             self._on_decision(event, now, actions)
         return actions
@@ -240,7 +207,7 @@ class Fleet:
         self._watcher.on_arrival(event.request, now)
         if self._scaling is not None:
             self._rescale(self._scaling.wake(now), now)
-        is_full = len(self._requests.waiting) >= self._config.max_num_waiting
+        is_full = len(self._requests.waiting) >= self._rules.max_num_waiting
         self._requests.send(opened, now, may_wait=not is_full)
 
     def _on_delivery(self, event: Delivered, now: float) -> None:
@@ -263,7 +230,8 @@ class Fleet:
             self._requests.release(opened, replica)
             del self._requests.open[event.request_id]
             self._watcher.on_end(opened.request, opened.num_output_tokens, now)
-            self._stop_if_drained(replica, now)
+            if replica.state is ReplicaState.DRAINING:
+                self._stop_if_drained(replica, now)
 
     def _on_refusal(self, event: Refused, now: float) -> None:
         opened, replica = self._requests.owned(event.request_id, event.replica)
@@ -314,6 +282,7 @@ class Fleet:
         if replica.state is not ReplicaState.STARTING:  # it came back before anybody saw it go
             self._leave(replica, ReplicaState.STARTING, "")
         orphans = self._take_all(replica)
+        self._moves_streams = self._moves_streams or event.limits.moves_streams
         self._members.enter(replica, event.limits, now)
         self._router.join(replica.number, event.limits)
         self._migration.look()
@@ -331,7 +300,7 @@ class Fleet:
         if replica.state is ReplicaState.DRAINING:
             self._end(replica, now, is_alive=False)
         else:
-            delay = replica.on_death(now) if self._config.restarts else None
+            delay = replica.on_death(now) if self._rules.restarts else None
             state = ReplicaState.DOWN if delay is None else ReplicaState.STARTING
             self._leave(replica, state, event.why)
             if delay is not None:
@@ -470,7 +439,7 @@ class Fleet:
             )
         )
         for replica in expected[: max(0, len(expected) - num_replicas)]:
-            self._drain(replica, now, self._config.drain_seconds, restarts=False)
+            self._drain(replica, now, self._rules.drain_seconds, restarts=False)
 
     def _on_tick(self, event: Tick, now: float) -> None:  # noqa: ARG002 (all there is to it is the time)
         for replica in self._members.having(ReplicaState.DRAINING):

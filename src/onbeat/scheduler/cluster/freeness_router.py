@@ -46,6 +46,7 @@ class FreenessRouter:
     """
 
     ignores_state = False
+    reads_reports = True
     weighs_work = False
 
     def __init__(self, num_replicas: int) -> None:

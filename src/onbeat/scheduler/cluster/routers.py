@@ -28,6 +28,7 @@ class _Stateless(_KnowsNoPrefixes):
     """A router that need not hear of requests."""
 
     ignores_state = True
+    reads_reports = False
     weighs_work = False
 
     def __init__(self, num_replicas: int) -> None:
@@ -106,6 +107,7 @@ class _ByLoad(_KnowsNoPrefixes):
     """A router that counts each replica's load: in requests that have not ended, unless it says otherwise."""
 
     ignores_state = False
+    reads_reports = False
     weighs_work = False
 
     def __init__(self, num_replicas: int) -> None:

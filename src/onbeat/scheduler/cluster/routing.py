@@ -69,6 +69,8 @@ class Router(Protocol):
 
     ignores_state: bool
     """Whether the choice depends on the requests so far alone, and not on how the replicas get on."""
+    reads_reports: bool
+    """Whether it goes by what replicas report, which else need not be told."""
     weighs_work: bool
     """Whether it looks at predicted work, which others need not predict."""
 
