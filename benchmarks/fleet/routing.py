@@ -34,6 +34,7 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
+import benchmarks.policies.register  # noqa: F401 (two of the routers)
 from onbeat.core.options import change, make
 from onbeat.core.slo import SLO
 from onbeat.metrics.attainment import good_requests

@@ -15,8 +15,8 @@ from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.life import Life
 from onbeat.cluster.open_request import HandOut, OpenRequest, Origin, OutOfPlace
 from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild
+from onbeat.cluster.prompt_hashes import prompt_hashes
 from onbeat.cluster.refusals import LOSSES, refusal
-from onbeat.cluster.routing_request import UNIT_COSTS, prompt_hashes, routing_request
 from onbeat.core.errors import (
     ConfigError,
     EngineDead,
@@ -341,9 +341,7 @@ class FleetClient:
     async def _describe(self, request: Request) -> RoutingRequest:
         has_prefixes = self._hashes_prompts and len(self.controller.lives) > 1
         block_hashes = await prompt_hashes(request, self.info.block_size) if has_prefixes else ()
-        loads = (life.load for life in self.controller.lives.values() if life.load is not None)
-        costs = next((load.costs for load in loads if load.costs is not None), UNIT_COSTS)
-        return routing_request(request, costs, block_hashes=block_hashes)
+        return RoutingRequest.of(request, block_hashes)
 
     # --- what the controller hears (its `Listener`) -----------------------------------------------------
 

@@ -35,9 +35,8 @@ from onbeat.scheduler.cluster.events import (
     Withdraw,
 )
 from onbeat.scheduler.cluster.fleet import Decided, Fleet
-from onbeat.scheduler.cluster.routing import Router
+from onbeat.scheduler.cluster.routing import Router, RoutingRequest
 from onbeat.scheduler.cluster.teller import Teller
-from onbeat.scheduler.cluster.work import WorkEstimate, describe
 from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import FleetChange, KVLink, ReplicaKind, SimulationConfig
@@ -73,7 +72,6 @@ class VirtualFleet:
     loop : runs the replicas.
     kinds : what the replicas are, the first first; further ones are like the last.
     router : has no members yet.
-    work : predicts work, for a router that looks at it.
     make_replica : makes a replica of a kind, each time that one starts.
     on_decision : is told of each event of the fleet, its time and the actions.
 
@@ -84,7 +82,7 @@ class VirtualFleet:
     sizes : how many replicas there were to be, of a fleet that changes its own size.
     """
 
-    def __init__(  # noqa: PLR0913 (who decides, who runs, and who hears of it)
+    def __init__(
         self,
         loop: FleetLoop,
         config: SimulationConfig,
@@ -92,12 +90,10 @@ class VirtualFleet:
         router: Router,
         make_replica: MakeReplica,
         *,
-        work: WorkEstimate | None = None,
         on_decision: Decided | None = None,
     ) -> None:
         self._loop = loop
         self._config = config
-        self._work = work
         self._fleet = Fleet(router, fleet_rules(config), on_decision=on_decision)
         self._teller = Teller(self._fleet, self)
         self._reports = wants_reports(config, router)
@@ -178,7 +174,8 @@ class VirtualFleet:
     def arrive(self, offered: OfferedRequest, now: float) -> None:
         """Ask the fleet where a request goes."""
         self._open[offered.request.request_id] = offered
-        self._teller.tell(Arrived(describe(offered.request, self._work)), now)
+        request = offered.request
+        self._teller.tell(Arrived(RoutingRequest.of(request, request.block_hashes or ())), now)
 
     def on_step(self, member: Member, finished: Sequence[OfferedRequest], now: float) -> None:
         """Tell the fleet of first tokens and of ends."""

@@ -379,7 +379,8 @@ def test_an_abort_withdraws():
 def test_decisions_are_told():
     told = []
     fleet = Fleet(
-        make_router("random", 0), on_decision=lambda event, now, actions: told.append((event, now, actions))
+        make_router("round-robin", 0),
+        on_decision=lambda event, now, actions: told.append((event, now, actions)),
     )
     actions = fleet.on_event(ScaleAsked(1), 3.0)
     assert told == [(ScaleAsked(1), 3.0, actions)]

@@ -115,7 +115,7 @@ class TestHardCaps:
 
 @pytest.mark.usefixtures("shedding")
 class TestShedding:
-    @pytest.mark.parametrize("changes", [{}, {"pipeline": 2}, {"replicas": 3, "router": "least-work"}])
+    @pytest.mark.parametrize("changes", [{}, {"pipeline": 2}, {"replicas": 3, "router": "least-outstanding"}])
     @pytest.mark.parametrize("concurrency", [None, 30])
     def test_all_that_was_offered_is_accounted_for(self, changes, concurrency):
         load = random_load(300, rate=300, seed=1).with_classes(CLASSES, seed=1)
@@ -194,7 +194,7 @@ def test_a_router_forgets_the_work_of_requests_that_were_refused(monkeypatch):
 
     monkeypatch.setattr(planning, "Scheduler", Refusing)
     load = make_load([200, *[10] * 5], [10] * 6, [float(second) for second in range(6)])
-    config = make_config(router="least-work", replicas=3)
+    config = make_config(router="least-outstanding", replicas=3)
     records = simulate(load, config, linear_time()).records
     assert [record.replica for record in records] == ["1", "0", "2"] * 2  # the second that each has tried
 

@@ -125,29 +125,14 @@ def test_equal_arguments_give_equal_results(router):
     assert first.replicas == second.replicas
 
 
-def test_the_seed_matters_to_the_random_router():
-    load = random_load(60, rate=80, seed=9)
-    replicas = [
-        [
-            record.replica
-            for record in simulate(
-                load, make_config(replicas=3, router="random", seed=seed), linear_time()
-            ).records
-        ]
-        for seed in (0, 1)
-    ]
-    assert replicas[0] != replicas[1]
-
-
-@pytest.mark.parametrize("router", ["least-outstanding", "least-work"])
-def test_routers_that_look_at_load_beat_random_choice(router):
+def test_a_router_that_looks_at_load_beats_turns():
     load = random_load(1000, rate=150, seed=2, prompt=100, output=60)
 
     def p99_ttft(name):
         records = simulate(load, make_config(replicas=4, router=name), linear_time()).records
         return np.quantile([record.ttft for record in records], 0.99)
 
-    assert p99_ttft(router) < 0.8 * p99_ttft("random")
+    assert p99_ttft("least-outstanding") < 0.9 * p99_ttft("round-robin")
 
 
 def test_observers_hear_of_everything_in_order():

@@ -47,7 +47,6 @@ class FreenessRouter:
 
     ignores_state = False
     reads_reports = True
-    weighs_work = False
 
     def __init__(self, num_replicas: int) -> None:
         self._members: dict[int, _Member] = {}

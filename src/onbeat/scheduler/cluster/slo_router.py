@@ -67,7 +67,6 @@ class SLORouter:
 
     ignores_state = False
     reads_reports = True
-    weighs_work = False
 
     def __init__(self, num_replicas: int = 0) -> None:
         self._views: dict[int, LoadView] = {}
