@@ -17,9 +17,8 @@ from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES, slo_composition
-from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.composer import SLOComposer
-from onbeat.scheduler.replica.slo.rules import LONGEST_GAP, SPENT_SHARE, LongSteps, StepRules
+from onbeat.scheduler.replica.slo.rules import StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
 from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
 from slo_study.cells import SUBJECT, Cell, settings_of
@@ -27,31 +26,21 @@ from slo_study.criteria import CRITERIA, rate_at
 from slo_study.scored import RateRun, Scored, curves
 from slo_study.trial import MOST_GROWTH, Question, Runner, longest_request
 
+Split = tuple[list[PromptJob], list[PromptJob]]
+
 
 class ByDeadline(StepRules):
     """No triage: whoever is due first is served first."""
 
-    def in_turn(
-        self,
-        jobs: list[PromptJob],
-        room: Room,  # noqa: ARG002
-        now: float,  # noqa: ARG002
-    ) -> tuple[list[PromptJob], int]:
-        return jobs, 0
+    def split(self, jobs: Sequence[PromptJob], room: Room, now: float) -> Split:  # noqa: ARG002
+        return list(jobs), []
 
 
 class EndsInProportion(StepRules):
     """Prompts are planned to end where their share of the time is over, whatever their last steps cost."""
 
-    def in_turn(self, jobs: list[PromptJob], room: Room, now: float) -> tuple[list[PromptJob], int]:
-        return super().in_turn(jobs, room, now - room.fixed_seconds)
-
-
-class HalfAStepEarly(StepRules):
-    """Prompts are planned to be done half a step early."""
-
-    def in_turn(self, jobs: list[PromptJob], room: Room, now: float) -> tuple[list[PromptJob], int]:
-        return super().in_turn(jobs, room, now - room.fixed_seconds + 0.5 * room.length)
+    def split(self, jobs: Sequence[PromptJob], room: Room, now: float) -> Split:
+        return super().split(jobs, room, now - room.fixed_seconds)
 
 
 class InProportion(StepRules):
@@ -75,15 +64,13 @@ class EndsByTBTAlone(StepRules):
 class NeverSitsOut(StepRules):
     """All streams decode in each step."""
 
-    def may_sit_out(self, state: RequestState, due: float, start: float) -> bool:  # noqa: ARG002
-        return False
+    spare_tokens = inf
 
 
 class SitsOutSoon(StepRules):
     """Streams sit out that have the time of one token in hand."""
 
-    def may_sit_out(self, state: RequestState, due: float, start: float) -> bool:
-        return due - start > state.slo.tbt
+    spare_tokens = 1
 
 
 class ByTightestTBT(StepRules):
@@ -96,54 +83,31 @@ class ByTightestTBT(StepRules):
 class EarnsNothing(StepRules):
     """Steps leave nothing of the TBT objective to streams."""
 
-    def tightest_limit(self, tightest: float) -> float:
-        return tightest
+    earned = 0.0
 
 
 class EarnsMore(StepRules):
     """Steps leave a tenth of the TBT objective to streams."""
 
-    def tightest_limit(self, tightest: float) -> float:
-        return 0.9 * tightest
+    earned = 0.1
 
 
 class SpendsNothing(StepRules):
     """No step takes more than the tightest TBT objective, however far ahead its streams are."""
 
-    def objective_limit(self, view: RunningView, decode_seconds: float, start: float) -> float:  # noqa: ARG002
-        return self.tightest_limit(view.tightest)
+    spent = 0.0
 
 
 class SpendsHalf(StepRules):
     """In `stream` mode a step may take half of the time that the most urgent stream has in hand."""
 
-    def objective_limit(self, view: RunningView, decode_seconds: float, start: float) -> float:  # noqa: ARG002
-        if self.mode == "gap":
-            return self.tightest_limit(view.tightest)
-        in_hand = (view.due - start) / 2
-        return max(self.tightest_limit(view.tightest), min(in_hand, LONGEST_GAP * view.tightest))
+    spent = 0.5
 
 
 class AnyGap(StepRules):
     """A step may take a quarter of the time in hand, however long that is."""
 
-    def objective_limit(self, view: RunningView, decode_seconds: float, start: float) -> float:  # noqa: ARG002
-        tightest = self.tightest_limit(view.tightest)
-        return tightest if self.mode == "gap" else max(tightest, SPENT_SHARE * (view.due - start))
-
-
-class NoLongSteps(StepRules):
-    """All steps beside streams that may not fall behind are alike."""
-
-    def long_steps(
-        self,
-        view: RunningView,  # noqa: ARG002
-        decodes: BatchShape,  # noqa: ARG002
-        room: Room,  # noqa: ARG002
-        limit: float,  # noqa: ARG002
-        start: float,  # noqa: ARG002
-    ) -> LongSteps | None:
-        return None
+    longest_gap = inf
 
 
 class EfficientChunk(StepRules):
@@ -160,13 +124,6 @@ class NoPreemption(StepRules):
         return False
 
 
-class NoTurn(StepRules):
-    """Best effort gets what is left over, and nothing where nothing is."""
-
-    def is_for_best_effort(self, step_id: int) -> bool:  # noqa: ARG002
-        return False
-
-
 def longest_wait(config: SchedulerConfig, model: StepTimeModel) -> SLOComposer:
     """Whoever came last is left behind (`--shed-order longest-wait`)."""
     return SLOComposer(replace(config, shed_order="longest-wait"), model)
@@ -175,7 +132,6 @@ def longest_wait(config: SchedulerConfig, model: StepTimeModel) -> SLOComposer:
 RULES: dict[str, type[StepRules]] = {
     "slo/no-triage": ByDeadline,
     "slo/no-fixed-time": EndsInProportion,
-    "slo/half-a-step-early": HalfAStepEarly,
     "slo/in-proportion": InProportion,
     "slo/ends-by-tbt-alone": EndsByTBTAlone,
     "slo/never-sits-out": NeverSitsOut,
@@ -186,10 +142,8 @@ RULES: dict[str, type[StepRules]] = {
     "slo/spends-nothing": SpendsNothing,
     "slo/spends-half": SpendsHalf,
     "slo/any-gap": AnyGap,
-    "slo/no-long-steps": NoLongSteps,
     "slo/efficient-chunk": EfficientChunk,
     "slo/no-preemption": NoPreemption,
-    "slo/no-best-effort-turn": NoTurn,
 }
 VARIANTS = {
     **{name: slo_composition(partial(SLOComposer, make_rules=rules)) for name, rules in RULES.items()},

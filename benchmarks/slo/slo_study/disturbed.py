@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,9 +16,6 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.scheduler.replica.policies import POLICIES, slo_composition
-from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.arrivals import RateStep, step_arrivals
@@ -86,17 +83,6 @@ DISTURBANCES = (UNDISTURBED, *DEVICES, NOISE, *LOADS)
 _FACTORS = (0.7, 0.95)
 FACTORS: dict[str, tuple[float, float]] = {OVERLOAD: (2.0, 5.0), BURSTS: (0.5, 0.7)}
 """Rates as multiples of a capacity, where they are not `_FACTORS`. Bursts have a mean of 1.4 times theirs."""
-
-
-class ForgetsStalls(SLOComposer):
-    """Streams earn no more after a stall than before."""
-
-    def refresh(self, running: Iterable[RequestState], now: float) -> None:  # noqa: ARG002
-        self.work.take()
-
-
-POLICIES["slo/no-stalls"] = slo_composition(ForgetsStalls)
-"""Stands among the policies while the study runs, in each process."""
 
 
 class DisturbedDevice:

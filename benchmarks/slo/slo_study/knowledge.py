@@ -64,14 +64,14 @@ class Foresight(StepRules):
     to_come: ClassVar[list[tuple[float, float, int, int]]] = []
     """(arrival, deadline, prompt tokens, cached tokens) of each request of the load, by arrival."""
 
-    def in_turn(self, jobs: list[PromptJob], room: Room, now: float) -> tuple[list[PromptJob], int]:
-        start = now + room.fixed_seconds
-        dropped = self._dropped(jobs, room, start, now)
+    def split(
+        self, jobs: Sequence[PromptJob], room: Room, now: float
+    ) -> tuple[list[PromptJob], list[PromptJob]]:
+        dropped = self._dropped(jobs, room, now + room.fixed_seconds, now)
         if not dropped:
-            return super().in_turn(jobs, room, now)
+            return super().split(jobs, room, now)
         kept = [job for job in jobs if id(job.state) not in dropped]
-        left_behind = [job for job in jobs if id(job.state) in dropped]
-        return kept + left_behind, len(left_behind)
+        return kept, [job for job in jobs if id(job.state) in dropped]
 
     def _dropped(self, jobs: Sequence[PromptJob], room: Room, start: float, now: float) -> set[int]:
         """Return ids of the states to leave behind, so that they and those who come can all be in time.

@@ -41,7 +41,7 @@ class Relegation:
                 self._relegate(state, plan, waits_on=id(state) not in begun)
         if self._slo is not None:
             for state in plan.overdue:
-                self._refuse(state, self._slo.backlog.overdue_refusal(plan.waiting))
+                self._refuse(state, self._slo.backlog.refusal(plan.waiting, is_overdue=True))
 
     def take_expired(self) -> list[RequestOutput]:
         """Return the last outputs of those that were ended since the last call."""
@@ -70,7 +70,9 @@ class Relegation:
 
     def _refusal(self, plan: StepPlan) -> Overloaded | None:
         """Return why no more best effort may wait; None where some may."""
-        return None if self._slo is None else self._slo.backlog.refusal(plan.waiting)
+        if self._slo is None or not self._slo.backlog.is_too_long(plan.waiting):
+            return None
+        return self._slo.backlog.refusal(plan.waiting)
 
     def _refuse(self, state: RequestState, refusal: Overloaded) -> None:
         """End a request that would have to wait for too long."""

@@ -70,7 +70,9 @@ class Scheduler:
         self._relegation = Relegation(self._table, self._slo)
         # Steps wait for one another, save for those of a pipeline.
         self._feedback = StepFeedback(
-            step_time_model, self._slo, self.running, run_side_by_side=config.num_micro_batches > 1
+            step_time_model,
+            None if self._slo is None else self._slo.work,
+            run_side_by_side=config.num_micro_batches > 1,
         )
         self._in_flight: deque[StepInFlight] = deque()
         self.handover = Handovers(
@@ -333,7 +335,6 @@ class Scheduler:
             waiting=self.waiting,
             now=now,
         )
-        plan.step_id = self._num_steps
         plan.max_num_seqs -= self.handover.num_slots_kept
         return plan
 

@@ -59,8 +59,6 @@ class StepPlan:
         "running",
         "seconds_without_drafts",
         "slack",
-        "step_id",
-        "tightest",
         "victims",
         "waiting",
     )
@@ -76,16 +74,12 @@ class StepPlan:
     ) -> None:
         self.now = now
         """When the step is planned, seconds."""
-        self.step_id = 0
-        """Steps carried out before this one."""
         self.budget: float | None = None
         """Time that the step may take, seconds; None where nothing binds it."""
         self.slack: float | None = None
         """Seconds until the earliest deadline of a running stream that can be kept, at least the budget;
         infinite where all are late, None where nobody looked. Drafts may take it; prompts leave what is above
         the budget to the streams."""
-        self.tightest = inf
-        """The shortest TBT objective of the streams, seconds; infinite without any, or if nobody looked."""
         self.budget_request_id: str | None = None
         """The request whose deadline set the budget."""
         self._config = config

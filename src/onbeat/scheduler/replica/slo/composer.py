@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import inf
 
 from onbeat.core.step import SchedulerState
@@ -10,10 +9,8 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.parts import QueueOrder
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.admission import Admission
-from onbeat.scheduler.replica.slo.backlog import Backlog, QueueBound
-from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE, LONGEST_GAP, StepRules
-from onbeat.scheduler.replica.slo.stalls import Stalls, streams_of
+from onbeat.scheduler.replica.slo.admission import Admission, Backlog
+from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE, StepRules
 from onbeat.scheduler.replica.slo.step import StepComposition
 from onbeat.scheduler.replica.slo.tracker import SLOTracker
 from onbeat.scheduler.replica.slo.view import RunningView
@@ -39,8 +36,7 @@ class SLOComposer:
        that ends a prompt holds no more than lets it be in time.
     5. For a prompt that lacks a slot or memory, requests without objectives are preempted.
 
-    Plans keep nothing: what is learnt is learnt between them (`SLOTracker`, `PrefillWork`, `Backlog`,
-    `Stalls`).
+    Plans keep nothing: what is learnt is learnt between them (`SLOTracker`, `PrefillWork`, `Backlog`).
 
     Parameters
     ----------
@@ -55,7 +51,6 @@ class SLOComposer:
     quantile : of the step time, to plan with; None is the mean.
     work : what prompts cost.
     backlog : how long those wait who are not in time.
-    stalls : what streams should have in hand for the next step that takes far longer than predicted.
 
     References
     ----------
@@ -69,12 +64,12 @@ class SLOComposer:
         self.mode, shed_order = config.slo_mode, config.shed_order
         self.quantile = GAP_QUANTILE if self.mode == "gap" else None
         self.tracker = tracker = SLOTracker()
-        self.stalls = Stalls()
+        self._predicted_wait = 0.0
         self.work = work = PrefillWork(model, self.quantile, config.max_num_batched_tokens)
-        self.rules = make_rules(work, self.stalls, self.mode, shed_order, tracker.worth)
+        self.rules = make_rules(work, self.mode, shed_order, tracker.worth)
         seconds = inf if config.max_queue_seconds is None else config.max_queue_seconds
-        self.backlog = Backlog(tracker, work, QueueBound(seconds, config.max_num_seqs))
-        self.admission = Admission(self.backlog, work, shed_order, self.rules.find_room)
+        self.backlog = Backlog(tracker, self.rules, seconds, config.max_num_seqs)
+        self.admission = Admission(tracker, self.rules, self.backlog)
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (deadlines are the order)
         """Fill a plan; nothing else changes."""
@@ -82,23 +77,11 @@ class SLOComposer:
 
     def commit(self, plan: StepPlan) -> None:
         """Remember what a plan that is carried out found."""
-        self.tracker.predicted_wait = plan.predicted_wait
-        stalls = self.stalls
-        stalls.tightest, stalls.shortest = plan.tightest, LONGEST_GAP * plan.tightest
-        if stalls.since is None:
-            stalls.since = plan.now
-        self.backlog.on_plan(plan)
-
-    def refresh(self, running: Iterable[RequestState], now: float) -> None:
-        """Take anew what plans lean on from what was learnt."""
-        self.work.take()
-        if self.stalls.size and self.mode == "stream":
-            streams = streams_of(running, self.tracker.lengths, self.work.alone_seconds)
-            limit = self.rules.tightest_limit(min([each.tbt for each in streams], default=inf))
-            self.stalls.weigh(streams, self.work, limit, now)
+        self._predicted_wait = plan.predicted_wait
+        self.admission.on_plan(plan)
 
     def on_arrival(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
-        """Predict what an arrival may expect, and learn of the load.
+        """Predict what an arrival may expect, and take it.
 
         Parameters
         ----------
@@ -116,7 +99,6 @@ class SLOComposer:
         state.note_hits(len(plan.match(state)) * plan.block_size)
         slo_class, num_sent = state.request.slo_class, state.num_output_tokens
         limit = state.max_total_tokens - state.num_tokens
-        num_output = tracker.lengths.remaining(slo_class, num_sent, q=0.5, limit=limit)
         if state.slo.has_objective:
             expected = tracker.lengths.remaining(slo_class, num_sent, q=LENGTH_QUANTILE, limit=limit)
             state.slo.begin(
@@ -127,8 +109,6 @@ class SLOComposer:
                 expected_output_tokens=num_sent + expected,
                 longest_pace=work.efficient_seconds + len(plan.running) * work.decode_seconds,
             )
-        seconds = work.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
-        tracker.load.on_arrival(plan.now, seconds + num_output * work.decode_seconds)
         admission.decide(state, plan, busy_until)
         tracker.on_arrival(state)
 
@@ -141,12 +121,14 @@ class SLOComposer:
         """
         view = RunningView(plan.running, plan.now, self.work.alone_seconds)
         waiting = plan.waiting
-        return self.tracker.report(
-            plan.now,
+        return SchedulerState(
             num_best_effort=waiting.best_effort.num_requests
             + len(view.best_effort_decodes)
             + sum(state.slo.next_deadline == inf for state in view.prefills),
             num_relegated=num_relegated,
+            num_missed=self.tracker.num_missed,
+            num_rejected=dict(self.tracker.num_rejected),
+            predicted_wait=self._predicted_wait,
             queue_seconds=self.backlog.wait(waiting),
-            slacks=[due - plan.now for due in view.deadlines],
+            decode_slacks=[due - plan.now for due in view.deadlines],
         )

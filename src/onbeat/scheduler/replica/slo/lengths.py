@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterable, Iterator
 from math import ceil
 
 from onbeat.core.errors import ConfigError
-from onbeat.scheduler.replica.request_state import RequestState
 
 MIN_SAMPLES = 16
 """Requests that must have been longer before their history is asked."""
@@ -18,9 +16,6 @@ MAX_CLASSES = 64
 
 _PRIOR_MEAN = 512.0
 """Tokens; with shape 2, half of the answers end within 212 and nine in ten within 1,107."""
-
-_GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples spread evenly over the unit interval, however many of them there are."""
 
 
 class _Window:
@@ -108,22 +103,6 @@ class OutputLengths:
             return 1
         num_left = self._num_left(slo_class, num_output_tokens_so_far, q)
         return num_left if num_left < limit else limit
-
-    def spread(self, states: Iterable[RequestState]) -> Iterator[int]:
-        """Yield the tokens that each of many requests will still generate.
-
-        Some end sooner than is usual at their age and some later: each has another quantile, and the
-        quantiles are spread evenly. So the k-th end comes about when it does in the median, and lengths that
-        are known are taken as they are.
-        """
-        num_left_of = self._num_left
-        for index, state in enumerate(states):
-            num_tokens = state.num_tokens
-            num_output_tokens = num_tokens - state.num_prompt_tokens
-            limit = state.max_total_tokens - num_tokens
-            q = (0.5 + index * _GOLDEN) % 1.0
-            num_left = num_left_of(state.request.slo_class, num_output_tokens, q)
-            yield num_left if num_left < limit else max(limit, 1)
 
     def _num_left(self, slo_class: str | None, so_far: int, q: float) -> int:
         """Return the q-quantile of the remaining tokens, at least 1, without a limit."""
