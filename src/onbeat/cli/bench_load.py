@@ -323,7 +323,3 @@ def _ramp(options: LoadOptions) -> RampConfig | None:
     if start is None or end is None:
         raise ConfigError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
     return RampConfig(shape=options.ramp_up_strategy, start_rate=start, end_rate=end)
-
-
-def split_list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
