@@ -9,7 +9,7 @@ from functools import partial
 from math import inf, nan
 
 from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable
-from onbeat.core.fleet import ReplicaLimits, replica_id, replica_number
+from onbeat.core.fleet import PrefillCosts, ReplicaLimits, replica_id, replica_number
 from onbeat.core.handover import MoveVerb
 from onbeat.core.request import FinishReason
 from onbeat.scheduler.cluster.config import FleetRules
@@ -37,7 +37,7 @@ from onbeat.scheduler.cluster.events import (
 from onbeat.scheduler.cluster.fleet import Decided, Fleet
 from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.cluster.teller import Teller
-from onbeat.scheduler.cluster.work import WorkEstimate, describe
+from onbeat.scheduler.cluster.work import UNIT_COSTS, describe
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import FleetChange, KVLink, ReplicaKind, SimulationConfig
@@ -53,6 +53,8 @@ _RARE = (Lost, Joined, DrainAsked, ScaleAsked, ScalingAsked, Refused, Tick)
 
 def wants_reports(config: SimulationConfig, router: Router) -> bool:
     """Return whether anything that is decided depends on what replicas report."""
+    if config.is_of_one:
+        return False
     return router.reads_reports or config.kv_link is not None or config.fleet.autoscale is not None
 
 
@@ -73,7 +75,7 @@ class VirtualFleet:
     loop : runs the replicas.
     kinds : what the replicas are, the first first; further ones are like the last.
     router : has no members yet.
-    work : predicts work, for a router that looks at it.
+    costs : of prompts and decodes, for a router that looks at the work of requests.
     make_replica : makes a replica of a kind, each time that one starts.
     on_decision : is told of each event of the fleet, its time and the actions.
 
@@ -92,12 +94,12 @@ class VirtualFleet:
         router: Router,
         make_replica: MakeReplica,
         *,
-        work: WorkEstimate | None = None,
+        costs: PrefillCosts = UNIT_COSTS,
         on_decision: Decided | None = None,
     ) -> None:
         self._loop = loop
         self._config = config
-        self._work = work
+        self._costs = costs
         self._fleet = Fleet(router, fleet_rules(config), on_decision=on_decision)
         self._teller = Teller(self._fleet, self)
         self._reports = wants_reports(config, router)
@@ -178,7 +180,9 @@ class VirtualFleet:
     def arrive(self, offered: OfferedRequest, now: float) -> None:
         """Ask the fleet where a request goes."""
         self._open[offered.request.request_id] = offered
-        self._teller.tell(Arrived(describe(offered.request, self._work)), now)
+        request = offered.request
+        described = describe(request, self._costs, block_hashes=request.block_hashes or ())
+        self._teller.tell(Arrived(described), now)
 
     def on_step(self, member: Member, finished: Sequence[OfferedRequest], now: float) -> None:
         """Tell the fleet of first tokens and of ends."""
@@ -336,7 +340,7 @@ class VirtualFleet:
 
     # ---- what the fleet wants done ----
 
-    def send(self, action: Send, now: float) -> None:
+    def do_send(self, action: Send, now: float) -> None:
         """Let a replica take a request, behind the tokens that its client has, or refuse it."""
         self.decisions[action.why] += 1
         number, offered = replica_number(action.replica), self._open[action.request_id]
@@ -363,7 +367,7 @@ class VirtualFleet:
             raise ConfigError(f"request {offered.index} of the load can never run: {error}") from error
         member.call(now)
 
-    def withdraw(self, action: Withdraw, now: float) -> None:
+    def do_withdraw(self, action: Withdraw, now: float) -> None:
         """Take a request from a replica."""
         number = replica_number(action.replica)
         self.lives.replicas[number].withdraw(action.request_id, now)
@@ -372,7 +376,7 @@ class VirtualFleet:
         self._not_begun.pop(action.request_id, None)
         self._call(number)
 
-    def refuse(self, action: Refuse, now: float) -> None:
+    def do_refuse(self, action: Refuse, now: float) -> None:
         """End a request."""
         self.decisions[action.reason] += 1
         offered = self._open[action.request_id]
@@ -385,12 +389,12 @@ class VirtualFleet:
             refuse(offered, refusal, offered.record.replica, now)
         self._close(offered, now)
 
-    def start(self, action: Start, now: float) -> None:
+    def do_start(self, action: Start, now: float) -> None:
         """Begin to start a replica."""
         self.decisions["start"] += 1
         self.lives.start(replica_number(action.replica), action.delay, now)
 
-    def stop(self, action: Stop, now: float) -> None:
+    def do_stop(self, action: Stop, now: float) -> None:
         """End a replica, or its start."""
         self.decisions["stop"] += 1
         number = replica_number(action.replica)
@@ -401,7 +405,7 @@ class VirtualFleet:
                 self._expect_copies()
             self.lives.remove(number)
 
-    def step_move(self, action: MoveStep, now: float) -> None:
+    def do_move_step(self, action: MoveStep, now: float) -> None:
         """Let a step of a move be taken once no step of a replica is left to end at this instant."""
         assert self._moves is not None, "no replica moves streams"
         if action.verb is MoveVerb.TAKE:
@@ -409,7 +413,7 @@ class VirtualFleet:
         self._moves.ask(action, self._open.get(action.request_id))
         self._loop.at(now, MOVE, self._take_steps)
 
-    def rescale(self, action: Rescale, now: float) -> None:
+    def do_rescale(self, action: Rescale, now: float) -> None:
         """Note another size."""
         self.decisions[f"rescale ({action.why})"] += 1
         self.sizes.append(FleetSize(now, action.num_replicas, action.why))

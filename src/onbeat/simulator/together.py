@@ -9,8 +9,8 @@ from typing import NamedTuple
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.cluster.fleet import Decided
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.cluster.routing import Router
-from onbeat.scheduler.cluster.work import WorkEstimate
+from onbeat.scheduler.cluster.work import UNIT_COSTS
+from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.simulator.client import Clients
 from onbeat.simulator.config import ReplicaKind, SimulationConfig
 from onbeat.simulator.fleet import VirtualFleet, wants_reports
@@ -91,10 +91,9 @@ def run_together(
         return make_replica(index, own, kind.step_time, observer=observer, is_watched=is_watched)
 
     loop = FleetLoop(clients, collector)
-    work = _work_estimate(load, router, step_time)
-    fleet = VirtualFleet(
-        loop, config, _kinds(config, step_time), router, make, work=work, on_decision=on_decision
-    )
+    kinds = _kinds(config, step_time)
+    costs = PrefillWork(kinds[0].step_time, None).costs if router.weighs_work else UNIT_COSTS
+    fleet = VirtualFleet(loop, config, kinds, router, make, costs=costs, on_decision=on_decision)
     is_complete = _run(loop, fleet, collector)
     if is_complete:
         fleet.end()
@@ -129,10 +128,3 @@ def _of(config: SimulationConfig, kind: ReplicaKind) -> SimulationConfig:
     fleet = replace(config.fleet, router=config.router)
     stages = kind.scheduler.num_micro_batches
     return replace(config, kinds=(), fleet=fleet, scheduler=kind.scheduler, pipeline=stages)
-
-
-def _work_estimate(load: OfferedLoad, router: Router, step_time: StepTimeModel) -> WorkEstimate | None:
-    """Return what predicts work for a router; None where it does not look at it."""
-    if not router.weighs_work:
-        return None
-    return WorkEstimate(step_time, mean_output_tokens=float(load.num_output_tokens.mean()))

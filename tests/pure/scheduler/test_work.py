@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import PrefillCosts
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
-from onbeat.core.step import BatchShape
-from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.residual import ResidualModel
-from onbeat.scheduler.cluster.work import WorkEstimate, describe
+from onbeat.scheduler.cluster.work import describe
 
 
 def make_request(**fields) -> Request:
@@ -28,30 +25,16 @@ def make_request(**fields) -> Request:
     return Request(**(given | fields))
 
 
-def predictor(seconds) -> Predictor:
-    return Predictor(seconds, ResidualModel.log_normal(0.0))
-
-
 class TestWork:
-    def test_a_prompt_costs_its_step_and_decodes_their_share_of_one(self):
-        work = WorkEstimate(
-            predictor(lambda shape: 0.001 * shape.num_new_tokens + 1e-6 * shape.decode_context_tokens),
-            mean_output_tokens=10.0,
-        )
-        told = describe(make_request(block_hashes=(b"a" * 16,)), work)
+    def test_a_prompt_costs_its_tokens_and_a_decode_what_it_adds_to_a_step(self):
+        costs = PrefillCosts(token=0.001, pair=1e-6, step=0.1, decode=0.002)
+        told = describe(make_request(), costs, block_hashes=(b"a" * 16,))
         assert (told.request_id, told.block_hashes) == ("r", (b"a" * 16,))
-        assert told.prefill_work == pytest.approx(0.1)
-        assert told.decode_work == pytest.approx(10 * (0.001 + 1e-6 * 106))  # half of the output is behind
+        assert told.prefill_work == pytest.approx(100 * (0.001 + 50e-6))
+        assert told.decode_work == pytest.approx(8 * 0.002)
 
-    def test_nothing_is_predicted_for_routers_that_do_not_ask(self):
-        told = describe(make_request(block_hashes=None), None)
-        assert (told.request_id, told.prefill_work, told.decode_work) == ("r", 0.0, 0.0)
+    def test_where_nobody_predicts_a_token_is_as_much_as_another(self):
+        told = describe(make_request())
+        assert (told.request_id, told.prefill_work, told.decode_work) == ("r", 100.0, 8.0)
         assert (told.num_prompt_tokens, told.max_tokens) == (100, 8)
-
-    def test_a_prediction_that_is_no_time_is_refused(self):
-        class Silent:
-            def step_time(self, shape: BatchShape, q: float | None = None) -> float:
-                return 0.0
-
-        with pytest.raises(ConfigError, match=r"predicts 0.0 s"):
-            describe(make_request(), WorkEstimate(Silent(), mean_output_tokens=1.0))
+        assert told.rather_refused

@@ -54,7 +54,7 @@ class Choice(NamedTuple):
 
     replica: int
     why: str
-    """One word: `turn`, `hash`, `load`, `prefix`, or `cost`."""
+    """One word: `turn`, `hash`, `load`, `prefix`, `cost`, or, where no router was asked, `only`."""
     predicted_ttft: float | None = None
     """Seconds from now until the first token, if it comes in its turn; None where nothing predicts."""
 
