@@ -24,7 +24,6 @@ from onbeat.scheduler.cluster.events import (
     MoveStep,
     Refuse,
     Refused,
-    Reported,
     Rescale,
     ScaleAsked,
     ScalingAsked,
@@ -37,13 +36,13 @@ from onbeat.scheduler.cluster.events import (
 from onbeat.scheduler.cluster.fleet import Decided, Fleet
 from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.cluster.teller import Teller
-from onbeat.scheduler.cluster.work import UNIT_COSTS, describe
+from onbeat.scheduler.cluster.work import describe
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import FleetChange, KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.deliveries import REFUSALS, refuse
-from onbeat.simulator.fleet_loop import COPY, HEAR, MOVE, REPORT, TICK, FleetLoop, Member
-from onbeat.simulator.lives import Lives, MakeReplica
+from onbeat.simulator.fleet_loop import COPY, HEAR, MOVE, TICK, FleetLoop, Member
+from onbeat.simulator.lives import Lives, MakeReplica, Reports
 from onbeat.simulator.moves import VirtualMoves
 from onbeat.simulator.result import FleetSize
 
@@ -94,7 +93,7 @@ class VirtualFleet:
         router: Router,
         make_replica: MakeReplica,
         *,
-        costs: PrefillCosts = UNIT_COSTS,
+        costs: PrefillCosts | None = None,
         on_decision: Decided | None = None,
     ) -> None:
         self._loop = loop
@@ -102,7 +101,7 @@ class VirtualFleet:
         self._costs = costs
         self._fleet = Fleet(router, fleet_rules(config), on_decision=on_decision)
         self._teller = Teller(self._fleet, self)
-        self._reports = wants_reports(config, router)
+        self._is_reported = wants_reports(config, router)
         self.lives = Lives(
             loop,
             self,
@@ -121,14 +120,15 @@ class VirtualFleet:
         self._tick = inf
         self._may_tick = False
         """Whether the fleet may want another tick than the next."""
-        self._reporting: dict[int, float] = {}
-        """When each replica is to report, or has; by number."""
-        self._moves = None if config.kv_link is None else self._make_moves(config.kv_link)
+        self._reports = Reports(
+            loop, self.lives.replicas, seconds=config.fleet_times.report, hear=self._teller.tell
+        )
+        self._moves = None if config.kv_link is None else self._make_moves(loop, config.kv_link)
         self._next_copy = inf
         """When an end of a copy is in the loop."""
-        self.hears_all = self._hears_all = self._reports or self._moves is not None
+        self.hears_all = self._hears_all = self._is_reported or self._moves is not None
 
-    def _make_moves(self, link: KVLink) -> VirtualMoves:
+    def _make_moves(self, loop: FleetLoop, link: KVLink) -> VirtualMoves:
         return VirtualMoves(
             self.lives.replicas,
             link,
@@ -136,8 +136,8 @@ class VirtualFleet:
             message_seconds=self._config.fleet_times.report,
             memory_bandwidth=lambda number: self.lives.kind(number).memory_bandwidth,
             answer=self._hear_of,
-            call=self._call,
-            on_room=self._report_later,
+            call=loop.call,
+            on_room=self._reports.ask,
         )
 
     def open(self) -> None:
@@ -197,8 +197,8 @@ class VirtualFleet:
             self._close(offered, now)
         if self._moves is not None and not member.is_gone:
             self._moves.on_step_end(member.number, now)
-        if self._reports:
-            self._report_later(member.number)
+        if self._is_reported:
+            self._reports.ask(member.number)
 
     def _tell_resumed(self, member: Member, now: float) -> None:
         """Tell of the first tokens that requests had here which have gone on behind those from elsewhere."""
@@ -279,30 +279,10 @@ class VirtualFleet:
             moves_streams=self._moves is not None and not make_policy(limits).release.holds_finished,
         )
         self._tell(Joined(replica_id(number), told), now)
-        if self._reports:
-            self._report(number, now)
+        if self._is_reported:
+            self._reports.take(number, now)
 
     # ---- reports and moves ----
-
-    def _report_later(self, number: int) -> None:
-        """Let a replica report at this instant, once all have planned."""
-        now = self._loop.now
-        if self._reporting.get(number) != now:
-            self._reporting[number] = now
-            self._loop.at(now, REPORT, partial(self._report, number), number)
-
-    def _report(self, number: int, now: float) -> None:
-        """Let what a replica reports now be heard of a little later."""
-        replica = self.lives.replicas.get(number)
-        if replica is None or replica.next_time <= now:
-            return  # it is gone; or its run had no further step, and it reports once that has ended
-        load = replica.load(now)
-
-        def hear(then: float) -> None:
-            if self.lives.replicas.get(number) is replica:
-                self._teller.tell(Reported(replica_id(number), load), then)
-
-        self._loop.at(now + self._config.fleet_times.report, HEAR, hear)
 
     def _hear_of(self, answered: Answered, now: float, delay: float) -> None:
         """Tell the fleet what came of a step of a move, once that is heard of."""
@@ -310,12 +290,6 @@ class VirtualFleet:
             self._loop.at(now + delay, HEAR, lambda then: self._tell(answered, then))
         else:
             self._tell(answered, now)
-
-    def _call(self, number: int) -> None:
-        """Let a replica plan at this instant."""
-        member = self._loop.members.get(number)
-        if member is not None:
-            member.call(self._loop.now)
 
     def _take_steps(self, now: float) -> None:
         """Do what was asked for of moves."""
@@ -337,8 +311,6 @@ class VirtualFleet:
         assert self._moves is not None
         self._moves.end_copies(now)
         self._expect_copies()
-
-    # ---- what the fleet wants done ----
 
     def do_send(self, action: Send, now: float) -> None:
         """Let a replica take a request, behind the tokens that its client has, or refuse it."""
@@ -374,7 +346,7 @@ class VirtualFleet:
         if self._moves is not None:
             self._moves.forget(number, action.request_id)
         self._not_begun.pop(action.request_id, None)
-        self._call(number)
+        self._loop.call(number)
 
     def do_refuse(self, action: Refuse, now: float) -> None:
         """End a request."""

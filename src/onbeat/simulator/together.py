@@ -9,7 +9,6 @@ from typing import NamedTuple
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.cluster.fleet import Decided
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.cluster.work import UNIT_COSTS
 from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.simulator.client import Clients
 from onbeat.simulator.config import ReplicaKind, SimulationConfig
@@ -92,7 +91,7 @@ def run_together(
 
     loop = FleetLoop(clients, collector)
     kinds = _kinds(config, step_time)
-    costs = PrefillWork(kinds[0].step_time, None).costs if router.weighs_work else UNIT_COSTS
+    costs = PrefillWork(kinds[0].step_time, None).costs if router.weighs_work else None
     fleet = VirtualFleet(loop, config, kinds, router, make, costs=costs, on_decision=on_decision)
     is_complete = _run(loop, fleet, collector)
     if is_complete:

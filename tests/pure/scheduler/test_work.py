@@ -9,7 +9,7 @@ import pytest
 from onbeat.core.fleet import PrefillCosts
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
-from onbeat.scheduler.cluster.work import describe
+from onbeat.scheduler.cluster.work import UNIT_COSTS, describe
 
 
 def make_request(**fields) -> Request:
@@ -34,7 +34,11 @@ class TestWork:
         assert told.decode_work == pytest.approx(8 * 0.002)
 
     def test_where_nobody_predicts_a_token_is_as_much_as_another(self):
+        told = describe(make_request(), UNIT_COSTS)
+        assert (told.prefill_work, told.decode_work) == (100.0, 8.0)
+
+    def test_nothing_is_estimated_for_routers_that_do_not_look_at_it(self):
         told = describe(make_request())
-        assert (told.request_id, told.prefill_work, told.decode_work) == ("r", 100.0, 8.0)
+        assert (told.request_id, told.prefill_work, told.decode_work) == ("r", 0.0, 0.0)
         assert (told.num_prompt_tokens, told.max_tokens) == (100, 8)
         assert told.rather_refused

@@ -8,7 +8,7 @@ Every request has one owner: one replica, or the fleet itself while no replica t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf
 from typing import Any
@@ -147,6 +147,7 @@ class Fleet:
         ------
         ConfigError : fewer than no replicas are asked for, or scaling of a fleet that is not made for it.
         """
+        self._actions.clear()
         self._handlers[type(event)](event, now)
         if self._scaling is not None and now >= self._scaling.next_time:
             self._sizing.rescale(self._scaling.look(len(self._requests.open), now), now)
@@ -155,7 +156,6 @@ class Fleet:
         if self._moves_streams:
             self._migration.advance(now)
         actions = self._actions[:]
-        self._actions.clear()
         if self._on_decision is not None:
             self._on_decision(event, now, actions)
         return actions
@@ -209,8 +209,8 @@ class Fleet:
         request_id = event.request.request_id
         assert request_id not in self._requests.open, f"{request_id} arrives twice"
         self._requests.open[request_id] = opened
-        self._watcher.on_arrival(event.request, now)
         if self._scaling is not None:
+            self._watcher.on_arrival(event.request, now)
             self._sizing.rescale(self._scaling.wake(now), now)
         is_full = len(self._requests.waiting) >= self._rules.max_num_waiting
         self._requests.send(opened, now, may_wait=not is_full)
@@ -253,19 +253,9 @@ class Fleet:
         self._stop_if_drained(replica, now)
 
     def _on_abort(self, event: Aborted, now: float) -> None:
-        opened = self._requests.open.pop(event.request_id, None)
-        if opened is None:
-            return
-        self._watcher.on_end(opened.request, None, now)
-        if opened.replica is None:
-            del self._requests.waiting[event.request_id]
-            return
-        replica = self._members.replicas[opened.replica]
-        self._requests.release(opened, replica)
-        self._act(Withdraw(replica.replica_id, event.request_id))
-        self._stop_if_drained(replica, now)
-
-    # ---- replicas ----
+        replica = self._requests.abort(event.request_id, now)
+        if replica is not None:
+            self._stop_if_drained(replica, now)
 
     def _on_report(self, event: Reported, now: float) -> None:
         replica = self._members.replicas.get(event.replica)
@@ -355,14 +345,14 @@ class Fleet:
         self._leave(replica, ReplicaState.DRAINING, "restarts" if restarts else "ends")
         replica.drains_until, replica.restarts = now + seconds, restarts
         if self._members.is_any_ready:  # else it serves them itself, as far as it gets
-            self._move([each for each in replica.open.values() if not each.has_started], replica, now)
+            not_begun = [each for each in replica.open.values() if not each.has_started]
+            self._send_all_elsewhere(not_begun, replica, now)
             self._migration.look()
         self._stop_if_drained(replica, now)
         if self._requests.waiting and not self._members.is_one_coming:
             self._requests.send_waiting(now)
 
-    def _move(self, moved: list[OpenRequest], replica: Replica, now: float) -> None:
-        """Take requests back from a replica that drains, and send them elsewhere."""
+    def _send_all_elsewhere(self, moved: Iterable[OpenRequest], replica: Replica, now: float) -> None:
         for opened in sorted(moved, key=deadline):
             self._send_elsewhere(opened, replica, None, now)
 
@@ -403,6 +393,6 @@ class Fleet:
     def _on_tick(self, event: Tick, now: float) -> None:  # noqa: ARG002 (all there is to it is the time)
         for replica in self._members.having(ReplicaState.DRAINING):
             if replica.drains_until <= now:
-                self._move(list(replica.open.values()), replica, now)
+                self._send_all_elsewhere(replica.open.values(), replica, now)
                 self._stop_if_drained(replica, now)
         self._requests.send_due(now)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf
 
 from onbeat.core.fleet import ReplicaId
-from onbeat.scheduler.cluster.events import FleetAction, Refuse, Send
+from onbeat.scheduler.cluster.events import FleetAction, Refuse, Send, Withdraw
 from onbeat.scheduler.cluster.membership import (
     Membership,
     OpenRequest,
@@ -111,6 +111,20 @@ class Requests:
                 self._router.on_first_token(replica.number, request)
             self._router.on_finish(replica.number, request)
 
+    def abort(self, request_id: str, now: float) -> Replica | None:
+        """End a request whose client went away; return the replica that has had it."""
+        opened = self.open.pop(request_id, None)
+        if opened is None:
+            return None
+        self._watcher.on_end(opened.request, None, now)
+        if opened.replica is None:
+            del self.waiting[request_id]
+            return None
+        replica = self._members.replicas[opened.replica]
+        self.release(opened, replica)
+        self._act(Withdraw(replica.replica_id, request_id))
+        return replica
+
     def send(
         self,
         opened: OpenRequest,
@@ -142,7 +156,8 @@ class Requests:
         replica.num_sent += 1
         opened.number = replica.num_sent
         replica.num_queued_tokens += opened.num_tokens
-        self._watcher.on_sent(request, choice.predicted_ttft, now)
+        if self._scales:
+            self._watcher.on_sent(request, choice.predicted_ttft, now)
         self._act(
             Send(
                 replica.replica_id,
