@@ -72,7 +72,7 @@ class Watch:
 
     def on_lost(self, replica: ReplicaId) -> None:
         now = self.lost_at[replica] = time.monotonic()
-        for name, opened in self.client._open.items():
+        for name, opened in self.client.streams.open.items():
             if opened.replica == replica and opened.token_ids:
                 self._pending[name] = now
         self._on_lost(replica)

@@ -1,4 +1,4 @@
-"""The hashes of a prompt, by which a router knows its prefixes, while other requests have their turns."""
+"""The hashes of a prompt, by which a fleet knows where its beginning is cached."""
 
 from __future__ import annotations
 

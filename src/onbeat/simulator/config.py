@@ -188,15 +188,20 @@ class SimulationConfig:
         return self.fleet.num_replicas
 
     @property
+    def is_of_one(self) -> bool:
+        """Whether there is never more than one replica, so that nobody chooses."""
+        sizes = [change.number for change in self.fleet_changes if change.kind == "scale"]
+        return self.fleet.autoscale is None and max(self.num_replicas, *sizes, 1) == 1
+
+    @property
     def is_alone(self) -> bool:
         """Whether there is one replica from beginning to end: nobody decides anything then."""
-        is_one = self.fleet.autoscale is None and self.num_replicas == 1
-        return is_one and not self.fleet_changes and self.kv_link is None
+        return self.is_of_one and not self.fleet_changes and self.kv_link is None
 
     @property
     def reads_predictions(self) -> bool:
         """Whether the router goes by what replicas predict."""
-        return self.router == "slo" and not self.is_alone
+        return self.router == "slo" and not self.is_of_one
 
     def _check_fleet(self) -> None:
         for change in self.fleet_changes:

@@ -24,7 +24,6 @@ from onbeat.scheduler.cluster.events import (
     MoveStep,
     Refuse,
     Refused,
-    Reported,
     Rescale,
     ScaleAsked,
     ScalingAsked,
@@ -41,8 +40,8 @@ from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import FleetChange, KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.deliveries import REFUSALS, refuse
-from onbeat.simulator.fleet_loop import COPY, HEAR, MOVE, REPORT, TICK, FleetLoop, Member
-from onbeat.simulator.lives import Lives, MakeReplica
+from onbeat.simulator.fleet_loop import COPY, HEAR, MOVE, TICK, FleetLoop, Member
+from onbeat.simulator.lives import Lives, MakeReplica, Reports
 from onbeat.simulator.moves import VirtualMoves
 from onbeat.simulator.result import FleetSize
 
@@ -52,6 +51,8 @@ _RARE = (Lost, Joined, DrainAsked, ScaleAsked, ScalingAsked, Refused, Tick)
 
 def wants_reports(config: SimulationConfig, router: Router) -> bool:
     """Return whether anything that is decided depends on what replicas report."""
+    if config.is_of_one:
+        return False
     return router.reads_reports or config.kv_link is not None or config.fleet.autoscale is not None
 
 
@@ -96,7 +97,7 @@ class VirtualFleet:
         self._config = config
         self._fleet = Fleet(router, fleet_rules(config), on_decision=on_decision)
         self._teller = Teller(self._fleet, self)
-        self._reports = wants_reports(config, router)
+        self._is_reported = wants_reports(config, router)
         self.lives = Lives(
             loop,
             self,
@@ -115,14 +116,15 @@ class VirtualFleet:
         self._tick = inf
         self._may_tick = False
         """Whether the fleet may want another tick than the next."""
-        self._reporting: dict[int, float] = {}
-        """When each replica is to report, or has; by number."""
-        self._moves = None if config.kv_link is None else self._make_moves(config.kv_link)
+        self._reports = Reports(
+            loop, self.lives.replicas, seconds=config.fleet_times.report, hear=self._teller.tell
+        )
+        self._moves = None if config.kv_link is None else self._make_moves(loop, config.kv_link)
         self._next_copy = inf
         """When an end of a copy is in the loop."""
-        self.hears_all = self._hears_all = self._reports or self._moves is not None
+        self.hears_all = self._hears_all = self._is_reported or self._moves is not None
 
-    def _make_moves(self, link: KVLink) -> VirtualMoves:
+    def _make_moves(self, loop: FleetLoop, link: KVLink) -> VirtualMoves:
         return VirtualMoves(
             self.lives.replicas,
             link,
@@ -130,8 +132,8 @@ class VirtualFleet:
             message_seconds=self._config.fleet_times.report,
             memory_bandwidth=lambda number: self.lives.kind(number).memory_bandwidth,
             answer=self._hear_of,
-            call=self._call,
-            on_room=self._report_later,
+            call=loop.call,
+            on_room=self._reports.ask,
         )
 
     def open(self) -> None:
@@ -190,8 +192,8 @@ class VirtualFleet:
             self._close(offered, now)
         if self._moves is not None and not member.is_gone:
             self._moves.on_step_end(member.number, now)
-        if self._reports:
-            self._report_later(member.number)
+        if self._is_reported:
+            self._reports.ask(member.number)
 
     def _tell_resumed(self, member: Member, now: float) -> None:
         """Tell of the first tokens that requests had here which have gone on behind those from elsewhere."""
@@ -272,30 +274,10 @@ class VirtualFleet:
             moves_streams=self._moves is not None and not composition(limits.policy).release.holds_finished,
         )
         self._tell(Joined(replica_id(number), told), now)
-        if self._reports:
-            self._report(number, now)
+        if self._is_reported:
+            self._reports.take(number, now)
 
     # ---- reports and moves ----
-
-    def _report_later(self, number: int) -> None:
-        """Let a replica report at this instant, once all have planned."""
-        now = self._loop.now
-        if self._reporting.get(number) != now:
-            self._reporting[number] = now
-            self._loop.at(now, REPORT, partial(self._report, number), number)
-
-    def _report(self, number: int, now: float) -> None:
-        """Let what a replica reports now be heard of a little later."""
-        replica = self.lives.replicas.get(number)
-        if replica is None or replica.next_time <= now:
-            return  # it is gone; or its run had no further step, and it reports once that has ended
-        load = replica.load(now)
-
-        def hear(then: float) -> None:
-            if self.lives.replicas.get(number) is replica:
-                self._teller.tell(Reported(replica_id(number), load), then)
-
-        self._loop.at(now + self._config.fleet_times.report, HEAR, hear)
 
     def _hear_of(self, answered: Answered, now: float, delay: float) -> None:
         """Tell the fleet what came of a step of a move, once that is heard of."""
@@ -303,12 +285,6 @@ class VirtualFleet:
             self._loop.at(now + delay, HEAR, lambda then: self._tell(answered, then))
         else:
             self._tell(answered, now)
-
-    def _call(self, number: int) -> None:
-        """Let a replica plan at this instant."""
-        member = self._loop.members.get(number)
-        if member is not None:
-            member.call(self._loop.now)
 
     def _take_steps(self, now: float) -> None:
         """Do what was asked for of moves."""
@@ -331,9 +307,7 @@ class VirtualFleet:
         self._moves.end_copies(now)
         self._expect_copies()
 
-    # ---- what the fleet wants done ----
-
-    def send(self, action: Send, now: float) -> None:
+    def do_send(self, action: Send, now: float) -> None:
         """Let a replica take a request, behind the tokens that its client has, or refuse it."""
         self.decisions[action.why] += 1
         number, offered = replica_number(action.replica), self._open[action.request_id]
@@ -360,16 +334,16 @@ class VirtualFleet:
             raise ConfigError(f"request {offered.index} of the load can never run: {error}") from error
         member.call(now)
 
-    def withdraw(self, action: Withdraw, now: float) -> None:
+    def do_withdraw(self, action: Withdraw, now: float) -> None:
         """Take a request from a replica."""
         number = replica_number(action.replica)
         self.lives.replicas[number].withdraw(action.request_id, now)
         if self._moves is not None:
             self._moves.forget(number, action.request_id)
         self._not_begun.pop(action.request_id, None)
-        self._call(number)
+        self._loop.call(number)
 
-    def refuse(self, action: Refuse, now: float) -> None:
+    def do_refuse(self, action: Refuse, now: float) -> None:
         """End a request."""
         self.decisions[action.reason] += 1
         offered = self._open[action.request_id]
@@ -382,12 +356,12 @@ class VirtualFleet:
             refuse(offered, refusal, offered.record.replica, now)
         self._close(offered, now)
 
-    def start(self, action: Start, now: float) -> None:
+    def do_start(self, action: Start, now: float) -> None:
         """Begin to start a replica."""
         self.decisions["start"] += 1
         self.lives.start(replica_number(action.replica), action.delay, now)
 
-    def stop(self, action: Stop, now: float) -> None:
+    def do_stop(self, action: Stop, now: float) -> None:
         """End a replica, or its start."""
         self.decisions["stop"] += 1
         number = replica_number(action.replica)
@@ -398,7 +372,7 @@ class VirtualFleet:
                 self._expect_copies()
             self.lives.remove(number)
 
-    def step_move(self, action: MoveStep, now: float) -> None:
+    def do_move_step(self, action: MoveStep, now: float) -> None:
         """Let a step of a move be taken once no step of a replica is left to end at this instant."""
         assert self._moves is not None, "no replica moves streams"
         if action.verb is MoveVerb.TAKE:
@@ -406,7 +380,7 @@ class VirtualFleet:
         self._moves.ask(action, self._open.get(action.request_id))
         self._loop.at(now, MOVE, self._take_steps)
 
-    def rescale(self, action: Rescale, now: float) -> None:
+    def do_rescale(self, action: Rescale, now: float) -> None:
         """Note another size."""
         self.decisions[f"rescale ({action.why})"] += 1
         self.sizes.append(FleetSize(now, action.num_replicas, action.why))

@@ -1,13 +1,15 @@
-"""The lives of virtual replicas: which of them start, which live, and what those have done that lived."""
+"""The lives of virtual replicas: which of them start and live, what they report, and what they have done."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from onbeat.core.fleet import replica_id
+from onbeat.scheduler.cluster.events import Reported
 from onbeat.simulator.config import ReplicaKind
-from onbeat.simulator.fleet_loop import HEAR, Desk, FleetLoop
+from onbeat.simulator.fleet_loop import HEAR, REPORT, Desk, FleetLoop
 from onbeat.simulator.replica import VirtualReplica
 from onbeat.simulator.result import ReplicaCounters
 
@@ -103,3 +105,49 @@ class Lives:
         for number in list(self.replicas):
             self.remove(number)
         return [self._counters[number] for number in sorted(self._counters)]
+
+
+class Reports:
+    """Lets replicas say how they stand.
+
+    Parameters
+    ----------
+    replicas : those that live, by number.
+    seconds : until a report is heard of.
+    hear : takes reports, and the time.
+    """
+
+    def __init__(
+        self,
+        loop: FleetLoop,
+        replicas: Mapping[int, VirtualReplica],
+        *,
+        seconds: float,
+        hear: Callable[[Reported, float], None],
+    ) -> None:
+        self._loop = loop
+        self._replicas = replicas
+        self._seconds = seconds
+        self._hear = hear
+        self._asked: dict[int, float] = {}
+        """By number, the instant at which a replica is to report, or has."""
+
+    def ask(self, number: int) -> None:
+        """Let a replica report at this instant, once all have planned."""
+        now = self._loop.now
+        if self._asked.get(number) != now:
+            self._asked[number] = now
+            self._loop.at(now, REPORT, partial(self.take, number), number)
+
+    def take(self, number: int, now: float) -> None:
+        """Let what a replica reports now be heard of a little later."""
+        replica = self._replicas.get(number)
+        if replica is None or replica.next_time <= now:
+            return  # it is gone; or its run had no further step, and it reports once that has ended
+        load = replica.load(now)
+
+        def hear(then: float) -> None:
+            if self._replicas.get(number) is replica:
+                self._hear(Reported(replica_id(number), load), then)
+
+        self._loop.at(now + self._seconds, HEAR, hear)

@@ -71,7 +71,7 @@ class Choice(NamedTuple):
 
     replica: int
     why: str
-    """One word: `turn`, `load`, `prefix`, or `cost`; a router of one's own may have another."""
+    """One word: `turn`, `load`, `prefix`, `cost`, or, where no router was asked, `only`."""
     predicted_ttft: float | None = None
     """Seconds from now until the first token, if it comes in its turn; None where nothing predicts."""
 

@@ -23,19 +23,19 @@ from onbeat.scheduler.cluster.fleet import Fleet
 class Hands(Protocol):
     """Who carries out what a fleet decides: each action has its method, which is given the time, too."""
 
-    def send(self, action: Send, now: float) -> None: ...
+    def do_send(self, action: Send, now: float) -> None: ...
 
-    def withdraw(self, action: Withdraw, now: float) -> None: ...
+    def do_withdraw(self, action: Withdraw, now: float) -> None: ...
 
-    def refuse(self, action: Refuse, now: float) -> None: ...
+    def do_refuse(self, action: Refuse, now: float) -> None: ...
 
-    def start(self, action: Start, now: float) -> None: ...
+    def do_start(self, action: Start, now: float) -> None: ...
 
-    def stop(self, action: Stop, now: float) -> None: ...
+    def do_stop(self, action: Stop, now: float) -> None: ...
 
-    def step_move(self, action: MoveStep, now: float) -> None: ...
+    def do_move_step(self, action: MoveStep, now: float) -> None: ...
 
-    def rescale(self, action: Rescale, now: float) -> None: ...
+    def do_rescale(self, action: Rescale, now: float) -> None: ...
 
 
 class Teller:
@@ -50,13 +50,13 @@ class Teller:
         self._events: deque[tuple[FleetEvent, float]] = deque()
         self.is_telling = False
         self._calls: dict[type[FleetAction], Callable[[Any, float], None]] = {
-            Send: hands.send,
-            Withdraw: hands.withdraw,
-            Refuse: hands.refuse,
-            Start: hands.start,
-            Stop: hands.stop,
-            MoveStep: hands.step_move,
-            Rescale: hands.rescale,
+            Send: hands.do_send,
+            Withdraw: hands.do_withdraw,
+            Refuse: hands.do_refuse,
+            Start: hands.do_start,
+            Stop: hands.do_stop,
+            MoveStep: hands.do_move_step,
+            Rescale: hands.do_rescale,
         }
 
     def tell(self, event: FleetEvent, now: float) -> None:
