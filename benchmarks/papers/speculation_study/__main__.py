@@ -20,15 +20,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness.pages import REPOSITORY, RESULTS, publish
-from benchmarks.harness.plots import write_image
+from benchmarks.harness.pages import RESULTS, publish
 from benchmarks.harness.store import Results, deadline_in, run_missing
-from benchmarks.papers.speculation_study.charts import chart
 from benchmarks.papers.speculation_study.plan import PARTS, Plan, stages
 from benchmarks.papers.speculation_study.report import markdown
 from onbeat.core.errors import ConfigError
 
-IMAGE = REPOSITORY / "docs" / "images" / "speculation-study.png"
 NOTE = """
 Made by `python -m benchmarks.papers.speculation_study run`, then `report --write`; {seconds:.0f} s of one
 core. The live scheduler's objects under a virtual clock. *turbospec*: the authors' regressions for Llama-8B
@@ -60,8 +57,6 @@ def report(args: argparse.Namespace) -> None:
     note = f"{time.strftime('%Y-%m-%d')}. {NOTE.strip().format(seconds=results.seconds)}"
     text = markdown(results, plan, note)
     publish(text, "speculation-study", write=args.write)
-    if args.write:
-        print(f"written: {write_image(chart(results, plan), IMAGE)}")
 
 
 def _plan(args: argparse.Namespace) -> Plan:
@@ -87,10 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     each.add_argument("--jobs", type=int, default=2)
     each.add_argument("--minutes", type=float, help="stop after this long with what there is")
     each.set_defaults(command=run)
-    each = commands.add_parser(
-        "report", parents=[shared], help="tables, claims and a chart of what was found"
-    )
-    each.add_argument("--write", action="store_true", help="into benchmarks/results and docs/images")
+    each = commands.add_parser("report", parents=[shared], help="tables and claims of what was found")
+    each.add_argument("--write", action="store_true", help="into benchmarks/results")
     each.set_defaults(command=report)
     return parser
 
