@@ -18,8 +18,7 @@ from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 LENGTH_QUANTILE = 0.99
-"""Of output lengths, what an answer is taken to have at most: to spread an e2e objective over it, as most of
-those that are longer come late, and to allow one late token in a hundred."""
+"""Of output lengths, what an answer is taken to have at most: one in a hundred of so many may be late."""
 
 
 class SLOComposer:
@@ -100,13 +99,13 @@ class SLOComposer:
         slo_class, num_sent = state.request.slo_class, state.num_output_tokens
         limit = state.max_total_tokens - state.num_tokens
         if state.slo.has_objective:
-            expected = tracker.lengths.remaining(slo_class, num_sent, q=LENGTH_QUANTILE, limit=limit)
+            longest = tracker.lengths.remaining(slo_class, num_sent, q=LENGTH_QUANTILE, limit=limit)
             state.slo.begin(
                 state.request,
                 self.mode,
                 now=plan.now,
-                max_output_tokens=num_sent + limit,
-                expected_output_tokens=num_sent + expected,
+                max_output_tokens=num_sent + longest,
+                num_left=tracker.tokens_left(state) if state.slo.end < inf else None,
                 longest_pace=work.efficient_seconds + len(plan.running) * work.decode_seconds,
             )
         admission.decide(state, plan, busy_until)

@@ -14,6 +14,9 @@ MIN_SAMPLES = 16
 MAX_CLASSES = 64
 """Classes with a history of their own; further ones share that of all."""
 
+_MARGIN = 1.5
+"""Of the mean of the tokens to come, for how many there should be time."""
+
 _PRIOR_MEAN = 512.0
 """Tokens; with shape 2, half of the answers end within 212 and nine in ten within 1,107."""
 
@@ -101,17 +104,32 @@ class OutputLengths:
             raise ConfigError(f"a quantile of output lengths must lie between 0 and 1, both excluded: {q}")
         if limit <= 1:
             return 1
-        num_left = self._num_left(slo_class, num_output_tokens_so_far, q)
-        return num_left if num_left < limit else limit
+        so_far = num_output_tokens_so_far
+        longer = self._longer(slo_class, so_far)
+        if not longer:
+            num_left = ceil((_PRIOR_MEAN + so_far) * ((1 - q) ** -0.5 - 1)) or 1
+        else:
+            num_left = longer[min(ceil(q * (len(longer) + 1)), len(longer)) - 1] - so_far
+        return min(num_left, limit)
 
-    def _num_left(self, slo_class: str | None, so_far: int, q: float) -> int:
-        """Return the q-quantile of the remaining tokens, at least 1, without a limit."""
-        lengths = (self._by_class.get(slo_class) or self._all).ascending
-        first = bisect_right(lengths, so_far)
-        if len(lengths) - first < MIN_SAMPLES:
-            lengths = self._all.ascending
+    def expected(self, slo_class: str | None, so_far: int, *, limit: int) -> int:
+        """Return how many tokens a request that has come this far is taken to generate still, to pace it.
+
+        Half as many again as in the mean: it must end in time where it is somewhat longer, too.
+
+        Parameters
+        ----------
+        limit : see `remaining`.
+        """
+        longer = self._longer(slo_class, so_far)
+        mean = sum(longer) / len(longer) - so_far if longer else _PRIOR_MEAN + so_far
+        return max(1, min(ceil(_MARGIN * mean), limit))
+
+    def _longer(self, slo_class: str | None, so_far: int) -> list[int]:
+        """Return lengths beyond that of a request so far, ascending; none where too few are known."""
+        for window in (self._by_class.get(slo_class), self._all):
+            lengths = [] if window is None else window.ascending
             first = bisect_right(lengths, so_far)
-        num_longer = len(lengths) - first
-        if num_longer < MIN_SAMPLES:
-            return ceil((_PRIOR_MEAN + so_far) * ((1 - q) ** -0.5 - 1)) or 1
-        return lengths[first + min(ceil(q * (num_longer + 1)), num_longer) - 1] - so_far
+            if len(lengths) - first >= MIN_SAMPLES:
+                return lengths[first:]
+        return []

@@ -21,7 +21,7 @@ SPENT_SHARE = 1 / 4
 """Of the time that the most urgent stream has in hand, what one step may take."""
 LONGEST_GAP = 2.0
 """The longest step that time in hand may be spent on, TBT objectives."""
-PACED_SHARE = 2 / 3
+PACED_SHARE = 2 / 5
 """Of a step, what is left to prompts whatever e2e objectives ask for: a prompt that waits has one too."""
 SPARE_TOKENS = 20
 """A stream that has the time of so many tokens in hand may sit out a step for prompts that would be late."""

@@ -14,6 +14,9 @@ _WORTH_OF_EXCESS = 4.0
 """A tenant that has had a full excess of service over the mean counts so many times less, one that lacks it
 so many times more."""
 
+_JUDGED_EVERY = 16
+"""Tokens after which a stream's length is judged again: a matter of speed."""
+
 
 class SLOTracker:
     """Follows requests from arrival to end, and what they tell of lengths and of tenants.
@@ -76,7 +79,10 @@ class SLOTracker:
                 slo.last_delivery = now  # no token of it will ever be due, and it had its first one
             else:
                 num_tokens = len(output.new_token_ids)
-                has_missed = slo.note_delivery(now, num_tokens) if run is None else slo.note_run(run)
+                if slo.end == inf:
+                    has_missed = slo.note_delivery(now, num_tokens) if run is None else slo.note_run(run)
+                else:
+                    has_missed = self._note_paced(state, num_tokens, (now,) if run is None else run)
                 self.num_missed += has_missed
                 if slo.predicted_ttft is not None:
                     output.predicted_ttft = slo.take_prediction()
@@ -84,6 +90,26 @@ class SLOTracker:
                 num_tokens = len(output.new_token_ids) if run is None else len(run)
                 self._tenants.on_output(state.request.tenant, num_tokens)
             output.is_relegated = slo.is_best_effort
+
+    def tokens_left(self, state: RequestState, num_more: int = 0) -> int:
+        """Return how many tokens a request is expected to have still.
+
+        Parameters
+        ----------
+        num_more : of those that it has, tokens to look away from.
+        """
+        limit = max(1, state.max_total_tokens - state.num_tokens + num_more)
+        return self.lengths.expected(state.request.slo_class, state.num_output_tokens - num_more, limit=limit)
+
+    def _note_paced(self, state: RequestState, num_tokens: int, ends: Sequence[float]) -> bool:
+        """Move a stream with an e2e objective on, and judge its length by how far it has come."""
+        slo, has_missed = state.slo, False
+        each = 1 if len(ends) > 1 else num_tokens
+        for num_more in range(len(ends) - 1, -1, -1):
+            if (state.num_output_tokens - num_more) % _JUDGED_EVERY < each:
+                slo.num_left = self.tokens_left(state, num_more) + each
+            has_missed |= slo.note_delivery(ends[-1 - num_more], each)
+        return has_missed
 
     def on_finish(self, state: RequestState) -> None:
         """Learn from a request that has all its tokens, unless it might have had but one.
