@@ -67,8 +67,8 @@ class Watch:
         self.lost_at: dict[ReplicaId, float] = {}
         self.resumed: list[float] = []
         self._pending: dict[str, float] = {}
-        self._on_lost = client.on_lost
-        client.on_lost = self.on_lost  # type: ignore[method-assign]
+        self._on_lost = client.streams.on_lost
+        client.streams.on_lost = self.on_lost  # type: ignore[method-assign]
 
     def on_lost(self, replica: ReplicaId) -> None:
         now = self.lost_at[replica] = time.monotonic()
