@@ -256,8 +256,8 @@ async def test_ended_and_aborted_requests_leave_nothing_behind() -> None:
         await until(lambda: sum(view.num_streaming for view in client.replicas()) == 1)
         await client.abort(["aborted", "unknown"])
         assert (await task)[-1] is FinishReason.ABORT
-        assert not client._open
-        assert not client._by_name
+        assert not client.streams.open
+        assert not client.streams.by_name
         client._fleet.check_invariants()
 
 

@@ -10,6 +10,7 @@ from random import Random
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.handover import MoveVerb
 from onbeat.core.slo import SLO
+from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import (
     Aborted,
     Answered,
@@ -30,7 +31,7 @@ from onbeat.scheduler.cluster.events import (
     Tick,
     Withdraw,
 )
-from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
+from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest
@@ -360,7 +361,7 @@ def new_carrier(
     router: str, num_prefill: int = 0, pool_rule: PoolRule = "adaptive", move_rule: str = "mend"
 ) -> Carrier:
     """Return somebody with a fleet of three that has not started."""
-    config = FleetConfig(drain_seconds=5.0, num_prefill=num_prefill, pool_rule=pool_rule, move_rule=move_rule)
+    config = FleetRules(drain_seconds=5.0, num_prefill=num_prefill, pool_rule=pool_rule, move_rule=move_rule)
     carrier = Carrier(Fleet(make_router(router, 0), config))
     carrier.tell(ScaleAsked(3))
     return carrier

@@ -8,6 +8,7 @@ from math import inf
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.slo import SLO
+from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import (
     Arrived,
     Delivered,
@@ -22,7 +23,7 @@ from onbeat.scheduler.cluster.events import (
     Start,
     Tick,
 )
-from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
+from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import ReplicaState
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest
@@ -41,7 +42,7 @@ class Scaled:
     def __init__(
         self, least: int, most: int, *, policy: str = "objective", down_seconds: float = 600.0
     ) -> None:
-        config = FleetConfig(autoscale=policy, scale_down_seconds=down_seconds)
+        config = FleetRules(autoscale=policy, scale_down_seconds=down_seconds)
         self.fleet = Fleet(make_router("least-outstanding", 0), config)
         self.now = 0.0
         self.changes: list[Rescale] = []

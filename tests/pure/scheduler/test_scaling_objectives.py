@@ -14,7 +14,7 @@ from onbeat.scheduler.cluster.events import (
     Arrived,
     ScalingAsked,
 )
-from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
+from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.offered_work import Offered, OfferedWork
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest
@@ -46,8 +46,6 @@ def test_policies_that_are_none_are_refused(text: str) -> None:
 def test_a_fleet_that_is_not_made_for_it_does_not_scale_itself() -> None:
     with pytest.raises(ConfigError, match="--autoscale"):
         Fleet(make_router("slo", 0)).on_event(ScalingAsked(1, 2), 0.0)
-    with pytest.raises(ConfigError, match="--disaggregate"):
-        FleetConfig(autoscale="objective", num_prefill=1)
 
 
 def offered(objectives, *, rate: float = 4.0, seconds: int = 60) -> tuple[OfferedWork, Offered]:

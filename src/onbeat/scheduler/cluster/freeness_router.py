@@ -46,7 +46,7 @@ class FreenessRouter:
     """
 
     ignores_state = False
-    weighs_work = False
+    reads_reports = True
 
     def __init__(self, num_replicas: int) -> None:
         self._members: dict[int, _Member] = {}
@@ -101,6 +101,7 @@ class FreenessRouter:
         """Take a report."""
         if (member := self._members.get(replica)) is not None:
             member.load = load
+            member.num_sent = max(member.num_sent, load.num_taken)  # some nobody asked a router about
             member.sent = {name: each for name, each in member.sent.items() if each[0] > load.num_taken}
 
     def least_wait(self, request: RoutingRequest, now: float) -> float | None:

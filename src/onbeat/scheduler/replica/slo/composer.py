@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import inf
 
-from onbeat.core.slo import ShedOrder, SLOMode
 from onbeat.core.step import SchedulerState
 from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.parts import QueueOrder
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.admission import Admission
-from onbeat.scheduler.replica.slo.backlog import Backlog, QueueBound
-from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE, LONGEST_GAP, StepRules
-from onbeat.scheduler.replica.slo.stalls import Stalls, streams_of
+from onbeat.scheduler.replica.slo.admission import Admission, Backlog
+from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE, StepRules
 from onbeat.scheduler.replica.slo.step import StepComposition
 from onbeat.scheduler.replica.slo.tracker import SLOTracker
 from onbeat.scheduler.replica.slo.view import RunningView
@@ -21,8 +18,7 @@ from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 LENGTH_QUANTILE = 0.99
-"""Of output lengths, what an answer is taken to have at most: to spread an e2e objective over it, as most of
-those that are longer come late, and to allow one late token in a hundred."""
+"""Of output lengths, what an answer is taken to have at most: one in a hundred of so many may be late."""
 
 
 class SLOComposer:
@@ -39,23 +35,21 @@ class SLOComposer:
        that ends a prompt holds no more than lets it be in time.
     5. For a prompt that lacks a slot or memory, requests without objectives are preempted.
 
-    Plans keep nothing: what is learnt is learnt between them (`SLOTracker`, `PrefillWork`, `Backlog`,
-    `Stalls`).
+    Plans keep nothing: what is learnt is learnt between them (`SLOTracker`, `PrefillWork`, `Backlog`).
 
     Parameters
     ----------
+    model : predicts steps.
     make_rules : a study may have another rule.
 
     Attributes
     ----------
-    rules : what a step may take, and what prompts get of it; None until `start`.
+    rules : what a step may take, and what prompts get of it.
     tracker : requests and tenants from arrival to end.
     mode : what keeping a TBT objective means.
-    shed_order : whom to leave behind where not all can be in time.
     quantile : of the step time, to plan with; None is the mean.
-    work : what prompts cost; None until `start`.
-    backlog : how long those wait who are not in time; None until `start`.
-    stalls : what streams should have in hand for the next step that takes far longer than predicted.
+    work : what prompts cost.
+    backlog : how long those wait who are not in time.
 
     References
     ----------
@@ -63,63 +57,30 @@ class SLOComposer:
     section 3.2); triage as in Moore (Management Science 15, 1968).
     """
 
-    def __init__(self, make_rules: type[StepRules] = StepRules) -> None:
-        self.tracker = SLOTracker()
-        self.stalls = Stalls()
-        self.rules: StepRules | None = None
-        self.work: PrefillWork | None = None
-        self.backlog: Backlog | None = None
-        self.admission: Admission | None = None
-        self._make_rules = make_rules
-        self.configure("stream", "most")
-
-    def configure(self, mode: SLOMode, shed_order: ShedOrder, bound: QueueBound | None = None) -> None:
-        """Say what keeping a TBT objective means, and whom to leave behind where not all can be in time.
-
-        Parameters
-        ----------
-        bound : for how long those may have to wait.
-        """
-        self.mode, self.shed_order = mode, shed_order
-        self.quantile = GAP_QUANTILE if mode == "gap" else None
-        self._bound = bound
-
-    def start(self, model: StepTimeModel, most_step_tokens: int) -> None:
-        """Take the model that predicts steps, and how many tokens one may have. Called once, first of all."""
-        self.work = PrefillWork(model, self.quantile, most_step_tokens)
-        self.rules = self._make_rules(self.work, self.stalls, self.mode, self.shed_order, self.tracker.worth)
-        self.backlog = Backlog(self.tracker, self.work, self._bound)
-        self.admission = Admission(self.backlog, self.work, self.shed_order, self.rules.find_room)
+    def __init__(
+        self, config: SchedulerConfig, model: StepTimeModel, make_rules: type[StepRules] = StepRules
+    ) -> None:
+        self.mode, shed_order = config.slo_mode, config.shed_order
+        self.quantile = GAP_QUANTILE if self.mode == "gap" else None
+        self.tracker = tracker = SLOTracker()
+        self._predicted_wait = 0.0
+        self.work = work = PrefillWork(model, self.quantile, config.max_num_batched_tokens)
+        self.rules = make_rules(work, self.mode, shed_order, tracker.worth)
+        seconds = inf if config.max_queue_seconds is None else config.max_queue_seconds
+        self.backlog = Backlog(tracker, self.rules, seconds, config.max_num_seqs)
+        self.admission = Admission(tracker, self.rules, self.backlog)
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (deadlines are the order)
         """Fill a plan; nothing else changes."""
-        assert self.rules is not None, "start() comes first"
-        assert self.backlog is not None
         StepComposition(plan, self.rules, self.backlog).compose()
 
     def commit(self, plan: StepPlan) -> None:
         """Remember what a plan that is carried out found."""
-        assert plan.predicted_wait is not None
-        assert self.backlog is not None
-        self.tracker.predicted_wait = plan.predicted_wait
-        stalls = self.stalls
-        stalls.tightest, stalls.shortest = plan.tightest, LONGEST_GAP * plan.tightest
-        if stalls.since is None:
-            stalls.since = plan.now
-        self.backlog.on_plan(plan)
-
-    def refresh(self, running: Iterable[RequestState], now: float) -> None:
-        """Take anew what plans lean on from what was learnt."""
-        assert self.work is not None
-        assert self.rules is not None
-        self.work.take()
-        if self.stalls.size and self.mode == "stream":
-            streams = streams_of(running, self.tracker.lengths, self.work.alone_seconds)
-            limit = self.rules.tightest_limit(min([each.tbt for each in streams], default=inf))
-            self.stalls.weigh(streams, self.work, limit, now)
+        self._predicted_wait = plan.predicted_wait
+        self.admission.on_plan(plan)
 
     def on_arrival(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
-        """Predict what an arrival may expect, and learn of the load.
+        """Predict what an arrival may expect, and take it.
 
         Parameters
         ----------
@@ -131,28 +92,22 @@ class SLOComposer:
         SLOUnattainable, Overloaded : see `Admission.decide`.
         """
         work, admission, backlog, tracker = self.work, self.admission, self.backlog, self.tracker
-        assert work is not None
-        assert admission is not None
-        assert backlog is not None
         backlog.on_arrival(plan.waiting, plan.now)
         if not plan.running:
             work.catch_up()
         state.note_hits(len(plan.match(state)) * plan.block_size)
         slo_class, num_sent = state.request.slo_class, state.num_output_tokens
         limit = state.max_total_tokens - state.num_tokens
-        num_output = tracker.lengths.remaining(slo_class, num_sent, q=0.5, limit=limit)
         if state.slo.has_objective:
-            expected = tracker.lengths.remaining(slo_class, num_sent, q=LENGTH_QUANTILE, limit=limit)
+            longest = tracker.lengths.remaining(slo_class, num_sent, q=LENGTH_QUANTILE, limit=limit)
             state.slo.begin(
                 state.request,
                 self.mode,
                 now=plan.now,
-                max_output_tokens=num_sent + limit,
-                expected_output_tokens=num_sent + expected,
+                max_output_tokens=num_sent + longest,
+                num_left=tracker.tokens_left(state) if state.slo.end < inf else None,
                 longest_pace=work.efficient_seconds + len(plan.running) * work.decode_seconds,
             )
-        seconds = work.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
-        tracker.load.on_arrival(plan.now, seconds + num_output * work.decode_seconds)
         admission.decide(state, plan, busy_until)
         tracker.on_arrival(state)
 
@@ -163,16 +118,16 @@ class SLOComposer:
         ----------
         plan : the queues as they are, at the time when the next step may start.
         """
-        assert self.backlog is not None
-        assert self.work is not None
         view = RunningView(plan.running, plan.now, self.work.alone_seconds)
         waiting = plan.waiting
-        return self.tracker.report(
-            plan.now,
+        return SchedulerState(
             num_best_effort=waiting.best_effort.num_requests
             + len(view.best_effort_decodes)
             + sum(state.slo.next_deadline == inf for state in view.prefills),
             num_relegated=num_relegated,
+            num_missed=self.tracker.num_missed,
+            num_rejected=dict(self.tracker.num_rejected),
+            predicted_wait=self._predicted_wait,
             queue_seconds=self.backlog.wait(waiting),
-            slacks=[due - plan.now for due in view.deadlines],
+            decode_slacks=[due - plan.now for due in view.deadlines],
         )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterable, Iterator
 from math import ceil
 
 from onbeat.core.errors import ConfigError
-from onbeat.scheduler.replica.request_state import RequestState
 
 MIN_SAMPLES = 16
 """Requests that must have been longer before their history is asked."""
@@ -16,11 +14,11 @@ MIN_SAMPLES = 16
 MAX_CLASSES = 64
 """Classes with a history of their own; further ones share that of all."""
 
+_MARGIN = 1.5
+"""Of the mean of the tokens to come, for how many there should be time."""
+
 _PRIOR_MEAN = 512.0
 """Tokens; with shape 2, half of the answers end within 212 and nine in ten within 1,107."""
-
-_GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples spread evenly over the unit interval, however many of them there are."""
 
 
 class _Window:
@@ -106,33 +104,32 @@ class OutputLengths:
             raise ConfigError(f"a quantile of output lengths must lie between 0 and 1, both excluded: {q}")
         if limit <= 1:
             return 1
-        num_left = self._num_left(slo_class, num_output_tokens_so_far, q)
-        return num_left if num_left < limit else limit
+        so_far = num_output_tokens_so_far
+        longer = self._longer(slo_class, so_far)
+        if not longer:
+            num_left = ceil((_PRIOR_MEAN + so_far) * ((1 - q) ** -0.5 - 1)) or 1
+        else:
+            num_left = longer[min(ceil(q * (len(longer) + 1)), len(longer)) - 1] - so_far
+        return min(num_left, limit)
 
-    def spread(self, states: Iterable[RequestState]) -> Iterator[int]:
-        """Yield the tokens that each of many requests will still generate.
+    def expected(self, slo_class: str | None, so_far: int, *, limit: int) -> int:
+        """Return how many tokens a request that has come this far is taken to generate still, to pace it.
 
-        Some end sooner than is usual at their age and some later: each has another quantile, and the
-        quantiles are spread evenly. So the k-th end comes about when it does in the median, and lengths that
-        are known are taken as they are.
+        Half as many again as in the mean: it must end in time where it is somewhat longer, too.
+
+        Parameters
+        ----------
+        limit : see `remaining`.
         """
-        num_left_of = self._num_left
-        for index, state in enumerate(states):
-            num_tokens = state.num_tokens
-            num_output_tokens = num_tokens - state.num_prompt_tokens
-            limit = state.max_total_tokens - num_tokens
-            q = (0.5 + index * _GOLDEN) % 1.0
-            num_left = num_left_of(state.request.slo_class, num_output_tokens, q)
-            yield num_left if num_left < limit else max(limit, 1)
+        longer = self._longer(slo_class, so_far)
+        mean = sum(longer) / len(longer) - so_far if longer else _PRIOR_MEAN + so_far
+        return max(1, min(ceil(_MARGIN * mean), limit))
 
-    def _num_left(self, slo_class: str | None, so_far: int, q: float) -> int:
-        """Return the q-quantile of the remaining tokens, at least 1, without a limit."""
-        lengths = (self._by_class.get(slo_class) or self._all).ascending
-        first = bisect_right(lengths, so_far)
-        if len(lengths) - first < MIN_SAMPLES:
-            lengths = self._all.ascending
+    def _longer(self, slo_class: str | None, so_far: int) -> list[int]:
+        """Return lengths beyond that of a request so far, ascending; none where too few are known."""
+        for window in (self._by_class.get(slo_class), self._all):
+            lengths = [] if window is None else window.ascending
             first = bisect_right(lengths, so_far)
-        num_longer = len(lengths) - first
-        if num_longer < MIN_SAMPLES:
-            return ceil((_PRIOR_MEAN + so_far) * ((1 - q) ** -0.5 - 1)) or 1
-        return lengths[first + min(ceil(q * (num_longer + 1)), num_longer) - 1] - so_far
+            if len(lengths) - first >= MIN_SAMPLES:
+                return lengths[first:]
+        return []

@@ -7,7 +7,7 @@ from math import inf
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.backlog import Backlog
+from onbeat.scheduler.replica.slo.admission import Backlog
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.filler import RESERVATION, StepFiller
 from onbeat.scheduler.replica.slo.rules import StepRules
@@ -41,31 +41,25 @@ class StepComposition:
         plan, rules, view, jobs = self._plan, self._rules, self._view, self._jobs
         left_over = plan.waiting.first_from(BEST_EFFORT_RANK, MOST_BEST_EFFORT)
         best_effort = self._best_effort(left_over)
-        if jobs:
-            self._make_room(jobs, best_effort)
-        rows = self._not_victims(view.decodes)
-        shape = decode_shape(rows) if plan.victims else view.decode_shape()
-        plan.tightest = view.tightest
-        limit, decode_seconds = inf, 0.0
-        if view.streams:  # else nothing is due, and nobody asks how long the decodes take
-            decode_seconds = self._work.of(shape)
-            limit = rules.limit(view, decode_seconds, plan.now)
-            if rules.is_for_best_effort(plan.step_id):
-                limit = max(limit, decode_seconds)  # nobody sits out
-        if decode_seconds > limit or len(rows) > plan.max_rows:
-            rows, shape = self._fit_decodes(limit)
-        if view.due_state is not None:
+        rows, shape = view.decodes, view.decode_shape()
+        limit, seconds = inf, 0.0
+        if view.due_state is not None:  # else nothing is due, and nobody asks how long the decodes take
+            seconds = self._work.of(shape)
+            limit = rules.limit(view, seconds, plan.now)
             plan.budget, plan.budget_request_id = limit, view.due_state.request_id
-            plan.slack = max(limit, self._until_missed(decode_seconds))
+            plan.slack = max(limit, self._until_missed(seconds))
+        if seconds > limit or len(rows) > plan.max_rows:
+            rows, shape = self._fit_decodes(limit)
         if jobs or best_effort:
             self._share_out(rows, shape, limit, best_effort)
-            plan.overdue = self._overdue(left_over)
+            overdue = self._backlog.overdue(left_over, plan.now)
+            begun = {id(admission.state) for admission in plan.admissions} if overdue else set()
+            plan.overdue = [state for state in overdue if id(state) not in begun]
         else:
             self._decode(rows, shape)
-            plan.predicted_wait = 0.0
         if plan.is_repeatable:  # if anybody asks
             plan.repeat_limit = rules.tightest_limit(view.tightest)
-            plan.is_repeatable = decode_seconds <= plan.repeat_limit and self._is_settled()
+            plan.is_repeatable = seconds <= plan.repeat_limit and self._is_settled()
 
     def _share_out(
         self, rows: list[RequestState], shape: BatchShape, limit: float, best_effort: list[RequestState]
@@ -79,45 +73,28 @@ class StepComposition:
         best_effort : prompts without a deadline that can be met.
         """
         plan, rules, jobs = self._plan, self._rules, self._jobs
-        is_for_best_effort = rules.is_for_best_effort(plan.step_id)
-        in_turn: list[PromptJob] = []
         sitting_out: list[RequestState] = []
+        in_turn: list[PromptJob] = []
         due: dict[str, float] = {}
-        plan.predicted_wait, most_chunk_tokens = 0.0, self._work.efficient_chunk
+        chunk = self._work.efficient_chunk
         if jobs:
             room = rules.room(shape, limit, jobs)
-            in_turn, num_left_behind = rules.in_turn(jobs, room, plan.now)
-            if num_left_behind and not is_for_best_effort and self._can_admit_all(jobs):
+            kept, left_behind = rules.split(jobs, room, plan.now)
+            # Time that the others leave is theirs before it is best effort's.
+            in_turn, chunk, due = kept + left_behind, room.chunk, rules.due(kept, plan.now)
+            plan.predicted_wait = sum([job.seconds for job in jobs]) / room.share
+            self._make_room(kept, room, best_effort)
+            rows = self._not_victims(rows)
+            if left_behind and self._can_admit_all(jobs):
                 rows, sitting_out = self._split(rows, room)
-            if sitting_out:
+            if sitting_out or plan.victims:
                 shape = decode_shape(rows)
-                room = rules.room(shape, limit, jobs)
-                in_turn, num_left_behind = rules.in_turn(jobs, room, plan.now)
-            seconds = sum([job.seconds for job in jobs])
-            if (best_effort or seconds > room.share * room.length) and not (
-                sitting_out or is_for_best_effort
-            ):
-                long = rules.long_steps(self._view, shape, room, limit, plan.now)
-                if long is not None:
-                    others, num_others = rules.in_turn(jobs, long.room, plan.now)
-                    if num_others <= num_left_behind:
-                        room, limit, in_turn, num_left_behind = *long, others, num_others
-                        plan.budget = max(limit, plan.budget or 0.0)
-            plan.predicted_wait = seconds / room.share
-            due = rules.due(in_turn[: len(in_turn) - num_left_behind], plan.now)
-            most_chunk_tokens = room.chunk
         shape = self._decode(rows, shape)
-        prompts = [job.state for job in in_turn]
-        prompts = best_effort + prompts if is_for_best_effort else prompts + best_effort
-        preempted = [state for state in best_effort if state.num_preemptions]
-        starved = next(filter(self._is_starved, preempted), None)
-        if starved is not None:  # it waits for memory no longer than it takes until there is enough
-            prompts.remove(starved)
-            prompts.insert(0, starved)
+        starved = [state for state in best_effort if self._is_starved(state)][:1]
+        prompts = starved + [job.state for job in in_turn]
+        prompts += [state for state in best_effort if state not in starved] if starved else best_effort
         # Decodes alone may take longer than the limit: prompts then get nothing.
-        filler = StepFiller(
-            plan, self._work, shape, limit=limit, most_chunk_tokens=most_chunk_tokens, due=due
-        )
+        filler = StepFiller(plan, self._work, shape, limit=limit, most_chunk_tokens=chunk, due=due)
         filler.fill(self._not_victims(prompts))
         if sitting_out and not (plan.chunks or plan.admissions):  # in vain
             self._decode(self._not_victims(sitting_out), shape)
@@ -127,10 +104,10 @@ class StepComposition:
 
         Whoever is late already is so by less, the more tokens a step brings.
         """
-        now = self._plan.now
-        if self._view.due >= now + decode_seconds:
-            return self._view.due - now
-        return min([due for due in self._view.deadlines if due >= now + decode_seconds], default=inf) - now
+        end = self._plan.now + decode_seconds
+        if self._view.due >= end:
+            return self._view.due - self._plan.now
+        return min([due for due in self._view.deadlines if due >= end], default=inf) - self._plan.now
 
     def _is_settled(self) -> bool:
         """Whether there is no prompt to work on, and all decode, so that they do until something happens."""
@@ -162,16 +139,7 @@ class StepComposition:
         ]
         return running + waiting + left_over
 
-    def _overdue(self, left_over: list[RequestState]) -> list[RequestState]:
-        """Return the best effort that has waited for too long and is not begun by this plan either."""
-        plan = self._plan
-        overdue = self._backlog.overdue(left_over, plan.now)
-        if not overdue:
-            return []
-        begun = {id(admission.state) for admission in plan.admissions}
-        return [state for state in overdue if id(state) not in begun]
-
-    def _make_room(self, jobs: list[PromptJob], best_effort: list[RequestState]) -> None:
+    def _make_room(self, kept: list[PromptJob], room: Room, best_effort: list[RequestState]) -> None:
         """Preempt requests without objectives for the first prompt that lacks a slot or blocks.
 
         Only once it, or one behind it, cannot wait for another step: until then somebody may end, and what is
@@ -180,23 +148,17 @@ class StepComposition:
         saved. Nobody is preempted twice for this, so that everybody ends, and nobody for a prompt that is
         left behind.
         """
-        plan, rules = self._plan, self._rules
-        first = next((job for job in jobs if not job.state.block_ids), None)
-        if first is None:
-            return
+        plan = self._plan
+        first = next((job.state for job in kept if not job.state.block_ids), None)
         running = [*self._view.best_effort_decodes, *(state for state in best_effort if state.block_ids)]
         pool = [state for state in running if not (state.slo.has_objective or state.num_preemptions)]
-        if not pool or (plan.num_slots_left > 0 and plan.has_blocks_for(first.state, RESERVATION)):
-            return
-        decodes = self._view.decode_shape()
-        limit = rules.limit(self._view, self._work.of(decodes), plan.now)
-        room = rules.room(decodes, limit, jobs)
-        in_turn, num_left_behind = rules.in_turn(jobs, room, plan.now)
-        kept = in_turn[: len(in_turn) - num_left_behind]
-        first = next((job for job in kept if not job.state.block_ids), None)
-        if first is None or not rules.is_late_if_it_waits(kept, room, plan.now):
-            return
-        self._victims().make_room(first.state, pool)
+        if (
+            first is not None
+            and pool
+            and not (plan.num_slots_left > 0 and plan.has_blocks_for(first, RESERVATION))
+            and self._rules.is_late_if_it_waits(kept, room, plan.now)
+        ):
+            self._victims().make_room(first, pool)
 
     def _can_admit_all(self, jobs: list[PromptJob]) -> bool:
         """Whether there are slots and memory for all prompts: who sits out keeps its own for longer."""
@@ -223,7 +185,9 @@ class StepComposition:
         """Return the rows that fit a limit, those with the most slack left out, and their shape."""
         view, plan = self._view, self._plan
         by_due = [state for _, state in sorted(zip(view.deadlines, view.streams, strict=True), key=_due)]
-        rows = self._not_victims([*by_due, *view.best_effort_decodes])[: plan.max_rows]
+        others = sorted(view.best_effort_decodes, key=lambda state: not self._is_starved(state))
+        num_starved = sum(map(self._is_starved, others))
+        rows = [*others[:num_starved], *by_due, *others[num_starved:]][: plan.max_rows]
         low, high = 1, len(rows)
         while low < high:
             middle = (low + high + 1) // 2

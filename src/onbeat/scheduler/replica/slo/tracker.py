@@ -6,35 +6,33 @@ from collections.abc import Iterable, Sequence
 from math import inf
 
 from onbeat.core.request import RequestOutput
-from onbeat.core.step import SchedulerState
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.fairness import TenantCounters
 from onbeat.scheduler.replica.slo.lengths import OutputLengths
-from onbeat.scheduler.replica.slo.load_estimate import LoadEstimate
+from onbeat.scheduler.replica.slo.tenants import TenantCounters
 
 _WORTH_OF_EXCESS = 4.0
 """A tenant that has had a full excess of service over the mean counts so many times less, one that lacks it
 so many times more."""
 
+_JUDGED_EVERY = 16
+"""Tokens after which a stream's length is judged again: a matter of speed."""
+
 
 class SLOTracker:
-    """Follows requests from arrival to end, and what they tell of the load, of lengths and of tenants.
+    """Follows requests from arrival to end, and what they tell of lengths and of tenants.
 
     Attributes
     ----------
     lengths : output lengths of late.
-    load : arrivals and the work that they bring.
     num_missed : streams so far that could no longer keep their objective once they ran.
     num_rejected : reason -> requests rejected on arrival or ended in the queue.
-    predicted_wait : seconds until a prompt that had arrived with the last step would have been begun.
+    num_ended : requests that have left the batch so far.
     """
 
     def __init__(self) -> None:
         self.lengths = OutputLengths()
-        self.load = LoadEstimate()
-        self.num_missed = 0
+        self.num_missed = self.num_ended = 0
         self.num_rejected: dict[str, int] = {}
-        self.predicted_wait = 0.0
         self._tenants = TenantCounters()
         self._has_tenants = False
         """Whether there is more than one to be fair between."""
@@ -77,30 +75,41 @@ class SLOTracker:
         has_tenants = self._has_tenants
         for state, output in delivered:
             slo = state.slo
-            if slo.tbt == slo.next_deadline == inf and slo.last_delivery > -inf and not has_tenants:
+            if slo.tbt == slo.next_deadline == inf and slo.last_delivery > -inf:
                 slo.last_delivery = now  # no token of it will ever be due, and it had its first one
             else:
-                self._on_delivery(state, output, now, run)
+                num_tokens = len(output.new_token_ids)
+                if slo.end == inf:
+                    has_missed = slo.note_delivery(now, num_tokens) if run is None else slo.note_run(run)
+                else:
+                    has_missed = self._note_paced(state, num_tokens, (now,) if run is None else run)
+                self.num_missed += has_missed
+                if slo.predicted_ttft is not None:
+                    output.predicted_ttft = slo.take_prediction()
+            if has_tenants:
+                num_tokens = len(output.new_token_ids) if run is None else len(run)
+                self._tenants.on_output(state.request.tenant, num_tokens)
             output.is_relegated = slo.is_best_effort
 
-    def _on_delivery(
-        self, state: RequestState, output: RequestOutput, now: float, run: Sequence[float] | None
-    ) -> None:
-        slo = state.slo
-        if run is None:
-            num_tokens = len(output.new_token_ids)
-            has_missed = slo.note_delivery(now, num_tokens)
-            if self._has_tenants:
-                self._tenants.on_output(state.request.tenant, num_tokens)
-        else:
-            has_missed = slo.note_run(run)
-            if self._has_tenants:
-                for _ in run:
-                    self._tenants.on_output(state.request.tenant, 1)
-        if has_missed:
-            self.num_missed += 1
-        if slo.predicted_ttft is not None:
-            output.predicted_ttft = slo.take_prediction()
+    def tokens_left(self, state: RequestState, num_more: int = 0) -> int:
+        """Return how many tokens a request is expected to have still.
+
+        Parameters
+        ----------
+        num_more : of those that it has, tokens to look away from.
+        """
+        limit = max(1, state.max_total_tokens - state.num_tokens + num_more)
+        return self.lengths.expected(state.request.slo_class, state.num_output_tokens - num_more, limit=limit)
+
+    def _note_paced(self, state: RequestState, num_tokens: int, ends: Sequence[float]) -> bool:
+        """Move a stream with an e2e objective on, and judge its length by how far it has come."""
+        slo, has_missed = state.slo, False
+        each = 1 if len(ends) > 1 else num_tokens
+        for num_more in range(len(ends) - 1, -1, -1):
+            if (state.num_output_tokens - num_more) % _JUDGED_EVERY < each:
+                slo.num_left = self.tokens_left(state, num_more) + each
+            has_missed |= slo.note_delivery(ends[-1 - num_more], each)
+        return has_missed
 
     def on_finish(self, state: RequestState) -> None:
         """Learn from a request that has all its tokens, unless it might have had but one.
@@ -112,31 +121,11 @@ class SLOTracker:
 
     def on_drop(self, state: RequestState) -> None:
         """Forget a request, however it ended."""
-        if not state.has_run:
+        if state.has_run:
+            self.num_ended += 1
+        else:
             self._tenants.on_leave(state.request.tenant)
 
     def reject(self, reason: str) -> None:
         """Count a request that is not served."""
         self.num_rejected[reason] = self.num_rejected.get(reason, 0) + 1
-
-    def report(
-        self,
-        now: float,
-        *,
-        num_best_effort: int,
-        num_relegated: int,
-        queue_seconds: float,
-        slacks: list[float],
-    ) -> SchedulerState:
-        """Return how things stand."""
-        return SchedulerState(
-            num_best_effort=num_best_effort,
-            num_relegated=num_relegated,
-            num_missed=self.num_missed,
-            num_rejected=dict(self.num_rejected),
-            predicted_wait=self.predicted_wait,
-            arrival_rate=self.load.arrival_rate(now),
-            utilisation=self.load.utilisation(now),
-            decode_slacks=slacks,
-            queue_seconds=queue_seconds,
-        )
