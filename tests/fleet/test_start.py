@@ -67,4 +67,4 @@ def test_requests_wait_for_a_start_as_long_as_for_their_turn(tmp_path, policy, g
     engine = EngineConfig(model=ModelFiles(kind="hf", path=tmp_path, name="tiny"), limits=limits)
     with ExitStack() as stack:
         client = open_fleet(FleetOptions(), engine, build_fake_engine, stack, on_progress=print)
-    assert client._fleet._config.max_wait_seconds == bound
+    assert client._fleet._rules.max_wait_seconds == bound
