@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.slo import SLO
+from onbeat.scheduler.cluster.comparators.virtual_usage import freeness
 from onbeat.scheduler.cluster.events import (
     Arrived,
     Delivered,
@@ -35,7 +36,6 @@ from onbeat.scheduler.cluster.offered_work import Offered, OfferedWork
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest
 from onbeat.scheduler.cluster.scaling import ScaleBounds, parse_bounds, parse_policy
-from onbeat.scheduler.cluster.virtual_usage import freeness
 from tests.examples import examples
 
 LIMITS = ReplicaLimits(max_model_len=8192, max_num_seqs=64, num_blocks=4000, block_size=16)

@@ -7,6 +7,14 @@ from typing import Protocol
 
 from onbeat.core.fleet import ReplicaId
 from onbeat.scheduler.cluster.membership import OpenRequest, Replica
+from onbeat.scheduler.cluster.move_stages import RUNS, Course, Move
+
+MOST_AT_ONCE = 2
+"""Moves from one replica, and to one: copies share the memory's bandwidth with the steps."""
+MOST_STOPPED = 8
+"""Moves to one replica where requests stand still already, since only their prompts were computed."""
+FEW_TOKENS = 8
+"""A request that has as few left ends sooner than it is moved."""
 
 
 class Mover(Protocol):
@@ -20,8 +28,18 @@ class Mover(Protocol):
         """Return the replicas that may take a stream of another one."""
         ...
 
-    def has_room(self, opened: OpenRequest, replica: Replica) -> bool:
-        """Return whether a replica has a slot and blocks for a stream."""
+    def has_room(self, opened: OpenRequest, replica: Replica, *, most_coming: float = MOST_AT_ONCE) -> bool:
+        """Return whether a replica has a slot and blocks for a stream, and so few or fewer come to it."""
+        ...
+
+    def destination(
+        self, opened: OpenRequest, source: Replica, *, most_coming: float = MOST_AT_ONCE
+    ) -> Replica | None:
+        """Return the candidate with the most room for each of its requests, this one included."""
+        ...
+
+    def may_ever_move(self, opened: OpenRequest, source: Replica) -> bool:
+        """Return whether a candidate would take a stream if it had nothing else to do."""
         ...
 
     def may_move(self, opened: OpenRequest, now: float) -> bool:
@@ -44,8 +62,25 @@ class Mover(Protocol):
         """Return the blocks that these will have there."""
         ...
 
-    def begin(self, opened: OpenRequest, source: Replica, destination: Replica, why: str, now: float) -> None:
+    def begin(
+        self,
+        opened: OpenRequest,
+        source: Replica,
+        destination: Replica,
+        why: str,
+        now: float,
+        *,
+        course: Course = RUNS,
+    ) -> None:
         """Begin to move a stream."""
+        ...
+
+    def try_again(self, move: Move, opened: OpenRequest, destination: Replica | None, now: float) -> None:
+        """Go on with a move that is nowhere; None lets its request go on at its source."""
+        ...
+
+    def put_back(self, opened: OpenRequest, source: Replica, now: float) -> None:
+        """Let a request go on at its source that stands still there and does not move."""
         ...
 
     def may_resend(self, opened: OpenRequest, source: Replica) -> bool:

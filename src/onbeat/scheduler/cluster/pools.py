@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from math import inf
 from typing import Literal, get_args
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes, ReplicaId, ReplicaLoad, replica_number
 from onbeat.scheduler.cluster.membership import Membership, OpenRequest, Replica, ReplicaState
+from onbeat.scheduler.cluster.move_rules import FEW_TOKENS, MOST_STOPPED, Mover
+from onbeat.scheduler.cluster.move_stages import STANDS_STILL, Move
 from onbeat.scheduler.cluster.routing import Router
 
 PoolRule = Literal["adaptive", "distserve", "splitwise"]
 POOL_RULES: tuple[PoolRule, ...] = get_args(PoolRule)
-"""`adaptive`: a prompt that disturbs nobody is computed where it will generate, and a stream that nobody has
-room for goes on where its prompt was computed. `distserve` (Zhong et al., OSDI 2024, section 4.3): every
-prompt is computed on a prefill replica, where its KV waits until a decode replica has room, so that bursts
-hold up prompts and not streams. `splitwise` (Patel et al., ISCA 2024, section 4): a prompt joins the shortest
-queue, and where its stream will go on is chosen at once, so that its KV is copied while it is computed; what
-one pool has no room for goes to replicas of the other, which are mixed until that has ended."""
+"""`adaptive` is onbeat's own, see `Adaptive`; `distserve` and `splitwise` are those of `comparators`."""
 
 RULE_HELP = (
     "adaptive: short and cached prompts are computed where they generate, and a stream that nobody has room "
@@ -30,9 +27,6 @@ RULE_HELP = (
 
 _FEW_TOKENS = 64
 """Of a prompt that stays where it will decode, where no replica predicts what it costs."""
-MOST_QUEUED_TOKENS = 8192
-"""Of `splitwise`, in a queue of prompts that has not only this one. The paper speaks of a threshold; this is
-that of its authors' simulator (Mutinifni/splitwise-sim)."""
 
 
 def check_pools(pools: PoolSizes | None, rule: PoolRule, *, replicas: int) -> None:
@@ -65,19 +59,9 @@ class Pools:
 
     def __init__(self, members: Membership, router: Router, num_prefill: int, rule: PoolRule) -> None:
         self._members = members
-        self._router = router
         self._num_prefill = num_prefill
-        self._rule = rule
-
-    @property
-    def waits_for_room(self) -> bool:
-        """Whether a stream that nobody has room for stands still until somebody has."""
-        return self._rule == "distserve"
-
-    @property
-    def chooses_both(self) -> bool:
-        """Whether the replica where a request generates is chosen with that of its prompt."""
-        return self._num_prefill > 0 and self._rule == "splitwise"
+        self.router = router
+        self.rule = rule
 
     @property
     def states_to_relieve(self) -> tuple[ReplicaState, ...]:
@@ -95,15 +79,13 @@ class Pools:
             return ""
         return "prefill" if self.is_prefill(replica) else "decode"
 
-    def narrow(
-        self, opened: OpenRequest, excluded: Collection[int], *, is_mixed: Callable[[Replica], bool]
-    ) -> Collection[int]:
+    def narrow(self, opened: OpenRequest, excluded: Collection[int], policy: PoolPolicy) -> Collection[int]:
         """Return the numbers of ready replicas that a request is better not sent to.
 
         Parameters
         ----------
         excluded : those that it must not go to.
-        is_mixed : says whether a replica has work of the other pool.
+        policy : that of the rule.
         """
         if not self._num_prefill:
             return excluded
@@ -112,46 +94,94 @@ class Pools:
         decode = [each for each in ready if not self.is_prefill(each.replica_id)]
         if not (prefill and decode):
             return excluded
-        chosen: Sequence[Replica] = prefill
-        if self._rule == "splitwise":
-            mixed = [each for each in ready if is_mixed(each)]
-            chosen = [_shortest_queue(opened.num_tokens, prefill, decode, mixed)]
-        elif self._rule == "adaptive":
-            chosen = self._where_it_stays(opened, decode) or prefill
-        kept = {each.number for each in chosen}
+        kept = {each.number for each in policy.prompt_replicas(opened, prefill, decode)}
         return {*excluded, *(each.number for each in ready if each.number not in kept)}
 
-    def _where_it_stays(self, opened: OpenRequest, decode: Sequence[Replica]) -> list[Replica]:
-        """Return the replicas whose streams hardly notice the prompt: its KV need not be moved there."""
-        held = self._router.num_held(opened.request)
+
+class PoolPolicy:
+    """Decides where prompts are computed, and where and when their streams go on.
+
+    By itself it computes any prompt anywhere, and moves a stream once it has its first token.
+
+    Parameters
+    ----------
+    mover : moves streams.
+    """
+
+    least_left = FEW_TOKENS
+    """A stream that has as few tokens left, or fewer, is not moved."""
+
+    def __init__(self, mover: Mover, members: Membership, pools: Pools) -> None:
+        self._mover = mover
+        self._members = members
+        self._pools = pools
+
+    def prompt_replicas(
+        self,
+        opened: OpenRequest,  # noqa: ARG002
+        prefill: Sequence[Replica],
+        decode: Sequence[Replica],
+    ) -> Sequence[Replica]:
+        """Return the replicas that a request may be sent to first; both pools have some."""
+        return (*prefill, *decode)
+
+    def stream_replica(self, opened: OpenRequest, source: Replica) -> Replica | None:  # noqa: ARG002
+        """Return where a request will generate whose prompt is sent to another pool; None: not known yet."""
+        return None
+
+    def on_sent(self, opened: OpenRequest, source: Replica, destination: Replica, now: float) -> None:
+        """Hear that a request has been sent that is to generate at another replica, a known one."""
+
+    def on_first_token(self, opened: OpenRequest, source: Replica, now: float) -> None:
+        """Move a request that stands still, or let it go on where it is until there is room."""
+        destination = self._mover.destination(opened, source, most_coming=MOST_STOPPED)
+        if destination is None:
+            self._mover.put_back(opened, source, now)
+        else:
+            self._mover.begin(opened, source, destination, "prefill", now, course=STANDS_STILL)
+
+    # --- for policies whose streams wait for room, and stand still meanwhile --------------------------
+
+    def is_waiting(self, request_id: str) -> bool:  # noqa: ARG002
+        """Whether a request stands still until a replica has room."""
+        return False
+
+    def on_no_room(self, opened: OpenRequest, move: Move) -> None:
+        """Hear that a destination has no room after all, where the course of the move waits for some."""
+
+    def on_end(self, request_id: str) -> None:
+        """Hear that a request has left its replica."""
+
+    def on_change(self) -> None:
+        """Hear that a replica may have more room than before, or that none ever will."""
+
+    def advance(self, now: float, *, is_time: bool) -> None:
+        """Begin the moves that are due.
+
+        Parameters
+        ----------
+        is_time : whether those that had no room are to be tried again.
+        """
+
+
+class Adaptive(PoolPolicy):
+    """Computes a prompt that disturbs nobody where it will generate, and any other on a prefill replica.
+
+    A stream that no replica has room for goes on where its prompt was computed.
+    """
+
+    def prompt_replicas(
+        self, opened: OpenRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
+    ) -> Sequence[Replica]:
+        """Return the replicas whose streams hardly notice the prompt, else those that compute prompts."""
+        held = self._pools.router.num_held(opened.request)
         num_tokens = opened.num_tokens
-        return [
+        undisturbed = [
             each
             for each in decode
             if _fits_in_a_step(each.load, num_tokens, min(held.get(each.number, 0), num_tokens))
         ]
-
-
-def _shortest_queue(
-    num_tokens: int, prefill: Sequence[Replica], decode: Sequence[Replica], mixed: Sequence[Replica]
-) -> Replica:
-    """Return where a prompt waits least: in its pool, then on a mixed replica, then on any other."""
-    orders = {each.order for each in mixed}
-    for pool in ([each for each in prefill if each.order not in orders], mixed):
-        shortest = min(pool, key=_queue, default=None)
-        if shortest is not None and _takes_one_more(shortest, num_tokens):
-            return shortest
-    others = [each for each in decode if each.order not in orders]
-    return min(others or (*prefill, *decode), key=_queue)
-
-
-def _queue(replica: Replica) -> tuple[int, int]:
-    return replica.num_queued_tokens, replica.order
-
-
-def _takes_one_more(replica: Replica, num_tokens: int) -> bool:
-    num_queued = replica.num_queued_tokens
-    return not num_queued or num_queued + num_tokens <= MOST_QUEUED_TOKENS
+        return undisturbed or prefill
 
 
 def _fits_in_a_step(load: ReplicaLoad | None, num_tokens: int, num_cached_tokens: int) -> bool:

@@ -148,7 +148,7 @@ class Requests:
             )
         )
         if opened.stops and goes_to is not None:
-            self._migration.begin_ahead(opened, replica, goes_to, now)
+            self._migration.pool_policy.on_sent(opened, replica, goes_to, now)
 
     def send_waiting(self, now: float) -> None:
         """Try once more to send those that wait, those that are due first: the members have changed."""
@@ -174,7 +174,7 @@ class Requests:
             others = {each.number for each in self._members.having(ReplicaState.READY) if each is not to}
             return self._router.route(opened.request, now, others)
         excluded = self._members.excluded_for(opened)
-        narrowed = self._pools.narrow(opened, excluded, is_mixed=self._migration.is_mixed)
+        narrowed = self._pools.narrow(opened, excluded, self._migration.pool_policy)
         return self._router.route(opened.request, now, narrowed)
 
     def _wait_or_refuse(self, opened: OpenRequest, now: float, *, may_wait: bool) -> None:

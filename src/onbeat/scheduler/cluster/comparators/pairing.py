@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from onbeat.scheduler.cluster.comparators.virtual_usage import freeness, is_high
 from onbeat.scheduler.cluster.membership import OpenRequest, Replica, ReplicaState
 from onbeat.scheduler.cluster.move_rules import Mover, num_blocks_of
-from onbeat.scheduler.cluster.virtual_usage import freeness, is_high
 
 FREE_ENOUGH = 3.0
 """Blocks for each running request; who has fewer gives streams away, who has more takes some. That of the
