@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -17,8 +15,7 @@ from onbeat.scheduler.cluster.move_carrier import CarriedMove, MoveCarrier
 from onbeat.scheduler.replica.move_agent import MoveAgent
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import KVLink
-from onbeat.simulator.kv_port import VirtualKV, VirtualSource
-from onbeat.simulator.links import Links
+from onbeat.simulator.kv_port import Copies, VirtualKV, VirtualSource
 from onbeat.simulator.replica import VirtualReplica
 
 Answer = Callable[[Answered, float, float], None]
@@ -37,18 +34,6 @@ class _Asked(NamedTuple):
     source: int | None
     """Of its move; None without one."""
     task: MoveTask[VirtualSource]
-
-
-@dataclass(slots=True)
-class _Copy:
-    """A copy under way."""
-
-    source: int
-    destination: int
-    num_bytes: float
-    is_given_up: bool = False
-    """Whether the room is to be given back at its end."""
-    pull: Future[int] = field(default_factory=Future)
 
 
 class VirtualMoves:
@@ -84,24 +69,27 @@ class VirtualMoves:
         on_room: Callable[[int], None],
     ) -> None:
         self._replicas = replicas
-        self._link = link
         self._block_size = block_size
         self._message_seconds = message_seconds
-        self._memory_bandwidth = memory_bandwidth
+        self._latency = link.latency
         self._answer = answer
         self._call = call
         self._on_room = on_room
-        self.links: Links[str] = Links(link.bandwidth)
-        """Copies by their moves, those into room that was given up included."""
+        self._copies = Copies(
+            replicas,
+            link,
+            block_size=block_size,
+            memory_bandwidth=memory_bandwidth,
+            call=call,
+            on_room=on_room,
+        )
+        self.links = self._copies.links
         self._carrier: MoveCarrier[OfferedRequest, VirtualSource] = MoveCarrier(self)
         self._asked: deque[_Asked] = deque()
-        self._copies: dict[str, _Copy] = {}
-        """By move, likewise."""
         self._adopted: dict[str, OfferedRequest] = {}
         """Move -> its request, from when its destination is asked to go on with it."""
         self._agents: dict[int, MoveAgent[VirtualSource]] = {}
         """Of replicas that have been asked for anything."""
-        self._now = 0.0
 
     # --- what the fleet asks for ----------------------------------------------------------------------
 
@@ -147,25 +135,19 @@ class VirtualMoves:
             ):  # a stream that was to stop, of which no answer has come
                 self._do(number, MoveTask(move_id, MoveVerb.UNHOLD, move.name), now)
         self._agents.pop(number, None)
-        for move_id, copy in list(self._copies.items()):
-            if number in (copy.source, copy.destination):
-                self._cut(move_id, copy, now)
+        self._copies.now = now
+        self._copies.cut(number)
 
     def lose(self, number: int, now: float) -> None:
         """Let a replica be gone, with all that it has."""
-        self._now = now
-        for move_id, copy in list(self._copies.items()):
-            if number in (copy.source, copy.destination):
-                self.links.drop(move_id, now)
-                del self._copies[move_id]
-                if copy.is_given_up and copy.destination != number:
-                    self.release(move_id, copy.destination)
+        self._copies.now = now
+        self._copies.lose(number)
         self._agents.pop(number, None)
 
     def close(self, now: float) -> None:
         """Cut the copies that go on once every request has ended."""
-        for move_id, copy in list(self._copies.items()):
-            self._cut(move_id, copy, now)
+        self._copies.now = now
+        self._copies.cut()
 
     def stop_after_first(self, number: int, request_id: str) -> None:
         """Let a request that is new stand still after its first token, until it is moved or put back."""
@@ -186,29 +168,15 @@ class VirtualMoves:
 
     def on_step_end(self, number: int, now: float) -> None:
         """Take note of the requests that have left the batch of a replica."""
-        self._now = now
-        if number in self._agents:
-            self._agents[number].look()
+        agent = self._agents.get(number)
+        if agent is not None:
+            self._copies.now = now
+            agent.look()
 
     def end_copies(self, now: float) -> None:
         """End the copies whose last byte has gone."""
-        self._now = now
-        for move_id in self.links.end(now):
-            self._end(move_id, self._copies.pop(move_id))
-
-    def _cut(self, move_id: str, copy: _Copy, now: float) -> None:
-        """End a copy before its last byte, one into room that was given up."""
-        assert copy.is_given_up, "it has something left"
-        self._now = now
-        self.links.drop(move_id, now)
-        del self._copies[move_id]
-        self._end(move_id, copy)
-
-    def _end(self, move_id: str, copy: _Copy) -> None:
-        if copy.is_given_up:
-            self.release(move_id, copy.destination)
-        else:
-            copy.pull.set_result(round(copy.num_bytes))
+        self._copies.now = now
+        self._copies.end()
 
     # --- one step -------------------------------------------------------------------------------------
 
@@ -216,7 +184,7 @@ class VirtualMoves:
         agent = self._agents.get(number)
         if agent is None:
             agent = self._agents[number] = MoveAgent(
-                VirtualKV(number, self._replicas[number], self._block_size, self),
+                VirtualKV(number, self._replicas[number], self._block_size, self._copies, self._adopted),
                 answer=partial(self._carrier.on_answer, replica_id(number)),
                 ring=partial(self._look_at_copies, number),
             )
@@ -226,24 +194,18 @@ class VirtualMoves:
         self._agents[number].look_at_copies()
 
     def _do(self, number: int, task: MoveTask[VirtualSource], now: float) -> None:
-        self._now = now
-        offered = None
-        if task.verb in (MoveVerb.TAKE, MoveVerb.RELEASE):
-            offered = self._adopted.pop(task.move, None)
+        self._copies.now = now
+        is_over = task.verb in (MoveVerb.TAKE, MoveVerb.RELEASE)
+        offered = self._adopted.pop(task.move, None) if is_over else None
         if number not in self._replicas:
             return
         if task.verb is not MoveVerb.RELEASE:
-            self._settle(number)
+            self._copies.settle(number)
         for request_id in self._agent(number).take(task):
             assert offered is not None
             self._replicas[number].withdraw(request_id, now)
             offered.record.replica = (offered.record.replica or "").rpartition("+")[0]
             self._call(number)
-
-    def _settle(self, number: int) -> None:
-        """Let a replica see what has come of its steps by now, and plan with what is about to change."""
-        self._replicas[number].settle(self._now)
-        self._call(number)
 
     # --- what the carrier asks for, see `MoveHost` ----------------------------------------------------
 
@@ -257,10 +219,10 @@ class VirtualMoves:
         """Let the fleet hear of an answer a little later."""
         delay = self._message_seconds
         if event.verb is MoveVerb.PULL:
-            delay += self._link.latency
+            delay += self._latency
         elif event.verb is MoveVerb.ADOPT and event.ok:
             delay = 0.0  # it may have a token before anybody could hear of this: the answer comes first
-        self._answer(event, self._now, delay)
+        self._answer(event, self._copies.now, delay)
 
     def block_size(self, replica: ReplicaId) -> int:  # noqa: ARG002 (all have the same)
         """Return the tokens of a block."""
@@ -284,28 +246,3 @@ class VirtualMoves:
     def hand_over(self, move: _Move, destination: ReplicaId) -> None:
         """Note where a request is."""
         move.request.place = replica_number(destination)
-
-    # --- what agents ask for, see `VirtualFleet` ------------------------------------------------------
-
-    def copy(self, move: str, source: VirtualSource, first_block: int, destination: int) -> Future[int]:
-        """Begin a copy."""
-        num_bytes = (len(source.block_ids) - first_block) * self._block_size * self._link.bytes_per_token
-        copy = self._copies[move] = _Copy(source.replica, destination, num_bytes)
-        self.links.begin(move, source.replica, destination, num_bytes, self._now)
-        for number in (source.replica, destination):
-            self._replicas[number].charge(num_bytes / self._memory_bandwidth(number))
-        return copy.pull
-
-    def adopt(self, move: str, destination: int, detached: Detached) -> None:
-        """Let a replica go on with the request of a move."""
-        self._replicas[destination].adopt(move, self._adopted[move], detached, self._now)
-
-    def release(self, move: str, destination: int) -> None:
-        """Free what is kept for a move at its destination, once no copy writes there."""
-        copy = self._copies.get(move)
-        if copy is not None:
-            copy.is_given_up = True
-        elif destination in self._replicas:
-            self._settle(destination)
-            self._replicas[destination].scheduler.handover.release_reservation(move)
-            self._on_room(destination)

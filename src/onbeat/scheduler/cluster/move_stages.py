@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from math import inf
 
 from onbeat.core.fleet import ReplicaId
@@ -70,24 +70,22 @@ FROZEN = frozenset((Stage.ROOM_FOR_REST, Stage.COPY_REST, Stage.ADOPT))
 """Stages in which the request has left its batch for this move."""
 
 
-class Lack(Enum):
-    """What the destination lacks once a stage is done."""
+class Lack(IntEnum):
+    """What the destination lacks once a stage is done; the place of the next stage in a row of a table."""
 
-    ROOM = "room"
-    BLOCKS = "blocks"
+    ROOM = 0
+    BLOCKS = 1
     """It has room for blocks that are worth a copy before the next stage."""
-    NOTHING = "nothing"
+    NOTHING = 2
 
 
-Table = Mapping[tuple[Stage, Lack], Stage]
+Table = Mapping[Stage, tuple[Stage | None, Stage | None, Stage]]
+"""Stage that is done -> the next one, by what the destination lacks; None where it cannot."""
 
 _REST: Table = {
-    (Stage.FREEZE, Lack.ROOM): Stage.ROOM_FOR_REST,
-    (Stage.FREEZE, Lack.BLOCKS): Stage.COPY_REST,
-    (Stage.FREEZE, Lack.NOTHING): Stage.ADOPT,
-    (Stage.ROOM_FOR_REST, Lack.BLOCKS): Stage.COPY_REST,
-    (Stage.ROOM_FOR_REST, Lack.NOTHING): Stage.ADOPT,
-    (Stage.COPY_REST, Lack.NOTHING): Stage.ADOPT,
+    Stage.FREEZE: (Stage.ROOM_FOR_REST, Stage.COPY_REST, Stage.ADOPT),
+    Stage.ROOM_FOR_REST: (None, Stage.COPY_REST, Stage.ADOPT),
+    Stage.COPY_REST: (None, None, Stage.ADOPT),
 }
 
 
@@ -97,7 +95,6 @@ class Course:
 
     first: Stage
     next: Table
-    """Stage that is done, and what the destination lacks -> the next stage."""
     stands_still: bool = False
     """Whether the request has left its batch before anybody asked, after its first token."""
     on_first_token: Mapping[Stage, Stage] | None = None
@@ -118,13 +115,10 @@ class Course:
 RUNS = Course(
     first=Stage.ROOM,
     next={
-        (Stage.ROOM, Lack.NOTHING): Stage.LEND,
-        (Stage.LEND, Lack.ROOM): Stage.MORE_ROOM,
-        (Stage.LEND, Lack.BLOCKS): Stage.COPY,
-        (Stage.LEND, Lack.NOTHING): Stage.FREEZE,
-        (Stage.MORE_ROOM, Lack.BLOCKS): Stage.COPY,
-        (Stage.MORE_ROOM, Lack.NOTHING): Stage.FREEZE,
-        (Stage.COPY, Lack.NOTHING): Stage.LEND,
+        Stage.ROOM: (None, None, Stage.LEND),
+        Stage.LEND: (Stage.MORE_ROOM, Stage.COPY, Stage.FREEZE),
+        Stage.MORE_ROOM: (None, Stage.COPY, Stage.FREEZE),
+        Stage.COPY: (None, None, Stage.LEND),
         **_REST,
     },
     unlimited=frozenset((Stage.FREEZE,)),  # a step may take its time
@@ -133,11 +127,9 @@ RUNS = Course(
 STANDS_STILL = Course(
     first=Stage.ROOM,
     next={
-        (Stage.ROOM, Lack.BLOCKS): Stage.FREEZE,
-        (Stage.ROOM, Lack.NOTHING): Stage.FREEZE,
-        (Stage.MORE_ROOM, Lack.BLOCKS): Stage.FREEZE,
-        (Stage.MORE_ROOM, Lack.NOTHING): Stage.FREEZE,
-        (Stage.COPY, Lack.NOTHING): Stage.FREEZE,
+        Stage.ROOM: (None, Stage.FREEZE, Stage.FREEZE),
+        Stage.MORE_ROOM: (None, Stage.FREEZE, Stage.FREEZE),
+        Stage.COPY: (None, None, Stage.FREEZE),
         **_REST,
     },
     stands_still=True,
@@ -206,7 +198,9 @@ class Move:
                 lack = Lack.ROOM
         if lack is Lack.NOTHING and self._is_worth_a_copy():
             lack = Lack.BLOCKS
-        return self.course.next[self.stage, lack]
+        following = self.course.next[self.stage][lack]
+        assert following is not None, f"{self.stage} lacks {lack}"
+        return following
 
     def _is_worth_a_copy(self) -> bool:
         """Whether what is lent and not copied is copied before the next stage."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 from onbeat.core.fleet import ReplicaId
@@ -174,7 +175,7 @@ class Requests:
             others = {each.number for each in self._members.having(ReplicaState.READY) if each is not to}
             return self._router.route(opened.request, now, others)
         excluded = self._members.excluded_for(opened)
-        narrowed = self._pools.narrow(opened, excluded, self._migration.pool_policy)
+        narrowed = self._pools.narrow(excluded, partial(self._migration.pool_policy.prompt_replicas, opened))
         return self._router.route(opened.request, now, narrowed)
 
     def _wait_or_refuse(self, opened: OpenRequest, now: float, *, may_wait: bool) -> None:

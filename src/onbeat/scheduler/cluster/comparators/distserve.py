@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from onbeat.scheduler.cluster.membership import Membership, OpenRequest, Replica
-from onbeat.scheduler.cluster.move_rules import MOST_STOPPED, Mover
 from onbeat.scheduler.cluster.move_stages import STANDS_STILL, Move
-from onbeat.scheduler.cluster.pools import PoolPolicy, Pools
+from onbeat.scheduler.cluster.mover import MOST_STOPPED, Mover, num_blocks_of
+from onbeat.scheduler.cluster.pool_policies import PoolPolicy
+from onbeat.scheduler.cluster.pools import Pools
 
 WAITS_FOR_ROOM = replace(STANDS_STILL, waits_for_room=True)
 """The stages of a move whose request stands still until a replica has room."""
@@ -20,14 +21,12 @@ class DistServe(PoolPolicy):
     They stand still, in the order of their first tokens, so that bursts hold up prompts and not streams.
     """
 
-    least_left = 0
-
     def __init__(self, mover: Mover, members: Membership, pools: Pools) -> None:
         super().__init__(mover, members, pools)
-        self._waiting: dict[str, tuple[OpenRequest, Move | None]] = {}
-        """By request, in the order of their first tokens; with their moves, where one has been begun."""
+        self._waiting = mover.waiting
+        mover.least_left = 0
         self._may_have_room = False
-        """Whether a replica may have room since these were last looked at."""
+        """Whether a replica may have room since those that wait were last looked at."""
 
     def prompt_replicas(
         self,
@@ -45,15 +44,9 @@ class DistServe(PoolPolicy):
 
     def on_no_room(self, opened: OpenRequest, move: Move) -> None:
         """Let a request wait before all others: it was the first of them."""
-        self._waiting = {move.request_id: (opened, move), **self._waiting}
-
-    def is_waiting(self, request_id: str) -> bool:
-        """Whether a request stands still until a replica has room."""
-        return request_id in self._waiting
-
-    def on_end(self, request_id: str) -> None:
-        """Hear that a request has left its replica."""
-        self._waiting.pop(request_id, None)
+        others = dict(self._waiting)
+        self._waiting.clear()
+        self._waiting.update({move.request_id: (opened, move), **others})
 
     def on_change(self) -> None:
         """Hear that a replica may have more room than before, or that none ever will."""
@@ -72,9 +65,13 @@ class DistServe(PoolPolicy):
             if destination is None and mover.may_ever_move(opened, source):
                 return
             del self._waiting[request_id]
-            if move is not None:
-                mover.try_again(move, opened, destination, now)
-            elif destination is not None:
+            if destination is None and move is None:
+                mover.put_back(opened, source, now)
+            elif destination is None:
+                assert move is not None
+                mover.moves.stay(move)
+            elif move is None:
                 mover.begin(opened, source, destination, "prefill", now, course=WAITS_FOR_ROOM)
             else:
-                mover.put_back(opened, source, now)
+                num_blocks = num_blocks_of(opened, destination)
+                mover.moves.try_again(move, destination.replica_id, num_blocks=num_blocks, now=now)

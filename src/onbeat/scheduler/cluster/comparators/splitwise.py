@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import inf
 
 from onbeat.scheduler.cluster.membership import OpenRequest, Replica, ReplicaState
-from onbeat.scheduler.cluster.move_stages import Course, Lack, Stage
-from onbeat.scheduler.cluster.pools import PoolPolicy
+from onbeat.scheduler.cluster.move_stages import Course, Stage
+from onbeat.scheduler.cluster.pool_policies import PoolPolicy
 
 MOST_QUEUED_TOKENS = 8192
 """In a queue of prompts that has not only this one. The paper speaks of a threshold; this is that of its
@@ -17,17 +17,11 @@ COPIED_AHEAD = Course(
     first=Stage.PROMPT,
     next={
         # Room is asked for once there is something to copy: it is no use to a prompt that waits its turn.
-        (Stage.PROMPT, Lack.ROOM): Stage.ROOM,
-        (Stage.PROMPT, Lack.BLOCKS): Stage.ROOM,
-        (Stage.PROMPT, Lack.NOTHING): Stage.ROOM,
-        (Stage.ROOM, Lack.BLOCKS): Stage.COPY,
-        (Stage.ROOM, Lack.NOTHING): Stage.LEND,
-        (Stage.COPY, Lack.NOTHING): Stage.LEND,
-        (Stage.LEND, Lack.ROOM): Stage.MORE_ROOM,
-        (Stage.LEND, Lack.BLOCKS): Stage.COPY,
-        (Stage.LEND, Lack.NOTHING): Stage.LEND,
-        (Stage.MORE_ROOM, Lack.BLOCKS): Stage.COPY,
-        (Stage.MORE_ROOM, Lack.NOTHING): Stage.LEND,
+        Stage.PROMPT: (Stage.ROOM, Stage.ROOM, Stage.ROOM),
+        Stage.ROOM: (None, Stage.COPY, Stage.LEND),
+        Stage.COPY: (None, None, Stage.LEND),
+        Stage.LEND: (Stage.MORE_ROOM, Stage.COPY, Stage.LEND),
+        Stage.MORE_ROOM: (None, Stage.COPY, Stage.LEND),
     },
     on_first_token={Stage.PROMPT: Stage.ROOM, Stage.LEND: Stage.FREEZE},
     unlimited=frozenset((Stage.PROMPT, Stage.LEND)),  # it may have to wait for its turn
@@ -84,7 +78,7 @@ class Splitwise(PoolPolicy):
         """
         if not self._pools.is_prefill(replica.replica_id):
             return replica.num_queued_tokens > 0
-        return replica.num_streams > self._mover.num_from(replica.replica_id)
+        return replica.num_streams > self._mover.moves.num_from(replica.replica_id)
 
 
 def _queue(replica: Replica) -> tuple[int, int]:
