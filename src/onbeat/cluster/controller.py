@@ -284,7 +284,7 @@ class FleetController:
             case Hello() | Progress() | Ready() | StartFailed():
                 self._on_start_message(life, message)
             case MoveAnswer():
-                self._moves.on_answer(life.replica, message)
+                self._moves.on_answer(life.replica, message.answer)
             case Leaving():
                 asyncio.get_running_loop().call_later(GROUP_SIGNAL_SECONDS, self._let_leave, life)
             case Died(text):

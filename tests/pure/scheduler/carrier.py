@@ -318,7 +318,7 @@ class Carrier:
         return replica, rng.choice(list(self.held[replica]))
 
     def settle(self, rng: Random) -> None:
-        """Let everything end well: no more deaths, and enough replicas."""
+        """Let everything end well: no more deaths, and enough replicas, which report how they stand."""
         self.tell(ScaleAsked(2))
         for _ in range(10_000):
             if not self.owners:
@@ -327,6 +327,7 @@ class Carrier:
             self.join(rng)
             self.answer(rng)
             self.deliver(rng)
+            self.report(rng)  # a stream may wait for one that shows room
             self.tell(Tick())
         self.check()
         assert not self.owners, "somebody never ends"

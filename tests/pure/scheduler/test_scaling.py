@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.fleet import ReplicaLoad
+from onbeat.scheduler.cluster.comparators.virtual_usage import freeness
 from onbeat.scheduler.cluster.events import (
     Lost,
     Refuse,
@@ -20,7 +21,6 @@ from onbeat.scheduler.cluster.events import (
     Stop,
 )
 from onbeat.scheduler.cluster.membership import ReplicaState
-from onbeat.scheduler.cluster.virtual_usage import freeness
 from tests.examples import examples
 from tests.pure.scheduler.scaled import START_SECONDS, Scaled
 

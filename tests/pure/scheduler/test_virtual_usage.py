@@ -9,6 +9,8 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
+from onbeat.scheduler.cluster.comparators.freeness_router import FreenessRouter
+from onbeat.scheduler.cluster.comparators.virtual_usage import HIGH_TARGET_TOKENS, freeness
 from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import (
     Arrived,
@@ -20,11 +22,9 @@ from onbeat.scheduler.cluster.events import (
     ScaleAsked,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
-from onbeat.scheduler.cluster.freeness_router import FreenessRouter
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest
-from onbeat.scheduler.cluster.virtual_usage import HIGH_TARGET_TOKENS, freeness
 
 LIMITS = ReplicaLimits(
     max_model_len=8192, max_num_seqs=64, num_blocks=1000, block_size=16, moves_streams=True

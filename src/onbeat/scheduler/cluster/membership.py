@@ -120,6 +120,11 @@ class Replica:
         """Whether it is about to get ready."""
         return self.state is ReplicaState.STARTING or (self.state is ReplicaState.DRAINING and self.restarts)
 
+    @property
+    def moves_streams(self) -> bool:
+        """Whether its streams may go on elsewhere with their KV, and others' here."""
+        return self.limits is not None and self.limits.moves_streams
+
     def on_death(self, now: float) -> float | None:
         """Count a death; return the seconds to wait before another start, or None where it stays down."""
         deaths = self.deaths

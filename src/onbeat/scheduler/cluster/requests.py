@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 from onbeat.core.fleet import ReplicaId
@@ -168,7 +169,7 @@ class Requests:
             )
         )
         if opened.stops and goes_to is not None:
-            self._migration.begin_ahead(opened, replica, goes_to, now)
+            self._migration.pool_policy.on_sent(opened, replica, goes_to, now)
 
     def move(self, opened: OpenRequest, destination: Replica) -> Replica:
         """Let a request go on elsewhere, with its KV; return the replica that has had it."""
@@ -229,7 +230,7 @@ class Requests:
         if only is not None:
             self._was_alone = True
             return None if only.number in excluded else Choice(only.number, "only")
-        narrowed = self._pools.narrow(opened, excluded, is_mixed=self._migration.is_mixed)
+        narrowed = self._pools.narrow(excluded, partial(self._migration.pool_policy.prompt_replicas, opened))
         return self._router.route(opened.request, now, narrowed)
 
     def _wait_or_refuse(self, opened: OpenRequest, now: float, *, may_wait: bool) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.core.hashing import BlockHash
-from onbeat.scheduler.cluster.freeness_router import FreenessRouter
+from onbeat.scheduler.cluster.comparators.freeness_router import FreenessRouter
 from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED, LeastLoaded
 from onbeat.scheduler.cluster.routing import Choice, Router, RoutingRequest
 from onbeat.scheduler.cluster.slo_router import SLORouter

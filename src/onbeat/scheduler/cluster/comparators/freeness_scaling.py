@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import inf
 
+from onbeat.scheduler.cluster.comparators.virtual_usage import freeness
 from onbeat.scheduler.cluster.scaling_policy import FleetLoad, ScalingPolicy, Wanted
-from onbeat.scheduler.cluster.virtual_usage import freeness
 
 LOW, HIGH = 10.0, 60.0
 """The band of the paper's released code, in blocks for each running request."""

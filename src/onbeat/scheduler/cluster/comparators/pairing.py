@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from onbeat.scheduler.cluster.comparators.virtual_usage import freeness, is_high
 from onbeat.scheduler.cluster.membership import OpenRequest, Replica, ReplicaState
-from onbeat.scheduler.cluster.move_rules import Mover, num_blocks_of
-from onbeat.scheduler.cluster.virtual_usage import freeness, is_high
+from onbeat.scheduler.cluster.mover import Mover, num_blocks_of
 
 FREE_ENOUGH = 3.0
 """Blocks for each running request; who has fewer gives streams away, who has more takes some. That of the
@@ -36,7 +36,7 @@ class Pairing:
         sources = [each for each in known if free[each.order] < FREE_ENOUGH]
         destinations = [each for each in reversed(known) if free[each.order] > FREE_ENOUGH]
         for source, destination in zip(sources, destinations, strict=False):
-            if not self._mover.num_from(source.replica_id):
+            if not self._mover.moves.num_from(source.replica_id):
                 self._move_one(source, destination, now)
 
     def _move_one(self, source: Replica, destination: Replica, now: float) -> None:
@@ -63,8 +63,8 @@ class Pairing:
             replica.load,
             replica.limits,
             num_high=num_high + sum(is_high(each.request.priority) for each in replica.open.values()),
-            num_blocks=num_blocks + self._mover.num_blocks_to(replica_id),
-            num_more=num_more + self._mover.num_coming(replica_id),
+            num_blocks=num_blocks + self._mover.moves.num_blocks_to(replica_id),
+            num_more=num_more + self._mover.moves.num_coming(replica_id),
             is_draining=replica.state is ReplicaState.DRAINING,
         )
 
