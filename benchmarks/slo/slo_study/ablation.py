@@ -17,8 +17,9 @@ from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES, slo_composition
+from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.composer import SLOComposer
-from onbeat.scheduler.replica.slo.rules import StepRules
+from onbeat.scheduler.replica.slo.rules import SPENT_SHARE, StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
 from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
 from slo_study.cells import SUBJECT, Cell, settings_of
@@ -129,6 +130,19 @@ def longest_wait(config: SchedulerConfig, model: StepTimeModel) -> SLOComposer:
     return SLOComposer(replace(config, shed_order="longest-wait"), model)
 
 
+class LastComeVictims(StepRules):
+    """Whoever came last is preempted first, as under policies that know no deadlines."""
+
+    def loss(self, state: RequestState, start: float, *, is_starved: bool) -> tuple[float, ...]:  # noqa: ARG002
+        return (state.request.arrival,)
+
+
+class KeepsSlackWhileTheQueueGrows(StepRules):
+    """A step takes no more of the time in hand where work is short."""
+
+    spent_while_it_grows = SPENT_SHARE
+
+
 RULES: dict[str, type[StepRules]] = {
     "slo/no-triage": ByDeadline,
     "slo/no-fixed-time": EndsInProportion,
@@ -144,6 +158,8 @@ RULES: dict[str, type[StepRules]] = {
     "slo/any-gap": AnyGap,
     "slo/efficient-chunk": EfficientChunk,
     "slo/no-preemption": NoPreemption,
+    "slo/last-come-victims": LastComeVictims,
+    "slo/keeps-slack": KeepsSlackWhileTheQueueGrows,
 }
 VARIANTS = {
     **{name: slo_composition(partial(SLOComposer, make_rules=rules)) for name, rules in RULES.items()},
@@ -162,9 +178,14 @@ CELLS = {
     Cell("32-slots", "sharegpt", "2s-250ms", "stream"): 2.35,
     Cell("moe-h100", "poisson", "mix", "stream"): 13.9,
     Cell("70b-8xh100", "documents", "10s-30ms", "stream"): 2.15,
+    Cell("little-memory", "long-outputs", "1s-100ms", "stream"): 1.27,
+    Cell("7b-l4", "sharegpt", "2s-250ms", "stream"): 0.6,
+    Cell("undeclared", "mixed-answers", "20s-e2e", "stream"): 4.5,
+    Cell("32b-h200", "sharegpt", "e2e-mix", "gap"): 1.9,
 }
 """And the rates at which variants are compared, requests/s: near the policy's own capacity at 90 %, but the
-second, which has 99 %: there it shows what decides who is left behind where nearly all are in time."""
+second, which has 99 %: there it shows what decides who is left behind where nearly all are in time. The last
+four are where victims, the memory of activations, and paces of answers decide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

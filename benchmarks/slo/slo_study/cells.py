@@ -32,6 +32,8 @@ SET_UPS = {
     "little-memory": _set_up("mistralai/Mistral-7B-v0.3", "a100-80-sxm", num_blocks=3000),
     "1024-slots": _set_up("meta-llama/Llama-3.1-8B", "h100-sxm", max_num_seqs=1024),
     "32-slots": _set_up("mistralai/Mistral-7B-v0.3", "a100-80-sxm", max_num_seqs=32),
+    # Nobody says how long answers are.
+    "undeclared": _set_up("mistralai/Mistral-7B-v0.3", "a100-80-sxm", declared_max_tokens=4096),
 }
 
 
@@ -52,10 +54,11 @@ OBJECTIVES: dict[str, tuple[SLOClass, ...]] = {
     "500ms-100ms": _one(0.5, 0.1),
     "10s-30ms": _one(10.0, 0.03),
     "2s": _one(2.0),
+    "20s-e2e": (SLOClass(name="all", slo=SLO(e2e=20.0)),),
     "e2e-mix": _thirds(fast=SLO(ttft=1.0, tbt=0.1), answers=SLO(e2e=30.0), slow=SLO(ttft=10.0, e2e=120.0)),
 }
 MIXES = ("mix", "e2e-mix")
-WITHOUT_MODES = ("2s",)
+WITHOUT_MODES = ("2s", "20s-e2e")
 """Without a TBT objective both modes are one."""
 
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
@@ -114,6 +117,7 @@ _NEW = {
     ("1024-slots", "long-outputs"): ("1s-50ms", "2s-250ms"),
     ("32-slots", "poisson"): ("1s-100ms", "mix"),
     ("32-slots", "sharegpt"): ("2s-250ms",),
+    ("undeclared", "mixed-answers"): ("20s-e2e",),
 }
 NEW_CELLS = tuple(
     Cell(*group, slo, mode)

@@ -69,8 +69,9 @@ DEVICES: dict[str, Change] = {
     "20 % faster than predicted": _slow(0.8),
 }
 NOISE = "noise of 30 %"
-E2E, NO_OBJECTIVES, HALF, TENANT, BURSTS, OVERLOAD = (
+E2E, UNDECLARED, NO_OBJECTIVES, HALF, TENANT, BURSTS, OVERLOAD = (
     "E2E objectives only (30 s)",
+    "E2E objectives only (30 s), lengths not declared",
     "no objectives (scored by 1 s, 100 ms)",
     "half without objectives (the others scored)",
     "an abusing tenant (as much again; the others scored)",
@@ -78,7 +79,7 @@ E2E, NO_OBJECTIVES, HALF, TENANT, BURSTS, OVERLOAD = (
     "overload",
 )
 UNDISTURBED = "undisturbed"
-LOADS = (E2E, NO_OBJECTIVES, HALF, TENANT, BURSTS, OVERLOAD)
+LOADS = (E2E, UNDECLARED, NO_OBJECTIVES, HALF, TENANT, BURSTS, OVERLOAD)
 DISTURBANCES = (UNDISTURBED, *DEVICES, NOISE, *LOADS)
 _FACTORS = (0.7, 0.95)
 FACTORS: dict[str, tuple[float, float]] = {OVERLOAD: (2.0, 5.0), BURSTS: (0.5, 0.7)}
@@ -141,6 +142,8 @@ class DisturbedRun:
         device: StepTimeModel = simulation.step_time
         if self.disturbance in DEVICES:
             device = DisturbedDevice(simulation.step_time, DEVICES[self.disturbance])
+        if self.disturbance == UNDECLARED:
+            config = replace(config, declared_max_tokens=4096)
         if self.disturbance == NOISE:
             config = replace(config, step_noise=0.3, seed=self.seed)
         load = self._load()
@@ -176,7 +179,7 @@ class DisturbedRun:
         classes = OBJECTIVES[SLO_NAME]
         if self.disturbance == NO_OBJECTIVES:
             return load
-        if self.disturbance == E2E:
+        if self.disturbance in (E2E, UNDECLARED):
             classes = (SLOClass(name="all", slo=SLO(e2e=30.0)),)
         if self.disturbance == HALF:
             nothing = SLOClass(name="nothing", slo=SLO(), share=0.5)

@@ -43,6 +43,7 @@ MADE = {
     "documents": ((1.0, 8000, 200),),
     "bimodal": ((0.95, 300, 200), (0.05, 12_000, 200)),
     "long-outputs": ((1.0, 500, 1500),),
+    "mixed-answers": ((0.7, 1200, 60), (0.3, 1200, 900)),
 }
 """Mixtures of (share, mean prompt, mean output), log-normal around these."""
 MADE_SIGMA = 0.5

@@ -20,8 +20,8 @@ from onbeat.perfmodel.precision import Precision, narrower_formats
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.scheduler.cluster.config import FleetConfig
-from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.policies import settle
+from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerConfig
+from onbeat.scheduler.replica.policies import LARGEST_BUDGET, composition, largest_step, settle
 from onbeat.scheduler.replica.token_budget import choose_token_budget, mean_decode_context
 from onbeat.simulator.acceptance import Acceptance
 from onbeat.simulator.config import FleetTimes, KVLink, ReplicaKind, SimulationConfig
@@ -116,9 +116,10 @@ def _build(settings: ReplicaSettings, tbt: float | None, context_tokens: int | N
     has_own_kv = settings.speculation is not None and settings.speculation.draft_model is not None
     memory = None
     if settings.num_blocks is None:
-        memory = _memory(settings, model, device, precision)
+        largest = _largest_step(settings, target_time)
+        memory = _memory(settings, model, device, precision, largest)
         if draft is not None and has_own_kv:
-            own = _memory(settings, draft, device, precision)
+            own = _memory(settings, draft, device, precision, largest)
             memory = beside_draft_model(memory, own, _least_tokens(settings, model))
     num_blocks = settings.num_blocks if memory is None else memory.num_blocks
     assert num_blocks is not None
@@ -129,6 +130,7 @@ def _build(settings: ReplicaSettings, tbt: float | None, context_tokens: int | N
         choose_budget=lambda longest: _choose_budget(
             step_time, settings, tbt, context_tokens or longest // 2
         ),
+        model=target_time,
         num_micro_batches=settings.pipeline_parallel,
         speculation=None if settings.speculation is None else settings.speculation.for_scheduler(),
     )
@@ -312,7 +314,7 @@ def _steps_ahead(settings: ReplicaSettings) -> int:
 
 
 def _memory(
-    settings: ReplicaSettings, model: ModelSpec, device: DeviceSpec, precision: Precision
+    settings: ReplicaSettings, model: ModelSpec, device: DeviceSpec, precision: Precision, largest: int
 ) -> KVCapacity:
     return kv_capacity(
         model,
@@ -320,7 +322,7 @@ def _memory(
         parallelism=_parallelism(settings),
         precision=precision,
         block_size=settings.limits.block_size,
-        max_num_batched_tokens=_largest_step(settings),
+        max_num_batched_tokens=largest,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         least_tokens=_least_tokens(settings, model),
     )
@@ -343,10 +345,14 @@ def _precision(settings: ReplicaSettings) -> Precision:
     return Precision(weights=weights, kv=kv, compute=compute)
 
 
-def _largest_step(settings: ReplicaSettings) -> int:
+def _largest_step(settings: ReplicaSettings, step_time: StepTimeModel) -> int:
     """Return the tokens of the largest step, for the memory of its activations."""
-    given = settings.limits.max_num_batched_tokens
-    return given if isinstance(given, int) else 8192
+    limits = settings.limits
+    if isinstance(limits.max_num_batched_tokens, int):
+        return limits.max_num_batched_tokens
+    if composition(limits.policy or DEFAULT_POLICY).is_bound_by_time:
+        return largest_step(step_time, limits.max_num_seqs)
+    return LARGEST_BUDGET
 
 
 def _choose_budget(

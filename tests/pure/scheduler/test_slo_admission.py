@@ -330,7 +330,7 @@ class TestRefusal:
             [paced, *(make_request(f"r{i}", 10, 400, slo=SLO(ttft=5.0, tbt=1.0)) for i in range(30))],
             until=2.0,
         )
-        assert driver.ask("r", 10, max_tokens=50, slo=SLO(ttft=5.0, tbt=1.0)) is None
+        assert driver.ask("r", 10, max_tokens=50, slo=SLO(ttft=8.0, tbt=1.0)) is None
 
     @pytest.mark.parametrize("tbt", [None, 1e-3])
     def test_nobody_is_refused_for_streams_whose_only_token_is_the_first(self, tbt):

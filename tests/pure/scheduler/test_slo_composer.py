@@ -9,8 +9,8 @@ import pytest
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode, SLOMode
 from onbeat.core.step import BatchShape, SchedulerOutput
+from onbeat.scheduler.replica.slo import composer as composition
 from onbeat.scheduler.replica.slo import rules
-from onbeat.scheduler.replica.slo import step as composition
 from onbeat.scheduler.replica.slo.rules import EARNED_SHARE, GAP_QUANTILE, LONGEST_GAP, SPENT_SHARE
 from onbeat.scheduler.replica.slo.view import prefill_jobs
 from tests.pure.scheduler.slo_watch import Watch

@@ -8,6 +8,7 @@ from functools import partial
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, DEFAULT_SHED_ORDER
+from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits, SpeculationConfig
 from onbeat.scheduler.replica.baselines.triaged import TriagedBudget
@@ -28,6 +29,8 @@ from onbeat.scheduler.replica.parts import (
 )
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.deadlines import EarliestDeadline
+from onbeat.scheduler.replica.slo.work import PrefillWork
+from onbeat.scheduler.replica.token_budget import DEFAULT_TILE
 
 Compose = Callable[[SchedulerConfig, StepTimeModel | None], Composer]
 
@@ -139,6 +142,10 @@ DEFAULT_TOKEN_BUDGET = 512
 LARGEST_BUDGET = 8192
 """Beyond this a larger chunk saves next to no time a token."""
 
+LONGEST_STEP = 0.2
+"""Seconds that a step with prompts may take, on which no device is too slow for an efficient chunk: two TBT
+objectives of 100 ms."""
+
 
 def composition(name: str) -> Composition:
     """Return a policy by its name; raises ConfigError for an unknown one."""
@@ -214,12 +221,13 @@ def queue_seconds(policy: str, given: float | None) -> float | None:
     return given or None
 
 
-def settle(
+def settle(  # noqa: PLR0913 - each is known to somebody else
     limits: SchedulerLimits,
     *,
     num_blocks: int,
     model_len: int,
     choose_budget: Callable[[int], int] | None = None,
+    model: StepTimeModel | None = None,
     num_micro_batches: int = 1,
     speculation: SpeculationConfig | None = None,
 ) -> SchedulerConfig:
@@ -230,6 +238,7 @@ def settle(
     num_blocks : KV blocks in the cache.
     model_len : tokens of the longest request that the model was made for.
     choose_budget : from the longest request, tokens, to the token budget where that is `auto`; None has none.
+    model : predicts steps; None where nobody does yet.
 
     Raises
     ------
@@ -252,7 +261,7 @@ def settle(
         settled["max_num_batched_tokens"] = choose_budget(longest)
     elif limits.max_num_batched_tokens is None:
         settled["max_num_batched_tokens"] = default_token_budget(
-            policy, max_model_len=longest, max_num_seqs=limits.max_num_seqs
+            policy, max_model_len=longest, max_num_seqs=limits.max_num_seqs, model=model
         )
     settled["max_queue_seconds"] = queue_seconds(policy, limits.max_queue_seconds)
     config = SchedulerConfig(
@@ -262,11 +271,30 @@ def settle(
     return config
 
 
-def default_token_budget(policy_name: str, *, max_model_len: int, max_num_seqs: int) -> int:
-    """Return the token budget of a step where the user gave none."""
+def default_token_budget(
+    policy_name: str, *, max_model_len: int, max_num_seqs: int, model: StepTimeModel | None = None
+) -> int:
+    """Return the token budget of a step where the user gave none.
+
+    Parameters
+    ----------
+    model : predicts steps; None where nobody does yet.
+    """
     policy = composition(policy_name)
     if policy.whole_prompts:
         return max(2048, max_model_len, max_num_seqs)
     if policy.is_bound_by_time:
-        return max(LARGEST_BUDGET, max_num_seqs)
+        return largest_step(model, max_num_seqs)
     return max(DEFAULT_TOKEN_BUDGET, max_num_seqs)
+
+
+def largest_step(model: StepTimeModel | None, max_num_seqs: int) -> int:
+    """Return the tokens of the largest step that can pay where time is the budget, for its activations.
+
+    An efficient chunk beside a full batch, or what `LONGEST_STEP` holds; `LARGEST_BUDGET` without a model.
+    """
+    if model is None:
+        return max(LARGEST_BUDGET, max_num_seqs)
+    work = PrefillWork(model, None)
+    num_tokens = max(work.efficient_chunk + max_num_seqs, work.max_chunk(BatchShape(), 0, LONGEST_STEP))
+    return max(min(-(-num_tokens // DEFAULT_TILE) * DEFAULT_TILE, LARGEST_BUDGET), max_num_seqs)

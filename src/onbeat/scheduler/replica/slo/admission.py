@@ -13,8 +13,8 @@ from onbeat.scheduler.replica.queues import QueuedWork, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.filler import RESERVATION
+from onbeat.scheduler.replica.slo.history import SLOTracker
 from onbeat.scheduler.replica.slo.rules import StepRules
-from onbeat.scheduler.replica.slo.tracker import SLOTracker
 from onbeat.scheduler.replica.slo.triage import (
     Ends,
     Held,

@@ -17,8 +17,8 @@ GAP_QUANTILE = CERTAIN
 hundred is what a request's P99 gap allows. In `stream` mode longer and shorter steps even out: the mean."""
 EARNED_SHARE = 1 / 32
 """Of a TBT objective that a step leaves to its streams: they earn the time to outlast a stall."""
-SPENT_SHARE = 1 / 4
-"""Of the time that the most urgent stream has in hand, what one step may take."""
+SPENT_SHARE, SPENT_WHILE_IT_GROWS = 1 / 4, 1 / 2
+"""Of the time that the most urgent stream has in hand, what one step may take; and while the queue grows."""
 LONGEST_GAP = 2.0
 """The longest step that time in hand may be spent on, TBT objectives."""
 PACED_SHARE = 2 / 5
@@ -38,7 +38,8 @@ class StepRules:
     worth : of keeping a request's objective.
     """
 
-    earned, spent, longest_gap, spare_tokens = EARNED_SHARE, SPENT_SHARE, LONGEST_GAP, SPARE_TOKENS
+    earned, spare_tokens = EARNED_SHARE, SPARE_TOKENS
+    spent, spent_while_it_grows, longest_gap = SPENT_SHARE, SPENT_WHILE_IT_GROWS, LONGEST_GAP
 
     def __init__(
         self, work: PrefillWork, mode: SLOMode, shed_order: ShedOrder, worth: Worth[RequestState]
@@ -46,12 +47,20 @@ class StepRules:
         self.work, self.worth = work, worth
         self.mode, self.shed_order = mode, shed_order
 
-    def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:
-        """Return the time that a step may take, seconds; infinite where no stream has an objective."""
+    def limit(
+        self, view: RunningView, decode_seconds: float, start: float, *, queue_grows: bool = False
+    ) -> float:
+        """Return the time that a step may take, seconds; infinite where no stream has an objective.
+
+        Parameters
+        ----------
+        queue_grows : whether some wait that cannot be in time: then work is short, not slack.
+        """
         ahead = view.due - start
         objective = self.tightest_limit(view.tightest)
         if self.mode == "stream" and objective < inf:
-            objective = max(objective, min(self.spent * ahead, self.longest_gap * view.tightest))
+            spent = self.spent_while_it_grows if queue_grows else self.spent
+            objective = max(objective, min(spent * ahead, self.longest_gap * view.tightest))
         pace = max(view.pace, decode_seconds / (1 - PACED_SHARE))
         return min(objective, max(ahead, decode_seconds), pace)
 
@@ -110,3 +119,20 @@ class StepRules:
             if end >= deadline and not state.block_ids:
                 return True
         return False
+
+    def loss(self, state: RequestState, start: float, *, is_starved: bool) -> tuple[float, ...]:
+        """Return a key of running requests: the greatest is the first to be preempted.
+
+        Best effort goes first; then streams that have the time to be computed again before their next
+        deadline, the one with most to spare first; then those that are worth least.
+
+        Parameters
+        ----------
+        start : when the next step may start, seconds.
+        is_starved : whether it is best effort that has had no token for too long: it goes last.
+        """
+        slo, arrival = state.slo, state.request.arrival
+        if slo.runs_as_best_effort:
+            return (-1.0 if is_starved else 2.0, 0.0, arrival)
+        slack = slo.due(state.num_certain_tokens, start) - start - self.work.idle_seconds(state.num_tokens, 0)
+        return (1.0, slack, arrival) if slack >= 0 else (0.0, -self.worth(state), arrival)
