@@ -40,7 +40,7 @@ test-all: .venv/.dev .venv/.native model ## Run every test, the slow ones and th
 	$(BIN)/python -m pytest $(SEARCHING) $(PYTEST_ARGS)
 
 ablate: .venv/.dev ## Show what each part of the slo policy is worth (simulated; traces under ONBEAT_SHARED)
-	$(BIN)/python benchmarks/slo_study.py ablate $(ARGS)
+	$(BIN)/python -m benchmarks.slo.study ablate $(ARGS)
 
 check: lint types imports ## Run all static checks
 

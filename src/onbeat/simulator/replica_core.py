@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import exp, inf
 from statistics import NormalDist
-from typing import NamedTuple
 
 from onbeat.core.handover import Detached
-from onbeat.core.step import BatchShape, DraftStats, SchedulerOutput, StepStats
+from onbeat.core.step import BatchShape, DraftStats, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.steady import SteadyRun, SteadyRuns
+from onbeat.scheduler.replica.step_report import Planned, StepReporter
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.deliveries import Deliveries
@@ -24,19 +23,6 @@ from onbeat.simulator.sampling import ORDINARY, make_sampler
 
 _NORMAL = NormalDist()
 _SCALE = 2.0**-53
-
-
-class _PlanningCounts(NamedTuple):
-    """What planning has done so far."""
-
-    num_preemptions: int
-    num_prefix_queries: int
-    num_prefix_hits: int
-
-
-def _planning_counts(scheduler: Scheduler) -> _PlanningCounts:
-    """Return the scheduler's counts."""
-    return _PlanningCounts(scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits)
 
 
 @dataclass(slots=True)
@@ -51,8 +37,8 @@ class StepUnderWay:
     max_steps: int
     """How often it may be run before something has to be told of one of its requests."""
     start: float
-    counts: tuple[_PlanningCounts, _PlanningCounts] | None
-    """Before and after it was planned, if anybody hears of it."""
+    planned: Planned | None
+    """What its planning did, if anybody hears of it."""
     predicted: float | None
     """What the scheduler's own model expects, seconds; likewise."""
 
@@ -84,6 +70,7 @@ class ReplicaCore:
         self.noise = make_noise(config.step_noise, seed=config.seed, replica=int(name))
         self.deliveries = Deliveries(name, has_drafts=config.scheduler.speculation is not None)
         self.sampler = make_sampler(config, self.deliveries)
+        self._reporter = StepReporter(self.scheduler)
         self.num_steps = 0
         """Steps that have ended."""
         self.busy_seconds = 0.0
@@ -106,24 +93,19 @@ class ReplicaCore:
         ----------
         may_run_on : look whether it is the first of a steady run.
         """
-        counts = predicted = None
-        if self._observer is None:
-            scheduled = plan_step(self.scheduler, now)
-        else:
-            before = _planning_counts(self.scheduler)
-            scheduled = plan_step(self.scheduler, now)
-            counts = (before, _planning_counts(self.scheduler))
+        scheduled = plan_step(self.scheduler, now)
         if scheduled is None:
             return None
         shape = self.sampler.begin(scheduled)
+        planned = predicted = None
         if self._observer is not None:
-            predicted = self._predict(scheduled)
+            planned, predicted = self._reporter.take_planned(), self._predict(scheduled)
         run = self._steady.begin(scheduled) if may_run_on else None
         max_steps = 1 if run is None else run.max_steps
         if run is not None and self._may_stop:
             num_left = self.deliveries.num_left
             max_steps = min(max_steps, *[num_left(row.request_id) for row in scheduled.rows if row.samples])
-        return StepUnderWay(scheduled, shape, run, max_steps, now, counts, predicted)
+        return StepUnderWay(scheduled, shape, run, max_steps, now, planned, predicted)
 
     def _predict(self, scheduled: SchedulerOutput) -> float | None:
         """Return what the scheduler's own model expects of a step, seconds."""
@@ -174,8 +156,7 @@ class ReplicaCore:
             context = step.shape.decode_context_tokens
             self._tell(self._observer, step, first_context, ends, None)
             step.shape.decode_context_tokens = context
-            assert step.counts is not None
-            step.counts = (step.counts[1], step.counts[1])
+            step.planned = Planned()
             step.predicted = self._predict(step.scheduled)
         step.start = ends[-1]
 
@@ -195,11 +176,13 @@ class ReplicaCore:
         drafts: DraftStats | None,
     ) -> None:
         """Describe a step, or a run by its first, to whoever watches."""
-        assert step.counts is not None
+        assert step.planned is not None
         step.shape.decode_context_tokens = first_context
-        stats = _step_stats(self.scheduler, step.scheduled, step.counts, step.start, ends[-1])
-        if step.predicted is not None:
-            stats.predicted_seconds = step.predicted if len(ends) == 1 else None
+        stats = self._reporter.stats(step.scheduled, step.planned, start=step.start, end=ends[-1])
+        if step.predicted is None:  # nothing learns, and the device takes what is predicted
+            stats.predicted_seconds = ends[-1] - step.start
+        elif len(ends) == 1:
+            stats.predicted_seconds = step.predicted
         stats.drafts = drafts
         if observer.wanted_steps == "all":
             stats.scheduler = self.scheduler.state()
@@ -285,44 +268,6 @@ class StepNoise:
 def make_noise(sigma: float, *, seed: int, replica: int) -> StepNoise | None:
     """Return the noise of a replica; None where steps take exactly what is predicted."""
     return StepNoise(sigma, seed=seed, replica=replica) if sigma else None
-
-
-def _step_stats(
-    scheduler: Scheduler,
-    scheduled: SchedulerOutput,
-    counts: tuple[_PlanningCounts, _PlanningCounts],
-    start: float,
-    end: float,
-) -> StepStats:
-    """Describe a step that has been updated.
-
-    Parameters
-    ----------
-    counts : before and after it was planned.
-    start, end : when the step, or the run that it began, started and ended.
-    """
-    before, after = counts
-    return StepStats(
-        step_id=scheduled.step_id,
-        start=start,
-        end=end,
-        shape=scheduled.shape,
-        num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting),
-        num_blocks=scheduler.kv.pool.num_blocks,
-        num_used_blocks=scheduler.kv.pool.num_used_blocks,
-        num_preemptions=after.num_preemptions - before.num_preemptions,
-        num_prefix_queries=after.num_prefix_queries - before.num_prefix_queries,
-        num_prefix_hits=after.num_prefix_hits - before.num_prefix_hits,
-        schedule_seconds=0.0,
-        update_seconds=0.0,
-        chunk_request_ids=[
-            row.request_id for row in scheduled.rows if row.num_new_tokens - row.num_draft_tokens > 1
-        ],
-        predicted_seconds=end - start,
-        budget_seconds=scheduled.budget,
-        budget_request_id=scheduled.budget_request_id,
-    )
 
 
 def _add_work(total: BatchShape, shape: BatchShape, *, first_context: int, num_steps: int) -> None:

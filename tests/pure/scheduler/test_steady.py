@@ -81,12 +81,6 @@ def test_runs_equal_single_steps(policy, arrivals, num_blocks, prefix) -> None:
     assert run(config, arrivals, at_once=True) == run(config, arrivals, at_once=False)
 
 
-def test_a_first_token_gives_a_request_its_place_among_niyamas_decodes() -> None:
-    arrivals = [(0, 1, 3), (0, 32, 2)]
-    config = make_config("niyama", num_blocks=16)
-    assert run(config, arrivals, at_once=True) == run(config, arrivals, at_once=False)
-
-
 def begun(scheduler: Scheduler, runs: SteadyRuns, now: float) -> tuple[SchedulerOutput, SteadyRun | None]:
     scheduled = scheduler.schedule(now)
     assert scheduled is not None
@@ -119,7 +113,7 @@ def test_a_first_token_is_one_step_though_it_looks_like_a_decode() -> None:
     assert none is None
 
 
-@pytest.mark.parametrize("policy", ["fastserve", "simple"])
+@pytest.mark.parametrize("policy", ["edf-triage", "simple"])
 def test_nothing_runs_on_under_a_policy_that_does_not_say_how_long(policy) -> None:
     scheduler = Scheduler(make_config(policy), LinearStepTime())
     runs = SteadyRuns(scheduler, token_id=0)

@@ -60,7 +60,7 @@ class StepResults:
         delivered = self._take_rows(step, scheduled, result, outputs)
         if self._policy.slo is not None:
             self._policy.slo.tracker.on_deliveries(delivered, now)
-        elif self._policy.keeps_deadlines:
+        elif self._policy.known.keeps_deadlines:
             for state, _ in delivered:
                 state.slo.note_delivery(now)
         if self.drafting is not None:
@@ -81,7 +81,7 @@ class StepResults:
         outputs : gets what each request got.
         """
         failed = result.failed or {}
-        drafting, keeps_deadlines = self.drafting, self._policy.keeps_deadlines
+        drafting, keeps_deadlines = self.drafting, self._policy.known.keeps_deadlines
         delivered: Delivered = []
         sampled = sampled_rows(result)
         running = RequestStatus.RUNNING  # to look a member up takes as long as a call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from onbeat.core.errors import ConfigError, InvalidRequest
+from onbeat.core.errors import InvalidRequest
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.step import (
@@ -19,7 +19,6 @@ from onbeat.scheduler.replica.checks import check_queue, check_request, has_choi
 from onbeat.scheduler.replica.handover import Handovers
 from onbeat.scheduler.replica.in_flight import StepInFlight, StepsInFlight
 from onbeat.scheduler.replica.load_report import LoadReporter
-from onbeat.scheduler.replica.parts import QUEUE_ORDERS
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.relegation import Relegation
 from onbeat.scheduler.replica.request_state import RequestState
@@ -47,20 +46,11 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, step_time_model: StepTimeModel | None = None) -> None:
         self.config = config
         self.step_time_model = step_time_model
-        self.policy = make_policy(config)
-        if self.policy.needs_step_time and step_time_model is None:
-            raise ConfigError(
-                f"policy {config.policy!r} plans with predicted step times, but nothing predicts them; "
-                "give a step-time model, or use a policy with a token budget (sarathi)"
-            )
+        self.policy = make_policy(config, step_time_model)
         self._slo = self.policy.slo
-        if self._slo is not None:
-            assert step_time_model is not None
-            self._slo.start(step_time_model, config.max_num_batched_tokens)
         self.quantile = None if self._slo is None else self._slo.quantile
         """Of step times, to plan with; None is the mean."""
         self._drafting = make_drafting(config.speculation, step_time_model, quantile=self.quantile)
-        self._order = self.policy.order or QUEUE_ORDERS[config.scheduling_policy]()
         tracker = None if self._slo is None else self._slo.tracker
         self.table = RequestTable(config, tracker)
         self._states = self.table.states
@@ -68,7 +58,9 @@ class Scheduler:
         self._relegation = Relegation(self.table, self._slo)
         # Steps wait for one another, save for those of a pipeline.
         self.feedback = StepFeedback(
-            step_time_model, self._slo, self.running, run_side_by_side=config.num_micro_batches > 1
+            step_time_model,
+            None if self._slo is None else self._slo.work,
+            run_side_by_side=config.num_micro_batches > 1,
         )
         self.in_flight = StepsInFlight()
         self.handover = Handovers(
@@ -233,7 +225,7 @@ class Scheduler:
     def _compose(self, now: float) -> StepPlan:
         """Plan a step. Nothing but the plan changes."""
         plan = self._new_plan(now)
-        self.policy.composer.compose(plan, self._order)
+        self.policy.composer.compose(plan, self.policy.order)
         if self._drafting is not None and plan.decodes:
             self._drafting.plan(plan)
         return plan
@@ -245,9 +237,7 @@ class Scheduler:
             running=self.running,
             waiting=self.waiting,
             now=now,
-            model=self.step_time_model,
         )
-        plan.step_id = self.in_flight.num_planned
         plan.max_num_seqs -= self.handover.num_slots_kept
         return plan
 
@@ -301,11 +291,11 @@ class Scheduler:
 
     def _new_state(self, request: Request, now: float) -> RequestState:
         """Return a new request with its place in the order and its deadlines."""
-        sort_key = (self._order.rank(request), request.arrival, self._num_added)
+        sort_key = (self.policy.order.rank(request), request.arrival, self._num_added)
         self._num_added += 1
         limit = self.config.max_model_len
         state = RequestState(request, sort_key=sort_key, max_model_len=limit, slo=SLOState())
-        if self.policy.keeps_deadlines:
+        if self.policy.known.keeps_deadlines:
             max_output_tokens = state.max_total_tokens - state.num_prompt_tokens
             state.slo.begin(request, self.config.slo_mode, now=now, max_output_tokens=max_output_tokens)
         return state

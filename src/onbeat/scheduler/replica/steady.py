@@ -189,7 +189,7 @@ class SteadyRun:
             state.output_token_ids += token_ids
             if num_computed > state.num_allocated_tokens:
                 kv.grow(state, num_computed)
-        if scheduler.policy.keeps_deadlines:
+        if scheduler.policy.known.keeps_deadlines:
             self._note_deliveries(ends)
         shape, in_flight = self._scheduled.shape, scheduler.in_flight
         shape.decode_context_tokens += num_steps * self._num_rows
@@ -205,36 +205,35 @@ class SteadyRun:
             feedback.last_end = ends[-1]
             return
         ends = ends[bisect_right(ends, feedback.last_end) :]
-        slo, learner = feedback.slo, self._learner
-        work, stalls = (None, None) if slo is None else (slo.work, slo.stalls)
+        work, learner = feedback.work, self._learner
         while ends:
-            begun = max(self._planned_at, feedback.last_end)
             some = ends if work is None else ends[: work.num_left]  # no more than until costs are taken anew
             ends = ends[len(some) :]
-            may_stall = stalls is not None and some[-1] - begun > stalls.shortest
-            if learner is None or (may_stall and stalls is not None and stalls.may_be_in(begun, some)):
+            if learner is None:
                 for end in some:
                     shape.decode_context_tokens += self._num_rows
                     feedback.observe(shape, self._planned_at, end)
                 continue
-            learner.observe_run(shape, begun, some)
+            learner.observe_run(shape, max(self._planned_at, feedback.last_end), some)
             feedback.last_end = some[-1]
-            if slo is not None and work is not None and work.count(len(some)):
-                slo.refresh(self._scheduler.running, some[-1])
+            if work is not None and work.count(len(some)):
+                work.take()
 
     def _note_deliveries(self, ends: Sequence[float]) -> None:
         """Hold deliveries against their deadlines; see `SLOTracker.on_deliveries`."""
-        slo = self._scheduler.policy.slo
-        tracker = None if slo is None else slo.tracker
+        policy = self._scheduler.policy.slo
+        tracker = None if policy is None else policy.tracker
         has_tenants = tracker is not None and tracker.has_tenants
-        last, is_one = ends[-1], len(ends) == 1
+        last = ends[-1]
         for state in self._states:
-            due = state.slo.next_deadline
-            if due == inf:
-                state.slo.last_delivery = last
-            elif is_one and last <= due + TOLERANCE and not state.slo.is_gap_mode:  # without a call a token
-                state.slo.next_deadline, state.slo.last_delivery = due + state.slo.tbt, last
-            elif note_deliveries(state.slo, ends) and tracker is not None:
+            slo, has_missed = state.slo, False
+            if slo.tbt == slo.next_deadline == inf:
+                slo.last_delivery = last
+            elif slo.end < inf and tracker is not None:
+                has_missed = tracker.note_paced(state, 1, ends)
+            else:
+                has_missed = note_deliveries(slo, ends)
+            if has_missed and tracker is not None:
                 tracker.num_missed += 1
             if has_tenants and tracker is not None:
                 tracker.tenants.on_output(state.request.tenant, len(ends))
@@ -245,13 +244,16 @@ def note_deliveries(slo: SLOState, ends: Sequence[float]) -> bool:
 
     Comes to `note_delivery` of each, for many tokens in little time.
     """
-    has_missed, due, tbt = False, slo.next_deadline, slo.tbt
+    has_missed, due, tbt = False, slo.objective_due, slo.tbt_objective
+    is_slow = slo.is_gap_mode or slo.end < inf
     for now in ends:
-        if slo.is_gap_mode or now > due + TOLERANCE:
-            slo.next_deadline = due
+        if is_slow or now > due + TOLERANCE:
+            slo.objective_due = due
             has_missed |= slo.note_delivery(now)
-            due, tbt = slo.next_deadline, slo.tbt
+            due, is_slow = slo.objective_due, slo.is_gap_mode or slo.end < inf
         else:
             due += tbt
-    slo.next_deadline, slo.last_delivery = due, ends[-1]
+    if not (is_slow or slo.is_best_effort):
+        slo.objective_due = slo.next_deadline = due
+    slo.last_delivery = ends[-1]
     return has_missed

@@ -1,11 +1,10 @@
-"""What measured steps teach: the step-time model, the costs that plans are made with, and the stalls."""
+"""What measured steps teach: the step-time model, and the costs that plans are made with."""
 
 from __future__ import annotations
 
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.queues import RunningList
-from onbeat.scheduler.replica.slo.composer import SLOComposer
+from onbeat.scheduler.replica.slo.work import PrefillWork
 
 
 class StepFeedback:
@@ -14,9 +13,7 @@ class StepFeedback:
     Parameters
     ----------
     model : told of every step's time; None where nobody predicts.
-    slo : its costs are taken anew from the model now and then, and its stalls see long steps; None where the
-        policy keeps no deadlines.
-    running : whose shares of a step depend on the costs.
+    work : costs that are taken anew from the model now and then; None where nobody plans with them.
     run_side_by_side : whether steps of a pipeline do not wait for one another.
 
     Attributes
@@ -27,16 +24,12 @@ class StepFeedback:
     def __init__(
         self,
         model: StepTimeModel | None,
-        slo: SLOComposer | None,
-        running: RunningList,
+        work: PrefillWork | None,
         *,
         run_side_by_side: bool,
     ) -> None:
         self.last_end = float("-inf")
-        self.model, self.slo = model, slo
-        self._work = None if slo is None else slo.work
-        self._stalls = None if slo is None else slo.stalls
-        self._running = running
+        self.model, self.work = model, work
         self._run_side_by_side = run_side_by_side
 
     def observe(self, shape: BatchShape, planned_at: float, now: float, *, has_run: bool = True) -> None:
@@ -51,12 +44,8 @@ class StepFeedback:
         if begun < last_end and not self._run_side_by_side:
             begun = last_end
         self.last_end = now
-        model, slo, stalls = self.model, self.slo, self._stalls
-        if model is None or not has_run or now <= begun:
+        if self.model is None or not has_run or now <= begun:
             return
-        # Hardly any step takes as long, and to ask would be a call a step.
-        if stalls is not None and now - begun > stalls.shortest:
-            stalls.note(begun, now, model.step_time(shape))
-        model.observe(shape, now - begun)
-        if slo is not None and self._work is not None and self._work.count(1):
-            slo.refresh(self._running, now)
+        self.model.observe(shape, now - begun)
+        if self.work is not None and self.work.count(1):
+            self.work.take()
