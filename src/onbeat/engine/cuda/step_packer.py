@@ -3,8 +3,6 @@
 Legend: T tokens of the step, R rows, N rows that sample, U changed entries of the block tables.
 """
 
-
-
 from __future__ import annotations
 
 from collections.abc import Sequence
