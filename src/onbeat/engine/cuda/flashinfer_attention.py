@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -179,14 +180,14 @@ class PlannedDecodes:
         workspace: Tensor,
         buffers: PlanBuffers,
     ) -> None:
-        int32 = {"dtype": torch.int32, "device": sizes.device}
+        int32 = partial(torch.zeros, dtype=torch.int32, device=sizes.device)
         self._plan = library.fast_decode_plan
         self._sizes = sizes
         self._layer = layer
         self._buffers = buffers
-        self._ends_R1 = torch.arange(num_rows + 1, **int32)
-        self._blocks = torch.zeros(num_rows * sizes.max_row_blocks, **int32)
-        self._last_lens_R = torch.ones(num_rows, **int32)
+        self._ends_R1 = int32(num_rows + 1)
+        self._blocks = int32(num_rows * sizes.max_row_blocks)
+        self._last_lens_R = int32(num_rows)
         self._wrapper = library.DecodeWrapper(
             workspace,
             "HND",
@@ -300,7 +301,7 @@ class Chunks:
         numbers = torch.from_numpy(np.concatenate(arrays, dtype=np.int32))
         if self._sizes.device.type == "cuda":
             numbers = numbers.pin_memory()
-        return numbers.split([len(array) for array in arrays])
+        return torch.split(numbers, [len(array) for array in arrays])
 
 
 def stream_of(device: torch.device) -> DeviceStream:
