@@ -18,11 +18,12 @@ from onbeat.engine.models.registry import build_model
 from onbeat.engine.native.forward import NativeForward, NativeOptions
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS, WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, NotLoaded, load_library
-from onbeat.engine.native.packing import LAYER_NORMS, NativeWeights, WeightPacker
+from onbeat.engine.native.packing import NativeWeights, WeightPacker
 from onbeat.engine.native.set_timer import choose_instruction_set
 from onbeat.engine.native.weights_copy import NONE, CopyChoice, choose_copy, make_copy, why_no_copy
 from onbeat.engine.parallel.backend import ParallelBackend
 from onbeat.engine.weights import Checkpoint, parameter_shapes
+from onbeat.engine.weights.layer_norms import LAYER_NORMS
 from onbeat.perfmodel.profile_file import cache_dir
 
 OnProgress = Callable[[str], None]

@@ -1,0 +1,216 @@
+"""The forward pass on a GPU: decode steps by captured graphs, all others operator by operator.
+
+Legend: T tokens of the step, R rows that decode, N rows that sample, V vocabulary.
+"""
+
+# ruff: noqa: N815 -- tensor names carry shape suffixes
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onbeat.engine.attention.base import IntArray
+from onbeat.engine.cuda.graphs import Graphs, graph_sizes
+from onbeat.engine.cuda.kernels import BestBuffers, ChunkRows, DecodeRows, Kernels, StepTensors
+from onbeat.engine.cuda.layer import Hidden, LayerStep, first_of_windows, run_layers, write_logits
+from onbeat.engine.cuda.packing import StepCounts, StepWords, device_words
+from onbeat.engine.cuda.products import CudaProducts
+from onbeat.engine.cuda.state import CudaOptions, DeviceState, HostRing
+from onbeat.engine.cuda.step_packer import PackedStep, StepPacker
+from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
+from onbeat.engine.cuda.weights import CudaWeights
+from onbeat.engine.forward import RowProducts, StepLogits
+from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.sampler import BestTokens
+
+__all__ = ["CudaForward", "CudaOptions"]
+
+
+class _Buffers(NamedTuple):
+    """Where a step's numbers lie on the device."""
+
+    words: Tensor
+    parts: StepWords
+    """`words`, by name."""
+    results: Tensor
+    """int32 [2 N]: what the host reads."""
+    best: BestBuffers
+    """`results`, by name."""
+    logits_NV: Tensor
+
+
+class CudaForward:
+    """Runs steps of a model on a device, with a KV cache of its own.
+
+    Parameters
+    ----------
+    weights, kernels : the model, and the operators that compute it.
+    graphs : how decode steps are run.
+    options : sizes; `kernels` are made for the same.
+    stream : where work is queued; that of the weights' device where there is none.
+
+    Raises
+    ------
+    ConfigError : a graph cannot be captured.
+    """
+
+    def __init__(
+        self,
+        weights: CudaWeights,
+        kernels: Kernels,
+        graphs: Graphs,
+        options: CudaOptions,
+        *,
+        stream: DeviceStream | None = None,
+    ) -> None:
+        self.weights = weights
+        self.kernels = kernels
+        self.options = options
+        self._graphs = graphs
+        self._windows = first_of_windows(weights)
+        on_cpu = weights.device.type == "cpu"
+        self._stream = stream or (CpuStream() if on_cpu else CudaStream(weights.device))
+        self._sizes = graph_sizes(options.max_num_seqs)
+        spec = KVCacheSpec.of_model(weights.config, dtype=weights.dtype, block_size=options.block_size)
+        most = max(options.max_num_seqs, *self._sizes)
+        with torch.inference_mode():
+            self._state = DeviceState(spec, options, weights.device)
+            logits_dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
+            self._logits_NV = torch.zeros(
+                most, weights.config.vocab_size, dtype=logits_dtype, device=weights.device
+            )
+            self._packer = StepPacker(options, self._sizes)
+            counts = StepCounts(options.max_num_batched_tokens, most, most, 0)
+            self._ring = HostRing(self._stream, counts.num_words, 2 * most)
+            self._fixed = {size: self._fixed_buffers(size) for size in self._sizes}
+            self._stream.run(partial(graphs.prepare, self._sizes, self._run_size))
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.weights.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.device
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """What a reader of measurements wants to know of this forward pass."""
+        return {"backend": "cuda", "kernels": self.kernels.name, "graphs": self._graphs.name}
+
+    @torch.inference_mode()
+    def run(
+        self,
+        inputs: StepInputs,
+        *,
+        wants_logits: bool,  # noqa: ARG002 -- always computed
+    ) -> StepLogits:
+        """Run one step to its end; see `ForwardPass.run`. Logits are valid until the next step."""
+        entry = self._ring.take()
+        packed = self._packer.pack(inputs, entry)
+        buffers: list[_Buffers] = []
+        self._stream.run(lambda: buffers.append(self._queue(packed)))
+        entry.mark = self._stream.mark()
+        entry.mark.wait()
+        num_samples = len(inputs.sampling_tokens)
+        if not num_samples:
+            return StepLogits(None)
+        ids, peaks = self._packer.results(packed)
+        logits_NV = buffers[0].logits_NV
+        if packed.size is not None and not packed.is_each_row_sampled:
+            logits_NV = logits_NV.index_select(0, torch.from_numpy(inputs.sampling_tokens).to(self.device))
+        return StepLogits(logits_NV[:num_samples], BestTokens(ids.astype(np.int64), peaks.copy()))
+
+    @torch.inference_mode()
+    def scrub(self, block_ids: IntArray) -> None:
+        """Make stored keys and values of blocks finite; see `ForwardPass.scrub`."""
+        self._stream.run(lambda: self._state.scrub(torch.from_numpy(block_ids).to(self.device)))
+
+    def check_alive(self) -> None:
+        """Find nothing: all of it is in this process."""
+
+    def touch_ahead(self) -> bool:
+        """Return False: all memory is taken at start."""
+        return False
+
+    def products(self) -> RowProducts:
+        """Return those of the model's first layer; see `ForwardPass.products`."""
+        return CudaProducts(self.weights)
+
+    def close(self) -> None:
+        """Let go of nothing: memory goes with the object."""
+
+    def _fixed_buffers(self, size: int) -> _Buffers:
+        """Return the buffers that the graph of a size reads and writes, full of padding."""
+        words = torch.from_numpy(self._packer.padding(size)).to(self.device)
+        return self._buffers(words, self._packer.graph_counts(size))
+
+    def _buffers(self, words: Tensor, counts: StepCounts) -> _Buffers:
+        num_samples = counts.samples
+        results = torch.zeros(2 * num_samples, dtype=torch.int32, device=self.device)
+        best = BestBuffers(results[:num_samples], results[num_samples:].view(torch.float32))
+        logits_NV = self._logits_NV[:num_samples]
+        if num_samples > len(self._logits_NV):
+            logits_NV = self._logits_NV.new_empty(num_samples, self._logits_NV.shape[1])
+        return _Buffers(words, device_words(words, counts), results, best, logits_NV)
+
+    @torch.inference_mode()
+    def _queue(self, packed: PackedStep) -> _Buffers:
+        """Queue a step and the way back of its results."""
+        words = packed.entry.words[: packed.counts.num_words]
+        if packed.late_places is not None:
+            self._update_tables(packed.late_places, packed.late_blocks)
+        if packed.size is not None:
+            buffers = self._fixed[packed.size]
+            buffers.words.copy_(words, non_blocking=True)
+            self._graphs.replay(packed.size)
+        else:
+            buffers = self._buffers(words.to(self.device, non_blocking=True), packed.counts)
+            self._compute(buffers, packed.counts.decodes, packed.chunks)
+        packed.entry.results[: len(buffers.results)].copy_(buffers.results, non_blocking=True)
+        return buffers
+
+    def _run_size(self, size: int) -> None:
+        """Run what a graph is captured of."""
+        self._compute(self._fixed[size], size, None, is_padded=True)
+
+    @torch.inference_mode()
+    def _compute(
+        self, buffers: _Buffers, num_decodes: int, chunks: ChunkRows | None, *, is_padded: bool = False
+    ) -> None:
+        parts, state = buffers.parts, self._state
+        state.tables_SW.view(-1).index_put_((parts.update_places_U,), parts.update_blocks_U)
+        last_T = state.tokens_S.index_select(0, parts.token_slots_T)
+        ids_T = torch.where(parts.ids_T < 0, last_T, parts.ids_T)
+        step = LayerStep(
+            StepTensors(parts.positions_T, parts.kv_slots_T),
+            DecodeRows(state.tables_SW.index_select(0, parts.slots_R), parts.lens_R),
+            num_decodes,
+            {window: self.kernels.plan_chunks(chunks, spec) for window, spec in self._windows.items()}
+            if chunks is not None
+            else {},
+            state.kv,
+        )
+        hidden = run_layers(self.weights, self.kernels, ids_T, step)
+        if not len(parts.sampled_N):
+            return
+        if not is_padded:  # else every row samples, or its logits do not matter
+            hidden = Hidden(*(part.index_select(0, parts.sampled_N) for part in hidden))
+        write_logits(self.weights, self.kernels, hidden, buffers.logits_NV)
+        self.kernels.best(buffers.logits_NV, buffers.best)
+        ids_N, peaks_N = buffers.best
+        state.tokens_S.index_put_((parts.write_slots_N,), torch.where(peaks_N.isfinite(), ids_N, 0))
+
+    def _update_tables(self, places: Tensor, blocks: Tensor) -> None:
+        tables = self._state.tables_SW.view(-1)
+        tables.index_put_(
+            (places.to(self.device, non_blocking=True),), blocks.to(self.device, non_blocking=True)
+        )
