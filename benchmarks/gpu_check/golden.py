@@ -1,4 +1,4 @@
-"""Stages T and D: the tests of `tests/gpu`. `torch`: those of the reference engine; `cuda`: those of the GPU engine."""
+"""Stages T and D: the tests of `tests/gpu`; `torch`: of the reference engine, `cuda`: of the GPU engine."""
 
 from __future__ import annotations
 

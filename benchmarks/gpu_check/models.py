@@ -1,4 +1,4 @@
-"""The models that stages run, with random weights: Llama-3.1-8B's shapes, a small one, and a tiny one to rehearse.
+"""Models of random weights: Llama-3.1-8B's shapes, a small one, and a tiny one to rehearse.
 
 `python -m gpu_check.models FOLDER` writes configurations and a tokenizer there; nothing is downloaded.
 """
@@ -6,21 +6,17 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
-import zlib
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from gpu_check.record import DEVICE, IS_REHEARSAL, PACK, WORK
+from gpu_check.record import IS_REHEARSAL, PACK, WORK
 from onbeat.engine.model_config import ModelConfig, model_config_from_hf
-from onbeat.engine.weights.dummy import DummyCheckpoint
 
 TEXT = Path(__file__).resolve().parents[2] / "tests" / "data" / "pride_and_prejudice.txt"
 BYTES_OF_BANDWIDTH = 3.0e12
@@ -84,23 +80,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 _SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")
-
-
-class DeviceCheckpoint(DummyCheckpoint):
-    """Random weights that are made where they are used: there 8 billion take a second, on a CPU a minute."""
-
-    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a parameter on the device."""
-        shape = self._shapes[name]
-        generator = torch.Generator(DEVICE).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        noise = torch.randn(shape, generator=generator, dtype=torch.float32, device=DEVICE)
-        if len(shape) == 2:
-            noise.div_(math.sqrt(shape[1]))
-        elif name.endswith("norm.weight"):
-            noise.mul_(0.05).add_(1.0 - self._config.norm_weight_offset)
-        else:
-            noise.mul_(0.02)
-        return noise.to(dtype)
 
 
 def model_config(name: str) -> ModelConfig:

@@ -45,12 +45,12 @@ def note(
         passed, bound = bool(value >= at_least), f">= {at_least:g}"
     if IS_REHEARSAL and unit in _OF_DEVICE:
         passed, bound = None, ""
-    _keep(name, value, unit, passed, bound, shown=shown)
+    _keep(name, value, unit, (passed, bound), shown=shown)
 
 
 def expect(name: str, passed: object, text: str = "") -> None:
     """Print and keep whether something holds."""
-    _keep(name, text or ("yes" if passed else "no"), "", bool(passed), "holds", shown=True)
+    _keep(name, text or ("yes" if passed else "no"), "", (bool(passed), "holds"), shown=True)
 
 
 def keep_step(**columns: Any) -> None:
@@ -69,10 +69,11 @@ _OF_DEVICE = ("ms", "us", "TFLOP/s", "TB/s", "GB/s", "tok/s", "x floor", "s")
 """Units of speed, which a rehearsal says nothing about."""
 
 
-def _keep(name: str, value: Any, unit: str, passed: bool | None, bound: str, *, shown: bool) -> None:
-    verdict = {True: "PASS", False: "FAIL", None: "    "}[passed]
+def _keep(name: str, value: Any, unit: str, verdict: tuple[bool | None, str], *, shown: bool) -> None:
+    passed, bound = verdict
+    word = {True: "PASS", False: "FAIL", None: "    "}[passed]
     text = f"{value:.5g}" if isinstance(value, float) else str(value)
-    print(f"{verdict} {name}: {text} {unit} {bound}", flush=True)
+    print(f"{word} {name}: {text} {unit} {bound}", flush=True)
     line = {"stage": _STAGE, "name": name, "value": value, "unit": unit, "passed": passed, "bound": bound}
     with (OUT / "numbers.jsonl").open("a") as file:
         file.write(json.dumps({**line, "shown": shown}) + "\n")

@@ -1,4 +1,7 @@
-"""Stages T and H: `onbeat serve` in a process of its own, asked and loaded over HTTP. Arguments: the model's name."""
+"""Stages T and H: `onbeat serve` in a process of its own, asked and loaded over HTTP.
+
+The argument is the model's name.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +134,7 @@ def _one_request(port: int, name: str) -> bool:
     got = (usage or {}).get("completion_tokens")
     expect(f"serve {name}: a streamed answer of 64 tokens", got == 64, f"{got} tokens, {len(times)} events")
     if len(times) > 2:
-        gaps = [second - first for first, second in zip(times, times[1:], strict=False)]
+        gaps = [second - first for first, second in pairwise(times)]
         note(f"serve {name}: first token", (times[0] - start) * 1e3, "ms", shown=True)
         note(f"serve {name}: median gap", statistics.median(gaps) * 1e3, "ms", shown=True)
     return bool(got == 64)

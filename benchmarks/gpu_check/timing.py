@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 
 from gpu_check.record import IS_REHEARSAL
-from onbeat.core.request import SamplingParams
+from onbeat.core.request import Request, SamplingParams
+from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
+from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.profiling.batches import BatchRow, MeasuredBatch
@@ -94,3 +96,78 @@ def kernel_times(timer: StepTimer, batch: MeasuredBatch, num_steps: int = 3) -> 
     ]
     totals.sort(key=lambda each: -each[1])
     return KernelTimes(sum(each[1] for each in totals), sum(each[2] for each in totals), totals[:12])
+
+
+class _Stream:
+    """Decodes of the same requests, step after step, as a scheduler would plan them."""
+
+    def __init__(self, runner: ModelRunner, rows: int, context: int, num_steps: int) -> None:
+        self._runner = runner
+        self._context = context
+        self._blocks = -(-(context + num_steps + 1) // BLOCK_SIZE)
+        prompt_ids = tuple(range(1, context))
+        self.admitted = tuple(
+            AdmittedRequest(
+                Request(
+                    request_id=f"loop-{row}",
+                    prompt_token_ids=prompt_ids,
+                    sampling=SamplingParams(temperature=0.0),
+                ),
+                (7,),
+                tuple(range(row * self._blocks, (row + 1) * self._blocks)),
+            )
+            for row in range(rows)
+        )
+        self._ids = [each.request.request_id for each in self.admitted]
+
+    def enter(self) -> SchedulerOutput:
+        """Return a step that takes the requests in; they are as if their prompts were computed."""
+        return SchedulerOutput(0, (), self.admitted, (), BatchShape())
+
+    def step(self, index: int) -> SchedulerOutput:
+        """Return the decode step of an index."""
+        computed = self._context - 1 + index
+        rows = tuple(ScheduledRequest(each, computed, 1, (), samples=True) for each in self._ids)
+        return SchedulerOutput(index + 1, rows, (), (), BatchShape())
+
+    def leave(self) -> SchedulerOutput:
+        """Return a step that forgets them."""
+        return SchedulerOutput(0, (), (), tuple(self._ids), BatchShape())
+
+
+def loop_ms(runner: ModelRunner, rows: int, context: int, num_steps: int = 40) -> float:
+    """Return the time of a decode step while one is always planned ahead, as the engine's loop does."""
+    stream = _Stream(runner, rows, context, num_steps)
+    executor = ThreadExecutor(runner)
+    executor.submit(stream.enter()).result()
+    planned = [stream.step(index) for index in range(num_steps)]
+    for scheduled in planned[:5]:
+        executor.submit(scheduled).result()
+    start = time.perf_counter()
+    in_flight = [executor.submit(scheduled) for scheduled in planned[5:7]]
+    for scheduled in planned[7:]:
+        in_flight.pop(0).result()
+        in_flight.append(executor.submit(scheduled))
+    for pending in in_flight:
+        pending.result()
+    took = time.perf_counter() - start
+    executor.submit(stream.leave()).result()
+    executor.shutdown()
+    return took * 1e3 / (num_steps - 5)
+
+
+def host_us(runner: ModelRunner, rows: int, context: int, num_steps: int = 20) -> float | None:
+    """Return the host's time to launch a decode step; None where the runner launches none ahead."""
+    if not hasattr(runner, "launch"):
+        return None
+    stream = _Stream(runner, rows, context, num_steps)
+    runner.launch(stream.enter()).result()
+    times = []
+    for index in range(num_steps):
+        scheduled = stream.step(index)
+        start = time.perf_counter()
+        pending = runner.launch(scheduled)
+        times.append(time.perf_counter() - start)
+        pending.result()
+    runner.launch(stream.leave()).result()
+    return statistics.median(times) * 1e6

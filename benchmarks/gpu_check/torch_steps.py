@@ -7,13 +7,14 @@ import time
 
 import torch
 
-from gpu_check.models import DeviceCheckpoint, floor_ms, model_config
+from gpu_check.models import floor_ms, model_config
 from gpu_check.record import DEVICE, IS_REHEARSAL, keep_step, note, seconds_left
 from gpu_check.timing import (
     BLOCK_SIZE,
     KernelTimes,
     decodes,
     kernel_times,
+    loop_ms,
     prompt,
     runner_of,
     step_timer,
@@ -21,6 +22,7 @@ from gpu_check.timing import (
 )
 from onbeat.engine.forward import TorchForward
 from onbeat.engine.models.registry import build_model
+from onbeat.engine.weights.dummy import DummyCheckpoint
 
 CASES = (
     *(("decode", rows, 512) for rows in (1, 8, 32, 128)),
@@ -35,8 +37,8 @@ def main() -> int:
         [(kind, min(rows, 8), min(length, 128)) for kind, rows, length in CASES] if IS_REHEARSAL else CASES
     )
     start = time.monotonic()
-    model = build_model(DeviceCheckpoint(config), dtype=torch.bfloat16, device=torch.device(DEVICE))
-    num_blocks = 1 + max(rows * -(-(length + 1) // BLOCK_SIZE) for _, rows, length in cases)
+    model = build_model(DummyCheckpoint(config), dtype=torch.bfloat16, device=torch.device(DEVICE))
+    num_blocks = 1 + max(rows * (-(-length // BLOCK_SIZE) + 3) for _, rows, length in cases)
     forward = TorchForward(model, num_blocks=num_blocks, block_size=BLOCK_SIZE)
     note("torch: making the model", time.monotonic() - start, "s")
     max_len = max(length for _, _, length in cases) + 64
@@ -55,12 +57,14 @@ def main() -> int:
             note(f"torch: {kind} {rows} x {length}", took, "ms", shown=True)
             if kernels is not None:
                 _describe(kind, rows, length, kernels)
+            loop = loop_ms(runner, rows, length, 20) if kind == "decode" else took
+            note(f"torch: {kind} {rows} x {length}: a step in the loop", loop, "ms")
             keep_step(
                 engine="torch",
                 kind=kind,
                 rows=rows,
                 context=length,
-                wall_ms=round(took, 3),
+                wall_ms=round(loop, 3),
                 device_ms="" if kernels is None else round(kernels.device_ms, 3),
                 floor_ms=round(floor, 3),
                 note="" if kernels is None else f"{kernels.num_kernels:.0f} kernels",
