@@ -1,4 +1,4 @@
-"""Stage G: `onbeat profile` on the device, and how well its fit and the uncalibrated roofline predict steps."""
+"""Stage G: `onbeat profile` on the device, and how well its fit predicts steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main() -> int:
         return 1
     found = json.loads(profile.read_text())
     note("profile of", f"{found['key']['device']} {found['engine'].get('backend')}", shown=True)
-    errors = found["fitted"]["errors"]
+    errors = found["fit"]["errors"]
     for name, most in (("p50", 0.05), ("p90", 0.12)):
         note(
             f"error of predicted step times at {name}",

@@ -28,6 +28,8 @@ INPUT_TOKENS, OUTPUT_TOKENS = (40, 16) if IS_REHEARSAL else (306, 500)
 ROUNDS = 4
 """Requests of each user."""
 USERS = {"small": (1, 8), "8b": (1, 8, 30)}
+ARGUMENTS = {"small": ("--backend", "torch"), "8b": ()}
+"""What runs: the reference engine, and what the server takes by itself."""
 LEAST_PER_USER = {30: 130.0}
 """Tokens a second of each of so many users, of the 8B shapes."""
 METRICS = ("onbeat_step_time_error", "vllm:kv_cache_usage_perc", "onbeat_mbu", "onbeat_mfu")
@@ -56,7 +58,7 @@ def server(name: str) -> Iterator[int | None]:
         port = found.getsockname()[1]
     command = [sys.executable, "-m", "onbeat", "serve", str(model_folder(name)), "--load-format", "dummy"]
     command += ["--device", DEVICE, "--port", str(port), "--max-model-len", "2048"]
-    command += ["--kv-cache-memory-bytes", "64M" if IS_REHEARSAL else "16G", *extra_arguments()]
+    command += ["--kv-cache-memory-bytes", "64M" if IS_REHEARSAL else "16G", *ARGUMENTS[name], *extra_arguments()]
     print(" ".join(command), flush=True)
     log = WORK / f"serve-{name}.log"
     start = time.monotonic()

@@ -53,23 +53,20 @@ def make_runner(weights: CudaWeights, num_blocks: int, *, graphs: bool = True) -
     return runner_of(forward, num_blocks=num_blocks, max_rows=MAX_ROWS, max_len=MAX_LEN)
 
 
-def time_decodes(runner: ModelRunner, timer: StepTimer, rows: int, context: int) -> None:
-    """Time one size of decode steps in several ways."""
-    batch = decodes(rows, context)
-    alone = wall_ms(timer, batch, seconds=0.4)
+def time_decodes(runner: ModelRunner, rows: int, context: int) -> None:
+    """Time one size of decode steps: one after the other, and what of it the device and the host take."""
+    loop = loop_ms(runner, rows, context)
     forward: Any = runner.forward
     size = min(each for each in (*forward._sizes, rows) if each >= rows)
     device = (
         milliseconds(lambda: forward._graphs.replay(size), 10) if size in forward._sizes else float("nan")
     )
-    loop = loop_ms(runner, rows, context)
     host = host_us(runner, rows, context)
     floor = floor_ms(runner.forward.config, rows, context)
     name = f"{rows} x {context}"
     note(f"decode {name}: a step in the loop", loop, "ms", at_most=DECODES.get((rows, context)), shown=True)
     note(f"decode {name}: on the device", device, "ms", shown=True)
     note(f"decode {name}: device over floor", device / floor, "x floor")
-    note(f"decode {name}: alone", alone, "ms")
     if host is not None:
         note(f"decode {name}: host", host, "us", at_most=MOST_HOST_US if rows == MAX_ROWS else None)
     keep_step(
@@ -117,10 +114,10 @@ def main() -> int:
     runner = make_runner(weights, num_blocks)
     runner.warm_up()
     note("graphs and first steps", time.monotonic() - start, "s", shown=True)
+    for rows, context in decode_cases:
+        if seconds_left() > 6:
+            time_decodes(runner, rows, context)
     with step_timer(runner, num_blocks) as timer:
-        for rows, context in decode_cases:
-            if seconds_left() > 6:
-                time_decodes(runner, timer, rows, context)
         for length, most in prompts.items():
             if seconds_left() > 6:
                 time_batch(timer, f"prompt {length}", prompt(length), at_most=most)
