@@ -58,7 +58,12 @@ def server(name: str) -> Iterator[int | None]:
         port = found.getsockname()[1]
     command = [sys.executable, "-m", "onbeat", "serve", str(model_folder(name)), "--load-format", "dummy"]
     command += ["--device", DEVICE, "--port", str(port), "--max-model-len", "2048"]
-    command += ["--kv-cache-memory-bytes", "64M" if IS_REHEARSAL else "16G", *ARGUMENTS[name], *extra_arguments()]
+    command += [
+        "--kv-cache-memory-bytes",
+        "64M" if IS_REHEARSAL else "16G",
+        *ARGUMENTS[name],
+        *extra_arguments(),
+    ]
     print(" ".join(command), flush=True)
     log = WORK / f"serve-{name}.log"
     start = time.monotonic()
