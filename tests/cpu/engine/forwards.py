@@ -9,9 +9,8 @@ from typing import Protocol
 import torch
 
 from onbeat.engine.config import ActivationQuantization, Quantization
-from onbeat.engine.cuda.forward import CudaForward, CudaOptions
+from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
-from onbeat.engine.cuda.kernels import KernelSizes
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.forward import ForwardPass, TorchForward
@@ -91,15 +90,7 @@ def on_cuda_engine(checkpoint: Checkpoint, *, dtype: torch.dtype) -> MakeForward
             max_model_len=512,
             max_num_batched_tokens=256,
         )
-        sizes = KernelSizes(
-            config=checkpoint.config,
-            dtype=dtype,
-            device=weights.device,
-            block_size=block_size,
-            max_rows=options.max_num_seqs,
-            max_tokens=options.max_num_batched_tokens,
-            max_row_blocks=options.max_row_blocks,
-        )
-        return CudaForward(weights, ReferenceKernels(sizes), EagerGraphs(), options)
+        kernels = ReferenceKernels(kernel_sizes(weights, options))
+        return CudaForward(weights, kernels, EagerGraphs(), options)
 
     return make

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onbeat.engine.attention.base import IntArray
 from onbeat.engine.cuda.graphs import Graphs, graph_sizes
-from onbeat.engine.cuda.kernels import BestBuffers, ChunkRows, DecodeRows, Kernels, StepTensors
+from onbeat.engine.cuda.kernels import BestBuffers, ChunkRows, DecodeRows, Kernels, KernelSizes, StepTensors
 from onbeat.engine.cuda.layer import Hidden, LayerStep, first_of_windows, run_layers, write_logits
 from onbeat.engine.cuda.packing import StepCounts, StepWords, device_words
 from onbeat.engine.cuda.products import CudaProducts
@@ -31,7 +31,20 @@ from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.sampler import BestTokens
 
-__all__ = ["CudaForward", "CudaOptions"]
+__all__ = ["CudaForward", "CudaOptions", "kernel_sizes"]
+
+
+def kernel_sizes(weights: CudaWeights, options: CudaOptions) -> KernelSizes:
+    """Return what the operators of such a forward pass are made for."""
+    return KernelSizes(
+        config=weights.config,
+        dtype=weights.dtype,
+        device=weights.device,
+        block_size=options.block_size,
+        max_rows=max(options.max_num_seqs, *graph_sizes(options.max_num_seqs)),
+        max_tokens=options.max_num_batched_tokens,
+        max_row_blocks=options.max_row_blocks,
+    )
 
 
 class _Buffers(NamedTuple):
@@ -166,8 +179,9 @@ class CudaForward:
     def _queue(self, packed: PackedStep) -> _Buffers:
         """Queue a step and the way back of its results."""
         words = packed.entry.words[: packed.counts.num_words]
-        if packed.late_places is not None:
-            self._update_tables(packed.late_places, packed.late_blocks)
+        if packed.late_updates is not None:
+            places, blocks = packed.late_updates.to(self.device, non_blocking=True)
+            self._state.tables_SW.view(-1).index_put_((places,), blocks)
         if packed.size is not None:
             buffers = self._fixed[packed.size]
             buffers.words.copy_(words, non_blocking=True)
@@ -208,9 +222,3 @@ class CudaForward:
         self.kernels.best(buffers.logits_NV, buffers.best)
         ids_N, peaks_N = buffers.best
         state.tokens_S.index_put_((parts.write_slots_N,), torch.where(peaks_N.isfinite(), ids_N, 0))
-
-    def _update_tables(self, places: Tensor, blocks: Tensor) -> None:
-        tables = self._state.tables_SW.view(-1)
-        tables.index_put_(
-            (places.to(self.device, non_blocking=True),), blocks.to(self.device, non_blocking=True)
-        )

@@ -74,7 +74,7 @@ class CudaGraphs:
     def prepare(self, sizes: Sequence[int], run: Callable[[int], None]) -> None:
         """Capture, the largest size first, so that smaller ones find the pool large enough."""
         with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream()
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             pool = torch.cuda.graph_pool_handle()
             for size in sorted(sizes, reverse=True):
                 stream.wait_stream(torch.cuda.current_stream())

@@ -16,11 +16,13 @@ from onbeat.engine.cuda.kernels import (
     BestBuffers,
     ChunkRows,
     DecodeRows,
+    DrawParams,
     KernelSizes,
     LayerSpec,
     Norm,
     StepTensors,
 )
+from onbeat.engine.cuda.reference_draw import draw
 from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.layers.mlp import ACTIVATIONS
 from onbeat.engine.model_config import Activation
@@ -57,7 +59,8 @@ class ReferenceKernels:
         """Rotate and store; see `Kernels.rope_store`."""
         num_heads, num_kv_heads = layer.num_heads, layer.num_kv_heads
         heads_TXH = qkv_TX.view(len(qkv_TX), num_heads + 2 * num_kv_heads, layer.head_dim)
-        q_TNH, k_TKH, v_TKH = heads_TXH.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+        q_TNH = heads_TXH[:, :num_heads]
+        k_TKH, v_TKH = heads_TXH[:, num_heads:].chunk(2, dim=1)
         angles_T1H = step.positions_T[:, None, None].float() * layer.frequencies_H.repeat(2)
         cos_T1H, sin_T1H = angles_T1H.cos().to(self._wide), angles_T1H.sin().to(self._wide)
         rotated_TKH = self._rotated(k_TKH, layer.key_norm, cos_T1H, sin_T1H)
@@ -137,6 +140,10 @@ class ReferenceKernels:
         peaks_R, ids_R = logits_RV.max(-1)
         out.ids_R.copy_(ids_R)
         out.peaks_R.copy_(peaks_R)
+
+    def draw(self, logits_RV: Tensor, params: DrawParams, best: BestBuffers, ids_R: Tensor) -> None:
+        """Choose tokens; see `Kernels.draw`."""
+        ids_R.copy_(draw(logits_RV, params, best))
 
     def _rotated(self, x_TNH: Tensor, norm: Norm | None, cos_T1H: Tensor, sin_T1H: Tensor) -> Tensor:
         wide_TNH = (x_TNH if norm is None else _normalised(x_TNH, norm)).to(self._wide)

@@ -3,8 +3,6 @@
 Legend: S request slots (the last one is for padding), W columns of a block table, V vocabulary.
 """
 
-
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Legend: T tokens of the step, R rows, N rows that sample, U changed entries of the block tables.
 """
 
-
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -37,9 +35,8 @@ class PackedStep:
     sampling_tokens: IntArray
     chunks: ChunkRows | None
     """Rows behind those that decode."""
-    late_places: Tensor | None = None
-    late_blocks: Tensor | None = None
-    """Changes of the block tables that the words have no room for."""
+    late_updates: Tensor | None = None
+    """int32 [2, U]: changes of the block tables that the words have no room for, places and blocks."""
 
     @property
     def is_each_row_sampled(self) -> bool:
@@ -103,7 +100,7 @@ class StepPacker:
         entry.reserve(counts.num_words, 2 * size)
         parts = host_words(entry.words.numpy(), counts)
         late = _later(places, blocks, size, entry)
-        num_updates = 0 if late else len(places)
+        num_updates = len(places) if late is None else 0
         parts.ids_T[:num_rows] = inputs.token_ids_T
         parts.positions_T[:num_rows] = inputs.positions_T
         parts.kv_slots_T[:num_rows] = batch.slot_mapping_T
@@ -115,7 +112,7 @@ class StepPacker:
         self._pad(parts, num_rows, num_updates)
         parts.write_slots_N[:] = self._options.padding_slot
         return PackedStep(
-            entry, counts, size, len(inputs.sampling_tokens), inputs.sampling_tokens, None, *late
+            entry, counts, size, len(inputs.sampling_tokens), inputs.sampling_tokens, None, late
         )
 
     def _pack_eager(
@@ -125,7 +122,7 @@ class StepPacker:
         is_decode_R = batch.query_lens_R == 1
         num_decodes, num_samples = int(is_decode_R.sum()), len(inputs.sampling_tokens)
         late = _later(places, blocks, _MOST_EAGER_UPDATES, entry)
-        num_updates = 0 if late else len(places)
+        num_updates = len(places) if late is None else 0
         counts = StepCounts(len(inputs.token_ids_T), num_decodes, num_samples, num_updates)
         entry.reserve(counts.num_words, 2 * num_samples)
         parts = host_words(entry.words.numpy(), counts)
@@ -143,7 +140,7 @@ class StepPacker:
         chunks = None
         if num_decodes < len(is_decode_R):
             chunks = _chunk_rows(batch, np.flatnonzero(~is_decode_R), self._options.block_size)
-        return PackedStep(entry, counts, None, num_samples, inputs.sampling_tokens, chunks, *late)
+        return PackedStep(entry, counts, None, num_samples, inputs.sampling_tokens, chunks, late)
 
     def _pad(self, parts: StepWords, num_rows: int, num_updates: int) -> None:
         """Fill the rest of a graph's words: rows of one token in a block that nobody else has."""
@@ -159,15 +156,14 @@ class StepPacker:
         parts.update_blocks_U[num_updates:] = options.padding_block
 
 
-def _later(places: IntArray, blocks: Int32Array, most: int, entry: RingEntry) -> tuple[Tensor, ...]:
-    """Return changes of the block tables as tensors of their own where they are too many."""
+def _later(places: IntArray, blocks: Int32Array, most: int, entry: RingEntry) -> Tensor | None:
+    """Return changes of the block tables as a tensor of their own where they are too many."""
     if len(places) <= most:
-        return ()
-    late = entry.stream.pinned(2 * len(places))
-    late_places, late_blocks = late.chunk(2)
-    late_places.copy_(torch.from_numpy(places))
-    late_blocks.copy_(torch.from_numpy(blocks))
-    return late_places, late_blocks
+        return None
+    late = entry.stream.pinned(2 * len(places)).view(2, -1)
+    late[0] = torch.from_numpy(places)
+    late[1] = torch.from_numpy(blocks)
+    return late
 
 
 def _decodes_first(is_decode_R: NDArray[np.bool_], query_lens_R: IntArray) -> tuple[IntArray, IntArray]:

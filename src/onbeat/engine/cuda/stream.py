@@ -66,7 +66,7 @@ class CudaStream:
 
     def mark(self) -> Mark:
         """Record an event."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return _Recorded(event)
 
@@ -88,7 +88,7 @@ class _Recorded:
         self._event = event
 
     def is_passed(self) -> bool:
-        return self._event.query()
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         self._event.synchronize()

@@ -140,6 +140,6 @@ class _Loader:
         num_rows = [self._shapes[name][0] for name in names]
         shape = (sum(num_rows), *self._shapes[names[0]][1:])
         joined = torch.empty(shape, dtype=self._dtype, device=self._device)
-        for part, name in zip(joined.split(num_rows), names, strict=True):
+        for part, name in zip(torch.split(joined, num_rows), names, strict=True):
             part.copy_(parameter_on(self._checkpoint, name, self._dtype, self._device))
         return joined
