@@ -1,21 +1,17 @@
 """Choosing tokens in Triton: the largest logit of a row, and the draw of `onbeat.engine.draw` on the device.
 
-A draw takes three launches, whatever the rows ask for. The first cuts rows into pieces and sums weights: those
-of neighbours, for rows that nothing cuts; and those within some distances of the peak, in units of the
-temperature. The tokens within a distance are a prefix of the falling order. The smallest distance whose tokens
-certainly include all that min-p, top-k and top-p keep gives the candidates, which the second launch writes side
-by side. The third works on one row a program and sorts nothing: a prefix of the falling order ends at some
-logit, and that logit is found by narrowing down a range, as is the drawn token's. Equal logits are told apart
-by their ids. Where candidates are too many to be written, the same lines look at the whole row.
+A draw takes three launches, whatever the rows ask for. The first cuts rows into pieces and sums weights:
+those of neighbours, for rows that nothing cuts; and those within some distances of the peak, in units of the
+temperature. The tokens within a distance are a prefix of the falling order. The smallest distance whose
+tokens certainly include all that min-p, top-k and top-p keep gives the candidates. The second launch writes
+them side by side. The third works on one row a program and sorts nothing: a prefix of the falling order ends
+at some logit, which is found by narrowing down a range, and so is the token that is drawn. Equal logits are
+told apart by their ids. Where there are too many candidates to write, the same lines look at the whole row.
 
-Legend: R rows, V vocabulary.
+Legend: R rows, V vocabulary, P pieces, B blocks of neighbours, E depths, C candidates.
 """
 
-# ruff: noqa: N803, N806 -- sizes that a kernel is compiled for are in capitals
-
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -35,93 +31,75 @@ _PIECE = 4096
 """Logits of a row that a program of the first launches sees."""
 _NEIGHBOURS = 256
 """Weights summed together for rows that nothing cuts, as `sampler` does."""
-_DEPTHS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
-"""Distances from the peak, in units of the temperature, at which candidates are looked for."""
+_DEPTHS = 10
+"""Distances from the peak at which candidates are looked for, and one that includes all weights."""
 _MOST_CANDIDATES = 8192
+"""Of a row; where there are more, the row itself is looked at."""
 _LOOK = 1024
 """Logits compared at once where a range is narrowed down."""
 _PIVOTS = 16
 """With so many places of the order at once: 8 rounds find one of 2**32."""
 
 
-class DrawScratch(NamedTuple):
-    """What the launches hand on; the next draw may overwrite it in stream order."""
-
-    best: Tensor
-    """int64 [R, pieces]: each piece's largest logit and its id."""
-    block_sums: Tensor
-    """float64 [R, blocks of neighbours]."""
-    sums: Tensor
-    """float64 [R, pieces, 1 + depths]: weights of the piece: all, and those within each distance."""
-    counts: Tensor
-    """int32 [R, pieces, 1 + depths]: tokens of the piece with a weight, and those within each distance."""
-    depths: Tensor
-    """float64 [1 + depths]: the distances behind one that includes all weights."""
-    candidates: Tensor
-    """float32 [R, most candidates]: their logits, by rising id."""
-    candidate_ids: Tensor
-    """int32 [R, most candidates]."""
-
-    @classmethod
-    def allocate(
-        cls, max_rows: int, vocab_size: int, device: torch.device, most_candidates: int = _MOST_CANDIDATES
-    ) -> DrawScratch:
-        """Return scratch for steps of up to so many rows."""
-        pieces = triton.cdiv(vocab_size, _PIECE)
-        depths = torch.tensor((1e300, *_DEPTHS), dtype=torch.float64, device=device)
-        per_piece = (max_rows, pieces, len(depths))
-        num_blocks = pieces * (_PIECE // _NEIGHBOURS)
-        return cls(
-            best=torch.empty(max_rows, pieces, dtype=torch.int64, device=device),
-            block_sums=torch.empty(max_rows, num_blocks, dtype=torch.float64, device=device),
-            sums=torch.empty(per_piece, dtype=torch.float64, device=device),
-            counts=torch.empty(per_piece, dtype=torch.int32, device=device),
-            depths=depths,
-            candidates=torch.empty(max_rows, most_candidates, dtype=torch.float32, device=device),
-            candidate_ids=torch.empty(max_rows, most_candidates, dtype=torch.int32, device=device),
-        )
-
-
-def best(logits_RV: Tensor, scratch: DrawScratch, out: BestBuffers) -> None:
+def best(logits_RV: Tensor, out: BestBuffers) -> None:
     """Find each row's most likely token; see `Kernels.best`."""
     num_rows, vocab_size = logits_RV.shape
     pieces = triton.cdiv(vocab_size, _PIECE)
+    best_RP = logits_RV.new_empty(num_rows, pieces, dtype=torch.int64)
     _best_of_pieces[(num_rows, pieces)](
-        logits_RV, scratch.best, VOCAB=vocab_size, PIECES=pieces, BLOCK=_PIECE, num_warps=4
+        logits_RV, best_RP, VOCAB=vocab_size, PIECES=pieces, BLOCK=_PIECE, num_warps=4
     )
     _best_of_rows[(num_rows,)](
-        scratch.best, out.ids_R, out.peaks_R, PIECES=pieces, BLOCK=triton.next_power_of_2(pieces), num_warps=1
+        best_RP, out.ids_R, out.peaks_R, PIECES=pieces, BLOCK=triton.next_power_of_2(pieces), num_warps=1
     )
 
 
 def draw(
-    logits_RV: Tensor, params: DrawParams, best: BestBuffers, scratch: DrawScratch, ids_R: Tensor
+    logits_RV: Tensor,
+    params: DrawParams,
+    best: BestBuffers,
+    ids_R: Tensor,
+    *,
+    most_candidates: int = _MOST_CANDIDATES,
 ) -> None:
     """Choose each row's token; see `Kernels.draw`."""
     num_rows, vocab_size = logits_RV.shape
     pieces = triton.cdiv(vocab_size, _PIECE)
+    num_blocks = pieces * (_PIECE // _NEIGHBOURS)
+    block_sums_RB = logits_RV.new_empty(num_rows, num_blocks, dtype=torch.float64)
+    # Of each piece: weights and numbers of all tokens, and of those within each distance
+    sums_RPE = logits_RV.new_empty(num_rows, pieces, _DEPTHS, dtype=torch.float64)
+    counts_RPE = logits_RV.new_empty(num_rows, pieces, _DEPTHS, dtype=torch.int32)
+    # By rising id
+    candidates_RC = logits_RV.new_empty(num_rows, most_candidates)
+    candidate_ids_RC = logits_RV.new_empty(num_rows, most_candidates, dtype=torch.int32)
     sizes = {
         "VOCAB": vocab_size,
         "PIECE": _PIECE,
         "PIECES": pieces,
-        "NEIGHBOURS": _NEIGHBOURS,
-        "DEPTHS": len(scratch.depths),
+        "DEPTHS": _DEPTHS,
     }
-    most_candidates = scratch.candidates.shape[1]
-    sums = (scratch.depths, scratch.sums, scratch.counts)
     _sum_pieces[(num_rows, pieces)](
-        logits_RV, best.peaks_R, params.temperatures_R, scratch.block_sums, *sums, **sizes, num_warps=8
+        logits_RV,
+        best.peaks_R,
+        params.temperatures_R,
+        block_sums_RB,
+        sums_RPE,
+        counts_RPE,
+        **sizes,
+        NEIGHBOURS=_NEIGHBOURS,
+        num_warps=8,
     )
+    sizes |= {"PIECES_BLOCK": triton.next_power_of_2(pieces), "MOST_CANDIDATES": most_candidates}
     _collect[(num_rows, pieces)](
         logits_RV,
         best.peaks_R,
         *params[:-1],
-        *sums,
-        scratch.candidates,
-        scratch.candidate_ids,
+        sums_RPE,
+        counts_RPE,
+        candidates_RC,
+        candidate_ids_RC,
         **sizes,
-        PIECES_BLOCK=triton.next_power_of_2(pieces),
-        MOST_CANDIDATES=most_candidates,
         num_warps=8,
     )
     _draw_rows[(num_rows,)](
@@ -129,19 +107,26 @@ def draw(
         best.ids_R,
         best.peaks_R,
         *params,
-        scratch.block_sums,
-        *sums,
-        scratch.candidates,
-        scratch.candidate_ids,
+        block_sums_RB,
+        sums_RPE,
+        counts_RPE,
+        candidates_RC,
+        candidate_ids_RC,
         ids_R,
         **sizes,
-        PIECES_BLOCK=triton.next_power_of_2(pieces),
-        BLOCKS_BLOCK=triton.next_power_of_2(scratch.block_sums.shape[1]),
-        MOST_CANDIDATES=most_candidates,
+        NEIGHBOURS=_NEIGHBOURS,
+        BLOCKS_BLOCK=triton.next_power_of_2(num_blocks),
         LOOK=_LOOK,
         PIVOTS=_PIVOTS,
         num_warps=16,
     )
+
+
+@triton.jit
+def _distance_of(depth):
+    """Return a depth's distance from the peak in units of the temperature: 1, 1.4, 2, ... 16; 0: any."""
+    distance = tl.exp2((depth - 1) * tl.full([], 0.5, tl.float32))
+    return tl.where(depth == 0, 1e300, distance.to(tl.float64))
 
 
 @triton.jit
@@ -170,7 +155,6 @@ def _sum_pieces(
     peaks_ptr,
     temperatures_ptr,
     block_sums_ptr,
-    depths_ptr,
     sums_ptr,
     counts_ptr,
     VOCAB: tl.constexpr,
@@ -190,7 +174,7 @@ def _sum_pieces(
         place = row * PIECES + piece
         tl.store(block_sums_ptr + place * (PIECE // NEIGHBOURS) + blocks, tl.sum(weights, axis=1))
         for depth in range(DEPTHS):
-            within = distances <= tl.load(depths_ptr + depth)
+            within = distances <= _distance_of(depth)
             inner = tl.sum(tl.where(within, weights, 0.0), axis=1)
             tl.store(sums_ptr + place * DEPTHS + depth, tl.sum(inner, axis=0))
             count = tl.sum(tl.sum(within.to(tl.int32), axis=1), axis=0)
@@ -199,7 +183,6 @@ def _sum_pieces(
 
 @triton.jit
 def _candidates_of(
-    depths_ptr,
     sums_ptr,
     counts_ptr,
     top_k,
@@ -209,8 +192,12 @@ def _candidates_of(
     PIECES_BLOCK: tl.constexpr,
     DEPTHS: tl.constexpr,
 ):
-    """Return the smallest depth that includes all that a row keeps (0: none does), how many tokens it includes,
-    and the weight of the whole row.
+    """Choose the candidates of a row.
+
+    Returns
+    -------
+    The smallest depth that includes all that the row keeps (0: none does), the number of tokens that it
+    includes, and the weight of the whole row.
     """
     pieces = tl.arange(0, PIECES_BLOCK)
     mask = pieces < PIECES
@@ -221,7 +208,7 @@ def _candidates_of(
         depth = DEPTHS - 1 - nearer
         count = tl.sum(tl.load(counts_ptr + pieces * DEPTHS + depth, mask=mask, other=0), axis=0)
         weight = tl.sum(tl.load(sums_ptr + pieces * DEPTHS + depth, mask=mask, other=0.0), axis=0)
-        has_min_p = (min_p > 0.0) & (tl.exp(-tl.load(depths_ptr + depth)) < min_p)
+        has_min_p = (min_p > 0.0) & (tl.exp(-_distance_of(depth)) < min_p)
         has_top_k = (top_k > 0) & (count >= top_k)
         has_top_p = (min_p <= 0.0) & (top_k <= 0) & (weight >= top_p * mass)
         if has_min_p | has_top_k | has_top_p:
@@ -240,7 +227,6 @@ def _collect(
     top_ks_ptr,
     top_ps_ptr,
     min_ps_ptr,
-    depths_ptr,
     sums_ptr,
     counts_ptr,
     candidates_ptr,
@@ -248,7 +234,6 @@ def _collect(
     VOCAB: tl.constexpr,
     PIECE: tl.constexpr,
     PIECES: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
     DEPTHS: tl.constexpr,
     PIECES_BLOCK: tl.constexpr,
     MOST_CANDIDATES: tl.constexpr,
@@ -263,14 +248,14 @@ def _collect(
         sums_ptr += row * (PIECES * DEPTHS)
         counts_ptr += row * (PIECES * DEPTHS)
         depth, num_candidates, _ = _candidates_of(
-            depths_ptr, sums_ptr, counts_ptr, top_k, top_p, min_p, PIECES, PIECES_BLOCK, DEPTHS
+            sums_ptr, counts_ptr, top_k, top_p, min_p, PIECES, PIECES_BLOCK, DEPTHS
         )
         if (depth > 0) & (num_candidates <= MOST_CANDIDATES):
             before = tl.arange(0, PIECES_BLOCK)
             counts = tl.load(counts_ptr + before * DEPTHS + depth, mask=before < piece, other=0)
             ids = piece * PIECE + tl.arange(0, PIECE)
             logits = tl.load(logits_ptr + row * VOCAB + ids, mask=ids < VOCAB, other=-float("inf"))
-            within = distances_of(logits, peak, temperature) <= tl.load(depths_ptr + depth)
+            within = distances_of(logits, peak, temperature) <= _distance_of(depth)
             places = (
                 row * MOST_CANDIDATES + tl.sum(counts, axis=0) + tl.cumsum(within.to(tl.int32), axis=0) - 1
             )
@@ -300,7 +285,6 @@ def _draw_rows(
     min_ps_ptr,
     numbers_ptr,
     block_sums_ptr,
-    depths_ptr,
     sums_ptr,
     counts_ptr,
     candidates_ptr,
@@ -331,12 +315,12 @@ def _draw_rows(
     if (temperature > 0.0) & (peak - peak == 0.0):
         if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
             depth, num_candidates, mass = _candidates_of(
-                depths_ptr, sums_ptr, counts_ptr, top_k, top_p, min_p, PIECES, PIECES_BLOCK, DEPTHS
+                sums_ptr, counts_ptr, top_k, top_p, min_p, PIECES, PIECES_BLOCK, DEPTHS
             )
             lowest = tl.full([], -(2**31), tl.int64)
             length = tl.full([], VOCAB, tl.int32)
             if depth > 0:
-                bound = peak.to(tl.float64) - tl.load(depths_ptr + depth) * temperature
+                bound = peak.to(tl.float64) - _distance_of(depth) * temperature
                 lowest = order_of(bound.to(tl.float32)).to(tl.int64) - 2  # rounding moves it by one
             is_collected = (depth > 0) & (num_candidates <= MOST_CANDIDATES)
             from_ptr = logits_ptr

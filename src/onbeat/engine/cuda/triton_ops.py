@@ -1,4 +1,4 @@
-"""The small operators of a layer in Triton: one kernel each, computed in float32 and rounded as the reference rounds.
+"""The small operators of a layer in Triton: one kernel each, in float32, rounded as the reference rounds.
 
 A launch depends on shapes alone, and no argument that varies from step to step is specialised on, so that
 every kernel that a graph will hold has been compiled by the first step that runs it.
@@ -7,15 +7,13 @@ Legend: T tokens of a step, D model width, N query heads, K KV heads, H head wid
 X = (N + 2 K) H.
 """
 
-# ruff: noqa: N803 -- sizes that a kernel is compiled for are in capitals
-
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from onbeat.engine.cuda.kernels import LayerSpec, Norm, StepTensors
+from onbeat.engine.cuda.kernels import DecodeRows, LayerSpec, Norm, StepTensors
 from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.model_config import Activation
 
@@ -23,6 +21,10 @@ _HEADS_TOGETHER = 4
 """Heads of a token that one program rotates, so that a cosine serves several."""
 _FEATURES_TOGETHER = 1024
 """Outputs of an activation that one program computes."""
+
+
+_BLOCKS_TOGETHER = 512
+"""Entries of a block table that are copied at once."""
 
 
 def add_norm(x_TD: Tensor | None, residual_TD: Tensor, norm: Norm, out_TD: Tensor) -> None:
@@ -98,8 +100,35 @@ def act_mul(gate_up_TF2: Tensor, activation: Activation, out_TF: Tensor) -> None
     )
 
 
+def list_blocks(
+    rows: DecodeRows, block_size: int, ends_R1: Tensor, blocks: Tensor, last_lens_R: Tensor
+) -> None:
+    """Write the blocks of rows one after the other, as planned attention reads them.
+
+    Parameters
+    ----------
+    ends_R1 : int32 [R + 1]: 0, and where each row's blocks end.
+    blocks : int32, room for all.
+    last_lens_R : int32 [R]: tokens in each row's last block.
+    """
+    num_rows, num_columns = rows.table_RW.shape
+    _list_blocks[(num_rows,)](
+        rows.table_RW,
+        rows.lens_R,
+        ends_R1,
+        blocks,
+        last_lens_R,
+        num_rows,
+        num_columns,
+        ROWS_BLOCK=triton.next_power_of_2(num_rows),
+        BLOCK_SIZE=block_size,
+        TOGETHER=_BLOCKS_TOGETHER,
+        num_warps=4,
+    )
+
+
 def _warps(block: int) -> int:
-    """Return warps for a program that holds `block` numbers: 16 to a thread, where that makes enough threads."""
+    """Return warps for a program that holds `block` numbers, 16 to a thread."""
     return min(max(block // 512, 1), 16)
 
 
@@ -217,3 +246,37 @@ def _act_mul(gate_up_ptr, out_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GEL
     inner = 1.5957691216057308 * (x + 0.044715 * x * x * x) if GELU else x
     product = x / (1.0 + tl.exp(-inner)) * up.to(tl.float32)
     tl.store(out_ptr + token * WIDTH + columns, product.to(gate.dtype), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_columns"],
+    do_not_specialize_on_alignment=["lens_ptr", "last_lens_ptr"],
+)
+def _list_blocks(
+    table_ptr,
+    lens_ptr,
+    ends_ptr,
+    blocks_ptr,
+    last_lens_ptr,
+    num_rows,
+    num_columns,
+    ROWS_BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    row = tl.program_id(0)
+    rows = tl.arange(0, ROWS_BLOCK)
+    lens = tl.load(lens_ptr + rows, mask=rows < num_rows, other=0)
+    num_blocks = (lens + BLOCK_SIZE - 1) // BLOCK_SIZE
+    start = tl.sum(tl.where(rows < row, num_blocks, 0), axis=0)
+    mine = tl.sum(tl.where(rows == row, num_blocks, 0), axis=0)
+    tl.store(ends_ptr + row, start)
+    tl.store(ends_ptr + row + 1, start + mine)  # what the next row writes, too
+    tl.store(last_lens_ptr + row, tl.load(lens_ptr + row) - (mine - 1) * BLOCK_SIZE)
+    column = tl.full([], 0, tl.int32)
+    while column < mine:
+        columns = column + tl.arange(0, TOGETHER)
+        mask = columns < mine
+        block_ids = tl.load(table_ptr + row.to(tl.int64) * num_columns + columns, mask=mask, other=0)
+        tl.store(blocks_ptr + start + columns, block_ids, mask=mask)
+        column += TOGETHER

@@ -4,8 +4,6 @@ Logits are ordered by an integer: their bits as a number, those of negative ones
 sums are float64, in an order that depends on the row alone.
 """
 
-# ruff: noqa: N803 -- sizes that a kernel is compiled for are in capitals
-
 from __future__ import annotations
 
 import triton
