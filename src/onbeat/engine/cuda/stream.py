@@ -57,7 +57,9 @@ class CudaStream:
     """The current stream of the calling thread."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        # `set_device` takes no device without an index, which is what "cuda" is.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
 
     def run(self, work: Callable[[], object]) -> None:
         """Queue the work; the device is that of the thread from now on, for Triton asks for no other."""
