@@ -11,7 +11,6 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: make test-triton")
 
-from onbeat.engine.cuda.fast import FastKernels
 from onbeat.engine.cuda.flashinfer_attention import (
     Chunks,
     FlashInfer,
@@ -70,17 +69,6 @@ def test_xqa_reads_tables_on_the_device_and_is_told_the_whole_scale(window: int 
     assert isinstance(call["kv_scale"], float)
     assert call["sliding_win_size"] == (window or 0)
     assert not call["semaphores"].any()
-
-
-def test_queries_that_are_apart_in_memory_reach_xqa_side_by_side() -> None:
-    """It takes no stride of queries, and would read keys in their place."""
-    recorder = Recorder()
-    kernels = FastKernels(SIZES, library=recorder.library())
-    qkv_RXH = torch.randn(3, 12, 64).bfloat16()
-    kernels.attend_decodes(qkv_RXH[:, :8], KV, ROWS, layer(None), torch.empty(3, 8, 64, dtype=torch.bfloat16))
-    q = recorder.last("xqa")["q"]
-    assert q.is_contiguous()
-    assert torch.equal(q[:, 0], qkv_RXH[:, :8])
 
 
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
