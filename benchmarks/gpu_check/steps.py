@@ -56,11 +56,7 @@ def make_runner(weights: CudaWeights, num_blocks: int, *, graphs: bool = True) -
 def time_decodes(runner: ModelRunner, rows: int, context: int) -> None:
     """Time one size of decode steps: one after the other, and what of it the device and the host take."""
     loop = loop_ms(runner, rows, context)
-    forward: Any = runner.forward
-    size = min(each for each in (*forward._sizes, rows) if each >= rows)
-    device = (
-        milliseconds(lambda: forward._graphs.replay(size), 10) if size in forward._sizes else float("nan")
-    )
+    device = _device_ms(runner, rows)
     host = host_us(runner, rows, context)
     floor = floor_ms(runner.forward.config, rows, context)
     name = f"{rows} x {context}"
@@ -79,6 +75,14 @@ def time_decodes(runner: ModelRunner, rows: int, context: int) -> None:
         host_us="" if host is None else round(host),
         floor_ms=round(floor, 3),
     )
+
+
+def _device_ms(runner: ModelRunner, rows: int) -> float:
+    """Return the device's time for the graph that the last step replayed; NaN where there is none."""
+    forward: Any = runner.forward
+    sizes = [size for size in getattr(forward, "_sizes", ()) if size >= rows]
+    graphs = getattr(forward, "_graphs", None)
+    return milliseconds(lambda: graphs.replay(min(sizes)), 10) if sizes and graphs else float("nan")
 
 
 def time_batch(timer: StepTimer, name: str, batch: MeasuredBatch, *, at_most: float | None = None) -> None:

@@ -6,21 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from onbeat.engine.cuda.forward import CudaForward, CudaOptions
+from onbeat.engine.cuda.backend import fast_kernels
+from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs
-from onbeat.engine.cuda.kernels import Kernels, KernelSizes
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import CudaWeights
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
 from tests.cpu.engine.forwards import MakeForward
 from tests.cpu.engine.step_driver import StepDriver
-
-
-def fast_kernels(sizes: KernelSizes) -> Kernels:
-    """Return the quick operators."""
-    from onbeat.engine.cuda.fast import FastKernels
-
-    return FastKernels(sizes)
 
 
 def graphs_on(device: torch.device) -> Graphs:
@@ -47,15 +40,7 @@ def on_gpu_engine(
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
         )
-        sizes = KernelSizes(
-            config=weights.config,
-            dtype=weights.dtype,
-            device=weights.device,
-            block_size=block_size,
-            max_rows=max_num_seqs,
-            max_tokens=max_num_batched_tokens,
-            max_row_blocks=options.max_row_blocks,
-        )
+        sizes = kernel_sizes(weights, options)
         kernels = fast_kernels(sizes) if fast else ReferenceKernels(sizes)
         chosen = graphs_on(weights.device) if graphs else EagerGraphs()
         return CudaForward(weights, kernels, chosen, options)
