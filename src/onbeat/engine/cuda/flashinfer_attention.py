@@ -59,7 +59,7 @@ class FlashInfer(NamedTuple):
         )
 
 
-def missing_kernel(config: ModelConfig, block_size: int, chunk_backend: ChunkBackend) -> str | None:
+def missing_kernel(config: ModelConfig, block_size: int, chunk_backend: ChunkBackend = "fa2") -> str | None:
     """Return the name of a module of FlashInfer that a model needs and that cannot be had here.
 
     Returns
@@ -105,7 +105,7 @@ class XqaDecodes:
     def attend(
         self, q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows, layer: LayerSpec, out_RNH: Tensor
     ) -> None:
-        """Attend; see `Kernels.attend_decodes`. Queries are contiguous."""
+        """Attend; see `Kernels.attend_decodes`."""
         self._xqa(
             q_RNH.unsqueeze(1),
             kv.k_BKSH,
@@ -211,7 +211,7 @@ class PlannedDecodes:
         list_blocks(rows, self._sizes.block_size, self._ends_R1, self._blocks, self._last_lens_R)
 
     def attend(self, q_RNH: Tensor, kv: LayerKVCache, out_RNH: Tensor) -> None:
-        """Attend; see `Kernels.attend_decodes`. Queries may be apart in memory."""
+        """Attend; see `Kernels.attend_decodes`."""
         self._wrapper.run(q_RNH, tuple(kv), out=out_RNH)
 
     def _planned(self, plan: Any, lens_R: Int32Array) -> None:

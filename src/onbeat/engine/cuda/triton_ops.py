@@ -45,15 +45,8 @@ def add_norm(x_TD: Tensor | None, residual_TD: Tensor, norm: Norm, out_TD: Tenso
     )
 
 
-def rope_store(
-    qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache, out_TNH: Tensor
-) -> None:
-    """Rotate and store; see `Kernels.rope_store`.
-
-    Parameters
-    ----------
-    out_TNH : where rotated queries are written, contiguous or a view of `qkv_TX`.
-    """
+def rope_store(qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache, q_TNH: Tensor) -> None:
+    """Rotate and store; see `Kernels.rope_store`."""
     num_heads = layer.num_heads + 2 * layer.num_kv_heads
     head_dim, norm = layer.head_dim, layer.query_norm
     assert (norm is None) == (layer.key_norm is None), "queries and keys have norms, or neither"
@@ -65,7 +58,7 @@ def rope_store(
     )
     _rope_store[(len(qkv_TX), triton.cdiv(num_heads, _HEADS_TOGETHER))](
         qkv_TX,
-        out_TNH,
+        q_TNH,
         kv.k_BKSH,
         kv.v_BKSH,
         step.positions_T,
@@ -75,7 +68,6 @@ def rope_store(
         key_scale_H,
         0.0 if norm is None else norm.eps,
         0.0 if layer.key_norm is None else layer.key_norm.eps,
-        OUT_STRIDE=out_TNH.stride(0),
         NUM_HEADS=layer.num_heads,
         NUM_KV_HEADS=layer.num_kv_heads,
         PAIRS=head_dim // 2,
@@ -155,6 +147,7 @@ def _add_norm(
     start = tl.program_id(0).to(tl.int64) * WIDTH
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
+    scale = tl.load(scale_ptr + columns, mask=mask, other=0.0)
     x = tl.load(residual_ptr + start + columns, mask=mask, other=0.0)
     type_: tl.constexpr = x.dtype
     if ADDS:
@@ -164,14 +157,13 @@ def _add_norm(
         tl.store(residual_ptr + start + columns, x, mask=mask)
     wide = x.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)
-    scale = tl.load(scale_ptr + columns, mask=mask, other=0.0)
     tl.store(out_ptr + start + columns, _scaled(wide, scale, type_, SCALES_ROUNDED), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def _rope_store(
     qkv_ptr,
-    out_ptr,
+    q_ptr,
     keys_ptr,
     values_ptr,
     positions_ptr,
@@ -181,7 +173,6 @@ def _rope_store(
     key_scale_ptr,
     query_eps,
     key_eps,
-    OUT_STRIDE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -198,6 +189,8 @@ def _rope_store(
     is_value = (heads >= NUM_HEADS + NUM_KV_HEADS) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
     mask = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (pairs >= 0)
 
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    angles = tl.load(positions_ptr + token).to(tl.float32) * tl.load(frequencies_ptr + pairs)
     from_ = qkv_ptr + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * PAIRS) + heads * (2 * PAIRS) + pairs
     first = tl.load(from_, mask=mask, other=0.0)
     second = tl.load(from_ + PAIRS, mask=mask, other=0.0)
@@ -214,17 +207,15 @@ def _rope_store(
         a = _scaled(x * factor, tl.where(is_query, query_first, key_first), type_, SCALES_ROUNDED)
         b = _scaled(y * factor, tl.where(is_query, query_second, key_second), type_, SCALES_ROUNDED)
 
-    angles = tl.load(positions_ptr + token).to(tl.float32) * tl.load(frequencies_ptr + pairs)
     cos, sin = tl.cos(angles), tl.sin(angles)
     a, b = a.to(tl.float32), b.to(tl.float32)
     turned_first = (a * cos - b * sin).to(type_)
     turned_second = (b * cos + a * sin).to(type_)
 
-    to_query = out_ptr + token * OUT_STRIDE + heads * (2 * PAIRS) + pairs
+    to_query = q_ptr + token * (NUM_HEADS * 2 * PAIRS) + heads * (2 * PAIRS) + pairs
     tl.store(to_query, turned_first, mask=is_query & mask)
     tl.store(to_query + PAIRS, turned_second, mask=is_query & mask)
-    # Offsets into the cache pass 2**31 numbers.
-    slot = tl.load(slots_ptr + token).to(tl.int64)
+    # Offsets into the cache pass 2**31 numbers: `slot` is an int64.
     kv_heads = heads - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
     place = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + kv_heads) * BLOCK_SIZE + slot % BLOCK_SIZE
     place = place * (2 * PAIRS) + pairs

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,6 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: make test-triton")
 
-from onbeat.engine.cuda.fast import FastKernels
 from onbeat.engine.cuda.flashinfer_attention import (
     Chunks,
     FlashInfer,
@@ -19,6 +20,7 @@ from onbeat.engine.cuda.flashinfer_attention import (
     PlannedDecodes,
     XqaDecodes,
     allocate_workspace,
+    missing_kernel,
 )
 from onbeat.engine.cuda.kernels import ChunkRows, DecodeRows, LayerSpec
 from onbeat.engine.cuda.stream import CpuStream, Mark
@@ -70,17 +72,6 @@ def test_xqa_reads_tables_on_the_device_and_is_told_the_whole_scale(window: int 
     assert isinstance(call["kv_scale"], float)
     assert call["sliding_win_size"] == (window or 0)
     assert not call["semaphores"].any()
-
-
-def test_queries_that_are_apart_in_memory_reach_xqa_side_by_side() -> None:
-    """It takes no stride of queries, and would read keys in their place."""
-    recorder = Recorder()
-    kernels = FastKernels(SIZES, library=recorder.library())
-    qkv_RXH = torch.randn(3, 12, 64).bfloat16()
-    kernels.attend_decodes(qkv_RXH[:, :8], KV, ROWS, layer(None), torch.empty(3, 8, 64, dtype=torch.bfloat16))
-    q = recorder.last("xqa")["q"]
-    assert q.is_contiguous()
-    assert torch.equal(q[:, 0], qkv_RXH[:, :8])
 
 
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
@@ -220,6 +211,33 @@ def test_the_recorded_signatures_are_those_of_the_library() -> None:
         ),
     ):
         assert _parameters(ours) == _parameters(theirs)
+
+
+def test_a_kernel_is_missing_where_it_is_neither_ready_made_nor_can_be_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")  # it asks the GPU otherwise
+    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    env = importlib.import_module("flashinfer.jit.env")
+    monkeypatch.setattr(env, "FLASHINFER_AOT_DIR", tmp_path)
+    monkeypatch.setattr(env, "FLASHINFER_JIT_DIR", tmp_path / "jit")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
+    for start in ("xqa_input_bf16", "batch_prefill_with_kv_cache_dtype_q_bf16"):
+        missing = missing_kernel(SIZES.config, 16)
+        assert missing is not None
+        assert missing.startswith(start)
+        (tmp_path / missing).mkdir()
+        (tmp_path / missing / f"{missing}.so").touch()
+    assert missing_kernel(SIZES.config, 16) is None
+
+    assert missing_kernel(SIZES.config, 64) is not None
+    compiler = tmp_path / "bin" / "nvcc"
+    compiler.parent.mkdir()
+    compiler.touch(mode=0o755)
+    assert missing_kernel(SIZES.config, 64) is None
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    assert missing_kernel(SIZES.config, 64) is not None
 
 
 def _parameters(function: object) -> list[tuple[str, object, object]]:

@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from onbeat.engine.cuda.kernels import DecodeRows, LayerSpec, Norm, StepTensors
 from onbeat.engine.cuda.reference import ReferenceKernels
@@ -90,10 +89,12 @@ def test_rope_store_rotates_queries_and_fills_the_cache(
         torch.tensor([3, 17, 31, 64, 79, 0], dtype=torch.int32),
     )
     qkv_TX = torch.randn(6, (num_heads + 2 * num_kv_heads) * head_dim)
-    expected_TX, expected_kv, kv = qkv_TX.clone(), _cache(layer), _cache(layer)
-    REFERENCE.rope_store(expected_TX, step, layer, expected_kv)
-    triton_ops.rope_store(qkv_TX, step, layer, kv, _queries(qkv_TX, layer))
-    assert_close(_queries(qkv_TX, layer), _queries(expected_TX, layer))
+    kept_TX, expected_kv, kv = qkv_TX.clone(), _cache(layer), _cache(layer)
+    expected_TNH, q_TNH = (torch.full((6, num_heads, head_dim), torch.nan) for _ in range(2))
+    REFERENCE.rope_store(qkv_TX.clone(), step, layer, expected_kv, expected_TNH)
+    triton_ops.rope_store(qkv_TX, step, layer, kv, q_TNH)
+    assert_equal(qkv_TX, kept_TX)
+    assert_close(q_TNH, expected_TNH)
     for part, expected in zip(kv, expected_kv, strict=True):
         assert_close(part, expected)
 
@@ -116,7 +117,7 @@ def test_values_that_are_no_numbers_are_stored_as_they_are() -> None:
     )  # the second half of a value, which a rotation would mix with the first
     values_TH = qkv_TX[:, 3 * 64 :].clone()
     step = StepTensors(torch.tensor([7, 8], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32))
-    triton_ops.rope_store(qkv_TX, step, layer, kv, _queries(qkv_TX, layer))
+    triton_ops.rope_store(qkv_TX, step, layer, kv, torch.empty(2, 2, 64))
     assert_equal(kv.v_BKSH[0, 0, :2], values_TH)
 
 
@@ -137,7 +138,3 @@ def test_list_blocks_puts_the_blocks_of_rows_one_after_the_other() -> None:
 def _cache(layer: LayerSpec) -> LayerKVCache:
     shape = (6, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim)
     return LayerKVCache(torch.zeros(shape), torch.zeros(shape))
-
-
-def _queries(qkv_TX: Tensor, layer: LayerSpec) -> Tensor:
-    return qkv_TX.view(len(qkv_TX), -1, layer.head_dim)[:, : layer.num_heads]
