@@ -112,11 +112,9 @@ def _decode_rows(bench: Bench, lens: np.ndarray, num_columns: int) -> tuple[Deco
 
 
 def _queries(bench: Bench, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return queries as a view of the projection's output, and a poisoned output."""
-    config = bench.config
-    num_heads = config.num_heads + 2 * config.num_kv_heads
-    q = bench.random(num_tokens, num_heads, config.head_dim)[:, : config.num_heads]
-    return q, bench.poisoned(num_tokens, config.num_heads, config.head_dim)
+    """Return queries and a poisoned output."""
+    shape = (num_tokens, bench.config.num_heads, bench.config.head_dim)
+    return bench.random(*shape), bench.poisoned(*shape)
 
 
 CHUNKS: tuple[tuple[tuple[int, int], ...], ...] = (

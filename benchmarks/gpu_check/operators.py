@@ -50,11 +50,12 @@ def rope_store(bench: Bench) -> None:
                 0, MAX_LEN, (num_tokens,), generator=bench.generator, device=bench.device
             )
             step = StepTensors(positions.int(), slots[:num_tokens].int())
-            wide_qkv, q_width = qkv.float(), config.num_heads * config.head_dim
-            bench.plain.rope_store(wide_qkv, step, _wide_layer(layer), wide_cache)
-            bench.quick.rope_store(qkv, step, layer, cache)
+            q = bench.poisoned(num_tokens, config.num_heads, config.head_dim)
+            wide_q = q.float()
+            bench.plain.rope_store(qkv.float(), step, _wide_layer(layer), wide_cache, wide_q)
+            bench.quick.rope_store(qkv, step, layer, cache, q)
             title = f"rope_store {bench.name}, {num_tokens} tokens{', norms' if norms else ''}"
-            compare(f"{title}: queries", qkv[:, :q_width], wide_qkv[:, :q_width])
+            compare(f"{title}: queries", q, wide_q)
             compare(f"{title}: keys", cache.k_BKSH, wide_cache.k_BKSH)
             compare(f"{title}: values", cache.v_BKSH, wide_cache.v_BKSH)
 

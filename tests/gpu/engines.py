@@ -59,6 +59,9 @@ class FixedTokens:
     def needs_logits(self, rows: Sequence[SamplingRow]) -> bool:
         return True
 
+    def is_plain(self, rows: Sequence[SamplingRow]) -> bool:
+        return False
+
     def sample(
         self, logits_RV: torch.Tensor | None, rows: Sequence[SamplingRow], best: BestTokens | None = None
     ) -> SampledTokens:

@@ -99,6 +99,9 @@ class _Watching(Sampler):
     def needs_logits(self, rows: list[SamplingRow]) -> bool:  # type: ignore[override]
         return True
 
+    def is_plain(self, rows: Any) -> bool:
+        return False
+
 
 def test_a_row_of_nan_fails_alone_and_its_blocks_serve_again() -> None:
     name = "llama3"

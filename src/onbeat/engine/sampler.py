@@ -74,6 +74,10 @@ class Sampler:
         """Whether more than each row's most likely token is needed to choose."""
         return not all(row.is_greedy and not row.asks_logprobs and not row.edits_logits for row in rows)
 
+    def is_plain(self, rows: Sequence[SamplingRow]) -> bool:
+        """Whether no row wants more than a token by temperature, top-k, top-p, min-p and its number."""
+        return not any(row.asks_logprobs or row.edits_logits for row in rows)
+
     @torch.inference_mode()
     def sample(
         self, logits_RV: Tensor | None, rows: Sequence[SamplingRow], best: BestTokens | None = None

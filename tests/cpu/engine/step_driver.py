@@ -27,6 +27,9 @@ class RecordingSampler:
     def needs_logits(self, rows: list[SamplingRow]) -> bool:
         return True
 
+    def is_plain(self, rows: list[SamplingRow]) -> bool:
+        return False  # it wants to see the logits
+
     def sample(
         self, logits_RV: torch.Tensor | None, rows: list[SamplingRow], best: BestTokens | None = None
     ) -> SampledTokens:

@@ -51,9 +51,10 @@ class FastKernels:
         """Add and normalise; see `Kernels.add_norm`."""
         triton_ops.add_norm(x_TD, residual_TD, norm, out_TD)
 
-    def rope_store(self, qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache) -> None:
+    def rope_store(
+        self, qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache, q_TNH: Tensor
+    ) -> None:
         """Rotate and store; see `Kernels.rope_store`."""
-        q_TNH = qkv_TX.view(len(qkv_TX), -1, layer.head_dim)[:, : layer.num_heads]
         triton_ops.rope_store(qkv_TX, step, layer, kv, q_TNH)
 
     def act_mul(self, gate_up_TF2: Tensor, activation: Activation, out_TF: Tensor) -> None:
@@ -64,7 +65,7 @@ class FastKernels:
         self, q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows, layer: LayerSpec, out_RNH: Tensor
     ) -> None:
         """Attend with one query a row; see `Kernels.attend_decodes`."""
-        self._decodes.attend(q_RNH.contiguous(), kv, rows, layer, out_RNH)
+        self._decodes.attend(q_RNH, kv, rows, layer, out_RNH)
 
     def plan_chunks(self, rows: ChunkRows, layer: LayerSpec) -> Any:
         """Plan on the host; see `Kernels.plan_chunks`."""

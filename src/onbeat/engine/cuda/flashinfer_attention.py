@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -104,7 +105,7 @@ class XqaDecodes:
     def attend(
         self, q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows, layer: LayerSpec, out_RNH: Tensor
     ) -> None:
-        """Attend; see `Kernels.attend_decodes`. Queries are contiguous."""
+        """Attend; see `Kernels.attend_decodes`."""
         self._xqa(
             q_RNH.unsqueeze(1),
             kv.k_BKSH,
@@ -179,14 +180,14 @@ class PlannedDecodes:
         workspace: Tensor,
         buffers: PlanBuffers,
     ) -> None:
-        int32 = {"dtype": torch.int32, "device": sizes.device}
+        int32 = partial(torch.zeros, dtype=torch.int32, device=sizes.device)
         self._plan = library.fast_decode_plan
         self._sizes = sizes
         self._layer = layer
         self._buffers = buffers
-        self._ends_R1 = torch.arange(num_rows + 1, **int32)
-        self._blocks = torch.zeros(num_rows * sizes.max_row_blocks, **int32)
-        self._last_lens_R = torch.ones(num_rows, **int32)
+        self._ends_R1 = int32(num_rows + 1)
+        self._blocks = int32(num_rows * sizes.max_row_blocks)
+        self._last_lens_R = int32(num_rows)
         self._wrapper = library.DecodeWrapper(
             workspace,
             "HND",
@@ -210,7 +211,7 @@ class PlannedDecodes:
         list_blocks(rows, self._sizes.block_size, self._ends_R1, self._blocks, self._last_lens_R)
 
     def attend(self, q_RNH: Tensor, kv: LayerKVCache, out_RNH: Tensor) -> None:
-        """Attend; see `Kernels.attend_decodes`. Queries may be apart in memory."""
+        """Attend; see `Kernels.attend_decodes`."""
         self._wrapper.run(q_RNH, tuple(kv), out=out_RNH)
 
     def _planned(self, plan: Any, lens_R: Int32Array) -> None:
@@ -300,7 +301,7 @@ class Chunks:
         numbers = torch.from_numpy(np.concatenate(arrays, dtype=np.int32))
         if self._sizes.device.type == "cuda":
             numbers = numbers.pin_memory()
-        return numbers.split([len(array) for array in arrays])
+        return torch.split(numbers, [len(array) for array in arrays])
 
 
 def stream_of(device: torch.device) -> DeviceStream:

@@ -7,25 +7,27 @@ Legend: T tokens of the step, R rows that decode, N rows that sample, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from onbeat.core.errors import EngineError
 from onbeat.engine.attention.base import IntArray
+from onbeat.engine.cuda.failures import failures_in_words
 from onbeat.engine.cuda.graphs import Graphs, graph_sizes
 from onbeat.engine.cuda.kernels import BestBuffers, ChunkRows, DecodeRows, Kernels, KernelSizes, StepTensors
 from onbeat.engine.cuda.layer import Hidden, LayerStep, first_of_windows, run_layers, write_logits
 from onbeat.engine.cuda.packing import StepCounts, StepWords, device_words
 from onbeat.engine.cuda.products import CudaProducts
+from onbeat.engine.cuda.sampling import draw_params
 from onbeat.engine.cuda.state import CudaOptions, DeviceState, HostRing
 from onbeat.engine.cuda.step_packer import PackedStep, StepPacker
-from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
+from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream, Mark
 from onbeat.engine.cuda.weights import CudaWeights
-from onbeat.engine.forward import RowProducts, StepLogits
+from onbeat.engine.forward import ChosenTokens, RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
@@ -57,7 +59,23 @@ class _Buffers(NamedTuple):
     """int32 [2 N]: what the host reads."""
     best: BestBuffers
     """`results`, by name."""
+    drawn_N: Tensor
+    """int32."""
     logits_NV: Tensor
+
+
+class _Launched:
+    """A step's tokens; see `ChosenTokens`."""
+
+    def __init__(self, packed: PackedStep, mark: Mark) -> None:
+        self.packed = packed
+        self._mark = mark
+
+    def wait(self) -> BestTokens:
+        """Return the tokens once the step is done."""
+        with failures_in_words(self.packed):
+            self._mark.wait()
+        return self.packed.best_tokens()
 
 
 class CudaForward:
@@ -127,22 +145,20 @@ class CudaForward:
         wants_logits: bool,  # noqa: ARG002 -- always computed
     ) -> StepLogits:
         """Run one step to its end; see `ForwardPass.run`. Logits are valid until the next step."""
-        entry = self._ring.take()
-        packed = self._packer.pack(inputs, entry)
         buffers: list[_Buffers] = []
-        self._stream.run(lambda: buffers.append(self._queue(packed)))
-        entry.mark = self._stream.mark()
-        entry.mark.wait()
-        num_samples = len(inputs.sampling_tokens)
+        launched = self._submit(inputs, lambda packed: buffers.append(self._queue(packed)), chooses=False)
+        found, num_samples = launched.wait(), len(inputs.sampling_tokens)
         if not num_samples:
             return StepLogits(None)
-        ids, peaks = self._packer.results(packed)
         logits_NV = buffers[0].logits_NV
-        if packed.size is not None and not packed.is_each_row_sampled:
+        if launched.packed.size is not None and not launched.packed.is_each_row_sampled:
             logits_NV = logits_NV.index_select(0, torch.from_numpy(inputs.sampling_tokens).to(self.device))
-        return StepLogits(logits_NV[:num_samples], BestTokens(ids.astype(np.int64), peaks.copy()))
+        return StepLogits(logits_NV[:num_samples], found)
 
-    @torch.inference_mode()
+    def launch(self, inputs: StepInputs) -> ChosenTokens:
+        """Queue a step that chooses its rows' tokens; see `LaunchesSteps.launch`."""
+        return self._submit(inputs, self._queue, chooses=True)
+
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored keys and values of blocks finite; see `ForwardPass.scrub`."""
         self._stream.run(lambda: self._state.scrub(torch.from_numpy(block_ids).to(self.device)))
@@ -161,6 +177,21 @@ class CudaForward:
     def close(self) -> None:
         """Let go of nothing: memory goes with the object."""
 
+    def _submit(
+        self, inputs: StepInputs, queue: Callable[[PackedStep], object], *, chooses: bool
+    ) -> _Launched:
+        entry = self._ring.take()
+        packed = self._packer.pack(inputs, entry, chooses=chooses)
+        try:
+            with failures_in_words(packed):
+                self._stream.run(lambda: queue(packed))
+        except EngineError:
+            self._packer.forget()
+            entry.mark = self._stream.mark()
+            raise
+        entry.mark = self._stream.mark()
+        return _Launched(packed, entry.mark)
+
     def _fixed_buffers(self, size: int) -> _Buffers:
         """Return the buffers that the graph of a size reads and writes, full of padding."""
         words = torch.from_numpy(self._packer.padding(size)).to(self.device)
@@ -170,10 +201,11 @@ class CudaForward:
         num_samples = counts.samples
         results = torch.zeros(2 * num_samples, dtype=torch.int32, device=self.device)
         best = BestBuffers(results[:num_samples], results[num_samples:].view(torch.float32))
+        drawn_N = torch.zeros(num_samples, dtype=torch.int32, device=self.device)
         logits_NV = self._logits_NV[:num_samples]
         if num_samples > len(self._logits_NV):
             logits_NV = self._logits_NV.new_empty(num_samples, self._logits_NV.shape[1])
-        return _Buffers(words, device_words(words, counts), results, best, logits_NV)
+        return _Buffers(words, device_words(words, counts), results, best, drawn_N, logits_NV)
 
     @torch.inference_mode()
     def _queue(self, packed: PackedStep) -> _Buffers:
@@ -189,6 +221,10 @@ class CudaForward:
         else:
             buffers = self._buffers(words.to(self.device, non_blocking=True), packed.counts)
             self._compute(buffers, packed.counts.decodes, packed.chunks)
+        if packed.is_random:
+            self.kernels.draw(buffers.logits_NV, draw_params(buffers.parts), buffers.best, buffers.drawn_N)
+            buffers.best.ids_R.copy_(buffers.drawn_N)
+            self._remember(buffers)
         packed.entry.results[: len(buffers.results)].copy_(buffers.results, non_blocking=True)
         return buffers
 
@@ -220,5 +256,10 @@ class CudaForward:
             hidden = Hidden(*(part.index_select(0, parts.sampled_N) for part in hidden))
         write_logits(self.weights, self.kernels, hidden, buffers.logits_NV)
         self.kernels.best(buffers.logits_NV, buffers.best)
+        self._remember(buffers)
+
+    def _remember(self, buffers: _Buffers) -> None:
+        """Keep each slot's token for the next step; 0 where the row failed."""
         ids_N, peaks_N = buffers.best
-        state.tokens_S.index_put_((parts.write_slots_N,), torch.where(peaks_N.isfinite(), ids_N, 0))
+        tokens_N = torch.where(peaks_N.isfinite(), ids_N, 0)
+        self._state.tokens_S.index_put_((buffers.parts.write_slots_N,), tokens_N)

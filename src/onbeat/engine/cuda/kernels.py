@@ -152,14 +152,16 @@ class Kernels(Protocol):
         """
         ...
 
-    def rope_store(self, qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache) -> None:
+    def rope_store(
+        self, qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache, q_TNH: Tensor
+    ) -> None:
         """Normalise (where the layer does) and rotate queries and keys; store keys and values.
 
         Parameters
         ----------
-        qkv_TX : [T, X], the model's type: N query heads, K key heads, K value heads of each token. Queries
-            are rewritten in place; what becomes of keys and values in it does not matter.
+        qkv_TX : [T, X], the model's type: N query heads, K key heads, K value heads of each token.
         kv : [blocks, K, block size, H] each, the model's type.
+        q_TNH : [T, N, H], the model's type: where the queries are written.
 
         Notes
         -----
@@ -186,8 +188,7 @@ class Kernels(Protocol):
 
         Parameters
         ----------
-        q_RNH : [R, N, H], the model's type; rows are X apart in memory (a view of `qkv_TX`).
-        out_RNH : [R, N, H], the model's type, contiguous.
+        q_RNH, out_RNH : [R, N, H], the model's type.
         """
         ...
 
@@ -210,8 +211,7 @@ class Kernels(Protocol):
 
         Parameters
         ----------
-        q_TNH : [T, N, H], the model's type, tokens of the planned rows alone; X apart in memory.
-        out_TNH : [T, N, H], the model's type, contiguous.
+        q_TNH, out_TNH : [T, N, H], the model's type: tokens of the planned rows alone.
         """
         ...
 

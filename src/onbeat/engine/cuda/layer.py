@@ -84,9 +84,8 @@ def _attention(
     spec, num_decodes = layer.spec, step.num_decodes
     num_tokens = len(normed_TD)
     qkv_TX = functional.linear(normed_TD, layer.qkv_XD, layer.qkv_bias_X)
-    kernels.rope_store(qkv_TX, step.tensors, spec, kv)
-    q_TNH = qkv_TX.view(num_tokens, -1, spec.head_dim)[:, : spec.num_heads]
-    mixed_TNH = qkv_TX.new_empty(num_tokens, spec.num_heads, spec.head_dim)
+    q_TNH, mixed_TNH = (qkv_TX.new_empty(num_tokens, spec.num_heads, spec.head_dim) for _ in range(2))
+    kernels.rope_store(qkv_TX, step.tensors, spec, kv, q_TNH)
     if num_decodes:
         kernels.attend_decodes(q_TNH[:num_decodes], kv, step.decodes, spec, mixed_TNH[:num_decodes])
     if num_decodes < num_tokens:

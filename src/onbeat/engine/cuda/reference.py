@@ -55,16 +55,17 @@ class ReferenceKernels:
             residual_TD.add_(x_TD)
         out_TD.copy_(_normalised(residual_TD, norm))
 
-    def rope_store(self, qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache) -> None:
+    def rope_store(
+        self, qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache, q_TNH: Tensor
+    ) -> None:
         """Rotate and store; see `Kernels.rope_store`."""
         num_heads, num_kv_heads = layer.num_heads, layer.num_kv_heads
         heads_TXH = qkv_TX.view(len(qkv_TX), num_heads + 2 * num_kv_heads, layer.head_dim)
-        q_TNH = heads_TXH[:, :num_heads]
         k_TKH, v_TKH = heads_TXH[:, num_heads:].chunk(2, dim=1)
         angles_T1H = step.positions_T[:, None, None].float() * layer.frequencies_H.repeat(2)
         cos_T1H, sin_T1H = angles_T1H.cos().to(self._wide), angles_T1H.sin().to(self._wide)
         rotated_TKH = self._rotated(k_TKH, layer.key_norm, cos_T1H, sin_T1H)
-        q_TNH.copy_(self._rotated(q_TNH, layer.query_norm, cos_T1H, sin_T1H))
+        q_TNH.copy_(self._rotated(heads_TXH[:, :num_heads], layer.query_norm, cos_T1H, sin_T1H))
         slots_T = step.kv_slots_T.long()
         where = (slots_T // self._sizes.block_size, slots_T % self._sizes.block_size)
         kv.k_BKSH.transpose(1, 2).index_put_(where, rotated_TKH)

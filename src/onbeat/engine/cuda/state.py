@@ -63,6 +63,7 @@ class DeviceState:
         self.tokens_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
         """What was last chosen for each slot; 0 where the row failed."""
 
+    @torch.inference_mode()
     def scrub(self, block_ids: Tensor) -> None:
         """Replace what is not finite in some blocks by 0."""
         for cache in self.kv:
@@ -84,6 +85,10 @@ class TableMirror:
         )
         self.padding_place = self._blocks_SW.size - 1
         """A place whose entry is never another than `CudaOptions.padding_block`."""
+
+    def forget(self) -> None:
+        """Take nothing for known but the padding."""
+        self._blocks_SW[:-1] = -1
 
     def changes(
         self, tables_SB: BlockTable, slots_R: IntArray, context_lens_R: IntArray

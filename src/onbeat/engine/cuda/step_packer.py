@@ -16,8 +16,10 @@ from torch import Tensor
 from onbeat.engine.attention.base import AttentionBatch, IntArray
 from onbeat.engine.cuda.kernels import ChunkRows, Int32Array
 from onbeat.engine.cuda.packing import StepCounts, StepWords, host_words
+from onbeat.engine.cuda.sampling import SlotSettings
 from onbeat.engine.cuda.state import CudaOptions, RingEntry, TableMirror
 from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.sampler import BestTokens
 
 _MOST_EAGER_UPDATES = 4096
 """Changed entries of block tables that travel with a step outside of graphs; more go their own way."""
@@ -31,18 +33,34 @@ class PackedStep:
     counts: StepCounts
     size: int | None
     """Of the graph; None where the step is run operator by operator."""
-    num_samples: int
     sampling_tokens: IntArray
     chunks: ChunkRows | None
     """Rows behind those that decode."""
-    late_updates: Tensor | None = None
+    late_updates: Tensor | None
     """int32 [2, U]: changes of the block tables that the words have no room for, places and blocks."""
+    is_random: bool
+    """Whether tokens are to be drawn."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step, with those of padding."""
+        return self.counts.decodes + (0 if self.chunks is None else len(self.chunks.query_lens_R))
 
     @property
     def is_each_row_sampled(self) -> bool:
         """Whether the packed tokens are the sampling ones, in their order."""
-        return self.num_samples == self.counts.tokens or bool(
-            (self.sampling_tokens == np.arange(self.num_samples)).all()
+        num_samples = len(self.sampling_tokens)
+        return num_samples == self.counts.tokens or bool(
+            (self.sampling_tokens == np.arange(num_samples)).all()
+        )
+
+    def best_tokens(self) -> BestTokens:
+        """Return what came back of each sampling row, once the step is done."""
+        num_results = self.counts.samples
+        results = self.entry.results[: 2 * num_results].numpy()
+        rows = slice(None) if self.size is None else self.sampling_tokens
+        return BestTokens(
+            results[:num_results][rows].astype(np.int64), results[num_results:].view(np.float32)[rows].copy()
         )
 
 
@@ -59,6 +77,7 @@ class StepPacker:
         self._options = options
         self._sizes = np.array(sizes)
         self._mirror = TableMirror(options)
+        self._settings = SlotSettings(options.max_num_seqs)
 
     def graph_counts(self, size: int) -> StepCounts:
         """Return the counts of a graph's words."""
@@ -71,27 +90,23 @@ class StepPacker:
         self._pad(host_words(words, counts), 0, 0)
         return words
 
-    def pack(self, inputs: StepInputs, entry: RingEntry) -> PackedStep:
-        """Write a step's words into a ring entry."""
+    def pack(self, inputs: StepInputs, entry: RingEntry, *, chooses: bool) -> PackedStep:
+        """Write a step's words into a ring entry.
+
+        Parameters
+        ----------
+        chooses : whether the device chooses tokens and remembers them for their slots.
+        """
         batch = inputs.attention
         num_rows = len(batch.slots_R)
         places, blocks = self._mirror.changes(batch.block_tables_SB, batch.slots_R, batch.context_lens_R)
         is_decode = num_rows == len(inputs.token_ids_T)
         if is_decode and num_rows <= self._sizes[-1]:
-            return self._pack_decodes(inputs, entry, places, blocks)
-        return self._pack_eager(inputs, entry, places, blocks)
-
-    def results(self, packed: PackedStep) -> tuple[Int32Array, NDArray[np.float32]]:
-        """Return each sampling row's most likely token and its logit, of a step that is done."""
-        num_results = packed.counts.samples
-        results = packed.entry.results[: 2 * num_results].numpy()
-        ids, peaks = results[:num_results], results[num_results:].view(np.float32)
-        if packed.size is None:
-            return ids, peaks
-        return ids[packed.sampling_tokens], peaks[packed.sampling_tokens]
+            return self._pack_decodes(inputs, entry, places, blocks, chooses=chooses)
+        return self._pack_eager(inputs, entry, places, blocks, chooses=chooses)
 
     def _pack_decodes(
-        self, inputs: StepInputs, entry: RingEntry, places: IntArray, blocks: Int32Array
+        self, inputs: StepInputs, entry: RingEntry, places: IntArray, blocks: Int32Array, *, chooses: bool
     ) -> PackedStep:
         batch = inputs.attention
         num_rows = len(batch.slots_R)
@@ -110,13 +125,11 @@ class StepPacker:
         parts.update_places_U[:num_updates] = places[:num_updates]
         parts.update_blocks_U[:num_updates] = blocks[:num_updates]
         self._pad(parts, num_rows, num_updates)
-        parts.write_slots_N[:] = self._options.padding_slot
-        return PackedStep(
-            entry, counts, size, len(inputs.sampling_tokens), inputs.sampling_tokens, None, late
-        )
+        is_random = self._choose(inputs, parts, inputs.sampling_tokens, chooses=chooses)
+        return PackedStep(entry, counts, size, inputs.sampling_tokens, None, late, is_random)
 
     def _pack_eager(
-        self, inputs: StepInputs, entry: RingEntry, places: IntArray, blocks: Int32Array
+        self, inputs: StepInputs, entry: RingEntry, places: IntArray, blocks: Int32Array, *, chooses: bool
     ) -> PackedStep:
         batch = inputs.attention
         is_decode_R = batch.query_lens_R == 1
@@ -134,13 +147,27 @@ class StepPacker:
         parts.lens_R[:] = batch.context_lens_R[is_decode_R]
         parts.slots_R[:] = batch.slots_R[is_decode_R]
         parts.sampled_N[:] = places_T[inputs.sampling_tokens]
-        parts.write_slots_N[:] = self._options.padding_slot
+        is_random = self._choose(inputs, parts, slice(None), chooses=chooses)
         parts.update_places_U[:] = places[:num_updates]
         parts.update_blocks_U[:] = blocks[:num_updates]
         chunks = None
         if num_decodes < len(is_decode_R):
             chunks = _chunk_rows(batch, np.flatnonzero(~is_decode_R), self._options.block_size)
-        return PackedStep(entry, counts, None, num_samples, inputs.sampling_tokens, chunks, late)
+        return PackedStep(entry, counts, None, inputs.sampling_tokens, chunks, late, is_random)
+
+    def _choose(
+        self, inputs: StepInputs, parts: StepWords, places: IntArray | slice, *, chooses: bool
+    ) -> bool:
+        """Write for which slots tokens are chosen, and how; return whether any is drawn."""
+        parts.write_slots_N[:] = self._options.padding_slot
+        if not chooses:
+            return False
+        parts.write_slots_N[places] = inputs.sampling_slots
+        return self._settings.write(inputs, parts, places)
+
+    def forget(self) -> None:
+        """Know nothing of the device's block tables any more: a step failed, and may have changed none."""
+        self._mirror.forget()
 
     def _pad(self, parts: StepWords, num_rows: int, num_updates: int) -> None:
         """Fill the rest of a graph's words: rows of one token in a block that nobody else has."""

@@ -24,7 +24,7 @@ class Mark(Protocol):
 class DeviceStream(Protocol):
     """Runs work in order, at once or later."""
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], object]) -> None:
         """Queue what `work` computes on the device; who calls may go on at once."""
         ...
 
@@ -40,7 +40,7 @@ class DeviceStream(Protocol):
 class CpuStream:
     """The CPU computes while it is called."""
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], object]) -> None:
         """Do the work."""
         work()
 
@@ -61,7 +61,7 @@ class CudaStream:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], object]) -> None:
         """Queue the work; the device is that of the thread from now on, for Triton asks for no other."""
         torch.cuda.set_device(self._device)
         work()

@@ -45,15 +45,8 @@ def add_norm(x_TD: Tensor | None, residual_TD: Tensor, norm: Norm, out_TD: Tenso
     )
 
 
-def rope_store(
-    qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache, out_TNH: Tensor
-) -> None:
-    """Rotate and store; see `Kernels.rope_store`.
-
-    Parameters
-    ----------
-    out_TNH : where rotated queries are written, contiguous or a view of `qkv_TX`.
-    """
+def rope_store(qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache, q_TNH: Tensor) -> None:
+    """Rotate and store; see `Kernels.rope_store`."""
     num_heads = layer.num_heads + 2 * layer.num_kv_heads
     head_dim, norm = layer.head_dim, layer.query_norm
     assert (norm is None) == (layer.key_norm is None), "queries and keys have norms, or neither"
@@ -65,7 +58,7 @@ def rope_store(
     )
     _rope_store[(len(qkv_TX), triton.cdiv(num_heads, _HEADS_TOGETHER))](
         qkv_TX,
-        out_TNH,
+        q_TNH,
         kv.k_BKSH,
         kv.v_BKSH,
         step.positions_T,
@@ -75,7 +68,6 @@ def rope_store(
         key_scale_H,
         0.0 if norm is None else norm.eps,
         0.0 if layer.key_norm is None else layer.key_norm.eps,
-        OUT_STRIDE=out_TNH.stride(0),
         NUM_HEADS=layer.num_heads,
         NUM_KV_HEADS=layer.num_kv_heads,
         PAIRS=head_dim // 2,
@@ -171,7 +163,7 @@ def _add_norm(
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def _rope_store(
     qkv_ptr,
-    out_ptr,
+    q_ptr,
     keys_ptr,
     values_ptr,
     positions_ptr,
@@ -181,7 +173,6 @@ def _rope_store(
     key_scale_ptr,
     query_eps,
     key_eps,
-    OUT_STRIDE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -220,7 +211,7 @@ def _rope_store(
     turned_first = (a * cos - b * sin).to(type_)
     turned_second = (b * cos + a * sin).to(type_)
 
-    to_query = out_ptr + token * OUT_STRIDE + heads * (2 * PAIRS) + pairs
+    to_query = q_ptr + token * (NUM_HEADS * 2 * PAIRS) + heads * (2 * PAIRS) + pairs
     tl.store(to_query, turned_first, mask=is_query & mask)
     tl.store(to_query + PAIRS, turned_second, mask=is_query & mask)
     # Offsets into the cache pass 2**31 numbers.

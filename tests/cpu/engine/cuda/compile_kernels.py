@@ -75,8 +75,7 @@ def main() -> None:
     triton_ops.act_mul(numbers(3, 2 * 14336), "silu", numbers(3, 14336))
     triton_ops.act_mul(numbers(3, 2 * 6912), "gelu_pytorch_tanh", numbers(3, 6912))
     for num_heads, num_kv_heads, head_dim in ((32, 8, 128), (9, 3, 64), (8, 4, 256)):
-        for scales_rounded in (None, True, False):
-            head_norm = None if scales_rounded is None else norm(head_dim, scales_rounded=scales_rounded)
+        for head_norm in (None, *(norm(head_dim, scales_rounded=each) for each in (True, False))):
             layer = LayerSpec(
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,

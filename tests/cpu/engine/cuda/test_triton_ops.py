@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from onbeat.engine.cuda.kernels import DecodeRows, LayerSpec, Norm, StepTensors
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.kv_cache import LayerKVCache
+from onbeat.engine.model_config import Activation
 from tests.cpu.engine.cuda.kernel_sizes import kernel_sizes
 
 pytest.importorskip("triton", reason="triton is not installed: make test-triton")
@@ -17,7 +19,8 @@ pytest.importorskip("triton", reason="triton is not installed: make test-triton"
 from onbeat.engine.cuda import triton_ops
 
 BLOCK_SIZE = 16
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 REFERENCE = ReferenceKernels(kernel_sizes())
 
 
@@ -34,8 +37,8 @@ def test_add_norm_adds_in_place_and_normalises_the_sum(width: int, scales_rounde
     expected_residual_TD, expected_TD = residual_TD.clone(), torch.empty(5, width)
     REFERENCE.add_norm(x_TD, expected_residual_TD, norm, expected_TD)
     triton_ops.add_norm(x_TD, residual_TD, norm, x_TD)
-    torch.testing.assert_close(residual_TD, expected_residual_TD, rtol=0, atol=0)
-    torch.testing.assert_close(x_TD, expected_TD, **CLOSE)
+    assert_equal(residual_TD, expected_residual_TD)
+    assert_close(x_TD, expected_TD)
 
 
 def test_add_norm_of_a_residual_alone_may_write_over_it() -> None:
@@ -43,21 +46,21 @@ def test_add_norm_of_a_residual_alone_may_write_over_it() -> None:
     kept_TD, expected_TD, out_TD = residual_TD.clone(), torch.empty(3, 96), torch.empty(3, 96)
     REFERENCE.add_norm(None, residual_TD.clone(), norm, expected_TD)
     triton_ops.add_norm(None, residual_TD, norm, out_TD)
-    torch.testing.assert_close(residual_TD, kept_TD, rtol=0, atol=0)
+    assert_equal(residual_TD, kept_TD)
     triton_ops.add_norm(None, residual_TD, norm, residual_TD)
-    torch.testing.assert_close(out_TD, expected_TD, **CLOSE)
-    torch.testing.assert_close(residual_TD, expected_TD, **CLOSE)
+    assert_close(out_TD, expected_TD)
+    assert_close(residual_TD, expected_TD)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
-def test_act_mul(activation: str) -> None:
+def test_act_mul(activation: Activation) -> None:
     gate_up_TF2 = torch.randn(3, 2 * 1500) * 4
     gate_up_TF2[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -0.0])
     expected_TF, out_TF = torch.empty(3, 1500), torch.empty(3, 1500)
     REFERENCE.act_mul(gate_up_TF2, activation, expected_TF)
     triton_ops.act_mul(gate_up_TF2, activation, out_TF)
-    torch.testing.assert_close(out_TF, expected_TF, **CLOSE)
+    assert_close(out_TF, expected_TF)
 
 
 @pytest.mark.parametrize("norms", ["none", "scales rounded", "scaled before rounding"])
@@ -86,12 +89,14 @@ def test_rope_store_rotates_queries_and_fills_the_cache(
         torch.tensor([3, 17, 31, 64, 79, 0], dtype=torch.int32),
     )
     qkv_TX = torch.randn(6, (num_heads + 2 * num_kv_heads) * head_dim)
-    expected_TX, expected_kv, kv = qkv_TX.clone(), _cache(layer), _cache(layer)
-    REFERENCE.rope_store(expected_TX, step, layer, expected_kv)
-    triton_ops.rope_store(qkv_TX, step, layer, kv, _queries(qkv_TX, layer))
-    torch.testing.assert_close(_queries(qkv_TX, layer), _queries(expected_TX, layer), **CLOSE)
+    kept_TX, expected_kv, kv = qkv_TX.clone(), _cache(layer), _cache(layer)
+    expected_TNH, q_TNH = (torch.full((6, num_heads, head_dim), torch.nan) for _ in range(2))
+    REFERENCE.rope_store(qkv_TX.clone(), step, layer, expected_kv, expected_TNH)
+    triton_ops.rope_store(qkv_TX, step, layer, kv, q_TNH)
+    assert_equal(qkv_TX, kept_TX)
+    assert_close(q_TNH, expected_TNH)
     for part, expected in zip(kv, expected_kv, strict=True):
-        torch.testing.assert_close(part, expected, **CLOSE)
+        assert_close(part, expected)
 
 
 def test_values_that_are_no_numbers_are_stored_as_they_are() -> None:
@@ -112,8 +117,8 @@ def test_values_that_are_no_numbers_are_stored_as_they_are() -> None:
     )  # the second half of a value, which a rotation would mix with the first
     values_TH = qkv_TX[:, 3 * 64 :].clone()
     step = StepTensors(torch.tensor([7, 8], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32))
-    triton_ops.rope_store(qkv_TX, step, layer, kv, _queries(qkv_TX, layer))
-    torch.testing.assert_close(kv.v_BKSH[0, 0, :2], values_TH, rtol=0, atol=0, equal_nan=True)
+    triton_ops.rope_store(qkv_TX, step, layer, kv, torch.empty(2, 2, 64))
+    assert_equal(kv.v_BKSH[0, 0, :2], values_TH)
 
 
 def test_list_blocks_puts_the_blocks_of_rows_one_after_the_other() -> None:
@@ -133,7 +138,3 @@ def test_list_blocks_puts_the_blocks_of_rows_one_after_the_other() -> None:
 def _cache(layer: LayerSpec) -> LayerKVCache:
     shape = (6, layer.num_kv_heads, BLOCK_SIZE, layer.head_dim)
     return LayerKVCache(torch.zeros(shape), torch.zeros(shape))
-
-
-def _queries(qkv_TX: Tensor, layer: LayerSpec) -> Tensor:
-    return qkv_TX.view(len(qkv_TX), -1, layer.head_dim)[:, : layer.num_heads]
