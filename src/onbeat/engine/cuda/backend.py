@@ -16,6 +16,7 @@ from onbeat.engine.cuda.memory import largest_steps, measure
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.device import DeviceConfig, compute_capability
 from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.scheduler.config import SchedulerConfig
 
@@ -44,7 +45,17 @@ def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int) -> st
         return f"it needs compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
     if find_spec("flashinfer") is None:
         return "FlashInfer is not installed: pip install 'onbeat[gpu]'"
+    kernel = missing_kernel(checkpoint.config, block_size)
+    if kernel is not None:
+        return f"the kernel {kernel} is neither ready-made nor can it be built here: nvcc is not found"
     return None
+
+
+def missing_kernel(config: ModelConfig, block_size: int) -> str | None:
+    """Return a kernel of FlashInfer that cannot be had here; the library is imported only now."""
+    from onbeat.engine.cuda.flashinfer_attention import missing_kernel
+
+    return missing_kernel(config, block_size)
 
 
 def fast_kernels(sizes: KernelSizes) -> Kernels:

@@ -59,7 +59,7 @@ class FlashInfer(NamedTuple):
         )
 
 
-def missing_kernel(config: ModelConfig, block_size: int, chunk_backend: ChunkBackend) -> str | None:
+def missing_kernel(config: ModelConfig, block_size: int, chunk_backend: ChunkBackend = "fa2") -> str | None:
     """Return the name of a module of FlashInfer that a model needs and that cannot be had here.
 
     Returns

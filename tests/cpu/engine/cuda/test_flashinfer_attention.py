@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from onbeat.engine.cuda.flashinfer_attention import (
     PlannedDecodes,
     XqaDecodes,
     allocate_workspace,
+    missing_kernel,
 )
 from onbeat.engine.cuda.kernels import ChunkRows, DecodeRows, LayerSpec
 from onbeat.engine.cuda.stream import CpuStream, Mark
@@ -208,6 +211,33 @@ def test_the_recorded_signatures_are_those_of_the_library() -> None:
         ),
     ):
         assert _parameters(ours) == _parameters(theirs)
+
+
+def test_a_kernel_is_missing_where_it_is_neither_ready_made_nor_can_be_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")  # it asks the GPU otherwise
+    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    env = importlib.import_module("flashinfer.jit.env")
+    monkeypatch.setattr(env, "FLASHINFER_AOT_DIR", tmp_path)
+    monkeypatch.setattr(env, "FLASHINFER_JIT_DIR", tmp_path / "jit")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
+    for start in ("xqa_input_bf16", "batch_prefill_with_kv_cache_dtype_q_bf16"):
+        missing = missing_kernel(SIZES.config, 16)
+        assert missing is not None
+        assert missing.startswith(start)
+        (tmp_path / missing).mkdir()
+        (tmp_path / missing / f"{missing}.so").touch()
+    assert missing_kernel(SIZES.config, 16) is None
+
+    assert missing_kernel(SIZES.config, 64) is not None
+    compiler = tmp_path / "bin" / "nvcc"
+    compiler.parent.mkdir()
+    compiler.touch(mode=0o755)
+    assert missing_kernel(SIZES.config, 64) is None
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    assert missing_kernel(SIZES.config, 64) is not None
 
 
 def _parameters(function: object) -> list[tuple[str, object, object]]:
