@@ -138,8 +138,10 @@ class EngineConfig:
         'prompt_lookup_min, num_layers; such as \'{"method": "ngram"}\'',
     )
     limits: SchedulerLimits = part(SchedulerLimits)
-    async_scheduling: bool = option(
-        default=False, group="scheduler", help="plan the next step while the current one runs"
+    async_scheduling: bool | None = option(
+        default=None,
+        group="scheduler",
+        help="plan the next step while the current one runs (default: with the GPU engine, without drafts)",
     )
     record: Path | None = option(
         None,

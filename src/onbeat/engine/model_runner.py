@@ -87,6 +87,11 @@ class ModelRunner:
             proposer=proposer,
         )
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether it takes steps while one runs, so that to plan ahead keeps the device busy."""
+        return self._launches is not None and self.proposer is None
+
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step to its end."""
         return self.launch(scheduled).result()

@@ -123,6 +123,8 @@ class CudaForward:
             self._ring = HostRing(self._stream, counts.num_words, 2 * most)
             self._fixed = {size: self._fixed_buffers(size) for size in self._sizes}
             self._stream.run(partial(graphs.prepare, self._sizes, self._run_size))
+            for size in {self._sizes[0], self._sizes[-1]}:
+                self._stream.run(partial(self._draw, self._fixed[size]))  # compiled before it is needed
 
     @property
     def config(self) -> ModelConfig:
@@ -222,9 +224,7 @@ class CudaForward:
             buffers = self._buffers(words.to(self.device, non_blocking=True), packed.counts)
             self._compute(buffers, packed.counts.decodes, packed.chunks)
         if packed.is_random:
-            self.kernels.draw(buffers.logits_NV, draw_params(buffers.parts), buffers.best, buffers.drawn_N)
-            buffers.best.ids_R.copy_(buffers.drawn_N)
-            self._remember(buffers)
+            self._draw(buffers)
         packed.entry.results[: len(buffers.results)].copy_(buffers.results, non_blocking=True)
         return buffers
 
@@ -256,6 +256,13 @@ class CudaForward:
             hidden = Hidden(*(part.index_select(0, parts.sampled_N) for part in hidden))
         write_logits(self.weights, self.kernels, hidden, buffers.logits_NV)
         self.kernels.best(buffers.logits_NV, buffers.best)
+        self._remember(buffers)
+
+    @torch.inference_mode()
+    def _draw(self, buffers: _Buffers) -> None:
+        """Choose the tokens of random rows in place of the most likely ones."""
+        self.kernels.draw(buffers.logits_NV, draw_params(buffers.parts), buffers.best, buffers.drawn_N)
+        buffers.best.ids_R.copy_(buffers.drawn_N)
         self._remember(buffers)
 
     def _remember(self, buffers: _Buffers) -> None:

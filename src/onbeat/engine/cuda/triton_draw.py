@@ -31,7 +31,7 @@ _PIECE = 4096
 """Logits of a row that a program of the first launches sees."""
 _NEIGHBOURS = 256
 """Weights summed together for rows that nothing cuts, as `sampler` does."""
-_DEPTHS = 10
+_DEPTHS = 6
 """Distances from the peak at which candidates are looked for, and one that includes all weights."""
 _MOST_CANDIDATES = 8192
 """Of a row; where there are more, the row itself is looked at."""
@@ -124,8 +124,8 @@ def draw(
 
 @triton.jit
 def _distance_of(depth):
-    """Return a depth's distance from the peak in units of the temperature: 1, 1.4, 2, ... 16; 0: any."""
-    distance = tl.exp2((depth - 1) * tl.full([], 0.5, tl.float32))
+    """Return a depth's distance from the peak in units of the temperature: 1, 2, 4, 8, 16; 0: any."""
+    distance = tl.exp2((depth - 1) * tl.full([], 1.0, tl.float32))
     return tl.where(depth == 0, 1e300, distance.to(tl.float64))
 
 
@@ -175,10 +175,8 @@ def _sum_pieces(
         tl.store(block_sums_ptr + place * (PIECE // NEIGHBOURS) + blocks, tl.sum(weights, axis=1))
         for depth in range(DEPTHS):
             within = distances <= _distance_of(depth)
-            inner = tl.sum(tl.where(within, weights, 0.0), axis=1)
-            tl.store(sums_ptr + place * DEPTHS + depth, tl.sum(inner, axis=0))
-            count = tl.sum(tl.sum(within.to(tl.int32), axis=1), axis=0)
-            tl.store(counts_ptr + place * DEPTHS + depth, count)
+            tl.store(sums_ptr + place * DEPTHS + depth, tl.sum(tl.where(within, weights, 0.0)))
+            tl.store(counts_ptr + place * DEPTHS + depth, tl.sum(within.to(tl.int32)))
 
 
 @triton.jit

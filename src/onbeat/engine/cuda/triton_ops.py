@@ -147,6 +147,7 @@ def _add_norm(
     start = tl.program_id(0).to(tl.int64) * WIDTH
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
+    scale = tl.load(scale_ptr + columns, mask=mask, other=0.0)
     x = tl.load(residual_ptr + start + columns, mask=mask, other=0.0)
     type_: tl.constexpr = x.dtype
     if ADDS:
@@ -156,7 +157,6 @@ def _add_norm(
         tl.store(residual_ptr + start + columns, x, mask=mask)
     wide = x.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)
-    scale = tl.load(scale_ptr + columns, mask=mask, other=0.0)
     tl.store(out_ptr + start + columns, _scaled(wide, scale, type_, SCALES_ROUNDED), mask=mask)
 
 
@@ -189,6 +189,8 @@ def _rope_store(
     is_value = (heads >= NUM_HEADS + NUM_KV_HEADS) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
     mask = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (pairs >= 0)
 
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    angles = tl.load(positions_ptr + token).to(tl.float32) * tl.load(frequencies_ptr + pairs)
     from_ = qkv_ptr + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * 2 * PAIRS) + heads * (2 * PAIRS) + pairs
     first = tl.load(from_, mask=mask, other=0.0)
     second = tl.load(from_ + PAIRS, mask=mask, other=0.0)
@@ -205,7 +207,6 @@ def _rope_store(
         a = _scaled(x * factor, tl.where(is_query, query_first, key_first), type_, SCALES_ROUNDED)
         b = _scaled(y * factor, tl.where(is_query, query_second, key_second), type_, SCALES_ROUNDED)
 
-    angles = tl.load(positions_ptr + token).to(tl.float32) * tl.load(frequencies_ptr + pairs)
     cos, sin = tl.cos(angles), tl.sin(angles)
     a, b = a.to(tl.float32), b.to(tl.float32)
     turned_first = (a * cos - b * sin).to(type_)
@@ -214,8 +215,7 @@ def _rope_store(
     to_query = q_ptr + token * (NUM_HEADS * 2 * PAIRS) + heads * (2 * PAIRS) + pairs
     tl.store(to_query, turned_first, mask=is_query & mask)
     tl.store(to_query + PAIRS, turned_second, mask=is_query & mask)
-    # Offsets into the cache pass 2**31 numbers.
-    slot = tl.load(slots_ptr + token).to(tl.int64)
+    # Offsets into the cache pass 2**31 numbers: `slot` is an int64.
     kv_heads = heads - NUM_HEADS - tl.where(is_value, NUM_KV_HEADS, 0)
     place = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + kv_heads) * BLOCK_SIZE + slot % BLOCK_SIZE
     place = place * (2 * PAIRS) + pairs

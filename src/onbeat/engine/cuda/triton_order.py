@@ -27,7 +27,7 @@ def logit_of(order):
 @triton.jit
 def distances_of(logits, peak, temperature):
     """Return how far below the peak logits are, in units of the temperature (float64, >= 0)."""
-    return (peak.to(tl.float64) - logits.to(tl.float64)) / temperature
+    return (peak.to(tl.float64) - logits.to(tl.float64)) * (1.0 / temperature)
 
 
 @triton.jit

@@ -55,8 +55,18 @@ NUMBERS = (0.0, 0.37, 0.999, 1 - 2.0**-53)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_tokens_are_those_of_the_host(rule: Rule, most_candidates: int) -> None:
     """With few candidates, rows that need more are looked at as a whole."""
-    rng = np.random.default_rng(RULES.index(rule))
-    logits_RV = (rng.normal(size=(len(NUMBERS), 4200)) * 3).astype(np.float32)
+    _check(rule, most_candidates, vocab_size=900)
+
+
+@pytest.mark.parametrize("most_candidates", [ENOUGH, FEW])
+@pytest.mark.parametrize("rule", [Rule(), Rule(0.8, top_k=50, top_p=0.95)], ids=str)
+def test_rows_of_several_pieces(rule: Rule, most_candidates: int) -> None:
+    _check(rule, most_candidates, vocab_size=9000)
+
+
+def _check(rule: Rule, most_candidates: int, *, vocab_size: int) -> None:
+    rng = np.random.default_rng(vocab_size + len(str(rule)))
+    logits_RV = (rng.normal(size=(len(NUMBERS), vocab_size)) * 3).astype(np.float32)
     chosen = _drawn(logits_RV, rule, NUMBERS, most_candidates)
     expected = [
         _expected(logits_V, rule, number) for logits_V, number in zip(logits_RV, NUMBERS, strict=True)
