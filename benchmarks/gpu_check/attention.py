@@ -55,7 +55,7 @@ def _time_decodes(bench: Bench) -> None:
 def _note_decodes(bench: Bench, name: str, num_tokens: int, work: Callable[[], object]) -> None:
     took = graph_milliseconds(work)
     moved = 4 * num_tokens * bench.config.num_kv_heads * bench.config.head_dim
-    note(name, took * 1e3, "us")
+    note(name, took * 1e3, "us", shown=bench.config.head_dim == 128 and num_tokens in (512, 128 * 512))
     note(f"{name}: KV read", moved / took / 1e9, "TB/s")
 
 

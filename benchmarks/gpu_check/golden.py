@@ -40,7 +40,12 @@ def main() -> int:
     for word in ("passed", "skipped"):
         note(f"tests/gpu ({which}) {word}", counts.get(word, 0))
     bad = counts.get("failed", 0) + counts.get("error", 0)
-    expect(f"tests/gpu ({which})", code == 0 or (IS_REHEARSAL and not bad), f"{counts}, exit code {code}")
+    expect(
+        f"tests/gpu ({which})",
+        code == 0 or (IS_REHEARSAL and not bad),
+        f"{counts}, exit code {code}",
+        shown=True,
+    )
     for line in failed[:5]:
         note("failed", line[:160])
     return 1 if bad else 0

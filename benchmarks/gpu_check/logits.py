@@ -124,9 +124,8 @@ def _same_best(name: str, actual: list[torch.Tensor], expected: list[torch.Tenso
         wrong += int((is_clear & (a.argmax(-1) != top.indices[:, 0])).sum())
     total = sum(len(each) for each in expected)
     equal = sum(int((a.argmax(-1) == b.argmax(-1)).sum()) for a, b in zip(actual, expected, strict=True))
-    expect(
-        f"{name}: best tokens", wrong == 0, f"{equal} of {total} equal; {clear} lead clearly, {wrong} wrong"
-    )
+    text = f"{equal} of {total} equal; {clear} lead clearly, {wrong} of them differ"
+    expect(f"{name}: best tokens", wrong == 0, text, shown=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gpu_check.operator_bench import BLOCK_SIZE, MAX_LEN, MAX_TOKENS, SHAPES, Bench, check_all, compare, wide
-from gpu_check.record import DEVICE, expect, note
+from gpu_check.record import DEVICE, IS_REHEARSAL, expect, note
 from onbeat.engine.cuda.kernels import BestBuffers, DrawParams, LayerSpec, StepTensors
 from onbeat.engine.kv_cache import LayerKVCache
 
@@ -111,7 +111,7 @@ def draws(bench: Bench) -> None:
         return
     num_rows, rng = 64, np.random.default_rng(0)
     total = differing = 0
-    for vocab_size in (1000, 128256):
+    for vocab_size in (1000,) if IS_REHEARSAL else (1000, 128256):
         for scale in (1.0, 4.0):
             logits = scale * bench.random(num_rows, vocab_size, dtype=torch.float32)
             values = {
@@ -129,7 +129,7 @@ def draws(bench: Bench) -> None:
             bench.plain.draw(logits, params, found, plain)
             total += num_rows
             differing += int((quick != plain).sum())
-    note(f"draws that differ, of {total}", differing, at_most=0)
+    note(f"draws that differ, of {total}", differing, at_most=0, shown=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def main() -> int:
     command += ["--output", str(profile), "--report", str(OUT / "profile.html")]
     print(" ".join(command), flush=True)
     code = subprocess.run(command, check=False, timeout=max(seconds_left() - 2, 5)).returncode
-    expect("onbeat profile", code == 0, f"exit code {code}")
+    expect("onbeat profile", code == 0, f"exit code {code}", shown=True)
     if code:
         return 1
     found = json.loads(profile.read_text())

@@ -48,9 +48,9 @@ def note(
     _keep(name, value, unit, (passed, bound), shown=shown)
 
 
-def expect(name: str, passed: object, text: str = "") -> None:
+def expect(name: str, passed: object, text: str = "", *, shown: bool = False) -> None:
     """Print and keep whether something holds."""
-    _keep(name, text or ("yes" if passed else "no"), "", (bool(passed), "holds"), shown=True)
+    _keep(name, text or ("yes" if passed else "no"), "", (bool(passed), "holds"), shown=shown)
 
 
 def keep_step(**columns: Any) -> None:

@@ -139,7 +139,12 @@ def _one_request(port: int, name: str) -> bool:
         if event.get("choices"):
             times.append(time.monotonic())
     got = (usage or {}).get("completion_tokens")
-    expect(f"serve {name}: a streamed answer of 64 tokens", got == 64, f"{got} tokens, {len(times)} events")
+    expect(
+        f"serve {name}: a streamed answer of 64 tokens",
+        got == 64,
+        f"{got} tokens, {len(times)} events",
+        shown=True,
+    )
     if len(times) > 2:
         gaps = [second - first for first, second in pairwise(times)]
         note(f"serve {name}: first token", (times[0] - start) * 1e3, "ms", shown=True)

@@ -9,16 +9,29 @@ from typing import Any
 import pytest
 import torch
 
-from onbeat.engine.cuda.weights import load_weights
+from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.model_config import ModelConfig, model_config_from_hf
+from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import BestTokens, SampledTokens, Sampler, SamplingRow
 from onbeat.engine.weights.dummy import DummyCheckpoint
+from tests.cpu.engine.cuda.test_overlap import (
+    MAX_MODEL_LEN,
+    MAX_NUM_SEQS,
+    NUM_BLOCKS,
+    SERIAL_SETTINGS,
+    SETTINGS,
+    Plan,
+    run,
+)
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
 from tests.gpu.engines import on_gpu_engine, relative_error, run_fixed
 
 pytestmark = pytest.mark.gpu
 
+needs_flashinfer = pytest.mark.skipif(
+    importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is not installed"
+)
 CUDA = torch.device("cuda")
 PROMPT_LENGTHS = (1, 17, 100, 197)
 _LLAMA: dict[str, Any] = {
@@ -127,7 +140,36 @@ def test_a_row_of_nan_fails_alone_and_its_blocks_serve_again() -> None:
         assert live.output_token_ids == token_ids
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is not installed")
+def overlapping_weights(*, fast: bool) -> CudaWeights:
+    if not fast:
+        weights: CudaWeights = exact_weights("llama3", torch.float64)
+        return weights
+    return load_weights(DummyCheckpoint(quick_config("llama-64")), torch.bfloat16, CUDA)
+
+
+@pytest.mark.parametrize("fast", [False, pytest.param(True, marks=needs_flashinfer)])
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_that_overlap_choose_the_tokens_of_steps_one_by_one(seed: int, fast: bool) -> None:
+    weights = overlapping_weights(fast=fast)
+    make = on_gpu_engine(
+        weights, fast=fast, max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=256
+    )
+
+    def tokens(depth: int) -> dict[str, list[int]]:
+        runner = ModelRunner(
+            forward=make(num_blocks=NUM_BLOCKS, block_size=16),
+            num_blocks=NUM_BLOCKS,
+            block_size=16,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_model_len=MAX_MODEL_LEN,
+            sampler=Sampler(weights.config.vocab_size, CUDA),
+        )
+        return run(runner, Plan(seed, 4 * SETTINGS + SERIAL_SETTINGS).steps(60), depth)
+
+    assert tokens(depth=2) == tokens(depth=1)
+
+
+@needs_flashinfer
 @pytest.mark.parametrize("name", list(QUICK))
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_quick_operators_come_close_to_plain_ones(name: str, chunk: int) -> None:

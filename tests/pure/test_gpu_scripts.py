@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
@@ -128,14 +126,3 @@ def test_a_pack_that_is_too_large_is_refused(
     monkeypatch.setattr(script, "MOST_BYTES", 100)
     assert script.main() == 1
     assert "too much" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_the_whole_check_runs_on_a_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "gpu-check"), "--rehearse", "--out", str(tmp_path)]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "2"}, capture_output=True, text=True, check=False
-    )
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert [each for each in summary["stages"] if each["problem"]] == [], done.stdout[-5000:]
-    assert done.returncode == 0
