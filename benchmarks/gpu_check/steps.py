@@ -88,7 +88,7 @@ def _device_ms(runner: ModelRunner, rows: int) -> float:
 def time_batch(timer: StepTimer, name: str, batch: MeasuredBatch, *, at_most: float | None = None) -> None:
     """Time a step that is no plain decode."""
     took = wall_ms(timer, batch, seconds=0.5)
-    note(f"{name}: alone", took, "ms", at_most=at_most, shown=True)
+    note(name, took, "ms", at_most=at_most, shown=True)
     keep_step(engine="cuda", kind=name, wall_ms=round(took, 3))
 
 

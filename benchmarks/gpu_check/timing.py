@@ -17,7 +17,7 @@ from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.profiling.batches import BatchRow, MeasuredBatch
-from onbeat.engine.profiling.measure import StepTimer
+from onbeat.engine.profiling.measure import TIMES_AT_ONCE, StepTimer
 from onbeat.engine.sampler import Sampler
 
 BLOCK_SIZE = 16
@@ -66,7 +66,7 @@ def step_timer(runner: ModelRunner, num_blocks: int) -> Iterator[StepTimer]:
 
 
 def wall_ms(timer: StepTimer, batch: MeasuredBatch, *, seconds: float = 0.6) -> float:
-    """Return the median wall time of a step, planned, computed and sampled on its own."""
+    """Return the median wall time of a step, as `StepTimer` takes it."""
     for _ in range(2):
         timer.time(batch)
     times: list[float] = []
@@ -91,9 +91,8 @@ def kernel_times(timer: StepTimer, batch: MeasuredBatch, num_steps: int = 3) -> 
         print(f"the profiler does not work: {error}", flush=True)
         return None
     kernels = [each for each in profiler.key_averages() if each.device_type == torch.autograd.DeviceType.CUDA]
-    totals = [
-        (each.key, each.self_device_time_total / 1e3 / num_steps, each.count / num_steps) for each in kernels
-    ]
+    runs = num_steps * (TIMES_AT_ONCE if timer._runner.overlaps else 1)
+    totals = [(each.key, each.self_device_time_total / 1e3 / runs, each.count / runs) for each in kernels]
     totals.sort(key=lambda each: -each[1])
     return KernelTimes(sum(each[1] for each in totals), sum(each[2] for each in totals), totals[:12])
 

@@ -12,7 +12,7 @@ from onbeat.engine.config import DEFAULT_GPU_UTILIZATION, EngineConfig
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes
 from onbeat.engine.cuda.kernels import Kernels, KernelSizes
-from onbeat.engine.cuda.memory import largest_steps, measure
+from onbeat.engine.cuda.memory import bytes_above, largest_steps, measure
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.device import DeviceConfig, compute_capability
 from onbeat.engine.kv_cache import KVCacheSpec
@@ -87,6 +87,7 @@ class CudaBackend:
         self._config = config
         self._make_kernels = make_kernels
         self._weights: CudaWeights | None = None
+        self._utilization = config.gpu_memory_utilization or DEFAULT_GPU_UTILIZATION
         graphs = "without graphs" if config.enforce_eager else "decodes by CUDA graphs"
         self.description = f"by the GPU engine ({graphs})"
 
@@ -116,11 +117,10 @@ class CudaBackend:
             block_bytes=spec.block_bytes,
             num_graphs=0 if self._config.enforce_eager else len(graph_sizes(limits.max_num_seqs)),
         )
-        utilization = self._config.gpu_memory_utilization or DEFAULT_GPU_UTILIZATION
         on_progress(str(measured))
         return settle(
             measured.num_blocks(
-                utilization,
+                self._utilization,
                 block_bytes=spec.block_bytes + draft_block_bytes,
                 other_bytes=draft_bytes,
                 wanted=None if self._config.kv_cache_memory_bytes is None else limits.num_blocks,
@@ -129,18 +129,23 @@ class CudaBackend:
 
     def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:
         # Until it is measured.
-        utilization = self._config.gpu_memory_utilization or DEFAULT_GPU_UTILIZATION
-        return int((spare_bytes - step_bytes) * utilization)
+        return int((spare_bytes - step_bytes) * self._utilization)
 
     def build(
         self,
         limits: SchedulerConfig,
         *,
-        on_progress: Callable[[str], None],  # noqa: ARG002
+        on_progress: Callable[[str], None],
         spare_bytes: int = 0,  # noqa: ARG002
     ) -> CudaForward:
         graphs = EagerGraphs() if self._config.enforce_eager else CudaGraphs(self._device.device)
-        return self._make(limits, limits.num_blocks, graphs)
+        forward = self._make(limits, limits.num_blocks, graphs)
+        if (excess := bytes_above(self._device.device, self._utilization)) > 0:
+            on_progress(
+                f"the GPU engine took {excess / 2**20:.0f} MiB more than its share of the memory: its graphs "
+                "are larger than was planned for"
+            )
+        return forward
 
     def _load(self) -> CudaWeights:
         if self._weights is None:

@@ -118,6 +118,12 @@ def measure(
     return MeasuredMemory(total=total, used=total - free, step=max(peak, 0), num_graphs=num_graphs)
 
 
+def bytes_above(device: torch.device, utilization: float) -> int:
+    """Return how much more of a device's memory is taken than a share of it; negative where less is."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - int(utilization * total)
+
+
 def largest_steps(limits: SchedulerConfig) -> list[StepInputs]:
     """Return a step of as many prompt tokens as there may be, and one of as many rows that decode."""
     num_tokens, longest = limits.max_num_batched_tokens, limits.max_model_len

@@ -49,12 +49,15 @@ class SlotSettings:
         temperatures_N = self._temperatures_S[slots_N]
         if not temperatures_N.any():
             return False
-        parts.temperatures_N[:] = 0.0
-        parts.temperatures_N[places] = temperatures_N
-        parts.top_ks_N[places] = self._top_ks_S[slots_N]
-        parts.top_ps_N[places] = self._top_ps_S[slots_N]
-        parts.min_ps_N[places] = self._min_ps_S[slots_N]
-        parts.numbers_N[places] = self._numbers(slots_N, inputs.sampling_positions)
+        for part, nothing, wanted_N in (
+            (parts.temperatures_N, 0.0, temperatures_N),
+            (parts.top_ks_N, 0, self._top_ks_S[slots_N]),
+            (parts.top_ps_N, 1.0, self._top_ps_S[slots_N]),
+            (parts.min_ps_N, 0.0, self._min_ps_S[slots_N]),
+            (parts.numbers_N, 0.0, self._numbers(slots_N, inputs.sampling_positions)),
+        ):
+            part[:] = nothing
+            part[places] = wanted_N
         return True
 
     def _numbers(self, slots_N: IntArray, positions_N: IntArray) -> NDArray[np.float64]:

@@ -17,6 +17,7 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
 from onbeat.engine.cuda.reference import ReferenceKernels
+from onbeat.engine.cuda.stream import DeviceStream
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.executor import PendingStep, ThreadExecutor
 from onbeat.engine.forward import ForwardPass, TorchForward
@@ -49,7 +50,7 @@ def weights() -> CudaWeights:
     return load_weights(StateCheckpoint(hf_tiny_model("llama3", torch.float64)), torch.float64, CPU)
 
 
-def on_fake_device(stream: FakeStream) -> CudaForward:
+def on_fake_device(stream: DeviceStream) -> CudaForward:
     options = CudaOptions(
         num_blocks=NUM_BLOCKS,
         block_size=16,
