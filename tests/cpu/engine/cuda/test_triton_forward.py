@@ -9,6 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed: make test-triton")
 
 from onbeat.engine.cuda import triton_draw, triton_ops
+from onbeat.engine.cuda.fast import FastKernels
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
 from onbeat.engine.cuda.kernels import BestBuffers, LayerSpec, Norm, StepTensors
@@ -16,6 +17,7 @@ from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.model_config import Activation
+from tests.cpu.engine.cuda.recorded_flashinfer import Recorder, numbers
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
 
@@ -66,3 +68,44 @@ def test_steps_compute_what_the_reference_computes(name: str) -> None:
         token_ids, logits = tiny_model(name).reference(live.request.prompt_token_ids, 4)
         assert live.output_token_ids == token_ids
         torch.testing.assert_close(torch.stack(live.logits).double(), logits, rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_flashinfer_is_called_with_the_tensors_of_steps() -> None:
+    """Rows that decode go to XQA, the others to the wrapper; each layer with its own window."""
+    name = "gemma3"
+    weights = load_weights(
+        StateCheckpoint(hf_tiny_model(name, torch.float64)), torch.float32, torch.device("cpu")
+    )
+    recorder = Recorder()
+
+    def make(*, num_blocks: int, block_size: int) -> CudaForward:
+        options = CudaOptions(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=4,
+            max_model_len=64,
+            max_num_batched_tokens=32,
+        )
+        kernels = FastKernels(kernel_sizes(weights, options), library=recorder.library())
+        return CudaForward(weights, kernels, EagerGraphs(), options)
+
+    driver = StepDriver(make, max_model_len=64, max_num_seqs=4, num_blocks=16)
+    short, long = (driver.add(random_prompt(length), 3) for length in (5, 21))
+    driver.step({short: 5})
+    recorder.calls.clear()
+    driver.step({short: 1, long: 8})
+    windows = [weights.config.layer_window(index) for index in range(3)]
+    plans, attended, decoded = (
+        [arguments for called, arguments in recorder.calls if called == wanted]
+        for wanted in ("prefill plan", "prefill run", "xqa")
+    )
+    assert sorted(plan["window_left"] for plan in plans) == [-1, 19]
+    assert [call["sliding_win_size"] for call in decoded] == [window or 0 for window in windows]
+    assert all(call["q"].shape[0] == 1 and call["q"].is_contiguous() for call in decoded)
+    assert all(call["seq_lens"].tolist() == [[6]] for call in decoded)
+    assert all(len(call["q"]) == numbers(plans[0]["qo_indptr"])[-1] == 8 for call in attended)
+    recorder.calls.clear()
+    driver.step({short: 1})  # a graph's step: no plan
+    assert [called for called, _ in recorder.calls] == ["xqa"] * 3
