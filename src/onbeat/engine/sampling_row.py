@@ -86,6 +86,9 @@ class SamplingRow:
             self.has_penalties or params.logit_bias or params.allowed_token_ids or params.min_tokens
         )
 
+        self.is_always_plain = not (self.asks_logprobs or self._may_edit)
+        """Whether it never asks for more than a draw; if not, it may do so at some positions only."""
+
     @property
     def position(self) -> int:
         """Index of the token to sample among the output tokens."""

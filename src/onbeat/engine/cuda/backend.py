@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
-from onbeat.engine.config import DEFAULT_GPU_UTILIZATION, EngineConfig
+from onbeat.engine.config import EngineConfig
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes
 from onbeat.engine.cuda.kernels import Kernels, KernelSizes
@@ -87,7 +87,7 @@ class CudaBackend:
         self._config = config
         self._make_kernels = make_kernels
         self._weights: CudaWeights | None = None
-        self._utilization = config.gpu_memory_utilization or DEFAULT_GPU_UTILIZATION
+        self._utilization = config.gpu_memory_utilization
         graphs = "without graphs" if config.enforce_eager else "decodes by CUDA graphs"
         self.description = f"by the GPU engine ({graphs})"
 

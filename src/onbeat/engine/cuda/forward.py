@@ -137,7 +137,11 @@ class CudaForward:
     @property
     def settings(self) -> Mapping[str, str]:
         """What a reader of measurements wants to know of this forward pass."""
-        return {"backend": "cuda", "kernels": self.kernels.name, "graphs": self._graphs.name}
+        return {
+            "backend": "cuda",
+            "kernels": self.kernels.name,
+            "graphs": f"{self._graphs.name}, up to {self._sizes[-1]} rows",
+        }
 
     @torch.inference_mode()
     def run(

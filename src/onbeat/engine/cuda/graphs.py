@@ -85,7 +85,7 @@ class CudaGraphs:
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                         run(size)
-                except (RuntimeError, ValueError) as error:
+                except Exception as error:  # of torch, Triton or FlashInfer
                     raise ConfigError(
                         f"a decode step of {size} rows cannot be captured as a CUDA graph: "
                         f"{str(error).partition(chr(10))[0]}; --enforce-eager does without graphs"

@@ -71,6 +71,10 @@ class DeviceState:
                 part.index_copy_(0, block_ids, part.index_select(0, block_ids).nan_to_num_(0.0, 0.0, 0.0))
 
 
+_MOSTLY_USED = 3
+"""Entries of a rectangle for each that is used, up to which comparing the rectangle is the quicker way."""
+
+
 class TableMirror:
     """The block tables as the device has them once all queued work is done.
 
@@ -99,11 +103,20 @@ class TableMirror:
         -------
         Places in the flat tables, and the blocks that are to be there.
         """
-        num_columns = -(-int(context_lens_R.max()) // self._block_size)
-        wanted_RB = tables_SB[slots_R, :num_columns]
-        rows, columns = np.nonzero(wanted_RB != self._blocks_SW[slots_R, :num_columns])
-        blocks = wanted_RB[rows, columns]
-        places: IntArray = slots_R[rows] * self._blocks_SW.shape[1] + columns
+        num_blocks_R = -(-context_lens_R // self._block_size)
+        most = int(num_blocks_R.max())
+        if len(slots_R) * most <= _MOSTLY_USED * int(num_blocks_R.sum()):
+            wanted_RB = tables_SB[slots_R, :most]
+            rows, columns = np.nonzero(wanted_RB != self._blocks_SW[slots_R, :most])
+            slots, blocks = slots_R[rows], wanted_RB[rows, columns]
+        else:  # one long row among short ones: a table as wide as its own would be mostly empty
+            slots = np.repeat(slots_R, num_blocks_R)
+            ends_R = np.cumsum(num_blocks_R)
+            columns = np.arange(len(slots)) - np.repeat(ends_R - num_blocks_R, num_blocks_R)
+            wanted = tables_SB[slots, columns]
+            changed = np.flatnonzero(wanted != self._blocks_SW[slots, columns])
+            slots, columns, blocks = slots[changed], columns[changed], wanted[changed]
+        places: IntArray = slots * self._blocks_SW.shape[1] + columns
         self._blocks_SW.reshape(-1)[places] = blocks
         return places, blocks
 

@@ -76,12 +76,15 @@ class ParallelBackend:
         )
 
 
+_ONE_PROCESS = {"native": "the native engine", "cuda": "the GPU engine"}
+
+
 def _check_options(config: EngineConfig, device: DeviceConfig) -> None:
     size = config.tensor_parallel_size
-    if config.backend == "native":
+    if config.backend in _ONE_PROCESS:
         raise ConfigError(
-            f"the native engine runs in one process, but tensor_parallel_size is {size}; tensor parallelism "
-            "needs the torch backend: leave --backend out, or --tensor-parallel-size"
+            f"{_ONE_PROCESS[config.backend]} runs in one process, but tensor_parallel_size is {size}; tensor "
+            "parallelism needs the torch backend: leave --backend out, or --tensor-parallel-size"
         )
     for setting, value in native_settings(config):
         raise ConfigError(
