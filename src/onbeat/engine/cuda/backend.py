@@ -11,7 +11,7 @@ import torch
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes
-from onbeat.engine.cuda.kernels import Kernels, KernelSizes
+from onbeat.engine.cuda.kernels import DecodeBackend, Kernels, KernelSizes
 from onbeat.engine.cuda.memory import bytes_above, largest_steps, measure
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.device import DeviceConfig, compute_capability
@@ -58,11 +58,11 @@ def missing_kernel(config: ModelConfig, block_size: int) -> str | None:
     return missing_kernel(config, block_size)
 
 
-def fast_kernels(sizes: KernelSizes) -> Kernels:
+def fast_kernels(sizes: KernelSizes, decode_backend: DecodeBackend = "xqa") -> Kernels:
     """Return the quick operators; what they are written in is imported only now."""
     from onbeat.engine.cuda.fast import FastKernels
 
-    return FastKernels(sizes)
+    return FastKernels(sizes, decode_backend=decode_backend)
 
 
 class CudaBackend:
