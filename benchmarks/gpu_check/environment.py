@@ -10,7 +10,6 @@ import subprocess
 import sys
 
 import torch
-
 from gpu_check.record import IS_REHEARSAL, expect, note
 
 PACKAGES = (
