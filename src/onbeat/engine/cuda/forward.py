@@ -13,12 +13,21 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from onbeat.core.errors import EngineError
 from onbeat.engine.attention.base import IntArray
 from onbeat.engine.cuda.failures import failures_in_words
 from onbeat.engine.cuda.graphs import Graphs, graph_sizes
-from onbeat.engine.cuda.kernels import BestBuffers, ChunkRows, DecodeRows, Kernels, KernelSizes, StepTensors
+from onbeat.engine.cuda.kernels import (
+    BestBuffers,
+    ChunkRows,
+    DecodeRows,
+    Kernels,
+    KernelSizes,
+    Multiply,
+    StepTensors,
+)
 from onbeat.engine.cuda.layer import Hidden, LayerStep, first_of_windows, run_layers, write_logits
 from onbeat.engine.cuda.packing import StepCounts, StepWords, device_words
 from onbeat.engine.cuda.products import CudaProducts
@@ -86,6 +95,7 @@ class CudaForward:
     weights, kernels : the model, and the operators that compute it.
     graphs : how decode steps are run.
     options : sizes; `kernels` are made for the same.
+    multiply : computes the layers' products.
     stream : where work is queued; that of the weights' device where there is none.
 
     Raises
@@ -100,12 +110,14 @@ class CudaForward:
         graphs: Graphs,
         options: CudaOptions,
         *,
+        multiply: Multiply = functional.linear,
         stream: DeviceStream | None = None,
     ) -> None:
         self.weights = weights
         self.kernels = kernels
         self.options = options
         self._graphs = graphs
+        self._multiply = multiply
         self._windows = first_of_windows(weights)
         on_cpu = weights.device.type == "cpu"
         self._stream = stream or (CpuStream() if on_cpu else CudaStream(weights.device))
@@ -252,6 +264,7 @@ class CudaForward:
             if chunks is not None
             else {},
             state.kv,
+            self._multiply,
         )
         hidden = run_layers(self.weights, self.kernels, ids_T, step)
         if not len(parts.sampled_N):

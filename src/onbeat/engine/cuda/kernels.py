@@ -14,6 +14,7 @@ width, V vocabulary, W columns of a block table, X = (N + 2 K) H.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +27,9 @@ from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.model_config import Activation, ModelConfig
 
 Int32Array = NDArray[np.int32]
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""A product as `torch.nn.functional.linear` takes it: `x [T, D] @ matrix [F, D].T + bias [F]`, [T, F]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
