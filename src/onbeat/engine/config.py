@@ -106,10 +106,10 @@ class EngineConfig:
         help="memory of the KV cache, such as 2G (default: a quarter of what is free, at most 4G; of the GPU "
         "engine what --gpu-memory-utilization leaves)",
     )
-    gpu_memory_utilization: float | None = _engine(
-        None,
+    gpu_memory_utilization: float = _engine(
+        DEFAULT_GPU_UTILIZATION,
         metavar="SHARE",
-        help="of the GPU's memory, that may be taken by all that is on it, for the GPU engine (default: 0.9)",
+        help="of the GPU's memory, that the GPU engine and all else on it may take together",
     )
     enforce_eager: bool = _engine(
         default=False, help="run decode steps operator by operator, not as CUDA graphs (GPU engine)"
@@ -159,7 +159,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check(self, EngineConfig)
         share = self.gpu_memory_utilization
-        if share is not None and not 0 < share <= 1:
+        if not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization is {share}; it must be above 0 and at most 1")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.backend import Backend, MeasuresMemory, OnProgress, choose_backend
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.config import DEFAULT_GPU_UTILIZATION, EngineConfig
 from onbeat.engine.container import FreeMemory
 from onbeat.engine.cuda.backend import SettleLimits
 from onbeat.engine.device import DeviceConfig, detect_device, free_memory, thread_advice
@@ -201,7 +201,7 @@ def prepare_model(config: EngineConfig) -> ModelLoader:
 
 def _ignored(config: EngineConfig) -> Iterator[str]:
     """Yield a line on each option of the GPU engine that was given to another."""
-    if config.gpu_memory_utilization is not None:
+    if config.gpu_memory_utilization != DEFAULT_GPU_UTILIZATION:
         yield "ignored: --gpu-memory-utilization (this engine's KV cache has --kv-cache-memory-bytes)"
     if config.enforce_eager:
         yield "ignored: --enforce-eager (this engine has no CUDA graphs)"

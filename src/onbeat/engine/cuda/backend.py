@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch.nn import functional
 
-from onbeat.engine.config import DEFAULT_GPU_UTILIZATION, EngineConfig
+from onbeat.engine.config import EngineConfig
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes
 from onbeat.engine.cuda.kernels import Kernels, KernelSizes, Multiply
@@ -106,7 +106,7 @@ class CudaBackend:
         self._choose_products = None if config.enforce_eager else choose_products
         self._weights: CudaWeights | None = None
         self._multiply: Multiply = functional.linear
-        self._utilization = config.gpu_memory_utilization or DEFAULT_GPU_UTILIZATION
+        self._utilization = config.gpu_memory_utilization
         graphs = "without graphs" if config.enforce_eager else "decodes by CUDA graphs"
         self.description = f"by the GPU engine ({graphs})"
 

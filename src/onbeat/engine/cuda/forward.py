@@ -29,7 +29,7 @@ from onbeat.engine.cuda.kernels import (
     StepTensors,
 )
 from onbeat.engine.cuda.layer import Hidden, LayerStep, first_of_windows, run_layers, write_logits
-from onbeat.engine.cuda.packing import StepCounts, StepWords, device_words
+from onbeat.engine.cuda.packing import StepCounts, StepWords, device_words, host_words
 from onbeat.engine.cuda.products import CudaProducts
 from onbeat.engine.cuda.sampling import draw_params
 from onbeat.engine.cuda.state import CudaOptions, DeviceState, HostRing
@@ -130,11 +130,11 @@ class CudaForward:
             self._logits_NV = torch.zeros(
                 most, weights.config.vocab_size, dtype=logits_dtype, device=weights.device
             )
-            self._packer = StepPacker(options, self._sizes)
+            self._packer = StepPacker(options, self._sizes, decodes_apart=not kernels.plans_decodes)
             counts = StepCounts(options.max_num_batched_tokens, most, most, 0)
             self._ring = HostRing(self._stream, counts.num_words, 2 * most)
             self._fixed = {size: self._fixed_buffers(size) for size in self._sizes}
-            self._stream.run(partial(graphs.prepare, self._sizes, self._run_size))
+            self._stream.run(partial(graphs.prepare, self._sizes, self._run_size, self._plan_padding))
             for size in {self._sizes[0], self._sizes[-1]}:
                 self._stream.run(partial(self._draw, self._fixed[size]))  # compiled before it is needed
 
@@ -235,6 +235,7 @@ class CudaForward:
         if packed.size is not None:
             buffers = self._fixed[packed.size]
             buffers.words.copy_(words, non_blocking=True)
+            self._plan_decodes(host_words(words.numpy(), packed.counts))
             self._graphs.replay(packed.size)
         else:
             buffers = self._buffers(words.to(self.device, non_blocking=True), packed.counts)
@@ -243,6 +244,14 @@ class CudaForward:
             self._draw(buffers)
         packed.entry.results[: len(buffers.results)].copy_(buffers.results, non_blocking=True)
         return buffers
+
+    def _plan_decodes(self, parts: StepWords) -> None:
+        if self.kernels.plans_decodes:
+            self.kernels.plan_decodes(parts.lens_R, list(self._windows.values()))
+
+    def _plan_padding(self, size: int) -> None:
+        """Plan a graph's step that has no row."""
+        self._plan_decodes(host_words(self._packer.padding(size), self._packer.graph_counts(size)))
 
     def _run_size(self, size: int) -> None:
         """Run what a graph is captured of."""
@@ -256,9 +265,12 @@ class CudaForward:
         state.tables_SW.view(-1).index_put_((parts.update_places_U,), parts.update_blocks_U)
         last_T = state.tokens_S.index_select(0, parts.token_slots_T)
         ids_T = torch.where(parts.ids_T < 0, last_T, parts.ids_T)
+        decodes = DecodeRows(state.tables_SW.index_select(0, parts.slots_R), parts.lens_R)
+        if num_decodes:
+            self.kernels.start_decodes(decodes)
         step = LayerStep(
             StepTensors(parts.positions_T, parts.kv_slots_T),
-            DecodeRows(state.tables_SW.index_select(0, parts.slots_R), parts.lens_R),
+            decodes,
             num_decodes,
             {window: self.kernels.plan_chunks(chunks, spec) for window, spec in self._windows.items()}
             if chunks is not None

@@ -26,11 +26,12 @@ class Graphs(Protocol):
     name: str
     """For readers of measurements."""
 
-    def prepare(self, sizes: Sequence[int], run: Callable[[int], None]) -> None:
+    def prepare(self, sizes: Sequence[int], run: Callable[[int], None], plan: Callable[[int], None]) -> None:
         """Do what makes `replay` of these sizes possible.
 
         Parameters
         ----------
+        plan : the host's part, which comes before `run` and before each `replay`, and is not captured.
         run : neither waits for the device nor depends on what lies in memory; its results do not matter now.
 
         Raises
@@ -52,7 +53,12 @@ class EagerGraphs:
     def __init__(self) -> None:
         self._run: Callable[[int], None] | None = None
 
-    def prepare(self, sizes: Sequence[int], run: Callable[[int], None]) -> None:  # noqa: ARG002
+    def prepare(
+        self,
+        sizes: Sequence[int],  # noqa: ARG002
+        run: Callable[[int], None],
+        plan: Callable[[int], None],  # noqa: ARG002 -- who replays has planned
+    ) -> None:
         """Remember the function."""
         self._run = run
 
@@ -71,7 +77,7 @@ class CudaGraphs:
         self._device = device
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def prepare(self, sizes: Sequence[int], run: Callable[[int], None]) -> None:
+    def prepare(self, sizes: Sequence[int], run: Callable[[int], None], plan: Callable[[int], None]) -> None:
         """Capture, the largest size first, so that smaller ones find the pool large enough."""
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -80,12 +86,13 @@ class CudaGraphs:
                 stream.wait_stream(torch.cuda.current_stream())
                 try:
                     with torch.cuda.stream(stream):
+                        plan(size)
                         run(size)  # a kernel that is compiled, or memory that is taken, would fail a capture
                     torch.cuda.synchronize()
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                         run(size)
-                except (RuntimeError, ValueError) as error:
+                except Exception as error:  # of torch, Triton or FlashInfer
                     raise ConfigError(
                         f"a decode step of {size} rows cannot be captured as a CUDA graph: "
                         f"{str(error).partition(chr(10))[0]}; --enforce-eager does without graphs"

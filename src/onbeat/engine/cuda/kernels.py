@@ -14,7 +14,7 @@ width, V vocabulary, W columns of a block table, X = (N + 2 K) H.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -183,6 +183,27 @@ class Kernels(Protocol):
         gate_up_TF2 : [T, 2 F], the model's type: all of the gate, then all of up.
         out_TF : [T, F], the model's type.
         """
+        ...
+
+    @property
+    def plans_decodes(self) -> bool:
+        """Whether decodes need `plan_decodes`; if so, they run in steps of decodes alone, else as chunks."""
+        ...
+
+    def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec]) -> None:
+        """Do a step's host work for `attend_decodes`, before its operators are queued; not part of a graph.
+
+        Called only with `plans_decodes`. The step before may still run on the device.
+
+        Parameters
+        ----------
+        lens_R : what `DecodeRows.lens_R` will be.
+        layers : one of each window.
+        """
+        ...
+
+    def start_decodes(self, rows: DecodeRows) -> None:
+        """Do what all layers need, once a step, before the first `attend_decodes`; part of a graph."""
         ...
 
     def attend_decodes(

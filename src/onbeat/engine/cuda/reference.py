@@ -6,6 +6,7 @@ head width, F feed-forward width, V vocabulary, W columns of a block table, C ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from onbeat.engine.cuda.kernels import (
     ChunkRows,
     DecodeRows,
     DrawParams,
+    Int32Array,
     KernelSizes,
     LayerSpec,
     Norm,
@@ -44,6 +46,7 @@ class ReferenceKernels:
     """Plain torch, in float32 (float64 in a float64 model) wherever more than a product is computed."""
 
     name = "torch"
+    plans_decodes = False
 
     def __init__(self, sizes: KernelSizes) -> None:
         self._sizes = sizes
@@ -75,6 +78,12 @@ class ReferenceKernels:
         """Activate the gate and multiply; see `Kernels.act_mul`."""
         gate_TF, up_TF = gate_up_TF2.to(self._wide).chunk(2, dim=-1)
         out_TF.copy_(ACTIVATIONS[activation](gate_TF).mul_(up_TF))
+
+    def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec]) -> None:
+        """Do nothing: lengths are read on the device."""
+
+    def start_decodes(self, rows: DecodeRows) -> None:
+        """Do nothing: each layer gathers for itself."""
 
     def attend_decodes(
         self, q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows, layer: LayerSpec, out_RNH: Tensor

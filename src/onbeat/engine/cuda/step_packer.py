@@ -71,11 +71,13 @@ class StepPacker:
     ----------
     options : sizes.
     sizes : rows of the graphs, rising.
+    decodes_apart : whether decodes among chunks are rows of their own kind.
     """
 
-    def __init__(self, options: CudaOptions, sizes: Sequence[int]) -> None:
+    def __init__(self, options: CudaOptions, sizes: Sequence[int], *, decodes_apart: bool) -> None:
         self._options = options
         self._sizes = np.array(sizes)
+        self._decodes_apart = decodes_apart
         self._mirror = TableMirror(options)
         self._settings = SlotSettings(options.max_num_seqs)
 
@@ -132,7 +134,7 @@ class StepPacker:
         self, inputs: StepInputs, entry: RingEntry, places: IntArray, blocks: Int32Array, *, chooses: bool
     ) -> PackedStep:
         batch = inputs.attention
-        is_decode_R = batch.query_lens_R == 1
+        is_decode_R = (batch.query_lens_R == 1) & self._decodes_apart
         num_decodes, num_samples = int(is_decode_R.sum()), len(inputs.sampling_tokens)
         late = _later(places, blocks, _MOST_EAGER_UPDATES, entry)
         num_updates = len(places) if late is None else 0

@@ -144,7 +144,7 @@ def _launch(
 
 def _padded(num_rows: int) -> int:
     """Return for how many rows a kernel is compiled."""
-    return max(triton.next_power_of_2(num_rows), 16)
+    return max(int(triton.next_power_of_2(num_rows)), 16)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_outputs", "num_steps"])

@@ -11,7 +11,7 @@ import torch
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.step import BatchShape
-from onbeat.engine.config import DEFAULT_GPU_UTILIZATION, EngineConfig, MemoryShare, native_settings
+from onbeat.engine.config import EngineConfig, MemoryShare, native_settings
 from onbeat.engine.device import DTYPES, DeviceConfig
 from onbeat.engine.load import LoadedModel, OnProgress
 from onbeat.engine.model_config import ModelConfig, RopeConfig
@@ -216,9 +216,7 @@ def _limits(config: EngineConfig, description: StepTimeDescription) -> Scheduler
     limits, kv_bytes = config.limits, config.kv_cache_memory_bytes
     model, size = description.model, limits.block_size
     if kv_bytes is None:
-        num_blocks = _blocks_that_fit(
-            limits, description, config.gpu_memory_utilization or DEFAULT_GPU_UTILIZATION
-        )
+        num_blocks = _blocks_that_fit(limits, description, config.gpu_memory_utilization)
     else:
         block_bytes = int(model.kv_bytes_per_token(description.precision) * size)
         num_blocks = kv_bytes // block_bytes

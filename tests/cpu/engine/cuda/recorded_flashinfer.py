@@ -1,4 +1,4 @@
-"""FlashInfer's functions and classes as far as they are used, which remember what they are called with.
+"""FlashInfer's functions and classes as far as they are used: they remember calls, and attend to nothing.
 
 Parameters and defaults are those of 0.6.14; a test compares them where the library is installed.
 """
@@ -56,6 +56,7 @@ class Recorder:
             v_sf_cache=None,
         ):
             recorder.note("xqa", locals())
+            output.zero_()
 
         class Wrapper:
             def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
@@ -137,6 +138,7 @@ class Recorder:
                 skip_softmax_threshold_scale_factor=None,
             ):
                 recorder.note("prefill run", locals())
+                out.zero_()
 
         class DecodeWrapper(Wrapper):
             def __init__(

@@ -12,6 +12,7 @@ from onbeat.core.request import Request
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs, graph_sizes
+from onbeat.engine.cuda.kernels import DecodeRows, Int32Array, KernelSizes, LayerSpec
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.state import TableMirror
 from onbeat.engine.cuda.weights import load_weights
@@ -33,8 +34,8 @@ class PoisonedGraphs:
         self.forward: CudaForward | None = None
         self._graphs = EagerGraphs()
 
-    def prepare(self, sizes: Sequence[int], run: Callable[[int], None]) -> None:
-        self._graphs.prepare(sizes, run)
+    def prepare(self, sizes: Sequence[int], run: Callable[[int], None], plan: Callable[[int], None]) -> None:
+        self._graphs.prepare(sizes, run, plan)
 
     def replay(self, size: int) -> None:
         self.sizes.append(size)
@@ -47,13 +48,35 @@ class PoisonedGraphs:
         self._graphs.replay(size)
 
 
-def poisoned(name: str, graphs: PoisonedGraphs, **changes: int) -> Callable[..., CudaForward]:
+class PlanningKernels(ReferenceKernels):
+    """Wants to know the lengths of decodes before it sees them."""
+
+    plans_decodes = True
+
+    def __init__(self, sizes: KernelSizes) -> None:
+        super().__init__(sizes)
+        self.planned: list[list[int]] = []
+
+    def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec]) -> None:
+        assert len({layer.window for layer in layers}) == len(layers)
+        self.planned.append(lens_R.tolist())
+
+    def start_decodes(self, rows: DecodeRows) -> None:
+        assert rows.lens_R.tolist() == self.planned[-1]
+
+
+def poisoned(
+    name: str,
+    graphs: PoisonedGraphs,
+    make_kernels: Callable[[KernelSizes], ReferenceKernels] = ReferenceKernels,
+    **changes: int,
+) -> Callable[..., CudaForward]:
     weights = load_weights(StateCheckpoint(hf_tiny_model(name, torch.float64)), torch.float64, CPU)
 
     def make(*, num_blocks: int, block_size: int) -> CudaForward:
         sizes = {"max_num_seqs": 32, "max_model_len": 320, "max_num_batched_tokens": 64} | changes
         options = CudaOptions(num_blocks=num_blocks, block_size=block_size, **sizes)
-        kernels = ReferenceKernels(kernel_sizes(weights, options))
+        kernels = make_kernels(kernel_sizes(weights, options))
         graphs.forward = CudaForward(weights, kernels, graphs, options)
         return graphs.forward
 
@@ -70,6 +93,22 @@ def test_decodes_are_padded_to_the_next_size_and_read_none_of_the_padding(name: 
     assert not graphs.sizes  # a step of chunks
     driver.run(1)
     assert set(graphs.sizes) == {8}
+    assert_equals_reference(driver, TorchEngine(), name)
+
+
+@pytest.mark.parametrize("name", ["mistral-sliding", "gemma3"])
+def test_decodes_may_be_planned_on_the_host(name: str) -> None:
+    graphs = PoisonedGraphs()
+    driver = StepDriver(poisoned(name, graphs, PlanningKernels))
+    for length in (1, 17, 30):
+        driver.add(random_prompt(length), 9)
+    driver.step(dict.fromkeys(driver.requests, 100))
+    driver.add(random_prompt(40), 9)
+    driver.run(7)
+    assert graphs.forward is not None
+    kernels = graphs.forward.kernels
+    assert isinstance(kernels, PlanningKernels)
+    assert len(kernels.planned) == len(graphs.sizes)
     assert_equals_reference(driver, TorchEngine(), name)
 
 

@@ -90,6 +90,7 @@ class _Timer:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
+        self.tiling: Tiling | None = None
         monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
         monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
@@ -109,7 +110,7 @@ class _Timer:
 
     def time(self, product: Any, matrices: Any, stream: Any) -> float:
         self.calls += 1
-        self.tiling: Tiling | None = None
+        self.tiling = None
         product(matrices[0])
         assert len(matrices) >= 16
         return 40.0 if self.tiling is None else float(self.tiling.outputs)
@@ -128,7 +129,8 @@ def _weights() -> Any:
 def test_the_quickest_right_tiling_is_chosen_and_kept(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    timer, said = _Timer(monkeypatch), []
+    timer = _Timer(monkeypatch)
+    said: list[str] = []
     chosen = choose_products(_weights(), 24, directory=tmp_path, on_progress=said.append)
     assert {each.num_rows for each in chosen.timed} == {1, 8, 16, 32}  # 24 rows go by 32
     for each in chosen.timed:

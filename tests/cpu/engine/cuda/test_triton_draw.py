@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -65,13 +67,10 @@ def test_rows_of_several_pieces(rule: Rule, most_candidates: int) -> None:
 
 
 def _check(rule: Rule, most_candidates: int, *, vocab_size: int) -> None:
-    rng = np.random.default_rng(vocab_size + len(str(rule)))
-    logits_RV = (rng.normal(size=(len(NUMBERS), vocab_size)) * 3).astype(np.float32)
-    chosen = _drawn(logits_RV, rule, NUMBERS, most_candidates)
-    expected = [
-        _expected(logits_V, rule, number) for logits_V, number in zip(logits_RV, NUMBERS, strict=True)
+    logits_RV = random_logits(rule, vocab_size)
+    assert drawn(logits_RV, rule, NUMBERS, most_candidates) == [
+        expected_token(logits_V, rule, number) for logits_V, number in zip(logits_RV, NUMBERS, strict=True)
     ]
-    assert chosen == expected
 
 
 @pytest.mark.parametrize("most_candidates", [ENOUGH, FEW])
@@ -84,18 +83,18 @@ def test_equal_logits_are_told_apart_by_their_ids(rule: Rule, most_candidates: i
     logits_RV[:, ::3] = -np.inf
     logits_RV[(logits_RV == 0) & (rng.random(logits_RV.shape) < 0.5)] = -0.0
     numbers = rng.random(6).tolist()
-    chosen = _drawn(logits_RV, rule, numbers, most_candidates)
+    chosen = drawn(logits_RV, rule, numbers, most_candidates)
     assert chosen == [
-        _expected(logits_V, rule, number) for logits_V, number in zip(logits_RV, numbers, strict=True)
+        expected_token(logits_V, rule, number) for logits_V, number in zip(logits_RV, numbers, strict=True)
     ]
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     """Failed rows get some token, and the others theirs."""
     logits_RV = np.random.default_rng(2).normal(size=(5, 700)).astype(np.float32)
-    alone = [_drawn(logits_RV[row : row + 1], Rule(top_p=0.9), [0.4])[0] for row in range(5)]
+    alone = [drawn(logits_RV[row : row + 1], Rule(top_p=0.9), [0.4])[0] for row in range(5)]
     logits_RV[1, 300], logits_RV[2, 5], logits_RV[3] = np.nan, np.inf, -np.inf
-    together = _drawn(logits_RV, Rule(top_p=0.9), [0.4] * 5)
+    together = drawn(logits_RV, Rule(top_p=0.9), [0.4] * 5)
     assert (together[0], together[4]) == (alone[0], alone[4])
     assert all(0 <= token < 700 for token in together)
 
@@ -109,38 +108,49 @@ def test_best_is_the_lowest_of_equals_and_a_nan_where_there_is_one() -> None:
     logits_RV[3] = -torch.inf
     logits_RV[4] = -1.0
     logits_RV[4, 6000], logits_RV[4, 6001] = -0.0, 0.0
-    best = _best(logits_RV)
+    best = best_tokens(logits_RV)
     assert best.ids_R[:5].tolist() == [40, 7, 5000, 0, 6000]
     assert best.ids_R[5] == logits_RV[5].argmax()
     expected_R = torch.tensor([9.0, torch.nan, torch.inf, -torch.inf, 0.0, logits_RV[5].max()])
     torch.testing.assert_close(best.peaks_R, expected_R, rtol=0, atol=0, equal_nan=True)
 
 
-def _best(logits_RV: Tensor) -> BestBuffers:
-    num_rows = len(logits_RV)
-    best = BestBuffers(torch.full((num_rows,), -1, dtype=torch.int32), torch.empty(num_rows))
+def random_logits(rule: Rule, vocab_size: int) -> NDArray[np.float32]:
+    """Return a row for each number."""
+    rng = np.random.default_rng(vocab_size + RULES.index(rule) if rule in RULES else 0)
+    return (rng.normal(size=(len(NUMBERS), vocab_size)) * 3).astype(np.float32)
+
+
+def best_tokens(logits_RV: Tensor) -> BestBuffers:
+    num_rows, device = len(logits_RV), logits_RV.device
+    ids_R = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
+    best = BestBuffers(ids_R, torch.empty(num_rows, device=device))
     triton_draw.best(logits_RV, best)
     return best
 
 
-def _drawn(
-    logits_RV: NDArray[np.float32], rule: Rule, numbers: tuple[float, ...] | list[float], most: int = ENOUGH
+def drawn(
+    logits_RV: NDArray[np.float32],
+    rule: Rule,
+    numbers: Sequence[float],
+    most_candidates: int = ENOUGH,
+    device: str = "cpu",
 ) -> list[int]:
-    logits = torch.from_numpy(logits_RV)
-    num_rows = len(logits)
+    logits, num_rows = torch.from_numpy(logits_RV).to(device), len(logits_RV)
+    doubles = partial(torch.full, (num_rows,), dtype=torch.float64, device=device)
     params = DrawParams(
-        temperatures_R=torch.full((num_rows,), rule.temperature, dtype=torch.float64),
-        top_ks_R=torch.full((num_rows,), rule.top_k, dtype=torch.int32),
-        top_ps_R=torch.full((num_rows,), rule.top_p, dtype=torch.float64),
-        min_ps_R=torch.full((num_rows,), rule.min_p, dtype=torch.float64),
-        numbers_R=torch.tensor(numbers, dtype=torch.float64),
+        temperatures_R=doubles(rule.temperature),
+        top_ks_R=torch.full((num_rows,), rule.top_k, dtype=torch.int32, device=device),
+        top_ps_R=doubles(rule.top_p),
+        min_ps_R=doubles(rule.min_p),
+        numbers_R=torch.tensor(numbers, dtype=torch.float64, device=device),
     )
-    ids_R = torch.full((num_rows,), -1, dtype=torch.int32)
-    triton_draw.draw(logits, params, _best(logits), ids_R, most_candidates=most)
+    ids_R = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
+    triton_draw.draw(logits, params, best_tokens(logits), ids_R, most_candidates=most_candidates)
     return ids_R.tolist()
 
 
-def _expected(logits_V: NDArray[np.float32], rule: Rule, number: float) -> int:
+def expected_token(logits_V: NDArray[np.float32], rule: Rule, number: float) -> int:
     if rule.temperature == 0:
         return int(logits_V.argmax())
     wide_V = logits_V.astype(np.float64)
