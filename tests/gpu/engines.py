@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
+from torch.nn import functional
 
 from onbeat.engine.cuda.backend import fast_kernels
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs
+from onbeat.engine.cuda.kernels import Multiply
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import CudaWeights
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
@@ -26,6 +29,8 @@ def on_gpu_engine(
     *,
     graphs: bool = True,
     fast: bool = False,
+    decode_backend: Literal["xqa", "fa2"] = "xqa",
+    multiply: Multiply = functional.linear,
     max_num_seqs: int = 32,
     max_model_len: int = 512,
     max_num_batched_tokens: int = 1024,
@@ -41,9 +46,9 @@ def on_gpu_engine(
             max_num_batched_tokens=max_num_batched_tokens,
         )
         sizes = kernel_sizes(weights, options)
-        kernels = fast_kernels(sizes) if fast else ReferenceKernels(sizes)
+        kernels = fast_kernels(sizes, decode_backend) if fast else ReferenceKernels(sizes)
         chosen = graphs_on(weights.device) if graphs else EagerGraphs()
-        return CudaForward(weights, kernels, chosen, options)
+        return CudaForward(weights, kernels, chosen, options, multiply=multiply)
 
     return make
 

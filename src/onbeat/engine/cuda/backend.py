@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Literal
 
 import torch
 from torch.nn import functional
@@ -62,11 +63,11 @@ def missing_kernel(config: ModelConfig, block_size: int) -> str | None:
     return missing_kernel(config, block_size)
 
 
-def fast_kernels(sizes: KernelSizes) -> Kernels:
+def fast_kernels(sizes: KernelSizes, decode_backend: Literal["xqa", "fa2"] = "xqa") -> Kernels:
     """Return the quick operators; what they are written in is imported only now."""
     from onbeat.engine.cuda.fast import FastKernels
 
-    return FastKernels(sizes)
+    return FastKernels(sizes, decode_backend=decode_backend)
 
 
 def quickest_products(weights: CudaWeights, max_rows: int, on_progress: Callable[[str], None]) -> Multiply:
