@@ -228,21 +228,21 @@ class CudaForward:
     @torch.inference_mode()
     def _queue(self, packed: PackedStep) -> _Buffers:
         """Queue a step and the way back of its results."""
-        words = packed.entry.words[: packed.counts.num_words]
+        words = packed.views.words
         if packed.late_updates is not None:
             places, blocks = packed.late_updates.to(self.device, non_blocking=True)
             self._state.tables_SW.view(-1).index_put_((places,), blocks)
         if packed.size is not None:
             buffers = self._fixed[packed.size]
             buffers.words.copy_(words, non_blocking=True)
-            self._plan_decodes(host_words(words.numpy(), packed.counts))
+            self._plan_decodes(packed.views.parts)
             self._graphs.replay(packed.size)
         else:
             buffers = self._buffers(words.to(self.device, non_blocking=True), packed.counts)
             self._compute(buffers, packed.counts.decodes, packed.chunks)
         if packed.is_random:
             self._draw(buffers)
-        packed.entry.results[: len(buffers.results)].copy_(buffers.results, non_blocking=True)
+        packed.views.results.copy_(buffers.results, non_blocking=True)
         return buffers
 
     def _plan_decodes(self, parts: StepWords) -> None:
