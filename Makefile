@@ -44,7 +44,7 @@ test-triton: .venv/.dev ## Install Triton (190 MB) and run the tests of the GPU 
 	$(BIN)/python -m pytest tests/cpu/engine/cuda $(PYTEST_ARGS)
 
 ablate: .venv/.dev ## Show what each part of the slo policy is worth (simulated; traces under ONBEAT_SHARED)
-	$(BIN)/python benchmarks/slo_study.py ablate $(ARGS)
+	$(BIN)/python -m benchmarks.slo.study ablate $(ARGS)
 
 check: lint types imports ## Run all static checks
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch.nn import functional
@@ -11,7 +10,7 @@ from torch.nn import functional
 from onbeat.engine.cuda.backend import fast_kernels
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs
-from onbeat.engine.cuda.kernels import Multiply
+from onbeat.engine.cuda.kernels import DecodeBackend, Multiply
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import CudaWeights
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
@@ -29,7 +28,7 @@ def on_gpu_engine(
     *,
     graphs: bool = True,
     fast: bool = False,
-    decode_backend: Literal["xqa", "fa2"] = "xqa",
+    decode_backend: DecodeBackend = "xqa",
     multiply: Multiply = functional.linear,
     max_num_seqs: int = 32,
     max_model_len: int = 512,

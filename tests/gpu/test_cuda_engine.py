@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from onbeat.engine.cuda.kernels import DecodeBackend
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.model_config import ModelConfig, model_config_from_hf
 from onbeat.engine.model_runner import ModelRunner
@@ -171,11 +172,14 @@ def test_steps_that_overlap_choose_the_tokens_of_steps_one_by_one(seed: int, fas
 
 @needs_flashinfer
 @pytest.mark.parametrize("name", list(QUICK))
-@pytest.mark.parametrize("chunk", [7, 1000])
-def test_quick_operators_come_close_to_plain_ones(name: str, chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "decode_backend"), [(7, "xqa"), (1000, "xqa"), (1000, "fa2")])
+def test_quick_operators_come_close_to_plain_ones(
+    name: str, chunk: int, decode_backend: DecodeBackend
+) -> None:
     weights = load_weights(DummyCheckpoint(quick_config(name)), torch.bfloat16, CUDA)
     prompts = [random_prompt(length) for length in PROMPT_LENGTHS]
-    quick, seen = run_fixed(on_gpu_engine(weights, fast=True), prompts, num_tokens=10, chunk=chunk)
+    engine = on_gpu_engine(weights, fast=True, decode_backend=decode_backend)
+    quick, seen = run_fixed(engine, prompts, num_tokens=10, chunk=chunk)
     plain, _ = run_fixed(on_gpu_engine(weights), prompts, num_tokens=10, chunk=chunk)
     for actual, expected in zip(quick, plain, strict=True):
         assert relative_error(actual, expected) <= 3e-2

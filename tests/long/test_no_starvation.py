@@ -5,26 +5,23 @@ from __future__ import annotations
 import pytest
 
 from onbeat.core.slo import SLO, SLO_CLASSES, ShedMode
-from onbeat.scheduler.replica.slo.backlog import BEST_EFFORT_STEPS
+from onbeat.scheduler.replica.slo.admission import OVERDUE
 from tests.pure.scheduler.test_slo_properties import IMPOSSIBLE
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
 
-LONGEST_STEP = 0.3
-"""Seconds, and more than a step takes here."""
+BOUND = 5.0
+"""Seconds that a request may wait, or be without a token."""
 
 
 @pytest.mark.parametrize("slo", [None, IMPOSSIBLE], ids=["none", "lost"])
 @pytest.mark.parametrize("others", [SLO(ttft=0.5, tbt=0.025), SLO_CLASSES["batch"]], ids=["tight", "loose"])
-def test_nobody_starves_however_long_the_overload(slo: SLO | None, others: SLO) -> None:
-    """One request amid three times what the machine can do, for ever: it ends all the same."""
+def test_nobody_waits_for_ever_however_long_the_overload(slo: SLO | None, others: SLO) -> None:
+    """One request amid three times what the machine can do, for ever: it ends, or is told that it cannot."""
     model = FakeStepTime(fixed=1e-2, per_token=2e-4)
-    config = make_config(max_num_seqs=8)
+    config = make_config(max_num_seqs=8, max_queue_seconds=BOUND)
     arrival, num_prompt, num_output = 0.5, 500, 30
-    tagged = make_request("tagged", num_prompt, num_output, slo=slo, arrival=arrival)
-    # In each step that is its turn it gets a chunk of its prompt or a token, and some turns pass by for those
-    # of best effort that came before.
-    num_turns = num_output + 10
-    bound = arrival + num_turns * BEST_EFFORT_STEPS * LONGEST_STEP
+    tagged = make_request("tagged", num_prompt, num_output, slo=slo, arrival=arrival, shed=ShedMode.RELEGATE)
+    bound = arrival + OVERDUE * BOUND + num_output * BOUND
     # Decodes share the fixed cost of their steps.
     work = model.idle_seconds(300, 20) - 20 * model.fixed * (1 - 1 / config.max_num_seqs)
     crowd = [
@@ -33,11 +30,9 @@ def test_nobody_starves_however_long_the_overload(slo: SLO | None, others: SLO) 
     ]
     driver = TimedDriver(config, model)
     driver.serve([tagged, *crowd], until=bound, watch="tagged")
-    assert "tagged" in driver.finished, (
+    assert "tagged" in driver.finished or "tagged" in driver.rejected, (
         f"not done after {bound:.1f} s: {len(driver.outputs['tagged'])} tokens"
     )
-    assert len(driver.log) <= num_turns * BEST_EFFORT_STEPS
-    assert max(map(driver.model.step_time, (step.shape for step in driver.log))) < LONGEST_STEP
 
 
 @pytest.mark.parametrize("slo", [None, SLO(ttft=0.05, tbt=0.1)], ids=["none", "missed"])

@@ -249,10 +249,6 @@ class SchedulerState:
     """Reason (`slo_unattainable`, `deadline_exceeded`, `queue_too_long`) -> requests so far."""
     predicted_wait: float = 0.0
     """Seconds until a prompt that arrived now would be begun."""
-    arrival_rate: float = 0.0
-    """Requests per second, of late."""
-    utilisation: float = 0.0
-    """Arrival rate x mean service time; at 1 and above the queue grows."""
     decode_slacks: list[float] = field(default_factory=list)
     """Seconds from when the next step may start to the next deadline of each running stream that has one."""
     queue_seconds: float = 0.0

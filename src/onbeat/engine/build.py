@@ -27,7 +27,7 @@ from onbeat.recording.log import RecordHeader
 from onbeat.recording.writer import create_record
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.idle_check import IdleCheck
-from onbeat.scheduler.replica.policies import make_policy
+from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.replica.scheduler import Scheduler
 
 _SWITCH_SECONDS = 2e-4
@@ -119,7 +119,7 @@ def _check_predictions(config: EngineConfig, loader: Loader) -> None:
     if why is None:
         return
     speculation = loader.limits.speculation
-    if make_policy(loader.limits).needs_step_time:
+    if composition(loader.limits.policy).needs_step_time:
         raise ConfigError(
             f"policy {loader.limits.policy!r} plans with predicted step times, but {why}; {cure}a policy "
             "that plans without them: --policy sarathi (in Python: policy='sarathi')"
@@ -162,7 +162,7 @@ def _describe(loaded: LoadedModel, config: EngineConfig) -> EngineInfo:
         dtype=loaded.device.dtype_name,
         priority_scheduling=limits.scheduling_policy == "priority",
         speculation=None if config.speculative is None else config.speculative.method,
-        moves_streams=loaded.gives_kv and not make_policy(limits).release.holds_finished,
+        moves_streams=loaded.gives_kv and not composition(limits.policy).release.holds_finished,
     )
 
 

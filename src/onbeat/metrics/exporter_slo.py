@@ -34,7 +34,7 @@ def slo_metrics(counts: RunCounts, now: float, *, uptime: float) -> Iterator[Met
         "onbeat_requests_best_effort", "Open requests served from what is left over", counts.num_best_effort
     )
     yield from _policy(counts.policy)
-    load = counts.policy.load(now, num_open=counts.num_open)
+    load = counts.policy.load(num_open=counts.num_open)
     if load is not None:
         yield from _load(load)
 
@@ -136,7 +136,5 @@ def _load(load: LoadEstimate) -> Iterator[Metric]:
             "Time until a prompt that came now and could not be in time would be begun",
             load.queue_seconds,
         ),
-        ("arrival_rate", "Requests per second, of late", load.arrival_rate),
-        ("utilisation", "Arrival rate times mean service time", load.utilisation),
     ):
         yield gauge(f"onbeat_{name}", text, value)

@@ -10,9 +10,6 @@ from onbeat.core.step import SchedulerState, StepStats
 from onbeat.metrics.buckets import GAP_SECONDS, SLACK_SECONDS
 from onbeat.metrics.histogram import Histogram
 
-FRESH_SECONDS = 1.0
-"""For so long after a step, what the policy said of its load is taken as it stands."""
-
 
 @dataclass(frozen=True, slots=True)
 class LoadEstimate:
@@ -22,9 +19,6 @@ class LoadEstimate:
     """Seconds until a prompt with a deadline would be begun."""
     queue_seconds: float
     """Seconds until one that is not in time, or has no deadline, would be begun."""
-    arrival_rate: float
-    """Requests per second."""
-    utilisation: float
 
 
 class PolicyCounts:
@@ -42,13 +36,12 @@ class PolicyCounts:
         self._before = SchedulerState()
         """What lives of replicas that are over have counted."""
         self._has_lost = False
-        self._last_step = 0.0
 
     @property
     def state(self) -> SchedulerState | None:
         """Of all replicas together; None where none keeps deadlines.
 
-        Counts and rates are added up, of waiting times the shortest is taken, and of utilisations the mean.
+        Counts are added up; of waiting times the shortest is taken.
         """
         states = list(self._states.values())
         if not self._has_lost and len(states) <= 1:
@@ -64,8 +57,6 @@ class PolicyCounts:
             num_missed=sum(each.num_missed for each in states) + self._before.num_missed,
             num_rejected=dict(rejected),
             predicted_wait=min(each.predicted_wait for each in states),
-            arrival_rate=sum(each.arrival_rate for each in states),
-            utilisation=sum(each.utilisation for each in states) / len(states),
             queue_seconds=min(each.queue_seconds for each in states),
         )
 
@@ -85,7 +76,6 @@ class PolicyCounts:
             self.num_over_budget += stats.end - stats.start > stats.budget_seconds
         if stats.scheduler is not None:
             self._take(replica, stats.scheduler)
-            self._last_step = stats.end
             self.slack.observe_many(stats.scheduler.decode_slacks)
 
     def _take(self, replica: ReplicaId, state: SchedulerState) -> None:
@@ -94,31 +84,19 @@ class PolicyCounts:
             self.forget(replica)  # it counts from nothing: another life
         self._states[replica] = state
 
-    def load(self, now: float, *, num_open: int) -> LoadEstimate | None:
+    def load(self, *, num_open: int) -> LoadEstimate | None:
         """Return what the policy expects; None without one that estimates.
 
         Parameters
         ----------
-        now : seconds, on the clock of the steps.
         num_open : requests that have not ended.
-
-        Notes
-        -----
-        An idle engine takes no steps and reports nothing: since the last one no more than one request can
-        have come, which bounds the rate, and with it the utilisation.
         """
         state = self.state
         if state is None:
             return None
-        silence = now - self._last_step
-        share = 1.0
-        if silence > FRESH_SECONDS and state.arrival_rate > 0:
-            share = min(1.0, 1 / (state.arrival_rate * silence))
         return LoadEstimate(
             predicted_wait=state.predicted_wait if num_open else 0.0,
             queue_seconds=state.queue_seconds if num_open else 0.0,
-            arrival_rate=state.arrival_rate * share,
-            utilisation=state.utilisation * share,
         )
 
 

@@ -13,7 +13,7 @@ from onbeat.core.options import change
 from onbeat.core.slo import DEFAULT_SHED_ORDER
 from onbeat.metrics.record import RequestRecord
 from onbeat.planner.cases import BuiltCase, Labels
-from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.idle import IdleReplica
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import build_simulation
@@ -71,13 +71,11 @@ def settings_grid(
 
 def _choices_without(name: str) -> dict[str, Any]:
     """Return the settings that a policy has no use for, with their defaults."""
-    if name not in POLICIES:
-        raise ConfigError(f"unknown policy {name!r}; choose one of {', '.join(POLICIES)}")
-    policy = POLICIES[name]()
+    policy = composition(name)
     unused: dict[str, Any] = {}
     if policy.whole_prompts:
         unused["max_num_batched_tokens"] = None
-    if policy.slo is None:
+    if not policy.predicts_waits:
         unused["shed_order"] = DEFAULT_SHED_ORDER
     return unused
 

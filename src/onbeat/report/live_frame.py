@@ -89,9 +89,7 @@ def _queues(view: ServerView) -> RenderableType:
         ),
     )
     rows.add_row("load", _fields((short(load.arrivals), "req/s in"), (short(load.finished), "req/s out")))
-    forecast = _known(
-        (percent(load.utilisation), "utilisation"), (duration(load.predicted_wait), "predicted wait")
-    )
+    forecast = _known((duration(load.predicted_wait), "predicted wait"))
     if forecast:
         rows.add_row("forecast", _fields(*forecast))
     rows.add_row(

@@ -103,7 +103,6 @@ class LoadView:
     output_tokens: float | None
     cached_share: float | None
     """Of the prompt tokens, those from the prefix cache."""
-    utilisation: float | None
     predicted_wait: float | None
 
 
@@ -257,7 +256,6 @@ def _load(window: ScrapeWindow) -> LoadView:
         prompt_tokens=window.rate("onbeat_prompt_tokens_total"),
         output_tokens=window.rate("onbeat_output_tokens_total"),
         cached_share=window.share("onbeat_prompt_tokens_cached_total", "onbeat_prompt_tokens_total"),
-        utilisation=new.value("onbeat_utilisation"),
         predicted_wait=new.value("onbeat_predicted_wait_seconds"),
     )
 

@@ -19,9 +19,7 @@ from onbeat.core.slo import (
 )
 
 SERVING_POLICIES = ("static", "orca", "prefill-first", "sarathi", "slo")
-BASELINES = (
-    *("hybrid-only", "chunk-only", "simple", "sarathi-triage", "edf-triage", "edf", "niyama", "fastserve"),
-)
+BASELINES = (*("hybrid-only", "chunk-only", "simple", "sarathi-triage", "edf-triage", "edf"),)
 """Policies that are there to compare with, not to serve with."""
 DEFAULT_POLICY = "slo"
 
@@ -87,7 +85,8 @@ class SchedulerLimits:
         None,
         metavar="N",
         at_least=1,
-        help="token budget of a step; only a cap under slo, whose budget is time (default: 8192 where it is, "
+        help="token budget of a step; only a cap under slo, whose budget is time (default: there what the "
+        "largest step that pays may have, 8192 at most, "
         "512 under others with chunked prefill, else the longest request); auto, in simulations: the largest "
         "multiple of 128 whose step keeps --slo-tbt-ms",
     )

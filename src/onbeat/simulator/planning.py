@@ -8,7 +8,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.step import SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.policies import make_policy
+from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.replica.scheduler import Scheduler
 
 
@@ -39,7 +39,7 @@ def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel, *, predict
     """
     speculation = config.speculation
     weighs_drafts = speculation is not None and speculation.draft_length == "adaptive"
-    needs_model = make_policy(config).needs_step_time or weighs_drafts
+    needs_model = composition(config.policy).needs_step_time or weighs_drafts
     if not (needs_model or (predicts and isinstance(step_time, Learner))):
         return Scheduler(config)
     if not isinstance(step_time, Learner):

@@ -56,7 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_blocks=st.integers(16, 40),
     )
     def start(self, policy, depth, max_requests, num_blocks):
-        budget = 256 if POLICIES[policy]().whole_prompts else 48
+        budget = 256 if POLICIES[policy].whole_prompts else 48
         config = SchedulerConfig(
             num_blocks=num_blocks,
             max_model_len=256,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -178,29 +177,17 @@ def test_plans_are_counted() -> None:
     assert {name: got[name] for name in expected} == pytest.approx(expected)
 
 
-LOAD: dict[str, Any] = {
-    "arrival_rate": 2.0,
-    "utilisation": 0.5,
-    "predicted_wait": 0.7,
-}
-NAMES = ("arrival_rate", "utilisation", "predicted_wait_seconds")
+NAMES = ("predicted_wait_seconds", "predicted_queue_seconds")
 
 
-@pytest.mark.parametrize(
-    ("now", "is_open", "expected"),
-    [
-        (10.5, True, (2.0, 0.5, 0.7)),
-        (10.5, False, (2.0, 0.5, 0.0)),
-        (15.0, False, (0.2, 0.05, 0.0)),  # 5 s without a step: at most 0.2 requests a second
-    ],
-)
-def test_the_load_fades_while_nothing_happens(now: float, is_open: bool, expected) -> None:
+@pytest.mark.parametrize(("is_open", "expected"), [(True, [0.7, 9.0]), (False, [0.0, 0.0])])
+def test_nobody_waits_where_no_request_is_open(is_open: bool, expected: list[float]) -> None:
     server = FakeServer()
     if is_open:
         server.open("r", 9.0)
-    server.step(9.5, 10.0, scheduler=SchedulerState(**LOAD))
-    got = metrics(server, now)
-    assert [got[f"onbeat_{name}"] for name in NAMES] == pytest.approx(expected)
+    server.step(9.5, 10.0, scheduler=SchedulerState(predicted_wait=0.7, queue_seconds=9.0))
+    got = metrics(server, 10.5)
+    assert [got[f"onbeat_{name}"] for name in NAMES] == expected
 
 
 def test_policies_without_deadlines_show_no_load() -> None:

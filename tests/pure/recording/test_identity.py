@@ -41,7 +41,7 @@ class RecordedMachine(RuleBasedStateMachine):
         draft_length=st.sampled_from([None, "fixed", "adaptive"]),
     )
     def start(self, policy, order, depth, num_blocks, prefix, max_requests, max_tokens, draft_length):
-        if POLICIES[policy]().order is not None:
+        if POLICIES[policy].order is not None:
             order = "fcfs"  # its own takes the place of priorities
         config = make_config(
             policy,

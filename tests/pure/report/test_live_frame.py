@@ -42,7 +42,7 @@ def test_a_frame_shows_queues_classes_steps_and_decisions() -> None:
         "─" * 80,
         "requests     9 running   9 waiting   2 best effort",
         "load         0.56 req/s in   0.29 req/s out",
-        "forecast     87 % utilisation   420 ms predicted wait",
+        "forecast     420 ms predicted wait",
         "tokens       48.9 prompt/s   10.1 output/s   0 % of prompts cached",
         "KV cache     ━━━                  15.4 %  112 of 728 blocks",
         "",

@@ -19,7 +19,7 @@ _SAMPLING_FIELDS = {field.name for field in fields_of(SamplingParams)}
 
 def make_config(policy: str = "sarathi", **changes) -> SchedulerConfig:
     # unknown names get here too: refusing them is Scheduler's part
-    whole_prompts = policy in POLICIES and POLICIES[policy]().whole_prompts
+    whole_prompts = policy in POLICIES and POLICIES[policy].whole_prompts
     values = {
         "num_blocks": 64,
         "block_size": 16,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import ReplicaLimits
+from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.core.slo import SLO
+from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import (
     Aborted,
     Arrived,
@@ -17,6 +20,7 @@ from onbeat.scheduler.cluster.events import (
     Lost,
     Refuse,
     Refused,
+    Reported,
     ScaleAsked,
     Send,
     Start,
@@ -24,10 +28,10 @@ from onbeat.scheduler.cluster.events import (
     Tick,
     Withdraw,
 )
-from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
+from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import ReplicaState
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.cluster.routing import RoutingRequest
+from onbeat.scheduler.cluster.routing import Router, RoutingRequest
 
 
 def limits(**changes) -> ReplicaLimits:
@@ -45,7 +49,7 @@ class Driven:
     """A fleet whose invariants are checked after every event."""
 
     def __init__(self, num_replicas: int = 2, *, router: str = "least-outstanding", **config) -> None:
-        self.fleet = Fleet(make_router(router, 0), FleetConfig(**config))
+        self.fleet = Fleet(make_router(router, 0), FleetRules(**config))
         self.now = 0.0
         self.on(ScaleAsked(num_replicas))
         for number in range(num_replicas):
@@ -378,7 +382,65 @@ def test_an_abort_withdraws():
 def test_decisions_are_told():
     told = []
     fleet = Fleet(
-        make_router("random", 0), on_decision=lambda event, now, actions: told.append((event, now, actions))
+        make_router("round-robin", 0),
+        on_decision=lambda event, now, actions: told.append((event, now, actions)),
     )
     actions = fleet.on_event(ScaleAsked(1), 3.0)
     assert told == [(ScaleAsked(1), 3.0, actions)]
+
+
+class Mute:
+    """A router that must not be asked, and hears of members and reports alone."""
+
+    reads_reports = True
+
+    def join(self, replica: int, limits: ReplicaLimits | None = None) -> None: ...
+
+    def leave(self, replica: int) -> None: ...
+
+    def on_report(self, replica: int, load: ReplicaLoad, now: float) -> None: ...
+
+
+def test_no_router_is_asked_where_there_is_one_replica():
+    driven = Driven(1)
+    driven.fleet = Fleet(cast(Router, Mute()))
+    driven.on(ScaleAsked(1))
+    driven.on(Joined("r0", limits()))
+    assert driven.on(Arrived(request("a"))) == [Send("r0", "a", "only")]
+    driven.on(Reported("r0", ReplicaLoad(time=0.0, num_taken=1)))
+    driven.first("r0", "a")
+    driven.end("r0", "a")
+    driven.send("b", "c")
+    driven.on(Aborted("b"))
+    assert driven.on(Lost("r0", "killed"))[0] == Start("r0", 0.5)
+    assert places(driven.on(Joined("r0", limits()))) == [("c", "r0")]
+
+
+@pytest.mark.parametrize("router", ["least-outstanding", "prefix-affinity"])
+def test_once_there_is_a_choice_the_router_knows_what_the_first_replica_has(router):
+    driven = Driven(1, router=router)
+    driven.send("a", "b")
+    driven.first("r0", "a")
+    assert driven.on(ScaleAsked(2)) == [Start("r1")]
+    driven.on(Joined("r1", limits()))
+    actions = [each for name in "cd" for each in driven.on(Arrived(request(name)))]
+    assert places(actions) == [("c", "r1"), ("d", "r1")]
+    for name in "ab":
+        driven.end("r0", name)
+    assert places(driven.on(Arrived(request("e")))) == [("e", "r0")]
+
+
+def test_a_router_that_was_not_asked_counts_what_comes_after_the_report():
+    """Three requests were sent without it: the fourth is not among those that a report of three counts."""
+    driven = Driven(1, router="slo")
+    driven.send("a", "b", "c")
+    load = ReplicaLoad(time=0.0, num_taken=3, num_running=3)
+    driven.on(Reported("r0", load))
+    driven.on(ScaleAsked(2))
+    driven.on(Joined("r1", limits()))
+    driven.on(Reported("r0", load))
+    driven.on(Reported("r1", ReplicaLoad(time=0.0, num_taken=0)))
+    actions = [each for name in "defg" for each in driven.on(Arrived(request(name)))]
+    assert [replica for _, replica in places(actions)] == ["r1", "r1", "r1", "r0"]
+    driven.on(Reported("r0", load))
+    assert places(driven.on(Arrived(request("h")))) == [("h", "r1")]

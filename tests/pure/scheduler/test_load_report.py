@@ -96,7 +96,7 @@ def test_to_be_asked_changes_no_plan(policy):
     assert logs[0] == logs[1]
 
 
-@pytest.mark.parametrize("policy", [name for name in POLICIES if not POLICIES[name]().needs_step_time])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if not POLICIES[name].needs_step_time])
 def test_without_predictions_there_are_counts_alone(policy):
     scheduler = Scheduler(make_config(policy))
     scheduler.add(make_request("r", 100, 4))

@@ -8,7 +8,7 @@ from onbeat.core.errors import ConfigError, InvalidRequest, PromptTooLong
 from onbeat.core.request import FinishReason, RequestOutput, SamplingParams
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.scheduler.config import BASELINES, SERVING_POLICIES
-from onbeat.scheduler.replica.policies import POLICIES, default_token_budget, make_policy
+from onbeat.scheduler.replica.policies import POLICIES, check_policy, default_token_budget, make_policy
 from onbeat.scheduler.replica.scheduler import Scheduler
 from tests.fake_step_time import LinearStepTime
 from tests.pure.scheduler.driver import Driver, make_config, make_request
@@ -472,7 +472,7 @@ class TestBadInput:
 
     @pytest.mark.parametrize(
         ("policy", "budget"),
-        [("slo", 8192), ("simple", 8192), ("niyama", 8192), ("sarathi-triage", 512), ("edf-triage", 512)],
+        [("slo", 8192), ("simple", 8192), ("sarathi-triage", 512), ("edf-triage", 512)],
     )
     def test_where_time_is_the_budget_tokens_are_only_a_cap(self, policy, budget):
         assert default_token_budget(policy, max_model_len=4096, max_num_seqs=64) == budget
@@ -482,9 +482,18 @@ class TestBadInput:
         with pytest.raises(
             ConfigError, match=f"policy '{policy}' has no choice of whom to leave behind.*slo"
         ):
-            make_policy(make_config(policy, shed_order="longest-wait", max_num_batched_tokens=512))
-        config = make_config("slo", shed_order="longest-wait")
-        assert make_policy(config).slo.shed_order == "longest-wait"
+            check_policy(make_config(policy, shed_order="longest-wait", max_num_batched_tokens=512))
+        check_policy(make_config("slo", shed_order="longest-wait"))
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_a_policy_works_once_it_is_made_or_is_not_made(self, policy):
+        config = make_config(policy, max_num_batched_tokens=512)
+        if POLICIES[policy].needs_step_time:
+            with pytest.raises(ConfigError, match="nothing predicts them"):
+                make_policy(config, None)
+        scheduler = Scheduler(config, LinearStepTime())
+        scheduler.add(make_request("a", 4, 2))
+        assert scheduler.schedule(0.0) is not None
 
     def test_those_to_compare_with_are_policies(self):
         assert POLICIES.keys() == {*SERVING_POLICIES, *BASELINES}

@@ -106,7 +106,7 @@ def test_planning_twice_gives_the_same_plan_and_changes_nothing(
         max_num_seqs=max_num_seqs,
         slo_mode=mode,
         shed_order=shed_order if policy == "slo" else "most",
-        scheduling_policy="fcfs" if POLICIES[policy]().order is not None else "priority",
+        scheduling_policy="fcfs" if POLICIES[policy].order is not None else "priority",
     )
     driver = PureDriver(config, FakeStepTime(), depth=depth)
     driver.serve(load)
@@ -151,7 +151,7 @@ def test_a_change_anywhere_is_seen():
     for target, name, value in (
         (state, "num_hit_tokens", 7),
         (state.slo, "next_deadline", 1.0),
-        (scheduler._slo.tracker, "predicted_wait", 9.0),
+        (scheduler._slo.tracker, "num_missed", 9),
         (scheduler._slo.work, "token", 1.0),
         (scheduler.kv.pool, next(name for name, _ in attributes(scheduler.kv.pool)), None),
     ):

@@ -207,7 +207,7 @@ def test_a_policy_that_predicts_no_waits_has_no_bound():
     assert queue_seconds("slo", None) == 60.0
     assert (queue_seconds("slo", 0.0), queue_seconds("slo", 5.0)) == (None, 5.0)
     for name in POLICIES:
-        if POLICIES[name]().slo is None:
+        if not POLICIES[name].predicts_waits:
             assert queue_seconds(name, None) is None
     config = make_config("sarathi", max_queue_seconds=5.0)
     with pytest.raises(ConfigError, match=r"'sarathi' predicts no waits.*max_num_queued_reqs"):

@@ -143,14 +143,14 @@ class TestDeadlines:
     def test_a_late_first_token_stays_a_missed_objective(self):
         assert self.slo_of(SLO(ttft=2.0, tbt=0.1), first_token_time=12.1).is_best_effort
 
-    def test_the_length_of_its_class_says_anew_whether_its_first_token_was_late(self):
-        slo = SLO(tbt=0.01, e2e=10.0)  # due 2.55 s before the end for a usual answer, 0.4 s for 41 tokens
-        request = resumed("r", 5, slo=slo, arrival=self.ARRIVAL, max_tokens=400, first_token_time=18.0)
+    def test_of_an_e2e_objective_it_has_what_is_left(self):
+        request = resumed(
+            "r", 5, slo=SLO(e2e=10.0), arrival=self.ARRIVAL, max_tokens=400, first_token_time=18.0
+        )
         state = timed.make_state(request).slo
-        assert state.is_best_effort
-        state.begin(request, "stream", now=18.1, max_output_tokens=400, expected_output_tokens=41)
+        state.begin(request, "stream", now=18.1, max_output_tokens=400, num_left=38)
         assert not state.is_best_effort
-        assert state.next_deadline == pytest.approx(19.65)
+        assert (state.tbt, state.next_deadline) == (pytest.approx(0.05), pytest.approx(18.15))
 
     @pytest.mark.parametrize(("slo", "due"), [(SLO(ttft=2.0, tbt=0.1), 12.5), (SLO(tbt=0.1), 10.5)])
     def test_a_first_token_of_an_unknown_time_was_in_time(self, slo, due):

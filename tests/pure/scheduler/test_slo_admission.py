@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.request import FinishReason, RequestOutput
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import BatchShape
-from onbeat.scheduler.replica.slo import turnover
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
 
 ROOMY = {"num_blocks": 4096, "max_num_seqs": 64}
@@ -79,16 +77,16 @@ class TestPrediction:
         driver = Watch()
         driver.crowd(400, 300, slo=SLO(ttft=100.0, tbt=1.0))
         for i in range(num_late):
-            driver.add(make_request(f"late{i}", 300, 2, slo=INFEASIBLE, shed=ShedMode.RELEGATE))
-        driver.add(make_request("r", 300, 4, slo=SLO(ttft=110.0, tbt=1.0), shed=ShedMode.RELEGATE))
+            driver.add(make_request(f"late{i}", 300, 2, slo=INFEASIBLE, shed=ShedMode.REJECT))
+        driver.add(make_request("r", 300, 4, slo=SLO(ttft=110.0, tbt=1.0), shed=ShedMode.REJECT))
         driver.serve([], watch="r")
         assert driver.predicted["r"] == pytest.approx(driver.ttft("r"), rel=0.1 if num_late < 100 else 0.4)
 
     @pytest.mark.parametrize("num_prompt", [1, 100, 500, 1000])
-    @pytest.mark.parametrize("slo", [SLO(ttft=2.0, tbt=0.1), SLO(ttft=2.0), None], ids=str)
+    @pytest.mark.parametrize("slo", [SLO(ttft=2.0, tbt=0.1), SLO(ttft=2.0)], ids=str)
     def test_on_an_idle_replica(self, num_prompt, slo):
         driver = Watch()
-        driver.serve([make_request("r", num_prompt, 3, slo=slo, shed=ShedMode.RELEGATE)])
+        driver.serve([make_request("r", num_prompt, 3, slo=slo, shed=ShedMode.REJECT)])
         assert driver.predicted["r"] == pytest.approx(driver.ttft("r"), rel=0.25)
 
     @pytest.mark.parametrize("num_ahead", [1, 5, 12])
@@ -96,7 +94,9 @@ class TestPrediction:
     def test_behind_other_prompts(self, num_ahead, tbt):
         driver = Watch()
         slo = SLO(ttft=4.0, tbt=tbt)
-        driver.serve([make_request(f"r{i}", 700, 20, slo=slo) for i in range(num_ahead + 1)])
+        driver.serve(
+            [make_request(f"r{i}", 700, 20, slo=slo, shed=ShedMode.REJECT) for i in range(num_ahead + 1)]
+        )
         last = f"r{num_ahead}"
         assert driver.predicted[last] == pytest.approx(driver.ttft(last), rel=0.25)
 
@@ -107,7 +107,10 @@ class TestPrediction:
         driver.serve([make_request(f"s{i}", 50, 400, slo=slo) for i in range(num_streams)], until=0.6)
         now = driver.now
         driver.serve(
-            [make_request(f"r{i}", 800, 4, slo=SLO(ttft=2.0, tbt=0.05), arrival=now) for i in range(4)]
+            [
+                make_request(f"r{i}", 800, 4, slo=SLO(ttft=2.0, tbt=0.05), arrival=now, shed=ShedMode.REJECT)
+                for i in range(4)
+            ]
         )
         for name in ("r0", "r1", "r2", "r3"):
             assert driver.predicted[name] == pytest.approx(driver.ttft(name), rel=0.25), name
@@ -116,7 +119,7 @@ class TestPrediction:
     def test_with_less_tokens_a_step_than_time_would_allow(self, cap):
         driver = Watch(FakeStepTime(fixed=1e-2, per_token=1e-4), max_num_batched_tokens=cap)
         slo = SLO(ttft=4.0, tbt=0.5)
-        driver.serve([make_request(f"r{i}", 700, 20, slo=slo) for i in range(3)])
+        driver.serve([make_request(f"r{i}", 700, 20, slo=slo, shed=ShedMode.REJECT) for i in range(3)])
         for name in ("r0", "r1", "r2"):
             assert driver.predicted[name] == pytest.approx(driver.ttft(name), rel=0.25), name
 
@@ -127,27 +130,30 @@ class TestPrediction:
         assert scheduled is not None
         driver.in_flight.append(scheduled)
         driver.check_step(scheduled)
-        driver.add(make_request("r", 100, 3, slo=SLO(ttft=2.0)))
+        driver.add(make_request("r", 100, 3, slo=SLO(ttft=2.0), shed=ShedMode.REJECT))
         driver.serve([])
         assert driver.predicted["r"] == pytest.approx(driver.ttft("r"), rel=0.25)
 
     def test_those_left_behind_are_not_before_it_though_they_are_due_at_the_same_time(self):
         driver = Watch(FakeStepTime(per_context=0.0, per_pair=0.0), max_model_len=16384)
         for index in range(4):  # 0.7 s each
-            fields = {"slo": SLO(ttft=1.0), "shed": ShedMode.RELEGATE}
+            fields = {"slo": SLO(ttft=1.0), "shed": ShedMode.REJECT}
             driver.add(make_request(f"big {index}", 7000, 2, **fields))
-        driver.add(make_request("r", 500, 2, slo=SLO(ttft=1.0), shed=ShedMode.RELEGATE))
+        driver.add(make_request("r", 500, 2, slo=SLO(ttft=1.0), shed=ShedMode.REJECT))
         driver.serve([])
         assert driver.predicted["r"] == pytest.approx(driver.ttft("r"), rel=0.2)
 
     def test_best_effort_waits_for_all_who_have_deadlines(self):
         driver = Watch()
-        driver.serve([make_request("first", 10, 1)])  # the very first step lets best effort go first
-        now = driver.now
-        crowd = [make_request(f"r{i}", 500, 2, slo=SLO(ttft=3.0), arrival=now) for i in range(10)]
-        driver.serve([*crowd, make_request("last", 500, 2, arrival=now)])
+        crowd = [make_request(f"r{i}", 500, 2, slo=SLO(ttft=3.0)) for i in range(10)]
+        driver.serve([*crowd, make_request("last", 500, 2)])
         assert max(driver.times[f"r{i}"][0] for i in range(10)) <= driver.times["last"][0]
-        assert driver.predicted["last"] == pytest.approx(driver.ttft("last"), rel=0.25)
+
+    def test_is_made_only_for_who_asks_to_be_refused(self):
+        driver = Watch()
+        slo = SLO(ttft=2.0)
+        driver.serve([make_request(mode.name, 100, 3, slo=slo, shed=mode) for mode in ShedMode])
+        assert driver.predicted.keys() == {"REJECT"}
 
 
 USUAL = SLO(ttft=1.0, tbt=0.1)
@@ -171,29 +177,34 @@ class TestFullMachine:
 
     @pytest.mark.parametrize("bound", [BY_SLOTS, {"num_blocks": 100}], ids=["slots", "blocks"])
     def test_as_many_are_taken_as_will_find_room(self, bound):
-        """An answer takes 0.6 s: of four streams one ends every 0.15 s."""
+        """An answer takes 0.6 s in the mean: of four streams one ends every 0.15 s."""
         driver = Watch(FakeStepTime(fixed=1e-2, per_token=1e-5, per_pair=0.0), **bound)
         fields = {"slo": SLO(ttft=0.3, tbt=0.1), "shed": ShedMode.REJECT}
-        driver.serve([make_request(f"h{i}", 20, 60) for i in range(16)])
+        driver.serve([make_request(f"h{i}", 20, 20 + 37 * i % 81) for i in range(16)])
         start = driver.now
-        arrivals = [start + 0.02 * i for i in range(600)]
-        driver.serve([make_request(f"r{i}", 200, 60, arrival=at, **fields) for i, at in enumerate(arrivals)])
+        driver.serve(
+            [
+                make_request(f"r{i}", 200, 20 + 37 * i % 81, arrival=start + 0.02 * i, **fields)
+                for i in range(600)
+            ]
+        )
         served = [name for name in driver.requests if name[0] == "r" and driver.times.get(name)]
-        num_taken = 600 - len(driver.rejected)
-        assert len(driver.expired) <= 0.1 * num_taken, "who is refused is told at once"
+        assert len(driver.rejected) > 2 * len(driver.expired), "most who are refused are told at once"
         assert all(driver.ttft(name) <= 0.3 for name in served)
         assert len(served) >= 0.9 * (driver.now - start) / 0.155, "slots do not stand empty"
 
     @pytest.mark.parametrize("bound", [BY_SLOTS, BY_BLOCKS], ids=["slots", "blocks"])
     def test_the_refusal_says_when_there_will_be_room(self, bound):
+        """By the pace at which answers of 60 tokens ended before: of four one every 0.15 s or more."""
         driver = self.full(20, **bound)
-        refusal = driver.ask("new", 200, slo=SLO(ttft=0.1, tbt=0.1))
+        refusal = driver.ask("new", 200, slo=SLO(ttft=0.05, tbt=0.1))
         assert "predicted" in str(refusal)
         driver.step()
         assert driver.ask("patient", 200, slo=SLO(ttft=10.0, tbt=0.1)) is None
-        assert 0.1 < refusal.predicted_ttft == pytest.approx(0.6, rel=0.15), "all have 60 tokens"
+        assert 0.08 < refusal.predicted_ttft < 0.6
 
-    def test_of_unknown_lengths_some_are_taken_to_end_soon(self):
+    def test_before_any_answer_has_ended_a_usual_one_counts(self):
+        """Half of the answers end within 212 tokens, 2.1 s: of four streams one ends every 0.5 s."""
         driver = self.full(**BY_SLOTS)
         taken = [driver.ask(f"r{i}", 200, max_tokens=500, slo=USUAL) is None for i in range(8)]
         assert sum(taken) in (1, 2)
@@ -215,30 +226,6 @@ class TestFullMachine:
                 make_request(f"w{index}", 200, 60, slo=slo, shed=ShedMode.RELEGATE, arrival=driver.now)
             )
         assert driver.ask("new", 200, slo=SLO(ttft=0.8, tbt=0.1)) is None
-
-    @pytest.mark.parametrize(
-        "bound",
-        [{"num_blocks": 8192, "max_num_seqs": 150}, {"num_blocks": 1400, "max_num_seqs": 300}],
-        ids=["slots", "blocks"],
-    )
-    def test_where_many_wait_one_stands_for_several(self, bound, monkeypatch):
-        found = []
-        for num_ends in (1000, turnover.NUM_ENDS):
-            monkeypatch.setattr(turnover, "NUM_ENDS", num_ends)
-            model = FakeStepTime(fixed=1e-2, per_token=1e-5, per_pair=0.0)
-            driver = Watch(model, max_num_batched_tokens=1024, **bound)
-            for index in range(150):
-                driver.add(make_request(f"s{index}", 20, 200 + index % 7 * 40, slo=PATIENT))
-                driver.step()
-            for index in range(200):
-                num_prompt = 20 + index % 5 * 30
-                driver.add(make_request(f"w{index}", num_prompt, 400, slo=PATIENT, arrival=driver.now))
-            assert len(driver.scheduler.running) >= 2 * 64
-            found.append(driver.scheduler.waiting.first_below(inf, 1000)[-1].slo.predicted_ttft)
-        one_by_one, in_groups = found
-        assert one_by_one > 1.0
-        assert in_groups == pytest.approx(one_by_one, rel=0.1)
-        assert in_groups != one_by_one
 
 
 class TestRefusal:
@@ -343,7 +330,7 @@ class TestRefusal:
             [paced, *(make_request(f"r{i}", 10, 400, slo=SLO(ttft=5.0, tbt=1.0)) for i in range(30))],
             until=2.0,
         )
-        assert driver.ask("r", 10, max_tokens=50, slo=SLO(ttft=5.0, tbt=1.0)) is None
+        assert driver.ask("r", 10, max_tokens=50, slo=SLO(ttft=8.0, tbt=1.0)) is None
 
     @pytest.mark.parametrize("tbt", [None, 1e-3])
     def test_nobody_is_refused_for_streams_whose_only_token_is_the_first(self, tbt):

@@ -18,7 +18,7 @@ from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, m
 
 IMPOSSIBLE = SLO(ttft=1e-3, tbt=1e-3)
 TIGHT = SLO(ttft=0.1, tbt=0.006)
-POLICY_NAMES = [name for name, make in POLICIES.items() if make().needs_step_time or make().order]
+POLICY_NAMES = [name for name, each in POLICIES.items() if each.needs_step_time or each.order]
 
 slos = st.sampled_from(
     [None, *SLO_CLASSES.values(), TIGHT, IMPOSSIBLE, SLO(ttft=0.3), SLO(tbt=0.02), SLO(e2e=1.0), SLO()]

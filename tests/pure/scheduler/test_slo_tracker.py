@@ -8,7 +8,7 @@ from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import SchedulerState
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.tracker import SLOTracker
+from onbeat.scheduler.replica.slo.history import SLOTracker
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request, make_state
 
 INFEASIBLE = SLO(ttft=2e-3, tbt=0.1)
@@ -29,11 +29,6 @@ class Watch(TimedDriver):
     def receive(self, outputs) -> None:
         self.relegated |= {output.request_id for output in outputs if output.is_relegated}
         super().receive(outputs)
-
-    def pass_first_step(self) -> float:
-        """Run a step, since the very first lets best effort go first; return the time."""
-        self.serve([make_request("before", 1, 1)])
-        return self.now
 
     @property
     def state(self) -> SchedulerState:
@@ -56,7 +51,7 @@ def relegatable(request_id: str, num_prompt: int, max_tokens: int, **changes) ->
 class TestLost:
     def test_prompts_that_cannot_be_in_time_come_after_those_that_can(self):
         driver = Watch()
-        now = driver.pass_first_step()
+        now = driver.now
         late = [relegatable(f"l{i}", 500, 2, slo=INFEASIBLE, arrival=now) for i in range(3)]
         slo = SLO(ttft=1.0, tbt=0.1)
         others = [relegatable(f"r{i}", 500, 2, slo=slo, arrival=now) for i in range(3)]
@@ -69,12 +64,12 @@ class TestLost:
 
     def test_they_are_served_in_the_order_in_which_they_came(self):
         driver = Watch()
-        now = driver.pass_first_step()
+        now = driver.now
         slos = [INFEASIBLE, SLO(ttft=1e-3), SLO(ttft=0.03), None, INFEASIBLE]
         late = [relegatable(f"l{i}", 500, 2, slo=slo, arrival=now + 1e-3 * i) for i, slo in enumerate(slos)]
         busy = relegatable("busy", 900, 2, slo=SLO(ttft=1.0), arrival=now)
         driver.serve([busy, *late])
-        assert driver.first_scheduled == ["before", "busy", *(f"l{i}" for i in range(5))]
+        assert driver.first_scheduled == ["busy", *(f"l{i}" for i in range(5))]
 
     def test_time_that_streams_leave_is_theirs(self):
         driver = Watch()
@@ -222,22 +217,6 @@ class TestState:
         end = driver.now + driver.model.step_time(in_flight.shape)
         due = 1.0 + 0.05 * (len(driver.times["s"]) + 1)
         assert driver.state.decode_slacks == pytest.approx([due - end])
-
-    def test_load_is_what_arrives(self):
-        """20 a second, each of which takes about 40 ms."""
-        driver = Watch()
-        slo = SLO(ttft=5.0, tbt=0.1)
-        driver.serve([relegatable(f"r{i}", 300, 4, slo=slo, arrival=i / 20) for i in range(200)])
-        state = driver.state
-        assert state.arrival_rate == pytest.approx(20, rel=0.1)
-        assert 0.5 < state.utilisation < 1.0
-
-    def test_utilisation_is_above_1_where_the_queue_only_grows(self):
-        driver = Watch()
-        driver.serve(
-            [relegatable(f"r{i}", 900, 4, slo=SLO(ttft=1.0), arrival=i / 20) for i in range(60)], until=3
-        )
-        assert driver.state.utilisation > 1
 
     def test_predicted_wait_is_that_of_the_prompts_in_time(self):
         driver = Watch()

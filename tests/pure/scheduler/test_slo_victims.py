@@ -9,8 +9,8 @@ import pytest
 from onbeat.core.request import Request
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.filler import RESERVATION
-from onbeat.scheduler.replica.slo.victims import Victims
+from onbeat.scheduler.replica.slo.filler import RESERVATION, Victims
+from onbeat.scheduler.replica.slo.rules import StepRules
 from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request, make_state
@@ -28,7 +28,8 @@ def started(*requests: Request, num_blocks: int = 64, **changes) -> tuple[StepPl
     driver.step()
     assert all(len(times) == 1 for times in driver.times.values())
     plan = driver.scheduler._new_plan(driver.now)
-    return plan, Victims(plan, WORK, lambda state: state.request.weight, lambda state: False)
+    rules = StepRules(WORK, "stream", "most", lambda state: state.request.weight)
+    return plan, Victims(plan, lambda state: rules.loss(state, plan.now, is_starved=False))
 
 
 def by_name(plan: StepPlan) -> dict[str, RequestState]:

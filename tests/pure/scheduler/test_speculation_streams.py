@@ -41,7 +41,7 @@ class SpeculationMachine(RuleBasedStateMachine):
         seed=st.integers(0, 1 << 16),
     )
     def start(self, policy, kind, order, depth, is_pipeline, num_blocks, prefix, k, acceptance, seed):
-        if POLICIES[policy]().order is not None:
+        if POLICIES[policy].order is not None:
             order = "fcfs"  # its own takes the place of priorities
         self.driver = make_driver(
             policy,

@@ -27,7 +27,7 @@ class Listening(FakeStepTime):
         self.ratios.append(seconds / self.step_time(shape))
 
 
-@pytest.mark.parametrize("policy", sorted(name for name in POLICIES if POLICIES[name]().needs_step_time))
+@pytest.mark.parametrize("policy", sorted(name for name in POLICIES if POLICIES[name].needs_step_time))
 @pytest.mark.parametrize("mode", ["stream", "gap"])
 def test_a_device_as_predicted_is_found_to_be_as_predicted(policy, mode):
     """A step that takes a millionth longer than planned would make every stream in it miss its objective."""

@@ -22,7 +22,7 @@ SECONDS = linear_time().seconds
 @pytest.fixture
 def clairvoyant(monkeypatch):
     """A policy that asks for predictions."""
-    monkeypatch.setitem(POLICIES, "clairvoyant", lambda: replace(POLICIES["sarathi"](), needs_step_time=True))
+    monkeypatch.setitem(POLICIES, "clairvoyant", replace(POLICIES["sarathi"], needs_step_time=True))
 
 
 def test_policies_that_plan_by_tokens_get_no_model():
@@ -36,7 +36,7 @@ def test_a_router_that_reads_predictions_gets_them_under_any_policy():
         def watch(_event, _now, actions, sent=sent):
             sent += [each for each in actions if isinstance(each, Send)]
 
-        config = make_config(num_replicas=2, router=router)
+        config = make_config(replicas=2, router=router)
         simulate(random_load(9, rate=30, seed=1), config, Predictor(SECONDS), on_decision=watch)
         assert len(sent) == 9
         assert any(each.predicted_ttft is not None for each in sent) == (router == "slo")

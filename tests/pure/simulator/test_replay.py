@@ -308,7 +308,7 @@ def a_request(name: str | None, is_right: dict[int, bool], num_available: dict[i
 
 
 def test_policies_that_plan_by_time_are_simulated_with_the_model_they_had(path: Path, monkeypatch) -> None:
-    monkeypatch.setitem(POLICIES, "clairvoyant", lambda: replace(POLICIES["sarathi"](), needs_step_time=True))
+    monkeypatch.setitem(POLICIES, "clairvoyant", replace(POLICIES["sarathi"], needs_step_time=True))
     recording = timed_run(path, linear)
     history = read_history(recording)
     config = replace(make_config(), policy="clairvoyant")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Literal
 
 import torch
 from torch.nn import functional
@@ -13,7 +12,7 @@ from torch.nn import functional
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes
-from onbeat.engine.cuda.kernels import Kernels, KernelSizes, Multiply
+from onbeat.engine.cuda.kernels import DecodeBackend, Kernels, KernelSizes, Multiply
 from onbeat.engine.cuda.memory import bytes_above, largest_steps, measure
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.device import DeviceConfig, compute_capability
@@ -63,7 +62,7 @@ def missing_kernel(config: ModelConfig, block_size: int) -> str | None:
     return missing_kernel(config, block_size)
 
 
-def fast_kernels(sizes: KernelSizes, decode_backend: Literal["xqa", "fa2"] = "xqa") -> Kernels:
+def fast_kernels(sizes: KernelSizes, decode_backend: DecodeBackend = "xqa") -> Kernels:
     """Return the quick operators; what they are written in is imported only now."""
     from onbeat.engine.cuda.fast import FastKernels
 

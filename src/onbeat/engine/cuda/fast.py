@@ -11,7 +11,6 @@ from onbeat.engine.cuda import triton_draw, triton_ops
 from onbeat.engine.cuda.flashinfer_attention import (
     ChunkBackend,
     Chunks,
-    DecodeBackend,
     FlashInfer,
     PlanBuffers,
     PlannedDecodes,
@@ -22,6 +21,7 @@ from onbeat.engine.cuda.flashinfer_attention import (
 from onbeat.engine.cuda.kernels import (
     BestBuffers,
     ChunkRows,
+    DecodeBackend,
     DecodeRows,
     DrawParams,
     Int32Array,

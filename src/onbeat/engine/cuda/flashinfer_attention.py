@@ -25,7 +25,6 @@ from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.model_config import ModelConfig
 
 ChunkBackend = Literal["fa2", "fa3"]
-DecodeBackend = Literal["xqa", "fa2"]
 
 _SEMAPHORE_BYTES = 8 << 20
 """XQA counts in them which parts of a row are done; each of its kernels leaves zeros behind."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.model_config import Activation, ModelConfig
 
 Int32Array = NDArray[np.int32]
+DecodeBackend = Literal["xqa", "fa2"]
+"""FlashInfer's kernels for rows of one token; fa2 needs a plan of the host's."""
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A product as `torch.nn.functional.linear` takes it: `x [T, D] @ matrix [F, D].T + bias [F]`, [T, F]."""

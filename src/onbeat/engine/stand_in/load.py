@@ -31,8 +31,8 @@ from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.utilisation import StepWork
-from onbeat.scheduler.config import SchedulerConfig, SchedulerLimits
-from onbeat.scheduler.replica.policies import LARGEST_BUDGET, settle
+from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits
+from onbeat.scheduler.replica.policies import LARGEST_BUDGET, composition, largest_step, settle
 from onbeat.text.tokenizer import load_tokenizer
 
 SOURCES = ("auto", "roofline", "none")
@@ -227,7 +227,12 @@ def _limits(config: EngineConfig, description: StepTimeDescription) -> Scheduler
             )
     longest = limits.max_model_len or model.max_position_embeddings
     num_blocks = min(num_blocks, limits.max_num_seqs * -(-longest // size))
-    return settle(limits, num_blocks=num_blocks, model_len=model.max_position_embeddings)
+    return settle(
+        limits,
+        num_blocks=num_blocks,
+        model_len=model.max_position_embeddings,
+        model=description.predictor(),
+    )
 
 
 def _blocks_that_fit(limits: SchedulerLimits, what: StepTimeDescription, utilization: float) -> int:
@@ -238,6 +243,9 @@ def _blocks_that_fit(limits: SchedulerLimits, what: StepTimeDescription, utiliza
     DoesNotFit : it does not hold the longest request; the message says what was tried and fits.
     """
     largest = limits.max_num_batched_tokens
+    if not isinstance(largest, int):
+        is_by_time = composition(limits.policy or DEFAULT_POLICY).is_bound_by_time
+        largest = largest_step(what.predictor(), limits.max_num_seqs) if is_by_time else LARGEST_BUDGET
 
     def num_blocks(parallelism: Parallelism, precision: Precision) -> int:
         return kv_capacity(
@@ -246,7 +254,7 @@ def _blocks_that_fit(limits: SchedulerLimits, what: StepTimeDescription, utiliza
             parallelism=parallelism,
             precision=precision,
             block_size=limits.block_size,
-            max_num_batched_tokens=largest if isinstance(largest, int) else LARGEST_BUDGET,
+            max_num_batched_tokens=largest,
             gpu_memory_utilization=utilization,
             least_tokens=min(limits.max_model_len or 1, what.model.max_position_embeddings),
         ).num_blocks

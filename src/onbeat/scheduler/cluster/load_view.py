@@ -5,18 +5,22 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
-from math import exp, inf, sqrt
+from math import inf, sqrt
 from typing import NamedTuple
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
-from onbeat.scheduler.replica.slo.outlook import Triage, seconds_before
-from onbeat.scheduler.replica.slo.triage import Job, Prompt
+from onbeat.scheduler.replica.slo.triage import (
+    Ends,
+    Held,
+    Job,
+    Prompt,
+    Wanted,
+    room_wait,
+    seconds_before,
+    select_feasible,
+)
 from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
 
-_MEMORY_SECONDS = 10.0
-"""Time constant of the pace at which requests end."""
-_MEDIAN_SOONER = 1 / 3
-"""Of mean gaps, how much sooner than the mean the median of events at random is: see `LoadView.room_wait`."""
 _A_BIT_LESS = 1 - 1e-9
 """So that a sum that is rounded is no less than a bound of it."""
 _SHORTEST_STEP = 1e-4
@@ -93,19 +97,17 @@ class LoadView:
     sent: deque[Sent] = field(default_factory=deque)
     num_ended: int = 0
     """Since the last report."""
-    ended_weight: float = 0.0
-    stream_seconds: float = 0.0
-    """Requests that ended of late, and the seconds that all streams ran meanwhile, exponentially weighted."""
+    ends: Ends = field(default_factory=Ends)
 
     def on_report(self, load: ReplicaLoad, now: float) -> None:
         """Take a report, and count no more what it counts."""
         if self.reported > -inf and load.num_running:
-            passed = max(0.0, now - self.reported)
-            decay = exp(-passed / _MEMORY_SECONDS)
-            self.ended_weight = self.ended_weight * decay + self.num_ended
-            self.stream_seconds = self.stream_seconds * decay + passed * self.load.num_running
+            self.ends.count(now - self.reported, self.load.num_running, self.num_ended)
         self.num_ended = 0
         self.load, self.reported = load, now
+        self.num_sent = max(
+            self.num_sent, load.num_taken
+        )  # it was sent some that nobody asked a router about
         while self.sent and self.sent[0].number <= load.num_taken:
             self.sent.popleft()
 
@@ -127,14 +129,7 @@ class LoadView:
         return self.load.num_running + self.load.num_waiting + len(self.sent)
 
     def room_wait(self, deadline: float, num_blocks: int, now: float) -> float:
-        """Return the seconds until a request gets a slot and its blocks, by the pace at which streams end.
-
-        One that ends gives back a slot, and as many blocks as streams and prompts have on average. Those that
-        are due before it get theirs first, unless it comes too late for them: the replica gives them up, and
-        serves them behind all others.
-
-        Streams end independently of each other, so the time of the k-th end has a gamma distribution: its
-        median is (k - 1/3) mean gaps, but for 4 % of it (Choi, Proc. AMS 121, 1994).
+        """Return the seconds until a request gets a slot and its blocks; see `triage.room_wait`.
 
         Parameters
         ----------
@@ -142,33 +137,20 @@ class LoadView:
         """
         load, sent = self.load, self.sent
         num_free = self.limits.max_num_seqs - load.num_running - load.num_kept_slots
-        num_lacking: float = load.num_queued_blocks - load.num_free_blocks
+        num_lacking = load.num_queued_blocks - load.num_free_blocks
         num_waiting = load.num_waiting
         has_slot = num_free > num_waiting + len(sent)
         if has_slot and num_lacking + num_blocks + sum([each.num_blocks for each in sent]) <= 0:
             return 0.0
         num_held = self.limits.num_blocks + num_lacking
-        given_back = max(num_held / max(load.num_running + num_waiting, 1), 1.0)
         wanted = load.num_queued_blocks / max(num_waiting, 1)
-        ahead = [(self.reported + until, num, wanted) for until, _, num in load.backlog if num]
+        ahead = [Wanted(self.reported + until, num, wanted) for until, _, num in load.backlog if num]
         if sent:
-            ahead = sorted((*ahead, *((each.deadline, 1, each.num_blocks) for each in sent)))
-        pace = self.stream_seconds / max(self.ended_weight, 1.0) / max(load.num_running, 1)
-        num_ends = 1.0 - num_free
-        num_lacking = -load.num_free_blocks
-        for due, num, each in ahead:
-            if due > deadline:
-                break
-            for _ in range(num):
-                before = max(num_ends, (num_lacking + each) / given_back)
-                is_late = before > 0 and self.reported + (before - _MEDIAN_SOONER) * pace > due
-                if not is_late or due <= self.reported:  # what is late and still there keeps its turn
-                    num_ends += 1
-                    num_lacking += each
-        num_ends = max(num_ends, (num_lacking + num_blocks) / given_back)
-        if num_ends <= 0:
-            return 0.0
-        return max(0.0, self.reported + (num_ends - _MEDIAN_SOONER) * pace - now)
+            ahead = sorted((*ahead, *(Wanted(each.deadline, 1, each.num_blocks) for each in sent)))
+        given_back = max(num_held / max(load.num_running + num_waiting, 1), 1.0)
+        held = Held(num_free, load.num_free_blocks, given_back, self.ends.gap(load.num_running))
+        wait = room_wait(ahead, Wanted(deadline, 1, num_blocks), held, self.reported)
+        return max(0.0, self.reported + wait - now) if wait else 0.0
 
     def work_left(self, now: float) -> float:
         """Return the seconds of prefill work that it has, roughly: what orders many replicas."""
@@ -220,8 +202,10 @@ class LoadView:
             own: Job[Prompt] = Job(deadline, seconds, _KnownByWork())
             due_before = sum([job.seconds for job in jobs[:num_ahead]])
             jobs.insert(num_ahead, own)
-            triage = Triage(start + room.fixed_seconds, room.share, _equal_worth)
-            before = seconds_before(own, triage.left_behind(jobs), by_deadline=due_before)
+            late = select_feasible(
+                jobs, start=start + room.fixed_seconds, share=room.share, worth=_equal_worth
+            )[1]
+            before = seconds_before(own, late, by_deadline=due_before)
         if before is None:  # behind all
             before = total + best_effort
         shortest = self.load.decode_seconds

@@ -255,7 +255,7 @@ class Handovers:
                 param="handover_id",
             )
         state = self._accept(request, now)
-        if self._policy.keeps_deadlines and detached.deadlines is not None:
+        if self._policy.known.keeps_deadlines and detached.deadlines is not None:
             state.slo.go_on(detached.deadlines)
         state.scheduled_time, state.num_preemptions = detached.scheduled_time, detached.num_preemptions
         state.num_cached_tokens = detached.num_cached_tokens
@@ -321,5 +321,5 @@ class Handovers:
             scheduled_time=state.scheduled_time,
             num_cached_tokens=state.num_cached_tokens,
             num_preemptions=state.num_preemptions,
-            deadlines=state.slo.deadlines() if self._policy.keeps_deadlines else None,
+            deadlines=state.slo.deadlines() if self._policy.known.keeps_deadlines else None,
         )

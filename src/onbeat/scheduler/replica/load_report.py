@@ -39,7 +39,7 @@ class LoadReporter:
     ) -> None:
         self._table = table
         self._slo = policy.slo
-        self._has_deadlines = policy.order is not None
+        self._has_deadlines = policy.known.order is not None
         self._budget = config.max_num_batched_tokens
         self._own_work = None if model is None or policy.slo is not None else PrefillWork(model, None)
 
@@ -192,7 +192,6 @@ class LoadReporter:
     ) -> tuple[float, float]:
         """Return the time of a step with prompts beside so many decodes, and the share that these take."""
         if self._slo is not None:
-            assert self._slo.rules is not None
             decodes = BatchShape.of_decodes(num_decodes, num_context)
             room = work.room_beside(decodes, self._slo.rules.tightest_limit(tightest), inf)
             return room.length, room.share

@@ -4,39 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, DEFAULT_SHED_ORDER
+from onbeat.core.step import BatchShape
+from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits, SpeculationConfig
-from onbeat.scheduler.replica.baselines.fastserve import FastServeComposer
-from onbeat.scheduler.replica.baselines.niyama import HybridPriority, NiyamaComposer
 from onbeat.scheduler.replica.baselines.triaged import TriagedBudget
 from onbeat.scheduler.replica.composers import BatchAtATime, Composer, DecodesFirst, PrefillsFirst
 from onbeat.scheduler.replica.parts import (
     DEFAULT_ORDER,
+    QUEUE_ORDERS,
     ChunkedPrompts,
+    Chunking,
     QueueOrder,
     Release,
     ReleaseAtOnce,
     ReleaseWithBatch,
+    Reservation,
     ReserveMaximum,
     ReservePrompt,
     WholePrompts,
 )
-from onbeat.scheduler.replica.slo.backlog import QueueBound
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.deadlines import EarliestDeadline
+from onbeat.scheduler.replica.slo.work import PrefillWork
+from onbeat.scheduler.replica.token_budget import DEFAULT_TILE
+
+Compose = Callable[[SchedulerConfig, StepTimeModel | None], Composer]
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """A composition."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composition:
+    """A named policy: how it is built, and what is known of it before there is a model or a machine."""
 
-    composer: Composer
-    release: Release
-    whole_prompts: bool
+    compose: Compose
+    """Builds its composer; raises ConfigError where that lacks a model."""
+    release: type[Release] = ReleaseAtOnce
+    whole_prompts: bool = False
     """Whether a step must be able to hold the longest prompt."""
-    order: QueueOrder | None = None
+    order: type[QueueOrder] | None = None
     """Its own order of requests; None is the configured one."""
     needs_step_time: bool = False
     """Whether it plans with predicted step times."""
@@ -44,109 +52,85 @@ class Policy:
     """Whether predicted time is a step's budget, and the tokens are only a cap."""
     keeps_deadlines: bool = False
     """Whether it follows the deadlines of each request's tokens."""
-    slo: SLOComposer | None = None
+    predicts_waits: bool = False
+    """Whether it predicts the TTFT of arrivals, and refuses those that would wait for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A policy at work: what one scheduler plans with."""
+
+    known: Composition
+    composer: Composer
+    order: QueueOrder
+    release: Release
+    slo: SLOComposer | None
     """Predicts the TTFT of arrivals and follows objectives; None in policies that do neither."""
 
 
-def _static() -> Policy:
-    return Policy(BatchAtATime(WholePrompts(), ReserveMaximum()), ReleaseWithBatch(), whole_prompts=True)
+def needed_model(config: SchedulerConfig, model: StepTimeModel | None) -> StepTimeModel:
+    """Return the model that a policy plans with.
+
+    Raises
+    ------
+    ConfigError : nothing predicts step times.
+    """
+    if model is None:
+        raise ConfigError(
+            f"policy {config.policy!r} plans with predicted step times, but nothing predicts them; "
+            "give a step-time model, or use a policy with a token budget (sarathi)"
+        )
+    return model
 
 
-def _orca() -> Policy:
-    return Policy(DecodesFirst(WholePrompts(), ReserveMaximum()), ReleaseAtOnce(), whole_prompts=True)
+def _whole(composer: Callable[[Chunking, Reservation], Composer], reservation: Reservation) -> Compose:
+    return lambda _config, _model: composer(WholePrompts(), reservation)
 
 
-def _prefill_first() -> Policy:
-    return Policy(PrefillsFirst(WholePrompts(), ReservePrompt()), ReleaseAtOnce(), whole_prompts=True)
+def _chunked(composer: Callable[[Chunking, Reservation], Composer]) -> Compose:
+    return lambda _config, _model: composer(ChunkedPrompts(), ReservePrompt())
 
 
-def _sarathi() -> Policy:
-    return Policy(DecodesFirst(ChunkedPrompts(), ReservePrompt()), ReleaseAtOnce(), whole_prompts=False)
-
-
-def _hybrid_only() -> Policy:
-    return Policy(DecodesFirst(WholePrompts(), ReservePrompt()), ReleaseAtOnce(), whole_prompts=True)
-
-
-def _chunk_only() -> Policy:
-    composer = PrefillsFirst(ChunkedPrompts(), ReservePrompt(), max_prefill_steps=1)
-    return Policy(composer, ReleaseAtOnce(), whole_prompts=False)
-
-
-def _edf() -> Policy:
-    composer = DecodesFirst(ChunkedPrompts(), ReservePrompt())
-    return Policy(composer, ReleaseAtOnce(), whole_prompts=False, order=EarliestDeadline())
-
-
-def make_slo_policy(composer: SLOComposer | None = None) -> Policy:
-    """Return the SLO policy with its own composer, or with one that a study puts in its place."""
-    composer = composer or SLOComposer()
-    return Policy(
-        composer,
-        ReleaseAtOnce(),
-        whole_prompts=False,
-        order=EarliestDeadline(),
+def slo_composition(
+    composer: Callable[[SchedulerConfig, StepTimeModel], SLOComposer] = SLOComposer,
+) -> Composition:
+    """Return the SLO policy, with its own composer or with one that a study puts in its place."""
+    return Composition(
+        compose=lambda config, model: composer(config, needed_model(config, model)),
+        order=EarliestDeadline,
         needs_step_time=True,
         is_bound_by_time=True,
         keeps_deadlines=True,
-        slo=composer,
+        predicts_waits=True,
     )
 
 
-def _triaged(*, by_time: bool, by_deadline: bool) -> Policy:
-    return Policy(
-        TriagedBudget(by_time=by_time, by_deadline=by_deadline),
-        ReleaseAtOnce(),
-        whole_prompts=False,
-        order=EarliestDeadline(),
+def _triaged(*, by_time: bool, by_deadline: bool) -> Composition:
+    return Composition(
+        compose=lambda config, model: TriagedBudget(
+            needed_model(config, model), by_time=by_time, by_deadline=by_deadline
+        ),
+        order=EarliestDeadline,
         needs_step_time=True,
         is_bound_by_time=by_time,
         keeps_deadlines=True,
     )
 
 
-def _simple() -> Policy:
-    return _triaged(by_time=True, by_deadline=True)
-
-
-def _sarathi_triage() -> Policy:
-    return _triaged(by_time=False, by_deadline=False)
-
-
-def _edf_triage() -> Policy:
-    return _triaged(by_time=False, by_deadline=True)
-
-
-def _niyama() -> Policy:
-    return Policy(
-        NiyamaComposer(),
-        ReleaseAtOnce(),
-        whole_prompts=False,
-        order=HybridPriority(),
-        needs_step_time=True,
-        is_bound_by_time=True,
-        keeps_deadlines=True,
-    )
-
-
-def _fastserve() -> Policy:
-    return Policy(FastServeComposer(), ReleaseAtOnce(), whole_prompts=True, needs_step_time=True)
-
-
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "static": _static,
-    "orca": _orca,
-    "prefill-first": _prefill_first,
-    "sarathi": _sarathi,
-    "slo": make_slo_policy,
-    "hybrid-only": _hybrid_only,
-    "chunk-only": _chunk_only,
-    "simple": _simple,
-    "sarathi-triage": _sarathi_triage,
-    "edf-triage": _edf_triage,
-    "edf": _edf,
-    "niyama": _niyama,
-    "fastserve": _fastserve,
+POLICIES: dict[str, Composition] = {
+    "static": Composition(
+        compose=_whole(BatchAtATime, ReserveMaximum()), release=ReleaseWithBatch, whole_prompts=True
+    ),
+    "orca": Composition(compose=_whole(DecodesFirst, ReserveMaximum()), whole_prompts=True),
+    "prefill-first": Composition(compose=_whole(PrefillsFirst, ReservePrompt()), whole_prompts=True),
+    "sarathi": Composition(compose=_chunked(DecodesFirst)),
+    "slo": slo_composition(),
+    "hybrid-only": Composition(compose=_whole(DecodesFirst, ReservePrompt()), whole_prompts=True),
+    "chunk-only": Composition(compose=_chunked(partial(PrefillsFirst, max_prefill_steps=1))),
+    "simple": _triaged(by_time=True, by_deadline=True),
+    "sarathi-triage": _triaged(by_time=False, by_deadline=False),
+    "edf-triage": _triaged(by_time=False, by_deadline=True),
+    "edf": Composition(compose=_chunked(DecodesFirst), order=EarliestDeadline),
 }
 """`hybrid-only` and `chunk-only` are halves of `sarathi`, for ablation (Sarathi-Serve, OSDI 2024, table 4):
 whole prompts beside decodes, and chunks that take turns with decodes. Their names stand in
@@ -158,31 +142,56 @@ DEFAULT_TOKEN_BUDGET = 512
 LARGEST_BUDGET = 8192
 """Beyond this a larger chunk saves next to no time a token."""
 
+LONGEST_STEP = 0.2
+"""Seconds that a step with prompts may take, on which no device is too slow for an efficient chunk: two TBT
+objectives of 100 ms."""
 
-def make_policy(config: SchedulerConfig) -> Policy:
-    """Build the configured policy.
+
+def composition(name: str) -> Composition:
+    """Return a policy by its name; raises ConfigError for an unknown one."""
+    if name not in POLICIES:
+        raise ConfigError(f"unknown policy {name!r}; choose one of {', '.join(POLICIES)}")
+    return POLICIES[name]
+
+
+def make_policy(config: SchedulerConfig, model: StepTimeModel | None) -> Policy:
+    """Build the configured policy, ready to plan.
+
+    Parameters
+    ----------
+    model : predicts steps; None where nobody does.
 
     Raises
     ------
-    ConfigError : unknown name, or a token budget that the policy cannot work with.
+    ConfigError : an unknown name, limits that the policy cannot work with, or no model where it needs one.
     """
-    policy = _lookup(config.policy)()
-    if policy.slo is not None:
-        seconds = config.max_queue_seconds
-        bound = None if seconds is None else QueueBound(seconds, config.max_num_seqs)
-        policy.slo.configure(config.slo_mode, config.shed_order, bound)
+    known = composition(config.policy)
+    check_policy(config)
+    composer = known.compose(config, model)
+    return Policy(
+        known,
+        composer,
+        order=(known.order or QUEUE_ORDERS[config.scheduling_policy])(),
+        release=known.release(),
+        slo=composer if isinstance(composer, SLOComposer) else None,
+    )
+
+
+def check_policy(config: SchedulerConfig) -> None:
+    """Raise ConfigError for an unknown policy, or limits that it cannot work with."""
+    policy = composition(config.policy)
     if policy.order is not None and config.scheduling_policy != DEFAULT_ORDER:
         raise ConfigError(
             f"policy {config.policy!r} has an order of its own, so scheduling policy "
             f"{config.scheduling_policy!r} cannot be had with it; leave it out (a request's weight says what "
             "it is worth), or use policy sarathi"
         )
-    if policy.slo is None and config.shed_order != DEFAULT_SHED_ORDER:
+    if not policy.predicts_waits and config.shed_order != DEFAULT_SHED_ORDER:
         raise ConfigError(
             f"policy {config.policy!r} has no choice of whom to leave behind, so shed order "
             f"{config.shed_order!r} cannot be had with it; leave it out, or use policy slo"
         )
-    if policy.slo is None and config.max_queue_seconds is not None:
+    if not policy.predicts_waits and config.max_queue_seconds is not None:
         raise ConfigError(
             f"policy {config.policy!r} predicts no waits, so max_queue_seconds "
             f"({config.max_queue_seconds:g}) cannot be had with it; leave it out, limit what waits "
@@ -194,7 +203,6 @@ def make_policy(config: SchedulerConfig) -> Policy:
             f"({config.max_num_batched_tokens}) must be at least max_model_len ({config.max_model_len}); "
             "raise it, lower max_model_len, or use a policy with chunked prefill (sarathi)"
         )
-    return policy
 
 
 def queue_seconds(policy: str, given: float | None) -> float | None:
@@ -209,16 +217,17 @@ def queue_seconds(policy: str, given: float | None) -> float | None:
     Seconds; None is no limit, as by default under a policy that predicts no waits.
     """
     if given is None:
-        return None if _lookup(policy)().slo is None else DEFAULT_QUEUE_SECONDS
+        return DEFAULT_QUEUE_SECONDS if composition(policy).predicts_waits else None
     return given or None
 
 
-def settle(
+def settle(  # noqa: PLR0913 - each is known to somebody else
     limits: SchedulerLimits,
     *,
     num_blocks: int,
     model_len: int,
     choose_budget: Callable[[int], int] | None = None,
+    model: StepTimeModel | None = None,
     num_micro_batches: int = 1,
     speculation: SpeculationConfig | None = None,
 ) -> SchedulerConfig:
@@ -229,6 +238,7 @@ def settle(
     num_blocks : KV blocks in the cache.
     model_len : tokens of the longest request that the model was made for.
     choose_budget : from the longest request, tokens, to the token budget where that is `auto`; None has none.
+    model : predicts steps; None where nobody does yet.
 
     Raises
     ------
@@ -251,27 +261,40 @@ def settle(
         settled["max_num_batched_tokens"] = choose_budget(longest)
     elif limits.max_num_batched_tokens is None:
         settled["max_num_batched_tokens"] = default_token_budget(
-            policy, max_model_len=longest, max_num_seqs=limits.max_num_seqs
+            policy, max_model_len=longest, max_num_seqs=limits.max_num_seqs, model=model
         )
     settled["max_queue_seconds"] = queue_seconds(policy, limits.max_queue_seconds)
     config = SchedulerConfig(
         **settled, num_blocks=num_blocks, num_micro_batches=num_micro_batches, speculation=speculation
     )
-    make_policy(config)  # it checks the limits against the policy
+    check_policy(config)
     return config
 
 
-def default_token_budget(policy_name: str, *, max_model_len: int, max_num_seqs: int) -> int:
-    """Return the token budget of a step where the user gave none."""
-    policy = _lookup(policy_name)()
+def default_token_budget(
+    policy_name: str, *, max_model_len: int, max_num_seqs: int, model: StepTimeModel | None = None
+) -> int:
+    """Return the token budget of a step where the user gave none.
+
+    Parameters
+    ----------
+    model : predicts steps; None where nobody does yet.
+    """
+    policy = composition(policy_name)
     if policy.whole_prompts:
         return max(2048, max_model_len, max_num_seqs)
     if policy.is_bound_by_time:
-        return max(LARGEST_BUDGET, max_num_seqs)
+        return largest_step(model, max_num_seqs)
     return max(DEFAULT_TOKEN_BUDGET, max_num_seqs)
 
 
-def _lookup(name: str) -> Callable[[], Policy]:
-    if name not in POLICIES:
-        raise ConfigError(f"unknown policy {name!r}; choose one of {', '.join(POLICIES)}")
-    return POLICIES[name]
+def largest_step(model: StepTimeModel | None, max_num_seqs: int) -> int:
+    """Return the tokens of the largest step that can pay where time is the budget, for its activations.
+
+    An efficient chunk beside a full batch, or what `LONGEST_STEP` holds; `LARGEST_BUDGET` without a model.
+    """
+    if model is None:
+        return max(LARGEST_BUDGET, max_num_seqs)
+    work = PrefillWork(model, None)
+    num_tokens = max(work.efficient_chunk + max_num_seqs, work.max_chunk(BatchShape(), 0, LONGEST_STEP))
+    return max(min(-(-num_tokens // DEFAULT_TILE) * DEFAULT_TILE, LARGEST_BUDGET), max_num_seqs)

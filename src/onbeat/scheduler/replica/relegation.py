@@ -39,10 +39,9 @@ class Relegation:
             begun = {id(admission.state) for admission in plan.admissions}
             for state in plan.late:
                 self._relegate(state, plan, waits_on=id(state) not in begun)
-        for state in plan.overdue:
-            assert self._slo is not None
-            assert self._slo.backlog is not None
-            self._refuse(state, self._slo.backlog.overdue_refusal(plan.waiting))
+        if self._slo is not None:
+            for state in plan.overdue:
+                self._refuse(state, self._slo.backlog.refusal(plan.waiting, is_overdue=True))
 
     def take_expired(self) -> list[RequestOutput]:
         """Return the last outputs of those that were ended since the last call."""
@@ -71,9 +70,8 @@ class Relegation:
 
     def _refusal(self, plan: StepPlan) -> Overloaded | None:
         """Return why no more best effort may wait; None where some may."""
-        if self._slo is None:
+        if self._slo is None or not self._slo.backlog.is_too_long(plan.waiting):
             return None
-        assert self._slo.backlog is not None
         return self._slo.backlog.refusal(plan.waiting)
 
     def _refuse(self, state: RequestState, refusal: Overloaded) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from onbeat.core.errors import ConfigError, InvalidRequest
+from onbeat.core.errors import InvalidRequest
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.step import (
@@ -22,7 +22,6 @@ from onbeat.scheduler.replica.delivery import last_output, note_deliveries
 from onbeat.scheduler.replica.failures import ENDED, fail, has_run, let_go_of_sharers
 from onbeat.scheduler.replica.handover import Handovers
 from onbeat.scheduler.replica.load_report import LoadReporter
-from onbeat.scheduler.replica.parts import QUEUE_ORDERS
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.relegation import Relegation
 from onbeat.scheduler.replica.repeats import advance_repeats, count_repeats
@@ -57,22 +56,13 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, step_time_model: StepTimeModel | None = None) -> None:
         self.config = config
         self.step_time_model = step_time_model
-        self._policy = make_policy(config)
-        if self._policy.needs_step_time and step_time_model is None:
-            raise ConfigError(
-                f"policy {config.policy!r} plans with predicted step times, but nothing predicts them; "
-                "give a step-time model, or use a policy with a token budget (sarathi)"
-            )
+        self._policy = make_policy(config, step_time_model)
         self._slo = self._policy.slo
-        if self._slo is not None:
-            assert step_time_model is not None
-            self._slo.start(step_time_model, config.max_num_batched_tokens)
         self._on_deliveries = note_deliveries if self._slo is None else self._slo.tracker.on_deliveries
         """Holds deliveries against their deadlines."""
         self._quantile = None if self._slo is None else self._slo.quantile
         """Of step times, to plan with; None is the mean."""
         self._drafting = make_drafting(config.speculation, step_time_model, quantile=self._quantile)
-        self._order = self._policy.order or QUEUE_ORDERS[config.scheduling_policy]()
         tracker = None if self._slo is None else self._slo.tracker
         self._table = RequestTable(config, tracker)
         self._states = self._table.states
@@ -80,7 +70,9 @@ class Scheduler:
         self._relegation = Relegation(self._table, self._slo)
         # Steps wait for one another, save for those of a pipeline.
         self._feedback = StepFeedback(
-            step_time_model, self._slo, self.running, run_side_by_side=config.num_micro_batches > 1
+            step_time_model,
+            None if self._slo is None else self._slo.work,
+            run_side_by_side=config.num_micro_batches > 1,
         )
         self._in_flight: deque[StepInFlight] = deque()
         self.handover = Handovers(
@@ -280,7 +272,7 @@ class Scheduler:
             (now,) if ends is None else ends,
             has_run=not failed or has_run(states, failed),
         )
-        keeps_deadlines, drafting = self._policy.keeps_deadlines, self._drafting
+        keeps_deadlines, drafting = self._policy.known.keeps_deadlines, self._drafting
         delivered: list[tuple[RequestState, RequestOutput]] = []
         run = ends if ends is not None and len(ends) > 1 else None
         sampled = sampled_rows(result)
@@ -328,7 +320,7 @@ class Scheduler:
         """Plan a step. Nothing but the plan changes."""
         plan = self._new_plan(now)
         plan.is_repeatable = repeats
-        self._policy.composer.compose(plan, self._order)
+        self._policy.composer.compose(plan, self._policy.order)
         if self._drafting is not None:
             plan.is_repeatable = False
             if plan.decodes:
@@ -342,9 +334,7 @@ class Scheduler:
             running=self.running,
             waiting=self.waiting,
             now=now,
-            model=self.step_time_model,
         )
-        plan.step_id = self._num_steps
         plan.max_num_seqs -= self.handover.num_slots_kept
         return plan
 
@@ -440,11 +430,11 @@ class Scheduler:
 
     def _new_state(self, request: Request, now: float) -> RequestState:
         """Return a new request with its place in the order and its deadlines."""
-        sort_key = (self._order.rank(request), request.arrival, self._num_added)
+        sort_key = (self._policy.order.rank(request), request.arrival, self._num_added)
         self._num_added += 1
         limit = self.config.max_model_len
         state = RequestState(request, sort_key=sort_key, max_model_len=limit, slo=SLOState())
-        if self._policy.keeps_deadlines:
+        if self._policy.known.keeps_deadlines:
             max_output_tokens = state.max_total_tokens - state.num_prompt_tokens
             state.slo.begin(request, self.config.slo_mode, now=now, max_output_tokens=max_output_tokens)
         return state

@@ -1,4 +1,4 @@
-"""What measured steps teach: the step-time model, the costs that plans are made with, and the stalls."""
+"""What measured steps teach: the step-time model, and the costs that plans are made with."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from functools import partial
 
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import RunLearner, StepTimeModel, observe_each
-from onbeat.scheduler.replica.queues import RunningList
-from onbeat.scheduler.replica.slo.composer import SLOComposer
+from onbeat.scheduler.replica.slo.work import PrefillWork
 
 
 class StepFeedback:
@@ -17,9 +16,7 @@ class StepFeedback:
     Parameters
     ----------
     model : told of every step's time; None where nobody predicts.
-    slo : its costs are taken anew from the model now and then, and its stalls see long steps; None where the
-        policy keeps no deadlines.
-    running : whose shares of a step depend on the costs.
+    work : costs that are taken anew from the model now and then; None where nobody plans with them.
     run_side_by_side : whether steps of a pipeline do not wait for one another.
 
     Attributes
@@ -30,17 +27,13 @@ class StepFeedback:
     def __init__(
         self,
         model: StepTimeModel | None,
-        slo: SLOComposer | None,
-        running: RunningList,
+        work: PrefillWork | None,
         *,
         run_side_by_side: bool,
     ) -> None:
         self.last_end = float("-inf")
         self._model = model
-        self._slo = slo
-        self._work = None if slo is None else slo.work
-        self._stalls = None if slo is None else slo.stalls
-        self._running = running
+        self._work = work
         self._run_side_by_side = run_side_by_side
         self._observe_run = (
             model.observe_run
@@ -84,21 +77,11 @@ class StepFeedback:
         if is_told_again:
             self._last_known = ends[-1]
         shape.decode_context_tokens -= len(new_ends) * num_rows
-        slo, work, stalls = self._slo, self._work, self._stalls
-        while new_ends:
-            run = new_ends
-            # Hardly any step takes as long, and to ask would be a call a step.
-            if stalls is not None and run[-1] - begun > stalls.shortest and stalls.may_be_in(begun, run):
-                run = run[:1]  # each is held against what was learnt before it
-                shape.decode_context_tokens += num_rows
-                stalls.note(begun, run[0], model.step_time(shape))
-                shape.decode_context_tokens -= num_rows
-            new_ends = new_ends[len(run) :]
-            taken_after = 0 if work is None else work.count(len(run))
-            if taken_after and slo is not None:
-                observe_run(shape, begun, run[:taken_after])
-                begun, run = run[taken_after - 1], run[taken_after:]
-                slo.refresh(self._running, begun)
-            if run:
-                observe_run(shape, begun, run)
-                begun = run[-1]
+        work = self._work
+        taken_after = 0 if work is None else work.count(len(new_ends))
+        if taken_after and work is not None:
+            observe_run(shape, begun, new_ends[:taken_after])
+            begun, new_ends = new_ends[taken_after - 1], new_ends[taken_after:]
+            work.take()
+        if new_ends:
+            observe_run(shape, begun, new_ends)

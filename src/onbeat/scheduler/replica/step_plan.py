@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
 from onbeat.scheduler.replica.parts import Chunking, QueueOrder, Reservation
@@ -46,7 +45,6 @@ class StepPlan:
         "late",
         "max_num_seqs",
         "max_rows",
-        "model",
         "now",
         "num_blocks_left",
         "num_draft_passes",
@@ -61,8 +59,6 @@ class StepPlan:
         "running",
         "seconds_without_drafts",
         "slack",
-        "step_id",
-        "tightest",
         "victims",
         "waiting",
     )
@@ -75,22 +71,15 @@ class StepPlan:
         running: RunningList,
         waiting: WaitingQueue,
         now: float,
-        model: StepTimeModel | None = None,
     ) -> None:
         self.now = now
         """When the step is planned, seconds."""
-        self.step_id = 0
-        """Steps carried out before this one."""
-        self.model = model
-        """Predicts the step; None where nobody does."""
         self.budget: float | None = None
         """Time that the step may take, seconds; None where nothing binds it."""
         self.slack: float | None = None
         """Seconds until the earliest deadline of a running stream that can be kept, at least the budget;
         infinite where all are late, None where nobody looked. Drafts may take it; prompts leave what is above
         the budget to the streams."""
-        self.tightest = inf
-        """The shortest TBT objective of the streams, seconds; infinite without any, or if nobody looked."""
         self.budget_request_id: str | None = None
         """The request whose deadline set the budget."""
         self._config = config
@@ -107,8 +96,8 @@ class StepPlan:
         """Requests that have waited as best effort for so long that they are ended."""
         self.num_hit_tokens: dict[str, int] = {}
         """Waiting request -> tokens that the prefix cache was found to hold for it."""
-        self.predicted_wait: float | None = None
-        """Seconds until a prompt that arrived now would be begun; None where nobody predicts."""
+        self.predicted_wait = 0.0
+        """Seconds until a prompt that arrived now would be begun; 0 where nobody predicts."""
         self.decodes: list[RequestState] = []
         """Running requests that get one token."""
         self.num_drafts: list[int] = []

@@ -10,10 +10,9 @@ pytest.importorskip("triton", reason="triton is not installed: make test-triton"
 
 from onbeat.engine.cuda import triton_draw, triton_ops
 from onbeat.engine.cuda.fast import FastKernels
-from onbeat.engine.cuda.flashinfer_attention import DecodeBackend
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
-from onbeat.engine.cuda.kernels import BestBuffers, LayerSpec, Norm, StepTensors
+from onbeat.engine.cuda.kernels import BestBuffers, DecodeBackend, LayerSpec, Norm, StepTensors
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.kv_cache import LayerKVCache

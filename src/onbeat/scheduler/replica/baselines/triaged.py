@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from onbeat.core.slo import ShedMode
+from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.baselines.runnable import decode, split_running
 from onbeat.scheduler.replica.parts import QueueOrder
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
@@ -20,19 +21,20 @@ class TriagedBudget:
 
     Parameters
     ----------
+    model : predicts steps.
     by_time : the budget is the tightest TBT objective of the streams, and an efficient chunk (the *simple
         rule*); else it is the step's tokens, `max_num_batched_tokens`, as in Sarathi-Serve.
     by_deadline : prompts that are served go by deadline; else by arrival.
     """
 
-    def __init__(self, *, by_time: bool, by_deadline: bool) -> None:
+    def __init__(self, model: StepTimeModel, *, by_time: bool, by_deadline: bool) -> None:
         self._by_time = by_time
         self._by_deadline = by_deadline
-        self._work: PrefillWork | None = None
+        self._work = PrefillWork(model, None)
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (it has but one order)
         plan.is_repeatable = False
-        work = self._work or _new_work(plan)
+        work = self._work
         decodes, prefills = split_running(plan.running)
         jobs, plan.late = prefill_jobs(plan, plan.now, prefills, work)
         decode(plan, decodes, victims=plan.running)
@@ -63,13 +65,6 @@ class TriagedBudget:
         filler = StepFiller(plan, work, shape, limit=limit, most_chunk_tokens=chunk)
         filler.fill([state for state in prompts if state not in plan.victims])
 
-    def commit(self, plan: StepPlan) -> None:
+    def commit(self, plan: StepPlan) -> None:  # noqa: ARG002 (what it has learnt of)
         """Take what the model has learnt."""
-        if self._work is None:
-            self._work = _new_work(plan)
         self._work.refresh()
-
-
-def _new_work(plan: StepPlan) -> PrefillWork:
-    assert plan.model is not None
-    return PrefillWork(plan.model, None)

@@ -2,60 +2,274 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import inf
 
-from onbeat.core.slo import ShedOrder, SLOMode
-from onbeat.core.step import SchedulerState
+from onbeat.core.slo import ShedMode
+from onbeat.core.step import BatchShape, SchedulerState
 from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.parts import QueueOrder
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.admission import Admission
-from onbeat.scheduler.replica.slo.backlog import Backlog, QueueBound
-from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE, LONGEST_GAP, StepRules
-from onbeat.scheduler.replica.slo.stalls import Stalls, streams_of
-from onbeat.scheduler.replica.slo.step import StepComposition
-from onbeat.scheduler.replica.slo.tracker import SLOTracker
-from onbeat.scheduler.replica.slo.view import RunningView
-from onbeat.scheduler.replica.slo.work import PrefillWork
+from onbeat.scheduler.replica.slo.admission import Admission, Backlog
+from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
+from onbeat.scheduler.replica.slo.filler import RESERVATION, StepFiller, Victims
+from onbeat.scheduler.replica.slo.history import SLOTracker
+from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE, StepRules
+from onbeat.scheduler.replica.slo.view import PromptJob, RunningView, decode_shape, prefill_jobs
+from onbeat.scheduler.replica.slo.work import PrefillWork, Room
 from onbeat.scheduler.replica.step_plan import StepPlan
 
+MOST_BEST_EFFORT = 32
+"""Best-effort prompts that a plan looks at: more than a step holds."""
+
+
+class StepComposition:
+    """Fills a plan; nothing else changes.
+
+    Parameters
+    ----------
+    rules : what the step may take.
+    backlog : who has waited for too long.
+    """
+
+    def __init__(self, plan: StepPlan, rules: StepRules, backlog: Backlog) -> None:
+        self._plan = plan
+        self._rules = rules
+        self._work = work = rules.work
+        self._backlog = backlog
+        self._view = RunningView(plan.running, plan.now, work.alone_seconds)
+        self._jobs, plan.late = prefill_jobs(plan, plan.now, self._view.prefills, work)
+
+    def compose(self) -> None:
+        plan, rules, view, jobs = self._plan, self._rules, self._view, self._jobs
+        left_over = plan.waiting.first_from(BEST_EFFORT_RANK, MOST_BEST_EFFORT)
+        best_effort = self._best_effort(left_over)
+        rows, shape = view.decodes, view.decode_shape()
+        limit, seconds = inf, 0.0
+        if view.due_state is not None:  # else nothing is due, and nobody asks how long the decodes take
+            seconds = self._work.of(shape)
+            limit = rules.limit(view, seconds, plan.now, queue_grows=bool(best_effort))
+            plan.budget, plan.budget_request_id = limit, view.due_state.request_id
+            plan.slack = max(limit, self._until_missed(seconds))
+        if seconds > limit or len(rows) > plan.max_rows:
+            rows, shape = self._fit_decodes(limit)
+        if jobs or best_effort:
+            self._share_out(rows, shape, limit, best_effort)
+            overdue = self._backlog.overdue(left_over, plan.now)
+            begun = {id(admission.state) for admission in plan.admissions} if overdue else set()
+            plan.overdue = [state for state in overdue if id(state) not in begun]
+        else:
+            self._decode(rows, shape)
+        if plan.is_repeatable:  # if anybody asks
+            plan.repeat_limit = rules.tightest_limit(view.tightest)
+            plan.is_repeatable = seconds <= plan.repeat_limit and self._is_settled()
+
+    def _share_out(
+        self, rows: list[RequestState], shape: BatchShape, limit: float, best_effort: list[RequestState]
+    ) -> None:
+        """Fill the plan with decodes and prompts.
+
+        Parameters
+        ----------
+        rows, shape : the decodes that fit the limit.
+        limit : seconds that the step may take.
+        best_effort : prompts without a deadline that can be met.
+        """
+        plan, rules, jobs = self._plan, self._rules, self._jobs
+        sitting_out: list[RequestState] = []
+        in_turn: list[PromptJob] = []
+        due: dict[str, float] = {}
+        chunk = self._work.efficient_chunk
+        if jobs:
+            room = rules.room(shape, limit, jobs)
+            kept, left_behind = rules.split(jobs, room, plan.now)
+            # Time that the others leave is theirs before it is best effort's.
+            in_turn, chunk, due = kept + left_behind, room.chunk, rules.due(kept, plan.now)
+            plan.predicted_wait = sum([job.seconds for job in jobs]) / room.share
+            self._make_room(kept, room, best_effort)
+            rows = self._not_victims(rows)
+            if left_behind and self._can_admit_all(jobs):
+                rows, sitting_out = self._split(rows, room)
+            if sitting_out or plan.victims:
+                shape = decode_shape(rows)
+        shape = self._decode(rows, shape)
+        starved = [state for state in best_effort if self._is_starved(state)][:1]
+        prompts = starved + [job.state for job in in_turn]
+        prompts += [state for state in best_effort if state not in starved] if starved else best_effort
+        # Decodes alone may take longer than the limit: prompts then get nothing.
+        filler = StepFiller(plan, self._work, shape, limit=limit, most_chunk_tokens=chunk, due=due)
+        filler.fill(self._not_victims(prompts))
+        if sitting_out and not (plan.chunks or plan.admissions):  # in vain
+            self._decode(self._not_victims(sitting_out), shape)
+
+    def _until_missed(self, decode_seconds: float) -> float:
+        """Return the seconds until the first deadline that a step of the decodes alone would keep.
+
+        Whoever is late already is so by less, the more tokens a step brings.
+        """
+        end = self._plan.now + decode_seconds
+        if self._view.due >= end:
+            return self._view.due - self._plan.now
+        return min([due for due in self._view.deadlines if due >= end], default=inf) - self._plan.now
+
+    def _is_settled(self) -> bool:
+        """Whether there is no prompt to work on, and all decode, so that they do until something happens."""
+        plan = self._plan
+        return (
+            len(plan.decodes) == len(plan.running)
+            and not len(plan.waiting)
+            # A first token gives its stream a deadline.
+            and min([state.slo.first_delivery for state in self._view.best_effort_decodes], default=0.0) >= 0
+        )
+
+    def _best_effort(self, left_over: list[RequestState]) -> list[RequestState]:
+        """Return the prompts without a deadline that can be met: running ones, then those that wait.
+
+        Parameters
+        ----------
+        left_over : those that wait as best effort already.
+        """
+        plan = self._plan
+        if not (plan.late or self._view.prefills):
+            return left_over
+        late = {id(state) for state in plan.late}
+        running = [
+            state for state in self._view.prefills if state.slo.next_deadline == inf or id(state) in late
+        ]
+        # Those who ask to be refused rather than served late end with this step.
+        waiting = [
+            state for state in plan.late if not state.block_ids and state.request.shed is not ShedMode.REJECT
+        ]
+        return running + waiting + left_over
+
+    def _make_room(self, kept: list[PromptJob], room: Room, best_effort: list[RequestState]) -> None:
+        """Preempt requests without objectives for the first prompt that lacks a slot or blocks.
+
+        Only once it, or one behind it, cannot wait for another step: until then somebody may end, and what is
+        preempted is computed again in time that others lack. For the same reason nobody is preempted who has
+        missed an objective already: under overload that would be work done twice for each prompt that is
+        saved. Nobody is preempted twice for this, so that everybody ends, and nobody for a prompt that is
+        left behind.
+        """
+        plan = self._plan
+        first = next((job.state for job in kept if not job.state.block_ids), None)
+        running = [*self._view.best_effort_decodes, *(state for state in best_effort if state.block_ids)]
+        pool = [state for state in running if not (state.slo.has_objective or state.num_preemptions)]
+        if (
+            first is not None
+            and pool
+            and not (plan.num_slots_left > 0 and plan.has_blocks_for(first, RESERVATION))
+            and self._rules.is_late_if_it_waits(kept, room, plan.now)
+        ):
+            self._victims().make_room(first, pool)
+
+    def _can_admit_all(self, jobs: list[PromptJob]) -> bool:
+        """Whether there are slots and memory for all prompts: who sits out keeps its own for longer."""
+        waiting = [job.state for job in jobs if not job.state.block_ids]
+        return len(waiting) <= self._plan.num_slots_left and self._plan.has_blocks_for_all(waiting)
+
+    def _split(self, rows: list[RequestState], room: Room) -> tuple[list[RequestState], list[RequestState]]:
+        """Return the rows that decode and those that may sit out.
+
+        Of streams only those with the tightest objective may: a stream that went at a slower pace of its own
+        would hold its slot and memory for that much longer.
+        """
+        view, may_sit_out = self._view, self._rules.may_sit_out
+        end = self._plan.now + room.length
+        away = {
+            id(state)
+            for state, due in zip(view.streams, view.deadlines, strict=True)
+            if state.slo.tbt <= view.tightest and may_sit_out(state, due, end)
+        }
+        staying = [state for state in rows if id(state) not in away]
+        return staying, [state for state in rows if id(state) in away]
+
+    def _fit_decodes(self, limit: float) -> tuple[list[RequestState], BatchShape]:
+        """Return the rows that fit a limit, those with the most slack left out, and their shape."""
+        view, plan = self._view, self._plan
+        by_due = [state for _, state in sorted(zip(view.deadlines, view.streams, strict=True), key=_due)]
+        others = sorted(view.best_effort_decodes, key=lambda state: not self._is_starved(state))
+        num_starved = sum(map(self._is_starved, others))
+        rows = [*others[:num_starved], *by_due, *others[num_starved:]][: plan.max_rows]
+        low, high = 1, len(rows)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._work.of(decode_shape(rows[:middle])) <= limit:
+                low = middle
+            else:
+                high = middle - 1
+        return rows[:low], decode_shape(rows[:low])
+
+    def _decode(self, rows: list[RequestState], shape: BatchShape) -> BatchShape:
+        """Give each request one token; where blocks run short, preempt. Returns the shape."""
+        plan = self._plan
+        num_growing = plan.num_growing(rows)
+        if num_growing > plan.num_blocks_left:
+            plan.ran_out_of_blocks = True
+            rows = self._victims().make_blocks_free(rows)
+            shape = decode_shape(rows)
+            num_growing = plan.num_growing(rows)
+        plan.num_blocks_left -= num_growing
+        plan.decodes += rows
+        plan.num_tokens_left -= len(rows)
+        return shape
+
+    def _victims(self) -> Victims:
+        loss, now = self._rules.loss, self._plan.now
+        return Victims(self._plan, lambda state: loss(state, now, is_starved=self._is_starved(state)))
+
+    def _is_starved(self, state: RequestState) -> bool:
+        return self._backlog.is_starved(state, self._plan.now)
+
+    def _not_victims(self, states: list[RequestState]) -> list[RequestState]:
+        if not self._plan.victims:
+            return states
+        victims = {id(state) for state in self._plan.victims}
+        return [state for state in states if id(state) not in victims]
+
+
+def _due(pair: tuple[float, RequestState]) -> float:
+    return pair[0]
+
+
 LENGTH_QUANTILE = 0.99
-"""Of output lengths, what an answer is taken to have at most: to spread an e2e objective over it, as most of
-those that are longer come late, and to allow one late token in a hundred."""
+"""Of output lengths, what an answer is taken to have at most: one in a hundred of so many may be late."""
 
 
 class SLOComposer:
     """Plans each step against the clock, and learns between plans what plans lean on.
 
-    1. The step ends before the tightest TBT objective of its streams has passed, and before the earliest of
-       their deadlines; a stream that is behind has decodes run alone until it has caught up. While all are
-       far ahead (`stream` mode), a step may take up to two objectives.
-    2. All streams decode. Where even that does not fit, those with the most slack sit out; and where prompts
-       would be left behind although there are slots and memory for them, those that have plenty.
-    3. Prompts go by deadline. Those that cannot all be in time are sorted out (Moore and Hodgson); what time
+    1. The step ends before the tightest TBT objective of its streams has passed, less the share that they
+       earn; before the earliest of their deadlines, so that a stream that is behind has decodes run alone
+       until it has caught up; and before the shortest pace of an e2e objective, but prompts keep a part of
+       it. While all streams are far ahead (`stream` mode), it may take a part of that, up to two objectives;
+       a larger part while prompts wait that cannot be in time.
+    2. Prompts go by deadline. Those that cannot all be in time are sorted out (Moore and Hodgson); what time
        the others leave goes to them, and then to best effort.
-    4. A step holds an efficient chunk, or what `PrefillWork.room_beside` finds best; more gains nothing. One
+    3. For a prompt that lacks a slot or memory and would be late by waiting, requests without objectives are
+       preempted.
+    4. All streams decode. Where even that does not fit, those with the most slack sit out; and where prompts
+       are left behind although there are slots and memory for them, those that have plenty. Where blocks run
+       short, those are preempted that lose least.
+    5. A step holds an efficient chunk, or what `PrefillWork.room_beside` finds best; more gains nothing. One
        that ends a prompt holds no more than lets it be in time.
-    5. For a prompt that lacks a slot or memory, requests without objectives are preempted.
+    6. Best effort that has begun and had no token for too long goes first; who has not begun is ended then.
 
-    Plans keep nothing: what is learnt is learnt between them (`SLOTracker`, `PrefillWork`, `Backlog`,
-    `Stalls`).
+    Plans keep nothing: what is learnt is learnt between them (`SLOTracker`, `PrefillWork`, `Admission`).
 
     Parameters
     ----------
+    model : predicts steps.
     make_rules : a study may have another rule.
 
     Attributes
     ----------
-    rules : what a step may take, and what prompts get of it; None until `start`.
+    rules : what a step may take, and what prompts get of it.
     tracker : requests and tenants from arrival to end.
     mode : what keeping a TBT objective means.
-    shed_order : whom to leave behind where not all can be in time.
     quantile : of the step time, to plan with; None is the mean.
-    work : what prompts cost; None until `start`.
-    backlog : how long those wait who are not in time; None until `start`.
-    stalls : what streams should have in hand for the next step that takes far longer than predicted.
+    work : what prompts cost.
+    backlog : how long those wait who are not in time.
 
     References
     ----------
@@ -63,63 +277,30 @@ class SLOComposer:
     section 3.2); triage as in Moore (Management Science 15, 1968).
     """
 
-    def __init__(self, make_rules: type[StepRules] = StepRules) -> None:
-        self.tracker = SLOTracker()
-        self.stalls = Stalls()
-        self.rules: StepRules | None = None
-        self.work: PrefillWork | None = None
-        self.backlog: Backlog | None = None
-        self.admission: Admission | None = None
-        self._make_rules = make_rules
-        self.configure("stream", "most")
-
-    def configure(self, mode: SLOMode, shed_order: ShedOrder, bound: QueueBound | None = None) -> None:
-        """Say what keeping a TBT objective means, and whom to leave behind where not all can be in time.
-
-        Parameters
-        ----------
-        bound : for how long those may have to wait.
-        """
-        self.mode, self.shed_order = mode, shed_order
-        self.quantile = GAP_QUANTILE if mode == "gap" else None
-        self._bound = bound
-
-    def start(self, model: StepTimeModel, most_step_tokens: int) -> None:
-        """Take the model that predicts steps, and how many tokens one may have. Called once, first of all."""
-        self.work = PrefillWork(model, self.quantile, most_step_tokens)
-        self.rules = self._make_rules(self.work, self.stalls, self.mode, self.shed_order, self.tracker.worth)
-        self.backlog = Backlog(self.tracker, self.work, self._bound)
-        self.admission = Admission(self.backlog, self.work, self.shed_order, self.rules.find_room)
+    def __init__(
+        self, config: SchedulerConfig, model: StepTimeModel, make_rules: type[StepRules] = StepRules
+    ) -> None:
+        self.mode, shed_order = config.slo_mode, config.shed_order
+        self.quantile = GAP_QUANTILE if self.mode == "gap" else None
+        self.tracker = tracker = SLOTracker()
+        self._predicted_wait = 0.0
+        self.work = work = PrefillWork(model, self.quantile, config.max_num_batched_tokens)
+        self.rules = make_rules(work, self.mode, shed_order, tracker.worth)
+        seconds = inf if config.max_queue_seconds is None else config.max_queue_seconds
+        self.backlog = Backlog(tracker, self.rules, seconds, config.max_num_seqs)
+        self.admission = Admission(tracker, self.rules, self.backlog)
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (deadlines are the order)
         """Fill a plan; nothing else changes."""
-        assert self.rules is not None, "start() comes first"
-        assert self.backlog is not None
         StepComposition(plan, self.rules, self.backlog).compose()
 
     def commit(self, plan: StepPlan) -> None:
         """Remember what a plan that is carried out found."""
-        assert plan.predicted_wait is not None
-        assert self.backlog is not None
-        self.tracker.predicted_wait = plan.predicted_wait
-        stalls = self.stalls
-        stalls.tightest, stalls.shortest = plan.tightest, LONGEST_GAP * plan.tightest
-        if stalls.since is None:
-            stalls.since = plan.now
-        self.backlog.on_plan(plan)
-
-    def refresh(self, running: Iterable[RequestState], now: float) -> None:
-        """Take anew what plans lean on from what was learnt."""
-        assert self.work is not None
-        assert self.rules is not None
-        self.work.take()
-        if self.stalls.size and self.mode == "stream":
-            streams = streams_of(running, self.tracker.lengths, self.work.alone_seconds)
-            limit = self.rules.tightest_limit(min([each.tbt for each in streams], default=inf))
-            self.stalls.weigh(streams, self.work, limit, now)
+        self._predicted_wait = plan.predicted_wait
+        self.admission.on_plan(plan)
 
     def on_arrival(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
-        """Predict what an arrival may expect, and learn of the load.
+        """Predict what an arrival may expect, and take it.
 
         Parameters
         ----------
@@ -131,28 +312,22 @@ class SLOComposer:
         SLOUnattainable, Overloaded : see `Admission.decide`.
         """
         work, admission, backlog, tracker = self.work, self.admission, self.backlog, self.tracker
-        assert work is not None
-        assert admission is not None
-        assert backlog is not None
         backlog.on_arrival(plan.waiting, plan.now)
         if not plan.running:
             work.catch_up()
         state.note_hits(len(plan.match(state)) * plan.block_size)
         slo_class, num_sent = state.request.slo_class, state.num_output_tokens
         limit = state.max_total_tokens - state.num_tokens
-        num_output = tracker.lengths.remaining(slo_class, num_sent, q=0.5, limit=limit)
         if state.slo.has_objective:
-            expected = tracker.lengths.remaining(slo_class, num_sent, q=LENGTH_QUANTILE, limit=limit)
+            longest = tracker.lengths.remaining(slo_class, num_sent, q=LENGTH_QUANTILE, limit=limit)
             state.slo.begin(
                 state.request,
                 self.mode,
                 now=plan.now,
-                max_output_tokens=num_sent + limit,
-                expected_output_tokens=num_sent + expected,
+                max_output_tokens=num_sent + longest,
+                num_left=tracker.tokens_left(state) if state.slo.end < inf else None,
                 longest_pace=work.efficient_seconds + len(plan.running) * work.decode_seconds,
             )
-        seconds = work.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
-        tracker.load.on_arrival(plan.now, seconds + num_output * work.decode_seconds)
         admission.decide(state, plan, busy_until)
         tracker.on_arrival(state)
 
@@ -163,16 +338,16 @@ class SLOComposer:
         ----------
         plan : the queues as they are, at the time when the next step may start.
         """
-        assert self.backlog is not None
-        assert self.work is not None
         view = RunningView(plan.running, plan.now, self.work.alone_seconds)
         waiting = plan.waiting
-        return self.tracker.report(
-            plan.now,
+        return SchedulerState(
             num_best_effort=waiting.best_effort.num_requests
             + len(view.best_effort_decodes)
             + sum(state.slo.next_deadline == inf for state in view.prefills),
             num_relegated=num_relegated,
+            num_missed=self.tracker.num_missed,
+            num_rejected=dict(self.tracker.num_rejected),
+            predicted_wait=self._predicted_wait,
             queue_seconds=self.backlog.wait(waiting),
-            slacks=[due - plan.now for due in view.deadlines],
+            decode_slacks=[due - plan.now for due in view.deadlines],
         )

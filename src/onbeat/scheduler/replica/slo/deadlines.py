@@ -1,8 +1,9 @@
-"""The deadlines of a request's tokens, and when its objective can no longer be kept."""
+"""The deadlines of a request's tokens, the pace of its answer, and when its objective is lost."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from math import ceil, inf
 
 from onbeat.core.handover import StreamDeadlines
@@ -14,62 +15,48 @@ TOLERANCE = 1e-9
 LATE_TOKENS_IN = 100
 """One token, or gap, in so many may be late."""
 USUAL_OUTPUT_TOKENS = 256
-"""Output tokens to spread an e2e objective over where a request allows more and no answer was seen yet."""
+"""Output tokens to spread an e2e objective over where a request allows more and nobody knows of answers."""
 _ANSWER_SHARE = 2 / 3
 """Of an e2e objective, what the tokens of a usual answer may take; the remainder is for the prompt."""
 BEST_EFFORT_RANK = 1e15
 """Queue rank of requests without a TTFT deadline: behind all that have one, by arrival."""
 
 
+@dataclass(slots=True)
 class SLOState:
     """Where a request stands with its objectives.
 
-    Written here alone, but for the `last_delivery` of a request that has none: `SLOTracker` sets it itself,
-    as to say so would be a call a token.
-
-    Attributes
-    ----------
-    ttft_deadline : when its first token is due, seconds; infinite without an objective.
-    tbt : seconds from the deadline of a token to that of the next; infinite without an objective.
-    tbt_objective : the TBT objective that it states, seconds; infinite without one.
-    next_deadline : when its next token is due; infinite where none is, or where it is best effort.
-    is_best_effort : whether its objective was missed, or could not be kept.
-    is_paced : whether its `tbt` is a pace and no objective: e2e asks for it, TBT for less or nothing.
-    predicted_ttft : predicted at its arrival, seconds; None without a prediction, or once it was told.
-    first_delivery, last_delivery : seconds; minus infinity before the first.
+    Written here alone, but for the `last_delivery` of a request that has none and for `num_left`:
+    `SLOTracker` sets them itself, as to say so would be a call a token.
     """
 
-    __slots__ = (
-        "_is_gap_mode",
-        "_mode",
-        "_num_late_allowed",
-        "_num_late_tokens",
-        "first_delivery",
-        "is_best_effort",
-        "is_paced",
-        "last_delivery",
-        "next_deadline",
-        "predicted_ttft",
-        "tbt",
-        "tbt_objective",
-        "ttft_deadline",
-    )
-
-    def __init__(self) -> None:
-        self.ttft_deadline = inf
-        self.tbt = self.tbt_objective = inf
-        self.next_deadline = inf
-        self.is_best_effort = False
-        self.is_paced = False
-        self.predicted_ttft: float | None = None
-        self.first_delivery = -inf
-        self.last_delivery = -inf
-        self._mode: SLOMode = "stream"
-        self._is_gap_mode = False
-        """Whether gaps are held to `tbt`, each by itself."""
-        self._num_late_tokens = 0
-        """Delivered after their deadlines (in `gap` mode: after a gap above `tbt`)."""
-        self._num_late_allowed = 0
+    ttft_deadline: float = inf
+    """When its first token is due, seconds; infinite without an objective."""
+    end: float = inf
+    """When its last token is due, by its e2e objective."""
+    tbt_objective: float = inf
+    """The TBT objective that it states, seconds; infinite without one."""
+    tbt: float = inf
+    """Seconds from the deadline of a token to that of the next. Less than the objective it is a pace, which
+    e2e asks for, and no objective: what one gap takes too long others make up for."""
+    next_deadline: float = inf
+    """When its next token is due; infinite where none is, or where it is best effort."""
+    is_best_effort: bool = False
+    """Whether its objective was missed, or could not be kept."""
+    predicted_ttft: float | None = None
+    """At its arrival, seconds; None without a prediction, or once it was told."""
+    first_delivery: float = -inf
+    """Seconds; minus infinity before the first, as is the next."""
+    last_delivery: float = -inf
+    num_left: float = 1.0
+    """Tokens that it is expected to have still, at least 1: its e2e objective is spread over them."""
+    num_late_tokens: int = 0
+    """Delivered after their deadlines (in `gap` mode: after a gap above the objective)."""
+    num_late_allowed: int = 0
+    is_gap_mode: bool = False
+    """Whether gaps are held to the TBT objective, each by itself."""
+    objective_due: float = inf
+    """When its next token is due by its TTFT and TBT objectives alone."""
 
     def begin(
         self,
@@ -78,7 +65,7 @@ class SLOState:
         *,
         now: float,
         max_output_tokens: int,
-        expected_output_tokens: int | None = None,
+        num_left: int | None = None,
         longest_pace: float = inf,
     ) -> None:
         """Set the deadlines of a new request, or of one that is resumed with tokens that it has sent.
@@ -88,25 +75,21 @@ class SLOState:
         Parameters
         ----------
         now : seconds.
-        max_output_tokens : that it may have.
-        expected_output_tokens, longest_pace : see `due_times`. One in a hundred of so many may be late.
+        max_output_tokens : that it will have for nearly certain: one in a hundred of so many may be late.
+        num_left, longest_pace : see `due_times`.
         """
         slo = request.slo
-        self.is_best_effort = False
-        # Of an answer that may be as long as the context hardly any is.
-        self._num_late_allowed = (expected_output_tokens or max_output_tokens) // LATE_TOKENS_IN
-        self.ttft_deadline, self.tbt = due_times(request, expected_output_tokens, longest_pace)
-        self.tbt_objective = inf if slo is None or slo.tbt is None else slo.tbt
-        self._mode = mode
-        self._set_paced(is_paced=self.tbt < self.tbt_objective)
-        self.next_deadline = self.ttft_deadline
+        self.is_best_effort, self.is_gap_mode = False, mode == "gap"
+        self.num_late_allowed = max_output_tokens // LATE_TOKENS_IN
+        self.num_left = float(num_left or usual_tokens(request))
+        self.ttft_deadline, self.tbt = due_times(request, num_left, longest_pace)
+        self.next_deadline, self.tbt_objective = self.ttft_deadline, inf
+        if slo is not None:
+            self.tbt_objective = inf if slo.tbt is None else slo.tbt
+            self.end = inf if slo.e2e is None else request.arrival + slo.e2e
+            self.objective_due = inf if slo.ttft is None else request.arrival + slo.ttft
         if request.resumed_token_ids:
             self._resume(request, now)
-
-    def _set_paced(self, *, is_paced: bool) -> None:
-        self.is_paced = is_paced
-        # A pace is no objective: what one gap takes too long others make up for.
-        self._is_gap_mode = self._mode == "gap" and not is_paced
 
     def _resume(self, request: Request, now: float) -> None:
         """Go on behind the tokens that were delivered elsewhere.
@@ -114,41 +97,35 @@ class SLOState:
         Which of them were late is not known, save for the first. In `gap` mode the last of them came before
         now, and the next is due a `tbt` after now at the latest.
         """
-        due, first = self.ttft_deadline, request.first_token_time
+        due, first = self.objective_due, request.first_token_time
         if first is None:
             first = request.arrival if due == inf else due
         self.first_delivery = self.last_delivery = first
         if first > due + TOLERANCE:
             self.relegate()
-        elif self._is_gap_mode:
-            self.next_deadline = now + self.tbt
-        else:
-            self.next_deadline = self._stream_start() + len(request.resumed_token_ids) * self.tbt
+            return
+        start = due if first < due < inf else first
+        num_sent = len(request.resumed_token_ids)
+        self.objective_due = (
+            now + self.tbt_objective if self.is_gap_mode else start + num_sent * self.tbt_objective
+        )
+        self._repace(now)
 
     def deadlines(self) -> StreamDeadlines:
         """Return how it stands, for another replica to go on from."""
-        return StreamDeadlines(
-            ttft_deadline=self.ttft_deadline,
-            tbt=self.tbt,
-            next_deadline=self.next_deadline,
-            is_best_effort=self.is_best_effort,
-            is_paced=self.is_paced,
-            first_delivery=self.first_delivery,
-            last_delivery=self.last_delivery,
-            num_late_tokens=self._num_late_tokens,
-            num_late_allowed=self._num_late_allowed,
-        )
+        known = {
+            each.name: getattr(self, each.name) for each in fields(StreamDeadlines) if each.name != "is_paced"
+        }
+        return StreamDeadlines(**known, is_paced=self.tbt < self.tbt_objective)
 
     def go_on(self, deadlines: StreamDeadlines) -> None:
         """Stand as it stood on another replica; comes after `begin`."""
-        self.ttft_deadline, self.tbt = deadlines.ttft_deadline, deadlines.tbt
-        self.next_deadline = deadlines.next_deadline
-        self.is_best_effort = deadlines.is_best_effort
-        self._set_paced(is_paced=deadlines.is_paced)
-        self.first_delivery, self.last_delivery = deadlines.first_delivery, deadlines.last_delivery
-        self._num_late_tokens = deadlines.num_late_tokens
-        if deadlines.num_late_allowed is not None:
-            self._num_late_allowed = deadlines.num_late_allowed
+        for each in fields(StreamDeadlines):
+            value = getattr(deadlines, each.name)
+            if each.name != "is_paced" and value is not None:
+                setattr(self, each.name, value)
+        if not deadlines.is_paced:
+            self.objective_due = self.next_deadline
 
     @property
     def has_objective(self) -> bool:
@@ -178,7 +155,7 @@ class SLOState:
         """
         if not num_in_flight or self.next_deadline == inf:
             return self.next_deadline
-        if self._is_gap_mode:
+        if self.is_gap_mode:
             return start + self.tbt
         return self.next_deadline + num_in_flight * self.tbt
 
@@ -188,40 +165,35 @@ class SLOState:
         `stream` is `D_k = max(arrival + ttft, first token) + k tbt`: a stream that is ahead keeps its slack.
         In `gap` mode each delivery is due `tbt` after the one before, however many tokens it has.
         """
-        is_first, late = self.last_delivery == -inf, now > self.next_deadline + TOLERANCE
+        is_first, due = self.last_delivery == -inf, self.objective_due
         self.last_delivery = now
         if is_first:
             self.first_delivery = now
         if self.is_best_effort:
             return False
-        if late:
-            self._num_late_tokens += self._num_late_of(now, num_tokens)
-            if is_first or self._num_late_tokens > self._num_late_allowed:
-                if is_first or not self.is_paced or self.tbt_objective == inf:
-                    self.relegate()  # no later token can make up for the first
-                    return True
-                self._give_up_pace()
-        if self._is_gap_mode:
-            self.next_deadline = now + self.tbt
+        is_late = now > due + TOLERANCE
+        if is_late:
+            self.num_late_tokens += self._num_late_of(now, num_tokens)
+        # No later token can make up for the first, nor for what comes after the end.
+        is_lost = now > self.end + TOLERANCE or (is_late and is_first)
+        if is_lost or self.num_late_tokens > self.num_late_allowed:
+            self.relegate()
+            return True
+        if self.is_gap_mode:
+            due = now
         elif is_first:
-            self.next_deadline = self._stream_start() + num_tokens * self.tbt
-        else:
-            self.next_deadline += num_tokens * self.tbt
+            due = due if now < due < inf else now
+        self.objective_due = due + (1 if self.is_gap_mode else num_tokens) * self.tbt_objective
+        self.num_left = max(self.num_left - num_tokens, 1.0)
+        self._repace(now)
         return False
 
-    def _stream_start(self) -> float:
-        """Return what a stream's deadlines are counted from, `max(arrival + ttft, first token)`."""
-        due = self.ttft_deadline
-        return due if self.first_delivery < due < inf else self.first_delivery
-
-    def _give_up_pace(self) -> None:
-        """Go on by the TBT objective alone: by that no token was due as soon as by the pace."""
-        start = self._stream_start()
-        num_tokens = round((self.next_deadline - start) / self.tbt)
-        self.tbt = self.tbt_objective
-        self.next_deadline = start + num_tokens * self.tbt
-        self._num_late_tokens = 0
-        self._set_paced(is_paced=False)
+    def _repace(self, now: float) -> None:
+        """Spread what is left of an e2e objective over the tokens that are expected still."""
+        self.tbt, self.next_deadline = self.tbt_objective, self.objective_due
+        if self.end < inf:
+            pace = max(self.end - now, 0.0) / self.num_left
+            self.tbt, self.next_deadline = min(self.tbt, pace), min(self.next_deadline, now + pace)
 
     def note_run(self, ends: Sequence[float]) -> bool:
         """Move on after steps with one token each: `note_delivery` of each, for many tokens in little time.
@@ -230,24 +202,19 @@ class SLOState:
         ----------
         ends : when each of them came, seconds; at least one.
         """
-        has_missed, is_first = False, self.last_delivery == -inf
-        due, tbt = self.next_deadline, self.tbt
-        if due < inf or is_first:
-            for now in ends:
-                if is_first or self._is_gap_mode or now > due + TOLERANCE:
-                    is_first = False
-                    self.next_deadline = due
-                    has_missed |= self.note_delivery(now)
-                    due, tbt = self.next_deadline, self.tbt
-                else:
-                    due += tbt
-            self.next_deadline = due
+        has_missed, due, tbt = False, self.objective_due, self.tbt_objective
+        is_slow = self.is_gap_mode or self.end < inf or self.last_delivery == -inf
+        for now in ends:
+            if is_slow or now > due + TOLERANCE:
+                self.objective_due = due
+                has_missed |= self.note_delivery(now)
+                due, is_slow = self.objective_due, self.is_gap_mode or self.end < inf
+            else:
+                due += tbt
+        if not (is_slow or self.is_best_effort):
+            self.objective_due = self.next_deadline = due
         self.last_delivery = ends[-1]
         return has_missed
-
-    def note_prediction(self, seconds: float) -> None:
-        """Remember the TTFT that was predicted at the arrival."""
-        self.predicted_ttft = seconds
 
     def take_prediction(self) -> float | None:
         """Return the predicted TTFT the first time, then None."""
@@ -257,18 +224,24 @@ class SLOState:
     def relegate(self) -> None:
         """Serve it as best effort from now on: nothing can make it keep its objective."""
         self.is_best_effort = True
-        self.next_deadline = inf
+        self.next_deadline = self.objective_due = inf
 
     def _num_late_of(self, now: float, num_tokens: int) -> int:
         """Return how many tokens of a late delivery are late."""
-        if num_tokens == 1 or self._is_gap_mode or not 0 < self.tbt < inf:
+        if num_tokens == 1 or self.is_gap_mode or not 0 < self.tbt_objective < inf:
             return 1
         # The k-th token of the delivery was due k - 1 objectives later.
-        return min(num_tokens, max(1, ceil((now - self.next_deadline - TOLERANCE) / self.tbt)))
+        late = now - self.objective_due - TOLERANCE
+        return min(num_tokens, max(1, ceil(late / self.tbt_objective)))
+
+
+def usual_tokens(request: Request) -> int:
+    """Return the output tokens that a request is taken to have where nobody knows of answers."""
+    return min(request.sampling.max_tokens, USUAL_OUTPUT_TOKENS)
 
 
 def due_times(
-    request: Request, expected_output_tokens: int | None = None, longest_pace: float = inf
+    request: Request, num_tokens: int | None = None, longest_pace: float = inf
 ) -> tuple[float, float]:
     """Return when the first token is due and the seconds from each deadline to the next; infinite for none.
 
@@ -278,8 +251,7 @@ def due_times(
 
     Parameters
     ----------
-    expected_output_tokens : to spread an e2e objective over; None is `max_tokens`, but not more than a
-        usual answer has.
+    num_tokens : to spread an e2e objective over; None is `max_tokens`, but not more than a usual answer has.
     longest_pace : seconds that a token of an answer has to wait at most, whatever e2e objectives leave.
     """
     slo, arrival = request.slo, request.arrival
@@ -288,8 +260,7 @@ def due_times(
     tbt = inf if slo.tbt is None else slo.tbt
     first = inf if slo.ttft is None else arrival + slo.ttft
     if slo.e2e is not None:
-        num_tokens = expected_output_tokens or min(request.sampling.max_tokens, USUAL_OUTPUT_TOKENS)
-        num_gaps = num_tokens - 1
+        num_gaps = (num_tokens or usual_tokens(request)) - 1
         pace = min(tbt, longest_pace, _ANSWER_SHARE * slo.e2e / max(num_gaps, 1))
         latest = arrival + slo.e2e - pace * num_gaps
         if latest < first:

@@ -1,8 +1,8 @@
-"""Puts prompts into a step until its time is spent."""
+"""Puts prompts into a step until its time is spent, and takes requests out of the batch for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from types import MappingProxyType
 
@@ -10,7 +10,7 @@ from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.parts import ReservePrompt
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.work import PrefillWork
-from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
 
 RESERVATION = ReservePrompt()
 """The blocks that a prompt has to find."""
@@ -112,3 +112,60 @@ class StepFiller:
         if due < self._limit and num_cached + num_new == state.num_tokens:
             # Its token comes with the step's end: what else goes into the step must not make it late.
             self._limit = max(due, self._work.of(self._shape))
+
+
+class Victims:
+    """Chooses requests to preempt, those first that lose least.
+
+    A victim's tokens are computed again when it resumes (recompute preemption; KV is not moved to the host).
+    Best effort goes first; then streams that have the time for that before their next deadline, the one with
+    most to spare first; then those that are worth least.
+
+    Parameters
+    ----------
+    plan : takes the preemptions.
+    loss : a key of requests (`StepRules.loss`).
+    """
+
+    def __init__(self, plan: StepPlan, loss: Callable[[RequestState], tuple[float, ...]]) -> None:
+        self._plan = plan
+        self._loss = loss
+
+    def make_blocks_free(self, rows: list[RequestState]) -> list[RequestState]:
+        """Preempt until those of `rows` that are left can grow; return these.
+
+        Those that the plan has given a row keep it. One request always stays, so that the batch never stops.
+        """
+        plan = self._plan
+        planned = {id(state) for state in (*plan.victims, *plan.decodes)}
+        pool = [state for state in plan.running if id(state) not in planned and not state.is_in_flight]
+        pool.sort(key=self._loss)
+        num_growing = sum(map(needs_block, rows))
+        gone: set[int] = set()
+        while len(pool) > 1 and num_growing > plan.num_blocks_left:
+            victim = pool.pop()
+            plan.preempt(victim)
+            gone.add(id(victim))
+            num_growing = sum(needs_block(state) for state in rows if id(state) not in gone)
+        rows = [state for state in rows if id(state) not in gone]
+        num_over = num_growing - plan.num_blocks_left
+        if num_over > 0:  # no others can be preempted: some wait for a block
+            waits = {id(state) for state in sorted(filter(needs_block, rows), key=self._loss)[-num_over:]}
+            rows = [state for state in rows if id(state) not in waits]
+        return rows
+
+    def make_room(self, prompt: RequestState, pool: Iterable[RequestState]) -> bool:
+        """Preempt requests of a pool until a waiting one has its slot and its blocks; none in vain.
+
+        Returns whether that is so.
+        """
+        plan = self._plan
+        pool = [state for state in pool if not state.is_in_flight]
+        if not pool or not plan.has_blocks_for(prompt, RESERVATION, without=pool):
+            return False
+        pool.sort(key=self._loss)
+        while plan.num_slots_left < 1 or not plan.has_blocks_for(prompt, RESERVATION):
+            if not pool:
+                return False
+            plan.preempt(pool.pop())
+        return True

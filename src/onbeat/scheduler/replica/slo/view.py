@@ -39,8 +39,8 @@ class RunningView:
     best_effort_decodes : requests that want one token and have none: no objective, one that was missed, or
         one that cannot be kept.
     prefills : requests in the middle of their prompt.
-    due : the earliest deadline of `streams`, even if it has passed; infinite without any.
-    due_state : whose it is.
+    due : the earliest deadline of `streams` with a TBT objective, even a passed one; infinite without any.
+    due_state : the stream that is due first, by its pace or its objective.
     tightest : the shortest TBT objective of `streams` that a step can keep; infinite without any.
     pace : the shortest time between tokens that e2e objectives ask for, and TBT objectives do not; infinite
         without any.
@@ -71,7 +71,7 @@ class RunningView:
     def _look(self, running: Iterable[RequestState], start: float, shortest: float) -> None:
         streams, best_effort_decodes = self.streams, self.best_effort_decodes
         due, tightest = self.due, self.tightest
-        deadlines, pace, context = self.deadlines, inf, 0
+        deadlines, first, pace, context = self.deadlines, inf, inf, 0
         for state in running:
             num_in_flight = state.num_in_flight_tokens
             num_tokens = state.num_tokens + num_in_flight
@@ -89,14 +89,15 @@ class RunningView:
             if num_in_flight:
                 deadline = slo.due(state.num_certain_tokens, start)
             objective = slo.tbt_objective
-            if deadline == inf or (objective < shortest and not slo.is_paced):
+            if deadline == inf or (objective < shortest and slo.tbt == objective):
                 best_effort_decodes.append(state)
                 continue
             streams.append(state)
             deadlines.append(deadline)
-            if deadline < due:
-                due, self.due_state = deadline, state
-            if slo.is_paced and slo.tbt < pace:
+            if deadline < first:
+                first, self.due_state = deadline, state
+            due = min(due, deadline) if objective < inf else due
+            if slo.tbt < pace and slo.tbt < objective:
                 pace = slo.tbt
             if shortest <= objective < tightest:
                 tightest = objective

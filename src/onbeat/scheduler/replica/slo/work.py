@@ -7,7 +7,6 @@ from functools import partial
 from math import ceil, inf, sqrt
 from typing import NamedTuple
 
-from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import USUAL_CONTEXT, PrefillCosts
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import BatchTimer, StepTimeModel
@@ -56,6 +55,10 @@ class Room(NamedTuple):
         That step holds what comes behind, too, as far as there is anything.
         """
         return min(self._num_steps(seconds) * self.length, self.drain_seconds(max(seconds, all_seconds)))
+
+    def promised_seconds(self, seconds: float) -> float:
+        """Return when so much work is done where later arrivals fill its last step."""
+        return 0.5 * self.length + self.drain_seconds(seconds)
 
     def _num_steps(self, seconds: float) -> int:
         return ceil(seconds / (self.length * self.share))
@@ -142,14 +145,6 @@ class PrefillWork:
         context = max(0.0, (many - short) / num_fewer)
         self.context_seconds = min(context, self.decode_seconds / USUAL_CONTEXT)
         self._costs = None
-
-    def spread(self) -> float:
-        """Return what 99 of 100 steps take no longer than, over the mean; infinite where nobody knows."""
-        shape = _CHUNKS[_SIZES.index(self.efficient_chunk)]
-        try:
-            return self._model.step_time(shape, CERTAIN) / self._model.step_time(shape)
-        except ConfigError:  # the model's error was never measured
-            return inf
 
     @property
     def efficient_seconds(self) -> float:

@@ -11,7 +11,7 @@ from itertools import compress
 
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.lengths import OutputLengths
+from onbeat.scheduler.replica.slo.history import OutputLengths
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 

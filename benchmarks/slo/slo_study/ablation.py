@@ -1,0 +1,311 @@
+"""What each part of the policy is worth: attainment of variants that leave it out, at one rate a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from typing import Any
+
+import numpy as np
+from harness.intervals import mean_interval
+from harness.pages import markdown_table
+from harness.store import Results
+
+from onbeat.core.step import BatchShape
+from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.policies import POLICIES, slo_composition
+from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.composer import SLOComposer
+from onbeat.scheduler.replica.slo.rules import SPENT_SHARE, StepRules
+from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
+from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
+from slo_study.cells import SUBJECT, Cell, settings_of
+from slo_study.criteria import CRITERIA, rate_at
+from slo_study.scored import RateRun, Scored, curves
+from slo_study.trial import MOST_GROWTH, Question, Runner, longest_request
+
+Split = tuple[list[PromptJob], list[PromptJob]]
+
+
+class ByDeadline(StepRules):
+    """No triage: whoever is due first is served first."""
+
+    def split(self, jobs: Sequence[PromptJob], room: Room, now: float) -> Split:  # noqa: ARG002
+        return list(jobs), []
+
+
+class EndsInProportion(StepRules):
+    """Prompts are planned to end where their share of the time is over, whatever their last steps cost."""
+
+    def split(self, jobs: Sequence[PromptJob], room: Room, now: float) -> Split:
+        return super().split(jobs, room, now - room.fixed_seconds)
+
+
+class InProportion(StepRules):
+    """A step that the limit cuts short is counted on to hold as much of its chunk as of its time."""
+
+    def room(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> Room:
+        free = super().room(decodes, inf, jobs)
+        if free.length <= limit:
+            return free
+        share = 1 - free.length * (1 - free.share) / limit
+        return free._replace(length=limit, share=max(share, LEAST_SHARE))
+
+
+class EndsByTBTAlone(StepRules):
+    """A step that ends a prompt is as long as any other, whether the prompt is late by it or not."""
+
+    def due(self, kept: Sequence[PromptJob], now: float) -> dict[str, float]:  # noqa: ARG002
+        return {}
+
+
+class NeverSitsOut(StepRules):
+    """All streams decode in each step."""
+
+    spare_tokens = inf
+
+
+class SitsOutSoon(StepRules):
+    """Streams sit out that have the time of one token in hand."""
+
+    spare_tokens = 1
+
+
+class ByTightestTBT(StepRules):
+    """A step takes the tightest TBT objective, whether streams are behind their deadlines or not."""
+
+    def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:  # noqa: ARG002
+        return self.tightest_limit(view.tightest)
+
+
+class EarnsNothing(StepRules):
+    """Steps leave nothing of the TBT objective to streams."""
+
+    earned = 0.0
+
+
+class EarnsMore(StepRules):
+    """Steps leave a tenth of the TBT objective to streams."""
+
+    earned = 0.1
+
+
+class SpendsNothing(StepRules):
+    """No step takes more than the tightest TBT objective, however far ahead its streams are."""
+
+    spent = 0.0
+
+
+class SpendsHalf(StepRules):
+    """In `stream` mode a step may take half of the time that the most urgent stream has in hand."""
+
+    spent = 0.5
+
+
+class AnyGap(StepRules):
+    """A step may take a quarter of the time in hand, however long that is."""
+
+    longest_gap = inf
+
+
+class EfficientChunk(StepRules):
+    """No step holds more than an efficient chunk."""
+
+    def room(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> Room:  # noqa: ARG002
+        return self.work.room_beside(decodes, limit, inf)
+
+
+class NoPreemption(StepRules):
+    """A prompt that lacks a slot or memory waits."""
+
+    def is_late_if_it_waits(self, kept: Sequence[PromptJob], room: Room, now: float) -> bool:  # noqa: ARG002
+        return False
+
+
+def longest_wait(config: SchedulerConfig, model: StepTimeModel) -> SLOComposer:
+    """Whoever came last is left behind (`--shed-order longest-wait`)."""
+    return SLOComposer(replace(config, shed_order="longest-wait"), model)
+
+
+class LastComeVictims(StepRules):
+    """Whoever came last is preempted first, as under policies that know no deadlines."""
+
+    def loss(self, state: RequestState, start: float, *, is_starved: bool) -> tuple[float, ...]:  # noqa: ARG002
+        return (state.request.arrival,)
+
+
+class KeepsSlackWhileTheQueueGrows(StepRules):
+    """A step takes no more of the time in hand where work is short."""
+
+    spent_while_it_grows = SPENT_SHARE
+
+
+RULES: dict[str, type[StepRules]] = {
+    "slo/no-triage": ByDeadline,
+    "slo/no-fixed-time": EndsInProportion,
+    "slo/in-proportion": InProportion,
+    "slo/ends-by-tbt-alone": EndsByTBTAlone,
+    "slo/never-sits-out": NeverSitsOut,
+    "slo/sits-out-soon": SitsOutSoon,
+    "slo/by-tbt-alone": ByTightestTBT,
+    "slo/earns-nothing": EarnsNothing,
+    "slo/earns-a-tenth": EarnsMore,
+    "slo/spends-nothing": SpendsNothing,
+    "slo/spends-half": SpendsHalf,
+    "slo/any-gap": AnyGap,
+    "slo/efficient-chunk": EfficientChunk,
+    "slo/no-preemption": NoPreemption,
+    "slo/last-come-victims": LastComeVictims,
+    "slo/keeps-slack": KeepsSlackWhileTheQueueGrows,
+}
+VARIANTS = {
+    **{name: slo_composition(partial(SLOComposer, make_rules=rules)) for name, rules in RULES.items()},
+    "slo/longest-wait": slo_composition(longest_wait),
+}
+POLICIES.update(VARIANTS)  # while the study runs, in each process
+
+CELLS = {
+    Cell("mistral", "poisson", "1s-100ms", "stream"): 8.0,
+    Cell("mistral", "poisson", "2s-250ms", "stream"): 8.1,
+    Cell("mistral", "azure-conv", "1s-50ms", "gap"): 8.2,
+    Cell("llama", "azure-code", "1s-100ms", "stream"): 5.0,
+    Cell("llama", "azure-code", "2s-250ms", "stream"): 7.2,
+    Cell("mistral", "poisson", "mix", "stream"): 7.0,
+    Cell("7b-l4", "chat", "2s-250ms", "gap"): 9.0,
+    Cell("32-slots", "sharegpt", "2s-250ms", "stream"): 2.35,
+    Cell("moe-h100", "poisson", "mix", "stream"): 13.9,
+    Cell("70b-8xh100", "documents", "10s-30ms", "stream"): 2.15,
+    Cell("little-memory", "long-outputs", "1s-100ms", "stream"): 1.27,
+    Cell("7b-l4", "sharegpt", "2s-250ms", "stream"): 0.6,
+    Cell("undeclared", "mixed-answers", "20s-e2e", "stream"): 4.5,
+    Cell("32b-h200", "sharegpt", "e2e-mix", "gap"): 1.9,
+}
+"""And the rates at which variants are compared, requests/s: near the policy's own capacity at 90 %, but the
+second, which has 99 %: there it shows what decides who is left behind where nearly all are in time. The last
+four are where victims, the memory of activations, and paces of answers decide."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AblationRun:
+    """One variant in one cell."""
+
+    cell: Cell
+    policy: str
+    rate: float
+    """Requests per second."""
+    seed: int
+
+    def run(self) -> dict[str, float]:
+        """Return what each criterion looks at."""
+        cell = self.cell
+        runner = Runner(settings_of(cell.set_up, self.policy), cell.workload, longest_request(cell.set_up))
+        question = Question(cell.slo, cell.mode)
+        score = runner.run(self.rate, self.seed, [question], ends_early=False)[question]
+        return {
+            "good": score.good,
+            "worst": min(score.deciles),
+            "tail": score.tail,
+            "growth": score.growth,
+        }
+
+
+def ablation_runs(cells: Mapping[Cell, float], num_seeds: int) -> Iterator[AblationRun]:
+    """Yield all runs, seed by seed."""
+    for seed in range(num_seeds):
+        for cell, rate in cells.items():
+            for policy in (SUBJECT, *VARIANTS):
+                yield AblationRun(cell=cell, policy=policy, rate=rate, seed=seed)
+
+
+def ablation_table(cells: Mapping[Cell, float], num_seeds: int, results: Results) -> str:
+    """Return a table a cell, variants below the policy itself."""
+    parts = []
+    for cell, rate in cells.items():
+        found = {
+            policy: [
+                dict(each)
+                for seed in range(num_seeds)
+                if (each := results.get(AblationRun(cell=cell, policy=policy, rate=rate, seed=seed)))
+            ]
+            for policy in (SUBJECT, *VARIANTS)
+        }
+        if not any(found.values()):
+            continue
+        rows = [_row(policy, runs, found[SUBJECT]) for policy, runs in found.items() if runs]
+        header = ["policy", "good, %", "points", "worst decile, %", "P99 TTFT / objective", "left over, %"]
+        parts.append(f"## {cell}, {rate:g} requests/s\n\n{markdown_table(header, rows)}")
+    return "\n\n".join(parts)
+
+
+def lasting(study: Iterable[Scored]) -> dict[str, list[Scored]]:
+    """Return criterion -> the policy's run of each cell at the highest rate at which it keeps it, first seed.
+
+    Parameters
+    ----------
+    study : runs of the study.
+    """
+    own = {each.run: each for each in study if each.run.policy == SUBJECT and each.run.seed == 0}
+    known = sorted(curves(own.values()).items(), key=lambda each: str(each[0]))
+    found: dict[str, list[Scored]] = {"90 %": [], "99 %": []}
+    for name, runs in found.items():
+        for (cell, policy, seed), curve in known:
+            kept = curve.bracket(CRITERIA[name]).kept
+            if kept is not None:
+                runs.append(own[RateRun(cell=cell, policy=policy, seed=seed, index=kept)])
+    return found
+
+
+def _beside(own: RateRun, variant: str) -> AblationRun:
+    return AblationRun(cell=own.cell, policy=variant, rate=rate_at(own.index), seed=own.seed)
+
+
+def compared_runs(own: Mapping[str, Sequence[Scored]], variants: Sequence[str]) -> Iterator[AblationRun]:
+    """Yield the runs of variants beside the policy's own."""
+    for runs in own.values():
+        for each in runs:
+            for variant in variants:
+                yield _beside(each.run, variant)
+
+
+def compared_table(own: Mapping[str, Sequence[Scored]], variants: Sequence[str], results: Results) -> str:
+    """Return what variants have more than the policy, over all cells where they ran."""
+    rows = []
+    for variant in variants:
+        for criterion, runs in own.items():
+            pairs = [
+                (each.score, found) for each in runs if (found := results.get(_beside(each.run, variant)))
+            ]
+            if not pairs:
+                continue
+            good = [100 * (found["good"] - score.good) for score, found in pairs]
+            worst = [100 * (found["worst"] - min(score.deciles)) for score, found in pairs]
+            last = sum(found["growth"] <= MOST_GROWTH for _, found in pairs)
+            span = f"{min(good):+.2f} to {max(good):+.2f}"
+            rows.append(
+                [variant, criterion, f"{len(pairs)}", _signed(good, 2), span, _signed(worst, 2), f"{last}"]
+            )
+    header = ["policy", "rates of", "cells", "points", "least and most", "worst decile, points", "still last"]
+    return markdown_table(header, rows)
+
+
+def _row(policy: str, runs: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> list[str]:
+    points = [(each["good"] - base["good"]) * 100 for each, base in zip(runs, own, strict=False)]
+    means = {name: float(np.mean([each[name] for each in runs])) for name in runs[0]}
+    return [
+        policy,
+        f"{means['good'] * 100:.1f}",
+        "" if policy == SUBJECT or not points else _signed(points),
+        f"{means['worst'] * 100:.1f}",
+        f"{means['tail']:.1f}",
+        f"{means['growth'] * 100:.1f}",
+    ]
+
+
+def _signed(points: Sequence[float], digits: int = 1) -> str:
+    interval = mean_interval(points)
+    if len(points) == 1:
+        return f"{interval.mean:+.{digits}f}"
+    return f"{interval.mean:+.{digits}f} [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"

@@ -1,0 +1,347 @@
+"""What became of requests so far: how long answers were, what each tenant had, who kept objectives."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
+from collections.abc import Iterable, Sequence
+from math import ceil, inf
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.request import RequestOutput
+from onbeat.scheduler.replica.request_state import RequestState
+
+MIN_SAMPLES = 16
+"""Requests that must have been longer before their history is asked."""
+
+MAX_CLASSES = 64
+"""Classes with a history of their own; further ones share that of all."""
+
+_MARGIN = 1.5
+"""Of the mean of the tokens to come, for how many there should be time."""
+
+_PRIOR_MEAN = 512.0
+"""Tokens; with shape 2, half of the answers end within 212 and nine in ten within 1,107."""
+
+
+class _Window:
+    """The newest lengths, sorted."""
+
+    __slots__ = ("_newest", "ascending")
+
+    def __init__(self, size: int) -> None:
+        self._newest: deque[int] = deque(maxlen=size)
+        self.ascending: list[int] = []
+
+    def add(self, length: int) -> None:
+        if len(self._newest) == self._newest.maxlen:
+            del self.ascending[bisect_left(self.ascending, self._newest[0])]
+        self._newest.append(length)
+        insort(self.ascending, length)
+
+
+class OutputLengths:
+    """Quantiles of the remaining output tokens, given that a request has come this far.
+
+    The history of a request's class answers where at least 16 of its recent requests were longer than this
+    one is so far, else that of all classes, else a prior. Of the n longer ones the k-th smallest is the
+    answer, k = ceil(q (n + 1)), at most n: a new one from the same distribution ends by then with probability
+    q or more. Lengths that were cut by `max_tokens` are learnt as they were served.
+
+    The prior is a Lomax (Pareto II) distribution of shape 2 and a mean of 512 tokens, about that of answers
+    in a chat: the longer one has been at it, the longer it will still take. Its q-quantile of the remaining
+    tokens after s is (512 + s) ((1 - q)^(-1/2) - 1).
+
+    A lookup costs O(log window).
+
+    Parameters
+    ----------
+    window : requests remembered, of each class and of all together.
+
+    References
+    ----------
+    Gong et al., "Past-Future Scheduler for LLM Serving under SLA Guarantees", ASPLOS 2025: lengths sampled
+    from recent ones that are longer than the request so far. Here a quantile of them, so that the same
+    history gives the same decision.
+    """
+
+    __slots__ = ("_all", "_by_class", "_window")
+
+    def __init__(self, window: int = 512) -> None:
+        if window < MIN_SAMPLES:
+            raise ConfigError(
+                f"a window of output lengths must hold at least {MIN_SAMPLES} requests: {window}"
+            )
+        self._window = window
+        self._all = _Window(window)
+        self._by_class: dict[str | None, _Window] = {}
+
+    def observe(self, slo_class: str | None, num_output_tokens: int) -> None:
+        """Learn how long a request was that has ended by itself or by `max_tokens`.
+
+        Parameters
+        ----------
+        slo_class : name of its class of objectives; None is a class of its own.
+        """
+        self._all.add(num_output_tokens)
+        history = self._by_class.get(slo_class)
+        if history is None and len(self._by_class) < MAX_CLASSES:
+            history = self._by_class[slo_class] = _Window(self._window)
+        if history is not None:
+            history.add(num_output_tokens)
+
+    def remaining(self, slo_class: str | None, num_output_tokens_so_far: int, *, q: float, limit: int) -> int:
+        """Return the q-quantile of the tokens that a request will still generate.
+
+        Parameters
+        ----------
+        num_output_tokens_so_far : 0 before the first.
+        q : in (0, 1).
+        limit : tokens that it may still generate (`max_tokens` and context), at least 1.
+
+        Returns
+        -------
+        Tokens, in [1, limit].
+        """
+        if not 0 < q < 1:
+            raise ConfigError(f"a quantile of output lengths must lie between 0 and 1, both excluded: {q}")
+        if limit <= 1:
+            return 1
+        so_far = num_output_tokens_so_far
+        longer = self._longer(slo_class, so_far)
+        if not longer:
+            num_left = ceil((_PRIOR_MEAN + so_far) * ((1 - q) ** -0.5 - 1)) or 1
+        else:
+            num_left = longer[min(ceil(q * (len(longer) + 1)), len(longer)) - 1] - so_far
+        return min(num_left, limit)
+
+    def expected(self, slo_class: str | None, so_far: int, *, limit: int) -> int:
+        """Return how many tokens a request that has come this far is taken to generate still, to pace it.
+
+        Half as many again as in the mean: it must end in time where it is somewhat longer, too.
+
+        Parameters
+        ----------
+        limit : see `remaining`.
+        """
+        longer = self._longer(slo_class, so_far)
+        mean = sum(longer) / len(longer) - so_far if longer else _PRIOR_MEAN + so_far
+        return max(1, min(ceil(_MARGIN * mean), limit))
+
+    def _longer(self, slo_class: str | None, so_far: int) -> list[int]:
+        """Return lengths beyond that of a request so far, ascending; none where too few are known."""
+        for window in (self._by_class.get(slo_class), self._all):
+            lengths = [] if window is None else window.ascending
+            first = bisect_right(lengths, so_far)
+            if len(lengths) - first >= MIN_SAMPLES:
+                return lengths[first:]
+        return []
+
+
+INPUT_WEIGHT, OUTPUT_WEIGHT = 1.0, 2.0
+"""Service in a prompt token that was computed (not found in the prefix cache), and in an output token."""
+FULL_EXCESS = 8192.0
+"""Weighted tokens that count as an excess of 1."""
+MOST_IDLE_TENANTS = 4096
+"""Remembered beside those that wait; of one that is forgotten the excess is forgiven."""
+
+
+class TenantCounters:
+    """Weighted tokens served to each tenant; the backlogged one with the least is served next.
+
+    A tenant is *backlogged* while requests of it wait: from `on_arrival` to the `on_leave` of each, when it
+    is first run, or gives up. One that comes back is lifted to the least counter of the backlogged ones (to
+    that of the last one to leave where there is none), so that no tenant saves up service while away. If the
+    least counter is always served, the service of any two tenants differs by at most 2 U over any time in
+    which both are backlogged, U = max(w_in * longest prompt, w_out * tokens in the KV cache), and the server
+    never idles while anybody waits. An unknown tenant stands at the level to which the last one was lifted.
+
+    References
+    ----------
+    Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, section 4.
+    """
+
+    __slots__ = ("_backlogged_sum", "_counters", "_last_to_leave", "_level", "_num_waiting")
+
+    def __init__(self) -> None:
+        self._counters: dict[str | None, float] = {}
+        self._num_waiting: dict[str | None, int] = {}
+        """Requests of each backlogged tenant."""
+        self._backlogged_sum = self._level = 0.0
+        self._last_to_leave: str | None = None
+
+    def __len__(self) -> int:
+        """Return the number of tenants remembered."""
+        return len(self._counters)
+
+    def on_arrival(self, tenant: str | None) -> None:
+        """Hear that a request of the tenant begins to wait."""
+        waiting, counters = self._num_waiting, self._counters
+        if tenant not in waiting:
+            if waiting:
+                self._level = min([counters[each] for each in waiting])
+            else:
+                self._level = max(self._level, self.counter(self._last_to_leave))
+            counters[tenant] = max(self.counter(tenant), self._level)
+            self._backlogged_sum += counters[tenant]
+        waiting[tenant] = waiting.get(tenant, 0) + 1
+        if len(counters) - len(waiting) > MOST_IDLE_TENANTS:
+            self._counters = {each: counters[each] for each in waiting}
+
+    def on_leave(self, tenant: str | None) -> None:
+        """Hear that a request of the tenant waits no more."""
+        self._num_waiting[tenant] -= 1
+        if not self._num_waiting[tenant]:
+            self._last_to_leave = tenant
+            del self._num_waiting[tenant]
+            # Sums of floats do not come back to 0 by themselves.
+            self._backlogged_sum = self._backlogged_sum - self._counters[tenant] if self._num_waiting else 0.0
+
+    def on_prefill(self, tenant: str | None, num_tokens: int) -> None:
+        """Charge prompt tokens that are computed for the tenant."""
+        self._charge(tenant, INPUT_WEIGHT * num_tokens)
+
+    def on_output(self, tenant: str | None, num_tokens: int) -> None:
+        """Charge output tokens."""
+        self._charge(tenant, OUTPUT_WEIGHT * num_tokens)
+
+    def counter(self, tenant: str | None) -> float:
+        """Return the weighted tokens that stand against the tenant."""
+        return self._counters.get(tenant, self._level)
+
+    def share(self, tenant: str | None) -> float:
+        """Return how far the tenant is ahead of the mean of the backlogged ones, in [-1, 1].
+
+        1 is `FULL_EXCESS` weighted tokens more than the mean, or beyond; 0 for the only backlogged one.
+        """
+        num_backlogged = len(self._num_waiting)
+        if num_backlogged <= (tenant in self._num_waiting):
+            return 0.0
+        excess = self.counter(tenant) - self._backlogged_sum / num_backlogged
+        return max(-1.0, min(1.0, excess / FULL_EXCESS))
+
+    def _charge(self, tenant: str | None, service: float) -> None:
+        self._counters[tenant] = self.counter(tenant) + service
+        if tenant in self._num_waiting:
+            self._backlogged_sum += service
+
+
+_WORTH_OF_EXCESS = 4.0
+"""A tenant that has had a full excess of service over the mean counts so many times less, one that lacks it
+so many times more."""
+
+_JUDGED_EVERY = 16
+"""Tokens after which a stream's length is judged again: a matter of speed."""
+
+
+class SLOTracker:
+    """Follows requests from arrival to end, and what they tell of lengths and of tenants.
+
+    Attributes
+    ----------
+    lengths : output lengths of late.
+    num_missed : streams so far that could no longer keep their objective once they ran.
+    num_rejected : reason -> requests rejected on arrival or ended in the queue.
+    num_ended : requests that have left the batch so far.
+    """
+
+    def __init__(self) -> None:
+        self.lengths = OutputLengths()
+        self.num_missed = self.num_ended = 0
+        self.num_rejected: dict[str, int] = {}
+        self._tenants = TenantCounters()
+        self._has_tenants = False
+        """Whether there is more than one to be fair between."""
+
+    def worth(self, state: RequestState) -> float:
+        """Return what keeping an objective is worth: its weight, less for tenants that have had more."""
+        weight = state.request.weight
+        if self._has_tenants:
+            weight *= _WORTH_OF_EXCESS ** -self._tenants.share(state.request.tenant)
+        return weight
+
+    def on_arrival(self, state: RequestState) -> None:
+        """Count a request that waits."""
+        self._tenants.on_arrival(state.request.tenant)
+        self._has_tenants = len(self._tenants) > 1
+
+    def on_start(self, state: RequestState) -> None:
+        """Count a request that runs for the first time, and its prompt."""
+        self._tenants.on_leave(state.request.tenant)
+        self._tenants.on_prefill(state.request.tenant, state.num_tokens - state.num_cached_tokens)
+
+    def on_adopt(self, state: RequestState) -> None:
+        """Count a request that comes from another replica, which has charged its prompt."""
+        self.on_arrival(state)
+        self._tenants.on_leave(state.request.tenant)
+
+    def on_deliveries(
+        self,
+        delivered: Iterable[tuple[RequestState, RequestOutput]],
+        now: float,
+        run: Sequence[float] | None = None,
+    ) -> None:
+        """Count what a step delivered, and tell the callers what has become of their objectives.
+
+        Parameters
+        ----------
+        now : when the step, or the last of several, ended; seconds.
+        run : when each of several steps ended that brought a token each; None for one step.
+        """
+        has_tenants = self._has_tenants
+        for state, output in delivered:
+            slo = state.slo
+            if slo.tbt == slo.next_deadline == inf and slo.last_delivery > -inf:
+                slo.last_delivery = now  # no token of it will ever be due, and it had its first one
+            else:
+                num_tokens = len(output.new_token_ids)
+                if slo.end == inf:
+                    has_missed = slo.note_delivery(now, num_tokens) if run is None else slo.note_run(run)
+                else:
+                    has_missed = self._note_paced(state, num_tokens, (now,) if run is None else run)
+                self.num_missed += has_missed
+                if slo.predicted_ttft is not None:
+                    output.predicted_ttft = slo.take_prediction()
+            if has_tenants:
+                num_tokens = len(output.new_token_ids) if run is None else len(run)
+                self._tenants.on_output(state.request.tenant, num_tokens)
+            output.is_relegated = slo.is_best_effort
+
+    def tokens_left(self, state: RequestState, num_more: int = 0) -> int:
+        """Return how many tokens a request is expected to have still.
+
+        Parameters
+        ----------
+        num_more : of those that it has, tokens to look away from.
+        """
+        limit = max(1, state.max_total_tokens - state.num_tokens + num_more)
+        return self.lengths.expected(state.request.slo_class, state.num_output_tokens - num_more, limit=limit)
+
+    def _note_paced(self, state: RequestState, num_tokens: int, ends: Sequence[float]) -> bool:
+        """Move a stream with an e2e objective on, and judge its length by how far it has come."""
+        slo, has_missed = state.slo, False
+        each = 1 if len(ends) > 1 else num_tokens
+        for num_more in range(len(ends) - 1, -1, -1):
+            if (state.num_output_tokens - num_more) % _JUDGED_EVERY < each:
+                slo.num_left = self.tokens_left(state, num_more) + each
+            has_missed |= slo.note_delivery(ends[-1 - num_more], each)
+        return has_missed
+
+    def on_finish(self, state: RequestState) -> None:
+        """Learn from a request that has all its tokens, unless it might have had but one.
+
+        Those say nothing of answers, and are all that end on a replica that computes prompts for others.
+        """
+        if state.max_total_tokens - state.num_prompt_tokens > 1:
+            self.lengths.observe(state.request.slo_class, state.num_output_tokens)
+
+    def on_drop(self, state: RequestState) -> None:
+        """Forget a request, however it ended."""
+        if state.has_run:
+            self.num_ended += 1
+        else:
+            self._tenants.on_leave(state.request.tenant)
+
+    def reject(self, reason: str) -> None:
+        """Count a request that is not served."""
+        self.num_rejected[reason] = self.num_rejected.get(reason, 0) + 1
