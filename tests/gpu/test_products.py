@@ -27,8 +27,10 @@ CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-@pytest.mark.parametrize("num_rows", [1, 16, 24, 64])
+@pytest.mark.parametrize("num_rows", [1, 16, 24, 64, 128])
 def test_a_tiling_computes_the_product_each_time_in_a_graph(tiling: Tiling, num_rows: int) -> None:
+    if not tiling.fits(4096, 4096, num_rows):
+        pytest.skip("not for so many rows")
     torch.manual_seed(0)
     options: Any = {"dtype": torch.bfloat16, "device": CUDA}
     x_TD, matrix_FD = torch.randn(num_rows, 4096, **options), torch.randn(4096, 4096, **options)
@@ -68,7 +70,7 @@ def test_an_engine_with_tilings_comes_close_to_plain_operators() -> None:
     split = Tiling(64, 128, 2, 4, 5)
     layer = weights.layers[0]
     matrices = (layer.qkv_XD, layer.o_DX, layer.gate_up_FD, layer.down_DF)
-    assert all(split.fits(*matrix.shape) for matrix in matrices)
+    assert all(split.fits(len(matrix), matrix.shape[1], 32) for matrix in matrices)
     chosen = ChosenProducts(
         [Timed(len(matrix), matrix.shape[1], 32, split, 1.0, 2.0) for matrix in matrices], CUDA
     )

@@ -34,7 +34,7 @@ from onbeat.engine.cuda.triton_products import (
 )
 from onbeat.engine.cuda.weights import CudaWeights
 
-TIMED_ROWS = (1, 8, 16, 32, 64)
+TIMED_ROWS = (1, 8, 16, 32, 64, 128)
 """Rows that are timed; others go by the next larger one."""
 _BYTES_IN_TURN = 512 << 20
 """Of the matrices that are read in turn: ten times a cache of the second level."""
@@ -105,7 +105,7 @@ def choose_products(
     max_rows: int,
     *,
     directory: Path | None,
-    seconds: float = 5.0,
+    seconds: float = 8.0,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> ChosenProducts:
     """Return the quickest products for a model on its GPU, as timed before or now.
@@ -114,7 +114,7 @@ def choose_products(
     ----------
     max_rows : most rows of a decode step.
     directory : where choices are kept; None keeps none.
-    seconds : that timing may take, about; what is not timed by then goes by cuBLAS.
+    seconds : that timing may take, about; what is not timed by then goes by cuBLAS, and nothing is kept.
     on_progress : told what was chosen.
     """
     kinds = _matrices(weights)
@@ -124,8 +124,10 @@ def choose_products(
         start = time.monotonic()
         with torch.inference_mode(), torch.cuda.device(weights.device):
             timed = _time_all(kinds, start + seconds)
-        took = f"timed in {time.monotonic() - start:.1f} s"
-        _keep(path, timed)
+        seconds_taken = time.monotonic() - start
+        took = f"timed in {seconds_taken:.1f} s"
+        if seconds_taken < seconds:  # else the next start, whose kernels are compiled already, gets further
+            _keep(path, timed)
     else:
         took = "timed before"
     chosen = ChosenProducts(
@@ -152,7 +154,13 @@ def _time_all(kinds: Mapping[tuple[int, int], list[Tensor]], deadline: float) ->
     """Time all that fits, few rows first; what cannot be compiled or computes wrongly is left out."""
     device = next(iter(kinds.values()))[0].device
     memory = SplitMemory.allocate(
-        max(num_parts(tiling, MOST_ROWS, shape[0]) for tiling in TILINGS for shape in kinds), device
+        max(
+            num_parts(tiling, num_rows, shape[0])
+            for tiling in TILINGS
+            for shape in kinds
+            for num_rows in TIMED_ROWS
+        ),
+        device,
     )
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     timed: list[Timed] = []
@@ -169,7 +177,7 @@ def _time_all(kinds: Mapping[tuple[int, int], list[Tensor]], deadline: float) ->
                     (inputs[shape], matrices[0], None, tiling)
                     for shape, matrices in kinds.items()
                     for tiling in TILINGS
-                    if tiling.fits(*shape)
+                    if tiling.fits(*shape, num_rows)
                 ),
                 memory,
             )
@@ -185,12 +193,13 @@ def _time_one(
 ) -> Timed:
     """Time one shape with one number of rows, in each way."""
     few = matrices[: -(-_BYTES_IN_TURN // matrices[0].nbytes)]
+    num_outputs, num_inputs = few[0].shape
     in_turn = list(few) * -(-_PRODUCTS_IN_TURN // len(few))
     expected_TF = functional.linear(x_TD, few[0])
     cublas_us = us = _graph_us(lambda matrix: functional.linear(x_TD, matrix), in_turn, stream)
     best: Tiling | None = None
     for tiling in TILINGS:
-        if not tiling.fits(*few[0].shape) or time.monotonic() > deadline:
+        if not tiling.fits(num_outputs, num_inputs, len(x_TD)) or time.monotonic() > deadline:
             continue
         # A tiling that this card cannot run, whatever the reason, or that comes out wrong, is no choice.
         with suppress(Exception):
@@ -200,7 +209,6 @@ def _time_one(
             took = _graph_us(partial(_by_tiling, x_TD, tiling, memory), in_turn, stream)
             if took < min(us, (1 - _LEAST_GAIN) * cublas_us):
                 best, us = tiling, took
-    num_outputs, num_inputs = few[0].shape
     return Timed(num_outputs, num_inputs, len(x_TD), best, round(us, 2), round(cublas_us, 2))
 
 

@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_ROWS = 64
+MOST_ROWS = 128
+_SHARED_BYTES = 220 << 10
+"""Of a processor's memory that a program may take: an H100 has 227 KiB."""
 _MOST_TILES = 1 << 14
 """Of outputs of one product whose inputs are split."""
 
@@ -36,8 +38,12 @@ class Tiling(NamedTuple):
     stages: int
     """Pieces of the matrix on their way at once, and one."""
 
-    def fits(self, num_outputs: int, num_inputs: int) -> bool:
-        """Whether a matrix can be cut so, with nothing over."""
+    def fits(self, num_outputs: int, num_inputs: int, num_rows: int) -> bool:
+        """Whether a matrix can be cut so, with nothing over, and a program has memory for its pieces."""
+        rows = _padded(num_rows)
+        # Each program reads all rows again: with few outputs for many rows that is more than the matrix.
+        if rows > 2 * self.outputs or 2 * (self.outputs + rows) * self.depth * self.stages > _SHARED_BYTES:
+            return False
         if num_outputs % self.outputs or num_inputs % (self.splits * self.depth):
             return False
         return self.splits == 1 or num_outputs // self.outputs <= _MOST_TILES
@@ -52,6 +58,9 @@ TILINGS = (
     Tiling(64, 128, 4, 4, 5),
     Tiling(128, 64, 4, 4, 6),
     Tiling(128, 128, 2, 8, 4),
+    Tiling(128, 64, 1, 4, 3),
+    Tiling(128, 64, 4, 8, 5),
+    Tiling(256, 64, 4, 8, 4),
 )
 
 
@@ -89,7 +98,9 @@ def multiply(
     memory : large enough for it.
     """
     assert len(x_TD) <= MOST_ROWS, f"{len(x_TD)} rows are too many"
-    assert tiling.fits(*matrix_FD.shape), f"{tiling} does not fit {tuple(matrix_FD.shape)}"
+    assert tiling.fits(len(matrix_FD), matrix_FD.shape[1], len(x_TD)), (
+        f"{tiling} does not fit {tuple(matrix_FD.shape)}"
+    )
     out_TF = x_TD.new_empty(len(x_TD), len(matrix_FD))
     grid, arguments, options = _launch(x_TD, matrix_FD, bias_F, tiling, memory, out_TF)
     _multiply[grid](*arguments, **options)

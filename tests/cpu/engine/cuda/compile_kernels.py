@@ -93,9 +93,11 @@ def main() -> None:
     triton_ops.list_blocks(DecodeRows(ints(256, 64), ints(256)), 16, ints(257), ints(256 * 64), ints(256))
     memory = triton_products.SplitMemory.allocate(1, torch.device("cpu"))
     for tiling in triton_products.TILINGS:
-        for num_rows, bias in ((1, None), (triton_products.MOST_ROWS, numbers(4096))):
-            x, matrix = numbers(num_rows, 4096), numbers(4096, 4096)
-            triton_products.multiply(x, matrix, bias, tiling, memory)
+        x, matrix = numbers(1, 4096), numbers(4096, 4096)
+        triton_products.multiply(x, matrix, numbers(4096), tiling, memory)
+        if tiling.fits(4096, 4096, triton_products.MOST_ROWS):
+            x = numbers(triton_products.MOST_ROWS, 4096)
+            triton_products.multiply(x, matrix, None, tiling, memory)
     logits, best = numbers(3, 128_256, dtype=torch.float32), BestBuffers(ints(3), torch.zeros(3))
     triton_draw.best(logits, best)
     doubles = numbers(3, dtype=torch.float64)

@@ -28,12 +28,12 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 16, 33, MOST_ROWS])
-@pytest.mark.parametrize("tiling", [SPLIT, Tiling(16, 64, 1, 4, 4)])
+@pytest.mark.parametrize("tiling", [Tiling(64, 32, 4, 4, 4), Tiling(64, 64, 1, 4, 4)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_product_is_what_linear_computes(num_rows: int, tiling: Tiling, has_bias: bool) -> None:
-    x_TD, matrix_FD = torch.randn(num_rows, 384), torch.randn(48, 384)
-    bias_F = torch.randn(48) if has_bias else None
-    memory = SplitMemory.allocate(triton_products.num_parts(tiling, num_rows, 48), CPU)
+    x_TD, matrix_FD = torch.randn(num_rows, 384), torch.randn(128, 384)
+    bias_F = torch.randn(128) if has_bias else None
+    memory = SplitMemory.allocate(triton_products.num_parts(tiling, num_rows, 128), CPU)
     memory.parts.fill_(torch.nan)
     for _ in range(2):  # the second finds what the first left behind
         out_TF = triton_products.multiply(x_TD, matrix_FD, bias_F, tiling, memory)
@@ -44,7 +44,7 @@ def test_a_product_is_what_linear_computes(num_rows: int, tiling: Tiling, has_bi
 
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_each_tiling_fits_matrices_of_models_and_computes_them(tiling: Tiling) -> None:
-    assert all(tiling.fits(*shape) for shape in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)))
+    assert all(tiling.fits(*shape, 3) for shape in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)))
     num_inputs = 2 * tiling.splits * tiling.depth
     x_TD, matrix_FD = torch.randn(3, num_inputs), torch.randn(tiling.outputs, num_inputs)
     memory = SplitMemory.allocate(triton_products.num_parts(tiling, 3, tiling.outputs), CPU)
@@ -53,9 +53,16 @@ def test_each_tiling_fits_matrices_of_models_and_computes_them(tiling: Tiling) -
 
 
 def test_a_matrix_that_leaves_something_over_does_not_fit() -> None:
-    assert not SPLIT.fits(24, 128)
-    assert not SPLIT.fits(16, 192)
-    assert SPLIT.fits(16, 256)
+    assert not SPLIT.fits(24, 128, 1)
+    assert not SPLIT.fits(16, 192, 1)
+    assert SPLIT.fits(16, 256, 1)
+
+
+def test_a_tiling_of_few_outputs_is_not_for_many_rows() -> None:
+    assert SPLIT.fits(16, 256, 32)
+    assert not SPLIT.fits(16, 256, 33)
+    assert Tiling(64, 512, 1, 4, 2).fits(64, 512, 16)
+    assert not Tiling(64, 512, 1, 4, 4).fits(64, 512, 64)  # more memory than a processor has
 
 
 def test_rows_between_those_that_were_timed_go_by_the_next_larger_ones(
@@ -149,10 +156,11 @@ def test_the_quickest_right_tiling_is_chosen_and_kept(
     assert timer.calls > calls
 
 
-def test_what_there_is_no_time_for_goes_by_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_there_is_no_time_for_goes_by_cublas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _Timer(monkeypatch)
-    chosen = choose_products(_weights(), 24, directory=None, seconds=0.0)
+    chosen = choose_products(_weights(), 24, directory=tmp_path, seconds=0.0)
     assert not chosen.timed
+    assert not list(tmp_path.iterdir())
     x_TD = torch.randn(2, 128)
     matrix_FD = torch.randn(16, 128)
     torch.testing.assert_close(chosen(x_TD, matrix_FD), torch.nn.functional.linear(x_TD, matrix_FD))
