@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.check import engine_accuracy as accuracy
+from benchmarks.check import engine_rows as rows
 from benchmarks.check import engine_versions as versions
 from onbeat.perfmodel.engines import BOUNDS, ENGINES, find_engine
 
@@ -23,7 +24,7 @@ def median(cases: list[Any], steps: object, **wanted: object) -> float:
 
 
 def test_held_back_deployments_are_met() -> None:
-    fitted, held = accuracy.halves(accuracy.cases_of(accuracy.read_rows()))
+    fitted, held = rows.halves(rows.cases_of(rows.read_rows()))
     assert not {case.deployment for case in fitted} & {case.deployment for case in held}
     assert sum(len(case.rows) for case in (*fitted, *held)) == 1343
     dense = [case for case in held if not case.deployment.spec.is_moe]
@@ -38,9 +39,9 @@ def test_held_back_deployments_are_met() -> None:
 
 
 def test_the_packages_terms_are_those_of_the_fit() -> None:
-    fitted, _ = accuracy.halves(accuracy.cases_of(accuracy.read_rows()))
+    fitted, _ = rows.halves(rows.cases_of(rows.read_rows()))
     for (engine, is_older), terms in accuracy.fit_all(fitted).items():
-        own = find_engine(accuracy.OLDER[engine] if is_older else engine)
+        own = find_engine(rows.OLDER[engine] if is_older else engine)
         assert {name: getattr(own, name) for name in BOUNDS} == pytest.approx(
             {name: getattr(terms, name) for name in BOUNDS}, rel=0.05
         ), (engine, is_older)

@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.papers.policy_studies import orca_load, run
+from benchmarks.papers.policy_studies import orca_load
+from benchmarks.papers.studies import run
 from onbeat.core.options import change, make
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape

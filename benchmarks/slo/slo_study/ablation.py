@@ -77,7 +77,14 @@ class SitsOutSoon(StepRules):
 class ByTightestTBT(StepRules):
     """A step takes the tightest TBT objective, whether streams are behind their deadlines or not."""
 
-    def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:  # noqa: ARG002
+    def limit(
+        self,
+        view: RunningView,
+        decode_seconds: float,  # noqa: ARG002
+        start: float,  # noqa: ARG002
+        *,
+        queue_grows: bool = False,  # noqa: ARG002
+    ) -> float:
         return self.tightest_limit(view.tightest)
 
 

@@ -296,7 +296,7 @@ class TestConfiguration:
             ),
             (
                 {"device": "l4", "limits": SchedulerLimits(max_model_len=65536)},
-                r"needs 25.4 GiB of memory and has 21.6.* What fits: --tensor-parallel-size 2$",
+                r"needs 24.3 GiB of memory and has 21.6.* What fits: --tensor-parallel-size 2$",
             ),
             (
                 {"device": "l4", "dtype": "float32"},
