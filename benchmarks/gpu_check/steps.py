@@ -83,9 +83,8 @@ def time_variants(weights: CudaWeights, chosen: Multiply) -> None:
     """Time decodes in other ways, to learn what each part of the way that is taken is worth."""
     num_blocks = 1 + MAX_ROWS * (-(-512 // BLOCK_SIZE) + 5)
     variants: tuple[tuple[str, tuple[int, ...], dict[str, Any]], ...] = (
-        ("by cuBLAS alone", (1, 8, 32, 64), {"max_rows": 64}),
-        ("by planned fa2", (1, 8, 32, 128), {"decode_backend": "fa2", "multiply": chosen}),
-        ("with tables for 1,024 tokens", (1,), {"max_len": 1024, "max_rows": 1, "multiply": chosen}),
+        ("by cuBLAS alone", (1, 32), {"max_rows": 32}),
+        ("by XQA", (1, 32, 128), {"decode_backend": "xqa", "multiply": chosen}),
     )
     for name, all_rows, options in variants:
         if seconds_left() < 15:
@@ -213,11 +212,24 @@ def main() -> int:
         time_variants(weights, chosen)
     time_others(runner, num_blocks, prompts)
     if not IS_REHEARSAL:
+        _prompts_by_fa3(weights, prompts)
         note("most memory", torch.cuda.max_memory_reserved() / 2**30, "GiB", shown=True)
         if seconds_left() > 10:
             _without_graphs(weights)
     expect("all sizes were timed", seconds_left() > 6)
     return 0
+
+
+def _prompts_by_fa3(weights: CudaWeights, prompts: dict[int, float | None]) -> None:
+    """Time prompts whose attention is FlashAttention-3's, for which not every machine has the kernel."""
+    try:
+        runner = make_runner(weights, 600, max_rows=1, chunk_backend="fa3")
+        with step_timer(runner, 600) as timer:
+            for length in prompts:
+                if seconds_left() > 6:
+                    time_batch(timer, f"prompt {length} by fa3", prompt(length))
+    except Exception as error:  # one way that fails is a finding about itself
+        note("prompts by fa3 fail", f"{type(error).__name__}: {error}"[:300], shown=True)
 
 
 def _without_graphs(weights: CudaWeights) -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes
-from onbeat.engine.cuda.kernels import DecodeBackend, Kernels, KernelSizes, Multiply
+from onbeat.engine.cuda.kernels import ChunkBackend, DecodeBackend, Kernels, KernelSizes, Multiply
 from onbeat.engine.cuda.memory import bytes_above, largest_steps, measure
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.device import DeviceConfig, compute_capability
@@ -49,24 +49,26 @@ def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int) -> st
         return f"it needs compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
     if find_spec("flashinfer") is None:
         return "FlashInfer is not installed: pip install 'onbeat[gpu]'"
-    kernel = missing_kernel(checkpoint.config, block_size)
+    kernel = missing_kernel(checkpoint.config)
     if kernel is not None:
         return f"the kernel {kernel} is neither ready-made nor can it be built here: nvcc is not found"
     return None
 
 
-def missing_kernel(config: ModelConfig, block_size: int) -> str | None:
+def missing_kernel(config: ModelConfig) -> str | None:
     """Return a kernel of FlashInfer that cannot be had here; the library is imported only now."""
     from onbeat.engine.cuda.flashinfer_attention import missing_kernel
 
-    return missing_kernel(config, block_size)
+    return missing_kernel(config)
 
 
-def fast_kernels(sizes: KernelSizes, decode_backend: DecodeBackend = "xqa") -> Kernels:
+def fast_kernels(
+    sizes: KernelSizes, decode_backend: DecodeBackend = "fa2", chunk_backend: ChunkBackend = "fa2"
+) -> Kernels:
     """Return the quick operators; what they are written in is imported only now."""
     from onbeat.engine.cuda.fast import FastKernels
 
-    return FastKernels(sizes, decode_backend=decode_backend)
+    return FastKernels(sizes, decode_backend=decode_backend, chunk_backend=chunk_backend)
 
 
 def quickest_products(weights: CudaWeights, max_rows: int, on_progress: Callable[[str], None]) -> Multiply:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from onbeat.engine.cuda import triton_draw, triton_ops
 from onbeat.engine.cuda.flashinfer_attention import (
-    ChunkBackend,
     Chunks,
     FlashInfer,
     PlanBuffers,
@@ -20,6 +19,7 @@ from onbeat.engine.cuda.flashinfer_attention import (
 )
 from onbeat.engine.cuda.kernels import (
     BestBuffers,
+    ChunkBackend,
     ChunkRows,
     DecodeBackend,
     DecodeRows,
@@ -85,7 +85,8 @@ class FastKernels:
     Parameters
     ----------
     sizes : what they are made for.
-    decode_backend : FlashInfer's kernel for rows of one token.
+    decode_backend : FlashInfer's kernel for rows of one token. On an H100 steps of Llama-3.1-8B are 1 to 4 %
+        quicker with fa2, whose plan balances contexts, than with xqa, which needs no plan.
     chunk_backend : the one for rows of several tokens.
     library : FlashInfer, if it is imported already.
     """
@@ -94,7 +95,7 @@ class FastKernels:
         self,
         sizes: KernelSizes,
         *,
-        decode_backend: DecodeBackend = "xqa",
+        decode_backend: DecodeBackend = "fa2",
         chunk_backend: ChunkBackend = "fa2",
         library: FlashInfer | None = None,
     ) -> None:

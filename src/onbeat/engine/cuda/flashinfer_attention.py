@@ -12,19 +12,17 @@ import math
 import os
 import shutil
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from onbeat.engine.cuda.kernels import ChunkRows, DecodeRows, Int32Array, KernelSizes, LayerSpec
+from onbeat.engine.cuda.kernels import ChunkBackend, ChunkRows, DecodeRows, Int32Array, KernelSizes, LayerSpec
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream, Mark
 from onbeat.engine.cuda.triton_ops import list_blocks
 from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.model_config import ModelConfig
-
-ChunkBackend = Literal["fa2", "fa3"]
 
 _SEMAPHORE_BYTES = 8 << 20
 """XQA counts in them which parts of a row are done; each of its kernels leaves zeros behind."""
@@ -59,7 +57,7 @@ class FlashInfer(NamedTuple):
         )
 
 
-def missing_kernel(config: ModelConfig, block_size: int, chunk_backend: ChunkBackend = "fa2") -> str | None:
+def missing_kernel(config: ModelConfig, chunk_backend: ChunkBackend = "fa2") -> str | None:
     """Return the name of a module of FlashInfer that a model needs and that cannot be had here.
 
     Returns
@@ -67,23 +65,20 @@ def missing_kernel(config: ModelConfig, block_size: int, chunk_backend: ChunkBac
     None where each is ready-made or can be built.
     """
     from flashinfer.jit.attention import gen_batch_prefill_module
-    from flashinfer.jit.xqa import gen_xqa_module
 
     cuda_home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     has_compiler = shutil.which("nvcc", path=f"{cuda_home}/bin" if cuda_home else None) is not None
     if has_compiler and not os.environ.get("FLASHINFER_DISABLE_JIT"):
         return None
-    bf16, head_dim, group = torch.bfloat16, config.head_dim, config.num_heads // config.num_kv_heads
+    bf16, head_dim = torch.bfloat16, config.head_dim
     types = (bf16, bf16, bf16, torch.int32, head_dim, head_dim)
     no_rotation, no_cap, no_fp16_sums = 0, False, False
     for has_window in {config.is_sliding(layer) for layer in range(config.num_layers)}:
-        variant = (no_rotation, has_window, no_cap, no_fp16_sums)
-        for module in (
-            gen_xqa_module(bf16, bf16, block_size, head_dim, group, has_window, bf16),
-            gen_batch_prefill_module(chunk_backend, *types, *variant),
-        ):
-            if not module.is_compiled:
-                return str(module.name)
+        module = gen_batch_prefill_module(
+            chunk_backend, *types, no_rotation, has_window, no_cap, no_fp16_sums
+        )
+        if not module.is_compiled:
+            return str(module.name)
     return None
 
 

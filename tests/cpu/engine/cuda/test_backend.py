@@ -47,7 +47,7 @@ def config(**changes: Any) -> EngineConfig:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_backend, "compute_capability", lambda _: (9, 0))
     monkeypatch.setattr(cuda_backend, "find_spec", lambda name: name)
-    monkeypatch.setattr(cuda_backend, "missing_kernel", lambda config, block_size: None)
+    monkeypatch.setattr(cuda_backend, "missing_kernel", lambda config: None)
 
 
 def test_it_serves_on_a_gpu_unless_torch_is_asked_for(hopper: None) -> None:
@@ -111,7 +111,7 @@ def test_a_share_of_memory_is_a_share(share: float) -> None:
 
 
 def test_a_kernel_that_cannot_be_had_is_named(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_backend, "missing_kernel", lambda config, block_size: f"xqa_{block_size}")
+    monkeypatch.setattr(cuda_backend, "missing_kernel", lambda config: "batch_prefill")
     chosen = choose_backend(config(), DummyCheckpoint(MODEL), CUDA)
-    reason = "the kernel xqa_16 is neither ready-made nor can it be built here: nvcc is not found"
+    reason = "the kernel batch_prefill is neither ready-made nor can it be built here: nvcc is not found"
     assert chosen.description == f"by torch (not by the GPU engine: {reason})"

@@ -223,21 +223,20 @@ def test_a_kernel_is_missing_where_it_is_neither_ready_made_nor_can_be_built(
     monkeypatch.setattr(env, "FLASHINFER_JIT_DIR", tmp_path / "jit")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
-    for start in ("xqa_input_bf16", "batch_prefill_with_kv_cache_dtype_q_bf16"):
-        missing = missing_kernel(SIZES.config, 16)
-        assert missing is not None
-        assert missing.startswith(start)
-        (tmp_path / missing).mkdir()
-        (tmp_path / missing / f"{missing}.so").touch()
-    assert missing_kernel(SIZES.config, 16) is None
+    missing = missing_kernel(SIZES.config)
+    assert missing is not None
+    assert missing.startswith("batch_prefill_with_kv_cache_dtype_q_bf16")
+    (tmp_path / missing).mkdir()
+    (tmp_path / missing / f"{missing}.so").touch()
+    assert missing_kernel(SIZES.config) is None
 
-    assert missing_kernel(SIZES.config, 64) is not None
+    assert missing_kernel(SIZES.config, "fa3") is not None
     compiler = tmp_path / "bin" / "nvcc"
     compiler.parent.mkdir()
     compiler.touch(mode=0o755)
-    assert missing_kernel(SIZES.config, 64) is None
+    assert missing_kernel(SIZES.config, "fa3") is None
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
-    assert missing_kernel(SIZES.config, 64) is not None
+    assert missing_kernel(SIZES.config, "fa3") is not None
 
 
 def _parameters(function: object) -> list[tuple[str, object, object]]:
