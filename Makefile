@@ -22,10 +22,10 @@ FAST := $(THOROUGH) tests/pure tests/long tests/cpu tests/fleet tests/ray
 .DELETE_ON_ERROR:
 # A second installer in the same environment would break it.
 .NOTPARALLEL:
-.PHONY: help serve test test-all ablate check lint types imports format flags size model clean
+.PHONY: help serve test test-all test-triton ablate check lint types imports format flags size model clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 serve: .venv/.serve .venv/.native model ## Install what serving needs, get the embedded model and serve it (ARGS="...")
 	$(BIN)/onbeat serve $(ARGS)
@@ -39,8 +39,12 @@ test: .venv/.dev .venv/.native model ## Run the fast tests
 test-all: .venv/.dev .venv/.native model ## Run every test, the slow ones and those that need a package index too
 	$(BIN)/python -m pytest $(SEARCHING) $(PYTEST_ARGS)
 
+test-triton: .venv/.dev ## Install Triton (190 MB) and run the tests of the GPU engine's kernels on the CPU
+	$(INSTALL) --no-deps triton==3.6.0
+	$(BIN)/python -m pytest tests/cpu/engine/cuda $(PYTEST_ARGS)
+
 ablate: .venv/.dev ## Show what each part of the slo policy is worth (simulated; traces under ONBEAT_SHARED)
-	$(BIN)/python benchmarks/slo_study.py ablate $(ARGS)
+	$(BIN)/python -m benchmarks.slo.study ablate $(ARGS)
 
 check: lint types imports ## Run all static checks
 

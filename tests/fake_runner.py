@@ -13,7 +13,7 @@ from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import TokenLogprobs
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
-from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.executor import DoneStep, ThreadExecutor
 from onbeat.engine.kv_access import BlockMemory, KVLayout, KVRegion
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
@@ -46,6 +46,9 @@ class FakeRunner:
             self._idle_checks -= 1
             if self._idle_checks <= 0:
                 raise EngineDead("it ended while nothing ran")
+
+    def launch(self, scheduled: SchedulerOutput) -> DoneStep:
+        return DoneStep(self.execute(scheduled))
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         end = time.thread_time() + self.step_seconds

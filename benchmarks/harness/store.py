@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,24 +51,21 @@ def names_of(run: Any) -> dict[str, Any]:
 
 
 class Results:
-    """A file of lines, to which slices append (one at a time), and the packed one beside it that is kept.
+    """A file of lines, to which slices append (one at a time).
 
     Parameters
     ----------
-    path : of the lines; those packed have `.gz` behind it.
+    path : of the lines.
     tag : version of what is studied; lines of others are passed over, but for those of `ANY_VERSION`.
     """
 
     def __init__(self, path: Path, tag: str) -> None:
         self._path = path
-        self._packed = path.with_name(path.name + ".gz")
         self._tag = tag
         self._lines: dict[tuple[str, str], Line] = {}
         """By what was run and the version; of equal ones the last."""
         self._offset = 0
         """Of what was not read yet."""
-        if self._packed.exists():
-            self._take(gzip.decompress(self._packed.read_bytes()))
         self.refresh()
 
     def refresh(self) -> None:
@@ -114,14 +110,6 @@ class Results:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(_text(line))
         self._note(line)
-
-    def pack(self) -> Path:
-        """Put all lines, those of other versions too, into the packed file."""
-        self.refresh()
-        self._packed.write_bytes(gzip.compress("".join(map(_text, self._lines.values())).encode(), mtime=0))
-        self._path.unlink(missing_ok=True)
-        self._offset = 0
-        return self._packed
 
     def _take(self, text: bytes) -> None:
         for each in text.decode().splitlines():

@@ -22,11 +22,13 @@ def native_library() -> NativeLibrary:
     return library
 
 
-@pytest.fixture(scope="session", params=["torch", "native"])
+@pytest.fixture(scope="session", params=["torch", "cuda", "native"])
 def engine(request: pytest.FixtureRequest) -> TinyEngine:
     """Each way to run tiny models."""
-    from tests.cpu.engine.engines import NativeEngine, TorchEngine
+    from tests.cpu.engine.engines import CudaEngine, NativeEngine, TorchEngine
 
     if request.param == "torch":
         return TorchEngine()
+    if request.param == "cuda":
+        return CudaEngine()
     return NativeEngine(request.getfixturevalue("native_library"))

@@ -21,7 +21,8 @@ from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.core.fleet import ReplicaId
 from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.process import BuildEngine, CurveKeys
-from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
+from onbeat.scheduler.cluster.config import FleetRules
+from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.scaling import ScaleBounds
@@ -64,7 +65,7 @@ def fleet_of(
 ) -> FleetClient:
     """Return the client of a fleet that has not been started; options are those of `build_fake_engine`."""
     build = partial(build_fake_engine, step_seconds=step_seconds, **options)
-    config = FleetConfig(
+    rules = FleetRules(
         num_prefill=num_prefill,
         pool_rule=pool_rule,
         move_rule=move_rule,
@@ -72,7 +73,7 @@ def fleet_of(
         max_wait_seconds=max_wait_seconds,
     )
     return FleetClient(
-        Fleet(make_router(router, 0), config),
+        Fleet(make_router(router, 0), rules),
         launcher or make_launcher(),
         make_build or (lambda _replica, _life: build),
         num_replicas=num_replicas,

@@ -139,7 +139,7 @@ async def test_who_goes_away_during_a_move_leaves_nothing_behind(verb: MoveVerb)
             client.drain(replica, seconds=60, restarts=True)
             await until(partial(_is_back, client, replica))
         await aborted
-        assert not client._open
+        assert not client.streams.open
         client._fleet.check_invariants()
         await check_all(start_requests(client, 4, "later", max_tokens=5))
         await until(partial(_is_empty, client))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.cluster.config import FleetOptions
 from onbeat.cluster.kinds import engine_of
 from onbeat.core.errors import ConfigError
 from onbeat.core.kinds import ReplicaGroup, parse_kind
@@ -14,6 +13,7 @@ from onbeat.engine.config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.hub.resolve import resolve_model
+from onbeat.scheduler.cluster.config import FleetConfig
 from tests.cpu.e2e.program import run_program, serving
 
 KINDS = ("device=h100-sxm,replicas=1", "device=l4,tp=2,replicas=2")
@@ -24,9 +24,9 @@ def test_kinds_are_read_as_they_are_written() -> None:
     assert kinds[1] == ReplicaGroup(device="l4", tensor_parallel_size=2, replicas=2)
     assert parse_kind(str(kinds[0])) == kinds[0]
     assert parse_kind("policy=slo") == ReplicaGroup(policy="slo")
-    assert FleetOptions(replicas=3, kinds=kinds).replicas == 3
+    assert FleetConfig(replicas=3, kinds=kinds).replicas == 3
     with pytest.raises(ConfigError, match="make up 3 replicas, but --replicas is 2"):
-        FleetOptions(replicas=2, kinds=kinds)
+        FleetConfig(replicas=2, kinds=kinds)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.engine.config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.recording.fleet import read_header
+from onbeat.scheduler.cluster.config import FleetConfig
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from onbeat.scheduler.config import SchedulerLimits
 from tests.fake_runner import build_fake_engine
@@ -28,7 +29,9 @@ def test_the_router_follows_the_policy_that_replicas_run(tmp_path, policy, route
     model = ModelFiles(kind="hf", path=tmp_path, name="tiny")
     engine = EngineConfig(model=model, limits=SchedulerLimits(policy=policy), record=record)
     with ExitStack() as stack:
-        open_fleet(FleetOptions(replicas=2), engine, build_fake_engine, stack, on_progress=print)
+        open_fleet(
+            FleetOptions(fleet=FleetConfig(replicas=2)), engine, build_fake_engine, stack, on_progress=print
+        )
     header = read_header(record)
     assert header is not None
     assert header["router"] == router
@@ -64,4 +67,4 @@ def test_requests_wait_for_a_start_as_long_as_for_their_turn(tmp_path, policy, g
     engine = EngineConfig(model=ModelFiles(kind="hf", path=tmp_path, name="tiny"), limits=limits)
     with ExitStack() as stack:
         client = open_fleet(FleetOptions(), engine, build_fake_engine, stack, on_progress=print)
-    assert client._fleet._config.max_wait_seconds == bound
+    assert client._fleet._rules.max_wait_seconds == bound

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.policy_studies import idle_latency, normalised_latency, run
-from benchmarks.policy_studies import rate_at_latency as search_rate
+from benchmarks.papers.policy_studies import idle_latency, normalised_latency
+from benchmarks.papers.policy_studies import rate_at_latency as search_rate
+from benchmarks.papers.studies import run
 from onbeat.core.options import change, make
 from onbeat.metrics.distribution import percentile
 from onbeat.metrics.summary import collect_samples

@@ -1,17 +1,14 @@
-"""The models against published measurements; `benchmarks/step_time_accuracy.py` prints the tables."""
+"""The models against published measurements; `benchmarks.check.step_time_accuracy` prints the tables."""
 
 from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
-from tests.long.scripts import load_script
+from benchmarks.check import step_time_accuracy as accuracy
 
 SHARED = os.environ.get("ONBEAT_SHARED")
 
@@ -21,43 +18,11 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def accuracy() -> ModuleType:
-    return load_script("step_time_accuracy")
-
-
-@pytest.fixture(scope="module")
 def profiles() -> Path:
     return Path(str(SHARED)) / "data" / "profiles"
 
 
-def means(lines: Sequence[Any], kind: str) -> list[float]:
-    found = [line.errors.mean for line in lines if line.label.startswith(kind)]
-    assert found
-    return found
-
-
-def test_token_operators_from_half_of_the_token_counts(accuracy: ModuleType, profiles: Path) -> None:
-    lines = accuracy.mlp_lines(profiles)
-    assert len(lines) == 61
-    for line in lines:
-        assert line.errors.p50 <= 0.015, line
-        assert line.errors.mean <= 0.03, line
-        assert line.errors.p95 <= 0.10, line
-
-
-def test_attention_from_a_fifth_of_the_rows(accuracy: ModuleType, profiles: Path) -> None:
-    lines = accuracy.attention_lines(profiles)
-    assert max(means(lines, "decode")) <= 0.08
-    assert max(means(lines, "prefill")) <= 0.10
-
-
-def test_splitwise_from_four_fifths_of_the_rows(accuracy: ModuleType, profiles: Path) -> None:
-    lines = accuracy.splitwise_lines(profiles)
-    assert max(means(lines, "token_time")) <= 0.015
-    assert max(means(lines, "prompt_time")) <= 0.03
-
-
-def test_the_calibrated_roofline_on_nineteen_deployments(accuracy: ModuleType, profiles: Path) -> None:
+def test_the_calibrated_roofline_on_nineteen_deployments(profiles: Path) -> None:
     uncalibrated, calibrated = accuracy.grid_lines(profiles)
     assert len(calibrated) == 19
     assert statistics.median(line.errors.p50 for line in uncalibrated) <= 0.15
@@ -65,7 +30,7 @@ def test_the_calibrated_roofline_on_nineteen_deployments(accuracy: ModuleType, p
     assert statistics.median(line.errors.p90 for line in calibrated) <= 0.09
 
 
-def test_a_hybrid_batch_costs_what_its_prompt_tokens_cost(accuracy: ModuleType, profiles: Path) -> None:
+def test_a_hybrid_batch_costs_what_its_prompt_tokens_cost(profiles: Path) -> None:
     batches = accuracy.sarathi_batches(profiles)
     by_decodes = {int(batch.label.split()[3]): batch for batch in batches}
     assert sorted(by_decodes) == [0, 3, 4]

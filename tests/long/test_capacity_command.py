@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from onbeat.cli.capacity_options import TBT, numbers, parse_vary
+from onbeat.cli.capacity_options import TBT, CapacityOptions, parse_vary
 from onbeat.cli.capacity_output import CapacityReport, capacity_rows, rich_tables, to_document
 from onbeat.cli.main import COMMANDS, EXIT_INFEASIBLE, main
 from onbeat.core.errors import ConfigError
@@ -61,7 +61,7 @@ def test_says_what_is_wrong_with_a_list(texts: list[str], message: str) -> None:
 @pytest.mark.parametrize("text", ["1,x", "0", "-1", "nan", "inf", "1,,2"])
 def test_refuses_levels_that_are_no_load(text: str) -> None:
     with pytest.raises(ConfigError, match="--sweep-rate"):
-        numbers("--sweep-rate", text, float)
+        CapacityOptions(sweep_rate=text).levels()
 
 
 def make_capacity(outcome: Outcome, rate: float, **labels: str) -> Capacity:

@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.long.scripts import load_script
+from benchmarks.papers import distserve_replay as benchmark
 
 SHARED = os.environ.get("ONBEAT_SHARED")
 pytestmark = pytest.mark.skipif(SHARED is None, reason="needs the published measurements (ONBEAT_SHARED)")
-
-
-benchmark = load_script("distserve_replay")
 
 
 @pytest.fixture(scope="module")

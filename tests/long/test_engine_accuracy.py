@@ -1,28 +1,19 @@
-"""Terms of engines against published times; `benchmarks/engine_accuracy.py` prints the tables."""
+"""Terms of engines against published times; `benchmarks.check.engine_accuracy` prints the tables."""
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from onbeat.perfmodel.engines import BOUNDS, find_engine
-from tests.long.scripts import load_script
+from benchmarks.check import engine_accuracy as accuracy
+from benchmarks.check import engine_rows as rows
+from benchmarks.check import engine_versions as versions
+from onbeat.perfmodel.engines import BOUNDS, ENGINES, find_engine
 
 
-@pytest.fixture(scope="module")
-def versions() -> ModuleType:
-    return load_script("engine_versions")
-
-
-@pytest.fixture(scope="module")
-def accuracy(versions: ModuleType) -> ModuleType:
-    return load_script("engine_accuracy")
-
-
-def median(accuracy: ModuleType, cases: list[Any], steps: object, **wanted: object) -> float:
+def median(cases: list[Any], steps: object, **wanted: object) -> float:
     chosen = [
         np.abs(case.errors(steps))
         for case in cases
@@ -32,37 +23,37 @@ def median(accuracy: ModuleType, cases: list[Any], steps: object, **wanted: obje
     return float(np.median(np.concatenate(chosen)))
 
 
-def test_held_back_deployments_are_met(accuracy: ModuleType) -> None:
-    fitted, held = accuracy.halves(accuracy.cases_of(accuracy.read_rows()))
+def test_held_back_deployments_are_met() -> None:
+    fitted, held = rows.halves(rows.cases_of(rows.read_rows()))
     assert not {case.deployment for case in fitted} & {case.deployment for case in held}
     assert sum(len(case.rows) for case in (*fitted, *held)) == 1343
     dense = [case for case in held if not case.deployment.spec.is_moe]
     experts = [case for case in held if case.deployment.spec.is_moe]
-    assert median(accuracy, dense, accuracy.data_sheet) > 0.15
-    assert median(accuracy, dense, accuracy.of_package) <= 0.055
+    assert median(dense, accuracy.data_sheet) > 0.15
+    assert median(dense, accuracy.of_package) <= 0.055
     for tensor in accuracy.DEGREES:
-        assert median(accuracy, dense, accuracy.of_package, tensor=tensor) <= 0.10, tensor
-    for engine in accuracy.ENGINES:
-        assert median(accuracy, dense, accuracy.of_package, engine=engine) <= 0.07, engine
-    assert median(accuracy, experts, accuracy.of_package) <= 0.12
+        assert median(dense, accuracy.of_package, tensor=tensor) <= 0.10, tensor
+    for engine in ENGINES:
+        assert median(dense, accuracy.of_package, engine=engine) <= 0.07, engine
+    assert median(experts, accuracy.of_package) <= 0.12
 
 
-def test_the_packages_terms_are_those_of_the_fit(accuracy: ModuleType) -> None:
-    fitted, _ = accuracy.halves(accuracy.cases_of(accuracy.read_rows()))
+def test_the_packages_terms_are_those_of_the_fit() -> None:
+    fitted, _ = rows.halves(rows.cases_of(rows.read_rows()))
     for (engine, is_older), terms in accuracy.fit_all(fitted).items():
-        own = find_engine(accuracy.OLDER[engine] if is_older else engine)
+        own = find_engine(rows.OLDER[engine] if is_older else engine)
         assert {name: getattr(own, name) for name in BOUNDS} == pytest.approx(
             {name: getattr(terms, name) for name in BOUNDS}, rel=0.05
         ), (engine, is_older)
 
 
-def test_the_host_time_of_a_row_of_the_newer_vllm_is_that_of_the_fit(versions: ModuleType) -> None:
+def test_the_host_time_of_a_row_of_the_newer_vllm_is_that_of_the_fit() -> None:
     seconds, error = versions.fit_row_seconds()
     assert find_engine("vllm").row_seconds == pytest.approx(seconds, rel=0.01)
     assert find_engine("vllm@0.6").row_seconds > seconds + 4 * error
 
 
-def test_loads_that_no_fit_saw_are_met_twice_as_well_with_the_newer_terms(versions: ModuleType) -> None:
+def test_loads_that_no_fit_saw_are_met_twice_as_well_with_the_newer_terms() -> None:
     loads = versions.read_loads()
     for is_moe, most in ((False, 0.08), (True, 0.09)):
         some = [load for load in loads if load.spec.is_moe == is_moe]

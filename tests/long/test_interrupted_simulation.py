@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pure.cli.test_simulate import LOAD, MODEL
+from tests.pure.cli.simulating import LOAD, MODEL
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])

@@ -15,6 +15,8 @@ import onbeat
 # What comes with a declared dependency by its own promise: FastAPI is a layer over Starlette and hands out
 # its types.
 BROUGHT_BY = {"starlette": "fastapi"}
+# Distributions of other names, which need not be installed
+DISTRIBUTIONS = {"flashinfer": "flashinfer-python"}
 # Private hooks of these are overridden, which any minor version may change.
 OVERRIDDEN = {"gguf", "jinja2", "uvicorn"}
 
@@ -55,14 +57,14 @@ def test_command_is_there() -> None:
 def test_every_import_is_a_declared_dependency() -> None:
     base = distribution_names(PROJECT["dependencies"])
     extras = PROJECT["optional-dependencies"]
-    declared = base.union(*(distribution_names(extras[name]) for name in ("serve", "cluster", "nixl")))
+    declared = base.union(*(distribution_names(extras[name]) for name in ("serve", "cluster", "gpu", "nixl")))
     providers = importlib.metadata.packages_distributions()
     for package, path in imported_packages(ROOT / "src").items():
         if package in sys.stdlib_module_names or package == "onbeat":
             continue
         distributions = {
             name.lower().replace("_", "-")
-            for name in providers.get(BROUGHT_BY.get(package, package), [package])
+            for name in providers.get(BROUGHT_BY.get(package, package), [DISTRIBUTIONS.get(package, package)])
         }
         assert distributions & declared, f"{path} imports {package}, which no dependency declares"
 

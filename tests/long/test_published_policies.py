@@ -1,7 +1,7 @@
 """What the papers found of batching policies holds for the same policies here.
 
 Orders and ratios are compared, never absolute times: the step times are the uncalibrated roofline's. The
-complete versions, with the papers' own lengths, are in `benchmarks/policy_studies.py`.
+complete versions, with the papers' own lengths, are in `python -m benchmarks.papers.policy_studies`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.policy_studies import orca_load, run
+from benchmarks.papers.policy_studies import orca_load
+from benchmarks.papers.studies import run
 from onbeat.core.options import change, make
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape

@@ -1,4 +1,4 @@
-"""Small versions of two studies of speculative decoding; `benchmarks/speculation_study.py` has them whole.
+"""Small versions of two studies of speculative decoding; `benchmarks.papers.speculation_study` has them.
 
 TurboSpec (Liu et al., arXiv 2406.14066): draft lengths by goodput are as good as the best fixed length at
 each load. MLCEngine (blog.mlc.ai, October 2024): three drafts gain much with few users and nothing with many.
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.speculation_study import mlc, turbospec
+from benchmarks.papers.speculation_study import mlc, turbospec
 
 SHARED = os.environ.get("ONBEAT_SHARED")
 

@@ -29,11 +29,10 @@ CLASSES = (
 )
 
 
-@pytest.mark.parametrize("router", ["round-robin", "random"])
 @pytest.mark.parametrize("changes", [{}, {"pipeline": 2}])
-def test_processes_change_nothing(router, changes):
+def test_processes_change_nothing(changes):
     load = random_load(300, rate=60, seed=3).with_classes(CLASSES, seed=0)
-    config = make_config(num_replicas=5, router=router, seed=7, **changes)
+    config = make_config(replicas=5, router="round-robin", seed=7, **changes)
     together = simulate(load, config, linear_time(), observer=StepByStep())
     one_by_one = simulate(load, config, linear_time())
     spread = simulate(load, config, linear_time(), jobs=2)
@@ -49,7 +48,7 @@ def test_processes_change_nothing(router, changes):
 
 def test_more_replicas_than_requests():
     load = make_load([10, 10], [3, 3], [0.0, 1.0])
-    result = simulate(load, make_config(num_replicas=4), linear_time(), jobs=2)
+    result = simulate(load, make_config(replicas=4, router="round-robin"), linear_time(), jobs=2)
     assert [record.replica for record in result.records] == ["0", "1"]
     assert [each.num_steps for each in result.replicas] == [3, 3, 0, 0]
 
@@ -59,7 +58,7 @@ def test_progress_from_processes_adds_up():
     seen = []
     simulate(
         load,
-        make_config(num_replicas=4),
+        make_config(replicas=4, router="round-robin"),
         linear_time(),
         jobs=2,
         on_progress=lambda *progress: seen.append(progress),
@@ -69,15 +68,15 @@ def test_progress_from_processes_adds_up():
 
 
 def test_an_error_in_a_process_reaches_the_caller():
-    model = ShapeTime(lambda shape: float("nan"))
+    config, model = make_config(replicas=2, router="round-robin"), ShapeTime(lambda shape: float("nan"))
     with pytest.raises(ConfigError, match="predicts nan s"):
-        simulate(random_load(20, rate=10, seed=0), make_config(num_replicas=2), model, jobs=2)
+        simulate(random_load(20, rate=10, seed=0), config, model, jobs=2)
 
 
 def test_a_process_that_dies_is_reported():
-    model = ShapeTime(lambda shape: os._exit(3))
+    config, model = make_config(replicas=2, router="round-robin"), ShapeTime(lambda shape: os._exit(3))
     with pytest.raises(OnbeatError, match="worker process of the simulation died"):
-        simulate(random_load(20, rate=10, seed=0), make_config(num_replicas=2), model, jobs=2)
+        simulate(random_load(20, rate=10, seed=0), config, model, jobs=2)
 
 
 def test_an_interrupt_keeps_what_had_ended():
@@ -92,10 +91,10 @@ def test_an_interrupt_keeps_what_had_ended():
         time.sleep(2e-4)
         return linear.step_time(shape)
 
-    result = simulate(load, make_config(num_replicas=4), ShapeTime(step_time), jobs=2)
+    result = simulate(load, make_config(replicas=4, router="round-robin"), ShapeTime(step_time), jobs=2)
     assert not result.is_complete
     assert 0 < len(result.records) < 400
-    complete = simulate(load, make_config(num_replicas=4), linear).records
+    complete = simulate(load, make_config(replicas=4, router="round-robin"), linear).records
     assert all(record == complete[int(record.request_id)] for record in result.records)
 
 

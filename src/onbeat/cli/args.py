@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -275,6 +276,48 @@ def _seed(text: str) -> int:
 
 seed = checked(_seed, "a whole number of at least 0")
 """Argparse type: what makes random draws repeatable."""
+
+
+def _above_0(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise ValueError(text)
+    return value
+
+
+def _from_1(text: str) -> int:
+    value = _count(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+RATES = (_above_0, "numbers above 0")
+LEVELS = (_from_1, "whole numbers of at least 1")
+"""What `listed` reads for flags of sweeps."""
+
+
+def listed(flag: str, text: str, convert: Callable[[str], T], what: str) -> list[T]:
+    """Return the values of a list with commas.
+
+    Parameters
+    ----------
+    convert : reads one; it raises ValueError for what is none.
+    what : they are, for the error.
+
+    Raises
+    ------
+    ConfigError : something else is in it, or nothing.
+    """
+    try:
+        return [convert(word.strip()) for word in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{flag} takes {what} separated by commas, got {text!r}") from error
+
+
+def numbers(flag: str, text: str) -> list[float]:
+    """Return the numbers of a list with commas; see `listed`."""
+    return listed(flag, text, float, "numbers")
 
 
 def require_jobs(jobs: int) -> None:

@@ -194,15 +194,13 @@ def _save(
     from onbeat.report.result import write_document
 
     document = to_document(results, detailed=output.save_detailed)
-    paths = [output.json] if output.json is not None else []
+    paths = [output.json]
     if output.saves_under_name:
         name = output.result_filename or default_file_name(bench, results)
         paths.append((output.result_dir or Path()) / name)
-    writers: dict[Path, Callable[[], None]] = {
-        path: partial(write_document, path, document, append=output.append_result) for path in paths
-    }
-    if output.report is not None:
-        writers[output.report] = partial(_report, output.report, output, results, settings)
+    save = partial(write_document, document=document, append=output.append_result)
+    writers: dict[Path | None, Callable[[Path], None]] = dict.fromkeys(paths, save)
+    writers[output.report] = partial(_report, output=output, results=results, settings=settings)
     save_all(writers, lambda path: console.print(f"saved {path}", highlight=False, markup=False))
 
 

@@ -19,6 +19,7 @@ from onbeat.bench.config import (
     RunConfig,
 )
 from onbeat.bench.plan import MlcStudy, concurrency_sweep, rate_sweep
+from onbeat.cli.args import LEVELS, listed, numbers
 from onbeat.cli.args import seed as read_seed
 from onbeat.cli.workload import ArrivalOptions
 from onbeat.core.errors import ConfigError
@@ -192,7 +193,7 @@ def planned_runs(dataset: DatasetOptions, load: LoadOptions, *, title: str) -> l
     base = RunConfig(dataset=what, load=load_config(load, what), num_prompts=dataset.num_prompts, title=title)
     runs: list[RunConfig] = []
     if load.sweep_concurrency:
-        runs += concurrency_sweep(base, whole_numbers("--sweep-concurrency", load.sweep_concurrency))
+        runs += concurrency_sweep(base, listed("--sweep-concurrency", load.sweep_concurrency, *LEVELS))
     if load.sweep_rate:
         runs += rate_sweep(base, numbers("--sweep-rate", load.sweep_rate))
     return runs or [base]
@@ -322,31 +323,3 @@ def _ramp(options: LoadOptions) -> RampConfig | None:
     if start is None or end is None:
         raise ConfigError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
     return RampConfig(shape=options.ramp_up_strategy, start_rate=start, end_rate=end)
-
-
-def numbers(flag: str, text: str) -> list[float]:
-    """Return the numbers of a comma-separated list.
-
-    Raises
-    ------
-    ConfigError : something else is in it, or nothing.
-    """
-    try:
-        values = [float(part) for part in split_list(text)]
-    except ValueError:
-        values = []
-    if not values:
-        raise ConfigError(f"{flag} takes numbers separated by commas, got {text!r}")
-    return values
-
-
-def whole_numbers(flag: str, text: str) -> list[int]:
-    """Return the whole numbers, each at least 1, of a comma-separated list."""
-    values = numbers(flag, text)
-    if any(value < 1 or value != int(value) for value in values):
-        raise ConfigError(f"{flag} takes whole numbers of at least 1, got {text!r}")
-    return [int(value) for value in values]
-
-
-def split_list(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]

@@ -16,7 +16,8 @@ from typing import Any
 from onbeat.bench.config import BenchConfig, TargetConfig
 from onbeat.bench.objectives import SendSLO
 from onbeat.bench.payload import Api
-from onbeat.cli.bench_load import DatasetOptions, LoadOptions, numbers, split_list
+from onbeat.cli.args import numbers
+from onbeat.cli.bench_load import DatasetOptions, LoadOptions
 from onbeat.cli.workload import ObjectiveOptions
 from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.options import option, part, settings_of
@@ -204,7 +205,8 @@ class OutputOptions:
         ------
         ConfigError : one is unknown.
         """
-        names = [METRIC_ALIASES.get(name, name) for name in split_list(self.percentile_metrics)]
+        words = (word.strip() for word in self.percentile_metrics.split(","))
+        names = [METRIC_ALIASES.get(word, word) for word in words if word]
         known = (*METRICS, QUEUE_METRIC)
         for name in names:
             if name not in known:

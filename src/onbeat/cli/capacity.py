@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from onbeat.cli.args import require_jobs
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -24,33 +22,37 @@ SHORT_LOAD = 30.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all flags of the command."""
-    from onbeat.cli.capacity_options import add_capacity_arguments
+    from onbeat.cli.capacity_options import CapacityOptions
+    from onbeat.cli.options import add_options
     from onbeat.cli.simulate_options import add_simulation_arguments
 
     add_simulation_arguments(parser)
-    add_capacity_arguments(parser)
+    add_options(parser, CapacityOptions)
 
 
 def run(args: argparse.Namespace) -> int:
     """Search; returns the exit code."""
+    from onbeat.cli.capacity_options import CapacityOptions
     from onbeat.cli.capacity_output import CapacityReport, to_document, write_page
     from onbeat.cli.capacity_plan import plan_cases
-    from onbeat.cli.capacity_run import search, search_options, sweep, sweep_levels
+    from onbeat.cli.capacity_run import search, search_options, sweep
+    from onbeat.cli.options import read_options
     from onbeat.cli.outputs import check_writable, save_all
     from onbeat.report.result import write_document
 
     console = Console(stderr=True, highlight=False)
-    levels = sweep_levels(args)
-    require_jobs(args.jobs)
-    search_options(args)
-    check_writable({"--json": args.json, "--report": args.report})
-    planned = plan_cases(args)
+    options = read_options(args, CapacityOptions)
+    output = options.output
+    levels = options.levels()
+    search_options(options)
+    check_writable({"--json": output.json, "--report": output.report})
+    planned = plan_cases(args, options)
     lead = _lead(args, planned)
     console.print(lead, markup=False, soft_wrap=True)
-    capacities, is_stopped = search(args, planned, console)
+    capacities, is_stopped = search(options, planned, console)
     points: list[FrontierPoint] = []
     if levels and not is_stopped:
-        points, is_stopped = sweep(args, planned, levels, console)
+        points, is_stopped = sweep(options, planned, levels, slo_mode=args.slo_mode, console=console)
     report = CapacityReport(
         title=f"Capacity of {args.model} on {args.device}",
         lead=lead,
@@ -61,10 +63,9 @@ def run(args: argparse.Namespace) -> int:
     )
     _show(report)
     writers = {
-        args.json: lambda: write_document(args.json, to_document(report)),
-        args.report: lambda: write_page(args.report, report),
+        output.json: lambda path: write_document(path, to_document(report)),
+        output.report: lambda path: write_page(path, report),
     }
-    writers.pop(None, None)
     save_all(writers, lambda path: console.print(f"saved {path}", markup=False))
     if is_stopped:
         return INTERRUPTED

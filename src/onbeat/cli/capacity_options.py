@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from onbeat.cli.args import count
+from onbeat.cli.args import LEVELS, RATES, listed, require_jobs
 from onbeat.cli.options import milliseconds, read_value
+from onbeat.cli.outputs import ResultOptions
 from onbeat.core.errors import ConfigError
 from onbeat.core.hints import likely_meant
-from onbeat.core.options import settings_of
+from onbeat.core.options import option, part, settings_of
+from onbeat.planner.frontier import Level
 from onbeat.simulator.settings import ReplicaSettings
 
 TBT = "slo_tbt_ms"
@@ -36,50 +38,69 @@ VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
 _ALIASES = {"tensor-parallel-size": "tp", "pipeline-parallel-size": "pp"}
 
 
-def add_capacity_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what is searched for, over which configurations, and where the result goes."""
-    group = parser.add_argument_group("capacity")
-    group.add_argument(
-        "--objective",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityOptions:
+    """What is searched for, over which configurations, and where the result goes."""
+
+    objective: str | None = option(
+        None,
         metavar="NAME",
+        group="capacity",
         help="what a rate must keep: sarathi (P99 of all gaps within --slo-tbt-ms, median scheduling delay "
         "at most 2 s), vidur (P99 scheduling delay below 5 s), attainment:0.9 (share of good requests), "
         "distserve:0.9 (share within TTFT and TPOT); default: sarathi, or none with a sweep",
     )
-    group.add_argument(
-        "--hopeless",
-        choices=("count", "exclude"),
-        default="count",
+    hopeless: Literal["count", "exclude"] = option(
+        "count",
+        group="capacity",
         help="requests that even an idle machine could not serve in time: count them as missed, or leave "
         "them out (attainment only)",
     )
-    group.add_argument(
-        "--tolerance", type=float, default=0.025, metavar="SHARE", help="width of the final bracket"
+    tolerance: float = option(0.025, metavar="SHARE", group="capacity", help="width of the final bracket")
+    repeats: int = option(
+        3, metavar="N", group="capacity", help="searches per case, each with a seed of its own"
     )
-    group.add_argument(
-        "--repeats", type=count, default=3, metavar="N", help="searches per case, each with a seed of its own"
-    )
-    group.add_argument("--jobs", type=count, default=1, metavar="N", help="processes")
-    group = parser.add_argument_group("comparison")
-    group.add_argument(
-        "--vary",
-        action="append",
-        default=[],
+    jobs: int = option(1, metavar="N", group="capacity", help="processes")
+    vary: tuple[str, ...] = option(
+        (),
+        many="append",
         metavar="NAME=VALUE,VALUE",
+        group="comparison",
         help="compare values of a flag; several --vary give every combination; of " + ", ".join(VARIABLES),
     )
-    group.add_argument(
-        "--sweep-concurrency", metavar="N,N,...", help="latency against throughput: a closed loop for each"
+    sweep_concurrency: str | None = option(
+        None,
+        metavar="N,N,...",
+        group="comparison",
+        help="latency against throughput: a closed loop for each",
     )
-    group.add_argument(
-        "--sweep-rate", metavar="R,R,...", help="latency against throughput: an open loop for each"
+    sweep_rate: str | None = option(
+        None, metavar="R,R,...", group="comparison", help="latency against throughput: an open loop for each"
     )
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", type=Path, metavar="FILE", help="save the result")
-    group.add_argument(
-        "--report", type=Path, metavar="FILE.html", help="write one self-contained page with plots"
-    )
-    group.add_argument("--disable-tqdm", action="store_true", help="show no progress")
+    output: ResultOptions = part(ResultOptions)
+
+    def __post_init__(self) -> None:
+        require_jobs(self.jobs)
+        if self.repeats < 1:
+            raise ConfigError(f"--repeats is {self.repeats}; it must be at least 1")
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether given loads are run, with or without a search."""
+        return self.sweep_concurrency is not None or self.sweep_rate is not None
+
+    def levels(self) -> list[Level]:
+        """Return the loads of a sweep: closed loops, then open ones.
+
+        Raises
+        ------
+        ConfigError : one that is no load.
+        """
+        closed = (
+            listed("--sweep-concurrency", self.sweep_concurrency, *LEVELS) if self.sweep_concurrency else []
+        )
+        opened = listed("--sweep-rate", self.sweep_rate, *RATES) if self.sweep_rate else []
+        return [*(Level(concurrency=each) for each in closed), *(Level(request_rate=each) for each in opened)]
 
 
 def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
@@ -111,22 +132,3 @@ def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
         except argparse.ArgumentTypeError as error:
             raise ConfigError(f"--vary {text}: {error}") from error
     return axes
-
-
-def numbers(flag: str, text: str | None, convert: Callable[[str], Any]) -> list[Any]:
-    """Return the levels of a sweep.
-
-    Raises
-    ------
-    ConfigError : a level that is not a number above 0.
-    """
-    levels = []
-    for word in text.split(",") if text else ():
-        try:
-            level = convert(word)
-        except (ValueError, argparse.ArgumentTypeError) as error:
-            raise ConfigError(f"{flag} {text}: {word!r} is not a number") from error
-        if not 0 < level < float("inf"):
-            raise ConfigError(f"{flag} {text}: {word!r} is not above 0")
-        levels.append(level)
-    return levels

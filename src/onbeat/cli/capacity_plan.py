@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from onbeat.cli.capacity_options import TBT, parse_vary
+from onbeat.cli.capacity_options import TBT, CapacityOptions, parse_vary
 from onbeat.cli.options import read_options
 from onbeat.cli.simulate_options import replica_settings
 from onbeat.cli.workload import WorkloadOptions, offered_load
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import change
+from onbeat.core.slo import SLOMode
 from onbeat.planner.cases import Labels
 from onbeat.planner.grid import HopelessOn, ReplicaCase, settings_grid
 from onbeat.planner.objective import Objective
@@ -48,7 +49,7 @@ class _Draft:
     error: str = ""
 
 
-def plan_cases(args: argparse.Namespace) -> list[PlannedCase]:
+def plan_cases(args: argparse.Namespace, options: CapacityOptions) -> list[PlannedCase]:
     """Return every configuration that the flags name.
 
     Raises
@@ -60,7 +61,7 @@ def plan_cases(args: argparse.Namespace) -> list[PlannedCase]:
             "capacity searches for the rate: leave out --request-rate (--arrivals gamma draws Poisson "
             "arrivals for the requests of a trace, --sweep-rate runs given rates)"
         )
-    axes = parse_vary(args.vary)
+    axes = parse_vary(options.vary)
     objectives_ms = axes.pop(TBT, [])
     drafts = _draft_cases(replica_settings(args), axes)
     planned: list[PlannedCase] = []
@@ -68,12 +69,12 @@ def plan_cases(args: argparse.Namespace) -> list[PlannedCase]:
     for tbt_ms in objectives_ms or [None]:
         own = workload if tbt_ms is None else change(workload, tbt=tbt_ms / 1e3)
         tbt = own.objectives.tightest_tbt()
-        objective = _objective(args, tbt)
-        loads = _loads(own, args.repeats, drafts)
+        objective = _objective(options, tbt, args.slo_mode)
+        loads = _loads(own, options.repeats, drafts)
         if objective is not None:
             _require_rate(loads[0])
             objective.allowances(loads[0])  # refuses a load that it cannot judge
-            _require_attainment(args, objective)
+            _require_attainment(options, objective)
         for draft in drafts:
             labels = draft.labels if tbt_ms is None else (*draft.labels, (TBT, f"{tbt_ms:g}"))
             case = ReplicaCase(
@@ -83,7 +84,7 @@ def plan_cases(args: argparse.Namespace) -> list[PlannedCase]:
                 context_tokens=_context_tokens(draft, loads[0]),
             )
             judge = objective
-            if args.hopeless == "exclude" and isinstance(objective, AttainmentObjective):
+            if options.hopeless == "exclude" and isinstance(objective, AttainmentObjective):
                 judge = replace(objective, is_hopeless=HopelessOn(case))
             planned.append(
                 PlannedCase(
@@ -97,8 +98,8 @@ def plan_cases(args: argparse.Namespace) -> list[PlannedCase]:
     return planned
 
 
-def _require_attainment(args: argparse.Namespace, objective: Objective) -> None:
-    if args.hopeless == "exclude" and not isinstance(objective, AttainmentObjective):
+def _require_attainment(options: CapacityOptions, objective: Objective) -> None:
+    if options.hopeless == "exclude" and not isinstance(objective, AttainmentObjective):
         raise ConfigError(
             f"--hopeless exclude is for --objective attainment:SHARE; the objective {objective.name} has no "
             "hopeless requests"
@@ -114,11 +115,10 @@ def _require_rate(load: OfferedLoad) -> None:
         )
 
 
-def _objective(args: argparse.Namespace, tbt: float | None) -> Objective | None:
-    is_sweep = args.sweep_concurrency is not None or args.sweep_rate is not None
-    if args.objective is None and is_sweep:
+def _objective(options: CapacityOptions, tbt: float | None, mode: SLOMode) -> Objective | None:
+    if options.objective is None and options.is_sweep:
         return None
-    return parse_objective(args.objective or "sarathi", tbt=tbt, mode=args.slo_mode)
+    return parse_objective(options.objective or "sarathi", tbt=tbt, mode=mode)
 
 
 def _draft_cases(base: ReplicaSettings, axes: dict[str, list[Any]]) -> list[_Draft]:
@@ -161,8 +161,6 @@ def _too_short(draft: _Draft, loads: tuple[OfferedLoad, ...]) -> str:
 
 def _loads(workload: WorkloadOptions, num_repeats: int, drafts: list[_Draft]) -> tuple[OfferedLoad, ...]:
     """Return the load of each repeat; one for all where the seed changes nothing."""
-    if num_repeats < 1:
-        raise ConfigError(f"--repeats is {num_repeats}; it must be at least 1")
     longest = {draft.simulation.config.max_model_len: draft.settings for draft in drafts if draft.simulation}
     max_model_len = max(longest, default=_PLENTY_OF_BLOCKS)
     try:

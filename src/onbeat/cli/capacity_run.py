@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -10,9 +9,9 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from onbeat.cli.args import count
-from onbeat.cli.capacity_options import numbers
+from onbeat.cli.capacity_options import CapacityOptions
 from onbeat.cli.capacity_plan import PlannedCase
+from onbeat.core.slo import SLOMode
 from onbeat.planner.capacity import Capacity, CapacityTask, Outcome, Repeat, combine_repeats, find_capacity
 from onbeat.planner.cases import Labels, case_name
 from onbeat.planner.frontier import FrontierPoint, Level, LevelTask, run_level
@@ -64,39 +63,36 @@ class CapacityProgress:
         self._bar.advance(self._task)
 
 
-def sweep_levels(args: argparse.Namespace) -> list[Level]:
-    """Return the levels that the flags of a sweep name: closed loops, then open ones."""
-    closed = numbers("--sweep-concurrency", args.sweep_concurrency, count)
-    open_ = numbers("--sweep-rate", args.sweep_rate, float)
-    return [Level(concurrency=each) for each in closed] + [Level(request_rate=each) for each in open_]
-
-
-def search_options(args: argparse.Namespace) -> SearchOptions:
+def search_options(options: CapacityOptions) -> SearchOptions:
     """Return how a rate is searched for.
 
     Raises
     ------
     ConfigError : a tolerance that no search can reach.
     """
-    return SearchOptions(tolerance=args.tolerance)
+    return SearchOptions(tolerance=options.tolerance)
 
 
 def search(
-    args: argparse.Namespace, planned: Sequence[PlannedCase], console: Console
+    options: CapacityOptions, planned: Sequence[PlannedCase], console: Console
 ) -> tuple[list[Capacity], bool]:
     """Search the capacity of every case; also return whether Ctrl-C ended it."""
-    options = search_options(args)
+    how = search_options(options)
     tasks = [
-        CapacityTask(case=each.case, load=load, objective=each.objective, options=options)
+        CapacityTask(case=each.case, load=load, objective=each.objective, options=how)
         for each in planned
         for load in each.loads
         if each.objective is not None and not each.error
     ]
     labels = [task.case.labels for task in tasks]
-    with CapacityProgress(console, labels, is_quiet=args.disable_tqdm) as progress:
+    with CapacityProgress(console, labels, is_quiet=options.output.disable_tqdm) as progress:
         repeats = iter(
             run_tasks(
-                find_capacity, tasks, jobs=args.jobs, on_event=progress.on_event, on_result=progress.on_result
+                find_capacity,
+                tasks,
+                jobs=options.jobs,
+                on_event=progress.on_event,
+                on_result=progress.on_result,
             )
         )
     capacities = []
@@ -112,18 +108,23 @@ def search(
 
 
 def sweep(
-    args: argparse.Namespace, planned: Sequence[PlannedCase], levels: Sequence[Level], console: Console
+    options: CapacityOptions,
+    planned: Sequence[PlannedCase],
+    levels: Sequence[Level],
+    *,
+    slo_mode: SLOMode,
+    console: Console,
 ) -> tuple[list[FrontierPoint], bool]:
     """Run every case at every level; also return whether Ctrl-C ended it."""
     tasks = [
-        LevelTask(case=each.case, load=each.loads[0], level=level, slo_mode=args.slo_mode)
+        LevelTask(case=each.case, load=each.loads[0], level=level, slo_mode=slo_mode)
         for each in planned
         for level in levels
     ]
     labels = [task.case.labels for task in tasks]
-    with CapacityProgress(console, labels, is_quiet=args.disable_tqdm) as progress:
+    with CapacityProgress(console, labels, is_quiet=options.output.disable_tqdm) as progress:
         results = run_tasks(
-            run_level, tasks, jobs=args.jobs, on_event=progress.on_event, on_result=progress.on_result
+            run_level, tasks, jobs=options.jobs, on_event=progress.on_event, on_result=progress.on_result
         )
     errors = {each.case.labels: each.error for each in planned}
     points = [

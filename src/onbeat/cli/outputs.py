@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResultOptions:
+    """Where a result goes, and what is shown on the way."""
+
+    json: Path | None = option(None, metavar="FILE", group="output", help="save the result")
+    report: Path | None = option(
+        None, metavar="FILE.html", group="output", help="write one self-contained page with plots"
+    )
+    disable_tqdm: bool = option(default=False, is_switch=True, group="output", help="show no progress")
 
 
 def check_writable(paths: Mapping[str, Path | None]) -> None:
@@ -46,12 +59,12 @@ def _try(path: Path) -> None:
         path.unlink()
 
 
-def save_all(writers: Mapping[Path, Callable[[], None]], on_saved: Callable[[Path], None]) -> None:
+def save_all(writers: Mapping[Path | None, Callable[[Path], None]], on_saved: Callable[[Path], None]) -> None:
     """Write files; where one fails, the others are written all the same.
 
     Parameters
     ----------
-    writers : file -> what writes it.
+    writers : file -> what writes it; None is a file that nobody wants.
     on_saved : hears of each file that was written.
 
     Raises
@@ -60,8 +73,10 @@ def save_all(writers: Mapping[Path, Callable[[], None]], on_saved: Callable[[Pat
     """
     failure: ConfigError | None = None
     for path, write in writers.items():
+        if path is None:
+            continue
         try:
-            write()
+            write(path)
         except ConfigError as error:
             failure = failure or error
         else:

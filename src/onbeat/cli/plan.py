@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from onbeat.cli.args import require_jobs
-
 if TYPE_CHECKING:
+    from onbeat.cli.plan_options import PlanOptions
     from onbeat.cli.plan_output import PlanReport
 
 INFEASIBLE = 3
@@ -29,36 +28,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan; returns the exit code."""
+    from onbeat.cli.options import read_options
     from onbeat.cli.outputs import check_writable, save_all
     from onbeat.cli.plan_files import not_served, plan_page, save_plan, to_document
+    from onbeat.cli.plan_options import PlanOptions, PlanOutput
     from onbeat.planner.plan_task import PlanInterrupted
     from onbeat.report.result import write_document
 
     console = Console(stderr=True, highlight=False)
-    require_jobs(args.jobs)
+    options, output = read_options(args, PlanOptions), read_options(args, PlanOutput)
+    own = output.result
     check_writable(
-        {"--output": args.output, "--json": args.json, "--report": args.report, "--resume": args.resume}
+        {"--output": output.output, "--json": own.json, "--report": own.report, "--resume": options.resume}
     )
     try:
-        report = _plan(args, console)
+        report = _plan(args, options, console, is_quiet=own.disable_tqdm)
     except PlanInterrupted as error:
         console.print(str(error), markup=False)
         return INTERRUPTED
     _show(report)
     writers = {
-        args.json: lambda: write_document(args.json, to_document(report)),
-        args.report: lambda: plan_page(args.report, report),
+        own.json: lambda path: write_document(path, to_document(report)),
+        own.report: lambda path: plan_page(path, report),
     }
     if report.plan.best is not None:
-        writers[args.output] = lambda: save_plan(args.output, report)
+        writers[output.output] = lambda path: save_plan(path, report)
         if note := not_served(report.base):
             console.print(f"warning: {note}", markup=False, soft_wrap=True)
-    writers.pop(None, None)
     save_all(writers, lambda path: console.print(f"saved {path}", markup=False))
     return INFEASIBLE if report.plan.best is None or report.missed_hours else 0
 
 
-def _plan(args: argparse.Namespace, console: Console) -> PlanReport:
+def _plan(args: argparse.Namespace, options: PlanOptions, console: Console, *, is_quiet: bool) -> PlanReport:
     from onbeat.cli.plan_options import base_settings, parse_degrees, parse_gpus, plan_task, rates_by_hour
     from onbeat.cli.plan_output import PlanReport
     from onbeat.cli.plan_progress import show_progress
@@ -72,31 +73,31 @@ def _plan(args: argparse.Namespace, console: Console) -> PlanReport:
     from onbeat.simulator.setup import what_binds
     from onbeat.workload.offered import LongerThanContext
 
-    available = parse_gpus(args.gpus)
-    rates = rates_by_hour(args)
-    prices = Prices(args.prices)
+    available = parse_gpus(options.gpus)
+    rates = rates_by_hour(options, args.request_rate)
+    prices = Prices(options.prices)
     base = base_settings(args, next(iter(available)))
     units_of = partial(
         make_units,
         base,
         devices=list(available),
-        tensor_parallel=parse_degrees(args.tp),
+        tensor_parallel=parse_degrees(options.tensor_parallel),
         available=available,
         prices=prices,
     )
     units, left_out = units_of()
     longest = max(map(longest_request, units), default=1 << 30)
-    task_of = partial(plan_task, args, available, longest)
+    task_of = partial(plan_task, args, options, available, longest)
     try:
         task = task_of(rate=max(rates, default=args.request_rate))
     except LongerThanContext as error:
         unit = max(units, key=longest_request)
         raise what_binds(unit.settings, error, choices_of(available[unit.device])) from None
-    store = PlanStore(args.resume)
+    store = PlanStore(options.resume)
     if len(store):
-        console.print(f"going on with {len(store)} result(s) of {args.resume}", markup=False)
-    with show_progress(console, is_quiet=args.disable_tqdm) as progress:
-        planner = Planner(task=task, store=store, jobs=args.jobs, progress=progress)
+        console.print(f"going on with {len(store)} result(s) of {options.resume}", markup=False)
+    with show_progress(console, is_quiet=is_quiet) as progress:
+        planner = Planner(task=task, store=store, jobs=options.jobs, progress=progress)
 
         def plan_for(own: PlanTask) -> FleetPlan:
             # A load that is made up has other requests at another rate, which are rated by their own sizes.
@@ -114,7 +115,7 @@ def _plan(args: argparse.Namespace, console: Console) -> PlanReport:
 
         hours = plan_hours(rates, plan_of) if plan.best is not None else ()
         placements = []
-        if args.wants_pools:
+        if options.search_pools:
             pooled, _ = units_of(pipeline_parallel=STAGES)
             placements = planner.placements(pooled)
     return PlanReport(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onbeat.cli.args import add_config_flag, checked, count
-from onbeat.cli.options import add_options, number, read_options
+from onbeat.cli.args import add_config_flag, checked, require_jobs
+from onbeat.cli.options import add_options, find_group, number, read_options
+from onbeat.cli.outputs import ResultOptions
 from onbeat.cli.workload import WorkloadOptions, offered_load
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import settings_of
+from onbeat.core.options import option, part, settings_of
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.planner.day import read_rates
 from onbeat.planner.objectives import parse_objective
@@ -57,28 +59,80 @@ class _SaysOfPools(argparse.Action):
         )
 
 
-def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add all flags of the command."""
-    add_config_flag(parser)
-    group = parser.add_argument_group("plan")
-    group.add_argument(
-        "--gpus",
-        required=True,
+_option = partial(option, group="plan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What is planned, how it is looked for, and where the plan goes."""
+
+    gpus: str = _option(
         metavar="ID=N,...",
         help="devices to plan with, and how many there are; without =N as many as it takes: h100-sxm=8,l4",
     )
-    group.add_argument(
-        "--tp",
-        default="1,2,4,8",
-        metavar="N,N,...",
-        help="tensor-parallel degrees to choose from",
+    tensor_parallel: str = _option(
+        "1,2,4,8", flag="--tp", metavar="N,N,...", help="tensor-parallel degrees to choose from"
     )
-    group.add_argument(
-        "--prices",
-        type=Path,
+    prices: Path | None = _option(
+        None,
         metavar="FILE.yaml",
         help="dollars an hour of each device; wins over the table in the package",
     )
+    rate_by_hour: Path | None = _option(
+        None,
+        metavar="FILE.csv",
+        help="instead of --rate, requests/s of each hour of a day (columns hour,rate): a fleet for each, and "
+        "the plan of the busiest",
+    )
+    objective: str = _option(
+        "attainment:0.9",
+        metavar="attainment:SHARE",
+        help="share of the requests that must keep their objectives",
+    )
+    headroom: float = _option(
+        0.0,
+        parse=checked(float, "per cent"),
+        metavar="PERCENT",
+        help="how far above the promised rate the fleet must still keep the objectives: room for errors of "
+        "the predicted step times",
+    )
+    """Per cent."""
+    repeats: int = _option(3, metavar="N", help="simulated runs of each fleet, each with a seed")
+    candidates: int = _option(16, metavar="N", help="mixes of units that are simulated at most")
+    search_pools: bool = _option(
+        default=False,
+        is_switch=True,
+        help="also search pools for prompts and for generation, as DistServe places them, and say what they "
+        "cost",
+    )
+    jobs: int = _option(1, metavar="N", help="processes")
+    resume: Path | None = _option(
+        None, metavar="FILE", help="keep what runs showed here; a plan goes on from it"
+    )
+
+    def __post_init__(self) -> None:
+        require_jobs(self.jobs)
+        if min(self.repeats, self.candidates) < 1:
+            raise ConfigError("--repeats and --candidates must be at least 1")
+        if not 0 <= self.headroom < inf:
+            raise ConfigError(f"--headroom is {self.headroom:g}; it must be at least 0 per cent, such as 20")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOutput:
+    """Where the plan goes."""
+
+    output: Path | None = option(
+        None, aliases=("-o",), metavar="PLAN.yaml", group="output", help="what serve --config and bench take"
+    )
+    result: ResultOptions = part(ResultOptions)
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add all flags of the command."""
+    add_config_flag(parser)
+    add_options(parser, PlanOptions)
+    group = find_group(parser, "plan")
     group.add_argument(
         "--rate",
         dest="request_rate",
@@ -87,56 +141,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="requests/s that the fleet is to serve; the same as --request-rate",
     )
-    group.add_argument(
-        "--rate-by-hour",
-        type=Path,
-        metavar="FILE.csv",
-        help="instead of --rate, requests/s of each hour of a day (columns hour,rate): a fleet for each, and "
-        "the plan of the busiest",
-    )
-    group.add_argument(
-        "--objective",
-        default="attainment:0.9",
-        metavar="attainment:SHARE",
-        help="share of the requests that must keep their objectives",
-    )
-    group.add_argument(
-        "--headroom",
-        type=checked(float, "per cent"),
-        default=0.0,
-        metavar="PERCENT",
-        help="how far above the promised rate the fleet must still keep the objectives: room for errors of "
-        "the predicted step times",
-    )
-    group.add_argument(
-        "--repeats", type=count, default=3, metavar="N", help="simulated runs of each fleet, each with a seed"
-    )
-    group.add_argument(
-        "--candidates", type=count, default=16, metavar="N", help="mixes of units that are simulated at most"
-    )
-    group.add_argument(
-        "--search-pools",
-        dest="wants_pools",
-        action="store_true",
-        help="also search pools for prompts and for generation, as DistServe places them, and say what they "
-        "cost",
-    )
     group.add_argument("--disaggregate", nargs="?", action=_SaysOfPools, help=argparse.SUPPRESS)
-    group.add_argument("--jobs", type=count, default=1, metavar="N", help="processes")
-    group.add_argument(
-        "--resume", type=Path, metavar="FILE", help="keep what runs showed here; a plan goes on from it"
-    )
     add_options(parser, ReplicaSettings, only=asked_settings())
     add_options(parser, WorkloadOptions)
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "-o", "--output", type=Path, metavar="PLAN.yaml", help="what serve --config and bench take"
-    )
-    group.add_argument("--json", type=Path, metavar="FILE", help="save the result")
-    group.add_argument(
-        "--report", type=Path, metavar="FILE.html", help="write one self-contained page with plots"
-    )
-    group.add_argument("--disable-tqdm", action="store_true", help="show no progress")
+    add_options(parser, PlanOutput)
 
 
 def asked_settings() -> list[str]:
@@ -196,22 +204,31 @@ def base_settings(args: argparse.Namespace, device: str) -> ReplicaSettings:
     return base
 
 
-def rates_by_hour(args: argparse.Namespace) -> tuple[float, ...]:
+def rates_by_hour(options: PlanOptions, rate: float | None) -> tuple[float, ...]:
     """Return the requests per second of each hour; empty where the load has one rate.
+
+    Parameters
+    ----------
+    rate : that the flags give, requests per second; None where they give none.
 
     Raises
     ------
     ConfigError : `--rate` stands beside them, or the file says no rates.
     """
-    if args.rate_by_hour is None:
+    if options.rate_by_hour is None:
         return ()
-    if args.request_rate is not None:
+    if rate is not None:
         raise ConfigError("--rate and --rate-by-hour both say how much comes: leave one out")
-    return read_rates(args.rate_by_hour)
+    return read_rates(options.rate_by_hour)
 
 
 def plan_task(
-    args: argparse.Namespace, available: dict[str, float], max_model_len: int, *, rate: float | None
+    args: argparse.Namespace,
+    planned: PlanOptions,
+    available: dict[str, float],
+    max_model_len: int,
+    *,
+    rate: float | None,
 ) -> PlanTask:
     """Return what is to be planned.
 
@@ -225,10 +242,11 @@ def plan_task(
     ConfigError : flags that do not go together, a load without rate or objectives, or one too short to tell.
     """
     options = replace(read_options(args, WorkloadOptions), request_rate=rate)
-    objective = parse_objective(args.objective, mode=args.slo_mode)
+    objective = parse_objective(planned.objective, mode=args.slo_mode)
     if not isinstance(objective, AttainmentObjective):
         raise ConfigError(
-            f"--objective {args.objective}: a plan promises a share of good requests; give attainment:SHARE"
+            f"--objective {planned.objective}: a plan promises a share of good requests; give "
+            "attainment:SHARE"
         )
     if options.spread.kind == "steps":
         raise ConfigError("a plan is for one rate: leave out --rate-steps; --rate-by-hour plans for several")
@@ -236,18 +254,14 @@ def plan_task(
         raise ConfigError("a plan needs the requests per second that the fleet is to serve; give --rate")
     if options.max_concurrency is not None:
         raise ConfigError("a plan is for requests that come by themselves: leave out --max-concurrency")
-    if not 0 <= args.headroom < inf:
-        raise ConfigError(f"--headroom is {args.headroom:g}; it must be at least 0 per cent, such as 20")
-    needed_rate = rate * (1 + args.headroom / 100)
-    if min(args.repeats, args.candidates) < 1:
-        raise ConfigError("--repeats and --candidates must be at least 1")
+    needed_rate = rate * (1 + planned.headroom / 100)
     size = options.num_prompts or round(min(max(RUN_SECONDS * rate, FEWEST), MOST))
     loads = [
         _load(options, max_model_len=max_model_len, seed=options.seed + repeat, size=size)
-        for repeat in range(args.repeats)
+        for repeat in range(planned.repeats)
     ]
     runs = tuple(
-        _window(load, needed_rate, size, repeat / max(1, args.repeats - 1))
+        _window(load, needed_rate, size, repeat / max(1, planned.repeats - 1))
         for repeat, load in enumerate(loads)
     )
     needed = round(LEAST_MISSES / max(1 - objective.share, 1e-3))
@@ -263,8 +277,8 @@ def plan_task(
         load=loads[0],
         runs=runs,
         available=tuple(available.items()),
-        most_candidates=args.candidates,
-        headroom=args.headroom / 100,
+        most_candidates=planned.candidates,
+        headroom=planned.headroom / 100,
     )
 
 

@@ -134,7 +134,11 @@ def _say_what_was_cut(
             f"{in_cache:,} (--max-context-tokens measures further)",
             markup=False,
         )
-    measured = BatchLimits.of_scheduler(loaded.limits, max_context_tokens=settings.max_context_tokens)
+    measured = BatchLimits.of_scheduler(
+        loaded.limits,
+        max_context_tokens=settings.max_context_tokens,
+        device_type=loaded.device.device.type,
+    )
     if measured.max_num_seqs < loaded.limits.max_num_seqs:
         console.print(
             f"batches had up to {measured.max_num_seqs} requests of {loaded.limits.max_num_seqs}, as the KV "

@@ -42,8 +42,7 @@ class ReplayOptions:
         None,
         metavar="KIND",
         group=_STEP_TIME,
-        help="roofline, fitted, step-table, operator-table, linear, or a table of measured steps, FILE.csv "
-        "(default: by --profile)",
+        help="roofline, fitted, step-table, or a table of measured steps, FILE.csv (default: by --profile)",
     )
     profile: Path | None = option(
         None, metavar="FILE", group=_STEP_TIME, help="of `onbeat profile`, or a table"

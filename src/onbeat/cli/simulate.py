@@ -3,50 +3,35 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from onbeat.cli.args import count, require_jobs
-
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from onbeat.cli.simulate_options import SimulateOptions
     from onbeat.cli.simulate_output import SimulatedRun
     from onbeat.simulator.settings import ReplicaSettings
     from onbeat.simulator.setup import Simulation
 
 INTERRUPTED = 130
-OUTPUTS = ("json", "records", "report", "timeline", "record")
-"""Flags that name a file."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all flags of the command."""
-    from onbeat.cli.simulate_options import add_simulation_arguments
+    from onbeat.cli.options import add_options
+    from onbeat.cli.simulate_options import SimulateOptions, add_simulation_arguments
 
     add_simulation_arguments(parser)
-    group = parser.add_argument_group("run and output")
-    group.add_argument(
-        "--jobs", type=count, default=1, metavar="N", help="processes, where the router needs no state"
-    )
-    group.add_argument("--label", help="name of the run in files and reports")
-    group.add_argument("--json", type=Path, metavar="FILE", help="save the summary")
-    group.add_argument(
-        "--records", type=Path, metavar="FILE", help="save every request (JSON lines; .gz packs)"
-    )
-    group.add_argument("--report", type=Path, metavar="FILE.html", help="write charts")
-    group.add_argument("--timeline", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
-    group.add_argument(
-        "--record", type=Path, metavar="FILE", help="write what the fleet decides, for onbeat replay"
-    )
-    group.add_argument("--disable-tqdm", action="store_true", help="show no progress")
+    add_options(parser, SimulateOptions)
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate; returns the exit code."""
     from onbeat.cli.options import read_options
     from onbeat.cli.outputs import check_writable
-    from onbeat.cli.simulate_options import replica_settings
+    from onbeat.cli.simulate_options import SimulateOptions, replica_settings
     from onbeat.cli.simulate_output import as_run
     from onbeat.cli.simulate_run import run_simulation
     from onbeat.cli.workload import WorkloadOptions, offered_load
@@ -56,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     settings = replica_settings(args)
     workload = read_options(args, WorkloadOptions)
-    require_jobs(args.jobs)
-    check_writable({f"--{name}": getattr(args, name) for name in OUTPUTS})
+    options = read_options(args, SimulateOptions)
+    check_writable(options.files)
     simulation, load = build_for_load(
         settings,
         lambda max_model_len: offered_load(workload, max_model_len=max_model_len, seed=workload.seed),
@@ -68,19 +53,19 @@ def run(args: argparse.Namespace) -> int:
         simulation,
         load,
         console=console,
-        is_quiet=args.disable_tqdm,
-        timeline=args.timeline,
-        jobs=args.jobs,
-        record=args.record,
+        is_quiet=options.disable_tqdm,
+        timeline=options.timeline,
+        jobs=options.jobs,
+        record=options.record,
     )
     if not result.records:
         console.print("interrupted before any request had ended")
         return INTERRUPTED
     shown = as_run(
-        settings, simulation, load, result, options=read_options(args, SummaryOptions), label=args.label
+        settings, simulation, load, result, options=read_options(args, SummaryOptions), label=options.label
     )
     _show(shown)
-    _save(args, shown, console)
+    _save(args, options, shown, console)
     return 0 if result.is_complete else INTERRUPTED
 
 
@@ -91,8 +76,10 @@ def _describe(settings: ReplicaSettings, simulation: Simulation) -> str:
     )
     kv_tokens = limits.num_blocks * limits.block_size
     where = f"{simulation.num_devices} x {simulation.device.name}, {parallel}"
-    if settings.kinds:
-        where = f"{simulation.num_devices} devices ({'; '.join(map(str, settings.kinds))}), of the first"
+    if settings.fleet.kinds:
+        where = (
+            f"{simulation.num_devices} devices ({'; '.join(map(str, settings.fleet.kinds))}), of the first"
+        )
     return (
         f"{model.name} ({settings.dtype}) on {where}: policy {limits.policy}, "
         f"{limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} requests a step, KV cache of "
@@ -130,22 +117,21 @@ def _show(run: SimulatedRun) -> None:
         console.print("interrupted: this is a partial result", style="bold yellow")
 
 
-def _save(args: argparse.Namespace, run: SimulatedRun, console: Console) -> None:
+def _save(args: argparse.Namespace, options: SimulateOptions, run: SimulatedRun, console: Console) -> None:
     from onbeat.cli.outputs import save_all
     from onbeat.cli.simulate_output import result_keys, shown_settings
     from onbeat.metrics.records_file import write_records
     from onbeat.report.result import write_document
     from onbeat.report.run_report import write_report
 
-    def report() -> None:
+    def report(path: Path) -> None:
         settings = shown_settings(args)
-        write_report(args.report, [run], percentiles=(50.0, 90.0, 99.0), settings=settings, what="Simulation")
+        write_report(path, [run], percentiles=(50.0, 90.0, 99.0), settings=settings, what="Simulation")
 
     writers = {
-        args.json: lambda: write_document(args.json, result_keys(run)),
-        args.records: lambda: write_records(args.records, run.records),
-        args.report: report,
-        args.timeline: lambda: None,  # it was written while the run went on
+        options.json: lambda path: write_document(path, result_keys(run)),
+        options.records: lambda path: write_records(path, run.records),
+        options.report: report,
+        options.timeline: lambda _path: None,  # it was written while the run went on
     }
-    writers.pop(None, None)
     save_all(writers, lambda path: console.print(f"saved {path}", highlight=False, markup=False))

@@ -247,7 +247,7 @@ def _header_keys(run: SimulatedRun) -> dict[str, Any]:
         "tensor_parallel_size": run.simulation.parallelism.tensor,
         "pipeline_parallel_size": settings.pipeline_parallel,
         "replicas": run.num_replicas,
-        **({"kinds": list(map(str, settings.kinds))} if settings.kinds else {}),
+        **({"kinds": list(map(str, settings.fleet.kinds))} if settings.fleet.kinds else {}),
         "router": run.simulation.config.router,
         "policy": limits.policy,
         "max_num_seqs": limits.max_num_seqs,

@@ -17,7 +17,7 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.timeline import Timeline, open_timeline
 from onbeat.recording.fleet import fleet_record, plain
 from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.fleet_loop import fleet_config
+from onbeat.simulator.fleet import fleet_rules
 from onbeat.simulator.observer import Progress as OnProgress
 from onbeat.simulator.observer import StepsWanted
 from onbeat.simulator.result import SimulationResult
@@ -66,7 +66,7 @@ def run_simulation(  # noqa: PLR0913 (three say what to write)
 
 def _about(config: SimulationConfig) -> dict[str, Any]:
     """Return what a record says of a fleet."""
-    return {"router": config.router, "seed": config.seed, "fleet": plain(fleet_config(config))}
+    return {"router": config.router, "seed": config.seed, "fleet": plain(fleet_rules(config))}
 
 
 @contextmanager

@@ -53,11 +53,10 @@ _GENERATES = "this server only generates text"
 _POLICY_CUTS = "the policy decides which prompts are cut"
 _NO_DEFAULTS = "no sampling defaults are read from a model; requests state their own"
 _ONE_MACHINE = "an engine runs on one machine; --launcher ray puts replicas on others"
-_SPEED_OF_GPUS = "it tunes vLLM's GPU kernels and graphs, which are not here"
+_SPEED_OF_GPUS = "it tunes vLLM's GPU kernels and graphs; the GPU engine here chooses its own"
 
 FOREIGN_FLAGS = (
     # What is never done, or always.
-    ForeignFlag("--enforce-eager", "no CUDA graphs here", _SWITCH),
     ForeignFlag("--trust-remote-code", "no code of a model is ever run", _SWITCH),
     ForeignFlag("--enable-prompt-tokens-details", "usage always has them", _SWITCH),
     ForeignFlag("--enable-request-id-headers", "answers always have x-request-id", _SWITCH),
@@ -70,10 +69,6 @@ FOREIGN_FLAGS = (
     ForeignFlag("--uvicorn-log-level", "uvicorn only warns here; --log-level is the server's"),
     ForeignFlag("--download-dir", "hub models are kept where $HF_HUB_CACHE or $HF_HOME says"),
     ForeignFlag("--hf-token", "the hub's token is taken from $HF_TOKEN", "?"),
-    ForeignFlag(
-        "--gpu-memory-utilization",
-        "the KV cache has --kv-cache-memory-bytes, else a quarter of the free memory, at most 4G",
-    ),
     ForeignFlag(
         "--enable-chunked-prefill",
         "the policy decides: slo and sarathi cut prompts into chunks",

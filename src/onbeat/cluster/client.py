@@ -12,38 +12,27 @@ from types import TracebackType
 from onbeat.cluster.config import TRANSPORTS
 from onbeat.cluster.controller import FleetController
 from onbeat.cluster.launcher import Launcher
-from onbeat.cluster.life import Life
-from onbeat.cluster.open_request import HandOut, OpenRequest, Origin, OutOfPlace
 from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild
-from onbeat.cluster.refusals import LOSSES, refusal
-from onbeat.cluster.routing_request import UNIT_COSTS, prompt_hashes, routing_request
+from onbeat.cluster.prompt_hashes import prompt_hashes
+from onbeat.cluster.streams import Streams
 from onbeat.core.errors import (
     ConfigError,
     EngineDead,
     EngineError,
     InvalidRequest,
     OnbeatError,
-    Overloaded,
-    SLOUnattainable,
 )
-from onbeat.core.fleet import ReplicaId, ReplicaLoad, ReplicaView, ScalingView
+from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
 from onbeat.core.request import FinishReason, Request, RequestOutput
-from onbeat.core.step import StepOutputs
 from onbeat.engine.messages import AbortRequests
 from onbeat.engine.owned_folder import OwnedFolder, check_length_of_socket_paths
-from onbeat.engine.rejection import Rejected, unpack_rejection
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.scheduler.cluster.events import (
     Aborted,
     Arrived,
-    Delivered,
-    Refuse,
-    Refused,
-    Rescale,
     ScaleAsked,
     ScalingAsked,
-    Send,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import FleetStatus, ReplicaState, ReplicaStatus
@@ -76,7 +65,7 @@ class FleetClient:
 
     Attributes
     ----------
-    counts : what the fleet does with requests, for metrics.
+    streams : of the requests that have not ended.
     """
 
     def __init__(  # noqa: PLR0913 -- who decides, who starts, and who hears of it
@@ -97,24 +86,23 @@ class FleetClient:
         self._num_replicas = num_replicas
         self._bounds = bounds
         self._hashes_prompts = hashes_prompts
-        self._observers = list(observers)
-        self._open: dict[str, OpenRequest] = {}
-        self._hand_out = HandOut()
-        self._by_name: dict[str, OpenRequest] = {}
-        """Requests by the names under which replicas have them."""
-        self.counts = FleetCounts()
+        self.streams = Streams(lambda event: self.controller.tell(event), observers)
         self._info: EngineInfo | None = None
         self._folder: OwnedFolder | None = None
         self.controller = FleetController(
             fleet,
             launcher,
             make_build,
-            requests=self._open,
-            listener=self,
+            streams=self.streams,
             on_progress=on_progress,
             start_timeout=start_timeout,
             kv_transports=kv_transports,
         )
+
+    @property
+    def counts(self) -> FleetCounts:
+        """What the fleet does with requests, for metrics."""
+        return self.streams.counts
 
     @property
     def info(self) -> EngineInfo:
@@ -140,7 +128,7 @@ class FleetClient:
 
     def add_observer(self, observer: StepObserver) -> None:
         """Let one more object see the step messages from now on."""
-        self._observers.append(observer)
+        self.streams.observers.append(observer)
 
     async def start(self) -> None:
         """Start the replicas and wait until all are ready; entering the client does it if it is not done.
@@ -298,12 +286,12 @@ class FleetClient:
     async def generate(self, request: Request) -> AsyncGenerator[Delivery, None]:
         request_id = request.request_id
         routed = await self._describe(request)
-        if request_id in self._open:
+        if request_id in self.streams.open:
             raise InvalidRequest(f"request id {request_id!r} is in use; use a new one", param="request_id")
         if request.whole is not None:
             num_replicas = self._fleet.status().count(ReplicaState.READY)
             request = replace(request, whole=request.whole.share(num_replicas))
-        opened = self._open[request_id] = OpenRequest(request)
+        opened = self.streams.begin(request)
         finished = False
         try:
             self.controller.tell(Arrived(routed))
@@ -319,12 +307,11 @@ class FleetClient:
         finally:
             if not finished:
                 self.controller.tell(Aborted(request_id))
-            self._by_name.pop(opened.name, None)
-            del self._open[request_id]
+            self.streams.end(opened)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            opened = self._open.get(request_id)
+            opened = self.streams.open.get(request_id)
             if opened is None:
                 continue
             if opened.replica is not None:
@@ -333,132 +320,16 @@ class FleetClient:
             else:
                 self.controller.tell(Aborted(request_id))
                 output = RequestOutput(request_id, [], finish_reason=FinishReason.ABORT)
-                self._hand_out.put(opened, Delivery(time.monotonic(), output))
+                self.streams.put(opened, Delivery(time.monotonic(), output))
 
     async def is_idle(self) -> bool:
-        return not self._open
+        return not self.streams.open
 
     async def _describe(self, request: Request) -> RoutingRequest:
-        has_prefixes = self._hashes_prompts and len(self.controller.lives) > 1
-        block_hashes = await prompt_hashes(request, self.info.block_size) if has_prefixes else ()
-        loads = (life.load for life in self.controller.lives.values() if life.load is not None)
-        costs = next((load.costs for load in loads if load.costs is not None), UNIT_COSTS)
-        return routing_request(request, costs, block_hashes=block_hashes)
-
-    # --- what the controller hears (its `Listener`) -----------------------------------------------------
-
-    def before_send(self, action: Send) -> None:
-        opened = self._open[action.request_id]
-        self._by_name.pop(opened.name, None)
-        self.counts.count_routed(action.replica, action.why, num_sent_tokens=len(opened.token_ids))
-        opened.expect(time.monotonic(), action.predicted_ttft)
-
-    def on_sent(self, opened: OpenRequest) -> None:
-        self._by_name[opened.name] = opened
-
-    def on_refused(self, action: Refuse) -> None:
-        opened = self._open[action.request_id]
-        opened.replica = None
-        self.counts.num_failed += action.reason in LOSSES or bool(opened.token_ids)
-        self._hand_out.put(opened, refusal(action, opened))
-
-    def on_moved(self, opened: OpenRequest, origin: Origin) -> None:
-        self._by_name.pop(origin.name, None)
-        self._by_name[opened.name] = opened
-        assert opened.replica is not None
-        self.counts.count_move(origin.replica, opened.replica, origin.why)
-
-    def on_stayed(self, why: str) -> None:
-        self.counts.moves[why, "stayed"] += 1
-
-    def on_copied(self, num_bytes: int) -> None:
-        self.counts.num_moved_bytes += num_bytes
-
-    def on_rescaled(self, action: Rescale) -> None:
-        direction = "up" if action.num_replicas > action.num_before else "down"
-        self.counts.rescales[direction, action.why] += 1
-
-    def on_lost(self, replica: ReplicaId) -> None:
-        self.counts.lost[replica] += 1
-
-    def before_report(self, replica: ReplicaId, load: ReplicaLoad) -> ReplicaLoad:
-        if not load.blocked:
-            return load
-        opened = self._by_name.get(load.blocked)
-        if opened is None or opened.replica != replica:
-            return replace(load, blocked="")
-        if opened.num_unreported:
-            self._report(opened, replica, is_finished=False)
-        return replace(load, blocked=opened.request.request_id)
-
-    def before_loss(self, replica: ReplicaId) -> None:
-        for opened in self._open.values():
-            if opened.replica == replica and opened.num_unreported:
-                self._report(opened, replica, is_finished=False)
-
-    def on_stepped(self, life: Life, outputs: StepOutputs) -> None:
-        now, replica = outputs.now, life.replica
-        deliveries: list[tuple[OpenRequest, RequestOutput]] = []
-        for output in outputs.outputs:
-            opened = self._by_name.get(output.request_id)
-            if opened is None or opened.replica != replica:
-                continue  # taken back or ended since
-            if output.finish_reason is FinishReason.EXPIRED and output.retry_after is not None:
-                opened.rejection = Overloaded(
-                    output.error or "too many requests wait",
-                    code="server_overloaded",
-                    retry_after=output.retry_after,
-                    reason="queue_too_long",
-                )
-                self._tell_refusal(opened, replica, is_for_load=True, retry_after=output.retry_after)
-                continue
-            if (taken := self._take(opened, output, now)) is not None:
-                deliveries.append((opened, taken))
-        outputs.outputs = [output for _, output in deliveries]
-        for observer in self._observers:
-            observer.on_step(outputs, life.replica_number)
-        for opened, output in deliveries:
-            self._hand_out.put(opened, Delivery(now, output))
-            is_finished = output.finish_reason is not None
-            is_first = bool(output.new_token_ids) and not opened.has_begun
-            opened.has_begun = opened.has_begun or is_first
-            if is_first and opened.predicted_ttft is not None:
-                self.counts.count_prediction(opened.predicted_ttft, now - opened.sent_time)
-            if is_finished or is_first:
-                self._report(opened, replica, is_finished=is_finished, cached=output.num_cached_tokens)
-
-    def _take(self, opened: OpenRequest, output: RequestOutput, now: float) -> RequestOutput | None:
-        if opened.moved_from is not None and output.new_token_ids:
-            self.counts.move_gap.observe(now - opened.moved_from)
-            opened.moved_from = None
-        try:
-            return opened.take(output, now)
-        except OutOfPlace as error:
-            logger.exception("the deliveries of %s do not fit together", opened.name)
-            self._hand_out.put(opened, EngineError(f"the deliveries do not fit together: {error}"))
-            self.controller.tell(Aborted(opened.request.request_id))
-            return None
-
-    def _report(self, opened: OpenRequest, replica: ReplicaId, *, is_finished: bool, cached: int = 0) -> None:
-        """Tell the fleet how far a request is: at its first tokens, its end, and before it moves."""
-        num_tokens, opened.num_unreported = opened.num_unreported, 0
-        self.controller.tell(Delivered(replica, opened.request.request_id, num_tokens, cached, is_finished))
-        if is_finished:
-            opened.replica = None
-
-    def on_rejected(self, life: Life, rejected: Rejected) -> None:
-        opened = self._by_name.get(rejected.request_id)
-        if opened is None or opened.replica != life.replica:
-            return
-        error = opened.rejection = unpack_rejection(rejected)
-        is_for_load = isinstance(error, Overloaded | SLOUnattainable)
-        self._tell_refusal(opened, life.replica, is_for_load=is_for_load, retry_after=rejected.retry_after)
-
-    def _tell_refusal(
-        self, opened: OpenRequest, replica: ReplicaId, *, is_for_load: bool, retry_after: float | None
-    ) -> None:
-        opened.replica = None
-        self.controller.tell(Refused(replica, opened.request.request_id, is_for_load, retry_after))
+        if len(self.controller.lives) < 2:
+            return RoutingRequest.of(request, ())  # no router is asked
+        block_hashes = await prompt_hashes(request, self.info.block_size) if self._hashes_prompts else ()
+        return RoutingRequest.of(request, block_hashes)
 
 
 def _comes_back(status: FleetStatus) -> bool:

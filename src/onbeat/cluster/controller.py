@@ -6,8 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +16,11 @@ from onbeat.cluster.config import TRANSPORTS
 from onbeat.cluster.joining import other_blocks, other_version
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.life import Life
-from onbeat.cluster.listener import Listener
 from onbeat.cluster.live_moves import LiveMoves
 from onbeat.cluster.open_request import OpenRequest
 from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild, Processes
 from onbeat.cluster.rolling_restart import restart_all
+from onbeat.cluster.streams import Streams
 from onbeat.cluster.wire import Wire
 from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest
 from onbeat.core.fleet import DRAIN_SECONDS, ReplicaId
@@ -45,7 +44,6 @@ from onbeat.engine.messages import (
 from onbeat.engine.rejection import Rejected
 from onbeat.scheduler.cluster.events import (
     DrainAsked,
-    FleetAction,
     FleetEvent,
     Joined,
     Lost,
@@ -62,6 +60,7 @@ from onbeat.scheduler.cluster.events import (
     Withdraw,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
+from onbeat.scheduler.cluster.teller import Teller
 
 logger = logging.getLogger("onbeat.cluster")
 
@@ -79,8 +78,7 @@ class FleetController:
     fleet : decides.
     launcher : starts and ends processes; closed with this.
     make_build : makes the engines.
-    requests : those that are open, by id.
-    listener : hears what concerns them.
+    streams : of the requests that are open.
     on_progress : called with one line of text at a time while engines start.
     start_timeout : seconds after which a replica that says nothing while it starts is given up.
     kv_transports : by which replicas copy KV from one another, the best first; without any no stream moves.
@@ -99,8 +97,7 @@ class FleetController:
         launcher: Launcher,
         make_build: MakeBuild,
         *,
-        requests: Mapping[str, OpenRequest],
-        listener: Listener,
+        streams: Streams,
         on_progress: Callable[[str], None],
         start_timeout: float = START_TIMEOUT_SECONDS,
         kv_transports: Sequence[str] = TRANSPORTS["auto"],
@@ -111,20 +108,18 @@ class FleetController:
         self.is_open = False
         self.is_ending = False
         self._launcher = launcher
-        self._requests = requests
-        self._listener = listener
+        self._streams = streams
         self._on_progress = on_progress
         self._kv_transports = list(kv_transports)
         self._kv_key = secrets.token_bytes(32)
         self._moves = LiveMoves(
             self,
-            requests,
-            on_moved=listener.on_moved,
-            on_stayed=listener.on_stayed,
-            on_copied=listener.on_copied,
+            streams.open,
+            on_moved=streams.on_moved,
+            on_stayed=streams.on_stayed,
+            on_copied=streams.on_copied,
         )
-        self._events: deque[FleetEvent] = deque()
-        self._is_telling = False
+        self._teller = Teller(fleet, self)
         self._open_wire: Wire | None = None
         self._look: asyncio.Task[None] | None = None
         self._round: asyncio.Task[None] | None = None
@@ -167,49 +162,48 @@ class FleetController:
     # --- events and actions ---------------------------------------------------------------------------
 
     def tell(self, event: FleetEvent) -> None:
-        """Tell the fleet what happened, and do what it wants done.
+        """Tell the fleet what happened, and do what it wants done."""
+        self._teller.tell(event, time.monotonic())
 
-        What is done may itself be an event, such as a replica that cannot be reached: it has its turn after.
-        """
-        self._events.append(event)
-        if self._is_telling:
-            return
-        self._is_telling = True
-        try:
-            while self._events:
-                for action in self.fleet.on_event(self._events.popleft(), time.monotonic()):
-                    self._do(action)
-        finally:
-            self._is_telling = False
+    def do_send(self, action: Send, now: float) -> None:
+        """Send a request to a replica."""
+        self._streams.before_send(action, now)
+        self._send_request(action.replica, self._streams.open[action.request_id], stops=action.stops)
 
-    def _do(self, action: FleetAction) -> None:
-        match action:
-            case Send(replica, request_id):
-                self._listener.before_send(action)
-                self._send_request(replica, self._requests[request_id], stops=action.stops)
-            case Withdraw(replica, request_id):
-                opened = self._requests[request_id]
-                opened.replica = None
-                self.send(replica, AbortRequests([opened.name]))
-            case Refuse():
-                self._listener.on_refused(action)
-            case MoveStep():
-                self._moves.do(action)
-            case Rescale():
-                logger.info("the fleet is to have %s", action)
-                self._listener.on_rescaled(action)
-            case Start(replica, delay):
-                self.processes.start(replica, delay)
-            case Stop(replica):
-                self.processes.stop(replica)
-                self.changed.set()
+    def do_withdraw(self, action: Withdraw, now: float) -> None:  # noqa: ARG002
+        """Take a request from a replica."""
+        opened = self._streams.open[action.request_id]
+        opened.replica = None
+        self.send(action.replica, AbortRequests([opened.name]))
+
+    def do_refuse(self, action: Refuse, now: float) -> None:  # noqa: ARG002
+        """End a request."""
+        self._streams.on_refused(action)
+
+    def do_move_step(self, action: MoveStep, now: float) -> None:  # noqa: ARG002
+        """Have a step of a move taken."""
+        self._moves.do(action)
+
+    def do_rescale(self, action: Rescale, now: float) -> None:  # noqa: ARG002
+        """Say that there is to be another number of replicas."""
+        logger.info("the fleet is to have %s", action)
+        self._streams.on_rescaled(action)
+
+    def do_start(self, action: Start, now: float) -> None:  # noqa: ARG002
+        """Start a replica."""
+        self.processes.start(action.replica, action.delay)
+
+    def do_stop(self, action: Stop, now: float) -> None:  # noqa: ARG002
+        """End a replica."""
+        self.processes.stop(action.replica)
+        self.changed.set()
 
     def _send_request(self, replica: ReplicaId, opened: OpenRequest, *, stops: bool) -> None:
         life = self.lives[replica]
         attempt = opened.next_attempt(replica)
         if offset := self.clock_offset(replica):
             attempt = by_their_clock(attempt, offset)
-        self._listener.on_sent(opened)
+        self._streams.on_sent(opened)
         if not self._wire.send(life.name, AddRequest(attempt, stops)):
             # After this round: the fleet has sent it more, perhaps, and must hear of the loss once.
             asyncio.get_running_loop().call_soon(self._lose, life, "it has no connection any more")
@@ -245,8 +239,8 @@ class FleetController:
             return
         # Whoever waits for the first start is told by an error.
         logger.log(logging.ERROR if self.is_open else logging.DEBUG, "%s is lost: %s", life.replica, why)
-        self._listener.before_loss(life.replica)
-        self._listener.on_lost(life.replica)
+        self._streams.before_loss(life.replica)
+        self._streams.on_lost(life.replica)
         self.processes.kill(life)
         self.tell(Lost(life.replica, why, life.num_taken))
         self.changed.set()
@@ -280,17 +274,17 @@ class FleetController:
             case Stepped(outputs):
                 life.pulse = EnginePulse(outputs.now)
                 if outputs.load is not None:
-                    life.load = self._listener.before_report(life.replica, outputs.load)
+                    life.load = self._streams.before_report(life.replica, outputs.load)
                     self.tell(Reported(life.replica, life.load))
-                self._listener.on_stepped(life, outputs)
+                self._streams.on_stepped(life, outputs)
             case Heartbeat(pulse, num_taken):
                 life.pulse, life.num_taken = pulse, num_taken
             case Rejected() as rejected:
-                self._listener.on_rejected(life, rejected)
+                self._streams.on_rejected(life, rejected)
             case Hello() | Progress() | Ready() | StartFailed():
                 self._on_start_message(life, message)
             case MoveAnswer():
-                self._moves.on_answer(life.replica, message)
+                self._moves.on_answer(life.replica, message.answer)
             case Leaving():
                 asyncio.get_running_loop().call_later(GROUP_SIGNAL_SECONDS, self._let_leave, life)
             case Died(text):
@@ -350,7 +344,7 @@ class FleetController:
     def _tell_deliveries(self) -> None:
         """Let the fleet know how far all requests are, before it decides where they go on."""
         for replica in list(self.lives):
-            self._listener.before_loss(replica)
+            self._streams.before_loss(replica)
 
     def restart(self) -> None:
         """Begin to start all replicas again, one after another; one such round at a time.
@@ -381,5 +375,5 @@ class FleetController:
 
     def drain(self, replica: ReplicaId, *, seconds: float, restarts: bool) -> None:
         """End a replica without loss; what runs there may take so long."""
-        self._listener.before_loss(replica)
+        self._streams.before_loss(replica)
         self.tell(DrainAsked(replica, seconds, restarts))

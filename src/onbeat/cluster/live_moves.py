@@ -1,21 +1,25 @@
-"""Carries out the steps of moves: what replicas are asked for, and whose tokens count."""
+"""Moves between live replicas: the names and clocks of the two, and whose tokens count."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from onbeat.cluster.clock_offset import by_their_clock
 from onbeat.cluster.open_request import OpenRequest, Origin
 from onbeat.core.fleet import ReplicaId
-from onbeat.core.handover import Detached, MoveVerb
+from onbeat.core.handover import Detached, MoveTask, TaskAnswer
+from onbeat.core.request import Request
 from onbeat.engine.kv_transfer.source import KVSource
-from onbeat.engine.messages import AbortRequests, AskMove, MoveAnswer, ToEngine
+from onbeat.engine.messages import AbortRequests, AskMove, ToEngine
 from onbeat.scheduler.cluster.events import Answered, MoveStep
+from onbeat.scheduler.cluster.move_carrier import CarriedMove, MoveCarrier
 
 logger = logging.getLogger("onbeat.cluster")
+
+_Move = CarriedMove[OpenRequest, KVSource]
 
 
 class Replicas(Protocol):
@@ -38,22 +42,8 @@ class Replicas(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _LiveMove:
-    opened: OpenRequest
-    source: ReplicaId
-    name: str
-    """Under which the source has the request."""
-    why: str
-    kv: KVSource | None = None
-    """What the source lends."""
-    detached: Detached | None = None
-    adopted: str = ""
-    """Under which the destination has it, or will."""
-
-
 class LiveMoves:
-    """The moves under way, with what replicas have to know of one another.
+    """The moves under way between live replicas.
 
     Parameters
     ----------
@@ -76,84 +66,64 @@ class LiveMoves:
         self._replicas = replicas
         self._requests = requests
         self._on_moved = on_moved
-        self._on_stayed = on_stayed
         self._on_copied = on_copied
-        self._moves: dict[str, _LiveMove] = {}
+        self._carrier: MoveCarrier[OpenRequest, KVSource] = MoveCarrier(self, on_stayed=on_stayed)
+        self.tell = replicas.tell
+        self.block_size = replicas.block_size
 
     def do(self, step: MoveStep) -> None:
         """Carry out a step."""
-        replica, verb = step.replica, step.verb
-        move = self._moves.get(step.move)
-        if move is None:
-            if verb not in (MoveVerb.RESERVE, MoveVerb.HOLD):
-                if not step.move:  # one that stands still and is not moved
-                    self._ask(replica, AskMove("", verb, self._requests[step.request_id].name))
-                return  # it is over
-            opened = self._requests[step.request_id]
-            assert opened.replica is not None
-            move = self._moves[step.move] = _LiveMove(opened, opened.replica, opened.name, step.why)
-        match verb:
-            case MoveVerb.ADOPT:
-                self._adopt(step, move)
-            case MoveVerb.TAKE:
-                self._take(step, move)
-            case MoveVerb.UNHOLD | MoveVerb.REATTACH:
-                del self._moves[step.move]
-                self._ask(replica, AskMove(step.move, verb, move.name))
-            case MoveVerb.RELEASE:
-                self._on_stayed(move.why)
-                self._ask(replica, AskMove(step.move, verb, move.name))
-            case _:
-                message = AskMove(step.move, verb, move.name)
-                if verb in (MoveVerb.RESERVE, MoveVerb.HOLD):
-                    message.num_tokens = step.num_blocks * self._replicas.block_size(replica)
-                elif verb is MoveVerb.PULL:
-                    message.source, message.first_block = move.kv, step.num_blocks
-                self._ask(replica, message)
+        self._carrier.do(step, self._requests.get(step.request_id))
 
-    def on_answer(self, replica: ReplicaId, answer: MoveAnswer) -> None:
+    def on_answer(self, replica: ReplicaId, answer: TaskAnswer[KVSource]) -> None:
         """Take what a replica says of a step."""
-        move = self._moves.get(answer.move)
+        move = self._carrier.moves.get(answer.move)
         if move is None:
             return
-        if answer.verb in (MoveVerb.HOLD, MoveVerb.FREEZE) and answer.ok:
-            move.kv = answer.source
-        if answer.detached is not None:
-            move.detached = _shifted(answer.detached, self._replicas.clock_offset(replica))
         if not answer.ok:
             logger.info(
                 "%s: %s of %s failed: %s", replica, answer.verb, move.name, answer.why or "it has ended"
             )
         if answer.num_bytes:
             self._on_copied(answer.num_bytes)
-        num_blocks = 0 if answer.source is None else len(answer.source.block_ids)
-        self._replicas.tell(Answered(replica, answer.move, MoveVerb(answer.verb), answer.ok, num_blocks))
+        if answer.detached is not None:
+            answer.detached = _shifted(answer.detached, self._replicas.clock_offset(replica))
+        self._carrier.on_answer(replica, answer)
 
-    def _adopt(self, step: MoveStep, move: _LiveMove) -> None:
-        detached, opened = move.detached, move.opened
+    # --- what the carrier asks for, see `MoveHost` ----------------------------------------------------
+
+    def send(self, replica: ReplicaId, task: MoveTask[KVSource]) -> None:
+        """Send a task to a replica."""
+        self._replicas.send(replica, AskMove(task))
+
+    def whereabouts(self, request: OpenRequest) -> tuple[ReplicaId, str]:
+        """Return the replica that has a request, and its name there."""
+        assert request.replica is not None
+        return request.replica, request.name
+
+    def adoption(
+        self,
+        move_id: str,  # noqa: ARG002
+        move: _Move,
+        destination: ReplicaId,
+    ) -> tuple[Request, Detached] | None:
+        """Return a request under another name, by the destination's clock."""
+        detached, opened = move.detached, move.request
         assert detached is not None
         if list(detached.output_token_ids) != opened.token_ids:
             logger.error("%s left %s with other tokens than it delivered", move.name, move.source)
-            self._replicas.tell(Answered(step.replica, step.move, MoveVerb.ADOPT, ok=False))
-            return
-        offset = self._replicas.clock_offset(step.replica)
+            return None
+        offset = self._replicas.clock_offset(destination)
         request = by_their_clock(opened.next_name(), offset)
-        move.adopted = request.request_id
-        message = AskMove(step.move, MoveVerb.ADOPT, move.name)
-        message.detached = _shifted(detached, -offset)
-        message.request = detached.moved(request)
-        self._ask(step.replica, message)
+        return detached.moved(request), _shifted(detached, -offset)
 
-    def _take(self, step: MoveStep, move: _LiveMove) -> None:
-        del self._moves[step.move]
-        move.opened.move_to(step.replica, move.adopted)
-        self._ask(move.source, AskMove(step.move, MoveVerb.TAKE, move.name))
-        self._on_moved(move.opened, Origin(move.source, move.name, move.why))
-        if move.opened.is_aborted:
-            self._replicas.send(step.replica, AbortRequests([move.adopted]))
-
-    def _ask(self, replica: ReplicaId, message: AskMove) -> None:
-        self._replicas.send(replica, message)
+    def hand_over(self, move: _Move, destination: ReplicaId) -> None:
+        """Take a request's tokens from its destination."""
+        opened = move.request
+        opened.move_to(destination, move.adopted)
+        self._on_moved(opened, Origin(move.source, move.name, move.why))
+        if opened.is_aborted:
+            self._replicas.send(destination, AbortRequests([move.adopted]))
 
 
 def _shifted(detached: Detached, seconds: float) -> Detached:

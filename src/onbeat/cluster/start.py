@@ -23,9 +23,9 @@ from onbeat.engine.container import host_memory, usable_cores
 from onbeat.engine.core import EngineCore
 from onbeat.engine.process import BuildEngine
 from onbeat.recording.fleet import fleet_record, plain
-from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
+from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerLimits
+from onbeat.scheduler.config import DEFAULT_POLICY
 from onbeat.scheduler.replica.policies import queue_seconds
 
 ROUTERS_OF_PREFIXES = ("prefix-affinity", "slo")
@@ -61,15 +61,16 @@ def open_fleet(
             "--kv-transport nixl needs NIXL, which is not installed: pip install 'onbeat[nixl]' on every "
             "machine with replicas, or take tcp"
         )
-    engine_of("r0", engine, options.kinds)  # refuses kinds that the engines cannot be of
-    router = options.router or _default_router(engine.limits)
+    asked, policy = options.fleet, engine.limits.policy or DEFAULT_POLICY
+    engine_of("r0", engine, asked.kinds)  # refuses kinds that the engines cannot be of
+    router = asked.router_for(policy)
     on_decision = None
-    is_many = options.most_replicas > 1 or options.autoscale is not None
-    config = _config(options, engine.limits)
+    is_many = asked.most_replicas > 1 or asked.autoscale is not None
+    rules = asked.rules(max_wait_seconds=queue_seconds(policy, engine.limits.max_queue_seconds))
     if engine.record is not None and is_many:
-        about = {**asdict(options), "router": router, "fleet": plain(config)}
+        about = {**asdict(options), **asdict(asked), "router": router, "fleet": plain(rules)}
         on_decision = stack.enter_context(fleet_record(engine.record, about))
-    fleet = Fleet(make_router(router, 0), config, on_decision=on_decision)
+    fleet = Fleet(make_router(router, 0), rules, on_decision=on_decision)
     return FleetClient(
         fleet,
         _launcher(options, engine),
@@ -78,10 +79,10 @@ def open_fleet(
             engine=_shared(engine, options),
             build=build,
             is_many=is_many,
-            kinds=options.kinds,
+            kinds=asked.kinds,
         ),
-        num_replicas=options.first_replicas,
-        bounds=options.autoscale,
+        num_replicas=asked.first_replicas,
+        bounds=asked.autoscale,
         start_timeout=options.start_timeout,
         hashes_prompts=router in ROUTERS_OF_PREFIXES,
         on_progress=on_progress,
@@ -89,27 +90,12 @@ def open_fleet(
     )
 
 
-def _config(options: FleetOptions, limits: SchedulerLimits) -> FleetConfig:
-    return FleetConfig(
-        max_wait_seconds=queue_seconds(limits.policy or DEFAULT_POLICY, limits.max_queue_seconds),
-        num_prefill=options.num_prefill,
-        pool_rule=options.pool_rule,
-        move_rule=options.move_rule,
-        autoscale="" if options.autoscale is None else options.autoscale_policy,
-        scale_down_seconds=options.scale_down_seconds,
-    )
-
-
-def _default_router(limits: SchedulerLimits) -> str:
-    return "slo" if (limits.policy or DEFAULT_POLICY) == "slo" else "least-outstanding"
-
-
 def _launcher(options: FleetOptions, engine: EngineConfig) -> Launcher:
     is_idle = _computes_nothing(engine)
     if options.launcher == "local":
         if is_idle:
             return LocalLauncher()
-        num_replicas = options.most_replicas
+        num_replicas = options.fleet.most_replicas
         devices = share_devices(engine.device, num_replicas, engine.tensor_parallel_size)
         return LocalLauncher(share_cores(num_replicas, engine.threads), devices)
     from onbeat.cluster.ray_launcher import RayLauncher
@@ -129,7 +115,7 @@ def _launcher(options: FleetOptions, engine: EngineConfig) -> Launcher:
 def _shared(engine: EngineConfig, options: FleetOptions) -> EngineConfig:
     """Return the configuration of one engine: of several on this machine each has its share."""
     engine = replace(engine, reports_load=True)
-    num_replicas = options.most_replicas
+    num_replicas = options.fleet.most_replicas
     if num_replicas == 1 or options.launcher != "local" or _computes_nothing(engine):
         return engine
     return replace(

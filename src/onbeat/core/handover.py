@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Generic, Protocol, TypeVar
 
 from onbeat.core.request import Request
 
@@ -94,3 +95,50 @@ class DetachAnswer:
     request_id: str
     detached: Detached | None
     """None: it has ended, or waits; it stays where it is."""
+
+
+class Lent(Protocol):
+    """What a replica has to know to copy blocks of another one."""
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """Of the replica that lends them, in the order of the request's tokens."""
+        ...
+
+
+LentT = TypeVar("LentT", bound=Lent)
+
+
+@dataclass(slots=True)
+class MoveTask(Generic[LentT]):
+    """A step of a move, as the agent at a replica is asked for it."""
+
+    move: str
+    verb: MoveVerb
+    request_id: str
+    """Of the source."""
+    num_tokens: int = 0
+    """Of `reserve`: to have room for; of `hold`: to be computed before it is answered."""
+    source: LentT | None = None
+    """Of `pull`."""
+    first_block: int = 0
+    request: Request | None = None
+    """Of `adopt`, as is the next."""
+    detached: Detached | None = None
+
+
+@dataclass(slots=True)
+class TaskAnswer(Generic[LentT]):
+    """What came of a task, up to `adopt`; of the others nobody is told."""
+
+    move: str
+    verb: MoveVerb
+    ok: bool
+    source: LentT | None = None
+    """Of `hold` and `freeze`: what is lent."""
+    detached: Detached | None = None
+    """Of `freeze`."""
+    num_bytes: int = 0
+    """Of `pull`."""
+    why: str = ""
+    """Where it is not ok, if there is more to say."""

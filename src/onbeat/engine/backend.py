@@ -5,25 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from onbeat.core.errors import ConfigError, ModelLoadError
 from onbeat.engine.config import EngineConfig, InstructionSet, native_settings
+from onbeat.engine.cuda.backend import CudaBackend, SettleLimits, fast_kernels, why_not
 from onbeat.engine.device import DeviceConfig, device_name
 from onbeat.engine.forward import ForwardPass, TorchForward
-from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.kv_cache import KVCacheSpec, modest_kv_bytes
 from onbeat.engine.models.registry import build_model
 from onbeat.engine.native.forward import NativeForward, NativeOptions
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS, WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, NotLoaded, load_library
-from onbeat.engine.native.packing import LAYER_NORMS, NativeWeights, WeightPacker
+from onbeat.engine.native.packing import NativeWeights, WeightPacker
 from onbeat.engine.native.set_timer import choose_instruction_set
 from onbeat.engine.native.weights_copy import NONE, CopyChoice, choose_copy, make_copy, why_no_copy
 from onbeat.engine.parallel.backend import ParallelBackend
 from onbeat.engine.weights import Checkpoint, parameter_shapes
+from onbeat.engine.weights.layer_norms import LAYER_NORMS
 from onbeat.perfmodel.profile_file import cache_dir
+from onbeat.scheduler.config import SchedulerConfig
 
 OnProgress = Callable[[str], None]
 
@@ -60,16 +63,52 @@ class Backend(Protocol):
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec: ...
 
-    def build(
-        self, *, num_blocks: int, block_size: int, on_progress: OnProgress, spare_bytes: int = 0
-    ) -> ForwardPass:
+    def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:
+        """Return what the KV cache takes where the user gives no size.
+
+        Parameters
+        ----------
+        spare_bytes : that the weights leave.
+        step_bytes : of those, what the largest steps take, about.
+        """
+        ...
+
+    def build(self, limits: SchedulerConfig, *, on_progress: OnProgress, spare_bytes: int = 0) -> ForwardPass:
         """Load the weights and make the KV cache.
 
         Parameters
         ----------
-        num_blocks, block_size : of the KV cache.
+        limits : of what steps may be planned, and of the KV cache.
         spare_bytes : memory that is left beside weights, KV cache and what steps need.
         on_progress : told what was decided on the way.
+
+        Raises
+        ------
+        ConfigError : a weight cannot be read, or memory is short.
+        """
+        ...
+
+
+@runtime_checkable
+class MeasuresMemory(Protocol):
+    """A backend that finds out what memory it needs, and so how many KV blocks there can be."""
+
+    def fit_limits(
+        self,
+        limits: SchedulerConfig,
+        settle: SettleLimits,
+        *,
+        draft_bytes: int,
+        draft_block_bytes: int,
+        on_progress: OnProgress,
+    ) -> SchedulerConfig:
+        """Load the weights, and return the limits that go with the memory there is; comes before `build`.
+
+        Parameters
+        ----------
+        limits : an estimate.
+        settle : from a number of KV blocks to limits.
+        draft_bytes, draft_block_bytes : what a proposer takes beside all, and beside each KV block.
 
         Raises
         ------
@@ -103,16 +142,18 @@ class TorchBackend:
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         return KVCacheSpec.of_model(self._checkpoint.config, dtype=self._device.dtype, block_size=block_size)
 
+    def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:  # noqa: ARG002
+        return modest_kv_bytes(spare_bytes)
+
     def build(
         self,
+        limits: SchedulerConfig,
         *,
-        num_blocks: int,
-        block_size: int,
         on_progress: OnProgress,  # noqa: ARG002
         spare_bytes: int = 0,  # noqa: ARG002
     ) -> ForwardPass:
         model = build_model(self._checkpoint, dtype=self._device.dtype, device=self._device.device)
-        return TorchForward(model, num_blocks=num_blocks, block_size=block_size)
+        return TorchForward(model, num_blocks=limits.num_blocks, block_size=limits.block_size)
 
 
 class NativeBackend:
@@ -169,17 +210,18 @@ class NativeBackend:
             head_dim_multiple=NATIVE_HEAD_MULTIPLE,
         )
 
-    def build(
-        self, *, num_blocks: int, block_size: int, on_progress: OnProgress, spare_bytes: int = 0
-    ) -> ForwardPass:
+    def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:  # noqa: ARG002
+        return modest_kv_bytes(spare_bytes)
+
+    def build(self, limits: SchedulerConfig, *, on_progress: OnProgress, spare_bytes: int = 0) -> ForwardPass:
         # Already now: its threads would wait for one another in each of thousands of small conversions.
         torch.set_num_threads(self.torch_threads)
         num_threads = self._device.num_threads
         packer = WeightPacker(self._library, self._checkpoint, self._layouts, num_threads=num_threads)
         options = NativeOptions(
             dtype=self._device.dtype,
-            num_blocks=num_blocks,
-            block_size=block_size,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
             num_threads=num_threads,
             activation_quantization=self._config.activation_quantization,
             instruction_set=self._instruction_set,
@@ -248,7 +290,7 @@ def _with_copy(
 
 
 def choose_backend(config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfig) -> Backend:
-    """Take the native engine where it can run and nothing else is asked for.
+    """Take the engine that is made for the device, where it can run and nothing else is asked for.
 
     Raises
     ------
@@ -257,21 +299,25 @@ def choose_backend(config: EngineConfig, checkpoint: Checkpoint, device: DeviceC
     if config.tensor_parallel_size > 1:
         return ParallelBackend(config, checkpoint, device)
     if config.backend == "torch":
-        found: NativeLibrary | NotLoaded = NotLoaded("as asked for")
-    else:
-        found = _usable_library(checkpoint, device)
-    if isinstance(found, NativeLibrary):
-        return NativeBackend(found, checkpoint, device, config)
-    if config.backend == "native":
-        raise ConfigError(f"the native engine cannot run: {found.reason}; leave --backend out to use torch")
+        return _not_native(config, TorchBackend(checkpoint, device, "as asked for"), "torch (as asked for)")
+    engine = _ENGINES[_ENGINE_OF_DEVICE[device.device.type] if config.backend == "auto" else config.backend]
+    found = engine.make(config, checkpoint, device)
+    if not isinstance(found, str):
+        return found if isinstance(found, NativeBackend) else _not_native(config, found, engine.name)
+    if config.backend != "auto":
+        raise ConfigError(f"{engine.name} cannot run: {found}; leave --backend out to use torch")
+    backend = TorchBackend(checkpoint, device, f"not by {engine.name}: {found}")
+    return _not_native(config, backend, f"torch ({found})")
+
+
+def _not_native(config: EngineConfig, backend: Backend, name: str) -> Backend:
+    """Return a backend, unless something is asked for that only the native engine does."""
     if setting := next(native_settings(config), None):
-        name, value = setting
         raise ConfigError(
-            f"{name} {value} needs the native engine, but the model would run by torch "
-            f"({found.reason}); leave --{name.replace('_', '-')} out"
+            f"{setting[0]} {setting[1]} needs the native engine, but the model would run by {name}; leave "
+            f"--{setting[0].replace('_', '-')} out"
         )
-    reason = found.reason if config.backend == "torch" else f"not by the native engine: {found.reason}"
-    return TorchBackend(checkpoint, device, reason)
+    return backend
 
 
 def _instruction_set(library: NativeLibrary, wanted: InstructionSet) -> str | None:
@@ -287,11 +333,35 @@ def _instruction_set(library: NativeLibrary, wanted: InstructionSet) -> str | No
     return wanted
 
 
-def _usable_library(checkpoint: Checkpoint, device: DeviceConfig) -> NativeLibrary | NotLoaded:
+def _make_native(config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfig) -> Backend | str:
+    """Return the native engine, or why it cannot run."""
     if device.device.type != "cpu":
-        return NotLoaded(f"it runs on the CPU, not on {device.device}")
+        return f"it runs on the CPU, not on {device.device}"
     if device.dtype not in PLAIN_LAYOUTS:
-        return NotLoaded(f"it does not compute in {device.dtype_name}")
+        return f"it does not compute in {device.dtype_name}"
     if checkpoint.config.family not in LAYER_NORMS:
-        return NotLoaded(f"it does not run models of the family {checkpoint.config.family}")
-    return load_library()
+        return f"it does not run models of the family {checkpoint.config.family}"
+    library = load_library()
+    if isinstance(library, NotLoaded):
+        return library.reason
+    return NativeBackend(library, checkpoint, device, config)
+
+
+def _make_cuda(config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfig) -> Backend | str:
+    """Return the GPU engine, or why it cannot run."""
+    return why_not(checkpoint, device, config.limits.block_size) or CudaBackend(
+        checkpoint, device, config, fast_kernels
+    )
+
+
+class _Engine(NamedTuple):
+    name: str
+    make: Callable[[EngineConfig, Checkpoint, DeviceConfig], Backend | str]
+
+
+_ENGINES = {
+    "native": _Engine("the native engine", _make_native),
+    "cuda": _Engine("the GPU engine", _make_cuda),
+}
+"""By their names on the command line."""
+_ENGINE_OF_DEVICE = {"cpu": "native", "cuda": "cuda"}

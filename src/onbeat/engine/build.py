@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -28,6 +29,9 @@ from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.idle_check import IdleCheck
 from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.replica.scheduler import Scheduler
+
+_SWITCH_SECONDS = 2e-4
+"""Between threads of the interpreter: at its 5 ms one that plans would hold up another that launches."""
 
 
 class Loader(Protocol):
@@ -67,7 +71,10 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         step_time = predict(config.step_time_profile, loaded, on_progress)
     objectives = _watch_objectives(config, loaded, step_time, on_progress)
     info = _describe(loaded, config)
-    max_in_flight_steps = 2 if config.async_scheduling else 1
+    overlaps = loaded.runner.overlaps if config.async_scheduling is None else config.async_scheduling
+    max_in_flight_steps = 2 if overlaps else 1
+    if loaded.runner.overlaps:
+        sys.setswitchinterval(_SWITCH_SECONDS)
     recorder = None
     if start_record is not None:
         header = _record_header(loaded, info, max_in_flight_steps=max_in_flight_steps)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
+from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option, part
 from onbeat.core.slo import SLO
 from onbeat.engine.speculation.config import METHODS, SpeculativeConfig, parse_speculative_config
@@ -16,7 +17,7 @@ from onbeat.scheduler.config import SchedulerLimits
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float64"]
 DTYPES: tuple[str, ...] = get_args(DTypeName)
-BackendName = Literal["auto", "native", "torch"]
+BackendName = Literal["auto", "native", "cuda", "torch"]
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 Quantization = Literal["auto", "none", "int8"]
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
@@ -25,6 +26,10 @@ InstructionSet = Literal["auto", "amx", "avx512bf16", "avx512", "avx2", "portabl
 WeightsCopy = Literal["auto", "off"]
 
 _model, _engine = partial(option, group="model"), partial(option, group="engine")
+
+
+DEFAULT_GPU_UTILIZATION = 0.9
+"""Share of the GPU's memory that may be taken, with what others have of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,9 @@ class EngineConfig:
         "must be that one; of a stand-in what it stands in for",
     )
     backend: BackendName = _engine(
-        "auto", help="what computes steps: the native CPU engine, or torch; auto: native where it can"
+        "auto",
+        help="what computes steps: the native CPU engine, the GPU engine (cuda), or torch; auto: that of the "
+        "device where it can, else torch",
     )
     instruction_set: InstructionSet = _engine(
         "auto",
@@ -96,7 +103,16 @@ class EngineConfig:
         None,
         at_least=1,
         metavar="BYTES",
-        help="memory of the KV cache, such as 2G (default: a quarter of what is free, at most 4G)",
+        help="memory of the KV cache, such as 2G (default: a quarter of what is free, at most 4G; of the GPU "
+        "engine what --gpu-memory-utilization leaves)",
+    )
+    gpu_memory_utilization: float = _engine(
+        DEFAULT_GPU_UTILIZATION,
+        metavar="SHARE",
+        help="of the GPU's memory, that the GPU engine and all else on it may take together",
+    )
+    enforce_eager: bool = _engine(
+        default=False, help="run decode steps operator by operator, not as CUDA graphs (GPU engine)"
     )
     tensor_parallel_size: int = _engine(
         1,
@@ -122,8 +138,10 @@ class EngineConfig:
         'prompt_lookup_min, num_layers; such as \'{"method": "ngram"}\'',
     )
     limits: SchedulerLimits = part(SchedulerLimits)
-    async_scheduling: bool = option(
-        default=False, group="scheduler", help="plan the next step while the current one runs"
+    async_scheduling: bool | None = option(
+        default=None,
+        group="scheduler",
+        help="plan the next step while the current one runs (default: with the GPU engine, without drafts)",
     )
     record: Path | None = option(
         None,
@@ -140,6 +158,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self, EngineConfig)
+        share = self.gpu_memory_utilization
+        if not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization is {share}; it must be above 0 and at most 1")
 
 
 def native_settings(config: EngineConfig) -> Iterator[tuple[str, str]]:

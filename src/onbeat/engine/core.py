@@ -22,6 +22,7 @@ from onbeat.engine.kv_transfer.transfers import KVTransfers
 from onbeat.recording.writer import RecordWriter
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.speculation.stats import draft_stats
+from onbeat.scheduler.replica.step_report import Planned, StepReporter
 
 logger = logging.getLogger("onbeat.engine")
 
@@ -41,9 +42,7 @@ class _StepInFlight:
     start: float
     predicted_seconds: float | None
     schedule_seconds: float
-    num_preemptions: int
-    num_prefix_queries: int
-    num_prefix_hits: int
+    planned: Planned
 
 
 LONG_STEP_SECONDS = 0.02
@@ -92,6 +91,7 @@ class EngineCore:
         self._clock = clock
         self._recorder = recorder
         self._idle_work = idle_work
+        self._reporter = StepReporter(scheduler)
         self._judges = judges
         self._reports_load = reports_load
         self._in_flight: deque[_StepInFlight] = deque()
@@ -268,12 +268,11 @@ class EngineCore:
         if self.kv is not None:
             self.kv.tend()
         scheduler = self.scheduler
-        before = (scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits)
         start = self._clock()
         scheduled = scheduler.schedule(start)
         expired = scheduler.take_expired()
         self._expired += expired
-        num_preemptions = scheduler.num_preemptions - before[0]
+        planned = self._reporter.take_planned()
         predicted_seconds = None
         if self.kv is not None:
             self.kv.on_launch()
@@ -284,22 +283,13 @@ class EngineCore:
                 predicted_seconds = scheduler.step_time_model.step_time(scheduled.shape)
                 self._is_busy_for_long = self._reports_load and predicted_seconds >= LONG_STEP_SECONDS
             self._in_flight.append(
-                _StepInFlight(
-                    scheduled,
-                    future,
-                    end,
-                    predicted_seconds,
-                    end - start,
-                    num_preemptions,
-                    scheduler.num_prefix_queries - before[1],
-                    scheduler.num_prefix_hits - before[2],
-                )
+                _StepInFlight(scheduled, future, end, predicted_seconds, end - start, planned)
             )
         if self._recorder is not None:  # the step runs meanwhile
             self._recorder.schedule(
                 scheduled,
                 start,
-                num_preempted=num_preemptions,
+                num_preempted=planned.num_preemptions,
                 predicted_seconds=predicted_seconds,
                 expired=expired,
             )
@@ -325,7 +315,10 @@ class EngineCore:
             result = _failed_step(step.scheduled, message)
         now = self._clock()
         outputs = self.scheduler.update(step.scheduled, result, now)
-        stats = self._stats(step, now, self._clock() - now)
+        update_seconds = self._clock() - now
+        stats = self._reporter.stats(step.scheduled, step.planned, start=self._begin(step), end=now)
+        stats.schedule_seconds, stats.update_seconds = step.schedule_seconds, update_seconds
+        stats.predicted_seconds, stats.scheduler = step.predicted_seconds, self.scheduler.state()
         stats.drafts = draft_stats(step.scheduled, result, outputs)
         for judge in self._judges:
             judge.judge(stats)
@@ -334,33 +327,6 @@ class EngineCore:
             seconds = stats.end - stats.start
             self._recorder.update(step.scheduled, result, outputs, now=now, seconds=seconds)
         return StepOutputs(now, outputs, stats, self._load(now))
-
-    def _stats(self, step: _StepInFlight, now: float, update_seconds: float) -> StepStats:
-        scheduler, scheduled = self.scheduler, step.scheduled
-        return StepStats(
-            step_id=scheduled.step_id,
-            start=self._begin(step),
-            end=now,
-            shape=scheduled.shape,
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_blocks=scheduler.kv.pool.num_blocks,
-            num_used_blocks=scheduler.kv.pool.num_used_blocks,
-            num_preemptions=step.num_preemptions,
-            num_prefix_queries=step.num_prefix_queries,
-            num_prefix_hits=step.num_prefix_hits,
-            schedule_seconds=step.schedule_seconds,
-            update_seconds=update_seconds,
-            chunk_request_ids=(
-                [row.request_id for row in scheduled.rows if row.num_new_tokens > 1 + row.num_draft_tokens]
-                if scheduled.shape.num_chunks
-                else []
-            ),
-            predicted_seconds=step.predicted_seconds,
-            budget_seconds=scheduled.budget,
-            budget_request_id=scheduled.budget_request_id,
-            scheduler=scheduler.state(),
-        )
 
 
 def _failed_step(scheduled: SchedulerOutput, message: str) -> ModelRunnerOutput:

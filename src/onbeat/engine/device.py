@@ -75,6 +75,11 @@ def device_name(device: DeviceConfig) -> str:
     return names[0] if names else "unknown CPU"
 
 
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
+
+
 def free_memory(device: torch.device) -> FreeMemory:
     """Return how much memory is free now: of the device, or of this machine, container or process."""
     if device.type == "cuda":

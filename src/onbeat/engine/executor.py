@@ -1,24 +1,53 @@
-"""Runs planned steps on a model runner, in a thread of its own."""
+"""Runs planned steps on a model runner, in threads of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 
 
-class StepRunner(Protocol):
-    """Something that can run a step here and now."""
+class PendingStep(Protocol):
+    """A step that was launched."""
 
-    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput: ...
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` returns at once."""
+        ...
+
+    def result(self) -> ModelRunnerOutput:
+        """Return what came of it, once it is done; any thread may ask, more than once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DoneStep:
+    """A step that ran while it was launched."""
+
+    output: ModelRunnerOutput
+    is_done: bool = True
+
+    def result(self) -> ModelRunnerOutput:
+        """Return what came of it."""
+        return self.output
+
+
+class StepRunner(Protocol):
+    """Something that runs steps in the order in which they are launched."""
+
+    def launch(self, scheduled: SchedulerOutput) -> PendingStep:
+        """Run a step, or see to it that it runs; called by one thread."""
+        ...
 
 
 class ThreadExecutor:
-    """One worker thread: steps run in order, and the host may plan the next one meanwhile.
+    """Two threads: one launches the steps in order, the other waits for those that are still to be done.
 
-    Torch lets go of the interpreter lock inside its operators, so planning overlaps with them.
+    The host may plan the next step meanwhile. Torch and native code let go of the interpreter lock inside
+    their operators, so planning overlaps with them.
 
     Parameters
     ----------
@@ -37,14 +66,40 @@ class ThreadExecutor:
         self._runner = runner
         self._check_alive = check_alive
         self._on_shutdown = on_shutdown
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onbeat-step")
+        self._launcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onbeat-step")
+        # Its thread starts with the first step that is not done when it has been launched.
+        self._waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onbeat-step-end")
 
     def submit(self, scheduled: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        return self._pool.submit(self._runner.execute, scheduled)
+        future: Future[ModelRunnerOutput] = Future()
+        self._launcher.submit(self._launch, scheduled, future)
+        return future
 
     def check_alive(self) -> None:
         self._check_alive()
 
     def shutdown(self) -> None:
-        self._pool.shutdown(wait=True)
+        self._launcher.shutdown(wait=True)
+        self._waiter.shutdown(wait=True)
         self._on_shutdown()
+
+    def _launch(self, scheduled: SchedulerOutput, future: Future[ModelRunnerOutput]) -> None:
+        try:
+            step = self._runner.launch(scheduled)
+        except BaseException as error:
+            future.set_exception(error)
+            return
+        if step.is_done:
+            _settle(future, step)
+        else:
+            self._waiter.submit(_settle, future, step)
+
+
+def _settle(future: Future[ModelRunnerOutput], step: PendingStep) -> None:
+    """Give a future what comes of a step."""
+    try:
+        output = step.result()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(output)

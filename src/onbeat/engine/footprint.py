@@ -17,6 +17,8 @@ from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.speculation.build import ProposerBuilder
 from onbeat.engine.weights import parameter_shapes
+from onbeat.scheduler.config import SchedulerLimits
+from onbeat.scheduler.replica.policies import LARGEST_BUDGET
 
 _START_BYTES = 160 * 2**20
 """What the engine takes while it starts, then gives back: most of it an array that no cache holds."""
@@ -72,6 +74,12 @@ class Footprint:
         ConfigError : not even one does.
         """
         return self.kv_cache.num_blocks_in(budget_bytes * self.kv_cache.block_bytes // self.block_bytes)
+
+    def step_bytes(self, limits: SchedulerLimits) -> int:
+        """Return about what the largest steps take, before it is known how many tokens these have."""
+        given = limits.max_num_batched_tokens
+        num_tokens = given if isinstance(given, int) else LARGEST_BUDGET
+        return self._work_bytes(num_tokens, limits.max_num_seqs)
 
     def check_weights(self, free: FreeMemory, *, kv_cache_bytes: int = 0) -> None:
         """Check that the weights fit.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -103,6 +103,36 @@ class ForwardPass(Protocol):
 
     def close(self) -> None:
         """Let go of threads and processes; no step may run any more."""
+        ...
+
+
+class ChosenTokens(Protocol):
+    """The tokens of a step that may still run."""
+
+    def wait(self) -> BestTokens:
+        """Return once the step is done: each sampling row's token, and its largest logit.
+
+        A row whose largest logit is not finite has no token.
+
+        Raises
+        ------
+        EngineDead : no step can run any more.
+        """
+        ...
+
+
+@runtime_checkable
+class LaunchesSteps(Protocol):
+    """A forward pass that can take the next step while one runs, for it chooses the tokens itself."""
+
+    def launch(self, inputs: StepInputs) -> ChosenTokens:
+        """Queue a step and return.
+
+        Parameters
+        ----------
+        inputs : a token id is `UNKNOWN_TOKEN` where it is what the last step chose for the row's slot.
+            `Sampler.is_plain` holds of the rows.
+        """
         ...
 
 

@@ -18,6 +18,9 @@ from onbeat.core.step import AdmittedRequest, ScheduledRequest
 from onbeat.engine.attention.base import AttentionBatch, BlockTable, IntArray
 from onbeat.engine.sampler import SampledTokens, SamplingRow
 
+UNKNOWN_TOKEN = -1
+"""Stands for a token that a step under way will have chosen: the last one of a request."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
@@ -151,6 +154,29 @@ class InputBatch:
         self.num_tokens_S[inputs.sampling_slots] = inputs.sampling_positions + 1
         for sampling_row, token_id in zip(inputs.sampling_rows, token_ids.tolist(), strict=True):
             sampling_row.output_token_ids.append(token_id)
+
+    def append_unknown(self, inputs: StepInputs) -> None:
+        """Count each sampling row's new token, which is not known yet; `fill` comes later."""
+        self.token_ids_SP[inputs.sampling_slots, inputs.sampling_positions] = UNKNOWN_TOKEN
+        self.num_tokens_S[inputs.sampling_slots] = inputs.sampling_positions + 1
+        for row in inputs.sampling_rows:
+            row.num_pending += 1
+
+    def fill(self, inputs: StepInputs, sampled: SampledTokens) -> list[bool]:
+        """Tell the tokens that `append_unknown` counted; return whether each row is still here.
+
+        A slot may have been given to another request while the step ran. A failed row gets token 0.
+        """
+        rows, slots = inputs.sampling_rows, inputs.sampling_slots.tolist()
+        token_ids = [max(token_id, 0) for token_id in sampled.token_ids]
+        is_here = [self.sampling_rows.get(slot) is row for slot, row in zip(slots, rows, strict=True)]
+        for row, token_id in zip(rows, token_ids, strict=True):
+            row.output_token_ids.append(token_id)
+            row.num_pending -= 1
+        here = np.array(is_here, np.bool_)
+        places = inputs.sampling_slots[here], inputs.sampling_positions[here]
+        self.token_ids_SP[places] = np.array(token_ids, np.int64)[here]
+        return is_here
 
     def append_verified(self, inputs: StepInputs, token_ids: Sequence[Sequence[int]]) -> None:
         """Add tokens to the request of each sampling row, whose `output_token_ids` has them already."""

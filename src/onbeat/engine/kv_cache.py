@@ -18,6 +18,15 @@ from onbeat.engine.device import allocate_zeroed
 from onbeat.engine.model_config import ModelConfig
 
 BLOCK_SIZE_MULTIPLE = 16
+_DEFAULT_SHARE = 0.25
+"""Share of the free memory that the KV cache takes where the user gives no size."""
+_DEFAULT_LIMIT_BYTES = 4 * 2**30
+"""But no more than this."""
+
+
+def modest_kv_bytes(spare_bytes: int) -> int:
+    """Return the size of a KV cache in memory that others want, too, where the user gives none."""
+    return min(int(spare_bytes * _DEFAULT_SHARE), _DEFAULT_LIMIT_BYTES)
 
 
 class LayerKVCache(NamedTuple):

@@ -14,21 +14,11 @@ from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.kv_transfer.transfers import KVTransfers
 from onbeat.recording.log import HandoverVerb, RecordedAdoption
 from onbeat.recording.writer import RecordWriter
+from onbeat.scheduler.replica.move_agent import Departure
 from onbeat.scheduler.replica.scheduler import Scheduler
 
 LEASE_SECONDS = 30.0
 """For as long KV is lent, or room kept, unless somebody asks again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """What became of a request that was to leave its batch."""
-
-    request_id: str
-    detached: Detached | None
-    """None: it has not left; it has ended, or waits."""
-    source: KVSource | None
-    """Where its KV is, the last block included; it is lent until the request is freed or put back."""
 
 
 @dataclass(slots=True)
@@ -132,7 +122,7 @@ class KVHandover:
         self._handover.detach(request_id)
         self._note("detach", request_id)
 
-    def take_departures(self) -> list[Departure]:
+    def take_departures(self) -> list[Departure[KVSource]]:
         """Return what became of those who were to leave since the last call; ask after each step."""
         departures = []
         for answer in self._handover.take_detached():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.backend import Backend, OnProgress, choose_backend
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.backend import Backend, MeasuresMemory, OnProgress, choose_backend
+from onbeat.engine.config import DEFAULT_GPU_UTILIZATION, EngineConfig
 from onbeat.engine.container import FreeMemory
+from onbeat.engine.cuda.backend import SettleLimits
 from onbeat.engine.device import DeviceConfig, detect_device, free_memory, thread_advice
 from onbeat.engine.footprint import Footprint
 from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, block_bytes_of, giving_kv
@@ -23,11 +26,6 @@ from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import settle
 
 __all__ = ["LoadedModel", "ModelLoader", "OnProgress", "open_weights", "prepare_model", "resolve_limits"]
-
-DEFAULT_KV_SHARE = 0.25
-"""Share of the free memory that the KV cache takes where the user gives no size."""
-DEFAULT_KV_LIMIT_BYTES = 4 * 2**30
-"""But no more than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +96,13 @@ class ModelLoader:
     device: DeviceConfig
     limits: SchedulerConfig
     backend: Backend
+    settle: SettleLimits
+    """From a number of KV blocks to limits that go with it."""
     proposer: ProposerBuilder | None = None
     spare_bytes: int = 0
     """Memory that is left beside all that the engine needs."""
+    ignored: Sequence[str] = ()
+    """Lines on options that change nothing here."""
 
     def load(self, on_progress: OnProgress) -> LoadedModel:
         """Load the weights, make the KV cache, and run a first step.
@@ -114,14 +116,20 @@ class ModelLoader:
             f"loading {self.name} ({config.architecture}) in {device.dtype_name} "
             f"on {device.device} with {device.num_threads} threads, {self.backend.description}"
         )
-        if advice := thread_advice(device):
-            on_progress(advice)
-        forward = self.backend.build(
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            on_progress=on_progress,
-            spare_bytes=self.spare_bytes,
-        )
+        for line in (thread_advice(device), *self.ignored):
+            if line is not None:
+                on_progress(line)
+        if isinstance(self.backend, MeasuresMemory):
+            limits = self.backend.fit_limits(
+                limits,
+                self.settle,
+                draft_bytes=0 if self.proposer is None else self.proposer.weight_bytes(),
+                draft_block_bytes=0
+                if self.proposer is None
+                else self.proposer.block_bytes(limits.block_size),
+                on_progress=on_progress,
+            )
+        forward = self.backend.build(limits, on_progress=on_progress, spare_bytes=self.spare_bytes)
         proposer = None
         if self.proposer is not None:
             on_progress(_describe_proposer(self.proposer, limits))
@@ -170,19 +178,49 @@ def prepare_model(config: EngineConfig) -> ModelLoader:
     backend = choose_backend(config, checkpoint, device)
     target = Target(checkpoint.config, device)
     proposer = choose_proposer(config, target, open_weights)
+    settle = partial(_settle, config, checkpoint.config)
     limits, spare_bytes = resolve_limits(
         config,
-        checkpoint.config,
-        device,
-        Footprint.of(checkpoint.config, backend, proposer, config.limits.block_size),
+        free=_free_memory(config, device),
+        footprint=Footprint.of(checkpoint.config, backend, proposer, config.limits.block_size),
+        default_kv_bytes=backend.default_kv_bytes,
+        settle=settle,
     )
-    return ModelLoader(config.model.name, checkpoint, device, limits, backend, proposer, spare_bytes)
+    return ModelLoader(
+        config.model.name,
+        checkpoint,
+        device,
+        limits,
+        backend,
+        settle,
+        proposer,
+        spare_bytes,
+        () if isinstance(backend, MeasuresMemory) else tuple(_ignored(config)),
+    )
+
+
+def _ignored(config: EngineConfig) -> Iterator[str]:
+    """Yield a line on each option of the GPU engine that was given to another."""
+    if config.gpu_memory_utilization != DEFAULT_GPU_UTILIZATION:
+        yield "ignored: --gpu-memory-utilization (this engine's KV cache has --kv-cache-memory-bytes)"
+    if config.enforce_eager:
+        yield "ignored: --enforce-eager (this engine has no CUDA graphs)"
 
 
 def resolve_limits(
-    config: EngineConfig, model: ModelConfig, device: DeviceConfig, footprint: Footprint
+    config: EngineConfig,
+    *,
+    free: FreeMemory,
+    footprint: Footprint,
+    default_kv_bytes: Callable[[int, int], int],
+    settle: SettleLimits,
 ) -> tuple[SchedulerConfig, int]:
-    """Decide what the user left open, from the model, the memory that it takes and the memory there is.
+    """Decide what the user left open, from the memory that the model takes and the memory there is.
+
+    Parameters
+    ----------
+    default_kv_bytes : see `Backend.default_kv_bytes`.
+    settle : from a number of KV blocks to limits.
 
     Returns
     -------
@@ -193,27 +231,29 @@ def resolve_limits(
     ------
     ConfigError : what the user gave cannot be kept.
     """
-    limits = config.limits
-    wanted_len = limits.max_model_len or model.max_position_embeddings
-    free = _free_memory(config, device)
     footprint.check_weights(free, kv_cache_bytes=config.kv_cache_memory_bytes or 0)
-    default = min(int((free.num_bytes - footprint.weight_bytes) * DEFAULT_KV_SHARE), DEFAULT_KV_LIMIT_BYTES)
-    num_blocks = footprint.num_blocks_in(config.kv_cache_memory_bytes or default)
-    # More blocks than every slot can fill would be memory for nothing.
-    num_blocks = min(num_blocks, limits.max_num_seqs * -(-wanted_len // limits.block_size))
-    settled = settle(
-        limits,
-        num_blocks=num_blocks,
-        model_len=model.max_position_embeddings,
-        speculation=None if config.speculative is None else config.speculative.for_scheduler(),
-    )
-    spare_bytes = footprint.check_fits(
+    spare_bytes = free.num_bytes - footprint.weight_bytes
+    default = default_kv_bytes(spare_bytes, footprint.step_bytes(config.limits))
+    settled = settle(footprint.num_blocks_in(config.kv_cache_memory_bytes or default))
+    return settled, footprint.check_fits(
         free,
-        num_blocks=num_blocks,
+        num_blocks=settled.num_blocks,
         num_tokens=settled.max_num_batched_tokens,
         num_rows=settled.max_num_seqs,
     )
-    return settled, spare_bytes
+
+
+def _settle(config: EngineConfig, model: ModelConfig, num_blocks: int) -> SchedulerConfig:
+    """Return limits that go with a number of KV blocks, or with fewer."""
+    limits = config.limits
+    wanted_len = limits.max_model_len or model.max_position_embeddings
+    return settle(
+        limits,
+        # More blocks than every slot can fill would be memory for nothing.
+        num_blocks=min(num_blocks, limits.max_num_seqs * -(-wanted_len // limits.block_size)),
+        model_len=model.max_position_embeddings,
+        speculation=None if config.speculative is None else config.speculative.for_scheduler(),
+    )
 
 
 def _free_memory(config: EngineConfig, device: DeviceConfig) -> FreeMemory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from onbeat.core.handover import Detached, MoveVerb
+from onbeat.core.handover import MoveTask, TaskAnswer
 from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.core.request import Request
 from onbeat.core.step import StepOutputs
@@ -39,34 +39,13 @@ class OpenKV(msgspec.Struct, tag="open-kv", array_like=True):
 class AskMove(msgspec.Struct, tag="move", array_like=True):
     """Do a step of a move."""
 
-    move: str
-    verb: MoveVerb
-    request_id: str
-    """Of the source."""
-    num_tokens: int = 0
-    """Of `reserve`: to have room for; of `hold`: to be computed before it is answered."""
-    source: KVSource | None = None
-    """Of `pull`."""
-    first_block: int = 0
-    request: Request | None = None
-    """Of `adopt`, as is the next."""
-    detached: Detached | None = None
+    task: MoveTask[KVSource]
 
 
 class MoveAnswer(msgspec.Struct, tag="moved", array_like=True):
-    """What came of a step, up to `adopt`; of the others nobody is told."""
+    """What came of it."""
 
-    move: str
-    verb: MoveVerb
-    ok: bool
-    source: KVSource | None = None
-    """Of `hold` and `freeze`: what is lent."""
-    detached: Detached | None = None
-    """Of `freeze`."""
-    num_bytes: int = 0
-    """Of `pull`."""
-    why: str = ""
-    """Where it is not ok, if there is more to say."""
+    answer: TaskAnswer[KVSource]
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):

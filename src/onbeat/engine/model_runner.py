@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import (
@@ -12,9 +14,11 @@ from onbeat.core.step import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from onbeat.engine.forward import ForwardPass
+from onbeat.engine.attention.base import IntArray
+from onbeat.engine.executor import DoneStep, PendingStep
+from onbeat.engine.forward import ChosenTokens, ForwardPass, LaunchesSteps
 from onbeat.engine.input_batch import InputBatch, StepInputs
-from onbeat.engine.sampler import SampledTokens
+from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
 from onbeat.engine.speculation.proposer import DraftRow, Proposer
 from onbeat.engine.speculation.verifier import TokenSampler, VerifiedTokens, verify
 from onbeat.scheduler.config import SchedulerConfig
@@ -54,6 +58,15 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks
         self.batch = InputBatch(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
+        self._launches = forward if isinstance(forward, LaunchesSteps) else None
+        self._lock = threading.RLock()
+        """Of the batch: one thread launches steps, another takes their tokens."""
+        self._last: _LaunchedStep | None = None
+        """The newest step, where it may still run."""
+        self._failed_slots: set[int] = set()
+        """Slots whose KV may not be finite; it is made so when they are given away."""
+        self._to_scrub: list[IntArray] = []
+        """Blocks of failed requests that left before the failure was seen."""
 
     @classmethod
     def within(
@@ -74,15 +87,67 @@ class ModelRunner:
             proposer=proposer,
         )
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether it takes steps while one runs, so that to plan ahead keeps the device busy."""
+        return self._launches is not None and self.proposer is None
+
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step."""
+        """Run one step to its end."""
+        return self.launch(scheduled).result()
+
+    def launch(self, scheduled: SchedulerOutput) -> PendingStep:
+        """Run one step, or queue it behind those under way where the device itself can choose its tokens."""
+        with self._lock:
+            rows = scheduled.rows
+            self._change_requests(scheduled)
+            if not rows:
+                return DoneStep(ModelRunnerOutput([]))
+            self.batch.take_blocks(rows)
+            inputs = None
+            if self._launches is not None and self.proposer is None:
+                inputs = self.batch.prepare(rows)
+                if self.sampler.is_plain(inputs.sampling_rows):
+                    return self._launch(self._launches, scheduled, inputs)
+            if self._last is not None:
+                self._last.result()  # what comes now needs the tokens
+                self._last = inputs = None
+            return DoneStep(self._run(scheduled, inputs))
+
+    def _launch(self, forward: LaunchesSteps, scheduled: SchedulerOutput, inputs: StepInputs) -> PendingStep:
+        chosen = forward.launch(inputs)
+        self.batch.append_unknown(inputs)
+        self._last = _LaunchedStep(chosen, partial(self._finish, scheduled, inputs))
+        return self._last
+
+    def _finish(
+        self, scheduled: SchedulerOutput, inputs: StepInputs, step: _LaunchedStep, chosen: BestTokens
+    ) -> ModelRunnerOutput:
+        """Take the tokens of a launched step, once; the next one may run already."""
+        with self._lock:
+            if step.output is not None:
+                return step.output
+            sampled = self.sampler.sample(None, inputs.sampling_rows, chosen)
+            is_here = self.batch.fill(inputs, sampled)
+            for index in sampled.errors:
+                if is_here[index]:
+                    # The step behind may still write what is not finite.
+                    self._failed_slots.add(int(inputs.sampling_slots[index]))
+                elif (block_ids := step.left_behind.get(inputs.sampling_rows[index])) is not None:
+                    self._to_scrub.append(block_ids)
+            step.output = self._to_output(scheduled, None, inputs, _of_one_token(sampled))
+            return step.output
+
+    def _run(self, scheduled: SchedulerOutput, inputs: StepInputs | None) -> ModelRunnerOutput:
+        """Run a step here and now.
+
+        Parameters
+        ----------
+        inputs : of the step, where they are known.
+        """
         rows = scheduled.rows
-        self._change_requests(scheduled)
-        if not rows:
-            return ModelRunnerOutput([])
-        self.batch.take_blocks(rows)
         drafts = None if self.proposer is None else self._propose(self.proposer, rows)
-        inputs = self.batch.prepare(rows, drafts)
+        inputs = inputs or self.batch.prepare(rows, drafts)
         wants_logits = self.sampler.needs_logits(inputs.sampling_rows)
         logits = self.forward.run(inputs, wants_logits=wants_logits)
         if not inputs.sampling_rows:
@@ -141,6 +206,8 @@ class ModelRunner:
 
     def _change_requests(self, scheduled: SchedulerOutput) -> None:
         """Forget the requests that left, then take in those that came."""
+        while self._to_scrub:
+            self.forward.scrub(self._to_scrub.pop())
         for request_id in scheduled.released_ids:
             self._release(request_id)
         slots = [self.batch.admit(admitted) for admitted in scheduled.admitted]
@@ -153,8 +220,17 @@ class ModelRunner:
                 self.proposer.admit(self.batch, slot, start)
 
     def _release(self, request_id: str) -> None:
-        slot = self.batch.release(request_id)
-        if slot is not None and self.proposer is not None:
+        batch = self.batch
+        slot = batch.slots.get(request_id)
+        if slot is None:
+            return
+        if slot in self._failed_slots:
+            self._failed_slots.remove(slot)
+            self.forward.scrub(batch.block_ids(slot))  # which will be another request's
+        elif self._last is not None and not self._last.is_done:
+            self._last.left_behind[batch.sampling_rows[slot]] = batch.block_ids(slot)
+        batch.release(request_id)
+        if self.proposer is not None:
             self.proposer.release(slot)
 
     def _propose(self, proposer: Proposer, rows: Sequence[ScheduledRequest]) -> list[list[int]]:
@@ -193,6 +269,34 @@ class ModelRunner:
             token_ids = [[] if index in errors else ids for index, ids in enumerate(token_ids)]
             failed = {inputs.sampling_request_ids[index]: message for index, message in errors.items()}
         return ModelRunnerOutput(token_ids, logprobs, failed, num_drafted, num_available)
+
+
+class _LaunchedStep:
+    """A step under way.
+
+    Parameters
+    ----------
+    chosen : its tokens.
+    finish : given this step and the tokens, returns what the scheduler is told; takes them only once.
+    """
+
+    def __init__(
+        self, chosen: ChosenTokens, finish: Callable[[_LaunchedStep, BestTokens], ModelRunnerOutput]
+    ) -> None:
+        self._chosen = chosen
+        self._finish = finish
+        self.output: ModelRunnerOutput | None = None
+        self.left_behind: dict[SamplingRow, IntArray] = {}
+        """KV blocks of the rows that were released meanwhile."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its tokens were taken."""
+        return self.output is not None
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step and take its tokens."""
+        return self.output or self._finish(self, self._chosen.wait())
 
 
 def _of_one_token(sampled: SampledTokens) -> VerifiedTokens:

@@ -25,6 +25,7 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.kv_transfer.base import KVTransport
 from onbeat.engine.kv_transfer.cma import CmaTransport
 from onbeat.engine.kv_transfer.nixl import NixlTransport
+from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.messages import (
     AbortRequests,
@@ -35,6 +36,7 @@ from onbeat.engine.messages import (
     Heartbeat,
     Hello,
     Leaving,
+    MoveAnswer,
     OpenKV,
     Progress,
     Ready,
@@ -44,10 +46,10 @@ from onbeat.engine.messages import (
     decode_to_engine,
     encode,
 )
-from onbeat.engine.move_port import MovePort
 from onbeat.engine.rejection import pack_rejection
 from onbeat.engine.step_wait import WAKE_SECONDS, StepWait
 from onbeat.output import unblocked_output
+from onbeat.scheduler.replica.move_agent import MoveAgent
 
 logger = logging.getLogger("onbeat.engine")
 
@@ -185,8 +187,10 @@ class _EngineLoop:
         self._wait = StepWait(socket, parent=parent.sentinel if parent else None, on_wake=self._beat)
         self._moves = self._open_moves()
 
-    def _open_moves(self) -> MovePort:
-        return MovePort(self._core.kv, answer=self._say, ring=self._wait.ring)
+    def _open_moves(self) -> MoveAgent[KVSource]:
+        return MoveAgent(
+            self._core.kv, answer=lambda answer: self._say(MoveAnswer(answer)), ring=self._wait.ring
+        )
 
     def run(self) -> None:
         core = self._core
@@ -248,8 +252,8 @@ class _EngineLoop:
                 case AbortRequests():
                     self._abort(message.request_ids)
                 case AskMove():
-                    self._abort(self._moves.take(message))
-                    if message.verb in (MoveVerb.TAKE, MoveVerb.RELEASE):
+                    self._abort(self._moves.take(message.task))
+                    if message.task.verb in (MoveVerb.TAKE, MoveVerb.RELEASE):
                         self._send(self._core.take_load())  # no step may tell that there is room now
                 case OpenKV():
                     self._open_kv(message)
@@ -298,6 +302,10 @@ class _EngineLoop:
 
     def _send(self, outputs: StepOutputs | None) -> None:
         if outputs is not None:
-            self._moves.on_outputs(outputs.outputs)
+            if self._moves.waits_for_first_tokens:
+                for output in outputs.outputs:
+                    is_finished = output.finish_reason is not None
+                    if output.new_token_ids or is_finished:
+                        self._moves.on_first_token(output.request_id, is_finished=is_finished)
             self._last_word = time.monotonic()
             self._socket.send(encode(Stepped(outputs)))

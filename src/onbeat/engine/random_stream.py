@@ -10,6 +10,9 @@ Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 _MASK = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _DOUBLE_UNIT = 2.0**-53
@@ -20,6 +23,21 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
+
+
+def stream_start(seed: int) -> int:
+    """Return the state of the generator of a seed before its first number."""
+    return _mix((seed + _GOLDEN_GAMMA) & _MASK)
+
+
+def uniforms(starts: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return `uniform` of many seeds at once, of which `stream_start` is given."""
+    value = starts + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN_GAMMA)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    value ^= value >> np.uint64(31)
+    numbers: NDArray[np.float64] = (value >> np.uint64(11)).astype(np.float64) * _DOUBLE_UNIT
+    return numbers
 
 
 def uniform(seed: int, position: int) -> float:
@@ -35,5 +53,4 @@ def uniform(seed: int, position: int) -> float:
     The seed is scrambled first, so that consecutive seeds start at unrelated points; position k is then the
     k-th number of the SplitMix64 generator that starts there.
     """
-    state = _mix((seed + _GOLDEN_GAMMA) & _MASK)
-    return (_mix((state + (position + 1) * _GOLDEN_GAMMA) & _MASK) >> 11) * _DOUBLE_UNIT
+    return (_mix((stream_start(seed) + (position + 1) * _GOLDEN_GAMMA) & _MASK) >> 11) * _DOUBLE_UNIT

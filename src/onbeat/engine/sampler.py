@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ __all__ = ["BestTokens", "SampledTokens", "Sampler", "SamplingRow"]
 INVALID_TOKEN = -1
 """Stands for the token of a row that has none because of an error."""
 
+_NEVER_NEEDS_LOGITS = attrgetter("is_always_plain")
 _CHUNK_ROWS = 32
 """Rows whose probabilities exist at once: their scratch memory stays in the cache and is used again."""
 _SUM_BLOCK = 256
@@ -73,6 +75,12 @@ class Sampler:
     def needs_logits(self, rows: Sequence[SamplingRow]) -> bool:
         """Whether more than each row's most likely token is needed to choose."""
         return not all(row.is_greedy and not row.asks_logprobs and not row.edits_logits for row in rows)
+
+    def is_plain(self, rows: Sequence[SamplingRow]) -> bool:
+        """Whether no row wants more than a token by temperature, top-k, top-p, min-p and its number."""
+        if all(map(_NEVER_NEEDS_LOGITS, rows)):
+            return True
+        return not any(row.asks_logprobs or row.edits_logits for row in rows)
 
     @torch.inference_mode()
     def sample(

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onbeat.core.request import SamplingParams
+from onbeat.engine.random_stream import stream_start
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -62,7 +63,7 @@ class SamplingRow:
     params : how its tokens are chosen.
     prompt_token_ids : the prompt, which the repetition penalty looks at.
     output_token_ids : tokens generated so far. The caller appends each sampled token to this list and never
-        removes one; its length is the position in the random stream.
+        removes one; its length, with `num_pending`, is the position in the random stream.
     """
 
     def __init__(
@@ -79,11 +80,19 @@ class SamplingRow:
             or params.presence_penalty != 0.0
             or params.frequency_penalty != 0.0
         )
+        self.num_pending = 0
+        """Tokens that were chosen, but are not known here yet; they come behind `output_token_ids`."""
+        self._may_edit = bool(
+            self.has_penalties or params.logit_bias or params.allowed_token_ids or params.min_tokens
+        )
+
+        self.is_always_plain = not (self.asks_logprobs or self._may_edit)
+        """Whether it never asks for more than a draw; if not, it may do so at some positions only."""
 
     @property
     def position(self) -> int:
         """Index of the token to sample among the output tokens."""
-        return len(self.output_token_ids)
+        return len(self.output_token_ids) + self.num_pending
 
     @property
     def holds_back_stops(self) -> bool:
@@ -93,10 +102,17 @@ class SamplingRow:
     @property
     def edits_logits(self) -> bool:
         """Whether this step's logits must be changed before a token is chosen."""
+        if not self._may_edit:
+            return False
         params = self.params
         return bool(
             self.has_penalties or params.logit_bias or params.allowed_token_ids or self.holds_back_stops
         )
+
+    @cached_property
+    def stream_start(self) -> int:
+        """Where its random stream starts; see `random_stream.uniforms`."""
+        return stream_start(self.params.seed)
 
     @cached_property
     def token_counts(self) -> TokenCounts:

@@ -22,8 +22,8 @@ from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import MachineLimits, Profile
 from onbeat.perfmodel.profile_file import find_profile, profile_path, profiles_dir, read_profile
-from onbeat.perfmodel.published.step_table import is_step_table
 from onbeat.perfmodel.speculative import BatchWork, SpeculativeStepTime, SpeculativeWork
+from onbeat.perfmodel.step_table import is_step_table
 from onbeat.perfmodel.utilisation import StepWork
 
 

@@ -17,22 +17,15 @@ from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import check_profile, limited_device
 from onbeat.perfmodel.profile_file import read_profile
-from onbeat.perfmodel.published.linear import linear_closure
-from onbeat.perfmodel.published.operator_files import find_operator_files
-from onbeat.perfmodel.published.operator_table import operator_table_closure
-from onbeat.perfmodel.published.step_table import COLUMNS, is_step_table, read_step_table
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.roofline import make_roofline
+from onbeat.perfmodel.step_table import COLUMNS, is_step_table, read_step_table
 
 ROOFLINE_SIGMA = 0.17
 """Spread of log(measured / predicted) of the roofline from data sheets: a median error of 12 %."""
-OPERATOR_TABLE_SIGMA = 0.05
-"""The same of operator tables: Vidur (Agrawal et al., MLSys 2024) states errors below 5 % nearly always."""
-LINEAR_SIGMA = 0.10
 ENGINE_SIGMA = 0.10
 """The same of the roofline with an engine's terms, on held-back deployments (docs/calibration.md)."""
 STEP_TABLE = "step-table"
-OPERATOR_TABLE = "operator-table"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +58,7 @@ def make_step_time_model(  # noqa: PLR0913 - a kind, and what it is asked of
     ----------
     kind : one of `STEP_TIME_MODELS`, or the path of a table of steps, which is then `step-table` of that.
     profile : `fitted`: a file that `onbeat profile` wrote; `step-table`: a table of steps, see
-        `read_step_table`; `operator-table`: a directory of CSV files in Vidur's format, or a YAML file that
-        names them; `linear`: a file of coefficients; `roofline`: none.
+        `read_step_table`; `roofline`: none.
     engine : as `find_engine` takes it; its terms go to the roofline, other kinds measure what they model.
 
     Returns
@@ -123,16 +115,10 @@ def files_of(kind: str, profile: Path | None) -> tuple[Path, ...]:
 
     Raises
     ------
-    ConfigError : two files in place of one, or operator profiles that are missing.
+    ConfigError : two files in place of one.
     """
-    kind, profile = _without_path(kind, profile)
-    if profile is None:
-        return ()
-    if kind != OPERATOR_TABLE:
-        return (profile,)
-    files = find_operator_files(profile)
-    named = (files.mlp, files.attention, files.all_reduce, files.send_recv)
-    return tuple(path for path in named if path is not None)
+    profile = _without_path(kind, profile)[1]
+    return () if profile is None else (profile,)
 
 
 def calibrate_by_table(
@@ -245,23 +231,6 @@ def _step_table(deployment: Deployment) -> Predictor:
     )
 
 
-def _operator_table(deployment: Deployment) -> Predictor:
-    path = _needed(deployment, OPERATOR_TABLE, "a directory of operator profiles, or a YAML file naming them")
-    closure = operator_table_closure(path, model=deployment.model, parallelism=deployment.parallelism)
-    return Predictor(closure, ResidualModel.log_normal(OPERATOR_TABLE_SIGMA))
-
-
-def _linear(deployment: Deployment) -> Predictor:
-    path = _needed(deployment, "linear", "a file of coefficients")
-    closure = linear_closure(
-        path,
-        model=deployment.model.name,
-        tensor=deployment.parallelism.tensor,
-        pipeline=deployment.parallelism.pipeline,
-    )
-    return Predictor(closure, ResidualModel.log_normal(LINEAR_SIGMA))
-
-
 def _without_path(kind: str, profile: Path | None) -> tuple[str, Path | None]:
     """Return a kind and what it is made from, where the kind may be the path of a table of steps."""
     if not is_step_table(kind):
@@ -283,6 +252,4 @@ STEP_TIME_MODELS: dict[str, Callable[[Deployment], Predictor]] = {
     "roofline": _roofline,
     "fitted": _fitted,
     STEP_TABLE: _step_table,
-    OPERATOR_TABLE: _operator_table,
-    "linear": _linear,
 }

@@ -19,6 +19,7 @@ from onbeat.planner.search import SearchOptions, Stopped, search_rate
 from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.trial import ObjectiveMissed, simulate_trial
 from onbeat.planner.units import Unit, longest_request
+from onbeat.scheduler.cluster.config import FleetConfig
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.setup import build_simulation
 from onbeat.workload.offered import OfferedLoad
@@ -44,7 +45,8 @@ class FleetCase:
         built = [(build_simulation(unit.settings), count) for unit, count in self.ordered()]
         first = built[0][0]
         kinds = tuple(simulation.kind for simulation, count in built for _ in range(count))
-        config = replace(first.config, num_replicas=len(kinds), router=ROUTER, kinds=kinds, autoscale=None)
+        fleet = FleetConfig(replicas=len(kinds), router=ROUTER)
+        config = replace(first.config, fleet=fleet, kinds=kinds)
         num_devices = sum(simulation.num_devices * count for simulation, count in built)
         return BuiltCase(config, first.step_time, num_devices)
 

@@ -2,7 +2,7 @@
 
 The file is gzip-compressed text with one JSON object a line:
 
-1. the header: ``{"file": "onbeat-fleet-record", "schema_version": 1, "router": ..., ...}``;
+1. the header: ``{"file": "onbeat-fleet-record", "schema_version": 2, "router": ..., ...}``;
 2. one line a call of the fleet: ``{"now": ..., "event": {...}, "actions": [{...}, ...]}``. Events and actions
    carry the name of their class as ``kind``, and their fields, defaults left out; infinity is ``"inf"``;
 3. the trailer: ``{"call": "end", "calls": N}``. A file without it is cut short.
@@ -32,7 +32,7 @@ from onbeat.recording.lines import GzipLines
 from onbeat.recording.typed import INFINITY, typed
 
 FILE_KIND = "onbeat-fleet-record"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _TRAILER = "end"
 
 OnDecision = Callable[[Any, float, Sequence[Any]], None]
@@ -76,7 +76,7 @@ def fleet_record(path: Path, about: Mapping[str, Any]) -> Iterator[OnDecision]:
     Parameters
     ----------
     path : of the file.
-    about : the fleet, for the header: `router`, and `seed` and `fleet` (a mapping of `FleetConfig`) where
+    about : the fleet, for the header: `router`, and `seed` and `fleet` (a mapping of `FleetRules`) where
         they are not the defaults.
 
     Raises

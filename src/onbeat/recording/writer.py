@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import wraps
-from math import isinf
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol
 
@@ -15,11 +14,10 @@ import orjson
 from onbeat.background_file import BackgroundFile
 from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.request import FinishReason, Request, RequestOutput
-from onbeat.core.slo import ShedMode
 from onbeat.core.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from onbeat.recording.call_parts import printable, put_counts, put_kv, put_objectives
 from onbeat.recording.hash_chain import HashChain
 from onbeat.recording.log import (
-    DEADLINES,
     FILE_KIND,
     SCHEMA_VERSION,
     TRAILER,
@@ -132,24 +130,24 @@ class RecordWriter:
             "call": "add",
             "now": now,
             "request": opened.number,
-            "request_id": _printable(request.request_id),
+            "request_id": printable(request.request_id),
             "arrival": request.arrival,
             "num_prompt_tokens": len(request.prompt_token_ids),
             "max_tokens": request.sampling.max_tokens,
         }
         if request.whole is not None:
-            call["whole"] = [_printable(request.whole.whole_id), *request.whole[1:]]
+            call["whole"] = [printable(request.whole.whole_id), *request.whole[1:]]
         if request.priority:
             call["priority"] = request.priority
         if request.resumed_token_ids:
             call["num_resumed_tokens"] = len(request.resumed_token_ids)
             call["first_token_time"] = request.first_token_time
-        _put_kv(call, request, adoption)
+        put_kv(call, request, adoption)
         if chain is not None:
             token_ids = (request.prompt_token_ids, request.resumed_token_ids)
             if hashes := [each for ids in token_ids for each in chain.extend(ids)]:
                 call["block_hashes"] = hashes
-        _put_objectives(call, request)
+        put_objectives(call, request)
         if refusal is not None:
             call["refused"] = [refusal.code]
             if isinstance(refusal, SLOUnattainable):
@@ -170,7 +168,7 @@ class RecordWriter:
         is_out: bool | None = None,
     ) -> None:
         """Log a verb of `Handovers`, all but `adopt`; see `HandoverCall`."""
-        call: dict[str, Any] = {"call": "handover", "now": now, "verb": verb, "id": _printable(name)}
+        call: dict[str, Any] = {"call": "handover", "now": now, "verb": verb, "id": printable(name)}
         for key, value in (("num_tokens", num_tokens), ("block_ids", block_ids), ("is_out", is_out)):
             if value is not None:
                 call[key] = value
@@ -262,7 +260,7 @@ class RecordWriter:
             "step_id": scheduled.step_id,
             "seconds": seconds,
         }
-        _put_counts(call, scheduled, result, outputs)
+        put_counts(call, scheduled, result, outputs)
         finished: dict[str, str] = {}
         failed: list[int] = []
         hashes: dict[str, list[str]] = {}
@@ -321,7 +319,7 @@ class RecordWriter:
     def _release(self, request_id: str) -> int | str:
         opened = self._open.get(request_id)
         if opened is None:
-            return _printable(request_id)
+            return printable(request_id)
         opened.is_in_batch = False
         if opened.has_ended:
             del self._open[request_id]
@@ -345,69 +343,3 @@ def create_record(path: Path) -> Callable[[RecordHeader], RecordWriter]:
     """
     sink = BackgroundFile(path, "record", is_packed=True)
     return lambda header: RecordWriter(sink, header)
-
-
-def _put_kv(call: dict[str, Any], request: Request, adoption: RecordedAdoption | None) -> None:
-    """Put in what comes from another replica."""
-    if request.num_external_tokens:
-        call["num_external_tokens"] = request.num_external_tokens
-    if adoption is not None:
-        call["adoption"] = _adoption_list(adoption)
-
-
-def _adoption_list(adoption: RecordedAdoption) -> list[Any]:
-    """Return an adoption as a list; JSON has no infinity, so that is null."""
-    deadlines = adoption.deadlines
-    stood = None
-    if deadlines is not None:
-        values = (getattr(deadlines, name) for name in DEADLINES)
-        stood = [None if isinstance(value, float) and isinf(value) else value for value in values]
-    return [_printable(adoption.handover_id), *adoption[1:4], stood]
-
-
-def _put_objectives(call: dict[str, Any], request: Request) -> None:
-    """Put in what decides how a request is treated beside others; defaults are left out."""
-    if (slo := request.slo) is not None:
-        call["slo"] = [slo.ttft, slo.tbt, slo.e2e]
-    if request.slo_class is not None:
-        call["slo_class"] = _printable(request.slo_class)
-    if request.weight != 1:
-        call["weight"] = request.weight
-    if request.tenant is not None:
-        call["tenant"] = _printable(request.tenant)
-    if request.shed is not ShedMode.OFF:
-        call["shed"] = request.shed.value
-
-
-def _put_counts(
-    call: dict[str, Any],
-    scheduled: SchedulerOutput,
-    result: ModelRunnerOutput,
-    outputs: Sequence[RequestOutput],
-) -> None:
-    """Put in how many tokens each row that samples gave, where that is not one, and what became of drafts."""
-    counts = [len(token_ids) for token_ids in result.sampled_token_ids]
-    if counts.count(1) != len(counts):
-        delivered = _delivered_counts(counts, scheduled, outputs)
-        call["counts"] = delivered
-        pairs = enumerate(zip(counts, delivered, strict=True))
-        if undelivered := {str(row): count - taken for row, (count, taken) in pairs if count > taken}:
-            call["undelivered"] = undelivered
-    if result.num_drafted is not None and any(row.num_draft_tokens for row in scheduled.rows):
-        call["drafted"] = result.num_drafted
-    if result.num_available is not None:
-        call["available"] = result.num_available
-
-
-def _delivered_counts(
-    counts: Sequence[int], scheduled: SchedulerOutput, outputs: Sequence[RequestOutput]
-) -> list[int]:
-    """Return how many tokens of each row that samples were taken: what follows a request's end is not."""
-    taken = {output.request_id: len(output.new_token_ids) for output in outputs}
-    ids = (row.request_id for row in scheduled.rows if row.samples)
-    return [taken.get(request_id, count) for request_id, count in zip(ids, counts, strict=True)]
-
-
-def _printable(request_id: str) -> str:
-    """Return the id as it can stand in a file: clients may send halves of characters."""
-    return request_id.encode(errors="backslashreplace").decode()

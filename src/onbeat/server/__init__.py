@@ -7,7 +7,8 @@ The way of a request, and what holds for all of them:
 `chat`, `completions`              a route each, with its body and its answers
 `tokenization`, `status`           the tokenizer; health, version, models
 `body`, `fields`                   bytes to a checked body; which fields are honoured, refused, ignored
-`generation_request`               fields of both completion endpoints, and the engine's requests
+`generation_request`               fields of both completion endpoints
+`engine_requests`                  the engine's requests, one for each choice
 `objectives`, `slo_defaults`       what a request is held to: as it states, as the server is configured
 `chat_prompt`, `prompts`           messages to text; text to tokens, off the event loop
 `generation`                       the engine's deliveries to pieces of text, choice by choice

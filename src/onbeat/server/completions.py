@@ -31,13 +31,13 @@ from onbeat.server.answer_format import (
 )
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.config import ServerConfig
+from onbeat.server.engine_requests import engine_requests
 from onbeat.server.errors import unsupported
 from onbeat.server.generation import Choice, ChoiceDelta, ShownToken
 from onbeat.server.generation_request import (
     GenerationRequest,
     check_common,
     encode_options,
-    engine_requests,
 )
 from onbeat.server.middleware import context_of
 from onbeat.server.objectives import request_objectives

@@ -9,10 +9,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, Overloaded, SLOUnattainable
 from onbeat.core.request import Request, SamplingParams
 from onbeat.metrics.record import RequestRecord
-from onbeat.scheduler.cluster.routing import RoutingRequest
 from onbeat.simulator.acceptance import RequestDrafts
 from onbeat.simulator.config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
@@ -32,12 +31,12 @@ class OfferedRequest:
     """Row of the load."""
     request: Request
     record: RequestRecord
-    routing: RoutingRequest | None = None
-    """What the router was told, where it wants to hear of the end."""
     drafts: RequestDrafts | None = None
     """Which drafts for it are accepted, once that has been drawn."""
     place: int = -1
     """Number of the replica of a fleet that has it, or had it last."""
+    refusal: Overloaded | SLOUnattainable | None = None
+    """Why its replica would not have it, for the load there; another may."""
 
 
 class Clients:

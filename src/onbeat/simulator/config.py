@@ -10,10 +10,9 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import DRAIN_SECONDS
 from onbeat.core.slo import ShedMode
 from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.cluster.config import FleetConfig
 from onbeat.scheduler.cluster.migration import check_move_rule
-from onbeat.scheduler.cluster.pools import POOL_RULES, PoolRule
-from onbeat.scheduler.cluster.routers import require_router
-from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds, parse_policy
+from onbeat.scheduler.cluster.scaling import parse_policy
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.acceptance import Acceptance
@@ -42,15 +41,6 @@ class KVLink:
                 raise ConfigError(f"{name} of the KV link is {value:g}; it must be above 0")
         if not (isfinite(self.latency) and self.latency >= 0):
             raise ConfigError(f"latency of the KV link is {self.latency:g} s; it must be 0 or more")
-
-
-class MemberChange(NamedTuple):
-    """A replica that joins those that get requests, or leaves them and ends what it has."""
-
-    when: float
-    """Virtual seconds."""
-    replica: int
-    joins: bool
 
 
 ChangeKind = Literal["kill", "drain", "restart", "scale"]
@@ -120,17 +110,6 @@ class FleetTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AutoscaleConfig:
-    """A fleet that changes its own size."""
-
-    bounds: ScaleBounds
-    policy: str = "objective"
-    """See `parse_policy`."""
-    down_seconds: float = DOWN_SECONDS
-    """A replica goes once the load has been low for so long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
     """Replicas behind a router, of which the first may compute prompts for the others.
 
@@ -142,8 +121,8 @@ class SimulationConfig:
 
     scheduler: SchedulerConfig
     """Limits of one replica."""
-    num_replicas: int = 1
-    router: str = "round-robin"
+    fleet: FleetConfig = field(default_factory=FleetConfig)
+    """How many replicas there are, and who decides where requests go; its kinds are named in `kinds`."""
     host_overhead: float = 0.0
     """Added to each step, seconds: what the host does between two steps while the device waits."""
     pipeline: int = 1
@@ -165,30 +144,17 @@ class SimulationConfig:
     if planning took no time; 0: when the one before it ends."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """Of drafts, where the scheduler plans any."""
-    num_prefill: int = 0
-    """Of the replicas, the first ones, which compute prompts for the others; 0: all do both."""
-    pool_rule: PoolRule = "adaptive"
-    """Where prompts and streams go there; see `FleetConfig`."""
-    move_rule: str = "mend"
-    """Which streams move while their replicas do not drain; see `FleetConfig`."""
     kv_link: KVLink | None = None
     """Over which requests go on elsewhere with their KV; None: they end where they began."""
-    member_changes: tuple[MemberChange, ...] = ()
-    """A replica whose first change is that it joins gets no requests before."""
     fleet_changes: tuple[FleetChange, ...] = ()
     fleet_times: FleetTimes = field(default_factory=FleetTimes)
-    autoscale: AutoscaleConfig | None = None
-    """None: there are `num_replicas`. Else the fleet begins with as many as it may have at least, but one."""
     kinds: tuple[ReplicaKind, ...] = ()
     """What the replicas are where they differ, the first first; further ones, as replicas are added, are like
     the last. Empty: all are as `scheduler` says."""
 
     def __post_init__(self) -> None:
-        require_router(self.router)
-        if self.pool_rule not in POOL_RULES:
-            raise ConfigError(f"pool_rule is {self.pool_rule!r}; it must be one of {', '.join(POOL_RULES)}")
-        check_move_rule(self.move_rule, moves=self.kv_link is not None, cure="give a kv_link")
-        for name in ("num_replicas", "pipeline", "max_concurrency", "declared_max_tokens"):
+        check_move_rule(self.fleet.move_rule, moves=self.kv_link is not None, cure="give a kv_link")
+        for name in ("pipeline", "max_concurrency", "declared_max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
@@ -210,36 +176,40 @@ class SimulationConfig:
                 f"{self.pipeline} pipeline stages; each stage runs one micro-batch, so give the same number"
             )
         self._check_fleet()
-        for change in self.member_changes:
-            if not (isfinite(change.when) and change.when >= 0 and 0 <= change.replica < self.num_replicas):
-                raise ConfigError(
-                    f"{change} is impossible: there are {self.num_replicas} replicas, counted from 0, and "
-                    "the run starts at 0 s"
-                )
 
     @property
-    def has_fleet(self) -> bool:
-        """Whether replicas are looked after as those of a live fleet are, or only chosen from."""
-        if self.fleet_changes or self.kinds or self.kv_link is not None or self.autoscale is not None:
-            return True
-        return not self.member_changes and self.num_replicas > 1 and self.router == "slo"
+    def router(self) -> str:
+        """Name of what decides where requests go."""
+        return self.fleet.router_for(self.scheduler.policy)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that are asked for; a fleet that changes its own size begins with `first_replicas`."""
+        return self.fleet.num_replicas
+
+    @property
+    def is_of_one(self) -> bool:
+        """Whether there is never more than one replica, so that nobody chooses."""
+        sizes = [change.number for change in self.fleet_changes if change.kind == "scale"]
+        return self.fleet.autoscale is None and max(self.num_replicas, *sizes, 1) == 1
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one replica from beginning to end: nobody decides anything then."""
+        return self.is_of_one and not self.fleet_changes and self.kv_link is None
 
     @property
     def reads_predictions(self) -> bool:
         """Whether the router goes by what replicas predict."""
-        return self.router == "slo"
+        return self.router == "slo" and not self.is_of_one
 
     def _check_fleet(self) -> None:
         for change in self.fleet_changes:
             if not (isfinite(change.when) and change.when >= 0 and change.number >= 0):
                 raise ConfigError(f"{change} is impossible: numbers and times are 0 or more")
-        if self.num_prefill:
+        if self.fleet.num_prefill:
             self._check_pools()
-        if not self.has_fleet:
-            return
-        if self.member_changes:
-            raise ConfigError("give either member_changes, or fleet_changes, autoscaling and kinds")
-        comes_and_goes = bool(self.fleet_changes) or self.autoscale is not None
+        comes_and_goes = bool(self.fleet_changes) or self.fleet.autoscale is not None
         if comes_and_goes and any(each.speculation is not None for each in self._schedulers):
             raise ConfigError(
                 "replicas that come and go are not simulated with drafts; leave out the drafts, or fleet "
@@ -251,15 +221,10 @@ class SimulationConfig:
                 f"replicas have blocks of {' and '.join(map(str, sorted(sizes)))} tokens, but KV goes to "
                 "another block by block; give all the same block_size"
             )
-        if self.autoscale is not None:
-            self._check_autoscale(self.autoscale)
+        if self.fleet.autoscale is not None:
+            self._check_autoscale()
 
     def _check_pools(self) -> None:
-        if not 0 < self.num_prefill < self.num_replicas:
-            raise ConfigError(
-                f"num_prefill is {self.num_prefill} of {self.num_replicas} replicas; at least one has to "
-                "compute prompts, and one to generate"
-            )
         if self.kv_link is None:
             raise ConfigError("replicas that compute prompts hand KV to others; give kv_link")
         for scheduler in self._schedulers:
@@ -269,12 +234,12 @@ class SimulationConfig:
                     "nobody can leave or join one; use another where prompts and generation are apart"
                 )
 
-    def _check_autoscale(self, autoscale: AutoscaleConfig) -> None:
+    def _check_autoscale(self) -> None:
         if len(self.kinds) > 1:
             raise ConfigError(
                 "replicas of several kinds are not scaled: which kind comes next is not decided"
             )
-        needs_costs = parse_policy(autoscale.policy).needs_costs
+        needs_costs = parse_policy(self.fleet.autoscale_policy).needs_costs
         predicts = self.reads_predictions or composition(self.scheduler.policy).needs_step_time
         if needs_costs and not predicts:
             raise ConfigError(

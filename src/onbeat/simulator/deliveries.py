@@ -103,6 +103,11 @@ class Deliveries:
             offered = self._open.pop(output.request_id)
             if output.predicted_ttft is not None:
                 offered.record.predicted_ttft = output.predicted_ttft
+            if output.retry_after is not None:
+                message = output.error or "too many requests wait"
+                offered.refusal = Overloaded(
+                    message, code="server_overloaded", retry_after=output.retry_after, reason="queue_too_long"
+                )
             self._close(offered, output, now)
             expired.append(offered)
         return expired
@@ -148,6 +153,7 @@ def refuse(offered: OfferedRequest, error: RequestRejected, replica_name: str | 
     """
     if not isinstance(error, REFUSALS):
         raise ConfigError(f"request {offered.index} of the load can never run: {error}") from error
+    offered.refusal = error
     record = offered.record
     record.replica = replica_name
     record.is_rejected = True

@@ -1,180 +1,393 @@
-"""The replicas of a configuration, together on one clock."""
+"""A fleet under a virtual clock: the live fleet's decisions, carried out on virtual replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from math import inf, nan
 
-from onbeat.core.errors import ConfigError
-from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.cluster.fleet import Decided
-from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.cluster.routing import Router
-from onbeat.scheduler.cluster.work import WorkEstimate
-from onbeat.simulator.client import Clients
-from onbeat.simulator.config import MemberChange, ReplicaKind, SimulationConfig
-from onbeat.simulator.dispatch import Dispatcher
-from onbeat.simulator.fleet_loop import Deciders, FleetLoop, wants_reports
-from onbeat.simulator.loop import EventLoop
-from onbeat.simulator.observer import Collector, SimulationObserver
-from onbeat.simulator.pipeline import PipelineReplica
-from onbeat.simulator.replica import SerialReplica, VirtualReplica
-from onbeat.simulator.result import FleetSize, ReplicaCounters
-from onbeat.workload.offered import OfferedLoad
+from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable
+from onbeat.core.fleet import ReplicaLimits, replica_id, replica_number
+from onbeat.core.handover import MoveVerb
+from onbeat.core.request import FinishReason
+from onbeat.scheduler.cluster.config import FleetRules
+from onbeat.scheduler.cluster.events import (
+    Answered,
+    Arrived,
+    Delivered,
+    DrainAsked,
+    FleetEvent,
+    Joined,
+    Lost,
+    MoveStep,
+    Refuse,
+    Refused,
+    Rescale,
+    ScaleAsked,
+    ScalingAsked,
+    Send,
+    Start,
+    Stop,
+    Tick,
+    Withdraw,
+)
+from onbeat.scheduler.cluster.fleet import Decided, Fleet
+from onbeat.scheduler.cluster.routing import Router, RoutingRequest
+from onbeat.scheduler.cluster.teller import Teller
+from onbeat.scheduler.replica.policies import composition
+from onbeat.simulator.client import OfferedRequest
+from onbeat.simulator.config import FleetChange, KVLink, ReplicaKind, SimulationConfig
+from onbeat.simulator.deliveries import REFUSALS, refuse
+from onbeat.simulator.fleet_loop import COPY, HEAR, MOVE, TICK, FleetLoop, Member
+from onbeat.simulator.lives import Lives, MakeReplica, Reports
+from onbeat.simulator.moves import VirtualMoves
+from onbeat.simulator.result import FleetSize
 
-
-class FleetOutcome(NamedTuple):
-    """What replicas did in a run."""
-
-    counters: list[ReplicaCounters]
-    is_complete: bool
-    """Whether the run came to its end (Ctrl-C)."""
-    decisions: dict[str, int]
-    """See `SimulationResult.decisions`; so are the next."""
-    replica_seconds: float | None = None
-    sizes: Sequence[FleetSize] = ()
-
-
-def make_replica(
-    index: int,
-    config: SimulationConfig,
-    step_time: StepTimeModel,
-    *,
-    observer: SimulationObserver | None = None,
-    is_alone: bool = False,
-    is_watched: bool = False,
-) -> VirtualReplica:
-    """Return replica `index`, with or without pipeline stages.
-
-    Parameters
-    ----------
-    is_alone, is_watched : see `SerialReplica`.
-    """
-    if config.pipeline > 1:
-        return PipelineReplica(str(index), config, step_time, observer=observer)
-    return SerialReplica(
-        str(index), config, step_time, observer=observer, is_alone=is_alone, is_watched=is_watched
-    )
+_RARE = (Lost, Joined, DrainAsked, ScaleAsked, ScalingAsked, Refused, Tick)
+"""Events after which the fleet may want another tick."""
 
 
-def run_together(
-    load: OfferedLoad,
-    config: SimulationConfig,
-    step_time: StepTimeModel,
-    collector: Collector,
-    observer: SimulationObserver | None,
-    on_decision: Decided | None = None,
-) -> FleetOutcome:
-    """Run all replicas on one clock.
-
-    Parameters
-    ----------
-    collector : takes the records, one a request.
-    observer : hears of steps.
-    on_decision : of a fleet, is told of each event, its time and the actions.
-
-    Raises
-    ------
-    ConfigError : a request that no replica can ever run.
-    """
-    if config.has_fleet or on_decision is not None:
-        return _run_fleet(_fleet(load, config, step_time, collector, observer, on_decision), collector)
-    router = make_router(config.router, config.num_replicas, seed=config.seed)
-    replicas, loop = _mixed(load, config, step_time, router, collector, observer)
-    is_complete = _run(loop, collector)
-    return FleetOutcome([each.counters() for each in replicas], is_complete, {})
-
-
-def _run(loop: EventLoop | FleetLoop, collector: Collector) -> bool:
-    """Run to the end; return whether it came (Ctrl-C)."""
-    try:
-        loop.run()
-        collector.report()
-    except KeyboardInterrupt:
+def wants_reports(config: SimulationConfig, router: Router) -> bool:
+    """Return whether anything that is decided depends on what replicas report."""
+    if config.is_of_one:
         return False
-    return True
+    return router.reads_reports or config.kv_link is not None or config.fleet.autoscale is not None
 
 
-def _run_fleet(loop: FleetLoop, collector: Collector) -> FleetOutcome:
-    is_complete = _run(loop, collector)
-    return FleetOutcome(
-        loop.all_counters(), is_complete, dict(loop.decisions), loop.replica_seconds, loop.sizes
+def fleet_rules(config: SimulationConfig) -> FleetRules:
+    """Return how the fleet of a simulation treats its replicas."""
+    return config.fleet.rules(
+        drain_seconds=config.fleet_times.drain, max_wait_seconds=config.scheduler.max_queue_seconds
     )
 
 
-def _fleet(
-    load: OfferedLoad,
-    config: SimulationConfig,
-    step_time: StepTimeModel,
-    collector: Collector,
-    observer: SimulationObserver | None,
-    on_decision: Decided | None,
-) -> FleetLoop:
-    def make(index: int, kind: ReplicaKind) -> VirtualReplica:
-        stages = kind.scheduler.num_micro_batches if config.kinds else config.pipeline
-        own = replace(plain, scheduler=kind.scheduler, pipeline=stages)
-        is_watched = wants_reports(config, router)
-        return make_replica(index, own, kind.step_time, observer=observer, is_watched=is_watched)
+class VirtualFleet:
+    """Carries out what a fleet decides, on virtual replicas that start, die, drain and are added.
 
-    plain = replace(
-        config,
-        kinds=(),
-        fleet_changes=(),
-        autoscale=None,
-        num_prefill=0,
-        num_replicas=1,
-    )
-    router = make_router(config.router, 0, seed=config.seed)
-    deciders = Deciders(router, _work_estimate(load, router, step_time), on_decision)
-    return FleetLoop(Clients(load, config), config, step_time, deciders, collector, make)
+    A death is noticed when it happens.
 
+    Parameters
+    ----------
+    loop : runs the replicas.
+    kinds : what the replicas are, the first first; further ones are like the last.
+    router : has no members yet.
+    make_replica : makes a replica of a kind, each time that one starts.
+    on_decision : is told of each event of the fleet, its time and the actions.
 
-def _work_estimate(load: OfferedLoad, router: Router, step_time: StepTimeModel) -> WorkEstimate | None:
-    """Return what predicts work for a router; None where it does not look at it."""
-    if not router.weighs_work:
-        return None
-    return WorkEstimate(step_time, mean_output_tokens=float(load.num_output_tokens.mean()))
+    Attributes
+    ----------
+    lives : of the replicas.
+    decisions : what was decided how often: the reasons of requests sent and refused, starts and stops.
+    sizes : how many replicas there were to be, of a fleet that changes its own size.
+    """
 
+    def __init__(
+        self,
+        loop: FleetLoop,
+        config: SimulationConfig,
+        kinds: Sequence[ReplicaKind],
+        router: Router,
+        make_replica: MakeReplica,
+        *,
+        on_decision: Decided | None = None,
+    ) -> None:
+        self._loop = loop
+        self._config = config
+        self._fleet = Fleet(router, fleet_rules(config), on_decision=on_decision)
+        self._teller = Teller(self._fleet, self)
+        self._is_reported = wants_reports(config, router)
+        self.lives = Lives(
+            loop,
+            self,
+            kinds,
+            make_replica,
+            start_seconds=config.fleet_times.start,
+            on_ready=self._on_ready,
+        )
+        self.decisions: Counter[str] = Counter()
+        self.sizes: list[FleetSize] = []
+        self._open: dict[str, OfferedRequest] = {}
+        self._told: dict[str, int] = {}
+        """Tokens of each open request that the fleet knows of."""
+        self._not_begun: dict[str, int] = {}
+        """Requests resumed elsewhere that have had no tokens there, and how many they had before."""
+        self._tick = inf
+        self._may_tick = False
+        """Whether the fleet may want another tick than the next."""
+        self._reports = Reports(
+            loop, self.lives.replicas, seconds=config.fleet_times.report, hear=self._teller.tell
+        )
+        self._moves = None if config.kv_link is None else self._make_moves(loop, config.kv_link)
+        self._next_copy = inf
+        """When an end of a copy is in the loop."""
+        self.hears_all = self._hears_all = self._is_reported or self._moves is not None
 
-def _mixed(
-    load: OfferedLoad,
-    config: SimulationConfig,
-    step_time: StepTimeModel,
-    router: Router,
-    collector: Collector,
-    observer: SimulationObserver | None,
-) -> tuple[Sequence[VirtualReplica], EventLoop]:
-    is_alone = config.num_replicas == 1
-    replicas = [
-        make_replica(index, config, step_time, observer=observer, is_alone=is_alone)
-        for index in range(config.num_replicas)
-    ]
-    work = _work_estimate(load, router, step_time)
-    dispatcher = Dispatcher(None if is_alone else router, work)
-    changes = _changes(config, router)
-    return replicas, EventLoop(Clients(load, config), replicas, dispatcher, collector, changes=changes)
+    def _make_moves(self, loop: FleetLoop, link: KVLink) -> VirtualMoves:
+        return VirtualMoves(
+            self.lives.replicas,
+            link,
+            block_size=self.lives.kind(0).scheduler.block_size,
+            message_seconds=self._config.fleet_times.report,
+            memory_bandwidth=lambda number: self.lives.kind(number).memory_bandwidth,
+            answer=self._hear_of,
+            call=loop.call,
+            on_room=self._reports.ask,
+        )
 
+    def open(self) -> None:
+        """Start the replicas, and have happen to them what is to happen."""
+        asked = self._config.fleet
+        for change in self._config.fleet_changes:
+            self._loop.at(change.when, HEAR, partial(self._change, change))
+        self._tell(ScaleAsked(asked.first_replicas), 0.0)
+        if asked.autoscale is not None:
+            self.sizes.append(FleetSize(0.0, asked.first_replicas, ""))
+            self._tell(ScalingAsked(asked.autoscale.least, asked.autoscale.most), 0.0)
 
-def _changes(config: SimulationConfig, router: Router) -> list[tuple[float, Callable[[], None]]]:
-    """Let replicas wait that join later; return when each joins or leaves, and what to call then."""
-    changes = sorted(config.member_changes)
-    first = {change.replica: change for change in reversed(changes)}
-    late = {change.replica for change in first.values() if change.joins}
-    _check_one_stays(set(range(config.num_replicas)) - late, changes)
-    for replica in late:
-        router.leave(replica)
-    return [
-        (when, partial(router.join if joins else router.leave, replica)) for when, replica, joins in changes
-    ]
+    def end(self) -> None:
+        """Hear that all requests have ended."""
+        now = self._loop.now
+        if self._moves is not None:
+            self._moves.close(now)
+        self.lives.end(now)
 
+    # ---- what happens ----
 
-def _check_one_stays(members: set[int], changes: Sequence[MemberChange]) -> None:
-    """Raise ConfigError where the last member is to leave."""
-    for _, replica, joins in changes:
-        members = members | {replica} if joins else members - {replica}
-        if not members:
-            raise ConfigError(
-                f"replica {replica} cannot leave: no other takes requests; let another one join before"
-            )
+    def _tell(self, event: FleetEvent, now: float) -> None:
+        """Tell the fleet, and carry out what it decides, with what comes of that."""
+        if isinstance(event, _RARE):
+            self._may_tick = True
+        self._teller.tell(event, now)
+        if self._may_tick and not self._teller.is_telling:
+            self._may_tick = False
+            when = self._fleet.next_time
+            if when != self._tick:
+                self._tick = when
+                if when < inf:
+                    self._loop.at(max(when, now), TICK, partial(self._on_tick, when))
+
+    def _on_tick(self, when: float, now: float) -> None:
+        if self._tick == when:  # else another time is wanted by now
+            self._tick = inf
+            self._tell(Tick(), now)
+
+    def arrive(self, offered: OfferedRequest, now: float) -> None:
+        """Ask the fleet where a request goes."""
+        self._open[offered.request.request_id] = offered
+        request = offered.request
+        self._teller.tell(Arrived(RoutingRequest.of(request, request.block_hashes or ())), now)
+
+    def on_step(self, member: Member, finished: Sequence[OfferedRequest], now: float) -> None:
+        """Tell the fleet of first tokens and of ends."""
+        for offered in member.replica.started:
+            if offered.record.finish_reason is None:
+                self._tell_delivery(member, offered, now)
+        if self._not_begun:
+            self._tell_resumed(member, now)
+        for offered in finished:
+            self._not_begun.pop(offered.request.request_id, None)
+            self._tell_delivery(member, offered, now, is_finished=True)
+            self._close(offered, now)
+        if self._moves is not None and not member.is_gone:
+            self._moves.on_step_end(member.number, now)
+        if self._is_reported:
+            self._reports.ask(member.number)
+
+    def _tell_resumed(self, member: Member, now: float) -> None:
+        """Tell of the first tokens that requests had here which have gone on behind those from elsewhere."""
+        for request_id, num_before in list(self._not_begun.items()):
+            offered = self._open[request_id]
+            is_here = offered.place == member.number and offered.record.finish_reason is None
+            if is_here and len(offered.record.delivery_times) > num_before:
+                del self._not_begun[request_id]
+                self._tell_delivery(member, offered, now)
+        self.hears_all = self._hears_all or bool(self._not_begun)
+
+    def _tell_delivery(
+        self, member: Member, offered: OfferedRequest, now: float, *, is_finished: bool = False
+    ) -> None:
+        request_id, record = offered.request.request_id, offered.record
+        if self._moves is not None and not member.is_gone:
+            self._moves.on_first_token(member.number, request_id, now, is_finished=is_finished)
+        num_tokens = len(record.delivery_times)
+        num_new, self._told[request_id] = num_tokens - self._told.get(request_id, 0), num_tokens
+        self._teller.tell(
+            Delivered(member.name, request_id, num_new, record.num_cached_tokens, is_finished), now
+        )
+
+    def before_plan(self, member: Member, now: float) -> None:
+        """Let moves take note of the requests that have left a batch."""
+        if self._moves is not None:
+            self._moves.on_step_end(member.number, now)
+
+    def on_given_up(self, member: Member, offered: OfferedRequest, now: float) -> None:
+        """Tell the fleet of a request that a replica ended in its queue, or would not have."""
+        if self._moves is not None:
+            self._moves.forget(member.number, offered.request.request_id)
+        if offered.refusal is not None:
+            self._tell_refusal(member, offered, offered.refusal, now)
+        else:
+            self._tell_delivery(member, offered, now, is_finished=True)
+            self._close(offered, now)
+
+    def _tell_refusal(
+        self, member: Member, offered: OfferedRequest, refusal: Overloaded | SLOUnattainable, now: float
+    ) -> None:
+        request_id, retry_after = offered.request.request_id, refusal.retry_after
+        self._tell(Refused(member.name, request_id, is_for_load=True, retry_after=retry_after), now)
+
+    def _change(self, change: FleetChange, now: float) -> None:
+        name = replica_id(change.number)
+        if change.kind == "scale":
+            self._tell(ScaleAsked(change.number), now)
+        elif change.number not in self.lives.replicas:
+            return  # it is down already
+        elif change.kind == "kill":
+            self._kill(change.number, now)
+        else:
+            self._tell(DrainAsked(name, self._config.fleet_times.drain, change.kind == "restart"), now)
+
+    def _kill(self, number: int, now: float) -> None:
+        member = self._loop.members[number]
+        member.is_gone = True
+        for offered in member.replica.abandon(now):
+            self._not_begun.pop(offered.request.request_id, None)
+            if len(offered.record.delivery_times) > self._told.get(offered.request.request_id, 0):
+                self._tell_delivery(member, offered, now)
+        if self._moves is not None:
+            self._moves.lose(number, now)
+            self._expect_copies()
+        self.lives.remove(number, died=True)
+        self._tell(Lost(member.name, "killed"), now)
+
+    def _on_ready(self, number: int, now: float) -> None:
+        kind = self.lives.kind(number)
+        limits = kind.scheduler
+        told = ReplicaLimits(
+            device=kind.device,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            moves_streams=self._moves is not None and not composition(limits.policy).release.holds_finished,
+        )
+        self._tell(Joined(replica_id(number), told), now)
+        if self._is_reported:
+            self._reports.take(number, now)
+
+    # ---- reports and moves ----
+
+    def _hear_of(self, answered: Answered, now: float, delay: float) -> None:
+        """Tell the fleet what came of a step of a move, once that is heard of."""
+        if delay:
+            self._loop.at(now + delay, HEAR, lambda then: self._tell(answered, then))
+        else:
+            self._tell(answered, now)
+
+    def _take_steps(self, now: float) -> None:
+        """Do what was asked for of moves."""
+        assert self._moves is not None
+        while self._moves.is_asked:
+            self._moves.do_next(now)
+        self._expect_copies()
+
+    def _expect_copies(self) -> None:
+        """Have the next copy end when it does, which is another time whenever one begins or ends."""
+        assert self._moves is not None
+        when = self._moves.links.next_time
+        if when != self._next_copy:
+            self._next_copy = when
+            if when < inf:
+                self._loop.at(when, COPY, self._end_copies)
+
+    def _end_copies(self, now: float) -> None:
+        assert self._moves is not None
+        self._moves.end_copies(now)
+        self._expect_copies()
+
+    def do_send(self, action: Send, now: float) -> None:
+        """Let a replica take a request, behind the tokens that its client has, or refuse it."""
+        self.decisions[action.why] += 1
+        number, offered = replica_number(action.replica), self._open[action.request_id]
+        request, times = offered.request, offered.record.delivery_times
+        if len(times) > len(request.resumed_token_ids):
+            request = replace(request, resumed_token_ids=[1] * len(times), first_token_time=times[0])
+            offered.request = request
+        record = offered.record  # it may have been given up elsewhere
+        record.finish_reason, record.end, record.is_rejected, record.predicted_wait = None, nan, False, None
+        offered.place, offered.refusal = number, None
+        if len(times):
+            self._not_begun[request.request_id] = len(times)
+            self.hears_all = True
+        member = self._loop.members[number]
+        try:
+            member.replica.add(offered, now)
+            if action.stops:
+                assert self._moves is not None, "no replica moves streams"
+                self._moves.stop_after_first(number, request.request_id)
+        except REFUSALS as refusal:
+            record.replica, offered.refusal = member.replica.name, refusal
+            self._tell_refusal(member, offered, refusal, now)
+        except RequestRejected as error:
+            raise ConfigError(f"request {offered.index} of the load can never run: {error}") from error
+        member.call(now)
+
+    def do_withdraw(self, action: Withdraw, now: float) -> None:
+        """Take a request from a replica."""
+        number = replica_number(action.replica)
+        self.lives.replicas[number].withdraw(action.request_id, now)
+        if self._moves is not None:
+            self._moves.forget(number, action.request_id)
+        self._not_begun.pop(action.request_id, None)
+        self._loop.call(number)
+
+    def do_refuse(self, action: Refuse, now: float) -> None:
+        """End a request."""
+        self.decisions[action.reason] += 1
+        offered = self._open[action.request_id]
+        if offered.record.finish_reason is not None:
+            offered.record.end = now  # it was given up in a queue
+        elif len(offered.record.delivery_times):
+            offered.record.finish_reason, offered.record.end = FinishReason.ERROR.value, now
+        else:
+            refusal = offered.refusal or Overloaded(action.reason, code="server_overloaded")
+            refuse(offered, refusal, offered.record.replica, now)
+        self._close(offered, now)
+
+    def do_start(self, action: Start, now: float) -> None:
+        """Begin to start a replica."""
+        self.decisions["start"] += 1
+        self.lives.start(replica_number(action.replica), action.delay, now)
+
+    def do_stop(self, action: Stop, now: float) -> None:
+        """End a replica, or its start."""
+        self.decisions["stop"] += 1
+        number = replica_number(action.replica)
+        self.lives.give_back(number, now)
+        if number in self.lives.replicas:
+            if self._moves is not None:
+                self._moves.leave(number, now)
+                self._expect_copies()
+            self.lives.remove(number)
+
+    def do_move_step(self, action: MoveStep, now: float) -> None:
+        """Let a step of a move be taken once no step of a replica is left to end at this instant."""
+        assert self._moves is not None, "no replica moves streams"
+        if action.verb is MoveVerb.TAKE:
+            self.decisions[f"moved: {self._moves.why(action.move)}"] += 1
+        self._moves.ask(action, self._open.get(action.request_id))
+        self._loop.at(now, MOVE, self._take_steps)
+
+    def do_rescale(self, action: Rescale, now: float) -> None:
+        """Note another size."""
+        self.decisions[f"rescale ({action.why})"] += 1
+        self.sizes.append(FleetSize(now, action.num_replicas, action.why))
+
+    def _close(self, offered: OfferedRequest, now: float) -> None:
+        request_id = offered.request.request_id
+        del self._open[request_id]
+        self._told.pop(request_id, None)
+        self._not_begun.pop(request_id, None)
+        self._loop.close(offered, now)

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import exp, inf
 from statistics import NormalDist
-from typing import NamedTuple
 
 from onbeat.core.handover import Detached
-from onbeat.core.step import BatchShape, SchedulerOutput, StepStats
+from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.speculation.stats import draft_stats
+from onbeat.scheduler.replica.step_report import Planned, StepReporter
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.deliveries import Deliveries
@@ -26,19 +25,6 @@ _NORMAL = NormalDist()
 _SCALE = 2.0**-53
 
 
-class _PlanningCounts(NamedTuple):
-    """What planning has done so far."""
-
-    num_preemptions: int
-    num_prefix_queries: int
-    num_prefix_hits: int
-
-
-def _planning_counts(scheduler: Scheduler) -> _PlanningCounts:
-    """Return the scheduler's counts."""
-    return _PlanningCounts(scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits)
-
-
 @dataclass(slots=True)
 class StepUnderWay:
     """A step that was planned, or the first of a run of steps that differ in token counts alone."""
@@ -49,8 +35,8 @@ class StepUnderWay:
     first_context: int
     """`decode_context_tokens` of the first step."""
     start: float
-    counts: tuple[_PlanningCounts, _PlanningCounts] | None
-    """Before and after it was planned, if anybody hears of it."""
+    planned: Planned | None
+    """What its planning did, if anybody hears of it."""
     predicted: float | None
     """What the scheduler's own model expects, seconds; likewise."""
 
@@ -82,6 +68,7 @@ class ReplicaCore:
         self.noise = make_noise(config.step_noise, seed=config.seed, replica=int(name))
         self.deliveries = Deliveries(name, has_drafts=config.scheduler.speculation is not None)
         self.sampler = make_sampler(config, self.deliveries)
+        self._reporter = StepReporter(self.scheduler)
         self.num_steps = 0
         """Steps that have ended."""
         self.busy_seconds = 0.0
@@ -97,19 +84,14 @@ class ReplicaCore:
 
     def plan(self, now: float, *, repeats: bool = False) -> StepUnderWay | None:
         """Plan a step; None where nothing can run before something else happens."""
-        counts = predicted = None
-        if self._observer is None:
-            scheduled = plan_step(self.scheduler, now, repeats=repeats)
-        else:
-            before = _planning_counts(self.scheduler)
-            scheduled = plan_step(self.scheduler, now, repeats=repeats)
-            counts = (before, _planning_counts(self.scheduler))
+        scheduled = plan_step(self.scheduler, now, repeats=repeats)
         if scheduled is None:
             return None
         shape = self.sampler.begin(scheduled)
+        planned = predicted = None
         if self._observer is not None:
-            predicted = self._predict(scheduled)
-        return StepUnderWay(scheduled, shape, shape.decode_context_tokens, now, counts, predicted)
+            planned, predicted = self._reporter.take_planned(), self._predict(scheduled)
+        return StepUnderWay(scheduled, shape, shape.decode_context_tokens, now, planned, predicted)
 
     def max_steps(self, scheduled: SchedulerOutput) -> int:
         """Return how often a step may be run before something has to be told of one of its requests."""
@@ -159,11 +141,13 @@ class ReplicaCore:
             started += self.deliveries.first(outputs)
         finished = self.deliveries.take(outputs, ends)
         if self._observer is not None:
-            assert step.counts is not None
+            assert step.planned is not None
             step.shape.decode_context_tokens = step.first_context
-            stats = _step_stats(self.scheduler, scheduled, step.counts, step.start, now)
-            if step.predicted is not None:
-                stats.predicted_seconds = step.predicted if num_steps == 1 else None
+            stats = self._reporter.stats(scheduled, step.planned, start=step.start, end=now)
+            if step.predicted is None:  # nothing learns, and the device takes what is predicted
+                stats.predicted_seconds = now - step.start
+            elif num_steps == 1:
+                stats.predicted_seconds = step.predicted
             stats.drafts = draft_stats(scheduled, sampled, outputs)
             if self._observer.wanted_steps == "all":
                 stats.scheduler = self.scheduler.state()
@@ -171,8 +155,8 @@ class ReplicaCore:
         if goes_on:
             step.start, step.first_context = now, first_context + num_steps * shape.num_lm_head_rows
             shape.decode_context_tokens = step.first_context
-            if step.counts is not None:
-                step.counts = (step.counts[1], step.counts[1])
+            if step.planned is not None:
+                step.planned = Planned()
                 step.predicted = self._predict(scheduled)
         return finished
 
@@ -256,44 +240,6 @@ class StepNoise:
 def make_noise(sigma: float, *, seed: int, replica: int) -> StepNoise | None:
     """Return the noise of a replica; None where steps take exactly what is predicted."""
     return StepNoise(sigma, seed=seed, replica=replica) if sigma else None
-
-
-def _step_stats(
-    scheduler: Scheduler,
-    scheduled: SchedulerOutput,
-    counts: tuple[_PlanningCounts, _PlanningCounts],
-    start: float,
-    end: float,
-) -> StepStats:
-    """Describe a step that has been updated.
-
-    Parameters
-    ----------
-    counts : before and after it was planned.
-    start, end : when the step, or the run that it began, started and ended.
-    """
-    before, after = counts
-    return StepStats(
-        step_id=scheduled.step_id,
-        start=start,
-        end=end,
-        shape=scheduled.shape,
-        num_running=len(scheduler.running),
-        num_waiting=len(scheduler.waiting),
-        num_blocks=scheduler.kv.pool.num_blocks,
-        num_used_blocks=scheduler.kv.pool.num_used_blocks,
-        num_preemptions=after.num_preemptions - before.num_preemptions,
-        num_prefix_queries=after.num_prefix_queries - before.num_prefix_queries,
-        num_prefix_hits=after.num_prefix_hits - before.num_prefix_hits,
-        schedule_seconds=0.0,
-        update_seconds=0.0,
-        chunk_request_ids=[
-            row.request_id for row in scheduled.rows if row.num_new_tokens - row.num_draft_tokens > 1
-        ],
-        predicted_seconds=end - start,
-        budget_seconds=scheduled.budget,
-        budget_request_id=scheduled.budget_request_id,
-    )
 
 
 def _add_work(total: BatchShape, shape: BatchShape, *, first_context: int, num_steps: int) -> None:

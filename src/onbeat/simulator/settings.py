@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import DRAIN_SECONDS, POOLS_FORM, POOLS_HELP, PoolSizes, parse_pools
-from onbeat.core.kinds import KIND_FORM, KIND_HELP, ReplicaGroup, check_kinds, parse_kind
+from onbeat.core.fleet import DRAIN_SECONDS
 from onbeat.core.options import check, option, part
 from onbeat.core.slo import ShedMode, shed_option
 from onbeat.perfmodel.device_spec import CPU, find_device
@@ -18,17 +17,8 @@ from onbeat.perfmodel.model_files import config_path
 from onbeat.perfmodel.models import STEP_TIME_MODELS, require_step_time
 from onbeat.perfmodel.models import files_of as step_time_files
 from onbeat.perfmodel.spec_file import is_spec_file
-from onbeat.scheduler.cluster.migration import MOVE_HELP, MOVE_RULES, check_move_rule
-from onbeat.scheduler.cluster.pools import RULE_HELP, PoolRule, check_pools
-from onbeat.scheduler.cluster.routers import ROUTERS
-from onbeat.scheduler.cluster.scaling import (
-    DOWN_HELP,
-    DOWN_SECONDS,
-    POLICY_HELP,
-    ScaleBounds,
-    check_scaling,
-    parse_bounds,
-)
+from onbeat.scheduler.cluster.config import FleetConfig
+from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.config import SchedulerLimits
 from onbeat.simulator.config import FleetChange, parse_change
 from onbeat.simulator.speculation import SpeculationSettings
@@ -37,7 +27,7 @@ AUTO = "auto"
 DTypeName = Literal["bf16", "fp16", "fp32", "fp8", "int8", "int4"]
 
 _hardware = partial(option, group="model and devices")
-_fleet = partial(option, group="replicas")
+_fleet = partial(option, group="fleet")
 _step = partial(option, group="step time")
 
 
@@ -83,22 +73,7 @@ class ReplicaSettings:
     num_blocks: int | None = _hardware(
         None, at_least=1, metavar="N", help="KV blocks of a replica (default: what the memory holds)"
     )
-    replicas: int = _fleet(1, at_least=1, metavar="N", help="how many there are")
-    router: str | None = _fleet(
-        None,
-        choices=tuple(ROUTERS),
-        help="who decides where a request goes (default: slo with several replicas under policy slo, else "
-        "round-robin)",
-    )
-    disaggregate: PoolSizes | None = _fleet(
-        None,
-        parse=parse_pools,
-        metavar=POOLS_FORM,
-        help=POOLS_HELP,
-    )
-    pool_rule: PoolRule = _fleet("adaptive", help=RULE_HELP)
-    move_rule: str = _fleet("mend", choices=tuple(MOVE_RULES), help=MOVE_HELP)
-    kinds: tuple[ReplicaGroup, ...] = _fleet((), parse=parse_kind, metavar=KIND_FORM, help=KIND_HELP)
+    fleet: FleetConfig = part(FleetConfig)
     kv_bandwidth: float | None = _fleet(
         None,
         flag="--kv-transfer-gbps",
@@ -121,14 +96,6 @@ class ReplicaSettings:
         help="what happens to replicas: '30 kill 0', in second 30 replica 0 dies; likewise restart, drain; "
         "'90 scale 4', there are to be 4",
     )
-    autoscale: ScaleBounds | None = _fleet(
-        None,
-        parse=parse_bounds,
-        metavar="MIN..MAX",
-        help="let the fleet decide on the number of replicas, in place of --replicas",
-    )
-    autoscale_policy: str = _fleet("objective", metavar="NAME", help=POLICY_HELP)
-    scale_down_seconds: float = _fleet(DOWN_SECONDS, metavar="SECONDS", help=DOWN_HELP)
     start_seconds: float = _fleet(
         10.0,
         flag="--replica-start-seconds",
@@ -185,31 +152,13 @@ class ReplicaSettings:
 
     def __post_init__(self) -> None:
         check(self, ReplicaSettings)
-        check_pools(self.disaggregate, self.pool_rule, replicas=self.replicas)
-        moves = self.kv_bandwidth is not None or self.disaggregate is not None
-        check_move_rule(self.move_rule, moves=moves, cure="give --kv-transfer-gbps")
-        check_kinds(self.kinds, self.num_replicas)
-        if self.kv_latency and self.kv_bandwidth is None and self.disaggregate is None:
+        hands_over = self.kv_bandwidth is not None or self.fleet.disaggregate is not None
+        check_move_rule(self.fleet.move_rule, moves=hands_over, cure="give --kv-transfer-gbps")
+        if self.kv_latency and not hands_over:
             raise ConfigError(
                 "--kv-transfer-latency-ms is of a link that no KV goes over; give --kv-transfer-gbps or "
                 "--disaggregate, or leave it out"
             )
-        check_scaling(self.autoscale, self.autoscale_policy, self.scale_down_seconds)
-        if self.autoscale is not None and self.replicas != 1:
-            raise ConfigError(
-                f"--autoscale {self.autoscale} decides on the number of replicas; leave out --replicas "
-                f"{self.replicas}"
-            )
-
-    @property
-    def most_replicas(self) -> int:
-        """Replicas that there are at once, at most."""
-        return self.num_replicas if self.autoscale is None else self.autoscale.most
-
-    @property
-    def num_replicas(self) -> int:
-        """Replicas at the start, whatever they do."""
-        return self.replicas if self.disaggregate is None else self.disaggregate.num_replicas
 
 
 def files_of(settings: ReplicaSettings) -> tuple[Path, ...]:
@@ -221,6 +170,6 @@ def files_of(settings: ReplicaSettings) -> tuple[Path, ...]:
     """
     config = config_path(settings.model)
     measured = step_time_files(settings.step_time, settings.profile)
-    devices = (settings.device, *(each.device for each in settings.kinds if each.device is not None))
+    devices = (settings.device, *(each.device for each in settings.fleet.kinds if each.device is not None))
     own = tuple(Path(name) for name in (*devices, settings.engine) if is_spec_file(name))
     return (*own, *measured) if config is None else (config, *own, *measured)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.kinds import as_settings
@@ -20,20 +19,12 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision, narrower_formats
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime
-from onbeat.scheduler.cluster.scaling import (
-    DOWN_SECONDS,
-)
+from onbeat.scheduler.cluster.config import FleetConfig
 from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerConfig
 from onbeat.scheduler.replica.policies import LARGEST_BUDGET, composition, largest_step, settle
 from onbeat.scheduler.replica.token_budget import choose_token_budget, mean_decode_context
 from onbeat.simulator.acceptance import Acceptance
-from onbeat.simulator.config import (
-    AutoscaleConfig,
-    FleetTimes,
-    KVLink,
-    ReplicaKind,
-    SimulationConfig,
-)
+from onbeat.simulator.config import FleetTimes, KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.settings import AUTO, ReplicaSettings
 from onbeat.simulator.speculation import beside_draft_model
 from onbeat.workload.offered import LongerThanContext, OfferedLoad
@@ -88,7 +79,7 @@ def build_simulation(
     DoesNotFit : memory holds no model and request of this size; the message says what was tried and fits.
     ConfigError : an unknown name, or sizes that do not fit together.
     """
-    if settings.kinds:
+    if settings.fleet.kinds:
         return _build_mixed(settings, tbt=tbt, context_tokens=context_tokens)
     try:
         return _build(settings, tbt, context_tokens)
@@ -153,10 +144,8 @@ def _build(settings: ReplicaSettings, tbt: float | None, context_tokens: int | N
     return Simulation(
         config=SimulationConfig(
             scheduler=scheduler,
-            num_replicas=settings.num_replicas,
-            router=settings.router or _default_router(settings, scheduler),
+            fleet=settings.fleet,
             fleet_changes=settings.fleet_changes,
-            autoscale=_autoscale(settings),
             fleet_times=FleetTimes(start=settings.start_seconds, drain=settings.drain_seconds),
             host_overhead=settings.host_overhead,
             pipeline=settings.pipeline_parallel,
@@ -167,9 +156,6 @@ def _build(settings: ReplicaSettings, tbt: float | None, context_tokens: int | N
             step_noise=settings.step_noise,
             steps_ahead=_steps_ahead(settings),
             acceptance=Acceptance() if settings.speculation is None else settings.speculation.acceptance,
-            num_prefill=0 if settings.disaggregate is None else settings.disaggregate.prefill,
-            pool_rule=settings.pool_rule,
-            move_rule=settings.move_rule,
             kv_link=kv_link,
             kinds=() if kv_link is None else _without_drafts(settings, (kind,)),
         ),
@@ -182,21 +168,18 @@ def _build(settings: ReplicaSettings, tbt: float | None, context_tokens: int | N
         precision=precision,
         memory=memory,
         kind=kind,
-        num_devices=settings.most_replicas * parallelism.num_devices,
+        num_devices=settings.fleet.most_replicas * parallelism.num_devices,
     )
 
 
 def _build_mixed(settings: ReplicaSettings, *, tbt: float | None, context_tokens: int | None) -> Simulation:
     """Resolve a fleet of several kinds; what is said of one replica is said of the first."""
-    alone: dict[str, Any] = {"kinds": (), "replicas": 1, "disaggregate": None, "pool_rule": "adaptive"}
-    alone["move_rule"] = "mend"
-    alone |= {"kv_bandwidth": None, "kv_latency": 0.0, "autoscale": None}
-    alone |= {"autoscale_policy": "objective", "scale_down_seconds": DOWN_SECONDS}
     built = []
-    for each in settings.kinds:
+    alone = replace(settings, fleet=FleetConfig(), kv_bandwidth=None, kv_latency=0.0)
+    for each in settings.fleet.kinds:
         own = as_settings(each, "device", "tensor_parallel", "policy")
         simulation = build_simulation(
-            change(settings, **alone, **own),
+            change(alone, **own),
             tbt=tbt,
             context_tokens=context_tokens,
             choices=Choices(tensor="tp of that kind"),
@@ -206,12 +189,7 @@ def _build_mixed(settings: ReplicaSettings, *, tbt: float | None, context_tokens
     kinds = tuple(simulation.kind for simulation, count in built for _ in range(count))
     config = replace(
         first.config,
-        num_replicas=settings.num_replicas,
-        router=settings.router or _default_router(settings, first.config.scheduler),
-        autoscale=_autoscale(settings),
-        num_prefill=0 if settings.disaggregate is None else settings.disaggregate.prefill,
-        pool_rule=settings.pool_rule,
-        move_rule=settings.move_rule,
+        fleet=settings.fleet,
         kv_link=make_link(settings, first.model, first.precision),
         kinds=_without_drafts(settings, kinds),
     )
@@ -219,27 +197,10 @@ def _build_mixed(settings: ReplicaSettings, *, tbt: float | None, context_tokens
     return replace(first, config=config, num_devices=num_devices)
 
 
-def _autoscale(settings: ReplicaSettings) -> AutoscaleConfig | None:
-    if settings.autoscale is None:
-        return None
-    return AutoscaleConfig(
-        bounds=settings.autoscale,
-        policy=settings.autoscale_policy,
-        down_seconds=settings.scale_down_seconds,
-    )
-
-
-def _default_router(settings: ReplicaSettings, scheduler: SchedulerConfig) -> str:
-    """Return the router of a live fleet with such replicas."""
-    if settings.most_replicas > 1 and scheduler.policy == "slo":
-        return "slo"
-    return "round-robin" if settings.disaggregate is None else "least-outstanding"
-
-
 def make_link(settings: ReplicaSettings, model: ModelSpec, precision: Precision) -> KVLink | None:
     """Return what lies between the replicas; None where requests do not go on elsewhere with their KV."""
     bandwidth = settings.kv_bandwidth
-    if bandwidth is None and settings.disaggregate is None:
+    if bandwidth is None and settings.fleet.disaggregate is None:
         return None
     return KVLink(
         bytes_per_token=model.kv_bytes_per_token(precision),
@@ -253,7 +214,7 @@ def _without_drafts(settings: ReplicaSettings, kinds: tuple[ReplicaKind, ...]) -
 
     A prompt's first token is nearly all that its replica delivers: there is nothing to draft.
     """
-    pools = settings.disaggregate
+    pools = settings.fleet.disaggregate
     if pools is None or settings.speculation is None:
         return kinds
     kinds += (kinds[-1],) * (pools.prefill + 1 - len(kinds))

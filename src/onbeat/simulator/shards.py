@@ -19,15 +19,13 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.cluster.routing import Router
+from onbeat.scheduler.cluster.routing import Router, RoutingRequest
 from onbeat.simulator.client import Clients
 from onbeat.simulator.columns import RecordColumns
 from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.dispatch import Dispatcher, assign
-from onbeat.simulator.fleet import make_replica
-from onbeat.simulator.loop import EventLoop
 from onbeat.simulator.observer import Collector, Keep
 from onbeat.simulator.result import ReplicaCounters
+from onbeat.simulator.together import make_replica, run_alone
 from onbeat.workload.offered import OfferedLoad
 
 _POLL_SECONDS = 0.02
@@ -50,7 +48,7 @@ class IndependentReplicas:
         self.load = load
         self._config = config
         self._step_time = step_time
-        replica_of_row = assign(router, load)
+        replica_of_row = _assign(router, load)
         rows = np.argsort(replica_of_row, kind="stable")
         bounds = np.searchsorted(replica_of_row[rows], np.arange(1, config.num_replicas))
         self._rows: list[NDArray[np.int64]] = np.split(rows, bounds)
@@ -71,11 +69,7 @@ class IndependentReplicas:
         if rows.size:
             clients = Clients(self.load, config, rows=rows)
             collector = Collector(keep, on_progress=on_progress)
-            try:
-                EventLoop(clients, [replica], Dispatcher(None), collector).run()
-                collector.report()
-            except KeyboardInterrupt:
-                is_complete = False
+            is_complete = run_alone(clients, replica, collector)
         return replica.counters(), is_complete
 
     def run_all(self, keep: Keep, on_progress: OnProgress) -> tuple[list[ReplicaCounters], bool]:
@@ -86,6 +80,18 @@ class IndependentReplicas:
             if not is_complete:
                 return counters, False
         return counters, True
+
+
+def _assign(router: Router, load: OfferedLoad) -> NDArray[np.int32]:
+    """Return the replica of each request of a load, by a router that ignores the replicas' state."""
+    assert router.ignores_state
+
+    def replica_of(index: int) -> int:
+        choice = router.route(RoutingRequest(str(index)))
+        assert choice is not None, "there is a member"
+        return choice.replica
+
+    return np.fromiter(map(replica_of, range(len(load))), np.int32, len(load))
 
 
 @dataclass(frozen=True, slots=True)

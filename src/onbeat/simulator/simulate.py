@@ -6,16 +6,17 @@ import time
 from collections.abc import Callable
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import ShedMode
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.cluster.fleet import Decided
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import Router
 from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.fleet import FleetOutcome, run_together
 from onbeat.simulator.observer import Collector, Progress, ProgressMeter, SimulationObserver
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.shards import IndependentReplicas, run_in_processes
+from onbeat.simulator.together import FleetOutcome, run_together
 from onbeat.workload.offered import OfferedLoad
 
 
@@ -42,7 +43,8 @@ def simulate(  # noqa: PLR0913 (four say who watches)
     step_time : predicts each step of a replica; kinds of replicas bring their own.
     on_progress : hears (requests ended, requests offered, virtual seconds) at most ten times a second.
     observer : hears of each step and request.
-    jobs : most processes to use; only replicas whose router ignores their state can be told apart.
+    jobs : most processes to use; only replicas whose router ignores their state, and which refuse nothing,
+        can be told apart.
     on_decision : is told of each event of the fleet, its time and the actions, if not None.
     on_record : takes the record of each request as it ends, in place of the result: what a run keeps of its
         requests is then bounded by those that are under way, however many there are.
@@ -101,5 +103,13 @@ def simulate(  # noqa: PLR0913 (four say who watches)
 def _is_separable(load: OfferedLoad, config: SimulationConfig, router: Router) -> bool:
     """Whether what happens on one replica has no effect on another."""
     is_open = load.arrivals is not None and config.max_concurrency is None
-    is_fixed = not (config.member_changes or config.has_fleet)
-    return is_fixed and is_open and router.ignores_state and config.num_replicas > 1
+    is_fixed = not (config.fleet_changes or config.kinds or config.kv_link or config.fleet.autoscale)
+    # What one replica refuses goes to another.
+    return is_fixed and is_open and router.ignores_state and config.num_replicas > 1 and not _refuses(config)
+
+
+def _refuses(config: SimulationConfig) -> bool:
+    """Whether a replica may refuse a request that it could run."""
+    limits = config.scheduler
+    caps = (limits.max_num_queued_reqs, limits.max_num_queued_tokens, limits.max_queue_seconds)
+    return config.shed is ShedMode.REJECT or any(each is not None for each in caps)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cpu.bench.test_command_line import SMALL, Background, bench, load
+from tests.cpu.bench.background import SMALL, Background, bench, load
 from tests.fake_openai import FakeOpenAI
 
 

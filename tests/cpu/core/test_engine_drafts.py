@@ -7,7 +7,7 @@ import pytest
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs
 from onbeat.engine.core import EngineCore
-from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.executor import DoneStep, ThreadExecutor
 from onbeat.scheduler.config import SchedulerConfig, SpeculationConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
 from tests.fake_step_time import LinearStepTime
@@ -23,7 +23,7 @@ class DraftingRunner:
         self._num_right = num_right
         self._num_tokens: dict[str, int] = {}
 
-    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, scheduled: SchedulerOutput) -> DoneStep:
         for admitted in scheduled.admitted:
             request = admitted.request
             num_tokens = len(request.prompt_token_ids) + len(admitted.output_token_ids)
@@ -36,7 +36,7 @@ class DraftingRunner:
             end = start + 1 + min(row.num_draft_tokens, self._num_right)
             self._num_tokens[row.request_id] = end
             sampled.append([position % 97 for position in range(start, end)])
-        return ModelRunnerOutput(sampled, num_drafted=[row.num_draft_tokens for row in rows])
+        return DoneStep(ModelRunnerOutput(sampled, num_drafted=[row.num_draft_tokens for row in rows]))
 
 
 def run(

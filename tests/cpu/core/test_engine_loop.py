@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from onbeat.core.handover import MoveVerb
+from onbeat.core.handover import MoveTask, MoveVerb
 from onbeat.core.protocols import EnginePulse
 from onbeat.engine import process
 from onbeat.engine.messages import AskMove, Shutdown, decode_from_engine, encode
@@ -59,7 +59,7 @@ def test_blocks_are_checked_while_nobody_waits_for_an_answer(
             checks.append("checked")
 
         for number in range(asks):
-            fleet.send(encode(AskMove(f"m{number}", MoveVerb.HOLD, "a")))
+            fleet.send(encode(AskMove(MoveTask(f"m{number}", MoveVerb.HOLD, "a"))))
         loop = process._EngineLoop(IdleCore(check), inbox, address="")  # type: ignore[arg-type]
         if asks:
             assert inbox.poll(5000), "they have come"
@@ -67,5 +67,7 @@ def test_blocks_are_checked_while_nobody_waits_for_an_answer(
         loop.run()
         loop.close()
         answers = [decode_from_engine(fleet.recv()) for _ in range(asks)]
-    assert [(each.move, each.ok) for each in answers] == [(f"m{number}", False) for number in range(asks)]
+    assert [(each.answer.move, each.answer.ok) for each in answers] == [
+        (f"m{number}", False) for number in range(asks)
+    ]
     assert bool(checks) == (not asks)

@@ -22,7 +22,7 @@ from onbeat.core.errors import (
     PromptTooLong,
     SLOUnattainable,
 )
-from onbeat.core.handover import MoveVerb
+from onbeat.core.handover import MoveTask, MoveVerb
 from onbeat.core.request import FinishReason, Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.engine.messages import AskMove, OpenKV
@@ -333,13 +333,13 @@ def processor_seconds(process_id: int) -> float:
 async def test_an_engine_that_waits_for_another_sleeps():
     async with engine(keeps_kv=True, max_num_seqs=1) as client:
         client._send(OpenKV(b"k" * 32, ["cma"]))
-        client._send(AskMove("m1", MoveVerb.RESERVE, "elsewhere", num_tokens=16))
+        client._send(AskMove(MoveTask("m1", MoveVerb.RESERVE, "elsewhere", num_tokens=16)))
         task = asyncio.create_task(collect(client, make_request()))
         await asyncio.sleep(0.1)
         before = processor_seconds(client.process_id)
         await asyncio.sleep(0.5)
         assert not task.done(), "the only slot is kept for a request from elsewhere"
         assert processor_seconds(client.process_id) - before < 0.2
-        client._send(AskMove("m1", MoveVerb.RELEASE, "elsewhere"))
+        client._send(AskMove(MoveTask("m1", MoveVerb.RELEASE, "elsewhere")))
         tokens, _ = await task
         assert len(tokens) == 8

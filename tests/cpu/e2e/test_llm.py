@@ -167,7 +167,7 @@ def test_a_failed_step_leaves_nothing_behind(tiny: LLM, monkeypatch: pytest.Monk
         raise RuntimeError("no memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(runner, "execute", fail)
+        patched.setattr(runner, "launch", fail)
         with pytest.raises(EngineError, match="no memory"):
             tiny.generate(["a", "b"], GREEDY)
     check_nothing_is_left(tiny)

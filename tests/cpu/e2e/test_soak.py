@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-SOAK = Path(__file__).parents[3] / "benchmarks" / "soak.py"
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("names", ["slo,slo-gap-async", "sarathi-drafts-async,static"])
 def test_a_short_soak_finds_no_fault(names: str) -> None:
-    command = [sys.executable, str(SOAK), "--requests", "500", "--only", names]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-m", "benchmarks.check.soak", "--requests", "500", "--only", names]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "500 requests, 0 faults" in found.stdout

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from onbeat.engine.native.library import NativeLibrary
-from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
+from tests.cpu.engine.forwards import MakeForward, on_cuda_engine, on_native, on_torch
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, tiny_model
 
 TIE_GAP = 1e-3
@@ -50,6 +50,19 @@ class TorchEngine:
 
     def check_logits(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
+
+
+class CudaEngine(TorchEngine):
+    """The GPU engine with operators of plain torch, on the CPU in float64: as equal as `TorchEngine`."""
+
+    def __init__(self) -> None:
+        self._make = functools.cache(self._make_new)
+
+    def make_forward(self, name: str, dtype: torch.dtype | None = None) -> MakeForward:
+        return self._make(name, dtype or torch.float64)
+
+    def _make_new(self, name: str, dtype: torch.dtype) -> MakeForward:
+        return on_cuda_engine(StateCheckpoint(hf_tiny_model(name, torch.float64)), dtype=dtype)
 
 
 class NativeEngine:

@@ -9,6 +9,10 @@ from typing import Protocol
 import torch
 
 from onbeat.engine.config import ActivationQuantization, Quantization
+from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
+from onbeat.engine.cuda.graphs import EagerGraphs
+from onbeat.engine.cuda.reference import ReferenceKernels
+from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.forward import ForwardPass, TorchForward
 from onbeat.engine.models.model import Model
 from onbeat.engine.native.forward import NativeForward, NativeOptions
@@ -70,5 +74,23 @@ def on_native(
             copy_rows=copy_rows,
         )
         return NativeForward(library, checkpoint.config, weights, options)
+
+    return make
+
+
+def on_cuda_engine(checkpoint: Checkpoint, *, dtype: torch.dtype) -> MakeForward:
+    """Return what makes forward passes of the GPU engine, on the CPU."""
+    weights = load_weights(checkpoint, dtype, torch.device("cpu"))
+
+    def make(*, num_blocks: int, block_size: int) -> CudaForward:
+        options = CudaOptions(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=32,
+            max_model_len=512,
+            max_num_batched_tokens=256,
+        )
+        kernels = ReferenceKernels(kernel_sizes(weights, options))
+        return CudaForward(weights, kernels, EagerGraphs(), options)
 
     return make

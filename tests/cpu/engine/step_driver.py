@@ -27,6 +27,9 @@ class RecordingSampler:
     def needs_logits(self, rows: list[SamplingRow]) -> bool:
         return True
 
+    def is_plain(self, rows: list[SamplingRow]) -> bool:
+        return False  # it wants to see the logits
+
     def sample(
         self, logits_RV: torch.Tensor | None, rows: list[SamplingRow], best: BestTokens | None = None
     ) -> SampledTokens:
@@ -36,7 +39,9 @@ class RecordingSampler:
         token_ids = logits_RV.cpu().numpy().argmax(axis=-1)
         if best is not None:
             np.testing.assert_array_equal(best.ids_R, token_ids)
-            np.testing.assert_array_equal(best.logits_R, logits_RV.numpy().max(axis=-1))
+            np.testing.assert_array_equal(
+                best.logits_R, logits_RV.cpu().numpy().max(axis=-1).astype(np.float32)
+            )
         return SampledTokens(token_ids.tolist(), [None] * len(rows))
 
 

@@ -29,6 +29,9 @@ class FailingSampler:
     def needs_logits(self, rows: list[SamplingRow]) -> bool:
         return True
 
+    def is_plain(self, rows: list[SamplingRow]) -> bool:
+        return False
+
     def sample(
         self, logits_RV: torch.Tensor | None, rows: list[SamplingRow], best: BestTokens | None = None
     ) -> SampledTokens:

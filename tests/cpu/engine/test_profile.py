@@ -17,6 +17,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.config import EngineConfig
+from onbeat.engine.executor import PendingStep
 from onbeat.engine.load import LoadedModel, prepare_model
 from onbeat.engine.native.library import NotLoaded, load_library
 from onbeat.engine.profiling.batches import (
@@ -96,7 +97,7 @@ def test_batches_keep_the_limits(seqs, extra, length, context, seed):
 def test_a_cache_that_is_small_for_its_slots_still_gives_batches_context(loaded, num_blocks, num_rows):
     sizes = {"num_blocks": num_blocks, "max_model_len": min(256, 16 * num_blocks)}
     config = replace(loaded.limits, max_num_seqs=256, max_num_batched_tokens=512, **sizes)
-    limits = BatchLimits.of_scheduler(config, max_context_tokens=2**15)
+    limits = BatchLimits.of_scheduler(config, max_context_tokens=2**15, device_type="cpu")
     assert limits.max_num_seqs == num_rows
     assert limits.max_context_tokens >= 0.4 * num_blocks * config.block_size
     batches = corner_batches(limits, 4) + verify_batches(limits, 4)
@@ -149,7 +150,9 @@ def test_held_back_batches_depend_on_the_seed_alone():
 
 
 def test_the_timer_leaves_the_runner_empty(loaded):
-    batches = corner_batches(BatchLimits.of_scheduler(loaded.limits, max_context_tokens=1024), 3)
+    batches = corner_batches(
+        BatchLimits.of_scheduler(loaded.limits, max_context_tokens=1024, device_type="cpu"), 3
+    )
     timer = StepTimer(loaded.runner, num_blocks=num_blocks_for(batches, 16))
     times = [timer.time(batch) for batch in batches]
     timer.close()
@@ -163,13 +166,14 @@ def test_the_timer_leaves_the_runner_empty(loaded):
 def test_the_timer_verifies_the_drafts_of_a_step(loaded, monkeypatch):
     batch = MeasuredBatch((BatchRow(30, 4, num_drafts=3), BatchRow(9, 1), BatchRow(0, 20, samples=False)))
     seen: list[ModelRunnerOutput] = []
-    execute = loaded.runner.execute
+    launch = loaded.runner.launch
 
-    def recorded(scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        seen.append(execute(scheduled))
-        return seen[-1]
+    def recorded(scheduled: SchedulerOutput) -> PendingStep:
+        step: PendingStep = launch(scheduled)
+        seen.append(step.result())
+        return step
 
-    monkeypatch.setattr(loaded.runner, "execute", recorded)
+    monkeypatch.setattr(loaded.runner, "launch", recorded)
     timer = StepTimer(loaded.runner, num_blocks=num_blocks_for([batch], 16))
     timer.time(batch)
     assert seen[-1].num_drafted == [3, 0]

@@ -13,12 +13,14 @@ from onbeat.core.request import FinishReason, Request
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.kv_access import BlockMemory, KVLayout, block_bytes_of, giving_kv
-from onbeat.engine.kv_handover import Departure, KVHandover
+from onbeat.engine.kv_handover import KVHandover
+from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.kv_transfer.transfers import KVTransfers
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.proposer import Proposer
 from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.move_agent import Departure
 from onbeat.scheduler.replica.scheduler import Scheduler
 from tests.cpu.core.kv_engines import KEY, TRANSPORTS
 from tests.cpu.engine.forwards import MakeForward
@@ -93,7 +95,7 @@ class Pair:
         self.streams = Streams()
         self.requests: dict[str, Request] = {}
         self.at: dict[str, int] = {}
-        self.departures: dict[str, Departure] = {}
+        self.departures: dict[str, Departure[KVSource]] = {}
 
     def add(self, request: Request, where: int) -> None:
         self.requests[request.request_id], self.at[request.request_id] = request, where

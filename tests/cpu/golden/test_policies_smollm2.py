@@ -119,7 +119,6 @@ OBJECTIVES = Setting(policy="slo", arrivals=2, depth=2)
         Setting(policy="prefill-first", arrivals=2),
         CHUNKS,
         OBJECTIVES,
-        Setting(policy="fastserve", arrivals=2),
     ],
     ids=str,
 )
@@ -150,8 +149,6 @@ def test_some_prompts_with_torch(reference: Reference, make_forward: MakeForward
         Setting(policy="sarathi-triage", budget=64, arrivals=2, num_blocks=800),
         Setting(policy="edf-triage", budget=64, arrivals=2, num_blocks=800),
         Setting(policy="edf", budget=64, arrivals=2, num_blocks=800),
-        Setting(policy="niyama", budget=512, arrivals=1, num_blocks=800),
-        Setting(policy="fastserve", arrivals=1, num_blocks=800),
     ],
     ids=str,
 )
@@ -171,7 +168,7 @@ def test_all_prompts_with_prefix_hits(reference: Reference, make_forward: MakeFo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["prefill-first", "sarathi", "slo", "fastserve"])
+@pytest.mark.parametrize("policy", ["prefill-first", "sarathi", "slo"])
 def test_all_prompts_with_forced_preemption(reference: Reference, make_forward: MakeForward, policy: str):
     budget = 64 if policy == "sarathi" else None
     setting = Setting(policy=policy, budget=budget, num_blocks=97, max_num_seqs=20)

@@ -72,6 +72,7 @@ def test_threads_are_shared_out_and_it_is_said() -> None:
     ("options", "device", "message"),
     [
         ({"backend": "native"}, CPU, "native engine runs in one process, but tensor_parallel_size is 2"),
+        ({"backend": "cuda"}, CPU, "the GPU engine runs in one process, but tensor_parallel_size is 2"),
         ({"quantization": "int8"}, CPU, "^quantization int8 needs the native engine"),
         ({"activation_quantization": "int8"}, CPU, "activation_quantization int8 needs the native engine"),
         ({"instruction_set": "portable"}, CPU, "instruction_set portable needs the native engine"),

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from onbeat.engine.draw import locate
-from onbeat.engine.random_stream import uniform
+from onbeat.engine.random_stream import stream_start, uniform, uniforms
 
 
 @pytest.mark.parametrize("seeds_vary", [True, False])
@@ -31,6 +31,14 @@ def test_neighbouring_streams_are_uncorrelated() -> None:
 def test_any_integer_is_a_seed() -> None:
     assert uniform(-1, 3) == uniform(2**64 - 1, 3) != uniform(1, 3)
     assert 0.0 <= uniform(2**200, 10**6) < 1.0
+
+
+def test_many_seeds_at_once_give_the_numbers_of_each() -> None:
+    seeds = [0, 1, -1, 2**64 - 1, 2**200, 12345678901234567890]
+    starts = np.array([stream_start(seed) for seed in seeds], np.uint64)
+    for position in (0, 1, 77, 2**31, 2**40):
+        numbers = uniforms(starts, np.full(len(seeds), position))
+        assert numbers.tolist() == [uniform(seed, position) for seed in seeds]
 
 
 def test_stream_is_pinned() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import InvalidRequest, PromptTooLong
-from onbeat.server.generation_request import fit_max_tokens
+from onbeat.server.engine_requests import fit_max_tokens
 from onbeat.server.prompts import EncodeOptions, PromptEncoder
 from onbeat.text.chat_template import ChatTemplate
 from tests.fakes_engine import BOS, VOCAB_SIZE, ByteTokenizer

@@ -22,8 +22,8 @@ from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.proposer import Proposer
 from onbeat.scheduler.config import SchedulerConfig, SpeculationConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
-from tests.cpu.engine.engines import NativeEngine, TinyEngine
-from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
+from tests.cpu.engine.engines import CudaEngine, NativeEngine, TinyEngine
+from tests.cpu.engine.forwards import MakeForward, on_cuda_engine, on_native, on_torch
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt
 
 VOCAB_SIZE = 211
@@ -36,11 +36,11 @@ MakeProposer = Callable[[ForwardPass, SchedulerConfig], Proposer]
 def make_near(engine: TinyEngine, name: str, noise: float = 0.0) -> MakeForward:
     """Return what makes forward passes, in float32, of a tiny model whose weights are off by some noise."""
     library = engine.library if isinstance(engine, NativeEngine) else None
-    return _make_near(library, name, noise)
+    return _make_near(library, isinstance(engine, CudaEngine), name, noise)
 
 
 @functools.cache
-def _make_near(library: NativeLibrary | None, name: str, noise: float) -> MakeForward:
+def _make_near(library: NativeLibrary | None, on_cuda: bool, name: str, noise: float) -> MakeForward:
     hf_model = hf_tiny_model(name, torch.float32)
     torch.manual_seed(7)
     with torch.no_grad():
@@ -49,6 +49,8 @@ def _make_near(library: NativeLibrary | None, name: str, noise: float) -> MakeFo
     checkpoint = StateCheckpoint(hf_model)
     if library is not None:
         return on_native(library, checkpoint, dtype=torch.float32)
+    if on_cuda:
+        return on_cuda_engine(checkpoint, dtype=torch.float32)
     return on_torch(build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu")))
 
 

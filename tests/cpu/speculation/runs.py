@@ -12,7 +12,7 @@ import pytest
 from onbeat.core.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
-from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.executor import DoneStep, ThreadExecutor
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler, SamplingRow
 from onbeat.engine.speculation.config import read_speculative_config
@@ -88,10 +88,10 @@ class NotingRunner:
         self.runner = runner
         self.steps: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
 
-    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, scheduled: SchedulerOutput) -> DoneStep:
         result = self.runner.execute(scheduled)
         self.steps.append((scheduled, result))
-        return result
+        return DoneStep(result)
 
 
 def fixed(num_drafts: int, draft_length: DraftLength = "fixed") -> SpeculationConfig:

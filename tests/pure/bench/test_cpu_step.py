@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.cpu_step.floor import Case, Floor, MachineRates, WeightBytes, floor_of
-from benchmarks.cpu_step.host import SKIPPED_STEPS, host_share
-from benchmarks.cpu_step.numbers import Subject, case_result, neighbour_result
+from benchmarks.check.cpu_step.floor import Case, Floor, MachineRates, WeightBytes, floor_of
+from benchmarks.check.cpu_step.host import SKIPPED_STEPS, host_share
+from benchmarks.check.cpu_step.numbers import Subject, case_result, neighbour_result
 from onbeat.core.step import BatchShape, StepStats
 from onbeat.perfmodel.model_sizes import ModelSpec
 

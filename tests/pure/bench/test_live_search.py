@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.harness.pages import middle
-from benchmarks.slo_live.search import (
+from benchmarks.serve.slo_live.search import (
     STEP,
     Capacity,
     Ladder,
@@ -17,7 +17,7 @@ from benchmarks.slo_live.search import (
     ramp_crossing,
     without_each_round,
 )
-from benchmarks.slo_live.sections import replace_section
+from benchmarks.serve.slo_live.sections import replace_section
 
 LEVEL = 0.9
 

@@ -10,16 +10,16 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.peers.entries import Entry, EntryError, make_launch, parse_entry, read_entries
-from benchmarks.peers.machine import CPUTime, parse_status
-from benchmarks.peers.order import order_of_turns
-from benchmarks.peers.pairs import by_round, ratio, spread
-from benchmarks.peers.scores import best_server
-from benchmarks.peers.workload import LONG_PROMPT_TOKENS, make_cells
+from benchmarks.serve.peers.entries import Entry, EntryError, make_launch, parse_entry, read_entries
+from benchmarks.serve.peers.machine import CPUTime, parse_status
+from benchmarks.serve.peers.order import order_of_turns
+from benchmarks.serve.peers.pairs import by_round, ratio, spread
+from benchmarks.serve.peers.scores import best_server
+from benchmarks.serve.peers.workload import LONG_PROMPT_TOKENS, make_cells
 from onbeat.workload.mixture import LONG
 from onbeat.workload.prompts import PromptWriter, estimated_pool
 
-SERVERS = Path(__file__).parents[3] / "benchmarks" / "peers" / "servers.yaml"
+SERVERS = Path(__file__).parents[3] / "benchmarks" / "serve" / "peers" / "servers.yaml"
 
 
 def run_of(server: str, index: int, tokens_per_s: float, **more: Any) -> dict[str, Any]:

@@ -128,9 +128,9 @@ def test_two_files_are_refused(file: Path) -> None:
 
 def test_the_fleet_is_a_mapping(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
-    path.write_text("model: a.gguf\nfleet:\n  replicas: 3\n  router: least-work\n")
+    path.write_text("model: a.gguf\nfleet:\n  replicas: 3\n  router: prefix-affinity\n")
     args = serve("--config", path)
-    assert (args.replicas, args.router, args.launcher) == (3, "least-work", "local")
+    assert (args.replicas, args.router, args.launcher) == (3, "prefix-affinity", "local")
     assert serve("--config", path, "-dp", "2").replicas == 2
     assert serve("--config", path, "--data-parallel-size", "4").replicas == 4
 

@@ -1,4 +1,4 @@
-"""What `onbeat serve` can be told of a fleet."""
+"""What a fleet can be told, by `serve` and by `simulate`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import pytest
 from onbeat.cluster.config import FleetOptions
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes, parse_pools
+from onbeat.scheduler.cluster.config import FleetConfig
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 
 
 def test_pools_are_all_replicas() -> None:
-    options = FleetOptions(disaggregate=parse_pools("decode=2, prefill=1"))
+    options = FleetConfig(disaggregate=parse_pools("decode=2, prefill=1"))
     assert options.disaggregate == PoolSizes(prefill=1, decode=2)
     assert (options.num_replicas, options.num_prefill) == (3, 1)
-    assert (FleetOptions(replicas=2).num_replicas, FleetOptions().num_prefill) == (2, 0)
+    assert (FleetConfig(replicas=2).num_replicas, FleetConfig().num_prefill) == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -30,18 +31,18 @@ def test_pools_that_are_none(text: str) -> None:
 def test_what_does_not_go_together() -> None:
     pools = PoolSizes(prefill=1, decode=1)
     with pytest.raises(ConfigError, match="is 2 replicas, but --replicas is 4"):
-        FleetOptions(replicas=4, disaggregate=pools)
+        FleetConfig(replicas=4, disaggregate=pools)
     with pytest.raises(ConfigError, match="leave out --kv-transport none"):
-        FleetOptions(disaggregate=pools, kv_transport="none")
+        FleetOptions(fleet=FleetConfig(disaggregate=pools), kv_transport="none")
 
 
 def test_a_fleet_that_scales_itself_begins_with_the_fewest() -> None:
     bounds = ScaleBounds(2, 4)
-    options = FleetOptions(autoscale=bounds)
+    options = FleetConfig(autoscale=bounds)
     assert (options.first_replicas, options.most_replicas) == (2, 4)
-    assert FleetOptions(autoscale=bounds, replicas=3).first_replicas == 3
-    assert FleetOptions(autoscale=ScaleBounds(0, 4)).first_replicas == 1, "the model's limits come from it"
-    assert (FleetOptions(replicas=2).first_replicas, FleetOptions(replicas=2).most_replicas) == (2, 2)
+    assert FleetConfig(autoscale=bounds, replicas=3).first_replicas == 3
+    assert FleetConfig(autoscale=ScaleBounds(0, 4)).first_replicas == 1, "the model's limits come from it"
+    assert (FleetConfig(replicas=2).first_replicas, FleetConfig(replicas=2).most_replicas) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -56,10 +57,10 @@ def test_a_fleet_that_scales_itself_begins_with_the_fewest() -> None:
 )
 def test_what_does_not_go_with_scaling(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        FleetOptions(autoscale=ScaleBounds(3, 4), **options)
+        FleetConfig(autoscale=ScaleBounds(3, 4), **options)
 
 
 @pytest.mark.parametrize("option", [{"autoscale_policy": "freeness"}, {"scale_down_seconds": 60.0}], ids=str)
 def test_how_to_scale_is_said_of_fleets_that_do(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"--autoscale MIN\.\.MAX"):
-        FleetOptions(**option)
+        FleetConfig(**option)

@@ -38,11 +38,11 @@ def test_a_device_is_taken_as_it_is() -> None:
 def test_one_that_fails_does_not_keep_the_others_from_being_saved(tmp_path: Path) -> None:
     saved: list[Path] = []
 
-    def fail() -> None:
+    def fail(_path: Path) -> None:
         raise ConfigError("cannot write a")
 
     good = tmp_path / "b"
     with pytest.raises(ConfigError, match="cannot write a"):
-        save_all({tmp_path / "a": fail, good: lambda: good.touch()}, saved.append)
+        save_all({tmp_path / "a": fail, good: lambda path: path.touch()}, saved.append)
     assert saved == [good]
     assert good.exists()

@@ -19,10 +19,7 @@ def serve(*arguments: str) -> argparse.Namespace:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--enforce-eager", "ignored: --enforce-eager (no CUDA graphs here)"),
         ("--trust-remote-code", "no code of a model"),
-        ("--gpu-memory-utilization 0.9", "--kv-cache-memory-bytes"),
-        ("--gpu_memory_utilization=0.9", "ignored: --gpu-memory-utilization ("),
         ("--enable-chunked-prefill", "the policy decides"),
         ("--swap-space 4", "nothing is swapped"),
         ("--dtype half", "ignored: --dtype half (float16 is not computed here"),
@@ -174,9 +171,9 @@ def test_values_of_known_flags_are_still_converted() -> None:
 def test_a_configuration_file_may_hold_them(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(
-        "enforce-eager: true\ntrust-remote-code: false\ngpu-memory-utilization: 0.9\n"
+        "disable-log-stats: true\ntrust-remote-code: false\nswap-space: 4\n"
         "limit-mm-per-prompt: {image: 0}\nenable-lora: false\n"
     )
     given = serve("--config", str(file))
-    taken = ["--enforce-eager", "--gpu-memory-utilization", "--limit-mm-per-prompt"]
+    taken = ["--disable-log-stats", "--swap-space", "--limit-mm-per-prompt"]
     assert [line.split()[1] for line in given.ignored] == taken

@@ -12,6 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.papers.linear import (
+    distserve_closure,
+    linear_closure,
+    turbospec_closure,
+    turbospec_speculation,
+)
+from benchmarks.papers.linear_coefficients import DistServeCoefficients, TurboSpecCoefficients
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import cpu_device, find_device
@@ -20,20 +27,10 @@ from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.nnls import nnls_closure, nnls_seconds
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.published.linear import (
-    distserve_closure,
-    linear_closure,
-    turbospec_closure,
-    turbospec_speculation,
-)
-from onbeat.perfmodel.published.linear_coefficients import DistServeCoefficients, TurboSpecCoefficients
-from onbeat.perfmodel.published.operator_table import operator_table_closure
 from onbeat.perfmodel.roofline import make_roofline, roofline_seconds
 from onbeat.perfmodel.shapes import draft_pairs, draft_pairs_of, shape_matrix
 from onbeat.perfmodel.utilisation import StepWork
 from tests.examples import examples
-from tests.pure.perfmodel.operator_profiles import MODEL as TINY
-from tests.pure.perfmodel.operator_profiles import write_profile_directory
 from tests.pure.perfmodel.shapes import batch, decodes, mixed_batches, rows, verified, verifies, with_verified
 
 Seconds = Callable[[BatchShape], float]
@@ -63,15 +60,13 @@ def fitted_here(shapes: list[BatchShape], truth: Seconds, method: str) -> Second
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seconds]:
-    profile = write_profile_directory(tmp_path_factory.mktemp("profile"))
+def models() -> dict[str, Seconds]:
     roofline = make_roofline(LLAMA_8B, H100)
     return {
         "roofline": roofline,
         "roofline of windows": make_roofline(GEMMA, H100),
         "roofline of a CPU": make_roofline(SMOL, CPU, precision=FP32),
         "nnls": fitted_here(mixed_batches(60, seed=21, with_drafts=True), roofline, "nnls"),
-        "operators": operator_table_closure(profile, model=TINY, parallelism=Parallelism()),
         "distserve": distserve_closure(DISTSERVE),
         "turbospec": turbospec_closure(TURBOSPEC),
     }
@@ -82,7 +77,6 @@ NAMES = (
     "roofline of windows",
     "roofline of a CPU",
     "nnls",
-    "operators",
     "distserve",
     "turbospec",
 )
@@ -102,7 +96,7 @@ def test_another_draft_never_makes_a_step_shorter(models, name, count, context):
     assert beside_a_chunk == sorted(beside_a_chunk)
 
 
-@pytest.mark.parametrize("name", ["roofline", "roofline of windows", "operators", "distserve"])
+@pytest.mark.parametrize("name", ["roofline", "roofline of windows", "distserve"])
 def test_drafts_are_cheaper_than_rows_of_their_own(models, name):
     """They read no context of their own: eight tokens of one request are not eight requests."""
     assert models[name](verifies(4, 2000, 7)) < models[name](decodes(32, 2000))

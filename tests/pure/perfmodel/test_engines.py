@@ -232,6 +232,6 @@ def test_an_engine_on_a_cpu_is_refused() -> None:
 
 def test_an_engine_beside_measurements_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"--engine vllm adds the terms .* the step-time model linear rests on"
+        ConfigError, match=r"--engine vllm adds the terms .* the step-time model fitted rests on"
     ):
-        make_step_time_model("linear", model=MODEL, device=DEVICE, engine="vllm")
+        make_step_time_model("fitted", model=MODEL, device=DEVICE, engine="vllm")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,10 @@ from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.fitted import fit
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.models import STEP_TIME_MODELS, make_step_time_model
+from onbeat.perfmodel.models import STEP_TIME_MODELS, Deployment, files_of, make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile_file import (
     MachineLimits,
     MeasuredStep,
@@ -23,9 +23,8 @@ from onbeat.perfmodel.profile_file import (
     limited_device,
     write_profile,
 )
+from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.roofline import make_roofline
-from tests.pure.perfmodel.operator_profiles import MODEL as TINY
-from tests.pure.perfmodel.operator_profiles import write_profile_directory
 from tests.pure.perfmodel.shapes import batch, decodes, mixed_batches
 
 MODEL = find_model_spec("meta-llama/Llama-3.1-8B")
@@ -63,8 +62,8 @@ def write_fitted(path: Path, precision: Precision = BF16) -> None:
     write_profile(path, profile)
 
 
-def test_the_table_has_the_five_kinds() -> None:
-    assert list(STEP_TIME_MODELS) == ["roofline", "fitted", "step-table", "operator-table", "linear"]
+def test_the_table_has_the_three_kinds() -> None:
+    assert list(STEP_TIME_MODELS) == ["roofline", "fitted", "step-table"]
 
 
 def test_the_roofline_needs_nothing_and_is_unsure() -> None:
@@ -117,26 +116,22 @@ def test_a_profile_of_something_else_is_refused(
         make_step_time_model("fitted", **wanted)  # type: ignore[arg-type]
 
 
-def test_an_operator_table_by_name(tmp_path: Path) -> None:
-    model = make_step_time_model(
-        "operator-table", model=TINY, device=DEVICE, profile=write_profile_directory(tmp_path)
-    )
-    assert 0 < model.step_time(decodes(4, 100)) < model.step_time(decodes(4, 100), 0.9)
+def test_another_kind_in_the_table_is_made_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not come with the package stands beside what does, under the same options."""
+
+    def constant(deployment: Deployment) -> Predictor:
+        assert deployment.profile is not None
+        return Predictor(lambda shape: 0.02 * shape.num_decodes, ResidualModel.log_normal(0.1))
+
+    with pytest.raises(ConfigError, match="choose one of roofline, fitted, step-table, or name a table"):
+        make_step_time_model("linear", model=MODEL, device=DEVICE)
+    monkeypatch.setitem(STEP_TIME_MODELS, "linear", constant)
+    model = make_step_time_model("linear", model=MODEL, device=DEVICE, profile=Path("coefficients.json"))
+    assert model.step_time(decodes(4, 100)) == pytest.approx(0.08)
+    assert files_of("linear", Path("coefficients.json")) == (Path("coefficients.json"),)
 
 
-def test_linear_coefficients_by_name(tmp_path: Path) -> None:
-    coefficients = {
-        "decoding_large_small_bs_threshold": 95,
-        "prefill": [10.0, 0.1, 1e-5],
-        "decoding_smallbs": [8.0, 1e-3, 0.05],
-        "decoding_largebs": [9.0, 1e-3, 0.06],
-    }
-    (tmp_path / "profiler.json").write_text(json.dumps({MODEL.name: {"1": coefficients}}))
-    model = make_step_time_model("linear", model=MODEL, device=DEVICE, profile=tmp_path / "profiler.json")
-    assert model.step_time(decodes(4, 100)) == pytest.approx(8.6e-3 + 2e-3 + 4e-5)
-
-
-@pytest.mark.parametrize("kind", ["fitted", "operator-table", "linear"])
+@pytest.mark.parametrize("kind", ["fitted", "step-table"])
 def test_measured_models_need_a_profile(kind: str) -> None:
     with pytest.raises(ConfigError, match=f"{kind} needs a profile: --profile FILE"):
         make_step_time_model(kind, model=MODEL, device=DEVICE)

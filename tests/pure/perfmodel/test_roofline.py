@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.roofline_accuracy import read_grid, relative_errors
+from benchmarks.check.roofline_accuracy import read_grid, relative_errors
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import seconds_of_each

@@ -13,8 +13,8 @@ from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
-from onbeat.perfmodel.published.step_table import read_step_table
 from onbeat.perfmodel.roofline import RooflineParameters, make_roofline
+from onbeat.perfmodel.step_table import read_step_table
 from tests.pure.perfmodel.shapes import batch, decodes
 
 MODEL = find_model_spec("Llama-3.1-8B")

@@ -26,7 +26,7 @@ def test_a_planned_fleet_has_as_many_replicas_as_it_costs() -> None:
     scaled = change(BASE, autoscale=ScaleBounds(4, 4))
     config = FleetCase(parts=((Unit(settings=scaled, usd_per_hour=1.0, watts=1.0), 2),)).build().config
     assert config.num_replicas == 2
-    assert config.autoscale is None
+    assert config.fleet.autoscale is None
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_pools_are_built_with_their_own_degrees() -> None:
     one, two, _ = units()
     built = PooledCase(prefill=(one, 2), decode=(two, 1)).build()
     config = built.config
-    assert (config.num_prefill, config.num_replicas, built.num_devices) == (2, 3, 4)
+    assert (config.fleet.num_prefill, config.num_replicas, built.num_devices) == (2, 3, 4)
     prefill, same, decode = config.kinds
     assert same is prefill
     assert decode.scheduler.num_blocks > prefill.scheduler.num_blocks

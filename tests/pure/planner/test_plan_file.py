@@ -150,19 +150,14 @@ def test_fingerprints_tell_requests_apart() -> None:
 
 def test_fingerprints_tell_contents_of_files_apart(tmp_path: Path) -> None:
     """A profile that was measured again, or a table that was replaced, makes other step times."""
-    profile, operators, model = (tmp_path / name for name in ("profile.json", "operators", "config.json"))
-    operators.mkdir()
-    named = tmp_path / "named.yaml"
-    named.write_text("mlp: operators/mlp.csv\nattention: operators/attention.csv\n")
+    profile, model = tmp_path / "profile.json", tmp_path / "config.json"
     table = tmp_path / "steps.csv"
     device, engine = tmp_path / "device.yaml", tmp_path / "engine.yaml"
-    written = [profile, operators / "mlp.csv", operators / "attention.csv", table, model, device, engine]
+    written = [profile, table, model, device, engine]
     for path in written:
         path.write_text("before")
     settings = [
         change(BASE, step_time="fitted", profile=profile),
-        change(BASE, step_time="operator-table", profile=operators),
-        change(BASE, step_time="operator-table", profile=named),
         change(BASE, step_time=str(table)),
         change(BASE, model=str(model)),
         change(BASE, device=str(device)),

@@ -26,7 +26,7 @@ CHANGES = (
 )
 
 
-ROUTERS = ["slo", "prefix-affinity", "random", "least-work"]
+ROUTERS = ["slo", "prefix-affinity", "round-robin", "least-outstanding"]
 
 
 @cache
@@ -34,7 +34,7 @@ def recorded(router: str) -> bytes:
     """Return the record of a run under a router."""
     config = make_config(
         "slo",
-        num_replicas=3,
+        replicas=3,
         router=router,
         seed=5,
         fleet_changes=CHANGES,
@@ -102,7 +102,7 @@ def test_a_record_that_was_cut_short_is_used_as_far_as_it_goes(record):
     ("index", "line", "match"),
     [
         (0, b'{"file": "onbeat-fleet-record", "schema_version": 9}', "schema version 9"),
-        (0, b'{"file": "onbeat-fleet-record", "schema_version": 1}', "no fleet can be made of its header"),
+        (0, b'{"file": "onbeat-fleet-record", "schema_version": 2}', "no fleet can be made of its header"),
         (0, b'{"file": "other"}', "not the record of a fleet"),
         (3, b"oops", "line 4"),
         (3, b'{"now": 1.0, "event": {"kind": "Party"}, "actions": []}', "'Party' is not an event"),

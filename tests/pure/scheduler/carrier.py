@@ -10,6 +10,7 @@ from random import Random
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.handover import MoveVerb
 from onbeat.core.slo import SLO
+from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import (
     Aborted,
     Answered,
@@ -30,7 +31,7 @@ from onbeat.scheduler.cluster.events import (
     Tick,
     Withdraw,
 )
-from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
+from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest
@@ -317,7 +318,7 @@ class Carrier:
         return replica, rng.choice(list(self.held[replica]))
 
     def settle(self, rng: Random) -> None:
-        """Let everything end well: no more deaths, and enough replicas."""
+        """Let everything end well: no more deaths, and enough replicas, which report how they stand."""
         self.tell(ScaleAsked(2))
         for _ in range(10_000):
             if not self.owners:
@@ -326,6 +327,7 @@ class Carrier:
             self.join(rng)
             self.answer(rng)
             self.deliver(rng)
+            self.report(rng)  # a stream may wait for one that shows room
             self.tell(Tick())
         self.check()
         assert not self.owners, "somebody never ends"
@@ -360,7 +362,7 @@ def new_carrier(
     router: str, num_prefill: int = 0, pool_rule: PoolRule = "adaptive", move_rule: str = "mend"
 ) -> Carrier:
     """Return somebody with a fleet of three that has not started."""
-    config = FleetConfig(drain_seconds=5.0, num_prefill=num_prefill, pool_rule=pool_rule, move_rule=move_rule)
+    config = FleetRules(drain_seconds=5.0, num_prefill=num_prefill, pool_rule=pool_rule, move_rule=move_rule)
     carrier = Carrier(Fleet(make_router(router, 0), config))
     carrier.tell(ScaleAsked(3))
     return carrier

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
-from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import ReplicaLimits
-from onbeat.core.slo import SLO
 from onbeat.scheduler.cluster.events import (
     Aborted,
     Arrived,
     Delivered,
-    DrainAsked,
-    FleetAction,
     Joined,
     Lost,
     Refuse,
@@ -20,59 +13,12 @@ from onbeat.scheduler.cluster.events import (
     ScaleAsked,
     Send,
     Start,
-    Stop,
     Tick,
-    Withdraw,
 )
-from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
+from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import ReplicaState
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.cluster.routing import RoutingRequest
-
-
-def limits(**changes) -> ReplicaLimits:
-    values = {"max_model_len": 4096, "max_num_seqs": 64, "num_blocks": 1000, "block_size": 16, **changes}
-    return ReplicaLimits(**values)
-
-
-def request(request_id: str, *, ttft: float | None = None, arrival: float = 0.0, **changes) -> RoutingRequest:
-    slo = None if ttft is None else SLO(ttft=ttft)
-    values = {"num_prompt_tokens": 10, "max_tokens": 10, **changes}
-    return RoutingRequest(request_id, arrival=arrival, slo=slo, **values)
-
-
-class Driven:
-    """A fleet whose invariants are checked after every event."""
-
-    def __init__(self, num_replicas: int = 2, *, router: str = "least-outstanding", **config) -> None:
-        self.fleet = Fleet(make_router(router, 0), FleetConfig(**config))
-        self.now = 0.0
-        self.on(ScaleAsked(num_replicas))
-        for number in range(num_replicas):
-            self.on(Joined(f"r{number}", limits()))
-
-    def on(self, event, *, after: float = 0.0) -> list[FleetAction]:
-        self.now += after
-        actions = self.fleet.on_event(event, self.now)
-        self.fleet.check_invariants()
-        return actions
-
-    def send(self, *request_ids: str, **changes) -> None:
-        for request_id in request_ids:
-            self.on(Arrived(request(request_id, arrival=self.now, **changes)))
-
-    def state(self, replica: str) -> ReplicaState:
-        return next(each.state for each in self.fleet.status().replicas if each.replica == replica)
-
-    def first(self, replica: str, request_id: str, num_tokens: int = 1) -> list[FleetAction]:
-        return self.on(Delivered(replica, request_id, num_tokens, 0, is_finished=False))
-
-    def end(self, replica: str, request_id: str) -> list[FleetAction]:
-        return self.on(Delivered(replica, request_id, 1, 0, is_finished=True))
-
-
-def places(actions) -> list[tuple[str, str]]:
-    return [(each.request_id, each.replica) for each in actions if isinstance(each, Send)]
+from tests.pure.scheduler.driven import Driven, limits, places, request
 
 
 def test_a_fleet_starts_what_is_asked_for_and_routes():
@@ -267,118 +213,3 @@ def test_a_refused_stream_that_waits_is_told_when_nobody_is_left():
     driven.on(Lost("r0", "killed"))
     driven.on(Refused("r1", "a", is_for_load=True, retry_after=2.0))
     assert driven.on(Lost("r1", "killed")) == [Refuse("a", "no_replica")]
-
-
-def test_who_waits_on_a_draining_replica_moves_and_who_runs_finishes():
-    driven = Driven()
-    driven.send("a", "b", "c", "d")
-    driven.first("r0", "a")
-    actions = driven.on(DrainAsked("r0", 10.0))
-    assert actions == [Withdraw("r0", "c"), Send("r1", "c", "moved")]
-    assert driven.on(Arrived(request("e"))) == [Send("r1", "e", "load")]
-    assert driven.end("r0", "a") == [Stop("r0")]
-    assert driven.state("r0") is ReplicaState.STOPPED
-    assert driven.on(Lost("r0", "ended")) == []
-    assert driven.on(Joined("r0", limits())) == [Stop("r0")]  # nobody asked for it
-
-
-def test_what_outlasts_a_drain_goes_on_elsewhere():
-    driven = Driven()
-    driven.send("a")
-    driven.first("r0", "a")
-    driven.on(DrainAsked("r0", 10.0, restarts=True))
-    assert driven.fleet.next_time == 10.0
-    assert driven.on(Tick(), after=9.0) == []
-    actions = driven.on(Tick(), after=1.0)
-    assert actions == [Withdraw("r0", "a"), Send("r1", "a", "moved"), Stop("r0"), Start("r0")]
-    driven.on(Joined("r0", limits()))
-    assert driven.state("r0") is ReplicaState.READY
-
-
-def test_the_last_replica_serves_what_it_has_while_it_drains():
-    driven = Driven(1)
-    driven.send("a", "b")
-    driven.first("r0", "a")
-    assert driven.on(DrainAsked("r0", 10.0, restarts=True)) == []
-    driven.now = 5.0
-    driven.send("c")  # it waits
-    assert driven.on(Tick(), after=5.0) == [Withdraw("r0", "a"), Withdraw("r0", "b"), Stop("r0"), Start("r0")]
-    assert places(driven.on(Joined("r0", limits()))) == [("a", "r0"), ("b", "r0"), ("c", "r0")]
-    driven.on(DrainAsked("r0", 10.0))
-    assert driven.on(Arrived(request("d"))) == [Refuse("d", "no_replica")]
-
-
-def test_who_waits_for_a_restart_is_told_when_it_is_called_off():
-    driven = Driven(1)
-    driven.send("a")
-    driven.first("r0", "a")
-    driven.on(DrainAsked("r0", 10.0, restarts=True))
-    driven.send("b")
-    assert driven.on(DrainAsked("r0", 10.0)) == [Refuse("b", "no_replica")]
-
-
-def test_a_draining_replica_that_dies_is_not_started_again_unless_it_was_to_be():
-    driven = Driven()
-    driven.send("a", "b")
-    driven.first("r0", "a")
-    driven.on(DrainAsked("r0", 10.0))
-    assert driven.on(Lost("r0", "killed")) == [Send("r1", "a", "resumed")]
-    driven.first("r1", "b")
-    driven.on(ScaleAsked(2))
-    driven.on(Joined("r0", limits()))
-    driven.on(DrainAsked("r1", 10.0, restarts=True))
-    assert driven.on(Lost("r1", "killed"))[0] == Start("r1")
-
-
-def test_scaling_starts_and_drains():
-    driven = Driven(1)
-    assert driven.on(ScaleAsked(3)) == [Start("r1"), Start("r2")]
-    driven.on(Joined("r1", limits()))
-    driven.send("a", "b", "c")  # a and c on r0
-    for replica, request_id in (("r0", "a"), ("r1", "b"), ("r0", "c")):
-        driven.first(replica, request_id)
-    assert driven.on(ScaleAsked(2)) == [Stop("r2")]  # the one that has not even started
-    assert driven.on(ScaleAsked(1)) == []
-    assert driven.state("r1") is ReplicaState.DRAINING
-    assert driven.on(ScaleAsked(2)) == [Start("r2")]
-    assert driven.end("r1", "b") == [Stop("r1")]
-    with pytest.raises(ConfigError, match="cannot have -1 replicas"):
-        driven.on(ScaleAsked(-1))
-
-
-def test_a_request_goes_only_where_it_fits():
-    driven = Driven(1)
-    driven.on(Joined("long", limits(max_model_len=32768)))
-    for number in range(3):
-        [sent] = driven.on(Arrived(request(f"{number}", num_prompt_tokens=4000, max_tokens=500)))
-        assert sent.replica == "long"
-    [sent] = driven.on(Arrived(request("longest", num_prompt_tokens=32000, max_tokens=5000)))
-    assert sent.replica == "long"  # it ends when the context is full
-    too_long = request("too long", num_prompt_tokens=32768, max_tokens=1)
-    assert driven.on(Arrived(too_long)) == [Refuse("too long", "too_long")]
-    assert places(driven.on(Lost("long", "killed"))) == []  # they fit nowhere else, and wait for it
-    assert driven.fleet.status().num_waiting == 4
-
-
-def test_a_replica_that_comes_back_unseen_has_lost_what_it_had():
-    driven = Driven()
-    driven.send("a")
-    driven.first("r0", "a")
-    assert places(driven.on(Joined("r0", limits()))) == [("a", "r1")]
-
-
-def test_an_abort_withdraws():
-    driven = Driven()
-    driven.send("a")
-    assert driven.on(Aborted("a")) == [Withdraw("r0", "a")]
-    assert driven.on(Aborted("a")) == []
-    assert driven.end("r0", "a") == []
-
-
-def test_decisions_are_told():
-    told = []
-    fleet = Fleet(
-        make_router("random", 0), on_decision=lambda event, now, actions: told.append((event, now, actions))
-    )
-    actions = fleet.on_event(ScaleAsked(1), 3.0)
-    assert told == [(ScaleAsked(1), 3.0, actions)]

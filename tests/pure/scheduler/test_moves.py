@@ -7,8 +7,11 @@ from math import inf
 import pytest
 
 from onbeat.core.handover import MoveVerb
+from onbeat.scheduler.cluster.comparators.distserve import WAITS_FOR_ROOM
+from onbeat.scheduler.cluster.comparators.splitwise import COPIED_AHEAD
 from onbeat.scheduler.cluster.events import Answered, MoveStep
-from onbeat.scheduler.cluster.moves import ANSWER_SECONDS, STILL_SECONDS, Move, Moves, Outcome
+from onbeat.scheduler.cluster.move_stages import ANSWER_SECONDS, RUNS, STILL_SECONDS, Course, Move
+from onbeat.scheduler.cluster.moves import Moves, Outcome
 
 RESERVE, HOLD, PULL, FREEZE, ADOPT = (
     MoveVerb.RESERVE,
@@ -28,7 +31,7 @@ TAKE, REATTACH, UNHOLD, RELEASE = (
 class OneMove:
     """A move of `q` from `s` to `d`."""
 
-    def __init__(self, num_blocks: int = 30, *, is_patient: bool = False, is_early: bool = False) -> None:
+    def __init__(self, num_blocks: int = 30, *, course: Course = RUNS) -> None:
         self.steps: list[MoveStep] = []
         self.outcomes: list[Outcome] = []
         self.now = 0.0
@@ -43,9 +46,7 @@ class OneMove:
             num_blocks=num_blocks,
             why="test",
             now=0.0,
-            is_stopped=is_patient,
-            is_patient=is_patient,
-            is_early=is_early,
+            course=course,
         )
 
     def take(self, action: object) -> None:
@@ -164,7 +165,7 @@ def test_a_freeze_that_cannot_be_taken_back_is_undone_once_it_is_answered(ok, th
 
 
 def test_a_freeze_that_is_answered_late_is_given_up_once() -> None:
-    move = OneMove(is_patient=True)
+    move = OneMove(course=WAITS_FOR_ROOM)
     move.answer()
     freeze = move.steps[-1]
     for now in (ANSWER_SECONDS, ANSWER_SECONDS + 0.1):
@@ -209,8 +210,8 @@ def test_a_late_answer_changes_nothing() -> None:
     assert move.asked() == [("s", UNHOLD)]
 
 
-def test_a_patient_request_stands_still_until_somebody_has_room() -> None:
-    move = OneMove(is_patient=True)
+def test_a_request_that_waits_for_room_stands_still_until_somebody_has_room() -> None:
+    move = OneMove(course=WAITS_FOR_ROOM)
     assert move.asked() == [("d", RESERVE)]
     move.answer(ok=False)
     (waiting,) = move.waiting
@@ -226,16 +227,16 @@ def test_a_patient_request_stands_still_until_somebody_has_room() -> None:
     assert move.outcomes == [Outcome.MOVED]
 
 
-def test_a_patient_request_goes_on_where_it_is_if_nobody_ever_will() -> None:
-    move = OneMove(is_patient=True)
+def test_a_request_that_waits_for_room_goes_on_where_it_is_if_nobody_ever_will() -> None:
+    move = OneMove(course=WAITS_FOR_ROOM)
     move.answer(ok=False)
     move.moves.stay(move.waiting[0])
     assert move.asked() == [("s", REATTACH)]
     assert move.outcomes == [Outcome.NO_ROOM]
 
 
-def test_a_patient_request_that_ends_leaves_nothing() -> None:
-    move = OneMove(is_patient=True)
+def test_a_request_that_waits_for_room_that_ends_leaves_nothing() -> None:
+    move = OneMove(course=WAITS_FOR_ROOM)
     move.answer(ok=False)
     move.moves.drop("q")
     assert move.asked() == [("s", UNHOLD)]
@@ -243,12 +244,12 @@ def test_a_patient_request_that_ends_leaves_nothing() -> None:
 
 
 def test_a_prompt_is_copied_as_it_is_computed() -> None:
-    move = OneMove(is_early=True)
+    move = OneMove(course=COPIED_AHEAD)
     assert move.moves.next_time == inf, "it may have to wait for its turn"
     assert (move.moves.num_to("d"), move.moves.num_coming("d")) == (0, 1)
     for num_blocks in (10, 0, 0, 12, 0):
         move.answer(num_blocks=num_blocks)
-    assert move.moves.on_stop("q", 0.0)
+    assert move.moves.on_first_token("q", 0.0)
     for num_blocks in (31, 0, 0):
         move.answer(num_blocks=num_blocks)
     assert [(step.replica, step.verb, step.num_blocks) for step in move.steps] == [
@@ -272,11 +273,11 @@ def test_a_prompt_is_copied_as_it_is_computed() -> None:
     ids=["before the first chunk", "room is asked for", "a copy is under way", "all is copied"],
 )
 def test_the_first_token_may_come_at_any_stage(num_answers, then) -> None:
-    move = OneMove(is_early=True)
+    move = OneMove(course=COPIED_AHEAD)
     for num_blocks in (10, 0, 0)[:num_answers]:
         move.answer(num_blocks=num_blocks)
     move.asked()
-    assert move.moves.on_stop("q", 5.0)
+    assert move.moves.on_first_token("q", 5.0)
     assert move.asked()[-len(then) :] == then or not then
     assert move.moves.next_time == 5.0 + STILL_SECONDS
     while move.steps[-1].verb is not TAKE:
@@ -285,17 +286,17 @@ def test_the_first_token_may_come_at_any_stage(num_answers, then) -> None:
 
 
 def test_a_prompt_for_which_there_is_no_room_is_computed_all_the_same() -> None:
-    move = OneMove(is_early=True)
+    move = OneMove(course=COPIED_AHEAD)
     move.answer(num_blocks=10)
     move.asked()
     move.answer(ok=False)
     assert move.asked() == [("d", RELEASE), ("s", UNHOLD)]
     assert move.outcomes == [Outcome.NO_ROOM]
-    assert not move.moves.on_stop("q", 1.0), "it is moved like any other"
+    assert not move.moves.on_first_token("q", 1.0), "it is moved like any other"
 
 
 def test_a_stream_goes_on_at_its_source_if_there_is_no_room_once_its_prompt_is_done() -> None:
-    move = OneMove(is_early=True)
-    move.moves.on_stop("q", 1.0)
+    move = OneMove(course=COPIED_AHEAD)
+    move.moves.on_first_token("q", 1.0)
     move.answer(ok=False)
     assert [(step.replica, step.verb) for step in move.steps[-2:]] == [("d", RELEASE), ("s", REATTACH)]

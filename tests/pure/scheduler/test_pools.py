@@ -9,6 +9,8 @@ import pytest
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.handover import MoveVerb
+from onbeat.scheduler.cluster.comparators.splitwise import MOST_QUEUED_TOKENS
+from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import (
     Answered,
     Arrived,
@@ -21,8 +23,8 @@ from onbeat.scheduler.cluster.events import (
     Send,
     Stop,
 )
-from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
-from onbeat.scheduler.cluster.pools import MOST_QUEUED_TOKENS, PoolRule
+from onbeat.scheduler.cluster.fleet import Fleet
+from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest
 
@@ -41,7 +43,7 @@ def fleet_of(
     **load: Any,
 ) -> Fleet:
     """Return a fleet of a prefill and two decode replicas, which report the same load."""
-    fleet = Fleet(make_router(router, 0), FleetConfig(num_prefill=num_prefill, pool_rule=rule))
+    fleet = Fleet(make_router(router, 0), FleetRules(num_prefill=num_prefill, pool_rule=rule))
     fleet.on_event(ScaleAsked(num_replicas), 0.0)
     for name in (f"r{number}" for number in range(num_replicas)):
         fleet.on_event(Joined(name, LIMITS), 0.0)

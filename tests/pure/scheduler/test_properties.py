@@ -146,8 +146,7 @@ def run_load(load, policy: str, *, depth: int = 1, **changes) -> Driver:
     raise AssertionError("a request starves")
 
 
-# fastserve lets short prompts pass long ones
-@pytest.mark.parametrize("policy", [name for name in POLICY_NAMES if name != "fastserve"])
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 @examples(25)
 @given(load=loads)
 def test_first_come_is_first_scheduled(policy, load):

@@ -69,12 +69,6 @@ def test_repeated_steps_equal_single_steps(policy, arrivals, num_blocks, prefix)
     assert run(config, arrivals, repeats=True) == run(config, arrivals, repeats=False)
 
 
-def test_a_first_token_gives_a_request_its_place_among_niyamas_decodes() -> None:
-    arrivals = [(0, 1, 3), (0, 32, 2)]
-    config = make_config("niyama", num_blocks=16)
-    assert run(config, arrivals, repeats=True) == run(config, arrivals, repeats=False)
-
-
 def test_a_long_decode_is_one_step() -> None:
     scheduler = Scheduler(make_config(), LinearStepTime())
     scheduler.add(replace(request(0, 20, 100), block_hashes=()))

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits
+from onbeat.core.request import Request, SamplingParams
+from onbeat.core.slo import SLO, ShedMode
 from onbeat.scheduler.cluster.routers import (
     ROUTERS,
     LeastOutstanding,
-    LeastWork,
     PrefixAffinity,
-    RandomRouter,
     RoundRobin,
     make_router,
 )
 from onbeat.scheduler.cluster.routing import Router, RoutingRequest
 
 
-def request(request_id="r", blocks=(), prefill=0.0, decode=0.0) -> RoutingRequest:
-    return RoutingRequest(request_id, blocks, prefill, decode)
+def request(request_id="r", blocks=()) -> RoutingRequest:
+    return RoutingRequest(request_id, blocks)
 
 
 def limits(**changes) -> ReplicaLimits:
@@ -37,18 +35,27 @@ def route(router: Router, request: RoutingRequest) -> int:
     return choice.replica
 
 
+def test_a_router_is_told_what_a_request_may_have():
+    asked = Request(
+        request_id="r",
+        prompt_token_ids=range(100),
+        sampling=SamplingParams(max_tokens=8),
+        arrival=1.0,
+        slo=SLO(ttft=0.5, tbt=0.05),
+        shed=ShedMode.REJECT,
+        priority=3,
+        resumes=False,
+    )
+    told = RoutingRequest.of(asked, (b"a" * 16,))
+    assert (told.request_id, told.block_hashes, told.priority) == ("r", (b"a" * 16,), 3)
+    assert (told.num_prompt_tokens, told.max_tokens, told.ttft_deadline) == (100, 8, 1.5)
+    assert told.rather_refused
+    assert not told.resumes
+
+
 def test_round_robin_takes_turns():
     router = RoundRobin(3)
     assert [route(router, request()) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-
-
-def test_random_choice_depends_on_seed_and_id_alone():
-    ids = [f"r{index}" for index in range(3000)]
-    first = [route(RandomRouter(4, seed=1), request(each)) for each in ids]
-    backwards = [route(RandomRouter(4, seed=1), request(each)) for each in reversed(ids)]
-    assert first == backwards[::-1]
-    assert first != [route(RandomRouter(4, seed=2), request(each)) for each in ids]
-    assert all(650 < count < 850 for count in Counter(first).values())
 
 
 def test_least_outstanding_prefers_the_least_recently_chosen_of_equals():
@@ -80,25 +87,6 @@ def test_least_outstanding_always_takes_a_minimum(num_replicas, actions):
             outstanding[replica] -= 1
 
 
-def test_least_work_weighs_prompts_until_their_first_token():
-    router = LeastWork(2)
-    long, short = request("long", prefill=5.0, decode=1.0), request("short", prefill=1.0, decode=2.0)
-    assert route(router, long) == 0
-    assert [route(router, short) for _ in range(2)] == [1, 1]  # 3 s is less than 6
-    router.on_first_token(0, long)
-    assert route(router, short) == 0  # 1 s is left there, 6 on the other
-
-
-def test_least_work_forgets_rounding_errors_when_a_replica_is_idle():
-    router = LeastWork(2)
-    for _ in range(1000):
-        replicas = [route(router, request(prefill=0.1, decode=0.2)) for _ in range(2)]
-        assert sorted(replicas) == [0, 1]
-        for replica in replicas:
-            router.on_first_token(replica, request(prefill=0.1, decode=0.2))
-            router.on_finish(replica, request(prefill=0.1, decode=0.2))
-
-
 def test_prefix_affinity_follows_the_longest_known_prefix():
     router = PrefixAffinity(3)
     assert route(router, request(blocks=(1, 2, 3))) == 0
@@ -123,14 +111,14 @@ def test_prefix_affinity_remembers_a_bounded_number_of_blocks():
     assert len(router._replica_of_block) == 4
 
 
-@pytest.mark.parametrize("name", ["least-outstanding", "least-work", "prefix-affinity"])
+@pytest.mark.parametrize("name", ["least-outstanding", "prefix-affinity"])
 def test_a_router_does_not_grow_with_the_requests(name):
     router = make_router(name, 8)
     for index in range(5000):
-        replica = route(router, request(str(index), prefill=0.1, decode=0.1))
-        router.on_first_token(replica, request(prefill=0.1, decode=0.1))
-        router.on_finish(replica, request(prefill=0.1, decode=0.1))
-    assert len(router._replicas._heap) <= 4 * 8
+        replica = route(router, request(str(index)))
+        router.on_first_token(replica, request())
+        router.on_finish(replica, request())
+    assert len(router.replicas._heap) <= 4 * 8
 
 
 @pytest.mark.parametrize("name", sorted(ROUTERS))
@@ -141,14 +129,16 @@ def test_every_router_stays_within_the_replicas(name):
 
 
 def test_unknown_routers_are_named():
-    with pytest.raises(ConfigError, match="unknown router 'sticky'; choose one of round-robin, random"):
+    with pytest.raises(
+        ConfigError, match="unknown router 'sticky'; choose one of round-robin, least-outstanding"
+    ):
         make_router("sticky", 2)
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_replica_that_left_is_chosen_no_more_until_it_joins_again(name):
     router = make_router(name, 3)
-    prompts = [request(f"{number}", blocks=(number % 7,), prefill=1.0) for number in range(90)]
+    prompts = [request(f"{number}", blocks=(number % 7,)) for number in range(90)]
     before = [(route(router, each), each) for each in prompts[:30]]
     router.leave(1)
     assert {route(router, each) for each in prompts[30:60]} == {0, 2}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -14,10 +13,10 @@ from hypothesis import strategies as st
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.scheduler.cluster.load_view import LoadView
-from onbeat.scheduler.cluster.prefixes import PrefixMemory
 from onbeat.scheduler.cluster.routing import RoutingRequest
 from onbeat.scheduler.cluster.slo_router import SLORouter
 from onbeat.scheduler.replica.slo.work import PrefillWork, Room
+from tests.pure.scheduler.test_prefix_memory import held
 from tests.pure.scheduler.test_slo_admission import Watch
 from tests.pure.scheduler.timed import make_request
 from tests.pure.simulator.test_calls import num_calls
@@ -46,12 +45,6 @@ def router_of(*loads: ReplicaLoad, **changes) -> SLORouter:
         router.join(number, limits(**changes))
         router.on_report(number, each, 0.0)
     return router
-
-
-def held(memory: PrefixMemory, blocks) -> dict[int, int]:
-    """Return how many of some blocks each replica holds."""
-    holders = memory.look_up(blocks)
-    return {replica: holders.num_held(replica) for replica in holders.longest_first()}
 
 
 def place(router: SLORouter, asked: RoutingRequest, now: float = 0.0, excluded=frozenset()) -> int:
@@ -389,37 +382,3 @@ def test_a_replica_that_left_is_forgotten():
     assert place(router, request("next", blocks=blocks)) == 1
     router.on_report(0, load(), 1.0)  # late
     router.on_finish(0, request("first"))
-
-
-class TestPrefixes:
-    def test_the_longest_prefix_of_each_is_found(self):
-        memory = PrefixMemory()
-        for replica in range(3):
-            memory.join(replica, 100)
-        memory.send(0, (1, 2, 3, 4))
-        memory.send(2, (1, 2))
-        assert held(memory, (1, 2, 3, 9)) == {0: 3, 2: 2}
-        assert held(memory, (9, 1)) == {}
-        memory.forget(0)
-        assert held(memory, (1, 2, 3)) == {2: 2}
-
-    def test_what_a_replica_has_no_room_for_is_evicted_last_block_first(self):
-        memory = PrefixMemory()
-        memory.join(0, 9)
-        memory.send(0, tuple(range(6)))
-        memory.send(0, tuple(range(100, 106)))
-        assert held(memory, tuple(range(6))) == {0: 3}
-        assert held(memory, tuple(range(100, 106))) == {0: 6}
-
-    def test_a_block_that_one_replica_holds_takes_as_much_however_many_replicas_there_are(self):
-        """By far the most blocks are the ends of prompts, which nobody shares."""
-        taken = []
-        for replica in (0, 10_000):
-            memory = PrefixMemory()
-            memory.join(replica, 1000)
-            blocks = tuple(range(1000))
-            tracemalloc.start()
-            memory.send(replica, blocks)
-            taken.append(tracemalloc.get_traced_memory()[0])
-            tracemalloc.stop()
-        assert taken[1] == pytest.approx(taken[0], rel=0.05)

@@ -9,6 +9,9 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
+from onbeat.scheduler.cluster.comparators.freeness_router import FreenessRouter
+from onbeat.scheduler.cluster.comparators.virtual_usage import HIGH_TARGET_TOKENS, freeness
+from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import (
     Arrived,
     Delivered,
@@ -18,12 +21,10 @@ from onbeat.scheduler.cluster.events import (
     Reported,
     ScaleAsked,
 )
-from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
-from onbeat.scheduler.cluster.freeness_router import FreenessRouter
+from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest
-from onbeat.scheduler.cluster.virtual_usage import HIGH_TARGET_TOKENS, freeness
 
 LIMITS = ReplicaLimits(
     max_model_len=8192, max_num_seqs=64, num_blocks=1000, block_size=16, moves_streams=True
@@ -117,7 +118,7 @@ class TestRouter:
 class TestPairs:
     def fleet(self, num_replicas: int = 2, *, rule: str = "llumnix", **fields: Any) -> Fleet:
         """Return a fleet with three streams on each replica, the first of them the longest."""
-        fleet = Fleet(make_router("round-robin", 0), FleetConfig(move_rule=rule))
+        fleet = Fleet(make_router("round-robin", 0), FleetRules(move_rule=rule))
         fleet.on_event(ScaleAsked(num_replicas), 0.0)
         for number in range(num_replicas):
             fleet.on_event(Joined(f"r{number}", LIMITS), 0.0)
@@ -166,7 +167,7 @@ class TestPairs:
 
     def test_the_only_one_of_high_priority_stays(self) -> None:
         """Elsewhere it would take its headroom along, and nobody would be freer."""
-        fleet = Fleet(make_router("round-robin", 0), FleetConfig(move_rule="llumnix"))
+        fleet = Fleet(make_router("round-robin", 0), FleetRules(move_rule="llumnix"))
         fleet.on_event(ScaleAsked(2), 0.0)
         for number in range(2):
             fleet.on_event(Joined(f"r{number}", LIMITS), 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from onbeat.core.step import BatchShape, StepStats
 from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
+from onbeat.scheduler.cluster.config import FleetConfig
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.config import SimulationConfig
@@ -100,4 +102,11 @@ def make_config(policy: str = "sarathi", *, scheduler=None, **changes) -> Simula
         "max_num_batched_tokens": 256 if POLICIES[policy].whole_prompts else 32,
         "policy": policy,
     }
-    return SimulationConfig(scheduler=SchedulerConfig(**(limits | (scheduler or {}))), **changes)
+    return fleet_config(SchedulerConfig(**(limits | (scheduler or {}))), **changes)
+
+
+def fleet_config(scheduler: SchedulerConfig, **changes) -> SimulationConfig:
+    """Return a configuration from its fields and from those of its fleet."""
+    names = {each.name for each in fields(FleetConfig)} - {"kinds"}
+    fleet = FleetConfig(**{name: changes.pop(name) for name in names & changes.keys()})
+    return SimulationConfig(scheduler=scheduler, fleet=fleet, **changes)

@@ -53,14 +53,14 @@ def test_a_request_costs_no_more_calls_than_it_did(policy, objectives, most):
     assert calls_a_request(policy, objectives=objectives) <= most
 
 
-@pytest.mark.parametrize("router", ["round-robin", "least-work", "prefix-affinity", "slo"])
+@pytest.mark.parametrize("router", ["round-robin", "least-outstanding", "prefix-affinity", "slo"])
 def test_what_a_fleet_does_to_start_grows_with_its_replicas_and_no_faster(router):
     few, many = (calls_to_start(num_replicas, router) for num_replicas in (100, 400))
     assert many < 4.4 * few
 
 
 def calls_to_start(num_replicas: int, router: str) -> int:
-    config = make_config(num_replicas=num_replicas, router=router)
+    config = make_config(replicas=num_replicas, router=router)
     load = random_load(1, rate=1, seed=1)
     run = partial(simulate, load, config, linear_time(), on_decision=lambda event, now, actions: None)
     run()

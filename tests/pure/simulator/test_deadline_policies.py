@@ -44,7 +44,7 @@ def test_every_offered_request_is_accounted_for(
         policy,
         scheduler={"max_num_queued_reqs": max_requests, "slo_mode": mode, "max_num_seqs": 4},
         router=router,
-        num_replicas=num_replicas,
+        replicas=num_replicas,
         shed=shed,
         step_noise=noise,
         seed=seed,
@@ -68,7 +68,7 @@ def test_every_offered_request_is_accounted_for(
 @pytest.mark.parametrize("policy", PLANNERS)
 def test_processes_change_nothing(policy):
     load = random_load(200, rate=300, seed=2).with_classes(CLASSES, seed=0)
-    config = make_config(policy, num_replicas=3, shed=ShedMode.REJECT, step_noise=0.1)
+    config = make_config(policy, replicas=3, shed=ShedMode.REJECT, step_noise=0.1)
     one_by_one = simulate(load, config, linear_time())
     assert simulate(load, config, linear_time(), jobs=2).records == one_by_one.records
     assert Counter(record.is_completed for record in one_by_one.records)[True] > 20

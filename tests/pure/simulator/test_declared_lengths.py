@@ -46,7 +46,7 @@ def test_runs_of_steps_equal_single_steps(policy, declared, num_blocks, num_repl
     config = make_config(
         policy,
         scheduler={"num_blocks": num_blocks},
-        num_replicas=num_replicas,
+        replicas=num_replicas,
         router=router,
         declared_max_tokens=declared,
     )

@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import PoolSizes
 from onbeat.core.slo import SLO
 from onbeat.scheduler.cluster.migration import MOVE_RULES
 from onbeat.scheduler.cluster.pools import POOL_RULES
@@ -19,7 +20,15 @@ from onbeat.simulator.config import FleetChange, FleetTimes, KVLink, ReplicaKind
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.slo_classes import SLOClass
 from tests.examples import examples
-from tests.pure.simulator.loads import ShapeTime, StepByStep, Watching, linear_time, make_load, random_load
+from tests.pure.simulator.loads import (
+    ShapeTime,
+    StepByStep,
+    Watching,
+    fleet_config,
+    linear_time,
+    make_load,
+    random_load,
+)
 
 LIMITS: dict[str, Any] = {
     "num_blocks": 64,
@@ -54,9 +63,8 @@ def make_config(
     prompts = SchedulerConfig(**(LIMITS | {"policy": "hybrid-only"} | (prefill or {})))
     tokens = SchedulerConfig(**(LIMITS | {"policy": "hybrid-only"} | (decode or {})))
     given: dict[str, Any] = {
-        "scheduler": SchedulerConfig(**(LIMITS | {"policy": "hybrid-only"})),
-        "num_replicas": num_prefill + num_decode,
-        "num_prefill": num_prefill,
+        "replicas": num_prefill + num_decode,
+        "disaggregate": PoolSizes(prefill=num_prefill, decode=num_decode) if num_prefill else None,
         "router": "least-outstanding",
         "pool_rule": "distserve",
         "kinds": (
@@ -65,7 +73,8 @@ def make_config(
         ),
         "kv_link": KVLink(bytes_per_token=1, bandwidth=1000, latency=0.05),
     }
-    return SimulationConfig(**(given | changes))
+    scheduler = SchedulerConfig(**(LIMITS | {"policy": "hybrid-only"}))
+    return fleet_config(scheduler, **(given | changes))
 
 
 def run(load, config, **options):
@@ -333,10 +342,6 @@ class TestBadInput:
         with pytest.raises(ConfigError, match="policy 'static' runs whole batches"):
             make_config(prefill={"policy": "static"})
 
-    def test_no_replica(self):
-        with pytest.raises(ConfigError, match="num_prefill is 1 of 1 replicas"):
-            make_config(num_decode=0)
-
     def test_no_link(self):
         with pytest.raises(ConfigError, match="give kv_link"):
             make_config(kv_link=None)
@@ -346,7 +351,7 @@ class TestBadInput:
             make_config(decode={"block_size": 32})
 
     def test_unknown_rule(self):
-        with pytest.raises(ConfigError, match="pool_rule is 'splitwize'; it must be one of adaptive"):
+        with pytest.raises(ConfigError, match="unknown pool_rule 'splitwize'; choose one of adaptive"):
             make_config(pool_rule="splitwize")
 
     @pytest.mark.parametrize(

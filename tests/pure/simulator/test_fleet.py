@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, ShedMode
 from onbeat.recording.fleet import FleetRecording, fleet_record, plain
-from onbeat.scheduler.cluster.events import Joined, Lost, Send
+from onbeat.scheduler.cluster.events import Joined, Lost, Refuse, Refused, Send
 from onbeat.scheduler.cluster.scaling import ScaleBounds
-from onbeat.simulator.config import AutoscaleConfig, FleetChange, FleetTimes, MemberChange, ReplicaKind
-from onbeat.simulator.fleet_loop import fleet_config
+from onbeat.simulator.config import FleetChange, FleetTimes, ReplicaKind
+from onbeat.simulator.fleet import fleet_rules
 from onbeat.simulator.replay.fleet import replay_fleet
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.slo_classes import SLOClass
@@ -27,20 +27,72 @@ def kill(when: float, replica: int) -> FleetChange:
     return FleetChange(when, "kill", replica)
 
 
-@pytest.mark.parametrize(
-    "router", ["round-robin", "random", "least-outstanding", "least-work", "prefix-affinity"]
-)
-def test_a_fleet_that_nothing_happens_to_decides_as_a_router_alone(router):
+def test_replicas_that_are_simulated_apart_are_those_of_a_fleet():
     load = random_load(200, rate=20.0, seed=4)
-    config = make_config(router=router, num_replicas=3)
+    config = make_config(router="round-robin", replicas=3)
     alone = simulate(load, config, linear_time()).records
     fleet = simulate(load, config, linear_time(), on_decision=lambda event, now, actions: None).records
     assert fleet == alone
 
 
+@pytest.mark.parametrize("policy", ["sarathi", "slo"])
+@pytest.mark.parametrize("max_concurrency", [None, 12])
+def test_one_replica_does_the_same_without_a_fleet(policy, max_concurrency):
+    load = random_load(200, rate=40.0, seed=4).with_classes(
+        (SLOClass(name="standard", slo=SLO(ttft=0.5, tbt=0.05)),), seed=1
+    )
+    limits = {"max_num_seqs": 4, "max_num_queued_reqs": 4}
+    config = make_config(policy, scheduler=limits, shed=ShedMode.REJECT, max_concurrency=max_concurrency)
+    alone = simulate(load, config, linear_time())
+    fleet = simulate(load, config, linear_time(), on_decision=lambda event, now, actions: None)
+    assert alone.records == fleet.records
+    assert alone.replicas == fleet.replicas
+    assert alone.num_rejected > 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "router"), [("slo", "slo"), ("sarathi", "least-outstanding"), ("orca", "least-outstanding")]
+)
+def test_a_router_that_nobody_names_is_that_of_the_policy(policy, router):
+    assert make_config(policy, replicas=2).router == router
+    named = make_config(policy, replicas=2, router="prefix-affinity")
+    assert named.router == "prefix-affinity"
+
+
+ROUTERS_OF_FLEETS = ["round-robin", "least-outstanding", "prefix-affinity", "slo"]
+
+
+@pytest.mark.parametrize("router", ["round-robin", "least-outstanding", "prefix-affinity"])
+@pytest.mark.parametrize("policy", ["sarathi", "slo"])
+def test_what_one_replica_refuses_another_takes(router, policy):
+    """The first runs one, and has room for one that waits."""
+    load = make_load([8] * 6, [9] * 6, [0.0, 0.01, 0.02, 0.03, 0.04, 0.05])
+    config = make_config(policy, router=router, replicas=2)
+    small = replace(config.scheduler, max_num_seqs=1, max_num_queued_reqs=1)
+    kinds = tuple(ReplicaKind(scheduler=each, step_time=SECOND) for each in (small, config.scheduler))
+    result = simulate(load, replace(config, kinds=kinds), SECOND)
+    assert [record.replica for record in result.records] == ["0", "1", "0", "1", "1", "1"]
+    assert result.num_completed == 6
+    assert result.decisions["retried"] == 2
+
+
+@pytest.mark.parametrize("router", ROUTERS_OF_FLEETS)
+def test_the_same_requests_are_refused_whoever_listens(router):
+    load = random_load(200, rate=200.0, seed=4)
+    limits = {"max_num_seqs": 2, "max_num_queued_reqs": 2}
+    config = make_config(scheduler=limits, router=router, replicas=3)
+    events = []
+    fleet = simulate(load, config, linear_time(), on_decision=lambda *told: events.append(told))
+    assert fleet.records == simulate(load, config, linear_time()).records
+    refused = [each.request_id for _, _, actions in events for each in actions if isinstance(each, Refuse)]
+    assert refused == [each.request_id for each in fleet.records if each.is_rejected]
+    num_refusals = sum(isinstance(event, Refused) for event, _, _ in events)
+    assert num_refusals == fleet.decisions["retried"] + len(refused) > len(refused) > 0
+
+
 def test_streams_go_on_behind_their_tokens_when_their_replica_dies():
     config = make_config(
-        num_replicas=2, router="round-robin", fleet_changes=(kill(3.5, 0),), fleet_times=FleetTimes(start=2.0)
+        replicas=2, router="round-robin", fleet_changes=(kill(3.5, 0),), fleet_times=FleetTimes(start=2.0)
     )
     result = simulate(make_load([8] * 2, [6] * 2, [0.0, 0.0]), config, SECOND)
     moved, stayed = result.records
@@ -62,14 +114,14 @@ def test_the_tokens_of_a_run_of_steps_stay_with_those_who_had_them():
     """A run of decode steps is taken at once; a death in it comes between two of them."""
     load = make_load([8], [40], [0.0])
     for when in (10.25, 10.0):
-        config = make_config(num_replicas=2, fleet_changes=(kill(when, 0),))
+        config = make_config(replicas=2, fleet_changes=(kill(when, 0),))
         [record] = simulate(load, config, SECOND).records
         assert list(record.delivery_times) == [*range(1, 11), *(when + i for i in range(1, 31))]
 
 
 def test_three_deaths_in_a_minute_keep_a_replica_down():
     changes = (kill(1.0, 0), kill(4.0, 0), kill(8.0, 0))
-    config = make_config(num_replicas=2, fleet_changes=changes, fleet_times=FleetTimes(start=1.0))
+    config = make_config(replicas=2, fleet_changes=changes, fleet_times=FleetTimes(start=1.0))
     result = simulate(random_load(300, rate=10.0, seed=1), config, ShapeTime(lambda shape: 0.1))
     assert result.num_completed == 300
     assert not any(each.replica == "0" and each.arrival > 8.0 for each in result.records)
@@ -78,7 +130,7 @@ def test_three_deaths_in_a_minute_keep_a_replica_down():
 
 def test_a_request_dies_with_its_third_replica():
     changes = (kill(1.5, 0), kill(2.4, 1), kill(3.3, 2))
-    config = make_config(num_replicas=4, fleet_changes=changes)
+    config = make_config(replicas=4, fleet_changes=changes)
     [record] = simulate(make_load([8], [9], [0.0]), config, SECOND).records
     assert record.finish_reason == "error"
     assert len(record.delivery_times) == 1  # each next step was cut short
@@ -87,7 +139,7 @@ def test_a_request_dies_with_its_third_replica():
 def test_a_drain_loses_nothing_and_a_rolling_restart_neither():
     changes = (FleetChange(5.0, "restart", 0), FleetChange(30.0, "restart", 1), FleetChange(60.0, "drain", 2))
     config = make_config(
-        num_replicas=3, fleet_changes=changes, fleet_times=FleetTimes(start=3.0, drain=4.0), router="slo"
+        replicas=3, fleet_changes=changes, fleet_times=FleetTimes(start=3.0, drain=4.0), router="slo"
     )
     result = simulate(random_load(900, rate=10.0, seed=1), config, ShapeTime(lambda shape: 0.2))
     assert result.num_completed == 900
@@ -122,7 +174,7 @@ def test_a_replica_that_is_stopped_while_it_starts_and_started_again_takes_its_w
 
 
 def test_records_that_are_taken_as_requests_end_are_not_kept():
-    load, config = random_load(30, rate=20.0, seed=2), make_config(router="least-work", num_replicas=3)
+    load, config = random_load(30, rate=20.0, seed=2), make_config(router="least-outstanding", replicas=3)
     kept = simulate(load, config, linear_time())
     taken = []
     result = simulate(load, config, linear_time(), on_record=taken.append)
@@ -133,7 +185,7 @@ def test_records_that_are_taken_as_requests_end_are_not_kept():
 
 
 def test_replicas_of_several_kinds_share_a_load_by_what_they_can():
-    config = make_config(num_replicas=2, router="slo")
+    config = make_config(replicas=2, router="slo")
     short = replace(config.scheduler, max_model_len=64)
     config = replace(
         config,
@@ -167,7 +219,7 @@ def test_replicas_of_several_kinds_share_a_load_by_what_they_can():
 def test_whatever_happens_everybody_ends_with_all_tokens_or_is_told(router, changes, drain, seed):
     changes = [each for each in changes if each.kind != "scale" or each.number]
     config = make_config(
-        num_replicas=3,
+        replicas=3,
         router=router,
         fleet_changes=tuple(changes),
         fleet_times=FleetTimes(start=1.0, drain=drain),
@@ -206,10 +258,15 @@ def test_a_fleet_that_scales_itself_follows_a_load_and_its_decisions_are_made_ag
     load = replace(load, arrivals=arrivals).with_classes(
         (SLOClass(name="standard", slo=SLO(ttft=2.0, tbt=0.2)),), seed=1
     )
-    autoscale = AutoscaleConfig(bounds=ScaleBounds(0, 3), down_seconds=60.0)
-    config = make_config(policy="slo", router="slo", autoscale=autoscale, fleet_times=FleetTimes(start=5.0))
+    config = make_config(
+        policy="slo",
+        router="slo",
+        autoscale=ScaleBounds(0, 3),
+        scale_down_seconds=60.0,
+        fleet_times=FleetTimes(start=5.0),
+    )
     path = tmp_path / "fleet.gz"
-    about = {"router": "slo", "fleet": plain(fleet_config(config))}
+    about = {"router": "slo", "fleet": plain(fleet_rules(config))}
     with fleet_record(path, about) as on_decision:
         result = simulate(
             load, config, ShapeTime(lambda shape: 0.02 + 2e-3 * shape.num_new_tokens), on_decision=on_decision
@@ -228,18 +285,11 @@ def test_a_fleet_that_scales_itself_follows_a_load_and_its_decisions_are_made_ag
 
 
 def test_replica_seconds_of_a_fixed_fleet_are_those_of_the_run():
-    config = make_config(num_replicas=2, router="slo")
+    config = make_config(replicas=2, router="slo")
     result = simulate(random_load(20, rate=5.0, seed=1), config, linear_time())
     assert result.replica_seconds == pytest.approx(2 * result.duration, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"policy": "sarathi"}, "freeness"),
-        ({"policy": "slo", "member_changes": (MemberChange(1.0, 0, False),)}, "autoscaling"),
-    ],
-)
-def test_what_does_not_go_with_scaling_is_refused(changes, says):
-    with pytest.raises(ConfigError, match=says):
-        make_config(autoscale=AutoscaleConfig(bounds=ScaleBounds(1, 2)), **changes)
+def test_scaling_by_the_objective_needs_predictions():
+    with pytest.raises(ConfigError, match="freeness"):
+        make_config(policy="sarathi", autoscale=ScaleBounds(1, 2))

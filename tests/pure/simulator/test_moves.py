@@ -15,7 +15,7 @@ from onbeat.scheduler.cluster.events import Answered, FleetAction, MoveStep
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.config import FleetChange, FleetTimes, KVLink, SimulationConfig
 from onbeat.simulator.simulate import simulate
-from tests.pure.simulator.loads import ShapeTime, linear_time, make_load, random_load
+from tests.pure.simulator.loads import ShapeTime, fleet_config, linear_time, make_load, random_load
 
 STEP = 0.02
 
@@ -30,9 +30,9 @@ def fleet_of(num_replicas: int = 2, *, bandwidth: float = 1e6, **changes: Any) -
         "policy": "sarathi",
     }
     limits |= changes.pop("limits", {})
-    return SimulationConfig(
-        scheduler=SchedulerConfig(**limits),
-        num_replicas=num_replicas,
+    return fleet_config(
+        SchedulerConfig(**limits),
+        replicas=num_replicas,
         kv_link=KVLink(bytes_per_token=1, bandwidth=bandwidth),
         **({"router": "least-outstanding"} | changes),
     )

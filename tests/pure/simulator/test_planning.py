@@ -36,7 +36,7 @@ def test_a_router_that_reads_predictions_gets_them_under_any_policy():
         def watch(_event, _now, actions, sent=sent):
             sent += [each for each in actions if isinstance(each, Send)]
 
-        config = make_config(num_replicas=2, router=router)
+        config = make_config(replicas=2, router=router)
         simulate(random_load(9, rate=30, seed=1), config, Predictor(SECONDS), on_decision=watch)
         assert len(sent) == 9
         assert any(each.predicted_ttft is not None for each in sent) == (router == "slo")

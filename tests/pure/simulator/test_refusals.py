@@ -95,7 +95,7 @@ class TestHardCaps:
                 "max_num_queued_tokens": max_tokens,
             },
             router=router,
-            num_replicas=num_replicas,
+            replicas=num_replicas,
             pipeline=pipeline,
             max_concurrency=concurrency,
             step_noise=noise,
@@ -115,7 +115,7 @@ class TestHardCaps:
 
 @pytest.mark.usefixtures("shedding")
 class TestShedding:
-    @pytest.mark.parametrize("changes", [{}, {"pipeline": 2}, {"num_replicas": 3, "router": "least-work"}])
+    @pytest.mark.parametrize("changes", [{}, {"pipeline": 2}, {"replicas": 3, "router": "least-outstanding"}])
     @pytest.mark.parametrize("concurrency", [None, 30])
     def test_all_that_was_offered_is_accounted_for(self, changes, concurrency):
         load = random_load(300, rate=300, seed=1).with_classes(CLASSES, seed=1)
@@ -149,7 +149,7 @@ class TestShedding:
 
     def test_processes_change_nothing(self):
         load = random_load(300, rate=300, seed=1).with_classes(CLASSES, seed=1)
-        config = make_config(scheduler={"max_num_seqs": 2}, shed=ShedMode.REJECT, num_replicas=3)
+        config = make_config(scheduler={"max_num_seqs": 2}, shed=ShedMode.REJECT, replicas=3)
         model = ShapeTime(lambda shape: 0.1)
         together = simulate(load, config, model, observer=StepByStep())
         one_by_one = simulate(load, config, model)
@@ -186,17 +186,17 @@ def test_requests_carry_their_objectives(monkeypatch):
 
 
 def test_a_router_forgets_the_work_of_requests_that_were_refused(monkeypatch):
-    """Replica 0 refuses all: with its work still counted, it would hardly be asked again."""
+    """With the work of the first still counted, those that refused it would hardly be asked again."""
 
     class Refusing(Scheduler):
         def add(self, request, now=None):
             raise SLOUnattainable("never", predicted_ttft=9.0)
 
     monkeypatch.setattr(planning, "Scheduler", Refusing)
-    load = make_load([100] * 6, [10] * 6, [float(second) for second in range(6)])
-    config = make_config(router="least-work", num_replicas=2)
+    load = make_load([200, *[10] * 5], [10] * 6, [float(second) for second in range(6)])
+    config = make_config(router="least-outstanding", replicas=3)
     records = simulate(load, config, linear_time()).records
-    assert [record.replica for record in records] == ["0", "1"] * 3
+    assert [record.replica for record in records] == ["1", "0", "2"] * 2  # the second that each has tried
 
 
 def test_the_schedulers_of_replicas_are_the_live_ones():

@@ -63,7 +63,7 @@ def check_runs_equal_single_steps(offered, config, model):
     policy=st.sampled_from(sorted(POLICIES)),
     num_blocks=st.integers(16, 40),
     num_replicas=st.integers(1, 3),
-    router=st.sampled_from(["round-robin", "least-outstanding", "least-work", "prefix-affinity"]),
+    router=st.sampled_from(["round-robin", "least-outstanding", "prefix-affinity"]),
     is_even=st.booleans(),
 )
 @examples(80)
@@ -72,7 +72,7 @@ def test_runs_of_steps_equal_single_steps(load, policy, num_blocks, num_replicas
     config = make_config(
         policy,
         scheduler={"num_blocks": num_blocks},
-        num_replicas=num_replicas,
+        replicas=num_replicas,
         router=router,
         host_overhead=0.0 if is_even else 1e-3,
         max_concurrency=5 if is_closed else None,
@@ -109,8 +109,8 @@ def test_runs_equal_single_steps_of_policies_that_learn_step_times(
     config = make_config(
         policy,
         scheduler={"num_blocks": num_blocks, "slo_mode": mode},
-        num_replicas=num_replicas,
-        router="least-work",
+        replicas=num_replicas,
+        router="least-outstanding",
         host_overhead=1e-3,
         max_concurrency=5 if is_closed else None,
         step_noise=noise,

@@ -79,8 +79,8 @@ def test_a_model_and_a_device_give_predicted_step_times(
         (["--model", "nobody/knows", "--device", "h100-sxm"], "unknown model 'nobody/knows'"),
         (["--profile", "missing.json"], "cannot read the profile missing.json"),
         (
-            ["--step-time", "linaer", "--model", "Llama-3.1-8B", "--device", "h100-sxm"],
-            "did you mean linear?",
+            ["--step-time", "fited", "--model", "Llama-3.1-8B", "--device", "h100-sxm"],
+            "did you mean fitted?",
         ),
         (["--json", "/proc/nowhere/found.json"], "cannot write /proc/nowhere/found.json: No such file"),
     ],

@@ -171,7 +171,7 @@ def test_every_request_gets_its_tokens(
 
 def test_observers_and_processes_change_nothing() -> None:
     load = random_load(60, rate=100, seed=5)
-    config = speculating(3, num_replicas=2, hit_rate=0.6)
+    config = speculating(3, replicas=2, hit_rate=0.6)
     alone = simulate(load, config, linear_time())
     watched = simulate(load, config, linear_time(), observer=(steps := StepByStep()))
     spread = simulate(load, config, linear_time(), jobs=2)
@@ -193,8 +193,7 @@ def test_pools_draft_where_they_generate() -> None:
     limits = make_config().scheduler
     speculating_limits = make_config(scheduler={"speculation": drafting(3)}).scheduler
     config = make_config(
-        num_replicas=2,
-        num_prefill=1,
+        disaggregate=PoolSizes(prefill=1, decode=1),
         pool_rule="distserve",
         kinds=tuple(
             ReplicaKind(scheduler=each, step_time=linear_time()) for each in (limits, speculating_limits)

@@ -50,7 +50,7 @@ def test_no_noise_is_none():
     assert make_noise(0.0, seed=1, replica=1) is None
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_replicas": 3}, {"pipeline": 2}])
+@pytest.mark.parametrize("changes", [{}, {"replicas": 3}, {"pipeline": 2}])
 def test_runs_of_steps_equal_single_steps(changes):
     load = random_load(60, rate=40, seed=5)
     config = make_config(step_noise=0.2, seed=11, **changes)

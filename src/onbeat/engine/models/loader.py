@@ -16,7 +16,7 @@ from onbeat.engine.layers.norm import RMSNorm
 from onbeat.engine.layers.ranks import ONE_RANK, Ranks
 from onbeat.engine.layers.rotary import RotaryEmbedding
 from onbeat.engine.model_config import RopeConfig
-from onbeat.engine.weights import Checkpoint
+from onbeat.engine.weights import Checkpoint, parameter_on
 
 
 class LayerLoader:
@@ -47,8 +47,8 @@ class LayerLoader:
 
     def tensor(self, *names: str) -> Tensor:
         """Return the tensors joined along their first dimension."""
-        parts = [self.checkpoint.get(name, self.dtype) for name in names]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).to(self.device)
+        parts = [parameter_on(self.checkpoint, name, self.dtype, self.device) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def linear(self, *names: str, bias: bool = False) -> Linear:
         """Return one product with the projections of these names (without `.weight`) side by side."""

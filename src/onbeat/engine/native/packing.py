@@ -6,7 +6,7 @@ into their matrix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,42 +15,18 @@ import torch
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.engine.model_config import Family
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
 from onbeat.engine.native.structures import Source, Store
 from onbeat.engine.weights import Checkpoint, parameter_shapes
+from onbeat.engine.weights.layer_norms import LAYER_NORMS
 
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
 
 INTERLEAVED_ROWS = 16
 """Rows of the gate, then as many of the up projection: what one product of the kernel needs of both."""
-
-
-class LayerNorms(NamedTuple):
-    """A layer's norms by their names in a checkpoint."""
-
-    attention: str
-    mlp: str
-    after_attention: str | None = None
-    after_mlp: str | None = None
-
-
-_TWO_NORMS = LayerNorms("input_layernorm", "post_attention_layernorm")
-LAYER_NORMS: Mapping[Family, LayerNorms] = {
-    "llama": _TWO_NORMS,
-    "qwen2": _TWO_NORMS,
-    "qwen3": _TWO_NORMS,
-    "gemma3": LayerNorms(
-        attention="input_layernorm",
-        mlp="pre_feedforward_layernorm",
-        after_attention="post_attention_layernorm",
-        after_mlp="post_feedforward_layernorm",
-    ),
-}
-"""The families that the native engine runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

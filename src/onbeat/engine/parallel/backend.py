@@ -10,10 +10,11 @@ from onbeat.core.errors import ConfigError
 from onbeat.engine.config import EngineConfig, native_settings
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.forward import ForwardPass
-from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.kv_cache import KVCacheSpec, modest_kv_bytes
 from onbeat.engine.parallel.leader import start_ranks
 from onbeat.engine.parallel.shards import Shard, check_degree, config_of_rank
 from onbeat.engine.weights import Checkpoint, parameter_shapes
+from onbeat.scheduler.config import SchedulerConfig
 
 
 class ParallelBackend:
@@ -56,25 +57,34 @@ class ParallelBackend:
         spec = KVCacheSpec.of_model(self._rank_config, dtype=self._rank_device.dtype, block_size=block_size)
         return replace(spec, num_kv_heads=self._size * spec.num_kv_heads)
 
+    def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:  # noqa: ARG002
+        return modest_kv_bytes(spare_bytes)
+
     def build(
         self,
+        limits: SchedulerConfig,
         *,
-        num_blocks: int,
-        block_size: int,
         on_progress: Callable[[str], None],  # noqa: ARG002
         spare_bytes: int = 0,  # noqa: ARG002
     ) -> ForwardPass:
         return start_ranks(
-            self._config, self._checkpoint, self._rank_device, num_blocks=num_blocks, block_size=block_size
+            self._config,
+            self._checkpoint,
+            self._rank_device,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
         )
+
+
+_ONE_PROCESS = {"native": "the native engine", "cuda": "the GPU engine"}
 
 
 def _check_options(config: EngineConfig, device: DeviceConfig) -> None:
     size = config.tensor_parallel_size
-    if config.backend == "native":
+    if config.backend in _ONE_PROCESS:
         raise ConfigError(
-            f"the native engine runs in one process, but tensor_parallel_size is {size}; tensor parallelism "
-            "needs the torch backend: leave --backend out, or --tensor-parallel-size"
+            f"{_ONE_PROCESS[config.backend]} runs in one process, but tensor_parallel_size is {size}; tensor "
+            "parallelism needs the torch backend: leave --backend out, or --tensor-parallel-size"
         )
     for setting, value in native_settings(config):
         raise ConfigError(

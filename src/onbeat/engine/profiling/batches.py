@@ -21,6 +21,8 @@ MOST_VERIFYING = 32
 MAX_CACHE_SHARE = 0.9
 """Share of the KV cache that one batch may take."""
 SHORTEST_CONTEXT = 16
+TIMES_AT_ONCE = 3
+"""How often a step is launched to be timed on an engine that launches ahead; each samples a token."""
 _LONGEST_CONTEXTS = 8
 """So many rows of the longest measured context make up the most context of a batch."""
 
@@ -36,9 +38,10 @@ class BatchRow(NamedTuple):
     """Of the new tokens: a decode row has one more than that."""
 
 
-MOST_TOKENS = 512
-"""Largest batch that is measured. A policy whose budget is time has next to no limit on tokens; longer chunks
-cost in proportion, and what lies beyond the measured range is predicted with a surcharge."""
+MOST_TOKENS = {"cpu": 512, "cuda": 8192}
+"""Largest batch that is measured, by the kind of device. A policy whose budget is time has next to no limit
+on tokens; longer chunks cost in proportion, and what lies beyond the measured range is predicted with a
+surcharge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,9 @@ class BatchLimits:
     """Most tokens of all rows of a batch together, new ones included."""
 
     @classmethod
-    def of_scheduler(cls, config: SchedulerConfig, *, max_context_tokens: int) -> BatchLimits:
+    def of_scheduler(
+        cls, config: SchedulerConfig, *, max_context_tokens: int, device_type: str
+    ) -> BatchLimits:
         """Return the limits of an engine; contexts in sum at most `max_context_tokens`, and what fits.
 
         Each row may leave most of its last block empty, and such blocks are set aside: at most half of what a
@@ -85,11 +90,11 @@ class BatchLimits:
         num_blocks = int(config.num_blocks * MAX_CACHE_SHARE)
         num_rows = max(min(config.max_num_seqs, num_blocks // 2), 1)
         in_cache = (num_blocks - num_rows) * config.block_size
-        # The sampled token needs a position too; and a few of the longest contexts must fit together.
-        longest = max(min(config.max_model_len - 1, max_context_tokens // _LONGEST_CONTEXTS), 2)
+        # Sampled tokens need positions too; and a few of the longest contexts must fit together.
+        longest = max(min(config.max_model_len - TIMES_AT_ONCE, max_context_tokens // _LONGEST_CONTEXTS), 2)
         return cls(
             max_num_seqs=num_rows,
-            max_num_batched_tokens=min(config.max_num_batched_tokens, MOST_TOKENS),
+            max_num_batched_tokens=min(config.max_num_batched_tokens, MOST_TOKENS[device_type]),
             max_model_len=longest,
             max_context_tokens=max(min(max_context_tokens, in_cache), min(longest, 2 * SHORTEST_CONTEXT)),
         )

@@ -127,9 +127,7 @@ class DraftModelBuilder:
 
     def build(self, forward: ForwardPass, limits: SchedulerConfig) -> Proposer:
         # What it decides is of interest for the model that it drafts for, which was told.
-        draft = self.backend.build(
-            num_blocks=limits.num_blocks, block_size=limits.block_size, on_progress=lambda _: None
-        )
+        draft = self.backend.build(limits, on_progress=lambda _: None)
         _warm_up(draft, limits)
         return DraftModelProposer(
             draft,

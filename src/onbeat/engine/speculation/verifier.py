@@ -42,6 +42,10 @@ class TokenSampler(Protocol):
         """Whether more than each row's most likely token is needed to choose."""
         ...
 
+    def is_plain(self, rows: list[SamplingRow]) -> bool:
+        """Whether a forward pass that chooses tokens may do so: their settings ask for nothing else."""
+        ...
+
     def sample(
         self, logits_RV: Tensor | None, rows: list[SamplingRow], best: BestTokens | None = None
     ) -> SampledTokens: ...

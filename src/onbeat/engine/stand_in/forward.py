@@ -136,6 +136,10 @@ class StandInForward:
 class StandInSampler:
     """Takes the tokens as the forward pass has chosen them; each is certain."""
 
+    def is_plain(self, rows: Sequence[SamplingRow]) -> bool:  # noqa: ARG002 -- nobody asks
+        """Return False: its forward pass launches nothing."""
+        return False
+
     def needs_logits(self, rows: Sequence[SamplingRow]) -> bool:  # noqa: ARG002 -- whatever they ask for
         return False
 

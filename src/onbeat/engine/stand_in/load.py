@@ -39,6 +39,7 @@ SOURCES = ("auto", "roofline", "none")
 """What may predict the steps of a stand-in (`EngineConfig.step_time_profile`)."""
 _UNUSED = (
     ("backend", "auto", "--backend chooses what computes steps"),
+    ("enforce_eager", False, "--enforce-eager is of a GPU's graphs"),
     ("threads", None, "--threads are of a forward pass"),
     ("speculative", None, "--speculative-config needs a model that verifies drafts"),
 )
@@ -162,7 +163,7 @@ def prepare_stand_in(config: EngineConfig) -> StandInLoader:
         name=config.model.name,
         description=description,
         device=DeviceConfig(torch.device("cpu"), DTYPES[dtype], num_threads=1),
-        limits=_limits(config.limits, config.kv_cache_memory_bytes, description),
+        limits=_limits(config, description),
         tokenizer_path=config.model.path,
     )
 
@@ -210,13 +211,12 @@ def _check(config: EngineConfig) -> None:
         )
 
 
-def _limits(
-    limits: SchedulerLimits, kv_bytes: int | None, description: StepTimeDescription
-) -> SchedulerConfig:
+def _limits(config: EngineConfig, description: StepTimeDescription) -> SchedulerConfig:
     """Decide what the user left open, as the device's memory allows."""
+    limits, kv_bytes = config.limits, config.kv_cache_memory_bytes
     model, size = description.model, limits.block_size
     if kv_bytes is None:
-        num_blocks = _blocks_that_fit(limits, description)
+        num_blocks = _blocks_that_fit(limits, description, config.gpu_memory_utilization)
     else:
         block_bytes = int(model.kv_bytes_per_token(description.precision) * size)
         num_blocks = kv_bytes // block_bytes
@@ -235,7 +235,7 @@ def _limits(
     )
 
 
-def _blocks_that_fit(limits: SchedulerLimits, what: StepTimeDescription) -> int:
+def _blocks_that_fit(limits: SchedulerLimits, what: StepTimeDescription, utilization: float) -> int:
     """Return the KV blocks that the device holds beside the weights.
 
     Raises
@@ -255,6 +255,7 @@ def _blocks_that_fit(limits: SchedulerLimits, what: StepTimeDescription) -> int:
             precision=precision,
             block_size=limits.block_size,
             max_num_batched_tokens=largest,
+            gpu_memory_utilization=utilization,
             least_tokens=min(limits.max_model_len or 1, what.model.max_position_embeddings),
         ).num_blocks
 

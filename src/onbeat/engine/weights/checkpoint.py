@@ -60,6 +60,27 @@ class QuantizedSource(Protocol):
         ...
 
 
+@runtime_checkable
+class DeviceSource(Protocol):
+    """A checkpoint that can make parameters on the device where they are wanted."""
+
+    def get_on(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a parameter on a device; see `Checkpoint.get`."""
+        ...
+
+
+def parameter_on(checkpoint: Checkpoint, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a parameter on a device; on the CPU it may share memory with a file, so don't write to it.
+
+    Raises
+    ------
+    ModelLoadError : the parameter is not there or cannot be read.
+    """
+    if isinstance(checkpoint, DeviceSource):
+        return checkpoint.get_on(name, dtype, device)
+    return checkpoint.get(name, dtype).to(device)
+
+
 def check_parameters(
     expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], source: str
 ) -> None:

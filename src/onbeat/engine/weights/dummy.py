@@ -41,13 +41,20 @@ class DummyCheckpoint:
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a parameter; see `Checkpoint.get`."""
+        return self.get_on(name, dtype, torch.device("cpu"))
+
+    def get_on(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Make a parameter on a device: billions of numbers take a GPU a moment, a CPU a minute.
+
+        Other devices have other generators, and so other weights of the same seed.
+        """
         shape = self._shapes.get(name)
         if shape is None:
             raise ModelLoadError(f"the {self._config.architecture} model has no parameter {name!r}")
         # A generator for each name: a parameter does not depend on which were read before it. The seed goes
         # into the hash because torch's CPU generator takes only the low 32 bits.
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-        noise = torch.randn(shape, generator=generator, dtype=torch.float32)
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+        noise = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
         if len(shape) == 2:
             # Embeddings feed a norm in some families and are added as they are in others: unit rows over all.
             values = noise / math.sqrt(shape[1])

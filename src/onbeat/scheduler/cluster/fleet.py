@@ -8,14 +8,13 @@ Every request has one owner: one replica, or the fleet itself while no replica t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import inf
 from typing import Any
 
-from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import DRAIN_SECONDS, ReplicaId
+from onbeat.core.fleet import ReplicaId
+from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import (
     Aborted,
     Answered,
@@ -28,7 +27,6 @@ from onbeat.scheduler.cluster.events import (
     Lost,
     Refused,
     Reported,
-    Rescale,
     ScaleAsked,
     ScalingAsked,
     Start,
@@ -42,56 +40,20 @@ from onbeat.scheduler.cluster.membership import (
     OpenRequest,
     Replica,
     ReplicaState,
-    check_count,
     deadline,
     least,
 )
 from onbeat.scheduler.cluster.migration import Migration
-from onbeat.scheduler.cluster.pools import PoolRule, Pools
+from onbeat.scheduler.cluster.pools import Pools
 from onbeat.scheduler.cluster.requests import Requests
 from onbeat.scheduler.cluster.routing import Router
-from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds, Scaling
+from onbeat.scheduler.cluster.scaling import Scaling
 from onbeat.scheduler.cluster.scaling_policy import ScalingPolicy
+from onbeat.scheduler.cluster.sizing import Sizing
 
 MOST_LIVES = 3
 """Replicas in a row that may die under a request before its next token: one that kills them must end."""
 Decided = Callable[[FleetEvent, float, Sequence[FleetAction]], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetConfig:
-    """How a fleet treats its replicas."""
-
-    restarts: bool = True
-    """Whether a replica that died is started again; else it stays down."""
-    drain_seconds: float = DRAIN_SECONDS
-    """How long what runs on a replica may take that is to end because fewer are asked for."""
-    max_num_waiting: int = 1024
-    """Most new requests that wait for a replica to start; further ones are refused."""
-    max_wait_seconds: float | None = None
-    """Longest that a request without tokens waits for a replica to start; None: no limit."""
-    num_prefill: int = 0
-    """Replicas, `r0` and so on, that compute prompts for the others; 0: all do both."""
-    pool_rule: PoolRule = "adaptive"
-    """See `POOL_RULES`."""
-    move_rule: str = "mend"
-    """See `MOVE_RULES`."""
-    autoscale: str = ""
-    """What decides on the number of replicas, once `ScalingAsked` has said between which: see `parse_policy`.
-    Empty: they are as many as are asked for."""
-    scale_down_seconds: float = DOWN_SECONDS
-    """A replica goes once the load has been low for so long."""
-
-    def __post_init__(self) -> None:
-        if self.autoscale and self.num_prefill:
-            raise ConfigError(
-                "a fleet with replicas for prompts and others for generation does not scale itself: which of "
-                "the two is short is not decided; leave out --autoscale, or --disaggregate"
-            )
-        if not self.scale_down_seconds >= 1:
-            raise ConfigError(
-                f"scale-down-seconds is {self.scale_down_seconds:g}; a load is looked at for 1 s at least"
-            )
 
 
 class Fleet:
@@ -109,27 +71,30 @@ class Fleet:
     """
 
     def __init__(
-        self, router: Router, config: FleetConfig | None = None, *, on_decision: Decided | None = None
+        self, router: Router, rules: FleetRules | None = None, *, on_decision: Decided | None = None
     ) -> None:
         self._router = router
-        self._config = config or FleetConfig()
+        self._rules = rules or FleetRules()
         self._on_decision = on_decision
         self._members = Membership()
         opened: dict[str, OpenRequest] = {}
         self._actions: list[FleetAction] = []
+        self._act = self._actions.append
         self._left: list[Replica] = []
         """Those from which a request has been moved in this call."""
+        self._moves_streams = False
+        """Whether a replica has joined whose streams can move."""
         self._scaling: Scaling | None = None
         self._watcher = ScalingPolicy()
-        if self._config.autoscale:
-            self._scaling = Scaling(self._config.autoscale, self._config.scale_down_seconds, self._members)
+        if self._rules.autoscale:
+            self._scaling = Scaling(self._rules.autoscale, self._rules.scale_down_seconds, self._members)
             self._watcher = self._scaling.policy
-        self._pools = Pools(self._members, router, self._config.num_prefill, self._config.pool_rule)
+        self._pools = Pools(self._members, router, self._rules.num_prefill, self._rules.pool_rule)
         self._migration = Migration(
             self._members,
             opened,
             self._pools,
-            rule=self._config.move_rule,
+            rule=self._rules.move_rule,
             act=self._act,
             on_moved=self._on_moved,
             on_resend=self._send_elsewhere,
@@ -142,8 +107,16 @@ class Fleet:
             self._migration,
             watcher=self._watcher,
             act=self._act,
-            refuses_late=self._scaling is not None,
-            max_wait=self._config.max_wait_seconds,
+            scales=self._scaling is not None,
+            max_wait=self._rules.max_wait_seconds,
+        )
+        self._sizing = Sizing(
+            self._members,
+            self._pools,
+            self._scaling,
+            act=self._act,
+            start=self._start,
+            drain=partial(self._drain, seconds=self._rules.drain_seconds, restarts=False),
         )
         self._handlers: dict[type[FleetEvent], Callable[[Any, float], None]] = {
             Arrived: self._on_arrival,
@@ -154,8 +127,8 @@ class Fleet:
             Joined: self._on_join,
             Lost: self._on_loss,
             DrainAsked: self._on_drain,
-            ScaleAsked: self._on_scale,
-            ScalingAsked: self._on_scaling,
+            ScaleAsked: self._sizing.on_scale,
+            ScalingAsked: self._sizing.on_scaling,
             Answered: self._migration.on_answer,
             Tick: self._on_tick,
         }
@@ -174,13 +147,15 @@ class Fleet:
         ------
         ConfigError : fewer than no replicas are asked for, or scaling of a fleet that is not made for it.
         """
-        actions = self._actions = []
+        self._actions.clear()
         self._handlers[type(event)](event, now)
         if self._scaling is not None and now >= self._scaling.next_time:
-            self._rescale(self._scaling.look(len(self._requests.open), now), now)
+            self._sizing.rescale(self._scaling.look(len(self._requests.open), now), now)
         while self._left:
             self._stop_if_drained(self._left.pop(), now)
-        self._migration.advance(now)
+        if self._moves_streams:
+            self._migration.advance(now)
+        actions = self._actions[:]
         if self._on_decision is not None:
             self._on_decision(event, now, actions)
         return actions
@@ -195,9 +170,6 @@ class Fleet:
         """When one is wanted for more than a look at the size: for requests that go elsewhere, or moves."""
         drained = (each.drains_until for each in self._members.having(ReplicaState.DRAINING))
         return min((*drained, self._requests.next_time, self._migration.next_time))
-
-    def _act(self, action: FleetAction) -> None:
-        self._actions.append(action)
 
     def status(self) -> FleetStatus:
         """Return how everything stands."""
@@ -237,10 +209,10 @@ class Fleet:
         request_id = event.request.request_id
         assert request_id not in self._requests.open, f"{request_id} arrives twice"
         self._requests.open[request_id] = opened
-        self._watcher.on_arrival(event.request, now)
         if self._scaling is not None:
-            self._rescale(self._scaling.wake(now), now)
-        is_full = len(self._requests.waiting) >= self._config.max_num_waiting
+            self._watcher.on_arrival(event.request, now)
+            self._sizing.rescale(self._scaling.wake(now), now)
+        is_full = len(self._requests.waiting) >= self._rules.max_num_waiting
         self._requests.send(opened, now, may_wait=not is_full)
 
     def _on_delivery(self, event: Delivered, now: float) -> None:
@@ -252,7 +224,8 @@ class Fleet:
             opened.has_started, opened.refused_by = True, ()
             replica.num_queued_tokens -= opened.num_tokens
             replica.num_streams += 1
-            self._router.on_first_token(replica.number, opened.request)
+            if opened.is_routed:
+                self._router.on_first_token(replica.number, opened.request)
             self._watcher.on_first_token(opened.request, event.num_cached_tokens, now)
         if event.num_tokens:
             opened.num_output_tokens += event.num_tokens
@@ -263,7 +236,8 @@ class Fleet:
             self._requests.release(opened, replica)
             del self._requests.open[event.request_id]
             self._watcher.on_end(opened.request, opened.num_output_tokens, now)
-            self._stop_if_drained(replica, now)
+            if replica.state is ReplicaState.DRAINING:
+                self._stop_if_drained(replica, now)
 
     def _on_refusal(self, event: Refused, now: float) -> None:
         opened, replica = self._requests.owned(event.request_id, event.replica)
@@ -279,19 +253,9 @@ class Fleet:
         self._stop_if_drained(replica, now)
 
     def _on_abort(self, event: Aborted, now: float) -> None:
-        opened = self._requests.open.pop(event.request_id, None)
-        if opened is None:
-            return
-        self._watcher.on_end(opened.request, None, now)
-        if opened.replica is None:
-            del self._requests.waiting[event.request_id]
-            return
-        replica = self._members.replicas[opened.replica]
-        self._requests.release(opened, replica)
-        self._act(Withdraw(replica.replica_id, event.request_id))
-        self._stop_if_drained(replica, now)
-
-    # ---- replicas ----
+        replica = self._requests.abort(event.request_id, now)
+        if replica is not None:
+            self._stop_if_drained(replica, now)
 
     def _on_report(self, event: Reported, now: float) -> None:
         replica = self._members.replicas.get(event.replica)
@@ -314,8 +278,10 @@ class Fleet:
         if replica.state is not ReplicaState.STARTING:  # it came back before anybody saw it go
             self._leave(replica, ReplicaState.STARTING, "")
         orphans = self._take_all(replica)
+        self._moves_streams = self._moves_streams or event.limits.moves_streams
         self._members.enter(replica, event.limits, now)
         self._router.join(replica.number, event.limits)
+        self._requests.tell_router()
         self._migration.look()
         self._resume(orphans, now)
         self._requests.send_waiting(now)
@@ -331,7 +297,7 @@ class Fleet:
         if replica.state is ReplicaState.DRAINING:
             self._end(replica, now, is_alive=False)
         else:
-            delay = replica.on_death(now) if self._config.restarts else None
+            delay = replica.on_death(now) if self._rules.restarts else None
             state = ReplicaState.DOWN if delay is None else ReplicaState.STARTING
             self._leave(replica, state, event.why)
             if delay is not None:
@@ -368,9 +334,9 @@ class Fleet:
     def _on_drain(self, event: DrainAsked, now: float) -> None:
         replica = self._members.replicas.get(event.replica)
         if replica is not None:
-            self._drain(replica, now, event.seconds, restarts=event.restarts)
+            self._drain(replica, now, seconds=event.seconds, restarts=event.restarts)
 
-    def _drain(self, replica: Replica, now: float, seconds: float, *, restarts: bool) -> None:
+    def _drain(self, replica: Replica, now: float, *, seconds: float, restarts: bool) -> None:
         """Begin to end a replica, or change when it ends and whether it comes back."""
         if replica.state in (ReplicaState.STARTING, ReplicaState.DOWN) and not restarts:
             self._end(replica, now, is_alive=replica.state is ReplicaState.STARTING)
@@ -379,14 +345,14 @@ class Fleet:
         self._leave(replica, ReplicaState.DRAINING, "restarts" if restarts else "ends")
         replica.drains_until, replica.restarts = now + seconds, restarts
         if self._members.is_any_ready:  # else it serves them itself, as far as it gets
-            self._move([each for each in replica.open.values() if not each.has_started], replica, now)
+            not_begun = [each for each in replica.open.values() if not each.has_started]
+            self._send_all_elsewhere(not_begun, replica, now)
             self._migration.look()
         self._stop_if_drained(replica, now)
         if self._requests.waiting and not self._members.is_one_coming:
             self._requests.send_waiting(now)
 
-    def _move(self, moved: list[OpenRequest], replica: Replica, now: float) -> None:
-        """Take requests back from a replica that drains, and send them elsewhere."""
+    def _send_all_elsewhere(self, moved: Iterable[OpenRequest], replica: Replica, now: float) -> None:
         for opened in sorted(moved, key=deadline):
             self._send_elsewhere(opened, replica, None, now)
 
@@ -401,10 +367,7 @@ class Fleet:
 
     def _on_moved(self, opened: OpenRequest, destination: Replica) -> None:
         """Hear that a request goes on elsewhere, with its KV."""
-        source = self._members.hand_over(opened, destination)
-        self._router.on_finish(source.number, opened.request)
-        self._router.take(destination.number, opened.request)
-        self._left.append(source)
+        self._left.append(self._requests.move(opened, destination))
 
     def _stop_if_drained(self, replica: Replica, now: float) -> None:
         if replica.state is ReplicaState.DRAINING and not replica.open:
@@ -427,54 +390,9 @@ class Fleet:
         replica.starts = now
         self._act(Start(replica.replica_id, delay))
 
-    def _on_scale(self, event: ScaleAsked, now: float) -> None:
-        check_count(event.num_replicas)
-        self._forgive()
-        if self._scaling is not None and self._scaling.has_begun:
-            self._scaling.set_bounds(event.num_replicas, event.num_replicas, now)
-        self._resize(event.num_replicas, now)
-
-    def _on_scaling(self, event: ScalingAsked, now: float) -> None:
-        if self._scaling is None:
-            raise ConfigError("this fleet does not scale itself; start it with --autoscale")
-        bounds = ScaleBounds(event.least, event.most)
-        self._scaling.set_bounds(bounds.least, bounds.most, now)
-        self._forgive()
-
-    def _forgive(self) -> None:
-        """Let those that stay down be started again: they were asked for, too, and are again."""
-        for replica in self._members.having(ReplicaState.DOWN):
-            self._members.change(replica, ReplicaState.STOPPED)
-
-    def _rescale(self, decided: Rescale | None, now: float) -> None:
-        if decided is not None:
-            self._act(decided)
-            self._resize(decided.num_replicas, now)
-
-    def _resize(self, num_replicas: int, now: float) -> None:
-        """Start replicas, or let some end, until so many serve or will."""
-        members = self._members
-        expected = members.expected()
-        for name in islice(members.unused_ids(), max(0, num_replicas - len(expected))):
-            replica = members.get(name)
-            replica.forgive()
-            self._start(replica, now)
-        # Those that compute prompts go last, those that are not ready first, then those with the least to do,
-        # the last named of them.
-        expected.sort(
-            key=lambda each: (
-                self._pools.is_prefill(each.replica_id),
-                each.state is ReplicaState.READY,
-                len(each.open),
-                -each.order,
-            )
-        )
-        for replica in expected[: max(0, len(expected) - num_replicas)]:
-            self._drain(replica, now, self._config.drain_seconds, restarts=False)
-
     def _on_tick(self, event: Tick, now: float) -> None:  # noqa: ARG002 (all there is to it is the time)
         for replica in self._members.having(ReplicaState.DRAINING):
             if replica.drains_until <= now:
-                self._move(list(replica.open.values()), replica, now)
+                self._send_all_elsewhere(replica.open.values(), replica, now)
                 self._stop_if_drained(replica, now)
         self._requests.send_due(now)

@@ -105,6 +105,9 @@ class LoadView:
             self.ends.count(now - self.reported, self.load.num_running, self.num_ended)
         self.num_ended = 0
         self.load, self.reported = load, now
+        self.num_sent = max(
+            self.num_sent, load.num_taken
+        )  # it was sent some that nobody asked a router about
         while self.sent and self.sent[0].number <= load.num_taken:
             self.sent.popleft()
 

@@ -46,6 +46,8 @@ class OpenRequest:
     """Where it is; None while it waits in the fleet."""
     number: int = 0
     """How many requests its replica had been sent with it; 0 of one that was moved there with its KV."""
+    is_routed: bool = False
+    """Whether the router counts it there: nobody asked it while there was one replica."""
     num_deaths: int = 0
     """Replicas that died under it since its client last got a token."""
     has_started: bool = False
@@ -118,6 +120,11 @@ class Replica:
         """Whether it is about to get ready."""
         return self.state is ReplicaState.STARTING or (self.state is ReplicaState.DRAINING and self.restarts)
 
+    @property
+    def moves_streams(self) -> bool:
+        """Whether its streams may go on elsewhere with their KV, and others' here."""
+        return self.limits is not None and self.limits.moves_streams
+
     def on_death(self, now: float) -> float | None:
         """Count a death; return the seconds to wait before another start, or None where it stays down."""
         deaths = self.deaths
@@ -178,6 +185,8 @@ class Membership:
         self.by_number: list[Replica] = []
         """A number is never used twice: a replica that has lost its memory is another one to a router."""
         self._by_state: dict[ReplicaState, dict[ReplicaId, Replica]] = {state: {} for state in ReplicaState}
+        self.ready = self._by_state[ReplicaState.READY]
+        """Those that take requests."""
         self._lengths: Counter[int] = Counter()
         """The longest requests that ready replicas take, and how many replicas take these: what fits the
         shortest of them fits all."""
@@ -220,7 +229,15 @@ class Membership:
     @property
     def is_any_ready(self) -> bool:
         """Whether a replica takes requests."""
-        return bool(self._by_state[ReplicaState.READY])
+        return bool(self.ready)
+
+    @property
+    def only(self) -> Replica | None:
+        """The only replica that serves or will, and is ready; None where there are others to choose from."""
+        by_state = self._by_state
+        if len(self.ready) != 1 or by_state[ReplicaState.STARTING] or by_state[ReplicaState.DRAINING]:
+            return None
+        return next(iter(self.ready.values()))
 
     @property
     def is_one_coming(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onbeat.scheduler.cluster.balance import has_room_to_spare, is_worth_it, trouble
 from onbeat.scheduler.cluster.membership import OpenRequest, Replica
-from onbeat.scheduler.cluster.move_rules import Mover, num_blocks_of
+from onbeat.scheduler.cluster.mover import Mover, num_blocks_of
 
 _CALM_SECONDS = 0.5
 """After a move that was to mend something, its replica is left alone for so long: reports must show it."""
@@ -28,7 +28,7 @@ class Mending:
         assert limits is not None
         if now < replica.no_mending_before or (load.blocked and self._resend(replica, load.blocked, now)):
             return
-        if (why := trouble(load, limits)) and not self._mover.num_from(replica.replica_id):
+        if (why := trouble(load, limits)) and not self._mover.moves.num_from(replica.replica_id):
             self._mend(replica, why, now)
 
     def _resend(self, source: Replica, request_id: str, now: float) -> bool:
@@ -70,8 +70,8 @@ class Mending:
         load, limits = replica.load, replica.limits
         if load is None or limits is None or not self._mover.has_room(opened, replica):
             return False
-        num_coming = self._mover.num_coming(replica.replica_id)
-        num_blocks = self._mover.num_blocks_to(replica.replica_id) + num_blocks_of(opened, replica)
+        num_coming = self._mover.moves.num_coming(replica.replica_id)
+        num_blocks = self._mover.moves.num_blocks_to(replica.replica_id) + num_blocks_of(opened, replica)
         num_blocks += limits.num_blocks_for(replica.num_queued_tokens)  # which its report may not show
         slo, step = opened.request.slo, load.decode_step(num_coming + 1)
         if slo is not None and slo.tbt is not None and step is not None and step > slo.tbt:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 from onbeat.core.fleet import ReplicaId
-from onbeat.scheduler.cluster.events import FleetAction, Refuse, Send
+from onbeat.scheduler.cluster.events import FleetAction, Refuse, Send, Withdraw
 from onbeat.scheduler.cluster.membership import (
     Membership,
     OpenRequest,
@@ -36,8 +37,9 @@ class Requests:
     opened : by id; also the migration's.
     watcher : hears what becomes of them.
     act : wants an action done.
-    refuses_late : whether a request that would rather be refused than late is, where it would wait for a
-        start.
+    scales : whether the fleet changes its own size. A request that would rather be refused than late is then,
+        where it would wait for a start; and the router is asked even where there is one replica, since what
+        it predicts says whether that is enough.
     max_wait : seconds that a request without tokens waits for a start; None is no limit. It is refused at
         once where the start is expected to take longer.
 
@@ -57,7 +59,7 @@ class Requests:
         *,
         watcher: ScalingPolicy,
         act: Callable[[FleetAction], None],
-        refuses_late: bool,
+        scales: bool,
         max_wait: float | None = None,
     ) -> None:
         self.open = opened
@@ -69,7 +71,9 @@ class Requests:
         self._migration = migration
         self._watcher = watcher
         self._act = act
-        self._refuses_late = refuses_late
+        self._scales = scales
+        self._was_alone = False
+        """Whether there may be requests that no router was asked about."""
         self._max_wait = inf if max_wait is None else max_wait
 
     @property
@@ -103,8 +107,24 @@ class Requests:
             replica.num_streams -= 1
         else:
             replica.num_queued_tokens -= opened.num_tokens
-            self._router.on_first_token(replica.number, request)
-        self._router.on_finish(replica.number, request)
+        if opened.is_routed:
+            if not opened.has_started:
+                self._router.on_first_token(replica.number, request)
+            self._router.on_finish(replica.number, request)
+
+    def abort(self, request_id: str, now: float) -> Replica | None:
+        """End a request whose client went away; return the replica that has had it."""
+        opened = self.open.pop(request_id, None)
+        if opened is None:
+            return None
+        self._watcher.on_end(opened.request, None, now)
+        if opened.replica is None:
+            del self.waiting[request_id]
+            return None
+        replica = self._members.replicas[opened.replica]
+        self.release(opened, replica)
+        self._act(Withdraw(replica.replica_id, request_id))
+        return replica
 
     def send(
         self,
@@ -137,7 +157,8 @@ class Requests:
         replica.num_sent += 1
         opened.number = replica.num_sent
         replica.num_queued_tokens += opened.num_tokens
-        self._watcher.on_sent(request, choice.predicted_ttft, now)
+        if self._scales:
+            self._watcher.on_sent(request, choice.predicted_ttft, now)
         self._act(
             Send(
                 replica.replica_id,
@@ -148,7 +169,33 @@ class Requests:
             )
         )
         if opened.stops and goes_to is not None:
-            self._migration.begin_ahead(opened, replica, goes_to, now)
+            self._migration.pool_policy.on_sent(opened, replica, goes_to, now)
+
+    def move(self, opened: OpenRequest, destination: Replica) -> Replica:
+        """Let a request go on elsewhere, with its KV; return the replica that has had it."""
+        source = self._members.hand_over(opened, destination)
+        if opened.is_routed:
+            self._router.on_finish(source.number, opened.request)
+        opened.is_routed = self._only is None
+        if opened.is_routed:
+            self._router.take(destination.number, opened.request)
+        return source
+
+    @property
+    def _only(self) -> Replica | None:
+        """The replica that every request goes to, so that no router is asked."""
+        return None if self._scales else self._members.only
+
+    def tell_router(self) -> None:
+        """Tell the router of the requests that it was not asked about: there is a choice again."""
+        if not self._was_alone or self._only is not None:
+            return
+        self._was_alone = False
+        for replica in self._members.having(ReplicaState.READY):
+            for opened in replica.open.values():
+                if not opened.is_routed:
+                    opened.is_routed = True
+                    self._router.take(replica.number, opened.request)
 
     def send_waiting(self, now: float) -> None:
         """Try once more to send those that wait, those that are due first: the members have changed."""
@@ -171,10 +218,19 @@ class Requests:
 
     def _route(self, opened: OpenRequest, now: float, to: Replica | None) -> Choice | None:
         if to is not None:
+            opened.is_routed = True
             others = {each.number for each in self._members.having(ReplicaState.READY) if each is not to}
             return self._router.route(opened.request, now, others)
+        num_ready = len(self._members.ready)
+        if not num_ready:
+            return None
         excluded = self._members.excluded_for(opened)
-        narrowed = self._pools.narrow(opened, excluded, is_mixed=self._migration.is_mixed)
+        only = self._only if num_ready == 1 else None
+        opened.is_routed = only is None
+        if only is not None:
+            self._was_alone = True
+            return None if only.number in excluded else Choice(only.number, "only")
+        narrowed = self._pools.narrow(excluded, partial(self._migration.pool_policy.prompt_replicas, opened))
         return self._router.route(opened.request, now, narrowed)
 
     def _wait_or_refuse(self, opened: OpenRequest, now: float, *, may_wait: bool) -> None:
@@ -198,7 +254,7 @@ class Requests:
         start = self._seconds_to_start(now)
         opened.refused_by, opened.wait_until = (), inf
         if not opened.num_output_tokens:
-            is_late = self._refuses_late and now + start > opened.request.ttft_deadline
+            is_late = self._scales and now + start > opened.request.ttft_deadline
             if is_late and opened.request.rather_refused:
                 self.refuse(opened, "unattainable", now, start)
                 return

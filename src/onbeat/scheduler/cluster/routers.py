@@ -5,12 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from hashlib import blake2b
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.core.hashing import BlockHash
-from onbeat.scheduler.cluster.freeness_router import FreenessRouter
+from onbeat.scheduler.cluster.comparators.freeness_router import FreenessRouter
 from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED, LeastLoaded
 from onbeat.scheduler.cluster.routing import Choice, Router, RoutingRequest
 from onbeat.scheduler.cluster.slo_router import SLORouter
@@ -24,11 +23,11 @@ class _KnowsNoPrefixes:
         return {}
 
 
-class _Stateless(_KnowsNoPrefixes):
+class Stateless(_KnowsNoPrefixes):
     """A router that need not hear of requests."""
 
     ignores_state = True
-    weighs_work = False
+    reads_reports = False
 
     def __init__(self, num_replicas: int) -> None:
         self._members = list(range(num_replicas))
@@ -44,7 +43,8 @@ class _Stateless(_KnowsNoPrefixes):
     def least_wait(self, request: RoutingRequest, now: float) -> float | None:
         """Return None: nothing is predicted."""
 
-    def _allowed(self, excluded: Collection[int]) -> list[int]:
+    def allowed(self, excluded: Collection[int]) -> list[int]:
+        """Return the members that may be chosen, in their order."""
         if not excluded:
             return self._members
         return [each for each in self._members if each not in excluded]
@@ -62,7 +62,7 @@ class _Stateless(_KnowsNoPrefixes):
         """Nothing is kept."""
 
 
-class RoundRobin(_Stateless):
+class RoundRobin(Stateless):
     """The replicas in turn."""
 
     _next = 0
@@ -74,7 +74,7 @@ class RoundRobin(_Stateless):
         now: float = 0.0,  # noqa: ARG002
         excluded: Collection[int] = NONE_EXCLUDED,
     ) -> Choice | None:
-        members = self._allowed(excluded)
+        members = self.allowed(excluded)
         if not members:
             return None
         replica = members[bisect_left(members, self._next) % len(members)]
@@ -82,43 +82,23 @@ class RoundRobin(_Stateless):
         return Choice(replica, "turn")
 
 
-class RandomRouter(_Stateless):
-    """Evenly by a hash of the seed and the request's id: the same request goes to the same replica."""
-
-    def __init__(self, num_replicas: int, *, seed: int = 0) -> None:
-        super().__init__(num_replicas)
-        self._prefix = f"{seed}/"
-
-    def route(
-        self,
-        request: RoutingRequest,
-        now: float = 0.0,  # noqa: ARG002
-        excluded: Collection[int] = NONE_EXCLUDED,
-    ) -> Choice | None:
-        members = self._allowed(excluded)
-        if not members:
-            return None
-        digest = blake2b((self._prefix + request.request_id).encode(), digest_size=8).digest()
-        return Choice(members[int.from_bytes(digest, "little") % len(members)], "hash")
-
-
-class _ByLoad(_KnowsNoPrefixes):
+class ByLoad(_KnowsNoPrefixes):
     """A router that counts each replica's load: in requests that have not ended, unless it says otherwise."""
 
     ignores_state = False
-    weighs_work = False
+    reads_reports = False
 
     def __init__(self, num_replicas: int) -> None:
-        self._replicas = LeastLoaded(num_replicas)
+        self.replicas = LeastLoaded(num_replicas)
 
     def take(self, replica: int, request: RoutingRequest) -> None:  # noqa: ARG002
-        self._replicas.add(replica, 1)
+        self.replicas.add(replica, 1)
 
     def on_first_token(self, replica: int, request: RoutingRequest) -> None:
         """Nothing changes: the request is still outstanding."""
 
     def on_finish(self, replica: int, request: RoutingRequest) -> None:  # noqa: ARG002
-        self._replicas.add(replica, -1)
+        self.replicas.add(replica, -1)
 
     def on_report(self, replica: int, load: ReplicaLoad, now: float) -> None:
         """Nothing changes: what is outstanding is counted here."""
@@ -127,13 +107,13 @@ class _ByLoad(_KnowsNoPrefixes):
         """Return None: nothing is predicted."""
 
     def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:  # noqa: ARG002
-        self._replicas.join(replica)
+        self.replicas.join(replica)
 
     def leave(self, replica: int) -> None:
-        self._replicas.leave(replica)
+        self.replicas.leave(replica)
 
 
-class LeastOutstanding(_ByLoad):
+class LeastOutstanding(ByLoad):
     """The replica with the fewest requests that have not ended."""
 
     def route(
@@ -142,58 +122,18 @@ class LeastOutstanding(_ByLoad):
         now: float = 0.0,  # noqa: ARG002
         excluded: Collection[int] = NONE_EXCLUDED,
     ) -> Choice | None:
-        replica = self._replicas.peek(excluded)
+        replica = self.replicas.peek(excluded)
         if replica is None:
             return None
-        self._replicas.choose(replica, 1)
+        self.replicas.choose(replica, 1)
         return Choice(replica, "load")
-
-
-class LeastWork(_ByLoad):
-    """The replica with the least predicted work left: prompts to run, and tokens to generate."""
-
-    weighs_work = True
-
-    def __init__(self, num_replicas: int) -> None:
-        super().__init__(num_replicas)
-        self._num_outstanding = [0] * num_replicas
-
-    def route(
-        self,
-        request: RoutingRequest,
-        now: float = 0.0,  # noqa: ARG002
-        excluded: Collection[int] = NONE_EXCLUDED,
-    ) -> Choice | None:
-        replica = self._replicas.peek(excluded)
-        if replica is None:
-            return None
-        self._num_outstanding[replica] += 1
-        self._replicas.choose(replica, request.prefill_work + request.decode_work)
-        return Choice(replica, "load")
-
-    def take(self, replica: int, request: RoutingRequest) -> None:
-        self._num_outstanding[replica] += 1
-        self._replicas.add(replica, request.decode_work)
-
-    def on_first_token(self, replica: int, request: RoutingRequest) -> None:
-        self._replicas.add(replica, -request.prefill_work)
-
-    def on_finish(self, replica: int, request: RoutingRequest) -> None:
-        self._num_outstanding[replica] -= 1
-        # Sums of floats do not come back to 0 by themselves.
-        is_idle = self._num_outstanding[replica] == 0
-        self._replicas.add(replica, -self._replicas.loads[replica] if is_idle else -request.decode_work)
-
-    def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
-        super().join(replica, limits)
-        self._num_outstanding += [0] * (replica + 1 - len(self._num_outstanding))
 
 
 _USUAL_SLOTS = 256
 """`max_num_seqs` of a replica that nothing is known of."""
 
 
-class PrefixAffinity(_ByLoad):
+class PrefixAffinity(ByLoad):
     """The replica that was last sent the request's longest known prefix, unless it is overloaded.
 
     Overloaded is one with more than `max_imbalance` times the requests of the least loaded replica, and
@@ -235,7 +175,7 @@ class PrefixAffinity(_ByLoad):
         now: float = 0.0,  # noqa: ARG002
         excluded: Collection[int] = NONE_EXCLUDED,
     ) -> Choice | None:
-        least = self._replicas.peek(excluded)
+        least = self.replicas.peek(excluded)
         if least is None:
             return None
         matched = self._match(request.block_hashes)
@@ -244,14 +184,14 @@ class PrefixAffinity(_ByLoad):
         )
         replica = matched if is_matched and matched is not None else least
         self._remember(request.block_hashes, replica)
-        self._replicas.choose(replica, 1)
+        self.replicas.choose(replica, 1)
         return Choice(replica, "prefix" if is_matched else "load")
 
     def _match(self, block_hashes: Sequence[BlockHash]) -> int | None:
         """Return the member that holds enough of the prompt's first blocks."""
         known = self._replica_of_block
         replica = known.get(block_hashes[0]) if block_hashes else None
-        if replica is None or replica not in self._replicas.members:
+        if replica is None or replica not in self.replicas.members:
             return None
         num_matched = 1
         while num_matched < len(block_hashes) and known.get(block_hashes[num_matched]) == replica:
@@ -259,7 +199,7 @@ class PrefixAffinity(_ByLoad):
         return replica if num_matched >= self._min_share * len(block_hashes) else None
 
     def _is_overloaded(self, replica: int, least: int) -> bool:
-        load, least_load = self._replicas.loads[replica], self._replicas.loads[least]
+        load, least_load = self.replicas.loads[replica], self.replicas.loads[least]
         excess = self._excess.get(replica, self._min_excess * _USUAL_SLOTS)
         return load > self._max_imbalance * least_load and load - least_load > excess
 
@@ -274,9 +214,7 @@ class PrefixAffinity(_ByLoad):
 
 ROUTERS: dict[str, Callable[[int, int], Router]] = {
     "round-robin": lambda num_replicas, seed: RoundRobin(num_replicas),  # noqa: ARG005
-    "random": lambda num_replicas, seed: RandomRouter(num_replicas, seed=seed),
     "least-outstanding": lambda num_replicas, seed: LeastOutstanding(num_replicas),  # noqa: ARG005
-    "least-work": lambda num_replicas, seed: LeastWork(num_replicas),  # noqa: ARG005
     "prefix-affinity": lambda num_replicas, seed: PrefixAffinity(num_replicas),  # noqa: ARG005
     "freeness": lambda num_replicas, seed: FreenessRouter(num_replicas),  # noqa: ARG005
     "slo": lambda num_replicas, seed: SLORouter(num_replicas),  # noqa: ARG005

@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.core.hashing import BlockHash
-from onbeat.core.slo import SLO
+from onbeat.core.request import Request
+from onbeat.core.slo import SLO, ShedMode
 from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED
 
 
@@ -20,10 +21,6 @@ class RoutingRequest:
     request_id: str
     block_hashes: Sequence[BlockHash] = ()
     """Of its prompt, first block first; empty where prefixes are not known."""
-    prefill_work: float = 0.0
-    """Predicted seconds of a replica until its first token."""
-    decode_work: float = 0.0
-    """Predicted seconds of a replica for the tokens after that."""
     num_prompt_tokens: int = 0
     max_tokens: int = 0
     """Most output tokens, those that it has included."""
@@ -37,6 +34,26 @@ class RoutingRequest:
     """Whether it is refused where it is predicted to be late; else it is served late."""
     priority: int = 0
     """Lower is earlier; see `Request.priority`."""
+
+    @classmethod
+    def of(cls, request: Request, block_hashes: Sequence[BlockHash]) -> RoutingRequest:
+        """Return what a router may know of a request.
+
+        Parameters
+        ----------
+        block_hashes : of its prompt; none where the router does not look at prefixes.
+        """
+        return cls(
+            request.request_id,
+            block_hashes,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_tokens=request.sampling.max_tokens,
+            arrival=request.arrival,
+            slo=request.slo,
+            resumes=request.resumes,
+            rather_refused=request.shed is ShedMode.REJECT,
+            priority=request.priority,
+        )
 
     @property
     def ttft_objective(self) -> float:
@@ -54,7 +71,7 @@ class Choice(NamedTuple):
 
     replica: int
     why: str
-    """One word: `turn`, `hash`, `load`, `prefix`, or `cost`."""
+    """One word: `turn`, `load`, `prefix`, `cost`, or, where no router was asked, `only`."""
     predicted_ttft: float | None = None
     """Seconds from now until the first token, if it comes in its turn; None where nothing predicts."""
 
@@ -69,8 +86,8 @@ class Router(Protocol):
 
     ignores_state: bool
     """Whether the choice depends on the requests so far alone, and not on how the replicas get on."""
-    weighs_work: bool
-    """Whether it looks at predicted work, which others need not predict."""
+    reads_reports: bool
+    """Whether it goes by what replicas report, which else need not be told."""
 
     def route(
         self, request: RoutingRequest, now: float = 0.0, excluded: Collection[int] = NONE_EXCLUDED

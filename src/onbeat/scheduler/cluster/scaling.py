@@ -7,8 +7,8 @@ from math import inf
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import MOST_REPLICAS, ScalingView
+from onbeat.scheduler.cluster.comparators.freeness_scaling import HIGH, LOW, FreenessScaling
 from onbeat.scheduler.cluster.events import Rescale
-from onbeat.scheduler.cluster.freeness_scaling import HIGH, LOW, FreenessScaling
 from onbeat.scheduler.cluster.membership import Membership, ReplicaState
 from onbeat.scheduler.cluster.objective_scaling import ObjectiveScaling
 from onbeat.scheduler.cluster.scaling_policy import FleetLoad, ScalingPolicy

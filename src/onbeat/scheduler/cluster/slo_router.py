@@ -66,7 +66,7 @@ class SLORouter:
     """
 
     ignores_state = False
-    weighs_work = False
+    reads_reports = True
 
     def __init__(self, num_replicas: int = 0) -> None:
         self._views: dict[int, LoadView] = {}

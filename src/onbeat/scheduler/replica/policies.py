@@ -11,8 +11,6 @@ from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, DEFAULT_SHED_ORDER
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits, SpeculationConfig
-from onbeat.scheduler.replica.baselines.fastserve import FastServeComposer
-from onbeat.scheduler.replica.baselines.niyama import HybridPriority, NiyamaComposer
 from onbeat.scheduler.replica.baselines.triaged import TriagedBudget
 from onbeat.scheduler.replica.composers import BatchAtATime, Composer, DecodesFirst, PrefillsFirst
 from onbeat.scheduler.replica.parts import (
@@ -70,8 +68,13 @@ class Policy:
     """Predicts the TTFT of arrivals and follows objectives; None in policies that do neither."""
 
 
-def _needed(config: SchedulerConfig, model: StepTimeModel | None) -> StepTimeModel:
-    """Return the model that a policy plans with."""
+def needed_model(config: SchedulerConfig, model: StepTimeModel | None) -> StepTimeModel:
+    """Return the model that a policy plans with.
+
+    Raises
+    ------
+    ConfigError : nothing predicts step times.
+    """
     if model is None:
         raise ConfigError(
             f"policy {config.policy!r} plans with predicted step times, but nothing predicts them; "
@@ -93,7 +96,7 @@ def slo_composition(
 ) -> Composition:
     """Return the SLO policy, with its own composer or with one that a study puts in its place."""
     return Composition(
-        compose=lambda config, model: composer(config, _needed(config, model)),
+        compose=lambda config, model: composer(config, needed_model(config, model)),
         order=EarliestDeadline,
         needs_step_time=True,
         is_bound_by_time=True,
@@ -105,7 +108,7 @@ def slo_composition(
 def _triaged(*, by_time: bool, by_deadline: bool) -> Composition:
     return Composition(
         compose=lambda config, model: TriagedBudget(
-            _needed(config, model), by_time=by_time, by_deadline=by_deadline
+            needed_model(config, model), by_time=by_time, by_deadline=by_deadline
         ),
         order=EarliestDeadline,
         needs_step_time=True,
@@ -128,18 +131,6 @@ POLICIES: dict[str, Composition] = {
     "sarathi-triage": _triaged(by_time=False, by_deadline=False),
     "edf-triage": _triaged(by_time=False, by_deadline=True),
     "edf": Composition(compose=_chunked(DecodesFirst), order=EarliestDeadline),
-    "niyama": Composition(
-        compose=lambda config, model: NiyamaComposer(_needed(config, model)),
-        order=HybridPriority,
-        needs_step_time=True,
-        is_bound_by_time=True,
-        keeps_deadlines=True,
-    ),
-    "fastserve": Composition(
-        compose=lambda config, model: FastServeComposer(_needed(config, model)),
-        whole_prompts=True,
-        needs_step_time=True,
-    ),
 }
 """`hybrid-only` and `chunk-only` are halves of `sarathi`, for ablation (Sarathi-Serve, OSDI 2024, table 4):
 whole prompts beside decodes, and chunks that take turns with decodes. Their names stand in

@@ -11,8 +11,9 @@ from typing import Any, get_args
 from onbeat.core.errors import ConfigError
 from onbeat.recording.fleet import FleetRecording, named
 from onbeat.recording.typed import typed
+from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import FleetEvent
-from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
+from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.routers import make_router
 
 _EVENTS = {kind.__name__: kind for kind in get_args(FleetEvent)}
@@ -73,7 +74,7 @@ def replay_fleet(recording: FleetRecording) -> FleetReplay:
     header = recording.header
     try:
         router = make_router(str(header["router"]), 0, seed=int(header.get("seed", 0)))
-        fleet = Fleet(router, typed(FleetConfig, header.get("fleet", {})))
+        fleet = Fleet(router, typed(FleetRules, header.get("fleet", {})))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{recording.path}, line 1: no fleet can be made of its header: {error}") from error
     found = FleetReplay(str(header["router"]))

@@ -13,7 +13,7 @@ from onbeat.perfmodel.models import STEP_TABLE, make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile_file import read_profile
-from onbeat.perfmodel.published.step_table import is_step_table
+from onbeat.perfmodel.step_table import is_step_table
 from onbeat.recording.log import RecordHeader
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

@@ -1,10 +1,9 @@
-"""What a composer with an order of its own asks of a plan: who may run, who falls, what it takes."""
+"""What a composer with an order of its own asks of a plan: who may run, who falls."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
 
@@ -42,16 +41,3 @@ def decode(plan: StepPlan, states: list[RequestState], victims: list[RequestStat
     before = len(plan.decodes)
     plan.decodes += [state for state in kept if not needs_block(state) or plan.take_block()]
     plan.num_tokens_left -= len(plan.decodes) - before
-
-
-def planned_shape(plan: StepPlan) -> BatchShape:
-    """Return the shape of a filled plan, each chunk taken to sample."""
-    shape = BatchShape()
-    for state in plan.decodes:
-        shape.add(state.num_computed_tokens, 1, samples=True)
-    for state, num_new in plan.chunks:
-        shape.add(state.num_computed_tokens, num_new, samples=True)
-    for admission in plan.admissions:
-        num_cached = len(admission.cached_block_ids) * plan.block_size
-        shape.add(num_cached, admission.num_new_tokens, samples=True)
-    return shape

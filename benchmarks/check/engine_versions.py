@@ -1,0 +1,166 @@
+"""What a newer vLLM changes: host time of a row, fitted to its steps, and loads that no fit has seen.
+
+    python -m benchmarks.check.engine_versions          # the errors on the loads, by version of the terms
+    python -m benchmarks.check.engine_versions --fit    # the host time of a row
+
+Steps (`engine_steps.csv`): decode steps of vLLM 0.20.1 with Qwen3-32B on B300, medians of what the repository
+ai-dynamo/aiconfigurator publishes (`fpm_golden_runs`, Apache-2.0). Their time is taken to be a constant of
+each degree, a share of the KV that is read on a device, one of the rows per device, and the host time of the
+rows, which no degree divides: least squares on the relative error. Only the last number is used, so that the
+device, whose bandwidth is in the others, need not be known.
+
+Loads (`engine_loads.csv`): means over open-loop loads of a vLLM of 2026-02 on H100, from the repository
+inference-sim/training (facts; it names no licence). Nothing is fitted to them. A TPOT is (latency - TTFT) /
+(output - 1) and is predicted as a decode step of rate x (latency - TTFT) requests at their mean context. What
+prompts add is left out: there are 100 of them, so that each but the first of its kind is in the prefix cache.
+Left out are four loads of long outputs, of which the one looked at had most requests time out, and four more
+of `codegen`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.harness.pages import REPOSITORY
+from onbeat.core.step import BatchShape
+from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.engines import EngineTerms, engine_seconds, find_engine
+from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.roofline import roofline_seconds
+from onbeat.perfmodel.shapes import shape_matrix
+
+DATA = REPOSITORY / "benchmarks" / "data"
+VERSIONS = ("vllm@0.6", "vllm")
+
+
+@dataclass(frozen=True)
+class Load:
+    """One load, as in the file; times in seconds."""
+
+    model: str
+    device: str
+    weights: str
+    tensor: int
+    name: str
+    rate: float
+    context: float
+    """Mean of a request while it decodes, tokens."""
+    latency: float
+    tpot: float
+    decoding: float
+    """Requests that decode at once."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        return find_model_spec(self.model)
+
+    def predict(self, terms: EngineTerms | None) -> float:
+        """Return the TPOT with the terms of an engine, or from data sheets alone."""
+        fewer = int(self.decoding)
+        shapes = [BatchShape.of_decodes(n, round(n * self.context)) for n in (fewer, fewer + 1)]
+        at = {"parallelism": Parallelism(self.tensor), "precision": Precision(*(self.weights,) * 3)}
+        matrix, device = shape_matrix(shapes), find_device(self.device)
+        if terms is None:
+            low, high = roofline_seconds(matrix, self.spec, device, **at)  # type: ignore[arg-type]
+        else:
+            low, high = engine_seconds(matrix, terms, self.spec, device, **at)  # type: ignore[arg-type]
+        return float(low + (self.decoding - fewer) * (high - low))
+
+    def error(self, terms: EngineTerms | None) -> float:
+        """Return (predicted - measured) / measured."""
+        return self.predict(terms) / self.tpot - 1
+
+
+def read_loads() -> list[Load]:
+    found = []
+    with (DATA / "engine_loads.csv").open(newline="") as file:
+        for cells in csv.DictReader(file):
+            latency, ttft = float(cells["latency_ms"]) / 1e3, float(cells["ttft_ms"]) / 1e3
+            num_output, rate = int(cells["output_tokens"]), float(cells["rate"])
+            found.append(
+                Load(
+                    model=cells["model"],
+                    device=cells["device"],
+                    weights=cells["weights"],
+                    tensor=int(cells["tensor"]),
+                    name=cells["load"],
+                    rate=rate,
+                    context=float(cells["input_tokens"]) + num_output / 2,
+                    latency=latency,
+                    tpot=(latency - ttft) / (num_output - 1),
+                    decoding=rate * (latency - ttft),
+                )
+            )
+    return found
+
+
+def fit_row_seconds() -> tuple[float, float]:
+    """Return the host time of a row of the newer vLLM and its standard error, seconds."""
+    with (DATA / "engine_steps.csv").open(newline="") as file:
+        cells = list(csv.DictReader(file))
+    model = find_model_spec(cells[0]["model"])
+    tensor, batch, context, seconds = (
+        np.array([float(each[name]) for each in cells]) for name in ("tensor", "batch", "context", "seconds")
+    )
+    kv_bytes = batch * context * model.kv_bytes_per_token(Precision()) / tensor
+    degrees = [(tensor == degree).astype(float) for degree in np.unique(tensor)]
+    columns = np.column_stack([batch, kv_bytes, batch / tensor, *degrees]) / seconds[:, None]
+    scale = np.linalg.norm(columns, axis=0)
+    found, *_ = np.linalg.lstsq(columns / scale, np.ones(len(seconds)), rcond=None)
+    residuals = columns / scale @ found - 1
+    spread = residuals @ residuals / (len(seconds) - len(found))
+    error = np.sqrt(np.linalg.inv((columns / scale).T @ (columns / scale))[0, 0] * spread)
+    return float(found[0] / scale[0]), float(error / scale[0])
+
+
+def errors(loads: Iterable[Load], terms: EngineTerms | None) -> NDArray[np.float64]:
+    return np.array([load.error(terms) for load in loads])
+
+
+def print_loads(loads: list[Load]) -> None:
+    """Print every load, and the means of dense models and of those with experts."""
+    found = [None, *(find_engine(name) for name in VERSIONS)]
+    heads = ["data sheets", *(f"`{name}`" for name in VERSIONS)]
+    print(f"| model | TP | load | requests/s | decoding | TPOT, ms | {' | '.join(heads)} |")
+    print("|---|---:|---|---:|---:|---:|" + "---:|" * len(heads))
+    for load in loads:
+        cells = [f"{100 * load.error(terms):+.1f}" for terms in found]
+        print(
+            f"| {load.model} | {load.tensor} | {load.name} | {load.rate:g} | {load.decoding:.0f} | "
+            f"{1e3 * load.tpot:.2f} | {' | '.join(cells)} |"
+        )
+    of: dict[str, Callable[[Load], bool]] = {
+        "dense": lambda load: not load.spec.is_moe,
+        "experts": lambda load: load.spec.is_moe,
+    }
+    for name, chosen in of.items():
+        some = [load for load in loads if chosen(load)]
+        cells = [
+            f"{100 * np.abs(all_).mean():.1f} ({100 * all_.mean():+.1f})"
+            for all_ in (errors(some, terms) for terms in found)
+        ]
+        print(f"| **{name}**, mean size (bias) | | {len(some)} loads | | | | {' | '.join(cells)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--fit", action="store_true")
+    if parser.parse_args().fit:
+        seconds, error = fit_row_seconds()
+        print(f"row_seconds: {seconds:.3g} (standard error {error:.2g})")
+        return
+    print_loads(read_loads())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Several replicas, live and simulated."""

@@ -1,0 +1,1 @@
+"""The stages of scripts/gpu-check: each module is one process."""

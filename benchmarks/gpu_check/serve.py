@@ -1,0 +1,230 @@
+"""Stages T and H: `onbeat serve` in a process of its own, asked and loaded over HTTP.
+
+The argument is the model's name.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from gpu_check.models import model_folder
+from gpu_check.record import DEVICE, IS_REHEARSAL, OUT, WORK, expect, note, seconds_left
+
+INPUT_TOKENS, OUTPUT_TOKENS = (40, 16) if IS_REHEARSAL else (306, 500)
+ROUNDS = 4
+"""Requests of each user."""
+USERS = {"small": (1, 8), "8b": (1, 8, 30)}
+ARGUMENTS = {"small": ("--backend", "torch"), "8b": ()}
+"""What runs: the reference engine, and what the server takes by itself."""
+LEAST_PER_USER = {30: 130.0}
+"""Tokens a second of each of so many users, of the 8B shapes."""
+METRICS = ("onbeat_step_time_error", "vllm:kv_cache_usage_perc", "onbeat_mbu", "onbeat_mfu")
+
+
+def main() -> int:
+    name = sys.argv[1]
+    with server(name) as port:
+        if port is None:
+            return 1
+        ok = _one_request(port, name)
+        for users in USERS[name]:
+            if seconds_left() < 15:
+                note(f"serve {name}: no time for", f"{users} users")
+                continue
+            _load(port, name, users)
+        _metrics(port)
+    return 0 if ok else 1
+
+
+@contextmanager
+def server(name: str) -> Iterator[int | None]:
+    """Run a server until the block ends; yields its port, or None where it does not start."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = [sys.executable, "-m", "onbeat", "serve", str(model_folder(name)), "--load-format", "dummy"]
+    command += ["--device", DEVICE, "--port", str(port), "--max-model-len", "2048"]
+    command += [
+        "--kv-cache-memory-bytes",
+        "64M" if IS_REHEARSAL else "16G",
+        *ARGUMENTS[name],
+        *extra_arguments(),
+    ]
+    print(" ".join(command), flush=True)
+    log = WORK / f"serve-{name}.log"
+    start = time.monotonic()
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        is_up = _wait_until_ready(process, port)
+        note(f"serve {name}: ready after", time.monotonic() - start, "s", shown=True)
+        expect(f"serve {name}: starts", is_up)
+        yield port if is_up else None
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            expect(
+                f"serve {name}: stops when told to",
+                process.wait(timeout=15) == 0,
+                f"exit {process.returncode}",
+            )
+        except subprocess.TimeoutExpired:
+            expect(f"serve {name}: stops when told to", passed=False, text="still there after 15 s")
+            process.kill()
+        print(f"--- log of the server\n{log.read_text(errors='replace')[-6000:]}\n---", flush=True)
+
+
+def extra_arguments() -> list[str]:
+    """Return options of the server that whoever starts the check gives beside the stage's own."""
+    return os.environ.get("GPU_CHECK_SERVE", "").split()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], port: int) -> bool:
+    while process.poll() is None and seconds_left() > 8:
+        try:
+            if _get(port, "/health")[0] == 200:
+                return True
+        except OSError:
+            pass
+        time.sleep(0.25)
+    return False
+
+
+def _get(port: int, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", path)
+    response = connection.getresponse()
+    return response.status, response.read().decode(errors="replace")
+
+
+def _one_request(port: int, name: str) -> bool:
+    """Ask for a streamed completion; returns whether all of it came."""
+    body = {
+        "model": str(model_folder(name)),
+        "prompt": "It is a truth universally acknowledged, that a single man in possession",
+        "max_tokens": 64,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    start = time.monotonic()
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        expect(f"serve {name}: answers", passed=False, text=response.read().decode(errors="replace")[:300])
+        return False
+    times, usage = [], None
+    for raw in response:
+        line = raw.decode().strip()
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        event = json.loads(line.removeprefix("data: "))
+        usage = event.get("usage") or usage
+        if event.get("choices"):
+            times.append(time.monotonic())
+    got = (usage or {}).get("completion_tokens")
+    expect(
+        f"serve {name}: a streamed answer of 64 tokens",
+        got == 64,
+        f"{got} tokens, {len(times)} events",
+        shown=True,
+    )
+    if len(times) > 2:
+        gaps = [second - first for first, second in pairwise(times)]
+        note(f"serve {name}: first token", (times[0] - start) * 1e3, "ms", shown=True)
+        note(f"serve {name}: median gap", statistics.median(gaps) * 1e3, "ms", shown=True)
+    return bool(got == 64)
+
+
+def _load(port: int, name: str, users: int) -> None:
+    """Load the server by so many users, each of whom asks as soon as the last answer is there."""
+    result = WORK / f"bench-{name}-{users}.json"
+    command = [sys.executable, "-m", "onbeat", "bench", "serve", "--base-url", f"http://127.0.0.1:{port}"]
+    command += ["--tokenizer", str(model_folder(name)), "--dataset-name", "random", "--ignore-eos"]
+    command += ["--random-input-len", str(INPUT_TOKENS), "--random-output-len", str(OUTPUT_TOKENS)]
+    command += ["--max-concurrency", str(users), "--num-prompts", str(users * ROUNDS), "--num-warmups", "1"]
+    command += ["--temperature", "0", "--send-slo", "none", "--disable-tqdm", "--json", str(result)]
+    watched = threading.Thread(target=_watch_memory, daemon=True)
+    watched.start()
+    try:
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=max(seconds_left() - 8, 5),
+        )
+    except subprocess.TimeoutExpired:
+        expect(f"serve {name}: load of {users} users", passed=False, text="no time left")
+        return
+    print(done.stdout[-2500:], flush=True)
+    expect(f"serve {name}: load of {users} users", done.returncode == 0, f"exit code {done.returncode}")
+    if result.exists():
+        _read_result(result, name, users)
+
+
+def _read_result(path: Path, name: str, users: int) -> None:
+    loaded = json.loads(path.read_text())
+    runs: list[dict[str, Any]] = loaded if isinstance(loaded, list) else [loaded]
+    with (OUT / "served.json").open("a") as file:
+        file.write(json.dumps({"model": name, "users": users, "result": _without_lists(runs[-1])}) + "\n")
+    result = runs[-1]
+    for key in ("output_throughput", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms"):
+        if key in result:
+            unit = "tok/s" if key == "output_throughput" else "ms"
+            note(
+                f"serve {name}, {users} users: {key}",
+                float(result[key]),
+                unit,
+                shown=key == "output_throughput",
+            )
+    tpot = result.get("mean_tpot_ms") or result.get("median_tpot_ms")
+    if tpot:
+        least = LEAST_PER_USER.get(users) if name == "8b" else None
+        note(f"serve {name}, {users} users: each", 1e3 / float(tpot), "tok/s", at_least=least, shown=True)
+
+
+def _without_lists(result: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in result.items() if not isinstance(value, list)}
+
+
+def _watch_memory() -> None:
+    if IS_REHEARSAL:
+        return
+    time.sleep(4)
+    query = [
+        "nvidia-smi",
+        "--query-gpu=memory.used,utilization.gpu,power.draw,clocks.sm",
+        "--format=csv,noheader",
+    ]
+    seen = subprocess.run(query, capture_output=True, text=True, check=False)
+    note("nvidia-smi under load", seen.stdout.strip())
+
+
+def _metrics(port: int) -> None:
+    status, text = _get(port, "/metrics")
+    expect("/metrics answers", status == 200)
+    for line in text.splitlines():
+        if line.startswith(METRICS) and "bucket" not in line:
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

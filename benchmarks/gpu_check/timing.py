@@ -1,0 +1,172 @@
+"""Times of steps on any forward pass, as the engine's own loop runs them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from gpu_check.record import IS_REHEARSAL
+
+from onbeat.core.request import Request, SamplingParams
+from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
+from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.forward import ForwardPass
+from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.profiling.batches import BatchRow, MeasuredBatch
+from onbeat.engine.profiling.measure import TIMES_AT_ONCE, StepTimer
+from onbeat.engine.sampler import Sampler
+
+BLOCK_SIZE = 16
+
+
+class KernelTimes(NamedTuple):
+    """What the device did in one step."""
+
+    device_ms: float
+    """Sum of the kernels' times."""
+    num_kernels: float
+    largest: list[tuple[str, float, float]]
+    """Name, milliseconds a step, calls a step."""
+
+
+def decodes(rows: int, context: int) -> MeasuredBatch:
+    """Return decodes that see `context` tokens each, the new one included."""
+    return MeasuredBatch((BatchRow(context - 1, 1),) * rows)
+
+
+def prompt(num_tokens: int) -> MeasuredBatch:
+    """Return a prompt that is computed at once."""
+    return MeasuredBatch((BatchRow(0, num_tokens),))
+
+
+def runner_of(forward: ForwardPass, *, num_blocks: int, max_rows: int, max_len: int) -> ModelRunner:
+    """Return what runs steps."""
+    return ModelRunner(
+        forward=forward,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=max_rows,
+        max_model_len=max_len,
+        sampler=Sampler(forward.config.vocab_size, forward.device),
+    )
+
+
+@contextmanager
+def step_timer(runner: ModelRunner, num_blocks: int) -> Iterator[StepTimer]:
+    """Time greedy steps on a runner that does nothing else meanwhile."""
+    timer = StepTimer(runner, num_blocks=num_blocks, sampling=SamplingParams(temperature=0.0))
+    try:
+        yield timer
+    finally:
+        timer.close()
+
+
+def wall_ms(timer: StepTimer, batch: MeasuredBatch, *, seconds: float = 0.6) -> float:
+    """Return the median wall time of a step, as `StepTimer` takes it."""
+    for _ in range(2):
+        timer.time(batch)
+    times: list[float] = []
+    deadline = time.monotonic() + seconds
+    while len(times) < 3 or (time.monotonic() < deadline and len(times) < 40):
+        times.append(timer.time(batch))
+    return statistics.median(times) * 1e3
+
+
+def kernel_times(timer: StepTimer, batch: MeasuredBatch, num_steps: int = 3) -> KernelTimes | None:
+    """Profile some steps; None where there is no device to profile, or its profiler does not work."""
+    if IS_REHEARSAL:
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    timer.time(batch)
+    try:
+        with torch.profiler.profile(activities=activities) as profiler:
+            for _ in range(num_steps):
+                timer.time(batch)
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        print(f"the profiler does not work: {error}", flush=True)
+        return None
+    kernels = [each for each in profiler.key_averages() if each.device_type == torch.autograd.DeviceType.CUDA]
+    runs = num_steps * (TIMES_AT_ONCE if timer._runner.overlaps else 1)
+    totals = [(each.key, each.self_device_time_total / 1e3 / runs, each.count / runs) for each in kernels]
+    totals.sort(key=lambda each: -each[1])
+    return KernelTimes(sum(each[1] for each in totals), sum(each[2] for each in totals), totals[:12])
+
+
+class _Stream:
+    """Decodes of the same requests, step after step, as a scheduler would plan them."""
+
+    def __init__(self, runner: ModelRunner, rows: int, context: int, num_steps: int) -> None:
+        self._runner = runner
+        self._context = context
+        self._blocks = -(-(context + num_steps + 1) // BLOCK_SIZE)
+        prompt_ids = tuple(range(1, context))
+        self.admitted = tuple(
+            AdmittedRequest(
+                Request(
+                    request_id=f"loop-{row}",
+                    prompt_token_ids=prompt_ids,
+                    sampling=SamplingParams(temperature=0.0),
+                ),
+                (7,),
+                tuple(range(row * self._blocks, (row + 1) * self._blocks)),
+            )
+            for row in range(rows)
+        )
+        self._ids = [each.request.request_id for each in self.admitted]
+
+    def enter(self) -> SchedulerOutput:
+        """Return a step that takes the requests in; they are as if their prompts were computed."""
+        return SchedulerOutput(0, (), self.admitted, (), BatchShape())
+
+    def step(self, index: int) -> SchedulerOutput:
+        """Return the decode step of an index."""
+        computed = self._context - 1 + index
+        rows = tuple(ScheduledRequest(each, computed, 1, (), samples=True) for each in self._ids)
+        return SchedulerOutput(index + 1, rows, (), (), BatchShape())
+
+    def leave(self) -> SchedulerOutput:
+        """Return a step that forgets them."""
+        return SchedulerOutput(0, (), (), tuple(self._ids), BatchShape())
+
+
+def loop_ms(runner: ModelRunner, rows: int, context: int, num_steps: int = 40) -> float:
+    """Return the time of a decode step while one is always planned ahead, as the engine's loop does."""
+    stream = _Stream(runner, rows, context, num_steps)
+    executor = ThreadExecutor(runner)
+    executor.submit(stream.enter()).result()
+    planned = [stream.step(index) for index in range(num_steps)]
+    for scheduled in planned[:5]:
+        executor.submit(scheduled).result()
+    start = time.perf_counter()
+    in_flight = [executor.submit(scheduled) for scheduled in planned[5:7]]
+    for scheduled in planned[7:]:
+        in_flight.pop(0).result()
+        in_flight.append(executor.submit(scheduled))
+    for pending in in_flight:
+        pending.result()
+    took = time.perf_counter() - start
+    executor.submit(stream.leave()).result()
+    executor.shutdown()
+    return took * 1e3 / (num_steps - 5)
+
+
+def host_us(runner: ModelRunner, rows: int, context: int, num_steps: int = 20) -> float | None:
+    """Return the host's time to launch a decode step; None where the runner launches none ahead."""
+    if not hasattr(runner, "launch"):
+        return None
+    stream = _Stream(runner, rows, context, num_steps)
+    runner.launch(stream.enter()).result()
+    times = []
+    for index in range(num_steps):
+        scheduled = stream.step(index)
+        start = time.perf_counter()
+        pending = runner.launch(scheduled)
+        times.append(time.perf_counter() - start)
+        pending.result()
+    runner.launch(stream.leave()).result()
+    return statistics.median(times) * 1e6

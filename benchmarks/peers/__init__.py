@@ -1,1 +1,0 @@
-"""onbeat beside other servers on one machine, in interleaved rounds; `benchmarks/peers.py` runs it."""

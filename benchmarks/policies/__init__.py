@@ -1,0 +1,1 @@
+"""Published and plain rules to compare with; importing `benchmarks.policies.register` names them."""

@@ -1,0 +1,1 @@
+"""Live servers on this machine, beside one another."""

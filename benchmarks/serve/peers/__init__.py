@@ -1,0 +1,1 @@
+"""onbeat beside other servers on one machine, in interleaved rounds."""

@@ -1,0 +1,143 @@
+"""One measured run of the bench client against one server."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from onbeat.bench.config import BenchConfig, DatasetConfig, LoadConfig, RampConfig, RunConfig, TargetConfig
+from onbeat.bench.objectives import SendSLO
+from onbeat.bench.record import RequestRecord
+from onbeat.bench.result import BenchResult
+from onbeat.bench.saved import error_keys, result_keys
+from onbeat.bench.session import run_bench
+from onbeat.core.slo import SLO, SLOMode
+from onbeat.metrics.attainment import good_requests
+from onbeat.metrics.summary import SummaryOptions
+from onbeat.workload.slo_classes import SLOClass
+
+Result = BenchResult
+
+# Prompts of 100 to 600 tokens, outputs of 20 to 100.
+CHAT = DatasetConfig(input_len=350, range_ratio=5 / 7, output_len=60, output_range_ratio=2 / 3)
+REQUEST_TIMEOUT = 300.0
+MAX_FAILED_SHARE = 0.05
+"""With more failures than this a study ends; up to it they are counted, as requests that are not good."""
+
+
+class Quiet:
+    """Shows nothing while a run goes on."""
+
+    def on_phase(self, text: str) -> None: ...
+
+    def on_start(self, run: RunConfig, num_requests: int) -> None: ...
+
+    def on_request(self, record: RequestRecord) -> None: ...
+
+    def on_result(self, result: Result) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What is asked of a server in one run: equal loads are equal requests at equal times, in new words."""
+
+    seed: int
+    seconds: float
+    rate: float = 0.0
+    """Requests per second of Poisson arrivals."""
+    ramp: tuple[float, float] | None = None
+    """First and last rate of a load that grows; in place of `rate`."""
+    concurrency: int | None = None
+    """A closed loop of so many requests; in place of `rate`."""
+    num_prompts: int | None = None
+    """None: as many as arrive in `seconds`."""
+    classes: tuple[SLOClass, ...] = ()
+    dataset: DatasetConfig = CHAT
+    asks_to_shed: bool = False
+    num_warmups: int = 2
+
+    @property
+    def num_requests(self) -> int:
+        if self.num_prompts is not None:
+            return self.num_prompts
+        rate = sum(self.ramp) / 2 if self.ramp else self.rate
+        return max(2, round(rate * self.seconds))
+
+    def config(self) -> LoadConfig:
+        if self.concurrency is not None:
+            return LoadConfig(max_concurrency=self.concurrency)
+        if self.ramp is not None:
+            return LoadConfig(ramp=RampConfig(shape="linear", start_rate=self.ramp[0], end_rate=self.ramp[1]))
+        return LoadConfig(request_rate=self.rate, arrivals="poisson")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """How runs are sent and scored."""
+
+    send_slo: SendSLO = "auto"
+    slo_mode: SLOMode = "stream"
+
+    def run(self, url: str, load: Load) -> Result:
+        """Measure one run; exits the program if the server failed on many requests."""
+        bench = BenchConfig(
+            target=TargetConfig(base_url=url, request_timeout=REQUEST_TIMEOUT),
+            num_warmups=load.num_warmups,
+            seed=load.seed,
+            salt=secrets.token_hex(4),
+            extra_body={"temperature": 0.0, "ignore_eos": True},
+            summary=SummaryOptions(slo_mode=self.slo_mode),
+            slo_classes=load.classes,
+            send_slo=self.send_slo,
+            asks_to_shed=load.asks_to_shed,
+        )
+        run = RunConfig(dataset=load.dataset, load=load.config(), num_prompts=load.num_requests)
+        [result] = asyncio.run(
+            run_bench(bench, [run], tokenizer=None, progress=Quiet(), stop=asyncio.Event())
+        )
+        if failed := result.summary.counts.num_failed:
+            problem = f"{url}: {failed} requests failed: {error_keys(result.errors)}"
+            if failed > MAX_FAILED_SHARE * load.num_requests:
+                raise SystemExit(problem)
+            print(f"warning: {problem}", flush=True)
+        return result
+
+
+def one_class(ttft: float, tbt: float) -> tuple[SLOClass, ...]:
+    """Return the same objectives (seconds) for every request."""
+    return (SLOClass(name="default", slo=SLO(ttft=ttft, tbt=tbt)),)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a result comes to, for tables and for saving."""
+
+    result: Result
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        saved = result_keys(self.result)
+        keys = ("offered", "completed", "rejected", "expired", "failed")
+        keys += ("good", "attainment", "attainment_admitted")
+        latencies = ("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms", "max_itl_ms")
+        more = ("goodput", "output_throughput", "p99_rejection_ms", "max_rejection_ms", "p99_dispatch_lag_ms")
+        return (
+            {key: saved.get(key) for key in (*keys, *latencies, *more)}
+            | {"attainment_gap": attainment_in(self.result, "gap"), "verdicts": saved["server_verdicts"]}
+            | self.extra
+        )
+
+
+def attainment_in(result: Result, mode: SLOMode) -> float | None:
+    """Return the attainment of a result's requests in another mode than the one it was scored in."""
+    records = list(result.records)
+    return float(good_requests(records, mode=mode).mean()) if records else None
+
+
+def good_flags(result: Result, mode: SLOMode) -> np.ndarray:
+    """Return for each request, by arrival, whether it was good."""
+    return good_requests(sorted(result.records, key=lambda record: record.arrival), mode=mode)

@@ -1,1 +1,0 @@
-"""Live comparison of policies on this machine; `benchmarks/slo_live.py` runs it."""

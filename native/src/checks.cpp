@@ -1,0 +1,118 @@
+#include "checks.h"
+
+#include <limits>
+
+namespace ob {
+
+namespace {
+
+// Multiplies; false where the product leaves the range of the type.
+template <class... Factors>
+bool multiply(int64_t& product, Factors... factors) {
+    product = 1;
+    return (... && !__builtin_mul_overflow(product, int64_t{factors}, &product));
+}
+
+constexpr int64_t kMostTokens = std::numeric_limits<int32_t>::max();  // what an attention item can count
+
+// Whether the counts of a step are such that its arrays may be read.
+bool has_sound_sizes(const ob_step& step) {
+    int64_t entries = 0;
+    return step.num_tokens >= 1 && step.num_tokens <= kMostTokens && step.num_rows >= 1 &&
+           step.num_rows <= step.num_tokens && step.num_samples >= 0 && step.num_samples <= step.num_tokens &&
+           step.num_block_tables >= 1 && step.block_table_stride >= 1 &&
+           multiply(entries, step.num_block_tables, step.block_table_stride, int64_t{sizeof(int32_t)});
+}
+
+}  // namespace
+
+int64_t count_qkv_outputs(const ob_model& model) {
+    return (int64_t{model.num_heads} + 2 * int64_t{model.num_kv_heads}) * model.head_dim;
+}
+
+bool count_kv_bytes(const ob_model& model, int64_t& bytes) {
+    return multiply(bytes, page_numbers(model), int64_t{model.block_size} / kPageTokens, model.num_kv_heads,
+                    model.num_layers, model.num_blocks, int64_t{model.precision == OB_STORE_BF16 ? 2 : 4});
+}
+
+std::string fault_of(const ob_model& model) {
+    if (model.precision != OB_STORE_F32 && model.precision != OB_STORE_BF16) return "unknown precision";
+    if (model.activation_quantization < OB_ACTIVATIONS_AUTO || model.activation_quantization > OB_ACTIVATIONS_INT8) {
+        return "unknown quantization of activations";
+    }
+    if (model.block_size < 1 || model.block_size % kPageTokens) return "the block size is no multiple of 16";
+    if (model.num_layers < 1 || model.hidden_size < 1 || model.head_dim < 1 || model.intermediate_size < 1 ||
+        model.vocab_size < 1 || model.num_heads < 1) {
+        return "a size is below 1";
+    }
+    if (model.layers == nullptr || model.rope_frequencies == nullptr || model.final_norm == nullptr) {
+        return "layers, frequencies or the final norm are missing";
+    }
+    if (model.head_dim % 2) return "the head width is odd";
+    if (model.num_kv_heads < 1 || model.num_heads % model.num_kv_heads) return "heads do not divide into KV heads";
+    if (model.num_threads < 1) return "no threads";
+    if (model.copy_rows < 0) return "copies are read from a negative number of rows on";
+    int64_t kv_bytes = 0;
+    if (model.num_blocks < 1 || !count_kv_bytes(model, kv_bytes)) return "no number of blocks that a KV cache has";
+    const int64_t queries = int64_t{model.num_heads} * model.head_dim;
+    const auto suits = [&](const ob_matrix* matrix, int64_t outputs, int64_t inputs) {
+        if (matrix == nullptr || matrix->num_outputs != outputs || matrix->num_inputs != inputs) return false;
+        // A float matrix is multiplied by inputs of its own type.
+        const ob_matrix* plain = matrix->is_quantized() && model.copy_rows > 0 ? matrix->copy : matrix;
+        return plain == nullptr || plain->is_quantized() || plain->store == model.precision;
+    };
+    const int64_t gated = round_up(model.intermediate_size, 16);
+    for (int64_t index = 0; index < model.num_layers; ++index) {
+        const ob_layer& layer = model.layers[index];
+        if (layer.window < 0) return "a window is negative";
+        if (layer.rope < 0 || layer.rope >= model.num_layers) return "a layer's frequencies are not there";
+        int64_t qkv_outputs = 0;
+        for (int part = 0; part < count_qkv(layer); ++part) {
+            const ob_matrix* matrix = layer.qkv[part];
+            if (!suits(matrix, matrix->num_outputs, model.hidden_size)) return "qkv has the wrong shape or type";
+            qkv_outputs += matrix->num_outputs;
+        }
+        if (qkv_outputs != count_qkv_outputs(model)) return "qkv has the wrong shape or type";
+        if (!suits(layer.o, model.hidden_size, queries)) return "o has the wrong shape or type";
+        if (!suits(layer.gate_up, 2 * gated, model.hidden_size)) return "gate_up has the wrong shape or type";
+        if (!suits(layer.down, model.hidden_size, model.intermediate_size)) return "down has the wrong shape or type";
+    }
+    if (!suits(model.lm_head, model.vocab_size, model.hidden_size)) return "lm_head has the wrong shape or type";
+    const ob_matrix* embedding = model.embedding;
+    if (embedding == nullptr || embedding->num_outputs != model.vocab_size ||
+        embedding->num_inputs != model.hidden_size) {
+        return "the embedding has the wrong shape";
+    }
+    return "";
+}
+
+bool is_well_formed(const ob_model& model, const ob_step& step) {
+    if (!has_sound_sizes(step)) return false;
+    int64_t num_tokens = 0;
+    const int64_t num_slots = int64_t{model.num_blocks} * model.block_size;
+    for (int64_t row = 0; row < step.num_rows; ++row) {
+        const int64_t context = step.context_lens[row];
+        if (step.query_lens[row] < 1 || step.query_lens[row] > step.num_tokens - num_tokens) return false;
+        if (context < step.query_lens[row] || context > kMostTokens) return false;
+        if (step.slots[row] < 0 || step.slots[row] >= step.num_block_tables) return false;
+        const int64_t blocks = (context + model.block_size - 1) / model.block_size;
+        if (blocks > step.block_table_stride) return false;
+        const int32_t* table = step.block_tables + step.slots[row] * step.block_table_stride;
+        for (int64_t block = 0; block < blocks; ++block) {
+            if (table[block] < 0 || table[block] >= model.num_blocks) return false;
+        }
+        num_tokens += step.query_lens[row];
+    }
+    if (num_tokens != step.num_tokens) return false;
+    for (int64_t token = 0; token < num_tokens; ++token) {
+        if (step.token_ids[token] < 0 || step.token_ids[token] >= model.vocab_size) return false;
+        if (step.positions[token] < 0 || step.positions[token] >= kMostTokens) return false;
+        if (step.slot_mapping[token] < 0 || step.slot_mapping[token] >= num_slots) return false;
+    }
+    for (int64_t sample = 0; sample < step.num_samples; ++sample) {
+        if (step.sample_tokens[sample] < 0 || step.sample_tokens[sample] >= num_tokens) return false;
+    }
+    return true;
+}
+
+}  // namespace ob

@@ -1,0 +1,22 @@
+// What is wrong with a model or a step that a caller hands over: nothing of it is read before it is checked.
+#pragma once
+
+#include <string>
+
+#include "step.h"
+
+namespace ob {
+
+// Queries, keys and values of a token.
+int64_t count_qkv_outputs(const ob_model& model);
+
+// The bytes of a model's KV cache; false where they leave the range of the type.
+bool count_kv_bytes(const ob_model& model, int64_t& bytes);
+
+// Returns what is wrong with a model, or an empty text.
+std::string fault_of(const ob_model& model);
+
+// Whether a step's arrays may be read and all they say lies within the model's limits.
+bool is_well_formed(const ob_model& model, const ob_step& step);
+
+}  // namespace ob

@@ -1,0 +1,192 @@
+"""The streams of a fleet's requests: what replicas say of them, in order, whichever replica has them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from onbeat.cluster.life import Life
+from onbeat.cluster.open_request import HandOut, OpenRequest, Origin, OutOfPlace
+from onbeat.cluster.refusals import LOSSES, refusal
+from onbeat.core.errors import EngineError, Overloaded, SLOUnattainable
+from onbeat.core.fleet import ReplicaId, ReplicaLoad
+from onbeat.core.protocols import Delivery, StepObserver
+from onbeat.core.request import FinishReason, Request, RequestOutput
+from onbeat.core.step import StepOutputs
+from onbeat.engine.rejection import Rejected, unpack_rejection
+from onbeat.metrics.fleet_counts import FleetCounts
+from onbeat.scheduler.cluster.events import Aborted, Delivered, FleetEvent, Refuse, Refused, Rescale, Send
+
+logger = logging.getLogger("onbeat.cluster")
+
+
+class Streams:
+    """Hands each request's deliveries to its stream, and tells the fleet of them.
+
+    Parameters
+    ----------
+    tell : tells the fleet of an event.
+    observers : see every step message before the streams do.
+
+    Attributes
+    ----------
+    open : the requests that have not ended, by id.
+    counts : what the fleet does with requests, for metrics.
+    """
+
+    def __init__(self, tell: Callable[[FleetEvent], None], observers: Sequence[StepObserver] = ()) -> None:
+        self._tell = tell
+        self.observers = list(observers)
+        self.open: dict[str, OpenRequest] = {}
+        self.by_name: dict[str, OpenRequest] = {}
+        """Requests by the names under which replicas have them."""
+        self._hand_out = HandOut()
+        self.counts = FleetCounts()
+
+    def begin(self, request: Request) -> OpenRequest:
+        """Return the stream of a request that comes."""
+        opened = self.open[request.request_id] = OpenRequest(request)
+        return opened
+
+    def end(self, opened: OpenRequest) -> None:
+        """Let a request have no stream any more."""
+        self.by_name.pop(opened.name, None)
+        del self.open[opened.request.request_id]
+
+    def put(self, opened: OpenRequest, item: Delivery) -> None:
+        """Put something into a request's stream that no replica has said."""
+        self._hand_out.put(opened, item)
+
+    def before_send(self, action: Send, now: float) -> None:
+        """Hear where a request goes now."""
+        opened = self.open[action.request_id]
+        self.by_name.pop(opened.name, None)
+        self.counts.count_routed(action.replica, action.why, num_sent_tokens=len(opened.token_ids))
+        opened.expect(now, action.predicted_ttft)
+
+    def on_sent(self, opened: OpenRequest) -> None:
+        """Hear that a request has its name there."""
+        self.by_name[opened.name] = opened
+
+    def on_refused(self, action: Refuse) -> None:
+        """Hear that nobody will serve a request."""
+        opened = self.open[action.request_id]
+        opened.replica = None
+        self.counts.num_failed += action.reason in LOSSES or bool(opened.token_ids)
+        self._hand_out.put(opened, refusal(action, opened))
+
+    def on_moved(self, opened: OpenRequest, origin: Origin) -> None:
+        """Hear that a request goes on elsewhere with its KV."""
+        self.by_name.pop(origin.name, None)
+        self.by_name[opened.name] = opened
+        assert opened.replica is not None
+        self.counts.count_move(origin.replica, opened.replica, origin.why)
+
+    def on_stayed(self, why: str) -> None:
+        """Hear that a request which was to be moved goes on where it is, or has ended.
+
+        Parameters
+        ----------
+        why : it was to be moved.
+        """
+        self.counts.moves[why, "stayed"] += 1
+
+    def on_copied(self, num_bytes: int) -> None:
+        """Hear how much KV has been copied."""
+        self.counts.num_moved_bytes += num_bytes
+
+    def on_rescaled(self, action: Rescale) -> None:
+        """Hear that there are to be more or fewer replicas."""
+        direction = "up" if action.num_replicas > action.num_before else "down"
+        self.counts.rescales[direction, action.why] += 1
+
+    def on_lost(self, replica: ReplicaId) -> None:
+        """Hear that a replica was lost."""
+        self.counts.lost[replica] += 1
+
+    def before_report(self, replica: ReplicaId, load: ReplicaLoad) -> ReplicaLoad:
+        """Hear how a replica stands; return that with the fleet's name of a request in place of its own.
+
+        The fleet must know how far that request is, since it may go elsewhere.
+        """
+        if not load.blocked:
+            return load
+        opened = self.by_name.get(load.blocked)
+        if opened is None or opened.replica != replica:
+            return replace(load, blocked="")
+        if opened.num_unreported:
+            self._report(opened, replica, is_finished=False)
+        return replace(load, blocked=opened.request.request_id)
+
+    def before_loss(self, replica: ReplicaId) -> None:
+        """Hear that what a replica has will go elsewhere: the fleet must know how far its requests are."""
+        for opened in self.open.values():
+            if opened.replica == replica and opened.num_unreported:
+                self._report(opened, replica, is_finished=False)
+
+    def on_stepped(self, life: Life, outputs: StepOutputs) -> None:
+        """Hear what a step of a replica delivered."""
+        now, replica = outputs.now, life.replica
+        deliveries: list[tuple[OpenRequest, RequestOutput]] = []
+        for output in outputs.outputs:
+            opened = self.by_name.get(output.request_id)
+            if opened is None or opened.replica != replica:
+                continue  # taken back or ended since
+            if output.finish_reason is FinishReason.EXPIRED and output.retry_after is not None:
+                opened.rejection = Overloaded(
+                    output.error or "too many requests wait",
+                    code="server_overloaded",
+                    retry_after=output.retry_after,
+                    reason="queue_too_long",
+                )
+                self._tell_refusal(opened, replica, is_for_load=True, retry_after=output.retry_after)
+                continue
+            if (taken := self._take(opened, output, now)) is not None:
+                deliveries.append((opened, taken))
+        outputs.outputs = [output for _, output in deliveries]
+        for observer in self.observers:
+            observer.on_step(outputs, life.replica_number)
+        for opened, output in deliveries:
+            self._hand_out.put(opened, Delivery(now, output))
+            is_finished = output.finish_reason is not None
+            is_first = bool(output.new_token_ids) and not opened.has_begun
+            opened.has_begun = opened.has_begun or is_first
+            if is_first and opened.predicted_ttft is not None:
+                self.counts.count_prediction(opened.predicted_ttft, now - opened.sent_time)
+            if is_finished or is_first:
+                self._report(opened, replica, is_finished=is_finished, cached=output.num_cached_tokens)
+
+    def _take(self, opened: OpenRequest, output: RequestOutput, now: float) -> RequestOutput | None:
+        if opened.moved_from is not None and output.new_token_ids:
+            self.counts.move_gap.observe(now - opened.moved_from)
+            opened.moved_from = None
+        try:
+            return opened.take(output, now)
+        except OutOfPlace as error:
+            logger.exception("the deliveries of %s do not fit together", opened.name)
+            self._hand_out.put(opened, EngineError(f"the deliveries do not fit together: {error}"))
+            self._tell(Aborted(opened.request.request_id))
+            return None
+
+    def _report(self, opened: OpenRequest, replica: ReplicaId, *, is_finished: bool, cached: int = 0) -> None:
+        """Tell the fleet how far a request is: at its first tokens, its end, and before it moves."""
+        num_tokens, opened.num_unreported = opened.num_unreported, 0
+        self._tell(Delivered(replica, opened.request.request_id, num_tokens, cached, is_finished))
+        if is_finished:
+            opened.replica = None
+
+    def on_rejected(self, life: Life, rejected: Rejected) -> None:
+        """Hear that a replica does not take a request."""
+        opened = self.by_name.get(rejected.request_id)
+        if opened is None or opened.replica != life.replica:
+            return
+        error = opened.rejection = unpack_rejection(rejected)
+        is_for_load = isinstance(error, Overloaded | SLOUnattainable)
+        self._tell_refusal(opened, life.replica, is_for_load=is_for_load, retry_after=rejected.retry_after)
+
+    def _tell_refusal(
+        self, opened: OpenRequest, replica: ReplicaId, *, is_for_load: bool, retry_after: float | None
+    ) -> None:
+        opened.replica = None
+        self._tell(Refused(replica, opened.request.request_id, is_for_load, retry_after))

@@ -1,0 +1,164 @@
+"""When the GPU engine serves a model, and how it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+
+from onbeat.engine.config import EngineConfig
+from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
+from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes
+from onbeat.engine.cuda.kernels import DecodeBackend, Kernels, KernelSizes
+from onbeat.engine.cuda.memory import bytes_above, largest_steps, measure
+from onbeat.engine.cuda.weights import CudaWeights, load_weights
+from onbeat.engine.device import DeviceConfig, compute_capability
+from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.weights import Checkpoint, parameter_shapes
+from onbeat.scheduler.config import SchedulerConfig
+
+HEAD_DIMS = (64, 128, 256)
+BLOCK_SIZES = (16, 32, 64, 128)
+OLDEST_CAPABILITY = (9, 0)
+
+SettleLimits = Callable[[int], SchedulerConfig]
+"""From a number of KV blocks to limits that go with it."""
+MakeKernels = Callable[[KernelSizes], Kernels]
+
+
+def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int) -> str | None:
+    """Return why the GPU engine cannot serve a model on a device; None where it can."""
+    head_dim = checkpoint.config.head_dim
+    if device.device.type != "cuda":
+        return f"it runs on a CUDA device, not on {device.device}"
+    if device.dtype != torch.bfloat16:
+        return f"it computes in bfloat16, not in {device.dtype_name}"
+    if head_dim not in HEAD_DIMS:
+        return f"heads of {head_dim} are not supported; 64, 128 and 256 are"
+    if block_size not in BLOCK_SIZES:
+        return f"block_size is {block_size}; it needs 16, 32, 64 or 128"
+    capability = compute_capability(device.device)
+    if capability < OLDEST_CAPABILITY:
+        return f"it needs compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
+    if find_spec("flashinfer") is None:
+        return "FlashInfer is not installed: pip install 'onbeat[gpu]'"
+    kernel = missing_kernel(checkpoint.config, block_size)
+    if kernel is not None:
+        return f"the kernel {kernel} is neither ready-made nor can it be built here: nvcc is not found"
+    return None
+
+
+def missing_kernel(config: ModelConfig, block_size: int) -> str | None:
+    """Return a kernel of FlashInfer that cannot be had here; the library is imported only now."""
+    from onbeat.engine.cuda.flashinfer_attention import missing_kernel
+
+    return missing_kernel(config, block_size)
+
+
+def fast_kernels(sizes: KernelSizes, decode_backend: DecodeBackend = "xqa") -> Kernels:
+    """Return the quick operators; what they are written in is imported only now."""
+    from onbeat.engine.cuda.fast import FastKernels
+
+    return FastKernels(sizes, decode_backend=decode_backend)
+
+
+class CudaBackend:
+    """The GPU engine; see `Backend`.
+
+    Parameters
+    ----------
+    checkpoint, device : what runs where; `why_not` has found nothing.
+    config : how it shall run.
+    make_kernels : makes the operators.
+    """
+
+    weights_format: str | None = None
+    embedding_format: str | None = None
+    torch_threads = 1
+
+    def __init__(
+        self, checkpoint: Checkpoint, device: DeviceConfig, config: EngineConfig, make_kernels: MakeKernels
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._device = device
+        self._config = config
+        self._make_kernels = make_kernels
+        self._weights: CudaWeights | None = None
+        self._utilization = config.gpu_memory_utilization
+        graphs = "without graphs" if config.enforce_eager else "decodes by CUDA graphs"
+        self.description = f"by the GPU engine ({graphs})"
+
+    def weight_bytes(self) -> int:
+        shapes = parameter_shapes(self._checkpoint.config)
+        return sum(map(math.prod, shapes.values())) * self._device.dtype.itemsize
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        return KVCacheSpec.of_model(self._checkpoint.config, dtype=self._device.dtype, block_size=block_size)
+
+    def fit_limits(
+        self,
+        limits: SchedulerConfig,
+        settle: SettleLimits,
+        *,
+        draft_bytes: int,
+        draft_block_bytes: int,
+        on_progress: Callable[[str], None],
+    ) -> SchedulerConfig:
+        """Load the weights, measure what the largest steps take, and give the rest to the KV cache."""
+        self._load()
+        spec = self.kv_cache_spec(limits.block_size)
+        measured = measure(
+            self._device.device,
+            lambda num_blocks: self._make(limits, num_blocks, EagerGraphs()),
+            largest_steps(limits),
+            block_bytes=spec.block_bytes,
+            num_graphs=0 if self._config.enforce_eager else len(graph_sizes(limits.max_num_seqs)),
+        )
+        on_progress(str(measured))
+        return settle(
+            measured.num_blocks(
+                self._utilization,
+                block_bytes=spec.block_bytes + draft_block_bytes,
+                other_bytes=draft_bytes,
+                wanted=None if self._config.kv_cache_memory_bytes is None else limits.num_blocks,
+            )
+        )
+
+    def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:
+        # Until it is measured.
+        return int((spare_bytes - step_bytes) * self._utilization)
+
+    def build(
+        self,
+        limits: SchedulerConfig,
+        *,
+        on_progress: Callable[[str], None],
+        spare_bytes: int = 0,  # noqa: ARG002
+    ) -> CudaForward:
+        graphs = EagerGraphs() if self._config.enforce_eager else CudaGraphs(self._device.device)
+        forward = self._make(limits, limits.num_blocks, graphs)
+        if (excess := bytes_above(self._device.device, self._utilization)) > 0:
+            on_progress(
+                f"the GPU engine took {excess / 2**20:.0f} MiB more than its share of the memory: its graphs "
+                "are larger than was planned for"
+            )
+        return forward
+
+    def _load(self) -> CudaWeights:
+        if self._weights is None:
+            self._weights = load_weights(self._checkpoint, self._device.dtype, self._device.device)
+        return self._weights
+
+    def _make(self, limits: SchedulerConfig, num_blocks: int, graphs: Graphs) -> CudaForward:
+        options = CudaOptions(
+            num_blocks=num_blocks,
+            block_size=limits.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
+        weights = self._load()
+        return CudaForward(weights, self._make_kernels(kernel_sizes(weights, options)), graphs, options)

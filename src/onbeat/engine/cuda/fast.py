@@ -1,0 +1,163 @@
+"""The operators in Triton and FlashInfer, for bfloat16 on a GPU with sm_90."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from onbeat.engine.cuda import triton_draw, triton_ops
+from onbeat.engine.cuda.flashinfer_attention import (
+    ChunkBackend,
+    Chunks,
+    FlashInfer,
+    PlanBuffers,
+    PlannedDecodes,
+    XqaDecodes,
+    allocate_workspace,
+    stream_of,
+)
+from onbeat.engine.cuda.kernels import (
+    BestBuffers,
+    ChunkRows,
+    DecodeBackend,
+    DecodeRows,
+    DrawParams,
+    Int32Array,
+    KernelSizes,
+    LayerSpec,
+    Norm,
+    StepTensors,
+)
+from onbeat.engine.kv_cache import LayerKVCache
+from onbeat.engine.model_config import Activation
+
+
+class _PlannedBySize:
+    """Plans for each number of rows that steps of decodes have, and for each window."""
+
+    def __init__(self, library: FlashInfer, sizes: KernelSizes, workspace: Tensor) -> None:
+        self._library = library
+        self._sizes = sizes
+        self._workspace = workspace
+        self._buffers: dict[int | None, PlanBuffers] = {}
+        self._plans: dict[int, dict[int | None, PlannedDecodes]] = {}
+
+    def plan(self, lens_R: Int32Array, layers: Sequence[LayerSpec]) -> None:
+        by_window = self._plans.setdefault(len(lens_R), {})
+        for layer in layers:
+            if layer.window not in by_window:
+                by_window[layer.window] = self._make(layer, len(lens_R))
+            by_window[layer.window].plan(lens_R)
+
+    def list_rows(self, rows: DecodeRows) -> None:
+        for planned in self._plans[len(rows.lens_R)].values():
+            planned.list_rows(rows)
+
+    def attend(
+        self,
+        q_RNH: Tensor,
+        kv: LayerKVCache,
+        rows: DecodeRows,  # noqa: ARG002 -- `list_rows` has seen them
+        layer: LayerSpec,
+        out_RNH: Tensor,
+    ) -> None:
+        self._plans[len(q_RNH)][layer.window].attend(q_RNH, kv, out_RNH)
+
+    def _make(self, layer: LayerSpec, num_rows: int) -> PlannedDecodes:
+        device = self._sizes.device
+        if layer.window not in self._buffers:
+            self._buffers[layer.window] = PlanBuffers(stream_of(device), device)
+        return PlannedDecodes(
+            self._library,
+            self._sizes,
+            layer,
+            num_rows,
+            workspace=self._workspace,
+            buffers=self._buffers[layer.window],
+        )
+
+
+class FastKernels:
+    """See `Kernels`; `backend.why_not` says which models they serve.
+
+    Parameters
+    ----------
+    sizes : what they are made for.
+    decode_backend : FlashInfer's kernel for rows of one token.
+    chunk_backend : the one for rows of several tokens.
+    library : FlashInfer, if it is imported already.
+    """
+
+    def __init__(
+        self,
+        sizes: KernelSizes,
+        *,
+        decode_backend: DecodeBackend = "xqa",
+        chunk_backend: ChunkBackend = "fa2",
+        library: FlashInfer | None = None,
+    ) -> None:
+        library = library or FlashInfer.load()
+        self.name = f"triton, flashinfer {library.version} ({decode_backend}, {chunk_backend})"
+        self.plans_decodes = decode_backend == "fa2"
+        workspace = allocate_workspace(sizes)
+        self._decodes = (
+            _PlannedBySize(library, sizes, workspace)
+            if self.plans_decodes
+            else XqaDecodes(library, sizes, workspace)
+        )
+        self._chunks = Chunks(library, sizes, chunk_backend, workspace)
+
+    def add_norm(self, x_TD: Tensor | None, residual_TD: Tensor, norm: Norm, out_TD: Tensor) -> None:
+        """Add and normalise; see `Kernels.add_norm`."""
+        triton_ops.add_norm(x_TD, residual_TD, norm, out_TD)
+
+    def rope_store(
+        self, qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache, q_TNH: Tensor
+    ) -> None:
+        """Rotate and store; see `Kernels.rope_store`."""
+        triton_ops.rope_store(qkv_TX, step, layer, kv, q_TNH)
+
+    def act_mul(self, gate_up_TF2: Tensor, activation: Activation, out_TF: Tensor) -> None:
+        """Activate the gate and multiply; see `Kernels.act_mul`."""
+        triton_ops.act_mul(gate_up_TF2, activation, out_TF)
+
+    def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec]) -> None:
+        """Plan on the host; see `Kernels.plan_decodes`."""
+        if isinstance(self._decodes, _PlannedBySize):
+            self._decodes.plan(lens_R, layers)
+
+    def start_decodes(self, rows: DecodeRows) -> None:
+        """Show plans their rows; see `Kernels.start_decodes`."""
+        if isinstance(self._decodes, _PlannedBySize):
+            self._decodes.list_rows(rows)
+
+    def attend_decodes(
+        self, q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows, layer: LayerSpec, out_RNH: Tensor
+    ) -> None:
+        """Attend with one query a row; see `Kernels.attend_decodes`."""
+        self._decodes.attend(q_RNH, kv, rows, layer, out_RNH)
+
+    def plan_chunks(self, rows: ChunkRows, layer: LayerSpec) -> Any:
+        """Plan on the host; see `Kernels.plan_chunks`."""
+        return self._chunks.plan(rows, layer)
+
+    def attend_chunks(
+        self,
+        q_TNH: Tensor,
+        kv: LayerKVCache,
+        plan: Any,
+        layer: LayerSpec,  # noqa: ARG002 -- the plan knows it
+        out_TNH: Tensor,
+    ) -> None:
+        """Attend with all new tokens; see `Kernels.attend_chunks`."""
+        self._chunks.attend(q_TNH, kv, plan, out_TNH)
+
+    def best(self, logits_RV: Tensor, out: BestBuffers) -> None:
+        """Find the most likely tokens; see `Kernels.best`."""
+        triton_draw.best(logits_RV, out)
+
+    def draw(self, logits_RV: Tensor, params: DrawParams, best: BestBuffers, ids_R: Tensor) -> None:
+        """Choose tokens; see `Kernels.draw`."""
+        triton_draw.draw(logits_RV, params, best, ids_R)

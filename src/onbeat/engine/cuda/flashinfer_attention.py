@@ -1,0 +1,340 @@
+"""Attention by FlashInfer: XQA or planned fa2 for decodes, fa2 or fa3 for chunks, in bfloat16 on sm_90.
+
+A planned wrapper writes its plan to pinned host memory and copies it in stream order. With a step in flight,
+the next plan must not touch what has not been copied yet: each wrapper has two such buffers in turn.
+
+Legend: T tokens of a step, R rows, N query heads, K KV heads, H head width, W columns of a block table.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onbeat.engine.cuda.kernels import ChunkRows, DecodeRows, Int32Array, KernelSizes, LayerSpec
+from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream, Mark
+from onbeat.engine.cuda.triton_ops import list_blocks
+from onbeat.engine.kv_cache import LayerKVCache
+from onbeat.engine.model_config import ModelConfig
+
+ChunkBackend = Literal["fa2", "fa3"]
+
+_SEMAPHORE_BYTES = 8 << 20
+"""XQA counts in them which parts of a row are done; each of its kernels leaves zeros behind."""
+_WORKSPACE_BYTES = 128 << 20
+"""Results of parts of a row that are still to be merged: what FlashInfer recommends."""
+_PLAN_BYTES = 8 << 20
+"""Of a plan, as FlashInfer's wrappers have it."""
+_MOST_PROCESSORS = 144
+"""Of a GPU with sm_90: an H100 has 132 of them."""
+
+
+class FlashInfer(NamedTuple):
+    """What is used of the library."""
+
+    version: str
+    xqa: Any
+    PrefillWrapper: Any
+    DecodeWrapper: Any
+    fast_decode_plan: Any
+
+    @classmethod
+    def load(cls) -> FlashInfer:
+        """Import it."""
+        import flashinfer
+
+        return cls(
+            flashinfer.__version__,
+            flashinfer.xqa,
+            flashinfer.BatchPrefillWithPagedKVCacheWrapper,
+            flashinfer.BatchDecodeWithPagedKVCacheWrapper,
+            flashinfer.fast_decode_plan,
+        )
+
+
+def missing_kernel(config: ModelConfig, block_size: int, chunk_backend: ChunkBackend = "fa2") -> str | None:
+    """Return the name of a module of FlashInfer that a model needs and that cannot be had here.
+
+    Returns
+    -------
+    None where each is ready-made or can be built.
+    """
+    from flashinfer.jit.attention import gen_batch_prefill_module
+    from flashinfer.jit.xqa import gen_xqa_module
+
+    cuda_home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    has_compiler = shutil.which("nvcc", path=f"{cuda_home}/bin" if cuda_home else None) is not None
+    if has_compiler and not os.environ.get("FLASHINFER_DISABLE_JIT"):
+        return None
+    bf16, head_dim, group = torch.bfloat16, config.head_dim, config.num_heads // config.num_kv_heads
+    types = (bf16, bf16, bf16, torch.int32, head_dim, head_dim)
+    no_rotation, no_cap, no_fp16_sums = 0, False, False
+    for has_window in {config.is_sliding(layer) for layer in range(config.num_layers)}:
+        variant = (no_rotation, has_window, no_cap, no_fp16_sums)
+        for module in (
+            gen_xqa_module(bf16, bf16, block_size, head_dim, group, has_window, bf16),
+            gen_batch_prefill_module(chunk_backend, *types, *variant),
+        ):
+            if not module.is_compiled:
+                return str(module.name)
+    return None
+
+
+class XqaDecodes:
+    """One query a row, by a kernel that reads block tables and lengths on the device.
+
+    Parameters
+    ----------
+    library : FlashInfer.
+    sizes : what it is made for.
+    workspace : scratch memory on the device, which others may use in stream order.
+    """
+
+    def __init__(self, library: FlashInfer, sizes: KernelSizes, workspace: Tensor) -> None:
+        self._xqa = library.xqa
+        self._workspace = workspace
+        self._semaphores = torch.zeros(_SEMAPHORE_BYTES, dtype=torch.uint8, device=sizes.device)
+
+    def attend(
+        self, q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows, layer: LayerSpec, out_RNH: Tensor
+    ) -> None:
+        """Attend; see `Kernels.attend_decodes`."""
+        self._xqa(
+            q_RNH.unsqueeze(1),
+            kv.k_BKSH,
+            kv.v_BKSH,
+            rows.table_RW,
+            rows.lens_R.unsqueeze(1),
+            out_RNH.unsqueeze(1),
+            self._workspace,
+            self._semaphores,
+            layer.num_kv_heads,
+            kv.k_BKSH.shape[2],
+            q_scale=layer.scale * math.sqrt(layer.head_dim),  # it divides by the root itself
+            kv_scale=1.0,
+            sliding_win_size=layer.window or 0,
+            kv_layout="HND",
+            enable_pdl=True,  # it waits for the kernel before it, whatever that is
+        )
+
+
+class PlanBuffers:
+    """Where plans of one wrapper lie: on the device, and two places on the host in turn.
+
+    Parameters
+    ----------
+    stream : where the plans are copied.
+    device : of the wrapper.
+    """
+
+    def __init__(self, stream: DeviceStream, device: torch.device) -> None:
+        self.on_device = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=device)
+        self._stream = stream
+        self._on_host = [stream.pinned(_PLAN_BYTES // 4).view(torch.uint8) for _ in range(2)]
+        self._copied: list[Mark | None] = [None, None]
+        self._turn = 0
+
+    def next(self) -> Tensor:
+        """Return host memory whose last plan has been copied."""
+        self._turn = 1 - self._turn
+        copied = self._copied[self._turn]
+        if copied is not None:
+            copied.wait()
+        return self._on_host[self._turn]
+
+    def mark_copied(self) -> None:
+        """Note that the copy of the plan in the memory that `next` returned is queued."""
+        self._copied[self._turn] = self._stream.mark()
+
+
+class PlannedDecodes:
+    """One query a row, for a fixed number of rows, by a plan that the host makes of their lengths.
+
+    `plan` comes before each step, outside of a capture; `list_rows` once a step and `attend` once a layer,
+    inside of it.
+
+    Parameters
+    ----------
+    library : FlashInfer.
+    sizes : what it is made for.
+    layer : one of those that it serves: they have its window, scale and heads.
+    num_rows : of each step.
+    workspace : as that of `XqaDecodes`.
+    buffers : for the plans of all sizes of this window: only one step's runs at a time.
+    """
+
+    def __init__(
+        self,
+        library: FlashInfer,
+        sizes: KernelSizes,
+        layer: LayerSpec,
+        num_rows: int,
+        *,
+        workspace: Tensor,
+        buffers: PlanBuffers,
+    ) -> None:
+        int32 = partial(torch.zeros, dtype=torch.int32, device=sizes.device)
+        self._plan = library.fast_decode_plan
+        self._sizes = sizes
+        self._layer = layer
+        self._buffers = buffers
+        self._ends_R1 = int32(num_rows + 1)
+        self._blocks = int32(num_rows * sizes.max_row_blocks)
+        self._last_lens_R = int32(num_rows)
+        self._wrapper = library.DecodeWrapper(
+            workspace,
+            "HND",
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=self._ends_R1,
+            paged_kv_indices_buffer=self._blocks,
+            paged_kv_last_page_len_buffer=self._last_lens_R,
+            backend="fa2",
+        )
+        self._wrapper.reset_workspace_buffer(workspace, buffers.on_device)
+        # The first plan takes the module; `fast_decode_plan` only plans.
+        self._planned(self._wrapper.plan, np.ones(num_rows, np.int32))
+
+    def plan(self, lens_R: Int32Array) -> None:
+        """Plan a step of rows of these lengths: those that `list_rows` will find on the device."""
+        self._planned(lambda *args, **options: self._plan(self._wrapper, *args, **options), lens_R)
+
+    def list_rows(self, rows: DecodeRows) -> None:
+        """Write the rows' blocks and lengths where the kernel reads them."""
+        list_blocks(rows, self._sizes.block_size, self._ends_R1, self._blocks, self._last_lens_R)
+
+    def attend(self, q_RNH: Tensor, kv: LayerKVCache, out_RNH: Tensor) -> None:
+        """Attend; see `Kernels.attend_decodes`."""
+        self._wrapper.run(q_RNH, tuple(kv), out=out_RNH)
+
+    def _planned(self, plan: Any, lens_R: Int32Array) -> None:
+        num_blocks_R = -(-lens_R // self._sizes.block_size)
+        ends_R1 = _ends(num_blocks_R)
+        last_lens_R = lens_R - (num_blocks_R - 1) * self._sizes.block_size
+        self._wrapper._pin_memory_int_workspace_buffer = self._buffers.next()
+        plan(
+            torch.from_numpy(ends_R1),
+            self._blocks[: ends_R1[-1]],
+            torch.from_numpy(last_lens_R.astype(np.int32)),
+            self._layer.num_heads,
+            self._layer.num_kv_heads,
+            self._layer.head_dim,
+            self._sizes.block_size,
+            **_options(self._layer, self._sizes.dtype),
+        )
+        self._buffers.mark_copied()
+
+
+class Chunks:
+    """Any number of queries a row, causally.
+
+    Parameters
+    ----------
+    library : FlashInfer.
+    sizes : what it is made for.
+    backend : fa2 or fa3.
+    workspace : as that of `XqaDecodes`.
+    """
+
+    def __init__(
+        self, library: FlashInfer, sizes: KernelSizes, backend: ChunkBackend, workspace: Tensor
+    ) -> None:
+        self._make_wrapper = library.PrefillWrapper
+        self._sizes = sizes
+        self._backend = backend
+        self._workspace = workspace
+        self._stream = stream_of(sizes.device)
+        self._wrappers: dict[int | None, tuple[Any, PlanBuffers]] = {}
+
+    def plan(self, rows: ChunkRows, layer: LayerSpec) -> Any:
+        """Return a wrapper that is ready for the step; see `Kernels.plan_chunks`.
+
+        There is one for each window: what it knows of a step is read when its kernels are launched, and the
+        plan on the device is overwritten in stream order.
+        """
+        wrapper, buffers = self._wrapper(layer.window)
+        block_size = self._sizes.block_size
+        query_ends_R1, block_ends_R1 = _ends(rows.query_lens_R), _ends(rows.num_blocks_R)
+        last_lens_R = rows.context_lens_R - (rows.num_blocks_R - 1) * block_size
+        query_ends, block_ends, last_lens, context_lens, blocks = self._pinned(
+            query_ends_R1, block_ends_R1, last_lens_R, rows.context_lens_R, rows.block_ids
+        )
+        wrapper._pin_memory_int_workspace_buffer = buffers.next()
+        wrapper.plan(
+            query_ends,
+            block_ends,
+            blocks,
+            last_lens,
+            layer.num_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            block_size,
+            causal=True,
+            seq_lens=context_lens,
+            max_token_per_sequence=int(rows.query_lens_R.max()),
+            **_options(layer, self._sizes.dtype),
+        )
+        buffers.mark_copied()
+        return wrapper
+
+    def attend(self, q_TNH: Tensor, kv: LayerKVCache, plan: Any, out_TNH: Tensor) -> None:
+        """Attend; see `Kernels.attend_chunks`."""
+        plan.run(q_TNH, tuple(kv), out=out_TNH)
+
+    def _wrapper(self, window: int | None) -> tuple[Any, PlanBuffers]:
+        if window not in self._wrappers:
+            buffers = PlanBuffers(self._stream, self._sizes.device)
+            wrapper = self._make_wrapper(self._workspace, "HND", backend=self._backend)
+            wrapper.reset_workspace_buffer(self._workspace, buffers.on_device)
+            self._wrappers[window] = wrapper, buffers
+        return self._wrappers[window]
+
+    def _pinned(self, *arrays: Int32Array) -> tuple[Tensor, ...]:
+        """Return arrays in one piece of memory that torch gives away again only once it has been copied."""
+        numbers = torch.from_numpy(np.concatenate(arrays, dtype=np.int32))
+        if self._sizes.device.type == "cuda":
+            numbers = numbers.pin_memory()
+        return torch.split(numbers, [len(array) for array in arrays])
+
+
+def stream_of(device: torch.device) -> DeviceStream:
+    """Return the stream of a device that marks are recorded in."""
+    return CudaStream(device) if device.type == "cuda" else CpuStream()
+
+
+def allocate_workspace(sizes: KernelSizes) -> Tensor:
+    """Return scratch memory for all of them: as much as a plan may ask for, which fails with less."""
+    config = sizes.config
+    group = config.num_heads // config.num_kv_heads
+    # A plan splits contexts while its tiles of queries are fewer than two for each processor and KV head.
+    chunk_queries = 2 * _MOST_PROCESSORS // config.num_kv_heads * 128
+    tile = 16 if group <= 16 else 64
+    decode_queries = (-(-sizes.max_rows * group // tile) + sizes.max_rows) * tile
+    # For each query and head an output and the logarithm of a sum, float32
+    needed = 4 * config.num_heads * (config.head_dim + 1) * max(chunk_queries, decode_queries)
+    return torch.zeros(max(_WORKSPACE_BYTES, needed), dtype=torch.uint8, device=sizes.device)
+
+
+def _ends(lens: Int32Array) -> Int32Array:
+    """Return 0 and where each of the pieces ends."""
+    ends = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, out=ends[1:])
+    return ends
+
+
+def _options(layer: LayerSpec, dtype: torch.dtype) -> dict[str, Any]:
+    """Return what all plans say of a layer."""
+    return {
+        # How many tokens before its own a token sees
+        "window_left": -1 if layer.window is None else layer.window - 1,
+        "sm_scale": layer.scale,
+        "q_data_type": dtype,
+        "kv_data_type": dtype,
+    }

@@ -1,0 +1,288 @@
+"""The forward pass on a GPU: decode steps by captured graphs, all others operator by operator.
+
+Legend: T tokens of the step, R rows that decode, N rows that sample, V vocabulary.
+"""
+
+# ruff: noqa: N815 -- tensor names carry shape suffixes
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onbeat.core.errors import EngineError
+from onbeat.engine.attention.base import IntArray
+from onbeat.engine.cuda.failures import failures_in_words
+from onbeat.engine.cuda.graphs import Graphs, graph_sizes
+from onbeat.engine.cuda.kernels import BestBuffers, ChunkRows, DecodeRows, Kernels, KernelSizes, StepTensors
+from onbeat.engine.cuda.layer import Hidden, LayerStep, first_of_windows, run_layers, write_logits
+from onbeat.engine.cuda.packing import StepCounts, StepWords, device_words, host_words
+from onbeat.engine.cuda.products import CudaProducts
+from onbeat.engine.cuda.sampling import draw_params
+from onbeat.engine.cuda.state import CudaOptions, DeviceState, HostRing
+from onbeat.engine.cuda.step_packer import PackedStep, StepPacker
+from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream, Mark
+from onbeat.engine.cuda.weights import CudaWeights
+from onbeat.engine.forward import ChosenTokens, RowProducts, StepLogits
+from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.sampler import BestTokens
+
+__all__ = ["CudaForward", "CudaOptions", "kernel_sizes"]
+
+
+def kernel_sizes(weights: CudaWeights, options: CudaOptions) -> KernelSizes:
+    """Return what the operators of such a forward pass are made for."""
+    return KernelSizes(
+        config=weights.config,
+        dtype=weights.dtype,
+        device=weights.device,
+        block_size=options.block_size,
+        max_rows=max(options.max_num_seqs, *graph_sizes(options.max_num_seqs)),
+        max_tokens=options.max_num_batched_tokens,
+        max_row_blocks=options.max_row_blocks,
+    )
+
+
+class _Buffers(NamedTuple):
+    """Where a step's numbers lie on the device."""
+
+    words: Tensor
+    parts: StepWords
+    """`words`, by name."""
+    results: Tensor
+    """int32 [2 N]: what the host reads."""
+    best: BestBuffers
+    """`results`, by name."""
+    drawn_N: Tensor
+    """int32."""
+    logits_NV: Tensor
+
+
+class _Launched:
+    """A step's tokens; see `ChosenTokens`."""
+
+    def __init__(self, packed: PackedStep, mark: Mark) -> None:
+        self.packed = packed
+        self._mark = mark
+
+    def wait(self) -> BestTokens:
+        """Return the tokens once the step is done."""
+        with failures_in_words(self.packed):
+            self._mark.wait()
+        return self.packed.best_tokens()
+
+
+class CudaForward:
+    """Runs steps of a model on a device, with a KV cache of its own.
+
+    Parameters
+    ----------
+    weights, kernels : the model, and the operators that compute it.
+    graphs : how decode steps are run.
+    options : sizes; `kernels` are made for the same.
+    stream : where work is queued; that of the weights' device where there is none.
+
+    Raises
+    ------
+    ConfigError : a graph cannot be captured.
+    """
+
+    def __init__(
+        self,
+        weights: CudaWeights,
+        kernels: Kernels,
+        graphs: Graphs,
+        options: CudaOptions,
+        *,
+        stream: DeviceStream | None = None,
+    ) -> None:
+        self.weights = weights
+        self.kernels = kernels
+        self.options = options
+        self._graphs = graphs
+        self._windows = first_of_windows(weights)
+        on_cpu = weights.device.type == "cpu"
+        self._stream = stream or (CpuStream() if on_cpu else CudaStream(weights.device))
+        self._sizes = graph_sizes(options.max_num_seqs)
+        spec = KVCacheSpec.of_model(weights.config, dtype=weights.dtype, block_size=options.block_size)
+        most = max(options.max_num_seqs, *self._sizes)
+        with torch.inference_mode():
+            self._state = DeviceState(spec, options, weights.device)
+            logits_dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
+            self._logits_NV = torch.zeros(
+                most, weights.config.vocab_size, dtype=logits_dtype, device=weights.device
+            )
+            self._packer = StepPacker(options, self._sizes, decodes_apart=not kernels.plans_decodes)
+            counts = StepCounts(options.max_num_batched_tokens, most, most, 0)
+            self._ring = HostRing(self._stream, counts.num_words, 2 * most)
+            self._fixed = {size: self._fixed_buffers(size) for size in self._sizes}
+            self._stream.run(partial(graphs.prepare, self._sizes, self._run_size, self._plan_padding))
+            for size in {self._sizes[0], self._sizes[-1]}:
+                self._stream.run(partial(self._draw, self._fixed[size]))  # compiled before it is needed
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.weights.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.device
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """What a reader of measurements wants to know of this forward pass."""
+        return {
+            "backend": "cuda",
+            "kernels": self.kernels.name,
+            "graphs": f"{self._graphs.name}, up to {self._sizes[-1]} rows",
+        }
+
+    @torch.inference_mode()
+    def run(
+        self,
+        inputs: StepInputs,
+        *,
+        wants_logits: bool,  # noqa: ARG002 -- always computed
+    ) -> StepLogits:
+        """Run one step to its end; see `ForwardPass.run`. Logits are valid until the next step."""
+        buffers: list[_Buffers] = []
+        launched = self._submit(inputs, lambda packed: buffers.append(self._queue(packed)), chooses=False)
+        found, num_samples = launched.wait(), len(inputs.sampling_tokens)
+        if not num_samples:
+            return StepLogits(None)
+        logits_NV = buffers[0].logits_NV
+        if launched.packed.size is not None and not launched.packed.is_each_row_sampled:
+            logits_NV = logits_NV.index_select(0, torch.from_numpy(inputs.sampling_tokens).to(self.device))
+        return StepLogits(logits_NV[:num_samples], found)
+
+    def launch(self, inputs: StepInputs) -> ChosenTokens:
+        """Queue a step that chooses its rows' tokens; see `LaunchesSteps.launch`."""
+        return self._submit(inputs, self._queue, chooses=True)
+
+    def scrub(self, block_ids: IntArray) -> None:
+        """Make stored keys and values of blocks finite; see `ForwardPass.scrub`."""
+        self._stream.run(lambda: self._state.scrub(torch.from_numpy(block_ids).to(self.device)))
+
+    def check_alive(self) -> None:
+        """Find nothing: all of it is in this process."""
+
+    def touch_ahead(self) -> bool:
+        """Return False: all memory is taken at start."""
+        return False
+
+    def products(self) -> RowProducts:
+        """Return those of the model's first layer; see `ForwardPass.products`."""
+        return CudaProducts(self.weights)
+
+    def close(self) -> None:
+        """Let go of nothing: memory goes with the object."""
+
+    def _submit(
+        self, inputs: StepInputs, queue: Callable[[PackedStep], object], *, chooses: bool
+    ) -> _Launched:
+        entry = self._ring.take()
+        packed = self._packer.pack(inputs, entry, chooses=chooses)
+        try:
+            with failures_in_words(packed):
+                self._stream.run(lambda: queue(packed))
+        except EngineError:
+            self._packer.forget()
+            entry.mark = self._stream.mark()
+            raise
+        entry.mark = self._stream.mark()
+        return _Launched(packed, entry.mark)
+
+    def _fixed_buffers(self, size: int) -> _Buffers:
+        """Return the buffers that the graph of a size reads and writes, full of padding."""
+        words = torch.from_numpy(self._packer.padding(size)).to(self.device)
+        return self._buffers(words, self._packer.graph_counts(size))
+
+    def _buffers(self, words: Tensor, counts: StepCounts) -> _Buffers:
+        num_samples = counts.samples
+        results = torch.zeros(2 * num_samples, dtype=torch.int32, device=self.device)
+        best = BestBuffers(results[:num_samples], results[num_samples:].view(torch.float32))
+        drawn_N = torch.zeros(num_samples, dtype=torch.int32, device=self.device)
+        logits_NV = self._logits_NV[:num_samples]
+        if num_samples > len(self._logits_NV):
+            logits_NV = self._logits_NV.new_empty(num_samples, self._logits_NV.shape[1])
+        return _Buffers(words, device_words(words, counts), results, best, drawn_N, logits_NV)
+
+    @torch.inference_mode()
+    def _queue(self, packed: PackedStep) -> _Buffers:
+        """Queue a step and the way back of its results."""
+        words = packed.entry.words[: packed.counts.num_words]
+        if packed.late_updates is not None:
+            places, blocks = packed.late_updates.to(self.device, non_blocking=True)
+            self._state.tables_SW.view(-1).index_put_((places,), blocks)
+        if packed.size is not None:
+            buffers = self._fixed[packed.size]
+            buffers.words.copy_(words, non_blocking=True)
+            self._plan_decodes(host_words(words.numpy(), packed.counts))
+            self._graphs.replay(packed.size)
+        else:
+            buffers = self._buffers(words.to(self.device, non_blocking=True), packed.counts)
+            self._compute(buffers, packed.counts.decodes, packed.chunks)
+        if packed.is_random:
+            self._draw(buffers)
+        packed.entry.results[: len(buffers.results)].copy_(buffers.results, non_blocking=True)
+        return buffers
+
+    def _plan_decodes(self, parts: StepWords) -> None:
+        if self.kernels.plans_decodes:
+            self.kernels.plan_decodes(parts.lens_R, list(self._windows.values()))
+
+    def _plan_padding(self, size: int) -> None:
+        """Plan a graph's step that has no row."""
+        self._plan_decodes(host_words(self._packer.padding(size), self._packer.graph_counts(size)))
+
+    def _run_size(self, size: int) -> None:
+        """Run what a graph is captured of."""
+        self._compute(self._fixed[size], size, None, is_padded=True)
+
+    @torch.inference_mode()
+    def _compute(
+        self, buffers: _Buffers, num_decodes: int, chunks: ChunkRows | None, *, is_padded: bool = False
+    ) -> None:
+        parts, state = buffers.parts, self._state
+        state.tables_SW.view(-1).index_put_((parts.update_places_U,), parts.update_blocks_U)
+        last_T = state.tokens_S.index_select(0, parts.token_slots_T)
+        ids_T = torch.where(parts.ids_T < 0, last_T, parts.ids_T)
+        decodes = DecodeRows(state.tables_SW.index_select(0, parts.slots_R), parts.lens_R)
+        if num_decodes:
+            self.kernels.start_decodes(decodes)
+        step = LayerStep(
+            StepTensors(parts.positions_T, parts.kv_slots_T),
+            decodes,
+            num_decodes,
+            {window: self.kernels.plan_chunks(chunks, spec) for window, spec in self._windows.items()}
+            if chunks is not None
+            else {},
+            state.kv,
+        )
+        hidden = run_layers(self.weights, self.kernels, ids_T, step)
+        if not len(parts.sampled_N):
+            return
+        if not is_padded:  # else every row samples, or its logits do not matter
+            hidden = Hidden(*(part.index_select(0, parts.sampled_N) for part in hidden))
+        write_logits(self.weights, self.kernels, hidden, buffers.logits_NV)
+        self.kernels.best(buffers.logits_NV, buffers.best)
+        self._remember(buffers)
+
+    @torch.inference_mode()
+    def _draw(self, buffers: _Buffers) -> None:
+        """Choose the tokens of random rows in place of the most likely ones."""
+        self.kernels.draw(buffers.logits_NV, draw_params(buffers.parts), buffers.best, buffers.drawn_N)
+        buffers.best.ids_R.copy_(buffers.drawn_N)
+        self._remember(buffers)
+
+    def _remember(self, buffers: _Buffers) -> None:
+        """Keep each slot's token for the next step; 0 where the row failed."""
+        ids_N, peaks_N = buffers.best
+        tokens_N = torch.where(peaks_N.isfinite(), ids_N, 0)
+        self._state.tokens_S.index_put_((buffers.parts.write_slots_N,), tokens_N)

@@ -1,0 +1,268 @@
+"""The operators of a layer as the GPU engine calls them, and their arguments.
+
+All tensors are on the device of `KernelSizes` and, unless it is said otherwise, contiguous. "The model's
+type" is `KernelSizes.dtype`. Methods queue work on the current stream and return. All but `plan_chunks` and
+`attend_chunks` are called while a graph is captured: they may not wait for the device, and neither shapes nor
+launches may depend on the contents of a tensor. Rows that only fill a graph (padding) have length 1, the last
+KV block and any numbers: they must not disturb others.
+
+Legend: T tokens of a step, R rows, D model width, N query heads, K KV heads, H head width, F feed-forward
+width, V vocabulary, W columns of a block table, X = (N + 2 K) H.
+"""
+
+# ruff: noqa: N815 -- tensor names carry shape suffixes
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from onbeat.engine.kv_cache import LayerKVCache
+from onbeat.engine.model_config import Activation, ModelConfig
+
+Int32Array = NDArray[np.int32]
+DecodeBackend = Literal["xqa", "fa2"]
+"""FlashInfer's kernels for rows of one token; fa2 needs a plan of the host's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSizes:
+    """What operators are made for: `ReferenceKernels(sizes)`, `FastKernels(sizes)`."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    """Of weights, activations and KV."""
+    device: torch.device
+    block_size: int
+    max_rows: int
+    """Most rows of a step."""
+    max_tokens: int
+    """Most tokens of a step."""
+    max_row_blocks: int
+    """Most KV blocks of a row: the columns W of `DecodeRows.table_RW`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Normalise by the root mean square in float32, and scale.
+
+    With `scales_rounded` (Llama): x is normalised, rounded to the model's type, then multiplied by the scale
+    in that type. Else (Gemma): normalised and multiplied in float32, then rounded once.
+    """
+
+    scale_D: Tensor
+    """[D] or [H]; in the model's type with `scales_rounded`, else float32 with the offset added already."""
+    eps: float
+    """Added to the mean square."""
+    scales_rounded: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """What attention must know of a layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Factor on the scores q.k."""
+    window: int | None
+    """A token sees itself and the `window` - 1 tokens before it; None: all."""
+    frequencies_H: Tensor
+    """Angle per position of each pair of dimensions (i, i + H/2), float32 [H/2]."""
+    query_norm: Norm | None
+    key_norm: Norm | None
+    """Of each head, before the rotation."""
+
+
+class StepTensors(NamedTuple):
+    """Where the tokens of a step are."""
+
+    positions_T: Tensor
+    """int32 [T]."""
+    kv_slots_T: Tensor
+    """int32 [T]: block id * block size + offset. Padding tokens share slots of the last block."""
+
+
+class DecodeRows(NamedTuple):
+    """Rows of one new token each."""
+
+    table_RW: Tensor
+    """int32 [R, W]: block ids; those beyond the row's length are any valid ids."""
+    lens_R: Tensor
+    """int32 [R], >= 1: tokens that the row sees, the new one (stored already) included."""
+
+
+class ChunkRows(NamedTuple):
+    """Rows of any number of new tokens, in host memory, packed row after row."""
+
+    query_lens_R: Int32Array
+    """New tokens, >= 1."""
+    context_lens_R: Int32Array
+    """Tokens that the row's last new token sees, itself included."""
+    num_blocks_R: Int32Array
+    """KV blocks of each row: just those that hold its context."""
+    block_ids: Int32Array
+    """[sum of num_blocks_R]: row after row."""
+
+
+class BestBuffers(NamedTuple):
+    """Each row's most likely token."""
+
+    ids_R: Tensor
+    """int32 [R]: the lowest id of equals; that of a NaN where there is one."""
+    peaks_R: Tensor
+    """float32 [R]: its logit, NaN where any logit of the row is NaN."""
+
+
+class DrawParams(NamedTuple):
+    """How each row's token is drawn; see `onbeat.engine.draw`."""
+
+    temperatures_R: Tensor
+    """float64 [R]; 0 where the row takes its most likely token."""
+    top_ks_R: Tensor
+    """int32 [R]; 0: no bound."""
+    top_ps_R: Tensor
+    """float64 [R]; 1: no bound."""
+    min_ps_R: Tensor
+    """float64 [R]; 0: no bound."""
+    numbers_R: Tensor
+    """float64 [R]: uniform in [0, 1)."""
+
+
+class Kernels(Protocol):
+    """The operators; see the top of the module for what holds of all."""
+
+    @property
+    def name(self) -> str:
+        """For readers of measurements: `triton, flashinfer 0.6.14 (xqa, fa2)`."""
+        ...
+
+    def add_norm(self, x_TD: Tensor | None, residual_TD: Tensor, norm: Norm, out_TD: Tensor) -> None:
+        """Add `x_TD` to `residual_TD` in place, and write the norm of the sum.
+
+        Parameters
+        ----------
+        x_TD, residual_TD, out_TD : [T, D], the model's type. Without `x_TD` the residual stays as it is.
+            `out_TD` may be `x_TD`; it may be `residual_TD` only where there is no `x_TD`. The sum is rounded
+            to the model's type before it is normalised.
+        """
+        ...
+
+    def rope_store(
+        self, qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache, q_TNH: Tensor
+    ) -> None:
+        """Normalise (where the layer does) and rotate queries and keys; store keys and values.
+
+        Parameters
+        ----------
+        qkv_TX : [T, X], the model's type: N query heads, K key heads, K value heads of each token.
+        kv : [blocks, K, block size, H] each, the model's type.
+        q_TNH : [T, N, H], the model's type: where the queries are written.
+
+        Notes
+        -----
+        Angles are position * frequency in float32, cosine and sine too; the product is taken in float32
+        (float64 in a float64 model) and rounded once. Pairs are (i, i + H/2):
+        out[i] = x[i] cos - x[i + H/2] sin, out[i + H/2] = x[i + H/2] cos + x[i] sin.
+        """
+        ...
+
+    def act_mul(self, gate_up_TF2: Tensor, activation: Activation, out_TF: Tensor) -> None:
+        """Write `activation(gate) * up`.
+
+        Parameters
+        ----------
+        gate_up_TF2 : [T, 2 F], the model's type: all of the gate, then all of up.
+        out_TF : [T, F], the model's type.
+        """
+        ...
+
+    @property
+    def plans_decodes(self) -> bool:
+        """Whether decodes need `plan_decodes`; if so, they run in steps of decodes alone, else as chunks."""
+        ...
+
+    def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec]) -> None:
+        """Do a step's host work for `attend_decodes`, before its operators are queued; not part of a graph.
+
+        Called only with `plans_decodes`. The step before may still run on the device.
+
+        Parameters
+        ----------
+        lens_R : what `DecodeRows.lens_R` will be.
+        layers : one of each window.
+        """
+        ...
+
+    def start_decodes(self, rows: DecodeRows) -> None:
+        """Do what all layers need, once a step, before the first `attend_decodes`; part of a graph."""
+        ...
+
+    def attend_decodes(
+        self, q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows, layer: LayerSpec, out_RNH: Tensor
+    ) -> None:
+        """Attend with one query a row.
+
+        Parameters
+        ----------
+        q_RNH, out_RNH : [R, N, H], the model's type.
+        """
+        ...
+
+    def plan_chunks(self, rows: ChunkRows, layer: LayerSpec) -> Any:
+        """Do a step's host work for `attend_chunks`, for all layers that have this layer's window.
+
+        Called once a step and window, before the step's layers; the step before may still run on the device.
+        Heads, scale and window are equal in the layers that the plan is used for.
+
+        Returns
+        -------
+        What `attend_chunks` of the same kernels needs; valid for this step.
+        """
+        ...
+
+    def attend_chunks(
+        self, q_TNH: Tensor, kv: LayerKVCache, plan: Any, layer: LayerSpec, out_TNH: Tensor
+    ) -> None:
+        """Attend causally with all new tokens of the planned rows.
+
+        Parameters
+        ----------
+        q_TNH, out_TNH : [T, N, H], the model's type: tokens of the planned rows alone.
+        """
+        ...
+
+    def best(self, logits_RV: Tensor, out: BestBuffers) -> None:
+        """Find each row's most likely token.
+
+        Parameters
+        ----------
+        logits_RV : [R, V], float32 (float64 in a float64 model).
+        """
+        ...
+
+    def draw(self, logits_RV: Tensor, params: DrawParams, best: BestBuffers, ids_R: Tensor) -> None:
+        """Choose each row's token: by its number where its temperature is not 0, else the most likely one.
+
+        Parameters
+        ----------
+        logits_RV : [R, V], float32 (float64 in a float64 model); not changed.
+        best : what `best` found in them. A row whose peak is not finite gets any id in [0, V).
+        ids_R : int32 [R], written.
+
+        Notes
+        -----
+        The same number of the same logits and parameters gives the same token, whatever other rows there are.
+        Candidates are ordered by falling logit (-0.0 equals 0.0), equal ones by rising id; min-p, then top-k,
+        then top-p (of what the first two keep, or of the whole row) each keep a prefix of it, and the number
+        inverts the cumulative weights exp((logit - peak) / temperature). A row that none of the three cuts is
+        drawn in the order of ids instead.
+        """
+        ...

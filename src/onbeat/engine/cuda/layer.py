@@ -1,0 +1,99 @@
+"""The one layer of all families, by operators that are handed in.
+
+Legend: T tokens, R rows that decode, N query heads, D model width, V vocabulary, X = (N + 2 KV heads) * head
+width.
+"""
+
+# ruff: noqa: N815 -- tensor names carry shape suffixes
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from onbeat.engine.cuda.kernels import DecodeRows, Kernels, LayerSpec, Norm, StepTensors
+from onbeat.engine.cuda.weights import CudaLayer, CudaWeights
+from onbeat.engine.kv_cache import LayerKVCache
+
+
+class LayerStep(NamedTuple):
+    """What the layers must know of a step: rows that decode come first, those of chunks behind them."""
+
+    tensors: StepTensors
+    decodes: DecodeRows
+    """None of them where `num_decodes` is 0."""
+    num_decodes: int
+    chunk_plans: Mapping[int | None, Any]
+    """By window; empty where no row has a chunk."""
+    kv: Sequence[LayerKVCache]
+
+
+class Hidden(NamedTuple):
+    """The last layer's output and what it is still to be added to, [T, D] each."""
+
+    x_TD: Tensor
+    residual_TD: Tensor
+
+
+def run_layers(weights: CudaWeights, kernels: Kernels, ids_T: Tensor, step: LayerStep) -> Hidden:
+    """Run tokens through the layers; their keys and values are stored on the way."""
+    residual_TD = weights.embedding_VD.index_select(0, ids_T)
+    if weights.embedding_scale != 1.0:
+        residual_TD.mul_(weights.embedding_scale)
+    normed_TD = torch.empty_like(residual_TD)
+    x_TD: Tensor | None = None
+    for layer, kv in zip(weights.layers, step.kv, strict=True):
+        kernels.add_norm(x_TD, residual_TD, layer.attention_norm, normed_TD)
+        x_TD = _attention(kernels, layer, normed_TD, step, kv)
+        _norm_in_place(kernels, x_TD, layer.after_attention_norm)
+        kernels.add_norm(x_TD, residual_TD, layer.mlp_norm, normed_TD)
+        gate_up_TF2 = functional.linear(normed_TD, layer.gate_up_FD)
+        activated_TF = gate_up_TF2.new_empty(len(gate_up_TF2), gate_up_TF2.shape[1] // 2)
+        kernels.act_mul(gate_up_TF2, weights.config.hidden_activation, activated_TF)
+        x_TD = functional.linear(activated_TF, layer.down_DF)
+        _norm_in_place(kernels, x_TD, layer.after_mlp_norm)
+    assert x_TD is not None, "a model has layers"
+    return Hidden(x_TD, residual_TD)
+
+
+def write_logits(weights: CudaWeights, kernels: Kernels, hidden: Hidden, logits_TV: Tensor) -> None:
+    """Write the logits of all tokens of `hidden`, in float32 (float64 in a float64 model)."""
+    x_TD, residual_TD = hidden
+    kernels.add_norm(x_TD, residual_TD, weights.final_norm, x_TD)
+    head_DV = weights.lm_head_VD.t()
+    if logits_TV.dtype == x_TD.dtype:
+        torch.mm(x_TD, head_DV, out=logits_TV)
+    elif x_TD.device.type == "cuda":
+        torch.mm(x_TD, head_DV, out_dtype=logits_TV.dtype, out=logits_TV)
+    else:
+        logits_TV.copy_(x_TD @ head_DV)
+
+
+def first_of_windows(weights: CudaWeights) -> dict[int | None, LayerSpec]:
+    """Return a layer of each window that the model has."""
+    return {layer.spec.window: layer.spec for layer in reversed(weights.layers)}
+
+
+def _attention(
+    kernels: Kernels, layer: CudaLayer, normed_TD: Tensor, step: LayerStep, kv: LayerKVCache
+) -> Tensor:
+    spec, num_decodes = layer.spec, step.num_decodes
+    num_tokens = len(normed_TD)
+    qkv_TX = functional.linear(normed_TD, layer.qkv_XD, layer.qkv_bias_X)
+    q_TNH, mixed_TNH = (qkv_TX.new_empty(num_tokens, spec.num_heads, spec.head_dim) for _ in range(2))
+    kernels.rope_store(qkv_TX, step.tensors, spec, kv, q_TNH)
+    if num_decodes:
+        kernels.attend_decodes(q_TNH[:num_decodes], kv, step.decodes, spec, mixed_TNH[:num_decodes])
+    if num_decodes < num_tokens:
+        plan = step.chunk_plans[spec.window]
+        kernels.attend_chunks(q_TNH[num_decodes:], kv, plan, spec, mixed_TNH[num_decodes:])
+    return functional.linear(mixed_TNH.view(num_tokens, -1), layer.o_DX, layer.o_bias_D)
+
+
+def _norm_in_place(kernels: Kernels, x_TD: Tensor, norm: Norm | None) -> None:
+    if norm is not None:
+        kernels.add_norm(None, x_TD, norm, x_TD)

@@ -1,0 +1,167 @@
+"""How many KV blocks a GPU has room for: what the largest steps take is measured, not guessed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from onbeat.core.errors import ConfigError
+from onbeat.engine.attention.base import AttentionBatch, IntArray
+from onbeat.engine.forward import ForwardPass
+from onbeat.engine.input_batch import StepInputs
+from onbeat.scheduler.config import SchedulerConfig
+
+_UNSEEN_BYTES = 64 << 20
+"""For what the driver takes later: more of a stream's, of a library's."""
+_GRAPH_BYTES = 24 << 20
+"""For a captured graph, about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredMemory:
+    """A device's memory once the weights are there, and what steps take beside them; bytes."""
+
+    total: int
+    used: int
+    """By the weights, by libraries, and by whoever else is on the device."""
+    step: int
+    """By the largest step while it runs, and by what steps keep beside the KV cache."""
+    num_graphs: int
+
+    def kv_bytes(self, utilization: float) -> int:
+        """Return what is left for the KV cache.
+
+        Parameters
+        ----------
+        utilization : share of the device's memory that may be used by all.
+        """
+        reserve = _UNSEEN_BYTES + self.num_graphs * _GRAPH_BYTES
+        return int(utilization * self.total) - self.used - self.step - reserve
+
+    def num_blocks(
+        self, utilization: float, *, block_bytes: int, other_bytes: int, wanted: int | None
+    ) -> int:
+        """Return how many KV blocks there are to be: as many as are wanted, else as many as fit.
+
+        Parameters
+        ----------
+        utilization : share of the device's memory that may be used by all.
+        block_bytes : of a block, with what a draft model keeps beside it.
+        other_bytes : that are still to be taken, such as by a draft model's weights.
+        wanted : None leaves the number open.
+
+        Raises
+        ------
+        ConfigError : so many do not fit, or not even one does.
+        """
+        # One block more is for padding.
+        fitting = (self.kv_bytes(utilization) - other_bytes) // block_bytes - 1
+        if fitting >= (wanted or 1):
+            return wanted or fitting
+        problem = (
+            f"of the GPU's {_size(self.total)}, {_size(self.used)} are taken by weights, libraries and "
+            f"others, and the largest steps take {_size(self.step)}: a share of {utilization} "
+            "(--gpu-memory-utilization) leaves "
+        )
+        if fitting < 1:
+            raise ConfigError(
+                f"{problem}no room for a KV cache; lower --max-num-batched-tokens or --max-num-seqs, raise "
+                "the share, or use a smaller model"
+            )
+        raise ConfigError(
+            f"{problem}{_size(fitting * block_bytes)} for the KV cache, but "
+            f"{_size((wanted or 0) * block_bytes)} are asked for; what fits is "
+            f"--kv-cache-memory-bytes {fitting * block_bytes >> 20}M"
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"the largest steps take {_size(self.step)} beside {_size(self.used)} of {_size(self.total)} of "
+            "the GPU's memory, as measured"
+        )
+
+
+def measure(
+    device: torch.device,
+    build: Callable[[int], ForwardPass],
+    steps: Sequence[StepInputs],
+    *,
+    block_bytes: int,
+    num_graphs: int,
+) -> MeasuredMemory:
+    """Run steps on a KV cache just large enough, with the weights in place.
+
+    Parameters
+    ----------
+    build : makes a forward pass with so many KV blocks.
+    steps : the largest there can be.
+    block_bytes : of one block.
+    """
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    num_blocks = max(int(step.attention.block_tables_SB.max()) + 1 for step in steps)
+    forward = build(num_blocks)
+    for step in steps:
+        forward.run(step, wants_logits=True)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_reserved(device) - before - (num_blocks + 1) * block_bytes
+    forward.close()
+    del forward
+    gc.collect()  # it and its graphs refer to each other; what it took would count as used for good
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return MeasuredMemory(total=total, used=total - free, step=max(peak, 0), num_graphs=num_graphs)
+
+
+def bytes_above(device: torch.device, utilization: float) -> int:
+    """Return how much more of a device's memory is taken than a share of it; negative where less is."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - int(utilization * total)
+
+
+def largest_steps(limits: SchedulerConfig) -> list[StepInputs]:
+    """Return a step of as many prompt tokens as there may be, and one of as many rows that decode."""
+    num_tokens, longest = limits.max_num_batched_tokens, limits.max_model_len
+    lens = [longest] * (num_tokens // longest)
+    if rest := num_tokens % longest:
+        lens.append(rest)
+    chunks_R = np.array(lens[: limits.max_num_seqs], np.int64)
+    return [_step(lens_R, limits.block_size) for lens_R in (chunks_R, np.ones(limits.max_num_seqs, np.int64))]
+
+
+def _step(lens_R: IntArray, block_size: int) -> StepInputs:
+    """Return a step of rows without a past, all of which sample."""
+    num_rows = len(lens_R)
+    num_blocks_R = -(-lens_R // block_size)
+    tables_SB = np.zeros((num_rows, int(num_blocks_R.max())), np.int32)
+    tables_SB[np.arange(tables_SB.shape[1]) < num_blocks_R[:, None]] = np.arange(num_blocks_R.sum())
+    slots_R = np.arange(num_rows)
+    slots_T = np.repeat(slots_R, lens_R)
+    ends_R = np.cumsum(lens_R)
+    positions_T = np.arange(len(slots_T)) - np.repeat(ends_R - lens_R, lens_R)
+    blocks_T = tables_SB[slots_T, positions_T // block_size].astype(np.int64)
+    return StepInputs(
+        token_ids_T=np.zeros(len(slots_T), np.int64),
+        positions_T=positions_T,
+        attention=AttentionBatch(
+            query_lens_R=lens_R,
+            context_lens_R=lens_R,
+            slots_R=slots_R,
+            block_tables_SB=tables_SB,
+            slot_mapping_T=blocks_T * block_size + positions_T % block_size,
+        ),
+        sampling_tokens=ends_R - 1,
+        sampling_rows=[],
+        sampling_request_ids=[],
+        sampling_slots=slots_R,
+        sampling_positions=lens_R,
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -1,0 +1,163 @@
+"""What a model keeps from step to step on the device, and what the host must remember of it.
+
+Legend: S request slots (the last one is for padding), W columns of a block table, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onbeat.engine.attention.base import BlockTable, IntArray
+from onbeat.engine.cuda.kernels import Int32Array
+from onbeat.engine.cuda.stream import DeviceStream, Mark
+from onbeat.engine.kv_cache import KVCacheSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaOptions:
+    """Sizes that a forward pass is made for."""
+
+    num_blocks: int
+    """KV blocks, ids 0 to `num_blocks` - 1; there is one more, for padding."""
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+
+    @property
+    def max_row_blocks(self) -> int:
+        """Columns of a block table."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def padding_slot(self) -> int:
+        """The request slot of rows that only fill a graph."""
+        return self.max_num_seqs
+
+    @property
+    def padding_block(self) -> int:
+        """The KV block of such rows."""
+        return self.num_blocks
+
+
+class DeviceState:
+    """KV cache, block tables, and each slot's last token.
+
+    Parameters
+    ----------
+    spec : of the KV cache.
+    options : sizes.
+    device : where all of it lies.
+    """
+
+    def __init__(self, spec: KVCacheSpec, options: CudaOptions, device: torch.device) -> None:
+        num_slots = options.max_num_seqs + 1
+        self.kv = spec.allocate(options.num_blocks + 1, device)
+        self.tables_SW = torch.full(
+            (num_slots, options.max_row_blocks), options.padding_block, dtype=torch.int32, device=device
+        )
+        self.tokens_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        """What was last chosen for each slot; 0 where the row failed."""
+
+    @torch.inference_mode()
+    def scrub(self, block_ids: Tensor) -> None:
+        """Replace what is not finite in some blocks by 0."""
+        for cache in self.kv:
+            for part in cache:
+                part.index_copy_(0, block_ids, part.index_select(0, block_ids).nan_to_num_(0.0, 0.0, 0.0))
+
+
+_MOSTLY_USED = 3
+"""Entries of a rectangle for each that is used, up to which comparing the rectangle is the quicker way."""
+
+
+class TableMirror:
+    """The block tables as the device has them once all queued work is done.
+
+    What differs from the host's tables is found by comparing, so that nobody has to report a change: not who
+    gives a slot away, nor who runs another model with the same tables.
+    """
+
+    def __init__(self, options: CudaOptions) -> None:
+        self._block_size = options.block_size
+        self._blocks_SW = np.full(
+            (options.max_num_seqs + 1, options.max_row_blocks), options.padding_block, np.int32
+        )
+        self.padding_place = self._blocks_SW.size - 1
+        """A place whose entry is never another than `CudaOptions.padding_block`."""
+
+    def forget(self) -> None:
+        """Take nothing for known but the padding."""
+        self._blocks_SW[:-1] = -1
+
+    def changes(
+        self, tables_SB: BlockTable, slots_R: IntArray, context_lens_R: IntArray
+    ) -> tuple[IntArray, Int32Array]:
+        """Return what the device must learn before rows of these lengths can run; it counts as learnt.
+
+        Returns
+        -------
+        Places in the flat tables, and the blocks that are to be there.
+        """
+        num_blocks_R = -(-context_lens_R // self._block_size)
+        most = int(num_blocks_R.max())
+        if len(slots_R) * most <= _MOSTLY_USED * int(num_blocks_R.sum()):
+            wanted_RB = tables_SB[slots_R, :most]
+            rows, columns = np.nonzero(wanted_RB != self._blocks_SW[slots_R, :most])
+            slots, blocks = slots_R[rows], wanted_RB[rows, columns]
+        else:  # one long row among short ones: a table as wide as its own would be mostly empty
+            slots = np.repeat(slots_R, num_blocks_R)
+            ends_R = np.cumsum(num_blocks_R)
+            columns = np.arange(len(slots)) - np.repeat(ends_R - num_blocks_R, num_blocks_R)
+            wanted = tables_SB[slots, columns]
+            changed = np.flatnonzero(wanted != self._blocks_SW[slots, columns])
+            slots, columns, blocks = slots[changed], columns[changed], wanted[changed]
+        places: IntArray = slots * self._blocks_SW.shape[1] + columns
+        self._blocks_SW.reshape(-1)[places] = blocks
+        return places, blocks
+
+
+@dataclass(slots=True)
+class RingEntry:
+    """Host memory of one step."""
+
+    stream: DeviceStream
+    words: Tensor
+    """int32, pinned: what the device reads."""
+    results: Tensor
+    """int32, pinned: what it writes."""
+    mark: Mark | None = field(default=None)
+    """Behind the step that used it last."""
+
+    def reserve(self, num_words: int, num_results: int) -> None:
+        """Make room for an uncommonly large step."""
+        if len(self.words) < num_words:
+            self.words = self.stream.pinned(num_words)
+        if len(self.results) < num_results:
+            self.results = self.stream.pinned(num_results)
+
+
+class HostRing:
+    """Host memory for the steps in flight, in turns: one more than there may be at once."""
+
+    def __init__(
+        self, stream: DeviceStream, num_words: int, num_results: int, *, num_entries: int = 3
+    ) -> None:
+        self._entries = [
+            RingEntry(stream, stream.pinned(num_words), stream.pinned(num_results))
+            for _ in range(num_entries)
+        ]
+        self._next = 0
+
+    def take(self) -> RingEntry:
+        """Return the entry for the next step."""
+        entry = self._entries[self._next]
+        self._next = (self._next + 1) % len(self._entries)
+        assert entry.mark is None or entry.mark.is_passed(), (
+            "the device may still read what this would change"
+        )
+        return entry

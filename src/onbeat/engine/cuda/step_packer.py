@@ -1,0 +1,221 @@
+"""The host's part of a step: from the runner's arrays to the words that the device reads.
+
+Legend: T tokens of the step, R rows, N rows that sample, U changed entries of the block tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from onbeat.engine.attention.base import AttentionBatch, IntArray
+from onbeat.engine.cuda.kernels import ChunkRows, Int32Array
+from onbeat.engine.cuda.packing import StepCounts, StepWords, host_words
+from onbeat.engine.cuda.sampling import SlotSettings
+from onbeat.engine.cuda.state import CudaOptions, RingEntry, TableMirror
+from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.sampler import BestTokens
+
+_MOST_EAGER_UPDATES = 4096
+"""Changed entries of block tables that travel with a step outside of graphs; more go their own way."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A step, ready to be queued."""
+
+    entry: RingEntry
+    counts: StepCounts
+    size: int | None
+    """Of the graph; None where the step is run operator by operator."""
+    sampling_tokens: IntArray
+    chunks: ChunkRows | None
+    """Rows behind those that decode."""
+    late_updates: Tensor | None
+    """int32 [2, U]: changes of the block tables that the words have no room for, places and blocks."""
+    is_random: bool
+    """Whether tokens are to be drawn."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the step, with those of padding."""
+        return self.counts.decodes + (0 if self.chunks is None else len(self.chunks.query_lens_R))
+
+    @property
+    def is_each_row_sampled(self) -> bool:
+        """Whether the packed tokens are the sampling ones, in their order."""
+        num_samples = len(self.sampling_tokens)
+        return num_samples == self.counts.tokens or bool(
+            (self.sampling_tokens == np.arange(num_samples)).all()
+        )
+
+    def best_tokens(self) -> BestTokens:
+        """Return what came back of each sampling row, once the step is done."""
+        num_results = self.counts.samples
+        results = self.entry.results[: 2 * num_results].numpy()
+        rows = slice(None) if self.size is None else self.sampling_tokens
+        return BestTokens(
+            results[:num_results][rows].astype(np.int64), results[num_results:].view(np.float32)[rows].copy()
+        )
+
+
+class StepPacker:
+    """Packs steps, and remembers what the device knows of the block tables.
+
+    Parameters
+    ----------
+    options : sizes.
+    sizes : rows of the graphs, rising.
+    decodes_apart : whether decodes among chunks are rows of their own kind.
+    """
+
+    def __init__(self, options: CudaOptions, sizes: Sequence[int], *, decodes_apart: bool) -> None:
+        self._options = options
+        self._sizes = np.array(sizes)
+        self._decodes_apart = decodes_apart
+        self._mirror = TableMirror(options)
+        self._settings = SlotSettings(options.max_num_seqs)
+
+    def graph_counts(self, size: int) -> StepCounts:
+        """Return the counts of a graph's words."""
+        return StepCounts(size, size, size, size)
+
+    def padding(self, size: int) -> Int32Array:
+        """Return the words of a graph's step that has no row."""
+        counts = self.graph_counts(size)
+        words = np.zeros(counts.num_words, np.int32)
+        self._pad(host_words(words, counts), 0, 0)
+        return words
+
+    def pack(self, inputs: StepInputs, entry: RingEntry, *, chooses: bool) -> PackedStep:
+        """Write a step's words into a ring entry.
+
+        Parameters
+        ----------
+        chooses : whether the device chooses tokens and remembers them for their slots.
+        """
+        batch = inputs.attention
+        num_rows = len(batch.slots_R)
+        places, blocks = self._mirror.changes(batch.block_tables_SB, batch.slots_R, batch.context_lens_R)
+        is_decode = num_rows == len(inputs.token_ids_T)
+        if is_decode and num_rows <= self._sizes[-1]:
+            return self._pack_decodes(inputs, entry, places, blocks, chooses=chooses)
+        return self._pack_eager(inputs, entry, places, blocks, chooses=chooses)
+
+    def _pack_decodes(
+        self, inputs: StepInputs, entry: RingEntry, places: IntArray, blocks: Int32Array, *, chooses: bool
+    ) -> PackedStep:
+        batch = inputs.attention
+        num_rows = len(batch.slots_R)
+        size = int(self._sizes[self._sizes.searchsorted(num_rows)])
+        counts = self.graph_counts(size)
+        entry.reserve(counts.num_words, 2 * size)
+        parts = host_words(entry.words.numpy(), counts)
+        late = _later(places, blocks, size, entry)
+        num_updates = len(places) if late is None else 0
+        parts.ids_T[:num_rows] = inputs.token_ids_T
+        parts.positions_T[:num_rows] = inputs.positions_T
+        parts.kv_slots_T[:num_rows] = batch.slot_mapping_T
+        parts.token_slots_T[:num_rows] = batch.slots_R
+        parts.lens_R[:num_rows] = batch.context_lens_R
+        parts.slots_R[:num_rows] = batch.slots_R
+        parts.update_places_U[:num_updates] = places[:num_updates]
+        parts.update_blocks_U[:num_updates] = blocks[:num_updates]
+        self._pad(parts, num_rows, num_updates)
+        is_random = self._choose(inputs, parts, inputs.sampling_tokens, chooses=chooses)
+        return PackedStep(entry, counts, size, inputs.sampling_tokens, None, late, is_random)
+
+    def _pack_eager(
+        self, inputs: StepInputs, entry: RingEntry, places: IntArray, blocks: Int32Array, *, chooses: bool
+    ) -> PackedStep:
+        batch = inputs.attention
+        is_decode_R = (batch.query_lens_R == 1) & self._decodes_apart
+        num_decodes, num_samples = int(is_decode_R.sum()), len(inputs.sampling_tokens)
+        late = _later(places, blocks, _MOST_EAGER_UPDATES, entry)
+        num_updates = len(places) if late is None else 0
+        counts = StepCounts(len(inputs.token_ids_T), num_decodes, num_samples, num_updates)
+        entry.reserve(counts.num_words, 2 * num_samples)
+        parts = host_words(entry.words.numpy(), counts)
+        order_T, places_T = _decodes_first(is_decode_R, batch.query_lens_R)
+        parts.ids_T[:] = inputs.token_ids_T[order_T]
+        parts.positions_T[:] = inputs.positions_T[order_T]
+        parts.kv_slots_T[:] = batch.slot_mapping_T[order_T]
+        parts.token_slots_T[:] = np.repeat(batch.slots_R, batch.query_lens_R)[order_T]
+        parts.lens_R[:] = batch.context_lens_R[is_decode_R]
+        parts.slots_R[:] = batch.slots_R[is_decode_R]
+        parts.sampled_N[:] = places_T[inputs.sampling_tokens]
+        is_random = self._choose(inputs, parts, slice(None), chooses=chooses)
+        parts.update_places_U[:] = places[:num_updates]
+        parts.update_blocks_U[:] = blocks[:num_updates]
+        chunks = None
+        if num_decodes < len(is_decode_R):
+            chunks = _chunk_rows(batch, np.flatnonzero(~is_decode_R), self._options.block_size)
+        return PackedStep(entry, counts, None, inputs.sampling_tokens, chunks, late, is_random)
+
+    def _choose(
+        self, inputs: StepInputs, parts: StepWords, places: IntArray | slice, *, chooses: bool
+    ) -> bool:
+        """Write for which slots tokens are chosen, and how; return whether any is drawn."""
+        parts.write_slots_N[:] = self._options.padding_slot
+        if not chooses:
+            return False
+        parts.write_slots_N[places] = inputs.sampling_slots
+        return self._settings.write(inputs, parts, places)
+
+    def forget(self) -> None:
+        """Know nothing of the device's block tables any more: a step failed, and may have changed none."""
+        self._mirror.forget()
+
+    def _pad(self, parts: StepWords, num_rows: int, num_updates: int) -> None:
+        """Fill the rest of a graph's words: rows of one token in a block that nobody else has."""
+        options = self._options
+        parts.ids_T[num_rows:] = 0
+        parts.positions_T[num_rows:] = 0
+        parts.kv_slots_T[num_rows:] = options.padding_block * options.block_size
+        parts.token_slots_T[num_rows:] = options.padding_slot
+        parts.lens_R[num_rows:] = 1
+        parts.slots_R[num_rows:] = options.padding_slot
+        parts.write_slots_N[num_rows:] = options.padding_slot
+        parts.update_places_U[num_updates:] = self._mirror.padding_place
+        parts.update_blocks_U[num_updates:] = options.padding_block
+
+
+def _later(places: IntArray, blocks: Int32Array, most: int, entry: RingEntry) -> Tensor | None:
+    """Return changes of the block tables as a tensor of their own where they are too many."""
+    if len(places) <= most:
+        return None
+    late = entry.stream.pinned(2 * len(places)).view(2, -1)
+    late[0] = torch.from_numpy(places)
+    late[1] = torch.from_numpy(blocks)
+    return late
+
+
+def _decodes_first(is_decode_R: NDArray[np.bool_], query_lens_R: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the order of tokens that puts rows of one token first, and each token's place in it."""
+    is_decode_T = np.repeat(is_decode_R, query_lens_R)
+    order_T = np.argsort(~is_decode_T, kind="stable")
+    places_T = np.empty_like(order_T)
+    places_T[order_T] = np.arange(len(order_T))
+    return order_T, places_T
+
+
+def _chunk_rows(batch: AttentionBatch, rows: IntArray, block_size: int) -> ChunkRows:
+    context_lens_R = batch.context_lens_R[rows].astype(np.int32)
+    num_blocks_R = -(-context_lens_R // block_size)
+    slots_R = batch.slots_R[rows]
+    return ChunkRows(
+        query_lens_R=batch.query_lens_R[rows].astype(np.int32),
+        context_lens_R=context_lens_R,
+        num_blocks_R=num_blocks_R,
+        block_ids=np.concatenate(
+            [
+                batch.block_tables_SB[slot, :num_blocks]
+                for slot, num_blocks in zip(slots_R.tolist(), num_blocks_R.tolist(), strict=True)
+            ]
+        ),
+    )

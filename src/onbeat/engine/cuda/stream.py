@@ -1,0 +1,96 @@
+"""Where queued work runs, and how the host learns that it has run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Mark(Protocol):
+    """A point in the queue."""
+
+    def is_passed(self) -> bool:
+        """Whether all work before it is done."""
+        ...
+
+    def wait(self) -> None:
+        """Return when it is."""
+        ...
+
+
+class DeviceStream(Protocol):
+    """Runs work in order, at once or later."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Queue what `work` computes on the device; who calls may go on at once."""
+        ...
+
+    def mark(self) -> Mark:
+        """Return the present end of the queue."""
+        ...
+
+    def pinned(self, num_words: int) -> Tensor:
+        """Return int32 host memory that the device copies from and to, while the host does other things."""
+        ...
+
+
+class CpuStream:
+    """The CPU computes while it is called."""
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Do the work."""
+        work()
+
+    def mark(self) -> Mark:
+        """Return a mark that is passed already."""
+        return _Passed()
+
+    def pinned(self, num_words: int) -> Tensor:
+        """Return plain memory."""
+        return torch.zeros(num_words, dtype=torch.int32)
+
+
+class CudaStream:
+    """The current stream of the calling thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        # `set_device` takes no device without an index, which is what "cuda" is.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Queue the work; the device is that of the thread from now on, for Triton asks for no other."""
+        torch.cuda.set_device(self._device)
+        work()
+
+    def mark(self) -> Mark:
+        """Record an event."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return _Recorded(event)
+
+    def pinned(self, num_words: int) -> Tensor:
+        """Return memory of the driver's."""
+        return torch.zeros(num_words, dtype=torch.int32, pin_memory=True)
+
+
+class _Passed:
+    def is_passed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+
+class _Recorded:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def is_passed(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self._event.synchronize()

@@ -1,1 +1,0 @@
-"""Step-time models in formats that papers published: read, never fitted here."""

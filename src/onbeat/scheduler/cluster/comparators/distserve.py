@@ -1,0 +1,77 @@
+"""Every prompt on a prefill replica, where its KV waits for room (Zhong et al., "DistServe", OSDI 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from onbeat.scheduler.cluster.membership import Membership, OpenRequest, Replica
+from onbeat.scheduler.cluster.move_stages import STANDS_STILL, Move
+from onbeat.scheduler.cluster.mover import MOST_STOPPED, Mover, num_blocks_of
+from onbeat.scheduler.cluster.pool_policies import PoolPolicy
+from onbeat.scheduler.cluster.pools import Pools
+
+WAITS_FOR_ROOM = replace(STANDS_STILL, waits_for_room=True)
+"""The stages of a move whose request stands still until a replica has room."""
+
+
+class DistServe(PoolPolicy):
+    """Keeps streams that no replica has room for where their prompts were computed (section 4.3).
+
+    They stand still, in the order of their first tokens, so that bursts hold up prompts and not streams.
+    """
+
+    def __init__(self, mover: Mover, members: Membership, pools: Pools) -> None:
+        super().__init__(mover, members, pools)
+        self._waiting = mover.waiting
+        mover.least_left = 0
+        self._may_have_room = False
+        """Whether a replica may have room since those that wait were last looked at."""
+
+    def prompt_replicas(
+        self,
+        opened: OpenRequest,  # noqa: ARG002 (they are all sent there)
+        prefill: Sequence[Replica],
+        decode: Sequence[Replica],  # noqa: ARG002
+    ) -> Sequence[Replica]:
+        """Return those that compute prompts."""
+        return prefill
+
+    def on_first_token(self, opened: OpenRequest, source: Replica, now: float) -> None:  # noqa: ARG002
+        """Let a request wait behind those that came before it."""
+        self._waiting[opened.request.request_id] = opened, None
+        self._may_have_room = True
+
+    def on_no_room(self, opened: OpenRequest, move: Move) -> None:
+        """Let a request wait before all others: it was the first of them."""
+        others = dict(self._waiting)
+        self._waiting.clear()
+        self._waiting.update({move.request_id: (opened, move), **others})
+
+    def on_change(self) -> None:
+        """Hear that a replica may have more room than before, or that none ever will."""
+        self._may_have_room = True
+
+    def advance(self, now: float, *, is_time: bool) -> None:
+        """Move those that wait, the first first, until there is no room for one."""
+        if not self._waiting or not (self._may_have_room or is_time):
+            return
+        self._may_have_room = False
+        mover = self._mover
+        for request_id, (opened, move) in list(self._waiting.items()):
+            assert opened.replica is not None
+            source = self._members.replicas[opened.replica]
+            destination = mover.destination(opened, source, most_coming=MOST_STOPPED)
+            if destination is None and mover.may_ever_move(opened, source):
+                return
+            del self._waiting[request_id]
+            if destination is None and move is None:
+                mover.put_back(opened, source, now)
+            elif destination is None:
+                assert move is not None
+                mover.moves.stay(move)
+            elif move is None:
+                mover.begin(opened, source, destination, "prefill", now, course=WAITS_FOR_ROOM)
+            else:
+                num_blocks = num_blocks_of(opened, destination)
+                mover.moves.try_again(move, destination.replica_id, num_blocks=num_blocks, now=now)

@@ -1,0 +1,167 @@
+"""What a fleet can be told, live or simulated, and what of it decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import DRAIN_SECONDS, POOLS_FORM, POOLS_HELP, PoolSizes, parse_pools
+from onbeat.core.kinds import KIND_FORM, KIND_HELP, ReplicaGroup, check_kinds, parse_kind
+from onbeat.core.options import check, option
+from onbeat.scheduler.cluster.migration import MOVE_HELP, MOVE_RULES
+from onbeat.scheduler.cluster.pools import RULE_HELP, PoolRule, check_pools
+from onbeat.scheduler.cluster.routers import ROUTERS, require_router
+from onbeat.scheduler.cluster.scaling import (
+    DOWN_HELP,
+    DOWN_SECONDS,
+    POLICY_HELP,
+    ScaleBounds,
+    check_scaling,
+    parse_bounds,
+)
+
+_option = partial(option, group="fleet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetRules:
+    """How a fleet treats its replicas."""
+
+    restarts: bool = True
+    """Whether a replica that died is started again; else it stays down."""
+    drain_seconds: float = DRAIN_SECONDS
+    """How long what runs on a replica may take that is to end because fewer are asked for."""
+    max_num_waiting: int = 1024
+    """Most new requests that wait for a replica to start; further ones are refused."""
+    max_wait_seconds: float | None = None
+    """Longest that a request without tokens waits for a replica to start; None: no limit."""
+    num_prefill: int = 0
+    """Replicas, `r0` and so on, that compute prompts for the others; 0: all do both."""
+    pool_rule: PoolRule = "adaptive"
+    """See `POOL_RULES`."""
+    move_rule: str = "mend"
+    """See `MOVE_RULES`."""
+    autoscale: str = ""
+    """What decides on the number of replicas, once `ScalingAsked` has said between which: see `parse_policy`.
+    Empty: they are as many as are asked for."""
+    scale_down_seconds: float = DOWN_SECONDS
+    """A replica goes once the load has been low for so long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """How many replicas share the requests, and who decides where these go.
+
+    Raises
+    ------
+    ConfigError : options that do not go together.
+    """
+
+    replicas: int = _option(
+        1,
+        aliases=("--data-parallel-size", "-dp"),
+        at_least=1,
+        metavar="N",
+        help="replicas that share the requests, each with a copy of the model; on one machine, each is an "
+        "engine process with its share of the cores",
+    )
+    router: str | None = _option(
+        None,
+        choices=tuple(ROUTERS),
+        help="what chooses a replica for a request (default: slo under policy slo, else least-outstanding)",
+    )
+    disaggregate: PoolSizes | None = _option(None, parse=parse_pools, metavar=POOLS_FORM, help=POOLS_HELP)
+    pool_rule: PoolRule = _option("adaptive", help=RULE_HELP)
+    move_rule: str = _option("mend", choices=tuple(MOVE_RULES), help=MOVE_HELP)
+    kinds: tuple[ReplicaGroup, ...] = _option(
+        (),
+        parse=parse_kind,
+        metavar=KIND_FORM,
+        help=KIND_HELP + "; in serve, device and tp of stand-ins only",
+    )
+    autoscale: ScaleBounds | None = _option(
+        None,
+        parse=parse_bounds,
+        metavar="MIN..MAX",
+        help="let the fleet decide on the number of replicas; it begins with --replicas of them, at least "
+        "MIN and one",
+    )
+    autoscale_policy: str = _option("objective", metavar="NAME", help=POLICY_HELP)
+    scale_down_seconds: float = _option(DOWN_SECONDS, metavar="SECONDS", help=DOWN_HELP)
+
+    def __post_init__(self) -> None:
+        check(self, FleetConfig)
+        if self.router is not None:
+            require_router(self.router)
+        if self.move_rule not in MOVE_RULES:
+            raise ConfigError(f"move-rule is {self.move_rule!r}; it must be one of {', '.join(MOVE_RULES)}")
+        check_scaling(self.autoscale, self.autoscale_policy, self.scale_down_seconds)
+        if self.autoscale is not None:
+            self._check_autoscale(self.autoscale)
+        check_pools(self.disaggregate, self.pool_rule, replicas=self.replicas)
+        check_kinds(self.kinds, self.num_replicas)
+
+    def _check_autoscale(self, bounds: ScaleBounds) -> None:
+        if self.disaggregate is not None:
+            raise ConfigError(
+                f"--autoscale {bounds} does not go with --disaggregate {self.disaggregate}: which of the two "
+                "pools is short is not decided; leave one of them out"
+            )
+        if self.kinds:
+            raise ConfigError(
+                f"--autoscale {bounds} does not go with --kinds: which kind comes next is not decided; leave "
+                "one of them out"
+            )
+        if self.replicas > bounds.most or 1 < self.replicas < bounds.least:
+            raise ConfigError(
+                f"--replicas {self.replicas} is outside of --autoscale {bounds}; leave --replicas out, or "
+                "begin with a number between"
+            )
+        if not self.scale_down_seconds >= 1:
+            raise ConfigError(
+                f"scale-down-seconds is {self.scale_down_seconds:g}; a load is looked at for 1 s at least"
+            )
+
+    @property
+    def num_replicas(self) -> int:
+        """All replicas that are asked for, whatever they do."""
+        pools = self.disaggregate
+        return self.replicas if pools is None else pools.num_replicas
+
+    @property
+    def num_prefill(self) -> int:
+        """Those that compute prompts for the others."""
+        return 0 if self.disaggregate is None else self.disaggregate.prefill
+
+    @property
+    def first_replicas(self) -> int:
+        """Replicas at the start."""
+        return self.num_replicas if self.autoscale is None else max(self.replicas, self.autoscale.least)
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas that there may be at once."""
+        return self.num_replicas if self.autoscale is None else self.autoscale.most
+
+    def router_for(self, policy: str) -> str:
+        """Return the router in front of replicas of a policy: what was asked for, or the policy's own."""
+        return self.router or ("slo" if policy == "slo" else "least-outstanding")
+
+    def rules(self, *, drain_seconds: float = DRAIN_SECONDS, max_wait_seconds: float | None) -> FleetRules:
+        """Return how such a fleet treats its replicas.
+
+        Parameters
+        ----------
+        drain_seconds : see `FleetRules`.
+        max_wait_seconds : likewise.
+        """
+        return FleetRules(
+            drain_seconds=drain_seconds,
+            max_wait_seconds=max_wait_seconds,
+            num_prefill=self.num_prefill,
+            pool_rule=self.pool_rule,
+            move_rule=self.move_rule,
+            autoscale="" if self.autoscale is None else self.autoscale_policy,
+            scale_down_seconds=self.scale_down_seconds,
+        )

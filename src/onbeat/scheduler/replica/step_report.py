@@ -1,0 +1,65 @@
+"""What is told of the steps of a scheduler, live and simulated."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from onbeat.core.step import SchedulerOutput, StepStats
+from onbeat.scheduler.replica.scheduler import Scheduler
+
+
+class Planned(NamedTuple):
+    """What planning has done."""
+
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    num_prefix_hits: int = 0
+    """Of these, tokens found."""
+
+
+class StepReporter:
+    """Describes the steps of a scheduler."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._told = Planned()
+        """Of the whole so far, what has been told."""
+
+    def take_planned(self) -> Planned:
+        """Return what planning has done since this was asked last."""
+        scheduler, told = self._scheduler, self._told
+        self._told = now = Planned(
+            scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits
+        )
+        return Planned(*(after - before for after, before in zip(now, told, strict=True)))
+
+    def stats(self, scheduled: SchedulerOutput, planned: Planned, *, start: float, end: float) -> StepStats:
+        """Describe a step that has been updated.
+
+        Parameters
+        ----------
+        planned : what its planning did.
+        start, end : when it began and ended, seconds.
+        """
+        scheduler, rows = self._scheduler, scheduled.rows if scheduled.shape.num_chunks else ()
+        return StepStats(
+            step_id=scheduled.step_id,
+            start=start,
+            end=end,
+            shape=scheduled.shape,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=scheduler.kv.pool.num_blocks,
+            num_used_blocks=scheduler.kv.pool.num_used_blocks,
+            num_preemptions=planned.num_preemptions,
+            num_prefix_queries=planned.num_prefix_queries,
+            num_prefix_hits=planned.num_prefix_hits,
+            schedule_seconds=0.0,
+            update_seconds=0.0,
+            chunk_request_ids=[
+                row.request_id for row in rows if row.num_new_tokens > 1 + row.num_draft_tokens
+            ],
+            budget_seconds=scheduled.budget,
+            budget_request_id=scheduled.budget_request_id,
+        )

@@ -1,0 +1,146 @@
+"""The engine's requests, one for each choice, made of a checked body."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from onbeat.core.errors import PromptTooLong
+from onbeat.core.protocols import EngineInfo
+from onbeat.core.request import Request, SamplingParams, WholeRequest
+from onbeat.server.generation_request import GenerationRequest
+from onbeat.server.middleware import HttpContext
+from onbeat.server.objectives import RequestObjectives
+from onbeat.server.turns import Turns
+
+_SEED_MASK = 2**63 - 1
+
+
+async def engine_requests(
+    body: GenerationRequest,
+    prompts: Sequence[list[int]],
+    objectives: RequestObjectives,
+    info: EngineInfo,
+    eos_token_ids: Sequence[int],
+    context: HttpContext,
+) -> list[Request]:
+    """Return `n` requests for each prompt, one for each choice of the answer.
+
+    Parameters
+    ----------
+    body : what the caller wants.
+    prompts : token ids.
+    objectives : of each request.
+    info : the engine's.
+    eos_token_ids : end an answer unless the caller ignores them.
+    context : of the HTTP request: when it arrived, and the answer's id, with which the requests' ids start.
+
+    Raises
+    ------
+    InvalidRequest : values contradict each other, or leave no token to sample.
+    PromptTooLong : a prompt leaves no room for the answer.
+    """
+    requests, turns = list[Request](), Turns()
+    num_choices = len(prompts) * body.num_choices
+    num_prompt_tokens = body.num_choices * sum(map(len, prompts))
+    whole = WholeRequest(context.completion_id, num_choices, num_prompt_tokens) if num_choices > 1 else None
+    for token_ids in prompts:
+        sampling = _sampling_params(body, len(token_ids), info, eos_token_ids)
+        prompt_token_ids = tuple(token_ids)
+        for choice in range(body.num_choices):
+            # choice i of seed s is choice 0 of seed s + i
+            seed = (sampling.seed + choice) & _SEED_MASK
+            request = Request(
+                request_id=context.completion_id
+                if whole is None
+                else f"{context.completion_id}-{len(requests)}",
+                prompt_token_ids=prompt_token_ids,
+                sampling=replace(sampling, seed=seed) if choice else sampling,
+                arrival=context.arrival,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt,
+                slo=objectives.slo,
+                slo_class=objectives.slo_class,
+                weight=objectives.weight,
+                tenant=objectives.tenant,
+                shed=objectives.shed,
+                whole=whole,
+                resumes=objectives.resumes,
+            )
+            requests.append(request)
+            await turns.rest()
+    return requests
+
+
+def _sampling_params(
+    body: GenerationRequest, num_prompt_tokens: int, info: EngineInfo, eos_token_ids: Sequence[int]
+) -> SamplingParams:
+    """Return how the first choice for a prompt is sampled."""
+    max_tokens = fit_max_tokens(
+        num_prompt_tokens,
+        asked=body.asked_max_tokens,
+        default=body.default_max_tokens,
+        max_model_len=info.max_model_len,
+        param=body.prompt_field,
+    )
+    seed = secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK
+    stops = dict.fromkeys(body.stop_token_ids or ())
+    if not body.ignore_eos:
+        stops |= dict.fromkeys(eos_token_ids)
+    sampling = SamplingParams(
+        temperature=_default(body.temperature, 1.0),
+        top_k=max(_default(body.top_k, 0), 0),
+        top_p=_default(body.top_p, 1.0),
+        min_p=_default(body.min_p, 0.0),
+        presence_penalty=_default(body.presence_penalty, 0.0),
+        frequency_penalty=_default(body.frequency_penalty, 0.0),
+        repetition_penalty=_default(body.repetition_penalty, 1.0),
+        logit_bias=tuple((body.logit_bias or {}).items()),
+        allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
+        seed=seed,
+        max_tokens=max_tokens,
+        min_tokens=_default(body.min_tokens, 0),
+        stop_token_ids=tuple(stops),
+        num_logprobs=body.num_logprobs,
+    )
+    sampling.check_vocabulary(info.vocab_size)
+    return sampling
+
+
+def _default(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def fit_max_tokens(
+    num_prompt_tokens: int, *, asked: int | None, default: int | None, max_model_len: int, param: str
+) -> int:
+    """Return how many output tokens a request may have.
+
+    Parameters
+    ----------
+    num_prompt_tokens : tokens of the prompt.
+    asked : the caller's limit, which must fit beside the prompt.
+    default : the limit without one, cut to what fits; None is all that fits.
+    max_model_len : most tokens of prompt and output.
+    param : the prompt's field, for errors.
+
+    Raises
+    ------
+    PromptTooLong : the prompt leaves no room, or less than was asked for.
+    """
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt_tokens} tokens; this model takes at most {max_model_len} with the "
+            "answer. Shorten it",
+            param=param,
+        )
+    if asked is not None and asked > room:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt_tokens} tokens and {asked} more are asked for; this model takes at "
+            f"most {max_model_len} together. Shorten the prompt or ask for at most {room}",
+            param=param,
+        )
+    return min(room if default is None else default, room) if asked is None else asked

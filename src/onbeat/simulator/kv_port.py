@@ -1,0 +1,210 @@
+"""The KV of a virtual replica, as the agent of its moves sees it: nothing but time and room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
+
+from onbeat.core.handover import Detached
+from onbeat.core.request import Request
+from onbeat.scheduler.replica.move_agent import Departure
+from onbeat.simulator.client import OfferedRequest
+from onbeat.simulator.config import KVLink
+from onbeat.simulator.links import Links
+from onbeat.simulator.replica import VirtualReplica
+
+
+class VirtualSource(NamedTuple):
+    """Blocks that a virtual replica lends."""
+
+    replica: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Copy:
+    source: int
+    destination: int
+    num_bytes: float
+    pull: Future[int] = field(default_factory=Future)
+    is_given_up: bool = False
+    """Whether the room is to be given back at its end."""
+
+
+class Copies:
+    """The copies between virtual replicas. Each takes memory bandwidth from the next step of both.
+
+    Parameters
+    ----------
+    replicas : those that live, by number.
+    link : what lies between them.
+    block_size : tokens of a KV block.
+    memory_bandwidth : returns the bytes per second that the memory of a replica's devices moves.
+    call : takes the number of a replica that has something new to plan with.
+    on_room : takes that of one that has more room, whether it runs a step or not.
+
+    Attributes
+    ----------
+    now : the instant that has come, seconds; whoever holds this sets it.
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[int, VirtualReplica],
+        link: KVLink,
+        *,
+        block_size: int,
+        memory_bandwidth: Callable[[int], float],
+        call: Callable[[int], None],
+        on_room: Callable[[int], None],
+    ) -> None:
+        self._replicas = replicas
+        self._bytes_per_block = block_size * link.bytes_per_token
+        self._memory_bandwidth = memory_bandwidth
+        self._call = call
+        self._on_room = on_room
+        self.links: Links[str] = Links(link.bandwidth)
+        self._by_move: dict[str, _Copy] = {}
+        """Those into room that was given up included."""
+        self.now = 0.0
+
+    def settle(self, number: int) -> None:
+        """Let a replica see what has come of its steps by now, and plan with what is about to change."""
+        self._replicas[number].settle(self.now)
+        self._call(number)
+
+    def begin(self, move: str, source: VirtualSource, first_block: int, destination: int) -> Future[int]:
+        """Begin a copy; the future has its bytes."""
+        num_bytes = (len(source.block_ids) - first_block) * self._bytes_per_block
+        copy = self._by_move[move] = _Copy(source.replica, destination, num_bytes)
+        self.links.begin(move, source.replica, destination, num_bytes, self.now)
+        for number in (source.replica, destination):
+            self._replicas[number].charge(num_bytes / self._memory_bandwidth(number))
+        return copy.pull
+
+    def release(self, move: str, destination: int) -> None:
+        """Free what is kept for a move at its destination, once no copy writes there."""
+        copy = self._by_move.get(move)
+        if copy is not None:
+            copy.is_given_up = True
+        elif destination in self._replicas:
+            self.settle(destination)
+            self._replicas[destination].scheduler.handover.release_reservation(move)
+            self._on_room(destination)
+
+    def end(self) -> None:
+        """End the copies whose last byte has gone."""
+        for move in self.links.end(self.now):
+            copy = self._by_move.pop(move)
+            if copy.is_given_up:
+                self.release(move, copy.destination)
+            else:
+                copy.pull.set_result(round(copy.num_bytes))
+
+    def cut(self, number: int | None = None) -> None:
+        """End copies from or to a replica, or all, before their last byte: nobody waits for them."""
+        for move, copy in self._drop(number):
+            assert copy.is_given_up, "it has something left"
+            self.release(move, copy.destination)
+
+    def lose(self, number: int) -> None:
+        """Let the copies from and to a replica be gone with it."""
+        for move, copy in self._drop(number):
+            if copy.is_given_up and copy.destination != number:
+                self.release(move, copy.destination)
+
+    def _drop(self, number: int | None) -> Iterator[tuple[str, _Copy]]:
+        for move, copy in list(self._by_move.items()):
+            if number in (None, copy.source, copy.destination):
+                self.links.drop(move, self.now)
+                del self._by_move[move]
+                yield move, copy
+
+
+class VirtualKV:
+    """Lends the KV of a virtual replica, and takes that of others, with the verbs of its scheduler.
+
+    Parameters
+    ----------
+    number : the replica's.
+    block_size : tokens of a KV block.
+    copies : those between all replicas.
+    adopted : the requests that moves bring, by move.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        replica: VirtualReplica,
+        block_size: int,
+        copies: Copies,
+        adopted: Mapping[str, OfferedRequest],
+    ) -> None:
+        self._number = number
+        self._replica = replica
+        self._handover = replica.scheduler.handover
+        self._block_size = block_size
+        self._copies = copies
+        self._adopted = adopted
+
+    def num_full_tokens(self, request_id: str) -> int:
+        """Return the tokens of the blocks that `hold` would lend."""
+        return self._handover.num_full_blocks(request_id) * self._block_size
+
+    def hold(self, request_id: str) -> VirtualSource | None:
+        """Lend the full blocks of a request, for as long as it takes."""
+        held = self._handover.hold(request_id, inf)
+        return None if held is None else VirtualSource(self._number, held.block_ids)
+
+    def summed(self, source: VirtualSource) -> Future[VirtualSource]:
+        """Return what is lent, at once."""
+        future: Future[VirtualSource] = Future()
+        future.set_result(source)
+        return future
+
+    def unhold(self, request_id: str) -> None:
+        """Lend it no longer."""
+        self._handover.release_hold(request_id)
+
+    def detach(self, request_id: str) -> None:
+        """Take a request out of the batch at the end of the steps under way."""
+        self._handover.detach(request_id)
+
+    def take_departures(self) -> list[Departure[VirtualSource]]:
+        """Return what became of those who were to leave since the last call."""
+        return [
+            Departure(
+                each.request_id,
+                each.detached,
+                None if each.detached is None else VirtualSource(self._number, each.detached.block_ids),
+            )
+            for each in self._handover.take_detached()
+        ]
+
+    def reattach(self, request_id: str) -> bool:
+        """Let a request go on that has left."""
+        return self._handover.reattach(request_id)
+
+    def free(self, request_id: str) -> None:
+        """Forget a request that has left, and lend its KV no longer."""
+        self._replica.let_go(request_id)
+        self._handover.release_hold(request_id)
+
+    def reserve(self, move: str, num_tokens: int) -> bool:
+        """Keep a slot and blocks, for as long as it takes."""
+        return self._handover.reserve(move, num_tokens, inf) is not None
+
+    def pull(self, move: str, source: VirtualSource, first_block: int) -> Future[int]:
+        """Begin a copy."""
+        return self._copies.begin(move, source, first_block, self._number)
+
+    def adopt(self, move: str, request: Request, detached: Detached) -> None:  # noqa: ARG002
+        """Go on with a request whose KV has come."""
+        self._replica.adopt(move, self._adopted[move], detached, self._copies.now)
+
+    def release(self, move: str) -> None:
+        """Keep room no longer, once no copy writes there."""
+        self._copies.release(move, self._number)

@@ -1,0 +1,150 @@
+"""Where the load of `onbeat bench serve` comes from, and which flags are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onbeat.cli.main import main
+from tests.cpu.bench.background import SMALL, Background, bench, load
+
+
+@pytest.mark.parametrize(
+    "flags", [["--json", "/proc/nowhere/r.json"], ["--save-result", "--result-dir", "/proc/nowhere"]]
+)
+def test_a_result_that_cannot_be_saved_is_found_out_before_the_load(
+    server: Background, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(server, *SMALL, "--num-prompts", "2", *flags) == 2
+
+    assert f"{flags[-2]}: cannot write /proc/nowhere/" in capsys.readouterr().err
+    assert server.fake.num_completions == 0
+
+
+def test_lines_are_added_to_the_named_file_alone(server: Background, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    for _ in range(2):
+        bench(server, *SMALL, "--num-prompts", "2", "--json", str(path), "--append-result")
+
+    assert list(tmp_path.iterdir()) == [path]
+    assert main(["bench", "compare", str(path), str(path)]) == 0
+
+
+def test_a_trace_is_found_by_its_header_and_replayed(server: Background, tmp_path: Path) -> None:
+    trace, path = tmp_path / "t.jsonl", tmp_path / "r.json"
+    trace.write_text(
+        '{"timestamp": 0, "input_length": 20, "output_length": 2, "hash_ids": [1]}\n'
+        '{"timestamp": 100, "input_length": 20, "output_length": 2, "hash_ids": [1]}\n'
+    )
+
+    bench(server, "--trace", str(trace), "--json", str(path))
+
+    document = load(path)
+    assert (document["dataset_name"], document["arrivals"]) == ("mooncake", "replay")
+    assert server.fake.bodies[0]["prompt"] == server.fake.bodies[1]["prompt"]
+    assert document["duration"] >= 0.1
+
+
+def test_prefixes_repeat(server: Background) -> None:
+    bench(
+        server,
+        *(
+            "--dataset-name",
+            "prefix_repetition",
+            "--num-prompts",
+            "6",
+            "--prefix-repetition-num-prefixes",
+            "2",
+        ),
+        *("--prefix-repetition-prefix-len", "10", "--prefix-repetition-suffix-len", "5"),
+        *("--prefix-repetition-output-len", "3", "--max-concurrency", "2"),
+    )
+
+    prefixes = {" ".join(body["prompt"].split()[:10]) for body in server.fake.bodies}
+    assert len(prefixes) == 2
+    assert len({body["prompt"] for body in server.fake.bodies}) == 6
+
+
+def test_custom_prompts(server: Background, tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"prompt": "hello there", "output_tokens": 3}\n{"prompt": "again"}\n')
+
+    bench(server, "--dataset-name", "custom", "--dataset-path", str(path), "--output-len", "5")
+
+    assert {(body["prompt"], body["max_tokens"]) for body in server.fake.bodies} == {
+        ("hello there", 3),
+        ("again", 5),
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--goodput", "ttft"], "--goodput takes NAME:MILLISECONDS"),
+        (["--goodput", "speed:5"], "unknown objective 'speed'"),
+        (["--metric-percentiles", "99,x"], "--metric-percentiles takes numbers"),
+        (["--percentile-metrics", "ttft,foo"], "unknown metric 'foo'"),
+        (["--extra-body", "{"], "--extra-body is not JSON"),
+        (["--extra-body", "[]"], "must be a JSON object"),
+        (["--header", "novalue"], "--header takes KEY=VALUE"),
+        (["--sweep-concurrency", "1,0"], "whole numbers of at least 1"),
+        (["--sweep-concurrency", "1,2", "--request-rate", "3"], "they have no --request-rate"),
+        (["--sweep-concurrency", "1,2", "--max-concurrency", "3"], "sets --max-concurrency itself"),
+        (["--sweep-rate", "1,2", "--request-rate", "3"], "sets --request-rate itself"),
+        (["--prefix-repetition-num-prefixes", "3"], "is for --dataset-name prefix_repetition"),
+        (["--disable-shuffle"], "--disable-shuffle has no effect"),
+        (["--burstiness", "0.5", "--max-concurrency", "3"], "--burstiness shapes"),
+        (["--dataset-name", "sharegpt"], "needs a file"),
+        (["--trace", "/nowhere/trace.csv"], "/nowhere/trace.csv"),
+        (["--sharegpt-output-len", "5"], "is for --dataset-name sharegpt"),
+        (["--dataset-name", "prefix_repetition", "--input-len", "4"], "has no effect"),
+        (["--rate-scale", "2"], "--rate-scale is for replayed arrivals"),
+        (["--ramp-up-strategy", "linear"], "needs --ramp-up-start-rps"),
+        (["--ramp-up-start-rps", "1"], "need --ramp-up-strategy"),
+        (["--preset", "mlc", "--num-prompts", "5"], "sets --num-prompts itself"),
+        (["--preset", "mlc", "--preset-scale", "2"], "--preset-scale"),
+        (["--preset-scale", "0.5"], "--preset-scale needs --preset"),
+        (["--result-dir", "x", "--num-prompts", "1"], "--result-dir needs --save-result"),
+        (["--num-prompts", "0"], "--num-prompts"),
+        (["--base-url", "localhost"], "--base-url"),
+        (["--num-warmups", "-1"], "--num-warmups"),
+        (["--request-timeout-sec", "nan"], "--request-timeout-sec must be above 0, got nan"),
+        (["--ready-check-timeout-sec", "nan"], "--ready-check-timeout-sec must not be negative, got nan"),
+        (["--ready-check-timeout-sec", "-1"], "--ready-check-timeout-sec must not be negative, got -1"),
+    ],
+)
+def test_bad_flags_are_one_clear_line(
+    flags: list[str], message: str, server: Background, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(server, *flags) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+    assert server.fake.num_completions == 0
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "many"])
+def test_lengths_below_one_are_refused(
+    value: str, server: Background, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench(server, "--random-input-len", value)
+    assert caught.value.code == 2
+    assert "must be a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_a_server_that_cannot_be_asked_leaves_the_error_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "serve", "--base-url", "http://127.0.0.1:9", "--model", "m"]) != 0
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("onbeat: error: ")
+    assert "asking" not in error
+
+
+def test_an_unknown_flag_names_a_near_one(server: Background, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench(server, "--num-prompt", "3")
+    assert caught.value.code == 2
+    assert "--num-prompts" in capsys.readouterr().err

@@ -1,0 +1,101 @@
+"""Compile each kernel in Triton for sm_90, on a machine without a GPU: `python -m` this module.
+
+The interpreter takes what the compiler refuses, such as a number that changes its type in a branch. Launches
+are caught, and what they would compile is compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+H100 = GPUTarget("cuda", 90, 32)
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def compile_launch(kernel: Any, *args: object, grid: object, warmup: bool, **options: object) -> None:
+    """Compile what a launch would run."""
+    names = [parameter.name for parameter in kernel.params]
+    values = dict(zip(names, args, strict=False)) | {
+        name: options.pop(name) for name in names if name in options
+    }
+    signature, constants, attributes = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            constants[(place,)] = value
+        elif isinstance(value, Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            assert isinstance(value, float) or parameter.do_not_specialize, (
+                f"{parameter.name} is specialised on"
+            )
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=H100, options=options)
+    print(f"{kernel.fn.__name__}: {len(compiled.asm['cubin'])} bytes", flush=True)  # noqa: T201 -- what the test reads
+
+
+def main() -> None:
+    """Launch each kernel with the shapes of models that are served."""
+    JITFunction.run = compile_launch
+    from onbeat.engine.cuda import triton_draw, triton_ops
+    from onbeat.engine.cuda.kernels import BestBuffers, DecodeRows, DrawParams, LayerSpec, Norm, StepTensors
+    from onbeat.engine.kv_cache import LayerKVCache
+
+    def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+    def ints(*shape: int) -> Tensor:
+        return numbers(*shape, dtype=torch.int32)
+
+    def norm(width: int, *, scales_rounded: bool) -> Norm:
+        scale = numbers(width, dtype=torch.bfloat16 if scales_rounded else torch.float32)
+        return Norm(scale, 1e-6, scales_rounded)
+
+    for width, scales_rounded in ((4096, True), (1152, False)):
+        residual = numbers(3, width)
+        for x in (None, numbers(3, width)):
+            triton_ops.add_norm(x, residual, norm(width, scales_rounded=scales_rounded), residual)
+    triton_ops.act_mul(numbers(3, 2 * 14336), "silu", numbers(3, 14336))
+    triton_ops.act_mul(numbers(3, 2 * 6912), "gelu_pytorch_tanh", numbers(3, 6912))
+    for num_heads, num_kv_heads, head_dim in ((32, 8, 128), (9, 3, 64), (8, 4, 256)):
+        for head_norm in (None, *(norm(head_dim, scales_rounded=each) for each in (True, False))):
+            layer = LayerSpec(
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                scale=1.0,
+                window=None,
+                frequencies_H=numbers(head_dim // 2, dtype=torch.float32),
+                query_norm=head_norm,
+                key_norm=head_norm,
+            )
+            kv = LayerKVCache(*(numbers(2, num_kv_heads, 16, head_dim) for _ in range(2)))
+            qkv = numbers(3, (num_heads + 2 * num_kv_heads) * head_dim)
+            step = StepTensors(ints(3), ints(3))
+            triton_ops.rope_store(qkv, step, layer, kv, numbers(3, num_heads, head_dim))
+    triton_ops.list_blocks(DecodeRows(ints(256, 64), ints(256)), 16, ints(257), ints(256 * 64), ints(256))
+    logits, best = numbers(3, 128_256, dtype=torch.float32), BestBuffers(ints(3), torch.zeros(3))
+    triton_draw.best(logits, best)
+    doubles = numbers(3, dtype=torch.float64)
+    triton_draw.draw(logits, DrawParams(doubles, ints(3), doubles, doubles, doubles), best, ints(3))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""When the GPU engine serves, and what is said where it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onbeat.core.errors import ConfigError
+from onbeat.engine.backend import TorchBackend, choose_backend
+from onbeat.engine.config import EngineConfig
+from onbeat.engine.cuda import backend as cuda_backend
+from onbeat.engine.cuda.backend import CudaBackend
+from onbeat.engine.device import DeviceConfig
+from onbeat.engine.model_config import ModelConfig, RopeConfig
+from onbeat.engine.weights import DummyCheckpoint
+from onbeat.hub.files import ModelFiles
+from onbeat.scheduler.config import SchedulerLimits
+
+CUDA = DeviceConfig(torch.device("cuda"), torch.bfloat16, num_threads=1)
+CPU = DeviceConfig(torch.device("cpu"), torch.bfloat16, num_threads=1)
+MODEL = ModelConfig(
+    family="llama",
+    architecture="LlamaForCausalLM",
+    vocab_size=128,
+    hidden_size=64,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=96,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=1e4),
+)
+
+
+def config(**changes: Any) -> EngineConfig:
+    files = ModelFiles(kind="hf", path=Path("/nowhere"), name="tiny")
+    return replace(EngineConfig(model=files), **changes)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_backend, "compute_capability", lambda _: (9, 0))
+    monkeypatch.setattr(cuda_backend, "find_spec", lambda name: name)
+    monkeypatch.setattr(cuda_backend, "missing_kernel", lambda config, block_size: None)
+
+
+def test_it_serves_on_a_gpu_unless_torch_is_asked_for(hopper: None) -> None:
+    checkpoint = DummyCheckpoint(MODEL)
+    chosen = choose_backend(config(), checkpoint, CUDA)
+    assert isinstance(chosen, CudaBackend)
+    assert chosen.description == "by the GPU engine (decodes by CUDA graphs)"
+    assert isinstance(choose_backend(config(backend="cuda"), checkpoint, CUDA), CudaBackend)
+    assert isinstance(choose_backend(config(backend="torch"), checkpoint, CUDA), TorchBackend)
+    eager = choose_backend(config(enforce_eager=True), checkpoint, CUDA)
+    assert eager.description == "by the GPU engine (without graphs)"
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "block_size", "reason"),
+    [
+        (replace(CUDA, dtype=torch.float32), {}, 16, "it computes in bfloat16, not in float32"),
+        (CUDA, {"head_dim": 96}, 16, "heads of 96 are not supported; 64, 128 and 256 are"),
+        (CUDA, {}, 48, "block_size is 48; it needs 16, 32, 64 or 128"),
+    ],
+)
+def test_torch_serves_what_it_cannot_and_says_why(
+    hopper: None, device: DeviceConfig, model: dict[str, Any], block_size: int, reason: str
+) -> None:
+    checkpoint = DummyCheckpoint(replace(MODEL, **model))
+    limits = SchedulerLimits(block_size=block_size)
+    chosen = choose_backend(config(limits=limits), checkpoint, device)
+    assert chosen.description == f"by torch (not by the GPU engine: {reason})"
+    with pytest.raises(ConfigError, match=f"the GPU engine cannot run: {reason}; leave --backend out"):
+        choose_backend(config(limits=limits, backend="cuda"), checkpoint, device)
+
+
+def test_older_gpus_and_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
+    monkeypatch.setattr(cuda_backend, "find_spec", lambda _: None)
+    sentence = choose_backend(config(), DummyCheckpoint(MODEL), CUDA).description
+    assert "FlashInfer is not installed: pip install 'onbeat[gpu]'" in sentence
+    monkeypatch.setattr(cuda_backend, "compute_capability", lambda _: (8, 6))
+    sentence = choose_backend(config(), DummyCheckpoint(MODEL), CUDA).description
+    assert "it needs compute capability 9.0, this GPU has 8.6" in sentence
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "message"),
+    [
+        ({"backend": "cuda"}, CPU, "the GPU engine cannot run: it runs on a CUDA device, not on cpu"),
+        ({"backend": "native"}, CUDA, "the native engine cannot run: it runs on the CPU, not on cuda"),
+        ({"quantization": "int8"}, CUDA, "but the model would run by the GPU engine; leave --quantization"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(
+    hopper: None, changes: dict[str, Any], device: DeviceConfig, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_backend(config(**changes), DummyCheckpoint(MODEL), device)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5, float("nan")])
+def test_a_share_of_memory_is_a_share(share: float) -> None:
+    with pytest.raises(ConfigError, match="gpu_memory_utilization is"):
+        config(gpu_memory_utilization=share)
+
+
+def test_a_kernel_that_cannot_be_had_is_named(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_backend, "missing_kernel", lambda config, block_size: f"xqa_{block_size}")
+    chosen = choose_backend(config(), DummyCheckpoint(MODEL), CUDA)
+    reason = "the kernel xqa_16 is neither ready-made nor can it be built here: nvcc is not found"
+    assert chosen.description == f"by torch (not by the GPU engine: {reason})"

@@ -1,0 +1,245 @@
+"""What FlashInfer is told, by what it remembers of its calls. It computes on GPUs alone: tests/gpu."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed: make test-triton")
+
+from onbeat.engine.cuda.flashinfer_attention import (
+    Chunks,
+    FlashInfer,
+    PlanBuffers,
+    PlannedDecodes,
+    XqaDecodes,
+    allocate_workspace,
+    missing_kernel,
+)
+from onbeat.engine.cuda.kernels import ChunkRows, DecodeRows, LayerSpec
+from onbeat.engine.cuda.stream import CpuStream, Mark
+from onbeat.engine.kv_cache import LayerKVCache
+from tests.cpu.engine.cuda.kernel_sizes import kernel_sizes
+from tests.cpu.engine.cuda.recorded_flashinfer import Recorder, numbers
+
+SIZES = kernel_sizes(num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+KV = LayerKVCache(*(torch.zeros(9, 2, 16, 64, dtype=torch.bfloat16) for _ in range(2)))
+ROWS = DecodeRows(
+    torch.arange(3 * 64, dtype=torch.int32).view(3, 64), torch.tensor([1, 16, 40], dtype=torch.int32)
+)
+WORKSPACE = torch.zeros(0)
+
+
+def layer(window: int | None) -> LayerSpec:
+    return LayerSpec(
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        scale=0.3,
+        window=window,
+        frequencies_H=torch.ones(32),
+        query_norm=None,
+        key_norm=None,
+    )
+
+
+def chunk_rows(query_lens: list[int], context_lens: list[int], blocks: list[int]) -> ChunkRows:
+    lens = np.array(context_lens, np.int32)
+    return ChunkRows(np.array(query_lens, np.int32), lens, -(-lens // 16), np.array(blocks, np.int32))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_xqa_reads_tables_on_the_device_and_is_told_the_whole_scale(window: int | None) -> None:
+    recorder = Recorder()
+    decodes = XqaDecodes(recorder.library(), SIZES, WORKSPACE)
+    q_RNH, out_RNH = (torch.zeros(3, 8, 64, dtype=torch.bfloat16) for _ in range(2))
+    decodes.attend(q_RNH, KV, ROWS, layer(window), out_RNH)
+    call = recorder.last("xqa")
+    assert call["q"].shape == call["output"].shape == (3, 1, 8, 64)
+    assert call["output"].data_ptr() == out_RNH.data_ptr()
+    assert call["page_table"] is ROWS.table_RW
+    assert call["seq_lens"].shape == (3, 1)
+    assert call["seq_lens"].data_ptr() == ROWS.lens_R.data_ptr()
+    assert (call["num_kv_heads"], call["page_size"], call["kv_layout"]) == (2, 16, "HND")
+    assert call["q_scale"] == pytest.approx(0.3 * math.sqrt(64))
+    assert isinstance(call["q_scale"], float)
+    assert isinstance(call["kv_scale"], float)
+    assert call["sliding_win_size"] == (window or 0)
+    assert not call["semaphores"].any()
+
+
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_chunks_are_told_where_rows_and_blocks_end(backend: str) -> None:
+    recorder = Recorder()
+    chunks = Chunks(recorder.library(), SIZES, backend, WORKSPACE)  # type: ignore[arg-type]
+    plan = chunks.plan(chunk_rows([5, 7, 1], [5, 48, 17], [4, 2, 7, 8, 3, 1]), layer(None))
+    made, call = recorder.last("PrefillWrapper"), recorder.last("prefill plan")
+    assert (made["backend"], made["kv_layout"], made["use_cuda_graph"]) == (backend, "HND", False)
+    assert numbers(call["qo_indptr"]) == [0, 5, 12, 13]
+    assert numbers(call["paged_kv_indptr"]) == [0, 1, 4, 6]
+    assert numbers(call["paged_kv_indices"]) == [4, 2, 7, 8, 3, 1]
+    assert numbers(call["paged_kv_last_page_len"]) == [5, 16, 1]
+    assert numbers(call["seq_lens"]) == [5, 48, 17]
+    assert call["max_token_per_sequence"] == 7
+    assert (call["num_qo_heads"], call["num_kv_heads"], call["head_dim_qk"], call["page_size"]) == (
+        8,
+        2,
+        64,
+        16,
+    )
+    assert (call["causal"], call["sm_scale"], call["window_left"]) == (True, 0.3, -1)
+    assert call["q_data_type"] == call["kv_data_type"] == torch.bfloat16
+
+    q_TNH, out_TNH = (torch.zeros(13, 8, 64, dtype=torch.bfloat16) for _ in range(2))
+    chunks.attend(q_TNH, KV, plan, out_TNH)
+    ran = recorder.last("prefill run")
+    assert ran["q"] is q_TNH
+    assert ran["out"] is out_TNH
+    assert type(ran["paged_kv_cache"]) is tuple
+    assert ran["paged_kv_cache"][1] is KV.v_BKSH
+
+
+def test_each_window_has_a_wrapper_and_a_plan_of_its_own() -> None:
+    """Both plans of a step are made before its first layer runs."""
+    recorder = Recorder()
+    chunks = Chunks(recorder.library(), SIZES, "fa2", WORKSPACE)
+    rows = chunk_rows([5], [5], [4])
+    whole, sliding = chunks.plan(rows, layer(None)), chunks.plan(rows, layer(40))
+    assert recorder.last("prefill plan")["window_left"] == 39
+    assert whole is not sliding
+    assert whole.int_workspace_buffer.data_ptr() != sliding.int_workspace_buffer.data_ptr()
+    assert chunks.plan(rows, layer(None)) is whole
+
+
+def test_planned_decodes_plan_on_the_host_what_they_list_on_the_device() -> None:
+    recorder = Recorder()
+    buffers = PlanBuffers(CpuStream(), SIZES.device)
+    decodes = PlannedDecodes(recorder.library(), SIZES, layer(40), 3, workspace=WORKSPACE, buffers=buffers)
+    made = recorder.last("DecodeWrapper")
+    assert (made["kv_layout"], made["backend"]) == ("HND", "fa2")
+    assert made["use_cuda_graph"]
+    assert made["use_tensor_cores"]
+    assert [name for name, _ in recorder.calls] == ["DecodeWrapper", "decode plan"]  # which takes the module
+
+    decodes.plan(ROWS.lens_R.numpy())
+    decodes.list_rows(ROWS)
+    call = recorder.last("fast plan")
+    assert numbers(call["indptr"]) == numbers(made["paged_kv_indptr_buffer"]) == [0, 1, 2, 5]
+    assert numbers(call["last_page_len"]) == numbers(made["paged_kv_last_page_len_buffer"]) == [1, 16, 8]
+    assert numbers(made["paged_kv_indices_buffer"][:5]) == [0, 64, 128, 129, 130]
+    assert len(call["indices"]) == 5
+    assert (call["num_qo_heads"], call["num_kv_heads"], call["head_dim"], call["page_size"]) == (8, 2, 64, 16)
+    assert (call["sm_scale"], call["window_left"]) == (0.3, 39)
+    assert call["q_data_type"] == call["kv_data_type"] == torch.bfloat16
+
+    q_RNH, out_RNH = (torch.zeros(3, 8, 64, dtype=torch.bfloat16) for _ in range(2))
+    decodes.attend(q_RNH, KV, out_RNH)
+    assert recorder.last("decode run")["out"] is out_RNH
+
+
+class _SlowStream(CpuStream):
+    """A device that has copied nothing until somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.waited: list[int] = []
+        self._num_marks = 0
+
+    def mark(self) -> Mark:
+        number = self._num_marks
+        self._num_marks += 1
+        return _SlowMark(lambda: self.waited.append(number))
+
+
+class _SlowMark:
+    def __init__(self, on_wait) -> None:
+        self._on_wait = on_wait
+
+    def is_passed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self._on_wait()
+
+
+def test_a_plan_is_not_overwritten_before_it_is_copied() -> None:
+    """Two steps may be in flight; the third plan waits for the copy of the first, not of the second."""
+    stream = _SlowStream()
+    buffers = PlanBuffers(stream, SIZES.device)
+    places = []
+    for _ in range(4):
+        places.append(buffers.next().data_ptr())
+        buffers.mark_copied()
+    assert places[0] == places[2] != places[1] == places[3]
+    assert stream.waited == [0, 1]
+
+
+def test_wrappers_write_their_plans_to_the_buffers_in_turn() -> None:
+    recorder = Recorder()
+    chunks = Chunks(recorder.library(), SIZES, "fa2", WORKSPACE)
+    for _ in range(3):
+        chunks.plan(chunk_rows([5], [5], [4]), layer(None))
+    pinned = [call["pinned"].data_ptr() for name, call in recorder.calls if name == "prefill plan"]
+    assert pinned[0] == pinned[2] != pinned[1]
+    assert recorder.last("prefill plan")["pinned"].nbytes == 8 << 20
+
+
+def test_the_workspace_holds_the_largest_plan() -> None:
+    """FlashInfer's allocator fails where a plan does not fit."""
+    assert allocate_workspace(SIZES).nbytes == 128 << 20
+    wide = kernel_sizes(num_heads=64, num_kv_heads=8, head_dim=128)
+    # Two tiles of 128 queries for each of 132 processors, shared by 8 KV heads
+    assert allocate_workspace(wide).nbytes >= 33 * 128 * 64 * (128 + 1) * 4
+
+
+def test_the_recorded_signatures_are_those_of_the_library() -> None:
+    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    real, recorded = FlashInfer.load(), Recorder().library()
+    assert real.version == recorded.version
+    for ours, theirs in (
+        (recorded.xqa, real.xqa),
+        (recorded.fast_decode_plan, real.fast_decode_plan),
+        *(
+            (getattr(getattr(recorded, name), method), getattr(getattr(real, name), method))
+            for name in ("PrefillWrapper", "DecodeWrapper")
+            for method in ("__init__", "plan", "run", "reset_workspace_buffer")
+        ),
+    ):
+        assert _parameters(ours) == _parameters(theirs)
+
+
+def test_a_kernel_is_missing_where_it_is_neither_ready_made_nor_can_be_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", "9.0a")  # it asks the GPU otherwise
+    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    env = importlib.import_module("flashinfer.jit.env")
+    monkeypatch.setattr(env, "FLASHINFER_AOT_DIR", tmp_path)
+    monkeypatch.setattr(env, "FLASHINFER_JIT_DIR", tmp_path / "jit")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
+    for start in ("xqa_input_bf16", "batch_prefill_with_kv_cache_dtype_q_bf16"):
+        missing = missing_kernel(SIZES.config, 16)
+        assert missing is not None
+        assert missing.startswith(start)
+        (tmp_path / missing).mkdir()
+        (tmp_path / missing / f"{missing}.so").touch()
+    assert missing_kernel(SIZES.config, 16) is None
+
+    assert missing_kernel(SIZES.config, 64) is not None
+    compiler = tmp_path / "bin" / "nvcc"
+    compiler.parent.mkdir()
+    compiler.touch(mode=0o755)
+    assert missing_kernel(SIZES.config, 64) is None
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    assert missing_kernel(SIZES.config, 64) is not None
+
+
+def _parameters(function: object) -> list[tuple[str, object, object]]:
+    parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+    return [(each.name, each.kind, each.default) for each in parameters]

@@ -1,0 +1,162 @@
+"""Padding, poison and crowded tables do not show in a step of the GPU engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from onbeat.core.request import Request
+from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
+from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
+from onbeat.engine.cuda.graphs import EagerGraphs, graph_sizes
+from onbeat.engine.cuda.kernels import DecodeRows, Int32Array, KernelSizes, LayerSpec
+from onbeat.engine.cuda.reference import ReferenceKernels
+from onbeat.engine.cuda.state import TableMirror
+from onbeat.engine.cuda.weights import load_weights
+from tests.cpu.engine.engines import TorchEngine
+from tests.cpu.engine.step_driver import GREEDY, StepDriver
+from tests.cpu.engine.test_golden_tiny import assert_equals_reference
+from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt
+
+CPU = torch.device("cpu")
+
+
+class PoisonedGraphs:
+    """Makes everything that a step of another size left behind NaN or absurd, before the step."""
+
+    name = "poisoned"
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.forward: CudaForward | None = None
+        self._graphs = EagerGraphs()
+
+    def prepare(self, sizes: Sequence[int], run: Callable[[int], None], plan: Callable[[int], None]) -> None:
+        self._graphs.prepare(sizes, run, plan)
+
+    def replay(self, size: int) -> None:
+        self.sizes.append(size)
+        assert self.forward is not None
+        self.forward._logits_NV.fill_(torch.nan)
+        for other, buffers in self.forward._fixed.items():
+            buffers.results.fill_(-1)
+            if other != size:
+                buffers.words.fill_(2**31 - 1)
+        self._graphs.replay(size)
+
+
+class PlanningKernels(ReferenceKernels):
+    """Wants to know the lengths of decodes before it sees them."""
+
+    plans_decodes = True
+
+    def __init__(self, sizes: KernelSizes) -> None:
+        super().__init__(sizes)
+        self.planned: list[list[int]] = []
+
+    def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec]) -> None:
+        assert len({layer.window for layer in layers}) == len(layers)
+        self.planned.append(lens_R.tolist())
+
+    def start_decodes(self, rows: DecodeRows) -> None:
+        assert rows.lens_R.tolist() == self.planned[-1]
+
+
+def poisoned(
+    name: str,
+    graphs: PoisonedGraphs,
+    make_kernels: Callable[[KernelSizes], ReferenceKernels] = ReferenceKernels,
+    **changes: int,
+) -> Callable[..., CudaForward]:
+    weights = load_weights(StateCheckpoint(hf_tiny_model(name, torch.float64)), torch.float64, CPU)
+
+    def make(*, num_blocks: int, block_size: int) -> CudaForward:
+        sizes = {"max_num_seqs": 32, "max_model_len": 320, "max_num_batched_tokens": 64} | changes
+        options = CudaOptions(num_blocks=num_blocks, block_size=block_size, **sizes)
+        kernels = make_kernels(kernel_sizes(weights, options))
+        graphs.forward = CudaForward(weights, kernels, graphs, options)
+        return graphs.forward
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma3"])
+def test_decodes_are_padded_to_the_next_size_and_read_none_of_the_padding(name: str) -> None:
+    graphs = PoisonedGraphs()
+    driver = StepDriver(poisoned(name, graphs))
+    for length in (1, 17, 30, 3, 40):
+        driver.add(random_prompt(length), 6)
+    driver.step(dict.fromkeys(driver.requests, 100))
+    assert not graphs.sizes  # a step of chunks
+    driver.run(1)
+    assert set(graphs.sizes) == {8}
+    assert_equals_reference(driver, TorchEngine(), name)
+
+
+@pytest.mark.parametrize("name", ["mistral-sliding", "gemma3"])
+def test_decodes_may_be_planned_on_the_host(name: str) -> None:
+    graphs = PoisonedGraphs()
+    driver = StepDriver(poisoned(name, graphs, PlanningKernels))
+    for length in (1, 17, 30):
+        driver.add(random_prompt(length), 9)
+    driver.step(dict.fromkeys(driver.requests, 100))
+    driver.add(random_prompt(40), 9)
+    driver.run(7)
+    assert graphs.forward is not None
+    kernels = graphs.forward.kernels
+    assert isinstance(kernels, PlanningKernels)
+    assert len(kernels.planned) == len(graphs.sizes)
+    assert_equals_reference(driver, TorchEngine(), name)
+
+
+def test_more_rows_than_the_largest_graph_run_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onbeat.engine.cuda.graphs.GRAPH_SIZES", (1, 2, 4))
+    graphs = PoisonedGraphs()
+    driver = StepDriver(poisoned("llama3", graphs))
+    for length in (5, 17, 30, 3, 40):
+        driver.add(random_prompt(length), 3 + length % 3)
+    driver.run(100)
+    assert graphs.sizes
+    assert set(graphs.sizes) <= {1, 2, 4}
+    assert_equals_reference(driver, TorchEngine(), "llama3")
+
+
+def test_a_first_decode_of_a_long_cached_prompt_brings_its_whole_table() -> None:
+    driver = StepDriver(poisoned("llama3", PoisonedGraphs()))
+    prompt = random_prompt(197)
+    first = driver.add(prompt, 10**9)
+    driver.step({first: 1000})
+    again = Request(request_id="again", prompt_token_ids=tuple(prompt), sampling=GREEDY)
+    admitted = AdmittedRequest(again, (), tuple(driver.requests[first].block_ids))
+    row = ScheduledRequest("again", len(prompt) - 1, 1, (), samples=True)
+    output = driver.runner.execute(SchedulerOutput(9, (row,), (admitted,), (), BatchShape()))
+    assert output.sampled_token_ids == [driver.requests[first].output_token_ids]
+
+
+def test_sizes_reach_the_largest_step() -> None:
+    assert graph_sizes(1) == (1,)
+    assert graph_sizes(5) == (1, 2, 4, 8)
+    assert graph_sizes(33)[-1] == 48
+    assert graph_sizes(10**6)[-1] == 256
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+def test_the_mirror_tells_each_change_once(skewed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if skewed:
+        monkeypatch.setattr("onbeat.engine.cuda.state._MOSTLY_USED", 0)
+    options = CudaOptions(
+        num_blocks=50, block_size=16, max_num_seqs=4, max_model_len=64, max_num_batched_tokens=64
+    )
+    mirror = TableMirror(options)
+    tables_SB = np.array([[7, 8, 9, 0], [1, 2, 3, 4]], np.int32)
+    places, blocks = mirror.changes(tables_SB, np.array([1, 0]), np.array([17, 33]))
+    found = dict(zip(places.tolist(), blocks.tolist(), strict=True))
+    missing = {} if skewed else {6: 3}  # no row needs it yet
+    assert found == {4: 1, 5: 2, 0: 7, 1: 8, 2: 9} | missing
+    assert not len(mirror.changes(tables_SB, np.array([0, 1]), np.array([33, 17]))[0])
+    tables_SB[0, 1] = 11  # the slot is another request's
+    places, blocks = mirror.changes(tables_SB, np.array([0]), np.array([20]))
+    assert (places.tolist(), blocks.tolist()) == ([1], [11])

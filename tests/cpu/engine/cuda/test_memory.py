@@ -1,0 +1,115 @@
+"""The KV cache gets what is left of a GPU's memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from onbeat.core.errors import ConfigError
+from onbeat.engine.config import EngineConfig
+from onbeat.engine.cuda.backend import CudaBackend
+from onbeat.engine.cuda.memory import MeasuredMemory, largest_steps
+from onbeat.engine.cuda.reference import ReferenceKernels
+from onbeat.engine.device import DeviceConfig
+from onbeat.engine.weights import DummyCheckpoint
+from onbeat.hub.files import ModelFiles
+from onbeat.scheduler.config import SchedulerConfig
+from tests.cpu.engine.cuda.test_backend import MODEL as TINY
+
+GIB = 2**30
+MEASURED = MeasuredMemory(total=80 * GIB, used=16 * GIB, step=GIB, num_graphs=13)
+BLOCK_BYTES = 2 << 20
+
+
+def num_blocks(measured: MeasuredMemory = MEASURED, other_bytes: int = 0, wanted: int | None = None) -> int:
+    return measured.num_blocks(0.9, block_bytes=BLOCK_BYTES, other_bytes=other_bytes, wanted=wanted)
+
+
+def test_the_kv_cache_takes_the_share_that_nothing_else_needs() -> None:
+    rest = 0.9 * 80 * GIB - 17 * GIB
+    assert rest - GIB < num_blocks() * BLOCK_BYTES < rest - 256 * 2**20
+    assert num_blocks() - num_blocks(other_bytes=GIB) == 512
+    assert num_blocks(wanted=100) == 100
+
+
+def test_what_does_not_fit_is_refused_with_what_would() -> None:
+    full = MeasuredMemory(total=80 * GIB, used=71 * GIB, step=GIB, num_graphs=0)
+    with pytest.raises(ConfigError, match=r"80.0 GiB, 71.0 GiB are taken .* leaves no room for a KV cache"):
+        num_blocks(full)
+    with pytest.raises(
+        ConfigError, match=r"54\.\d GiB for the KV cache, but 78.1 GiB are asked for"
+    ) as caught:
+        num_blocks(wanted=40_000)
+    fitting = int(str(caught.value).rsplit(" ", 1)[1].removesuffix("M"))
+    assert num_blocks(wanted=(fitting << 20) // BLOCK_BYTES) > 0
+
+
+@pytest.mark.parametrize(("max_model_len", "lens"), [(400, [400, 400, 200]), (4000, [1000])])
+def test_the_largest_steps_are_a_full_chunk_and_all_rows(max_model_len: int, lens: list[int]) -> None:
+    limits = SchedulerConfig(
+        policy="sarathi",
+        num_blocks=4096,
+        max_model_len=max_model_len,
+        max_num_seqs=8,
+        max_num_batched_tokens=1000,
+    )
+    chunks, decodes = largest_steps(limits)
+    assert chunks.attention.query_lens_R.tolist() == lens
+    assert len(np.unique(chunks.attention.slot_mapping_T)) == 1000
+    assert decodes.attention.query_lens_R.tolist() == [1] * 8
+    assert len(np.unique(decodes.attention.slot_mapping_T)) == 8
+
+
+class Memory:
+    """What torch says of a GPU's memory, where there is none."""
+
+    total, free, reserved, peak = 80 * GIB, 60 * GIB, 18 * GIB, 20 * GIB
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        answers = {
+            "mem_get_info": lambda _: (self.free, self.total),
+            "memory_reserved": lambda _: self.reserved,
+            "max_memory_reserved": lambda _: self.peak,
+            "reset_peak_memory_stats": lambda _: None,
+            "synchronize": lambda _: None,
+            "empty_cache": lambda: None,
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+
+def test_a_backend_measures_then_builds_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(monkeypatch)
+    config = EngineConfig(model=ModelFiles(kind="hf", path=Path("/nowhere"), name="tiny"), enforce_eager=True)
+    device = DeviceConfig(torch.device("cpu"), torch.float32, num_threads=1)
+    backend = CudaBackend(DummyCheckpoint(TINY), device, config, ReferenceKernels)
+    limits = SchedulerConfig(
+        policy="sarathi", num_blocks=64, max_model_len=200, max_num_seqs=8, max_num_batched_tokens=300
+    )
+    asked: list[int] = []
+    said: list[str] = []
+
+    def settle(num_blocks: int) -> SchedulerConfig:
+        asked.append(num_blocks)
+        return replace(limits, num_blocks=40)
+
+    fitting = backend.fit_limits(
+        limits, settle, draft_bytes=GIB, draft_block_bytes=100, on_progress=said.append
+    )
+    assert fitting.num_blocks == 40
+    block_bytes = backend.kv_cache_spec(16).block_bytes + 100
+    rest = 0.9 * memory.total - (memory.total - memory.free) - (memory.peak - memory.reserved) - GIB
+    assert asked[0] * block_bytes == pytest.approx(rest, rel=0.01)
+    assert said == [
+        "the largest steps take 2.0 GiB beside 20.0 GiB of 80.0 GiB of the GPU's memory, as measured"
+    ]
+    forward = backend.build(fitting, on_progress=said.append)
+    assert forward.options.num_blocks == 40
+    assert len(said) == 1
+    memory.free = 7 * GIB
+    backend.build(fitting, on_progress=said.append)
+    assert said[1].startswith("the GPU engine took 1024 MiB more than its share of the memory")

@@ -1,0 +1,28 @@
+"""Every kernel in Triton compiles for an H100, though there is none here."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: make test-triton")
+
+SOURCES = (Path(__file__).parents[4] / "src/onbeat/engine/cuda").glob("triton_*.py")
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_sm_90() -> None:
+    command = [sys.executable, "-m", "tests.cpu.engine.cuda.compile_kernels"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    launched = {
+        name for source in SOURCES for name in re.findall(r"^    (_\w+)\[\(", source.read_text(), re.M)
+    }
+    assert launched
+    assert {line.partition(":")[0] for line in done.stdout.splitlines()} == launched

@@ -1,0 +1,139 @@
+"""Whole steps with the operators in Triton, interpreted, and attention in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed: make test-triton")
+
+from onbeat.engine.cuda import triton_draw, triton_ops
+from onbeat.engine.cuda.fast import FastKernels
+from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
+from onbeat.engine.cuda.graphs import EagerGraphs
+from onbeat.engine.cuda.kernels import BestBuffers, DecodeBackend, LayerSpec, Norm, StepTensors
+from onbeat.engine.cuda.reference import ReferenceKernels
+from onbeat.engine.cuda.weights import load_weights
+from onbeat.engine.kv_cache import LayerKVCache
+from onbeat.engine.model_config import Activation
+from tests.cpu.engine.cuda.recorded_flashinfer import Recorder, numbers
+from tests.cpu.engine.step_driver import StepDriver
+from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
+
+
+class InterpretedKernels(ReferenceKernels):
+    """As `FastKernels`, but for attention, which FlashInfer computes on GPUs alone."""
+
+    def add_norm(self, x_TD: Tensor | None, residual_TD: Tensor, norm: Norm, out_TD: Tensor) -> None:
+        triton_ops.add_norm(x_TD, residual_TD, norm, out_TD)
+
+    def rope_store(
+        self, qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVCache, q_TNH: Tensor
+    ) -> None:
+        triton_ops.rope_store(qkv_TX, step, layer, kv, q_TNH)
+
+    def act_mul(self, gate_up_TF2: Tensor, activation: Activation, out_TF: Tensor) -> None:
+        triton_ops.act_mul(gate_up_TF2, activation, out_TF)
+
+    def best(self, logits_RV: Tensor, out: BestBuffers) -> None:
+        triton_draw.best(logits_RV, out)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # infinities, in the interpreter
+@pytest.mark.parametrize("name", ["llama3", "mistral-sliding", "gemma3"])
+def test_steps_compute_what_the_reference_computes(name: str) -> None:
+    """Chunks, decodes and both in one step; padding rows; norms and windows of each family."""
+    weights = load_weights(
+        StateCheckpoint(hf_tiny_model(name, torch.float64)), torch.float32, torch.device("cpu")
+    )
+
+    def make(*, num_blocks: int, block_size: int) -> CudaForward:
+        options = CudaOptions(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=4,
+            max_model_len=64,
+            max_num_batched_tokens=32,
+        )
+        kernels = InterpretedKernels(kernel_sizes(weights, options))
+        return CudaForward(weights, kernels, EagerGraphs(), options)
+
+    driver = StepDriver(make, max_model_len=64, max_num_seqs=4, num_blocks=16)
+    for length in (2, 21, 9):
+        driver.add(random_prompt(length), 4)
+    driver.run(8)
+    for live in driver.requests.values():
+        token_ids, logits = tiny_model(name).reference(live.request.prompt_token_ids, 4)
+        assert live.output_token_ids == token_ids
+        torch.testing.assert_close(torch.stack(live.logits).double(), logits, rtol=0, atol=1e-3)
+
+
+def recorded_driver(recorder: Recorder, decode_backend: DecodeBackend) -> StepDriver:
+    """Return what drives steps of a model with two kinds of layers; FlashInfer only notes its calls."""
+    checkpoint = StateCheckpoint(hf_tiny_model("gemma3", torch.float64))
+    weights = load_weights(checkpoint, torch.float32, torch.device("cpu"))
+
+    def make(*, num_blocks: int, block_size: int) -> CudaForward:
+        options = CudaOptions(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=4,
+            max_model_len=64,
+            max_num_batched_tokens=32,
+        )
+        kernels = FastKernels(
+            kernel_sizes(weights, options), decode_backend=decode_backend, library=recorder.library()
+        )
+        return CudaForward(weights, kernels, EagerGraphs(), options)
+
+    return StepDriver(make, max_model_len=64, max_num_seqs=4, num_blocks=16)
+
+
+WINDOWS = (20, None, 20)
+"""Of the layers of that model."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_flashinfer_is_called_with_the_tensors_of_steps() -> None:
+    """Rows that decode go to XQA, the others to the wrapper; each layer with its own window."""
+    recorder = Recorder()
+    driver = recorded_driver(recorder, "xqa")
+    short, long = (driver.add(random_prompt(length), 3) for length in (5, 21))
+    driver.step({short: 5})
+    recorder.calls.clear()
+    driver.step({short: 1, long: 8})
+    plans, attended, decoded = (
+        [arguments for called, arguments in recorder.calls if called == wanted]
+        for wanted in ("prefill plan", "prefill run", "xqa")
+    )
+    assert sorted(plan["window_left"] for plan in plans) == [-1, 19]
+    assert [call["sliding_win_size"] for call in decoded] == [window or 0 for window in WINDOWS]
+    assert all(call["q"].shape[0] == 1 and call["q"].is_contiguous() for call in decoded)
+    assert all(call["seq_lens"].tolist() == [[6]] for call in decoded)
+    assert all(len(call["q"]) == numbers(plans[0]["qo_indptr"])[-1] == 8 for call in attended)
+    recorder.calls.clear()
+    driver.step({short: 1})  # a graph's step: no plan
+    assert [called for called, _ in recorder.calls] == ["xqa"] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_planned_decodes_are_planned_for_each_window_before_their_step() -> None:
+    """Decodes that share a step with chunks are chunks of one token."""
+    recorder = Recorder()
+    driver = recorded_driver(recorder, "fa2")
+    short, long = (driver.add(random_prompt(length), 3) for length in (5, 21))
+    driver.step({short: 5})
+    recorder.calls.clear()
+    driver.step({short: 1, long: 8})
+    called = [name for name, _ in recorder.calls]
+    assert called == ["prefill plan"] * 2 + ["prefill run"] * 3
+    driver.step({long: 100})
+    for key in (short, long):
+        recorder.calls.clear()
+        driver.step({key: 1})
+        called = [name for name, _ in recorder.calls if name not in ("DecodeWrapper", "decode plan")]
+        assert called == ["fast plan"] * 2 + ["decode run"] * 3

@@ -1,0 +1,24 @@
+"""scripts/gpu-check runs all its stages on a CPU: minutes of a GPU are not spent on its own mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu-check"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_stage_passes(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--rehearse", "--deadline", "1100", "--out", str(tmp_path)]
+    variables = {**os.environ, "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [each for each in summary["stages"] if each["problem"]] == [], done.stdout[-5000:]
+    assert done.returncode == 0

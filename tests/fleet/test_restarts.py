@@ -1,0 +1,129 @@
+"""Replicas that are told to end, restarted in turn, or of another version."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import signal
+
+import pytest
+
+import onbeat
+from onbeat.cluster import joining
+from onbeat.core.errors import ConfigError, InvalidRequest
+from tests.fleet.fleets import (
+    check_all,
+    collect,
+    expected_tokens,
+    fleet_of,
+    is_ready,
+    is_there,
+    lives_of,
+    make_request,
+    pid_of,
+    send_signal,
+    start_requests,
+    state_of,
+)
+from tests.waiting import until
+
+
+async def test_a_replica_that_is_told_to_end_drains_and_comes_back() -> None:
+    async with fleet_of(2) as client:
+        started = start_requests(client, 6, max_tokens=150)
+        await until(lambda: all(view.num_streaming == 3 for view in client.replicas()))
+        process_id = send_signal(client, "r0", signal.SIGTERM)
+        await until(lambda: state_of(client, "r0") == "draining", timeout=3)
+        new = start_requests(client, 3, "new")
+        await check_all([*started, *new])
+        await until(lambda: lives_of(client, "r0") == 2)
+        assert not is_there(process_id)
+        assert client.counts.num_resumed == 0, "what ran there ended there"
+        assert client.counts.lost == {}
+
+
+async def test_what_does_not_end_in_time_moves() -> None:
+    async with fleet_of(2) as client:
+        started = start_requests(client, 4, max_tokens=400)
+        await until(lambda: all(view.num_streaming == 2 for view in client.replicas()))
+        client.drain("r1", seconds=0.2, restarts=False)
+        await until(lambda: state_of(client, "r1") == "stopped", timeout=3)
+        await check_all(started)
+        assert client.counts.num_resumed == 2
+        assert [view.replica for view in client.replicas()] == ["r0"]
+
+
+async def test_all_are_started_again_one_after_another_without_an_error() -> None:
+    async with fleet_of(2) as client:
+        before = {pid_of(client, replica) for replica in ("r0", "r1")}
+        is_over = False
+        names = (f"s{number}" for number in itertools.count())
+
+        async def keep_asking() -> None:
+            while not is_over:
+                request = make_request(next(names), max_tokens=30)
+                assert await collect(client, request) == expected_tokens(request)
+
+        users = [asyncio.create_task(keep_asking()) for _ in range(6)]
+        client.restart()
+        await until(lambda: all(lives_of(client, replica) == 2 for replica in ("r0", "r1")), timeout=20)
+        is_over = True
+        await asyncio.gather(*users)
+        assert not before & {pid_of(client, replica) for replica in ("r0", "r1")}
+        assert client.counts.lost == {}
+
+
+async def test_a_round_of_restarts_goes_on_when_the_replica_it_waits_for_is_scaled_away() -> None:
+    async with fleet_of(3) as client:
+        started = start_requests(client, 3, max_tokens=900)
+        await until(lambda: all(view.num_streaming == 1 for view in client.replicas()))
+        client.restart()
+        await until(lambda: state_of(client, "r0") == "draining")
+        with pytest.raises(InvalidRequest, match="is under way"):
+            client.restart()
+        client.drain("r0", seconds=30, restarts=False)
+        await check_all(started)
+        await until(lambda: all(lives_of(client, replica) == 2 for replica in ("r1", "r2")), timeout=30)
+        assert [view.replica for view in client.replicas()] == ["r1", "r2"]
+        await until(lambda: all(is_ready(client, replica) for replica in ("r1", "r2")))
+        client.restart()
+        await until(lambda: all(lives_of(client, replica) == 3 for replica in ("r1", "r2")), timeout=30)
+
+
+async def test_a_round_of_restarts_leaves_alone_what_starts_or_ends_already() -> None:
+    async with fleet_of(3) as client:
+        started = start_requests(client, 3, max_tokens=400)
+        await until(lambda: all(view.num_streaming == 1 for view in client.replicas()))
+        client.drain("r2", seconds=30, restarts=False)
+        send_signal(client, "r0", signal.SIGKILL)
+        await until(lambda: state_of(client, "r0") == "starting" and "r0" in client.controller.lives)
+        client.restart()
+        await until(lambda: lives_of(client, "r1") == 2, timeout=30)
+        await check_all(started)
+        await until(lambda: state_of(client, "r2") == "stopped")
+        assert lives_of(client, "r0") == 2, "it was new when the round began"
+
+
+async def test_a_replica_of_another_version_does_not_join(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fleet_of(1) as client:
+        monkeypatch.setattr(joining, "__version__", "9.0")  # as if the package had been changed meanwhile
+        send_signal(client, "r0", signal.SIGKILL)
+        await until(lambda: state_of(client, "r0") == "down", timeout=60)
+        (view,) = client.replicas()
+        assert f"r0 runs onbeat {onbeat.__version__}, and this server 9.0" in view.why
+        assert "Restart the server" in caplog.text
+    with pytest.raises(ConfigError, match=r"and this server 9\.0"):
+        await fleet_of(1).start()
+
+
+async def test_a_fleet_grows_and_shrinks() -> None:
+    async with fleet_of(1) as client:
+        client.scale(3)
+        await until(lambda: sum(view.state == "ready" for view in client.replicas()) == 3)
+        started = start_requests(client, 9, max_tokens=80)
+        await until(lambda: all(view.num_streaming == 3 for view in client.replicas()))
+        client.scale(1)
+        await check_all(started)
+        await until(lambda: len(client.replicas()) == 1)

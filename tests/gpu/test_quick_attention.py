@@ -1,0 +1,158 @@
+"""Attention by FlashInfer inside of graphs and with steps in flight, against plain torch in float32."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from onbeat.engine.cuda.backend import fast_kernels
+from onbeat.engine.cuda.kernels import ChunkRows, DecodeRows, KernelSizes, LayerSpec
+from onbeat.engine.cuda.reference import ReferenceKernels
+from onbeat.engine.kv_cache import LayerKVCache
+from tests.cpu.engine.cuda.kernel_sizes import kernel_sizes
+from tests.gpu.engines import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="FlashInfer is not installed"),
+]
+
+CUDA = torch.device("cuda")
+BLOCK_SIZE, NUM_BLOCKS = 16, 400
+LARGEST_ERROR = 1e-2
+
+
+def sizes(dtype: torch.dtype) -> KernelSizes:
+    of_cpu = kernel_sizes(num_heads=8, num_kv_heads=2, head_dim=128, dtype=dtype)
+    return replace(of_cpu, device=CUDA)
+
+
+def layer() -> LayerSpec:
+    return LayerSpec(
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=128,
+        scale=0.07,
+        window=None,
+        frequencies_H=torch.ones(64, device=CUDA),
+        query_norm=None,
+        key_norm=None,
+    )
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device=CUDA).bfloat16()
+
+
+def cache() -> LayerKVCache:
+    return LayerKVCache(*(random(NUM_BLOCKS, 2, BLOCK_SIZE, 128) for _ in range(2)))
+
+
+def decode_rows(lens: list[int], seed: int) -> DecodeRows:
+    """Return rows of these lengths, whose blocks lie anywhere."""
+    columns = sizes(torch.float32).max_row_blocks
+    table = np.random.default_rng(seed).integers(0, NUM_BLOCKS, (len(lens), columns), dtype=np.int32)
+    return DecodeRows(torch.from_numpy(table).to(CUDA), torch.tensor(lens, dtype=torch.int32, device=CUDA))
+
+
+def expected_decodes(q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows) -> Tensor:
+    out_RNH = torch.empty(q_RNH.shape, device=CUDA)
+    wide = LayerKVCache(*(part.float() for part in kv))
+    ReferenceKernels(sizes(torch.float32)).attend_decodes(q_RNH.float(), wide, rows, layer(), out_RNH)
+    return out_RNH
+
+
+def captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+STEPS = ([1, 1, 1, 1], [700, 1, 33, 16], [5, 900, 17, 1024])
+
+
+def test_a_graph_of_xqa_follows_tables_and_lengths() -> None:
+    kernels, kv, q_RNH, out_RNH = (
+        fast_kernels(sizes(torch.bfloat16)),
+        cache(),
+        random(4, 8, 128),
+        random(4, 8, 128),
+    )
+    rows = decode_rows(STEPS[0], 0)
+    graph = captured(lambda: kernels.attend_decodes(q_RNH, kv, rows, layer(), out_RNH))
+    for seed, lens in enumerate(STEPS):
+        for part, new in zip(rows, decode_rows(lens, seed), strict=True):
+            part.copy_(new)
+        q_RNH.copy_(random(4, 8, 128))
+        out_RNH.fill_(torch.nan)
+        graph.replay()
+        assert relative_error(out_RNH, expected_decodes(q_RNH, kv, rows)) <= LARGEST_ERROR
+
+
+def test_a_graph_of_planned_decodes_follows_its_plans() -> None:
+    """One size's plan lies where another's was: only one runs at a time."""
+    from onbeat.engine.cuda.flashinfer_attention import (
+        FlashInfer,
+        PlanBuffers,
+        PlannedDecodes,
+        allocate_workspace,
+        stream_of,
+    )
+
+    of_device, kv, buffers = sizes(torch.bfloat16), cache(), PlanBuffers(stream_of(CUDA), CUDA)
+    workspace, library = allocate_workspace(of_device), FlashInfer.load()
+    made = []
+    for num_rows in (4, 2):
+        planned = PlannedDecodes(library, of_device, layer(), num_rows, workspace=workspace, buffers=buffers)
+        q_RNH, out_RNH = random(num_rows, 8, 128), random(num_rows, 8, 128)
+        rows = decode_rows([1] * num_rows, 0)
+
+        def work(planned=planned, q_RNH=q_RNH, rows=rows, out_RNH=out_RNH) -> None:
+            planned.list_rows(rows)
+            planned.attend(q_RNH, kv, out_RNH)
+
+        made.append((planned, rows, q_RNH, out_RNH, captured(work)))
+    for seed, lens in enumerate(STEPS):
+        for planned, rows, q_RNH, out_RNH, graph in made:
+            new = decode_rows(lens[: len(q_RNH)], seed)
+            for part, each in zip(rows, new, strict=True):
+                part.copy_(each)
+            out_RNH.fill_(torch.nan)
+            planned.plan(np.array(lens[: len(q_RNH)], np.int32))
+            graph.replay()
+            assert relative_error(out_RNH, expected_decodes(q_RNH, kv, rows)) <= LARGEST_ERROR
+
+
+def test_plans_of_chunks_that_are_made_while_others_run_leave_these_alone() -> None:
+    kernels, plain, kv = fast_kernels(sizes(torch.bfloat16)), ReferenceKernels(sizes(torch.float32)), cache()
+    wide = LayerKVCache(*(part.float() for part in kv))
+    steps = []
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        query_lens = rng.integers(1, 90, 5).astype(np.int32)
+        context_lens = query_lens + rng.integers(0, 600, 5).astype(np.int32)
+        num_blocks = -(-context_lens // BLOCK_SIZE)
+        blocks = rng.integers(0, NUM_BLOCKS, num_blocks.sum(), dtype=np.int32)
+        q_TNH = random(int(query_lens.sum()), 8, 128)
+        steps.append(
+            (
+                ChunkRows(query_lens, context_lens, num_blocks, blocks),
+                q_TNH,
+                torch.full_like(q_TNH, torch.nan),
+            )
+        )
+    for rows, q_TNH, out_TNH in steps:  # nothing waits in between
+        kernels.attend_chunks(q_TNH, kv, kernels.plan_chunks(rows, layer()), layer(), out_TNH)
+    for rows, q_TNH, out_TNH in steps:
+        expected_TNH = torch.empty(q_TNH.shape, device=CUDA)
+        plain.attend_chunks(q_TNH.float(), wide, plain.plan_chunks(rows, layer()), layer(), expected_TNH)
+        assert relative_error(out_TNH, expected_TNH) <= LARGEST_ERROR

@@ -1,0 +1,241 @@
+"""What `onbeat simulate` reads: flags, traces, tables of steps, profiles."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from onbeat.cli.main import main
+from tests.pure.cli.simulating import AZURE, CAPACITY, MODEL, error_of, replay_trace, simulate, summary_of
+from tests.pure.perfmodel.test_models import write_fitted
+from tests.pure.perfmodel.test_step_table import write_measured
+
+AZURE_LINES = [
+    "2023-11-16 18:15:46.6805900,374,44\n",
+    "2023-11-16 18:15:50.9951690,396,19\n",
+    "2023-11-16 18:15:51.2225670,879,55\n",
+]
+
+
+BAD_FLAGS = [
+    (["--model", "llama-3.1-8x"], "unknown model 'llama-3.1-8x': did you mean llama-3.1-8b"),
+    (["--model", "./nowhere/config.json"], "there is no file or directory ./nowhere/config.json"),
+    (["--device", "h100"], "unknown device 'h100': did you mean h100-sxm or h100-pcie?"),
+    (["--device", "v100"], "does not compute in bf16; it has fp32, fp16: choose one of these"),
+    (["--policy", "saarthi"], "invalid choice: 'saarthi'; did you mean sarathi?"),
+    (["--router", "roundrobin"], "invalid choice: 'roundrobin'; did you mean round-robin?"),
+    (["--step-time", "rofline"], "did you mean roofline?"),
+    (["--tp", "3"], "a tensor-parallel degree of 3 does not divide"),
+    (["--tp", "0"], "tensor_parallel_size is 0; it must be at least 1"),
+    (["--pp", "100"], "32 layers; they cannot make 100 stages"),
+    (["--model", "llama-3.1-70b"], "does not fit NVIDIA H100"),
+    (["--model", "llama-3.1-70b"], "What fits: --tp 2, or --pp 2, or --dtype fp8"),
+    (["--gpu-memory-utilization", "nan"], "above 0 and at most 1"),
+    (["--num-blocks", "0"], "num_blocks is 0; it must be at least 1"),
+    (["--num-blocks", "10"], "do not fit a context of 160 tokens"),
+    (["--block-size", "0"], "block_size is 0; it must be at least 1"),
+    (["--max-model-len", "200"], "first is request 0: prompt 300 + output 20 tokens"),
+    (["--max-model-len", "1000000"], "was made for 131072 tokens"),
+    (["--max-num-batched-tokens", "100"], "is below max_num_seqs (256)"),
+    (["--max-num-batched-tokens", "512", "--policy", "orca"], "at least max_model_len (131072)"),
+    (["--max-num-batched-tokens", "auto"], "give --slo-tbt-ms"),
+    (["--max-num-batched-tokens", "auto", "--slo-tbt-ms", "3"], "no token budget keeps the TBT objective"),
+    (["--request-rate", "0"], "--request-rate must be above 0 (or inf), got 0"),
+    (["--request-rate=-1"], "got -1"),
+    (["--request-rate", "nan"], "got nan"),
+    (["--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
+    (["--input-len", "0"], "a length must be at least 1 token, got 0"),
+    (["--output-len", "0"], "--output-len must be at least 1, got 0"),
+    (["--max-concurrency", "0"], "max_concurrency is 0"),
+    (["--seed=-1"], "expected a whole number of at least 0, got '-1'"),
+    (["--jobs", "0"], "--jobs is 0; it must be at least 1"),
+    (["--host-overhead-ms", "nan"], "expected milliseconds, such as 500, got 'nan'"),
+    (["--host-overhead-ms", "-1"], "host_overhead is -0.001 s"),
+    (["--step-noise", "nan"], "step_noise is nan; it must be a finite number, 0 or more"),
+    (["--step-noise=-0.1"], "step_noise is -0.1"),
+    (["--shed", "rejct"], "invalid choice: 'rejct'; did you mean reject?"),
+    (["--slo-mode", "gaps"], "invalid choice: 'gaps'; did you mean gap?"),
+    (["--shed-order", "longest"], "invalid choice: 'longest'; did you mean longest-wait?"),
+    (["--shed-order", "longest-wait", "--policy", "sarathi"], "policy 'sarathi' has no choice of whom to"),
+    (["--max-num-queued-reqs", "0"], "max_num_queued_reqs is 0; it must be at least 1"),
+    (["--max-num-queued-tokens", "-3"], "max_num_queued_tokens is -3; it must be at least 1"),
+    (["--slo-tbt-ms", "nan"], "expected milliseconds, such as 500, got 'nan'"),
+    (["--slo-tbt-ms", "0.1"], "the tbt objective is 0.1 ms"),
+    (["--slo-config", "interactiv"], "did you mean the built-in class interactive?"),
+    (["--disaggregate", "1"], "give the replicas of both pools"),
+    (["--disaggregate", "prefill=1,decode=1", "--replicas", "3"], "leave --replicas out"),
+    (["--disaggregate", "prefill=1,decode=1", "--kv-transfer-gbps", "nan"], "is nan"),
+    (["--pool-rule", "distserve"], "is for --disaggregate"),
+    (["--move-rule", "llumnix"], "is for streams that move; give --kv-transfer-gbps, or leave it out"),
+    (["--kinds", "device=l4,replicas=2"], "make up 2 replicas, but --replicas is 1"),
+    (["--kinds", "gpu=l4"], "is no kind of replica"),
+    (["--kv-transfer-latency-ms", "1"], "of a link that no KV goes over"),
+    (["--step-time", "fitted"], "needs a profile: --profile FILE"),
+    (["--profile", "nowhere.json"], "the roofline takes no profile"),
+    (["--step-time", "fitted", "--profile", "nowhere.json"], "cannot read the profile nowhere.json"),
+    (["--json", "/proc/nowhere/x"], "--json: cannot write /proc/nowhere/x"),
+    (["--report", "/"], "--report: cannot write /"),
+    (["--config", "nowhere.yaml"], "cannot read the configuration file nowhere.yaml"),
+    (["--num-promts", "3"], "did you mean --num-prompts?"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS, ids=lambda value: " ".join(value)[:50])
+def test_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = simulate(*flags)
+    except SystemExit as exit_:  # argparse leaves this way
+        code = int(str(exit_.code))
+    assert code == 2
+    assert message in error_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "trace.csv: the file is empty"),
+        (AZURE, "has a header but no requests"),
+        (AZURE + AZURE_LINES[1] + AZURE_LINES[0], "line 3: the time is 4.31458 s before that of line 2"),
+        (AZURE + AZURE_LINES[0] + "2023-11-16 18:15:50.99,abc,9\n", "line 3: bad value"),
+        (AZURE + AZURE_LINES[0] + "2023-11-16 18:15:50.99,3\n", "line 3: the header names 3 columns"),
+        (AZURE + "2023-11-16 18:15:50.99,-3,9\n", "line 2: a negative length"),
+        (AZURE + "noon,3,9\n", "line 2: bad value"),
+        (AZURE.replace("Context", "Contxt") + AZURE_LINES[0], "unknown columns TIMESTAMP, ContxtTokens"),
+        (
+            AZURE + AZURE_LINES[0] + "2023-11-16 18:15:51.5,900000,9\n",
+            "the first is on line 3: prompt 900000",
+        ),
+        ('{"timestamp": 0, "input_le\n', "line 1: not JSON"),
+        (
+            '{"timestamp": -5, "input_length": 9, "output_length": 2, "hash_ids": [1]}\n',
+            "line 1: the time is -0.005 s; times must be finite and not negative",
+        ),
+    ],
+)
+def test_bad_traces(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    assert replay_trace(path) == 2
+    assert message in error_of(capsys)
+
+
+def test_a_packed_trace_is_read_and_a_damaged_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.csv.gz"
+    packed = gzip.compress((AZURE + "".join(AZURE_LINES)).encode())
+    path.write_bytes(packed)
+    assert replay_trace(path) == 0
+    capsys.readouterr()
+    path.write_bytes(packed[:60])
+    assert replay_trace(path) == 2
+    assert "trace.csv.gz: the gzip file is damaged" in error_of(capsys)
+
+
+def test_requests_that_do_not_fit_can_be_left_out(tmp_path: Path) -> None:
+    path, result = tmp_path / "trace.csv", tmp_path / "summary.json"
+    path.write_text(AZURE + "".join(AZURE_LINES))
+    flags = ("--max-model-len", "500", "--overlong", "skip", "--json", str(result))
+    assert replay_trace(path, *flags) == 0
+    found = json.loads(result.read_text())
+    assert (found["completed"], found["num_overlong"]) == (2, 1)
+
+
+def test_a_table_of_measured_steps_is_used_and_its_error_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = str(write_measured(tmp_path / "steps.csv"))
+    sheets, measured = summary_of(tmp_path), summary_of(tmp_path, "--step-time", table)
+    assert measured["mean_tpot_ms"] > sheets["mean_tpot_ms"] + 4  # its host takes 5 ms a step
+    assert measured["step_time"] == table
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"step times: {table}, fitted to measured steps (relative error: mean " in shown
+    assert "on 16 held-back points)" in shown
+    assert main(["capacity", *MODEL, "--step-time", table, *CAPACITY]) == 0
+    assert "on 16 held-back points)" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_engine_takes_longer_and_plans_ahead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, engine = summary_of(tmp_path), summary_of(tmp_path, "--engine", "vllm")
+    assert (plain["engine"], engine["engine"]) == ("none", "vllm")
+    assert engine["mean_tpot_ms"] > 1.05 * plain["mean_tpot_ms"]
+    more = engine["mean_ttft_ms"] - plain["mean_ttft_ms"]
+    assert more > 0.4 * engine["mean_tpot_ms"]  # an idle replica begins at once
+    assert "step times: roofline of vllm (terms from version 0.14 on)" in capsys.readouterr().err
+
+
+def test_an_older_version_of_an_engine_takes_longer_and_plans_no_step_ahead(tmp_path: Path) -> None:
+    new, old = (summary_of(tmp_path, "--engine", name) for name in ("vllm", "vllm@0.6"))
+    assert old["engine"] == "vllm@0.6"
+    assert old["mean_tpot_ms"] > new["mean_tpot_ms"]
+
+
+def test_a_device_and_the_terms_of_an_engine_may_be_files(tmp_path: Path) -> None:
+    entries = yaml.safe_load(files("onbeat.perfmodel").joinpath("data", "devices.yaml").read_text())
+    device, engine = tmp_path / "device.yaml", tmp_path / "engine.yaml"
+    device.write_text(yaml.safe_dump(entries["h100-sxm"]))
+    terms = yaml.safe_load(files("onbeat.perfmodel").joinpath("data", "engines.yaml").read_text())["engines"]
+    engine.write_text(yaml.safe_dump(terms["vllm"][-1]))
+    named = summary_of(tmp_path, "--device", "h100-sxm", "--engine", "vllm")
+    from_files = summary_of(tmp_path, "--device", str(device), "--engine", str(engine))
+    assert (from_files["device"], from_files["engine"]) == (str(device), str(engine))
+    for name in ("mean_ttft_ms", "mean_tpot_ms", "duration"):
+        assert from_files[name] == named[name]
+
+
+@pytest.mark.parametrize("flag", ["--device", "--engine"])
+def test_a_file_with_a_wrong_field_ends_the_command_with_a_sentence(
+    tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("speed: 3")
+    assert simulate(flag, str(path)) == 2
+    assert "mine.yaml has an unknown field 'speed'" in error_of(capsys)
+
+
+def edit_profile(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+def test_a_fitted_profile_is_used(tmp_path: Path) -> None:
+    write_fitted(tmp_path / "p.json")
+    fitted = summary_of(tmp_path, "--step-time", "fitted", "--profile", str(tmp_path / "p.json"))
+    assert fitted["step_time"] == "fitted"
+    assert fitted["mean_step_ms"] > 1.5 * summary_of(tmp_path)["mean_step_ms"]  # of a slower machine
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda content: content["steps"][3].__setitem__(-1, float("nan")), "steps[3] is ["),
+        (lambda content: content["steps"][3].__setitem__(-1, 0.0), "a time above 0. Run `onbeat profile"),
+        (lambda content: content.update(schema_version=9), "has schema version 9"),
+        (lambda content: content["key"].update(model="Llama-2-7b-hf"), "is of model 'Llama-2-7b-hf', not"),
+        (lambda content: content["key"].update(device="h200"), "is of device 'h200', not 'h100-sxm'"),
+        (lambda content: content["key"]["precision"].update(weights="int8"), "of precision 'int8 weights"),
+        (lambda content: content["key"]["parallelism"].update(tensor=2), "of parallelism 'TP 2, PP 1', not"),
+        (lambda content: content["fit"]["parameters"].popitem(), "run `onbeat profile MODEL` again"),
+        (lambda content: content["fit"].update(ratios=[]), "ratios is []; it must be a list of numbers"),
+    ],
+    ids=["nan", "zero", "version", "model", "device", "dtype", "tp", "parameters", "ratios"],
+)
+def test_bad_profiles(
+    edit: Callable[[dict[str, Any]], object],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "p.json"
+    write_fitted(path)
+    edit_profile(path, edit)
+    assert simulate("--step-time", "fitted", "--profile", str(path)) == 2
+    assert message in error_of(capsys)

@@ -1,0 +1,128 @@
+"""scripts/gpu-check stops what is late and goes on; scripts/gpu-pack refuses what is too large to travel."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.waiting import wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTE = """
+import json, os, pathlib
+pathlib.Path(os.environ["GPU_CHECK_OUT"], "numbers.jsonl").write_text(json.dumps({line}) + "\\n")
+"""
+LINE = {
+    "stage": "B",
+    "name": "rate",
+    "value": 2.5,
+    "unit": "TB/s",
+    "passed": False,
+    "bound": ">= 3",
+    "shown": True,
+}
+
+
+def load(name: str) -> Any:
+    loader = SourceFileLoader(name.replace("-", "_"), str(ROOT / "scripts" / name))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module: ModuleType = module_from_spec(spec)
+    sys.modules[loader.name] = module
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script, with three stages of its own: late with a child, failing, and passing."""
+    script = load("gpu-check")
+    stages = tmp_path / "benchmarks" / "gpu_check"
+    stages.mkdir(parents=True)
+    (stages / "__init__.py").touch()
+    sleeper = "import subprocess, sys, time; "
+    sleeper += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+    sleeper += "print('child', child.pid, flush=True); time.sleep(60)"
+    (stages / "late.py").write_text(sleeper)
+    (stages / "failing.py").write_text("raise SystemExit(3)")
+    (stages / "noting.py").write_text(NOTE.format(line=LINE))
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "PACK", tmp_path)
+    monkeypatch.setattr(script, "SHORTEST", 0.1)
+    stage = script.Stage
+    monkeypatch.setattr(
+        script, "STAGES", (stage("A", "late", 1.0), stage("B", "failing", 30), stage("T", "noting", 30))
+    )
+    return script
+
+
+def run(script: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["gpu-check", *arguments])
+    return int(script.main())
+
+
+def is_running(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_late_stage_is_stopped_with_its_children_and_the_next_ones_run(
+    check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run(check, monkeypatch, "--rehearse", "--stages", "ABT", "--out", str(out)) == 1
+    summary = json.loads((out / "summary.json").read_text())
+    assert [each["problem"] for each in summary["stages"]] == ["stopped after 1 s", "exit code 3", None]
+    assert summary["numbers"] == [LINE]
+    assert "FAIL B rate" in (out / "summary.txt").read_text()
+    assert "FAIL B rate" in capsys.readouterr().out.splitlines()[-2]
+    pid = int((out / "log.txt").read_text().partition("child ")[2].split()[0])
+    wait_for(lambda: not is_running(pid))
+
+
+def test_nothing_runs_after_a_stage_that_must_pass(
+    check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = (check.Stage("A", "failing", 30, must_pass=True), check.Stage("B", "noting", 30))
+    monkeypatch.setattr(check, "STAGES", stages)
+    assert run(check, monkeypatch, "--rehearse", "--stages", "AB", "--out", str(tmp_path / "out")) == 1
+    assert not (tmp_path / "out" / "numbers.jsonl").exists()
+
+
+def test_stages_that_the_deadline_leaves_no_time_for_are_named(
+    check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--rehearse", "--stages", "BT", "--deadline", "0", "--out", str(tmp_path / "out"))
+    assert run(check, monkeypatch, *arguments) == 1
+
+
+def test_an_unknown_stage_is_refused(
+    check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(check, monkeypatch, "--stages", "AZ", "--out", str(tmp_path))
+    assert "there is no stage Z" in capsys.readouterr().err
+
+
+def test_a_pack_that_is_too_large_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = load("gpu-pack")
+    for name in ("pack_wheels", "pack_kernels", "pack_tokenizer"):
+        monkeypatch.setattr(script, name, lambda: None)
+    monkeypatch.setattr(script, "PACK", tmp_path)
+    monkeypatch.setattr(script, "tree_bytes", lambda: 10)
+    monkeypatch.setattr(sys, "argv", ["gpu-pack"])
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "a.whl").write_bytes(bytes(100))
+    assert script.main() == 0
+    monkeypatch.setattr(script, "MOST_BYTES", 100)
+    assert script.main() == 1
+    assert "too much" in capsys.readouterr().out
