@@ -9,11 +9,11 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from gpu_check.ceilings import graph_milliseconds, milliseconds
 from gpu_check.operator_bench import BF16, BLOCK_SIZE, MAX_LEN, SHAPES, Bench, check_all, compare
 from gpu_check.record import DEVICE, IS_REHEARSAL, note
-from torch import Tensor
-
 from onbeat.engine.cuda.kernels import ChunkRows, DecodeRows
 from onbeat.engine.kv_cache import LayerKVCache
 

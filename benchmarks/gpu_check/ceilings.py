@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import torch
+
 from gpu_check.record import DEVICE, IS_REHEARSAL, note
 
 NUM_KERNELS = 1000

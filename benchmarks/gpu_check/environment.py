@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import torch
+
 from gpu_check.record import IS_REHEARSAL, expect, note
 
 PACKAGES = (

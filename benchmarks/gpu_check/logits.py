@@ -10,9 +10,9 @@ import sys
 import time
 
 import torch
+
 from gpu_check.models import model_config
 from gpu_check.record import DEVICE, IS_REHEARSAL, expect, note
-
 from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.models.registry import build_model

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpu_check.record import IS_REHEARSAL, PACK, WORK
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
+from gpu_check.record import IS_REHEARSAL, PACK, WORK
 from onbeat.engine.model_config import ModelConfig, model_config_from_hf
 
 TEXT = Path(__file__).resolve().parents[2] / "tests" / "data" / "pride_and_prejudice.txt"

@@ -6,10 +6,10 @@ import traceback
 from collections.abc import Callable, Sequence
 
 import torch
-from gpu_check.models import CONFIGS
-from gpu_check.record import DEVICE, IS_REHEARSAL, expect, note, seconds_left
 from torch import Tensor
 
+from gpu_check.models import CONFIGS
+from gpu_check.record import DEVICE, IS_REHEARSAL, expect, note, seconds_left
 from onbeat.engine.cuda.backend import fast_kernels
 from onbeat.engine.cuda.kernels import Kernels, KernelSizes, LayerSpec, Norm
 from onbeat.engine.cuda.reference import ReferenceKernels

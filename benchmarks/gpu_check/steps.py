@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import torch
+
 from gpu_check.ceilings import milliseconds
 from gpu_check.models import floor_ms, model_config
 from gpu_check.record import DEVICE, IS_REHEARSAL, expect, keep_step, note, seconds_left
@@ -21,7 +22,6 @@ from gpu_check.timing import (
     step_timer,
     wall_ms,
 )
-
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.profiling.batches import BatchRow, MeasuredBatch

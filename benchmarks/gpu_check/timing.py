@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from gpu_check.record import IS_REHEARSAL
 
+from gpu_check.record import IS_REHEARSAL
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.executor import ThreadExecutor

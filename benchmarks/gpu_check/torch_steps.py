@@ -6,6 +6,7 @@ import sys
 import time
 
 import torch
+
 from gpu_check.models import floor_ms, model_config
 from gpu_check.record import DEVICE, IS_REHEARSAL, keep_step, note, seconds_left
 from gpu_check.timing import (
@@ -19,7 +20,6 @@ from gpu_check.timing import (
     step_timer,
     wall_ms,
 )
-
 from onbeat.engine.forward import TorchForward
 from onbeat.engine.models.registry import build_model
 from onbeat.engine.weights.dummy import DummyCheckpoint
