@@ -1,4 +1,4 @@
-"""What measured steps teach: the step-time model, and the costs that plans are made with."""
+"""What measured steps teach: the step-time model, and the costs and the slack that plans are made with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import RunLearner, StepTimeModel, observe_each
-from onbeat.scheduler.replica.slo.work import PrefillWork
+from onbeat.scheduler.replica.slo.rules import StepRules
 
 
 class StepFeedback:
@@ -16,7 +16,8 @@ class StepFeedback:
     Parameters
     ----------
     model : told of every step's time; None where nobody predicts.
-    work : costs that are taken anew from the model now and then; None where nobody plans with them.
+    rules : their costs are taken anew from the model now and then, and they hear of steps that may have taken
+        far longer than planned; None where nobody plans with them.
     run_side_by_side : whether steps of a pipeline do not wait for one another.
 
     Attributes
@@ -27,13 +28,13 @@ class StepFeedback:
     def __init__(
         self,
         model: StepTimeModel | None,
-        work: PrefillWork | None,
+        rules: StepRules | None,
         *,
         run_side_by_side: bool,
     ) -> None:
         self.last_end = float("-inf")
         self._model = model
-        self._work = work
+        self._rules = rules
         self._run_side_by_side = run_side_by_side
         self._observe_run = (
             model.observe_run
@@ -77,11 +78,14 @@ class StepFeedback:
         if is_told_again:
             self._last_known = ends[-1]
         shape.decode_context_tokens -= len(new_ends) * num_rows
-        work = self._work
-        taken_after = 0 if work is None else work.count(len(new_ends))
-        if taken_after and work is not None:
-            observe_run(shape, begun, new_ends[:taken_after])
-            begun, new_ends = new_ends[taken_after - 1], new_ends[taken_after:]
-            work.take()
+        rules = self._rules
+        if rules is not None:
+            if new_ends and new_ends[-1] - begun > rules.longest_planned:  # hardly ever
+                rules.note_stalls(begun, new_ends)
+            taken_after = rules.work.count(len(new_ends))
+            if taken_after:
+                observe_run(shape, begun, new_ends[:taken_after])
+                begun, new_ends = new_ends[taken_after - 1], new_ends[taken_after:]
+                rules.work.take()
         if new_ends:
             observe_run(shape, begun, new_ends)

@@ -59,6 +59,7 @@ class StepPlan:
         "running",
         "seconds_without_drafts",
         "slack",
+        "tightest",
         "victims",
         "waiting",
     )
@@ -80,6 +81,8 @@ class StepPlan:
         """Seconds until the earliest deadline of a running stream that can be kept, at least the budget;
         infinite where all are late, None where nobody looked. Drafts may take it; prompts leave what is above
         the budget to the streams."""
+        self.tightest = inf
+        """The shortest TBT objective of the streams, seconds; infinite without any, or if nobody looked."""
         self.budget_request_id: str | None = None
         """The request whose deadline set the budget."""
         self._config = config
