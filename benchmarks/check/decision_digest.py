@@ -151,8 +151,8 @@ def listening(digest: Digest, change: Callable[[Request], Request]) -> Iterator[
     """Have every scheduler tell what it plans, and change the requests that come to it."""
     schedule, add = Scheduler.schedule, Scheduler.add
 
-    def listened(self: Scheduler, now: float, **options: bool) -> SchedulerOutput | None:
-        step = schedule(self, now, **options)
+    def listened(self: Scheduler, now: float) -> SchedulerOutput | None:
+        step = schedule(self, now)
         if step is not None:
             digest.add_step(now, step)
         return step

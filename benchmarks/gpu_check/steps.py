@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from gpu_check.ceilings import milliseconds
 from gpu_check.models import floor_ms, model_config
@@ -20,8 +22,10 @@ from gpu_check.timing import (
     prompt,
     runner_of,
     step_timer,
+    times_of_parts,
     wall_ms,
 )
+from onbeat.engine.cuda.kernels import Multiply
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.profiling.batches import BatchRow, MeasuredBatch
@@ -39,18 +43,82 @@ PROMPTS = {512: 12.2, 2048: 46.4, 8192: 206.0}
 MOST_HOST_US = 300.0
 
 
-def make_runner(weights: CudaWeights, num_blocks: int, *, graphs: bool = True) -> ModelRunner:
+def make_runner(
+    weights: CudaWeights, num_blocks: int, *, max_len: int = MAX_LEN, max_rows: int = MAX_ROWS, **options: Any
+) -> ModelRunner:
     """Return what runs steps on the GPU engine."""
     make = on_gpu_engine(
         weights,
-        graphs=graphs,
         fast=not IS_REHEARSAL,
-        max_num_seqs=MAX_ROWS,
-        max_model_len=MAX_LEN,
+        max_num_seqs=max_rows,
+        max_model_len=max_len,
         max_num_batched_tokens=MAX_TOKENS,
+        **options,
     )
     forward = make(num_blocks=num_blocks, block_size=BLOCK_SIZE)
-    return runner_of(forward, num_blocks=num_blocks, max_rows=MAX_ROWS, max_len=MAX_LEN)
+    runner = runner_of(forward, num_blocks=num_blocks, max_rows=max_rows, max_len=max_len)
+    runner.warm_up()
+    return runner
+
+
+def choose(weights: CudaWeights) -> Multiply:
+    """Choose the products, and note what was found."""
+    if IS_REHEARSAL:
+        return functional.linear
+    from onbeat.engine.cuda.chosen_products import choose_products
+
+    start = time.monotonic()
+    chosen = choose_products(weights, MAX_ROWS, directory=None, seconds=20)
+    note("choosing products", time.monotonic() - start, "s", shown=True)
+    for each in chosen.timed:
+        name = f"product {each.num_outputs} x {each.num_inputs}, {each.num_rows} rows"
+        note(f"{name}: cuBLAS", each.cublas_us, "us")
+        note(f"{name}: {each.tiling or 'cuBLAS'}", each.us, "us")
+        bandwidth = 2 * each.num_outputs * each.num_inputs / each.us / 1e6
+        note(f"{name}: quickest", bandwidth, "TB/s", shown=each.num_rows in (1, 32))
+    return chosen
+
+
+def time_variants(weights: CudaWeights, chosen: Multiply) -> None:
+    """Time decodes in other ways, to learn what each part of the way that is taken is worth."""
+    num_blocks = 1 + MAX_ROWS * (-(-512 // BLOCK_SIZE) + 5)
+    variants: tuple[tuple[str, tuple[int, ...], dict[str, Any]], ...] = (
+        ("by cuBLAS alone", (1, 8, 32, 64), {"max_rows": 64}),
+        ("by planned fa2", (1, 8, 32, 128), {"decode_backend": "fa2", "multiply": chosen}),
+        ("with tables for 1,024 tokens", (1,), {"max_len": 1024, "max_rows": 1, "multiply": chosen}),
+    )
+    for name, all_rows, options in variants:
+        if seconds_left() < 15:
+            return
+        try:
+            _time_variant(make_runner(weights, num_blocks, **options), name, all_rows, num_blocks)
+        except Exception as error:  # one way that fails is a finding about itself
+            note(f"decodes {name} fail", f"{type(error).__name__}: {error}"[:300], shown=True)
+        gc.collect()  # a forward pass and its graphs refer to each other
+        torch.cuda.empty_cache()
+
+
+def _time_variant(runner: ModelRunner, name: str, all_rows: tuple[int, ...], num_blocks: int) -> None:
+    for rows in all_rows:
+        case = f"decode {rows} x 512 {name}"
+        note(f"{case}: a step in the loop", loop_ms(runner, rows, 512), "ms", shown=True)
+        note(f"{case}: on the device", _device_ms(runner, rows), "ms")
+    with step_timer(runner, num_blocks) as timer:
+        show_kernels(timer, f"decode 1 x 512 {name}", decodes(1, 512))
+
+
+def note_host_parts(runner: ModelRunner, rows: int, context: int) -> None:
+    """Note what the parts of a launch take."""
+    forward: Any = runner.forward
+    parts = {
+        "prepare": (runner.batch, "prepare"),
+        "pack": (forward._packer, "pack"),
+        "copy, graph and copy": (forward, "_queue"),
+        "graph": (forward._graphs, "replay"),
+        "mark": (forward._stream, "mark"),
+    }
+    for name, took in times_of_parts(runner, rows, context, parts).items():
+        note(f"decode {rows} x {context}: host, {name}", took, "us", shown=True)
 
 
 def time_decodes(runner: ModelRunner, rows: int, context: int) -> None:
@@ -103,24 +171,8 @@ def show_kernels(timer: StepTimer, name: str, batch: MeasuredBatch) -> None:
         print(f"    {took:8.3f} ms  {calls:6.0f} calls  {text[:110]}", flush=True)
 
 
-def main() -> int:
-    config = model_config("8b")
-    start = time.monotonic()
-    weights = load_weights(DummyCheckpoint(config), torch.bfloat16, torch.device(DEVICE))
-    note("making the weights", time.monotonic() - start, "s")
-    decode_cases = [(2, 64), (5, 96)] if IS_REHEARSAL else [*DECODES, *LONGER]
-    prompts: dict[int, float | None] = {64: None} if IS_REHEARSAL else {**PROMPTS}
-    # The skewed case takes 31 x 512 and 1 x 16,384 tokens, the largest one some more.
-    num_blocks = 1 + max(
-        rows * (-(-context // BLOCK_SIZE) + 5) for rows, context in [*decode_cases, (1, 16384)]
-    )
-    start = time.monotonic()
-    runner = make_runner(weights, num_blocks)
-    runner.warm_up()
-    note("graphs and first steps", time.monotonic() - start, "s", shown=True)
-    for rows, context in decode_cases:
-        if seconds_left() > 6:
-            time_decodes(runner, rows, context)
+def time_others(runner: ModelRunner, num_blocks: int, prompts: dict[int, float | None]) -> None:
+    """Time prompts, skewed and mixed steps, and show where the time of some goes."""
     with step_timer(runner, num_blocks) as timer:
         for length, most in prompts.items():
             if seconds_left() > 6:
@@ -135,6 +187,31 @@ def main() -> int:
                 show_kernels(timer, f"decode {rows} x 512", decodes(rows, 64 if IS_REHEARSAL else 512))
         if seconds_left() > 8:
             show_kernels(timer, "prompt", prompt(64 if IS_REHEARSAL else 2048))
+
+
+def main() -> int:
+    config = model_config("8b")
+    start = time.monotonic()
+    weights = load_weights(DummyCheckpoint(config), torch.bfloat16, torch.device(DEVICE))
+    note("making the weights", time.monotonic() - start, "s")
+    decode_cases = [(2, 64), (5, 96)] if IS_REHEARSAL else [*DECODES, *LONGER]
+    prompts: dict[int, float | None] = {64: None} if IS_REHEARSAL else {**PROMPTS}
+    # The skewed case takes 31 x 512 and 1 x 16,384 tokens, the largest one some more.
+    num_blocks = 1 + max(
+        rows * (-(-context // BLOCK_SIZE) + 5) for rows, context in [*decode_cases, (1, 16384)]
+    )
+    chosen = choose(weights)
+    start = time.monotonic()
+    runner = make_runner(weights, num_blocks, multiply=chosen)
+    note("graphs and first steps", time.monotonic() - start, "s", shown=True)
+    for rows, context in decode_cases:
+        if seconds_left() > 6:
+            time_decodes(runner, rows, context)
+    for rows in (2,) if IS_REHEARSAL else (1, 128):
+        note_host_parts(runner, rows, 64 if IS_REHEARSAL else 512)
+    if not IS_REHEARSAL:
+        time_variants(weights, chosen)
+    time_others(runner, num_blocks, prompts)
     if not IS_REHEARSAL:
         note("most memory", torch.cuda.max_memory_reserved() / 2**30, "GiB", shown=True)
         if seconds_left() > 10:
@@ -146,7 +223,6 @@ def main() -> int:
 def _without_graphs(weights: CudaWeights) -> None:
     """Time decodes whose operators are called one by one."""
     runner = make_runner(weights, 2000, graphs=False)
-    runner.warm_up()
     for rows in (1, 32):
         note(
             f"decode {rows} x 512 without graphs: a step in the loop",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -97,7 +97,7 @@ def kernel_times(timer: StepTimer, batch: MeasuredBatch, num_steps: int = 3) -> 
     return KernelTimes(sum(each[1] for each in totals), sum(each[2] for each in totals), totals[:12])
 
 
-class _Stream:
+class DecodeStream:
     """Decodes of the same requests, step after step, as a scheduler would plan them."""
 
     def __init__(self, runner: ModelRunner, rows: int, context: int, num_steps: int) -> None:
@@ -136,7 +136,7 @@ class _Stream:
 
 def loop_ms(runner: ModelRunner, rows: int, context: int, num_steps: int = 40) -> float:
     """Return the time of a decode step while one is always planned ahead, as the engine's loop does."""
-    stream = _Stream(runner, rows, context, num_steps)
+    stream = DecodeStream(runner, rows, context, num_steps)
     executor = ThreadExecutor(runner)
     executor.submit(stream.enter()).result()
     planned = [stream.step(index) for index in range(num_steps)]
@@ -159,14 +159,48 @@ def host_us(runner: ModelRunner, rows: int, context: int, num_steps: int = 20) -
     """Return the host's time to launch a decode step; None where the runner launches none ahead."""
     if not hasattr(runner, "launch"):
         return None
-    stream = _Stream(runner, rows, context, num_steps)
-    runner.launch(stream.enter()).result()
-    times = []
-    for index in range(num_steps):
-        scheduled = stream.step(index)
-        start = time.perf_counter()
-        pending = runner.launch(scheduled)
-        times.append(time.perf_counter() - start)
-        pending.result()
-    runner.launch(stream.leave()).result()
+    times: list[float] = []
+    launch = _timed(runner.launch, times)
+    _launch_steps(runner, launch, rows, context, num_steps)
     return statistics.median(times) * 1e6
+
+
+def times_of_parts(
+    runner: ModelRunner, rows: int, context: int, parts: dict[str, tuple[Any, str]], num_steps: int = 20
+) -> dict[str, float]:
+    """Return the microseconds that a launch spends in methods, each with all that it calls.
+
+    Parameters
+    ----------
+    parts : for each name an object and its method.
+    """
+    times: dict[str, list[float]] = {name: [] for name in parts}
+    for name, (owner, method) in parts.items():
+        setattr(owner, method, _timed(getattr(owner, method), times[name]))
+    try:
+        _launch_steps(runner, runner.launch, rows, context, num_steps)
+    finally:
+        for owner, method in parts.values():
+            delattr(owner, method)
+    return {name: statistics.median(each) * 1e6 for name, each in times.items() if each}
+
+
+def _timed(function: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
+    def timed(*args: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        result = function(*args, **options)
+        times.append(time.perf_counter() - start)
+        return result
+
+    return timed
+
+
+def _launch_steps(
+    runner: ModelRunner, launch: Callable[..., Any], rows: int, context: int, num_steps: int
+) -> None:
+    """Launch decode steps, each when the one before it is done."""
+    stream = DecodeStream(runner, rows, context, num_steps)
+    runner.launch(stream.enter()).result()
+    for index in range(num_steps):
+        launch(stream.step(index)).result()
+    runner.launch(stream.leave()).result()

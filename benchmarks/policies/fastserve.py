@@ -99,7 +99,6 @@ class FastServeComposer:
         self._reservation = ReservePrompt()
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (it is in the sort keys)
-        plan.is_repeatable = False  # each step is service, and moves requests between queues
         queues = self.queues.refreshed((*plan.running, *plan.waiting), plan.now, self._model)
         _Step(plan, queues, self._reservation).fill()
 

@@ -26,7 +26,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.baselines.runnable import decode, split_running
 from onbeat.scheduler.replica.parts import QueueOrder, ReservePrompt
 from onbeat.scheduler.replica.policies import Composition, needed_model
-from onbeat.scheduler.replica.queues import WaitingQueue
+from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, due_times
 from onbeat.scheduler.replica.step_plan import StepPlan
@@ -76,13 +76,11 @@ class NiyamaComposer:
         decodes, prefills = split_running(plan.running)
         slack = min(map(self.deadline, decodes), default=inf) - plan.now
         decode(plan, sorted(decodes, key=self.deadline), victims=plan.running)
-        plan.is_repeatable = plan.is_repeatable and _is_order_settled(decodes)
         prefills = [state for state in prefills if state not in plan.victims]
         in_time, late = _by_priority(prefills, plan.waiting)
         head = next(in_time, None) or min(late, key=priority, default=None)
         if head is None:
             return
-        plan.is_repeatable = False
         shape = BatchShape()
         for state in plan.decodes:
             shape.add(state.num_computed_tokens, 1, samples=True)
@@ -97,6 +95,10 @@ class NiyamaComposer:
         if shape.num_chunk_tokens:
             seen = shape.num_chunk_tokens / self._model.step_time(shape)
             self.throughput = OLD_WEIGHT * self.throughput + (1 - OLD_WEIGHT) * seen
+
+    def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:
+        """Return infinity while one more token for each changes nobody's place. See `steady.Steady`."""
+        return 0.0 if waiting or len({state.slo.tbt for state in running}) > 1 else inf
 
     def deadline(self, state: RequestState) -> float:
         """Return when the next token to plan for a running request is due."""
@@ -222,13 +224,6 @@ def priority(state: RequestState) -> tuple[float, ...]:
     num_left = state.num_prompt_tokens - state.num_computed_tokens
     rank = state.slo.ttft_deadline + SECONDS_PER_TOKEN * num_left
     return is_relegated(state), rank, state.request.arrival
-
-
-def _is_order_settled(decodes: list[RequestState]) -> bool:
-    """Whether one more token for each changes no request's place: all deadlines are known and move alike."""
-    return (
-        all(state.num_output_tokens for state in decodes) and len({state.slo.tbt for state in decodes}) <= 1
-    )
 
 
 def _by_priority(

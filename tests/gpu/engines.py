@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn import functional
 
 from onbeat.engine.cuda.backend import fast_kernels
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs
-from onbeat.engine.cuda.kernels import DecodeBackend
+from onbeat.engine.cuda.kernels import DecodeBackend, Multiply
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import CudaWeights
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
@@ -28,6 +29,7 @@ def on_gpu_engine(
     graphs: bool = True,
     fast: bool = False,
     decode_backend: DecodeBackend = "xqa",
+    multiply: Multiply = functional.linear,
     max_num_seqs: int = 32,
     max_model_len: int = 512,
     max_num_batched_tokens: int = 1024,
@@ -45,7 +47,7 @@ def on_gpu_engine(
         sizes = kernel_sizes(weights, options)
         kernels = fast_kernels(sizes, decode_backend) if fast else ReferenceKernels(sizes)
         chosen = graphs_on(weights.device) if graphs else EagerGraphs()
-        return CudaForward(weights, kernels, chosen, options)
+        return CudaForward(weights, kernels, chosen, options, multiply=multiply)
 
     return make
 

@@ -134,9 +134,8 @@ class TestGoodput:
         """One draft loses by its fixed cost; several share it."""
         model = DraftStepTime(when_drafting=9e-3)
         driver = make_driver(1, 0.9, model=model)
-        driver.scheduler._drafting = make_drafting(
-            SpeculationConfig(num_speculative_tokens=8, initial_acceptance=0.9), model
-        )
+        drafting = make_drafting(SpeculationConfig(num_speculative_tokens=8, initial_acceptance=0.9), model)
+        driver.scheduler._drafting = driver.scheduler.results.drafting = drafting
         assert 1.9 / 19 < 1 / 10, "one draft does not pay"
         assert first_decode(driver).shape.num_draft_tokens == 8
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -138,22 +137,10 @@ class SchedulerOutput:
     released_ids: tuple[str, ...]
     """Requests that finished, were aborted or preempted since the last step: drop their state first."""
     shape: BatchShape
-    max_repeats: int = 1
-    """How often the step may run before anything but token counts changes.
-
-    Above 1 only where `Scheduler.schedule` was asked for it: a step of decodes alone, none of which ends or
-    lacks a KV block sooner. Running it n times gives `Scheduler.update` n tokens a row; the n-th run's shape
-    has `(n - 1) * num_lm_head_rows` more `decode_context_tokens`.
-    """
     budget: float | None = None
     """Time that the policy allowed the step, seconds; None where it plans by tokens, or nothing bound it."""
     budget_request_id: str | None = None
     """The request whose deadline set the budget."""
-    expected_tokens: float = 0.0
-    """Output tokens that the decode rows should deliver; kept where drafts are planned."""
-    repeat_limit: float = inf
-    """Predicted seconds up to which it may be run again. Where that is finite, `Scheduler.run_again` says
-    before each further run whether it is kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from math import inf
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import NoReturn, Protocol
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
@@ -51,66 +50,6 @@ class StepTimeModel(Protocol):
     def observe(self, shape: BatchShape, seconds: float) -> None:
         """Learn from a measured step. `Scheduler.update` calls it, so that a replay sees the same model."""
         ...
-
-
-@runtime_checkable
-class RunLearner(Protocol):
-    """A step-time model that learns from several steps at once in less time."""
-
-    def observe_run(self, shape: BatchShape, begun: float, ends: Sequence[float]) -> None:
-        """Learn from steps that followed one another; see `observe_each`, which comes to the same."""
-        ...
-
-
-@runtime_checkable
-class RunTimer(Protocol):
-    """A step-time model that predicts several steps at once in less time."""
-
-    def step_times(self, shape: BatchShape, contexts: Sequence[int]) -> Sequence[float]:
-        """Return what `seconds_of_each` does with `step_time`: expected times, seconds."""
-        ...
-
-
-@runtime_checkable
-class BatchTimer(Protocol):
-    """A step-time model that is asked about the same few batches over and over."""
-
-    def time_of(self, shape: BatchShape, q: float | None = None) -> Callable[[], float]:
-        """Return what tells `step_time` of a batch that never changes, in less time."""
-        ...
-
-
-def seconds_of_each(
-    seconds: Callable[[BatchShape], float], shape: BatchShape, contexts: Sequence[int]
-) -> list[float]:
-    """Return the times of steps by asking for one after another: what a quicker way must come to.
-
-    Parameters
-    ----------
-    shape : of any of the steps; it is left as it is.
-    contexts : `decode_context_tokens` of each.
-    """
-    before, times = shape.decode_context_tokens, []
-    for context in contexts:
-        shape.decode_context_tokens = context
-        times.append(seconds(shape))
-    shape.decode_context_tokens = before
-    return times
-
-
-def observe_each(model: StepTimeModel, shape: BatchShape, begun: float, ends: Sequence[float]) -> None:
-    """Let a model learn from steps that followed one another, in each of which every row read a token more.
-
-    Parameters
-    ----------
-    shape : of the step before the first of them; afterwards that of the last.
-    begun : when the first began, seconds.
-    ends : when each of them ended, which is when the next began.
-    """
-    for end in ends:
-        shape.decode_context_tokens += shape.num_lm_head_rows
-        model.observe(shape, end - begun)
-        begun = end
 
 
 def predict_step(model: StepTimeModel, shape: BatchShape) -> float:

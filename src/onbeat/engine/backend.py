@@ -11,7 +11,7 @@ import torch
 
 from onbeat.core.errors import ConfigError, ModelLoadError
 from onbeat.engine.config import EngineConfig, InstructionSet, native_settings
-from onbeat.engine.cuda.backend import CudaBackend, SettleLimits, fast_kernels, why_not
+from onbeat.engine.cuda.backend import CudaBackend, SettleLimits, fast_kernels, quickest_products, why_not
 from onbeat.engine.device import DeviceConfig, device_name
 from onbeat.engine.forward import ForwardPass, TorchForward
 from onbeat.engine.kv_cache import KVCacheSpec, modest_kv_bytes
@@ -350,7 +350,7 @@ def _make_native(config: EngineConfig, checkpoint: Checkpoint, device: DeviceCon
 def _make_cuda(config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfig) -> Backend | str:
     """Return the GPU engine, or why it cannot run."""
     return why_not(checkpoint, device, config.limits.block_size) or CudaBackend(
-        checkpoint, device, config, fast_kernels
+        checkpoint, device, config, fast_kernels, quickest_products
     )
 
 

@@ -21,7 +21,6 @@ from onbeat.engine.kv_transfer.base import KVTransport
 from onbeat.engine.kv_transfer.transfers import KVTransfers
 from onbeat.recording.writer import RecordWriter
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.scheduler.replica.speculation.stats import draft_stats
 from onbeat.scheduler.replica.step_report import Planned, StepReporter
 
 logger = logging.getLogger("onbeat.engine")
@@ -319,7 +318,7 @@ class EngineCore:
         stats = self._reporter.stats(step.scheduled, step.planned, start=self._begin(step), end=now)
         stats.schedule_seconds, stats.update_seconds = step.schedule_seconds, update_seconds
         stats.predicted_seconds, stats.scheduler = step.predicted_seconds, self.scheduler.state()
-        stats.drafts = draft_stats(step.scheduled, result, outputs)
+        stats.drafts = self.scheduler.results.drafts
         for judge in self._judges:
             judge.judge(stats)
         self._last_end = now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -171,21 +171,6 @@ class OnlineCorrection:
             self._num_far = 0
         self._pace = pace
         return position
-
-    def timer(self, shape: BatchShape, seconds: float) -> Callable[[], float]:
-        """Return what tells the corrected time of a batch without drafts that never changes, in less time.
-
-        Parameters
-        ----------
-        seconds : its time without this correction.
-        """
-        buckets, key, exp = self._buckets, _key(shape), math.exp
-
-        def corrected() -> float:
-            bucket = buckets.get(key)
-            return seconds * exp(self._pace if bucket is None else self._pace + bucket.value)
-
-        return corrected
 
     def _bounded(self, left: float) -> float:
         """Return how much to believe of what nobody expected of a step that is further off than `_FAR`."""

@@ -8,12 +8,11 @@ from functools import partial
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import observe_each, seconds_of_each
 from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.online_quantile import OnlineQuantile
 from onbeat.perfmodel.residual import ResidualModel
-from onbeat.perfmodel.runs import StepSeconds
+from onbeat.perfmodel.runs import StepSeconds, observe_each, seconds_of_each
 from onbeat.perfmodel.shape_range import ShapeRange
 
 MAX_CHUNK_TOKENS = 1 << 22
@@ -103,7 +102,7 @@ class Predictor:
         return seconds if q is None else seconds * self._quantile_factor(q)
 
     def step_times(self, shape: BatchShape, contexts: Sequence[int]) -> Sequence[float]:
-        """Return the expected times of steps that differ in what decodes read. See `core.RunTimer`."""
+        """Return the expected times of steps that differ in what decodes read. See `RunTimer`."""
         if self._correction is not None or self._inflation is not None:
             return seconds_of_each(self.step_time, shape, contexts)
         return self._run_seconds(shape, contexts)
@@ -150,7 +149,7 @@ class Predictor:
             alarm.observe(ratio)
 
     def observe_run(self, shape: BatchShape, begun: float, ends: Sequence[float]) -> None:
-        """Learn from steps that followed one another. See `core.RunLearner`."""
+        """Learn from steps that followed one another. See `steady.RunLearner`."""
         correction, recent, rows = self._correction, self._recent, shape.num_lm_head_rows
         if len(ends) == 1:
             shape.decode_context_tokens += rows
@@ -171,19 +170,6 @@ class Predictor:
             recent.forget()
         if off:
             recent.observe_all(off)
-
-    def time_of(self, shape: BatchShape, q: float | None = None) -> Callable[[], float]:
-        """Return what tells `step_time` of a batch that never changes. See `core.BatchTimer`."""
-        if shape.num_draft_tokens or not shape.num_new_tokens:
-            return partial(self.step_time, shape, q)
-        seconds = self._seconds(shape)
-        if self._inflation is not None:
-            seconds *= self._inflation(shape)
-        correction = self._correction
-        mean: Callable[[], float] = (
-            (lambda: seconds) if correction is None else correction.timer(shape, seconds)
-        )
-        return mean if q is None else lambda: mean() * self._quantile_factor(q)
 
     @property
     def drift(self) -> Drift | None:

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import seconds_of_each
 from onbeat.perfmodel import shapes as column
 from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.model_sizes import ModelSpec
@@ -26,7 +25,7 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.product_rates import SMOOTHNESS
 from onbeat.perfmodel.roofline_terms import RooflineTerms, roofline_terms
-from onbeat.perfmodel.runs import RunSeconds, StepSeconds
+from onbeat.perfmodel.runs import RunSeconds, StepSeconds, seconds_of_each
 
 Vector = NDArray[np.float64]
 

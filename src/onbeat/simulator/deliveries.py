@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable
 from onbeat.core.request import RequestOutput
+from onbeat.core.step import SchedulerOutput
 from onbeat.simulator.client import OfferedRequest
 
 REJECTED = "rejected"
@@ -58,11 +59,6 @@ class Deliveries:
         """Requests that have not ended, in the order in which they came."""
         return list(self._open.values())
 
-    def waits_for_first(self, request_id: str) -> bool:
-        """Whether a request is here without a token; rows of a whole batch may be of one that has ended."""
-        offered = self._open.get(request_id)
-        return offered is not None and not offered.record.delivery_times
-
     def num_left(self, request_id: str) -> int:
         """Return the output tokens that a request has yet to get; many, if it has gone on elsewhere."""
         if request_id not in self._open:
@@ -95,6 +91,12 @@ class Deliveries:
                 self._close(offered, output, ends[-1])
                 finished.append(offered)
         return finished
+
+    def note(self, scheduled: SchedulerOutput, ends: Sequence[float]) -> None:
+        """Write that each row that samples had a token when each of some steps ended."""
+        for row in scheduled.rows:
+            if row.samples:
+                self._open[row.request_id].record.delivery_times.extend(ends)
 
     def expire(self, outputs: Iterable[RequestOutput], now: float) -> list[OfferedRequest]:
         """Write that requests were ended in the queue; return them."""

@@ -51,7 +51,7 @@ def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel, *, predict
     return Scheduler(config, step_time.with_learning())
 
 
-def plan_step(scheduler: Scheduler, now: float, *, repeats: bool = False) -> SchedulerOutput | None:
+def plan_step(scheduler: Scheduler, now: float) -> SchedulerOutput | None:
     """Plan a step; None where nothing can run before something else happens.
 
     A scheduler may also plan nothing because it only preempted or gave up requests: the next plan, at the
@@ -60,7 +60,7 @@ def plan_step(scheduler: Scheduler, now: float, *, repeats: bool = False) -> Sch
     num_unfinished = scheduler.num_unfinished
     while num_unfinished:
         num_preemptions, num_before = scheduler.num_preemptions, num_unfinished
-        scheduled = scheduler.schedule(now, repeats=repeats)
+        scheduled = scheduler.schedule(now)
         if scheduled is not None:
             return scheduled
         num_unfinished = scheduler.num_unfinished

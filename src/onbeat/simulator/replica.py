@@ -12,7 +12,9 @@ from typing import Protocol
 from onbeat.core.errors import RequestRejected
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.handover import Detached
-from onbeat.core.step_time import RunTimer, StepTimeModel, refuse_prediction, seconds_of_each
+from onbeat.core.step import BatchShape
+from onbeat.core.step_time import StepTimeModel, refuse_prediction
+from onbeat.perfmodel.runs import RunTimer, seconds_of_each
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import SimulationConfig
@@ -136,13 +138,15 @@ class SerialReplica:
             else partial(seconds_of_each, step_time.step_time)
         )
         self._overhead = config.host_overhead
-        self._repeats = observer is None or observer.wanted_steps != "all"
+        self._may_run_on = observer is None or observer.wanted_steps != "all"
         self._is_alone = is_alone
         self._learns = self.scheduler.step_time_model is not None
         self._goes_by_step = self._learns or is_watched
         self._lookahead = 1 if is_alone or self._goes_by_step else _STEPS_AT_ONCE
         self._step: StepUnderWay | None = None
         """The step under way, or the first of the run under way."""
+        self._shape = BatchShape()
+        """Of the step of the run that is to be predicted next."""
         self._ends: array[float] = array("d")
         """Ends of the steps of the run, as far as they are predicted."""
         self._num_left = 0
@@ -158,8 +162,6 @@ class SerialReplica:
     def add(self, offered: OfferedRequest, now: float) -> None:
         """Take a request."""
         self.interrupt(now)  # even a refusal changes what a policy expects
-        if self._core.hands_over:  # what comes later may want to see the steps so far, planned without it
-            self.settle(now)
         if self._plans_ahead and (self._step is not None or self._last_step[1] == now):
             self._held.append((now, offered))
         else:
@@ -177,19 +179,14 @@ class SerialReplica:
             self._catch_up(step, now)
 
     def _catch_up(self, step: StepUnderWay, now: float) -> None:
-        """Let the scheduler of a run that was cut see what has been delivered by now."""
-        ends = self._ends  # nobody ends before the end of a run
-        if ends[-1] <= now:
+        """Let the scheduler see what the steps of a run have brought by now."""
+        ends = self._ends
+        if ends[-1] <= now:  # a run that was cut at this very instant; nobody ends before the end of one
             self._core.end_step(step, ends, None)
             self._step, self.next_time = None, inf
-        elif len(ends) > 1:
-            last = ends.pop()
-            if self._core.hands_over:  # what may be lent of a request is read off its row in flight
-                self._core.end_step(step, ends, None)
-                self._step = self._core.plan(ends[-1])
-            else:
-                self._core.end_step(step, ends, None, goes_on=True)
-            self._ends = array("d", [last])
+        elif num_ended := bisect_right(ends, now):
+            self._core.advance(step, ends[:num_ended])
+            del ends[:num_ended]
 
     def end(self, now: float) -> list[OfferedRequest]:
         """Take the results of the step or run that ends now."""
@@ -213,15 +210,15 @@ class SerialReplica:
         core = self._core
         core.begin_work(now)
         refused = self._admit(now, came_before=self._last_step[0]) if self._held else []
-        step = self._step = core.plan(now, repeats=self._repeats and not self._held)
+        step = self._step = core.plan(now, may_run_on=self._may_run_on and not self._held)
         if step is None and self._held:
             refused += self._admit(now, came_before=inf)
-            step = self._step = core.plan(now, repeats=self._repeats)
+            step = self._step = core.plan(now, may_run_on=self._may_run_on)
         if step is None:
             core.end_work(now)
         else:
-            self._num_left = core.max_steps(step.scheduled)
-            self._ends = array("d")
+            self._num_left, self._ends = step.max_steps, array("d")
+            self._shape = step.shape if step.max_steps == 1 else step.shape.copy()
             self._look_ahead(step, now + self._charged, next_arrival)
             self._charged = 0.0
         return core.expire(now) + refused if refused else core.expire(now)
@@ -243,8 +240,8 @@ class SerialReplica:
         """Return how it stands, as if the steps of a run had been planned one by one."""
         if self._step is None:
             return self.scheduler.load(now)
-        num_ended = bisect_right(self._ends, now)
-        return self.scheduler.load(now, busy=self._ends[num_ended] - now, num_ended=num_ended)
+        self._catch_up(self._step, now)
+        return self.scheduler.load(now, busy=self._ends[0] - now)
 
     def withdraw(self, request_id: str, now: float) -> None:
         """Let go of a request with the tokens that it has got by now."""
@@ -285,38 +282,35 @@ class SerialReplica:
 
         It stops at the end of the run, or with the step during which the next request arrives (anywhere).
         """
-        shape, step_time, step_times = step.shape, self._model.step_time, self._step_times
-        overhead, noise, num_ended = self._overhead, self._core.noise, self._core.num_steps
-        ends, num_left = self._ends, self._num_left
-        num_rows = shape.num_lm_head_rows
+        run, shape, noise = step.run, self._shape, self._core.noise
+        overhead, num_before = self._overhead, self._core.num_steps
+        ends, num_left, num_rows = self._ends, self._num_left, shape.num_lm_head_rows
         num_free = num_left - self._lookahead
         # What a scheduler has learnt of runs it does not forget where another's arrival cuts them.
         is_shared = self._goes_by_step and not self._is_alone
-        # A router is told what is predicted: by then a scheduler has learnt of all steps that have ended.
-        is_asked = step.scheduled.repeat_limit < inf or (self._learns and not self._is_alone)
-        asked = self.scheduler if is_asked else None
-        num_at_once = 1 if asked is not None or is_shared else _STEPS_AT_ONCE
+        is_bound = run is not None and run.is_bound
+        num_at_once = 1 if is_bound or is_shared else _STEPS_AT_ONCE
         is_over = num_left == 0
         while not is_over:
-            if asked is None:
-                shape.decode_context_tokens = step.first_context + len(ends) * num_rows
-            elif ends and not asked.run_again(step.scheduled, end):
+            if is_bound and ends and run is not None and not run.goes_on(ends[-1]):
                 num_left = 0
                 break
             num_next = min(num_left, num_at_once)
             if num_next == 1:
-                times: Sequence[float] = (step_time(shape),)
+                times: Sequence[float] = (self._model.step_time(shape),)
             else:
                 first = shape.decode_context_tokens
-                times = step_times(shape, range(first, first + num_next * num_rows, num_rows))
+                times = self._step_times(shape, range(first, first + num_next * num_rows, num_rows))
             for seconds in times:
                 if not 0.0 < seconds < inf:
                     refuse_prediction(seconds, shape)
                 if noise is not None:
-                    seconds *= noise.factor(num_ended + len(ends))
+                    seconds *= noise.factor(num_before + len(ends))
                 end = end + (seconds + overhead)
                 ends.append(end)
                 num_left -= 1
+                if num_left:
+                    shape.decode_context_tokens += num_rows
                 is_over = not num_left or (num_left <= num_free and (end >= next_arrival or is_shared))
                 if is_over:
                     break

@@ -9,9 +9,9 @@ from math import exp, inf
 from statistics import NormalDist
 
 from onbeat.core.handover import Detached
-from onbeat.core.step import BatchShape, SchedulerOutput
+from onbeat.core.step import BatchShape, DraftStats, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.speculation.stats import draft_stats
+from onbeat.scheduler.replica.steady import SteadyRun, SteadyRuns
 from onbeat.scheduler.replica.step_report import Planned, StepReporter
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import SimulationConfig
@@ -19,7 +19,7 @@ from onbeat.simulator.deliveries import Deliveries
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.planning import make_scheduler, plan_step
 from onbeat.simulator.result import ReplicaCounters
-from onbeat.simulator.sampling import make_sampler
+from onbeat.simulator.sampling import ORDINARY, make_sampler
 
 _NORMAL = NormalDist()
 _SCALE = 2.0**-53
@@ -31,9 +31,11 @@ class StepUnderWay:
 
     scheduled: SchedulerOutput
     shape: BatchShape
-    """What the device computes; of a run, it moves on with each prediction."""
-    first_context: int
-    """`decode_context_tokens` of the first step."""
+    """What the device computes."""
+    run: SteadyRun | None
+    """What the step may go on as."""
+    max_steps: int
+    """How often it may be run before something has to be told of one of its requests."""
     start: float
     planned: Planned | None
     """What its planning did, if anybody hears of it."""
@@ -74,6 +76,8 @@ class ReplicaCore:
         self.busy_seconds = 0.0
         self._index = int(name)
         self._observer = None if observer is None or observer.wanted_steps == "none" else observer
+        self._steady = SteadyRuns(self.scheduler, ORDINARY)
+        self._may_stop = config.declared_max_tokens is not None
         self._work = BatchShape()
         self._busy_since = inf
 
@@ -82,25 +86,26 @@ class ReplicaCore:
         self.scheduler.add(offered.request, now)
         self.deliveries.open(offered)
 
-    def plan(self, now: float, *, repeats: bool = False) -> StepUnderWay | None:
-        """Plan a step; None where nothing can run before something else happens."""
-        scheduled = plan_step(self.scheduler, now, repeats=repeats)
+    def plan(self, now: float, *, may_run_on: bool = False) -> StepUnderWay | None:
+        """Plan a step; None where nothing can run before something else happens.
+
+        Parameters
+        ----------
+        may_run_on : look whether it is the first of a steady run.
+        """
+        scheduled = plan_step(self.scheduler, now)
         if scheduled is None:
             return None
         shape = self.sampler.begin(scheduled)
         planned = predicted = None
         if self._observer is not None:
             planned, predicted = self._reporter.take_planned(), self._predict(scheduled)
-        return StepUnderWay(scheduled, shape, shape.decode_context_tokens, now, planned, predicted)
-
-    def max_steps(self, scheduled: SchedulerOutput) -> int:
-        """Return how often a step may be run before something has to be told of one of its requests."""
-        num_steps = self.sampler.max_steps(scheduled)
-        if num_steps > 1 and self.hands_over:
-            waits_for_first = self.deliveries.waits_for_first
-            if any(waits_for_first(row.request_id) for row in scheduled.rows):
-                return 1
-        return num_steps
+        run = self._steady.begin(scheduled) if may_run_on else None
+        max_steps = 1 if run is None else run.max_steps
+        if run is not None and self._may_stop:
+            num_left = self.deliveries.num_left
+            max_steps = min(max_steps, *[num_left(row.request_id) for row in scheduled.rows if row.samples])
+        return StepUnderWay(scheduled, shape, run, max_steps, now, planned, predicted)
 
     def _predict(self, scheduled: SchedulerOutput) -> float | None:
         """Return what the scheduler's own model expects of a step, seconds."""
@@ -113,12 +118,7 @@ class ReplicaCore:
         return self.deliveries.expire(outputs, now) if outputs else []
 
     def end_step(
-        self,
-        step: StepUnderWay,
-        ends: array[float],
-        started: list[OfferedRequest] | None,
-        *,
-        goes_on: bool = False,
+        self, step: StepUnderWay, ends: array[float], started: list[OfferedRequest] | None
     ) -> list[OfferedRequest]:
         """Take the results of a step, or of a run of them; return the requests that ended.
 
@@ -126,39 +126,67 @@ class ReplicaCore:
         ----------
         ends : when each step of the run ended, seconds.
         started : gets the requests that have their first token now; None where nobody is told.
-        goes_on : whether the step is under way once more; it is that step from now on.
         """
-        scheduled, num_steps, now = step.scheduled, len(ends), ends[-1]
-        shape, first_context = step.shape, step.first_context
-        self.num_steps += num_steps
-        _add_work(self._work, shape, first_context=first_context, num_steps=num_steps)
-        # A run that was cut may have been predicted beyond its last step.
-        shape.decode_context_tokens = first_context + (num_steps - 1) * shape.num_lm_head_rows
-        sampled = self.sampler.sample(scheduled, num_steps)
-        outputs = self.scheduler.update(scheduled, sampled, now, ends, goes_on=goes_on)
+        scheduled, now = step.scheduled, ends[-1]
+        first_context = self._count(step, ends)
+        if step.run is not None and len(ends) > 1:
+            step.run.advance(ends[:-1])
+        sampled = self.sampler.sample(scheduled, len(ends))
+        outputs = self.scheduler.update(scheduled, sampled, now)
         # The last token of a prompt, alone in its chunk, looks like a decode; who moves it must know it.
         if started is not None and (self.hands_over or scheduled.admitted or scheduled.shape.num_chunks):
             started += self.deliveries.first(outputs)
         finished = self.deliveries.take(outputs, ends)
         if self._observer is not None:
-            assert step.planned is not None
-            step.shape.decode_context_tokens = step.first_context
-            stats = self._reporter.stats(scheduled, step.planned, start=step.start, end=now)
-            if step.predicted is None:  # nothing learns, and the device takes what is predicted
-                stats.predicted_seconds = now - step.start
-            elif num_steps == 1:
-                stats.predicted_seconds = step.predicted
-            stats.drafts = draft_stats(scheduled, sampled, outputs)
-            if self._observer.wanted_steps == "all":
-                stats.scheduler = self.scheduler.state()
-            self._observer.on_step(self._index, stats)
-        if goes_on:
-            step.start, step.first_context = now, first_context + num_steps * shape.num_lm_head_rows
-            shape.decode_context_tokens = step.first_context
-            if step.planned is not None:
-                step.planned = Planned()
-                step.predicted = self._predict(scheduled)
+            self._tell(self._observer, step, first_context, ends, self.scheduler.results.drafts)
         return finished
+
+    def advance(self, step: StepUnderWay, ends: array[float]) -> None:
+        """Take the results of the first steps of a run, which goes on.
+
+        Parameters
+        ----------
+        ends : when each of them ended, seconds.
+        """
+        assert step.run is not None
+        first_context = self._count(step, ends)
+        step.run.advance(ends)
+        self.deliveries.note(step.scheduled, ends)
+        if self._observer is not None:
+            context = step.shape.decode_context_tokens
+            self._tell(self._observer, step, first_context, ends, None)
+            step.shape.decode_context_tokens = context
+            step.planned = Planned()
+            step.predicted = self._predict(step.scheduled)
+        step.start = ends[-1]
+
+    def _count(self, step: StepUnderWay, ends: array[float]) -> int:
+        """Count steps that have ended; return what the decodes of the first of them read."""
+        first_context = step.shape.decode_context_tokens
+        self.num_steps += len(ends)
+        _add_work(self._work, step.shape, first_context=first_context, num_steps=len(ends))
+        return first_context
+
+    def _tell(
+        self,
+        observer: SimulationObserver,
+        step: StepUnderWay,
+        first_context: int,
+        ends: array[float],
+        drafts: DraftStats | None,
+    ) -> None:
+        """Describe a step, or a run by its first, to whoever watches."""
+        assert step.planned is not None
+        step.shape.decode_context_tokens = first_context
+        stats = self._reporter.stats(step.scheduled, step.planned, start=step.start, end=ends[-1])
+        if step.predicted is None:  # nothing learns, and the device takes what is predicted
+            stats.predicted_seconds = ends[-1] - step.start
+        elif len(ends) == 1:
+            stats.predicted_seconds = step.predicted
+        stats.drafts = drafts
+        if observer.wanted_steps == "all":
+            stats.scheduler = self.scheduler.state()
+        observer.on_step(self._index, stats)
 
     def withdraw(self, request_id: str) -> None:
         """Let go of a request, which goes on elsewhere."""

@@ -11,7 +11,9 @@ from onbeat.simulator.deliveries import Deliveries
 from onbeat.simulator.result import DraftCounts
 from onbeat.simulator.verifying import VerifyingSampler
 
-_ORDINARY = STOP + 1
+ORDINARY = STOP + 1
+"""A token that ends no request."""
+_ORDINARY_ROW, _LAST_ROW = [ORDINARY], [STOP]
 
 
 class Sampler(Protocol):
@@ -22,16 +24,12 @@ class Sampler(Protocol):
         """What became of drafts so far; None where nothing is speculated."""
         ...
 
-    def max_steps(self, scheduled: SchedulerOutput) -> int:
-        """Return how often the step may be run before one of its requests ends."""
-        ...
-
     def begin(self, scheduled: SchedulerOutput) -> BatchShape:
         """Take note of a step that begins; return what the device computes."""
         ...
 
     def sample(self, scheduled: SchedulerOutput, num_steps: int) -> ModelRunnerOutput:
-        """Return the tokens of a step that was run `num_steps` times."""
+        """Return the tokens of a step: of the last of `num_steps` that are taken at once."""
         ...
 
 
@@ -56,28 +54,14 @@ class VirtualSampler:
         """Return the shape of the step, as it was planned."""
         return scheduled.shape
 
-    def max_steps(self, scheduled: SchedulerOutput) -> int:
-        """Return how often the step may be run before one of its requests ends.
-
-        The scheduler's own answer (`max_repeats`) looks at `max_tokens` alone.
-        """
-        if not self._may_stop or scheduled.max_repeats == 1:
-            return scheduled.max_repeats
-        num_left = self._deliveries.num_left
-        return min(
-            scheduled.max_repeats, *(num_left(row.request_id) for row in scheduled.rows if row.samples)
-        )
-
     def sample(self, scheduled: SchedulerOutput, num_steps: int) -> ModelRunnerOutput:
-        """Return the tokens of a step that was run `num_steps` times."""
-        token_ids = [_ORDINARY] * num_steps
+        """Return the tokens of a step: of the last of `num_steps` that are taken at once."""
         if not self._may_stop:
-            return ModelRunnerOutput([token_ids] * scheduled.shape.num_lm_head_rows)
-        last_token_ids = [*token_ids[1:], STOP]
+            return ModelRunnerOutput([_ORDINARY_ROW] * scheduled.shape.num_lm_head_rows)
         num_left = self._deliveries.num_left
         return ModelRunnerOutput(
             [
-                last_token_ids if num_left(row.request_id) == num_steps else token_ids
+                _LAST_ROW if num_left(row.request_id) == num_steps else _ORDINARY_ROW
                 for row in scheduled.rows
                 if row.samples
             ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
-from onbeat.scheduler.replica.verification import correct_shape
+from onbeat.scheduler.replica.rows import correct_shape
 from onbeat.simulator.acceptance import RequestDrafts
 from onbeat.simulator.catch_up import AskedRow, CatchUp
 from onbeat.simulator.client import STOP, OfferedRequest
@@ -39,10 +39,6 @@ class VerifyingSampler:
         self._results: dict[int, ModelRunnerOutput] = {}
         """Of the steps under way: what they bring is settled when they begin."""
         self.counts = DraftCounts()
-
-    def max_steps(self, scheduled: SchedulerOutput) -> int:
-        """Return how often the step may be run: a scheduler that plans drafts says once."""
-        return scheduled.max_repeats
 
     def begin(self, scheduled: SchedulerOutput) -> BatchShape:
         """Settle what a step brings; return what the device computes: no drafts that cannot be proposed."""

@@ -12,7 +12,7 @@ from onbeat.core.step import SchedulerState
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.delivery import last_output
+from onbeat.scheduler.replica.results import last_output
 from onbeat.scheduler.replica.scheduler import Scheduler
 from tests.fake_runner import FakeRunner, fake_info
 
@@ -33,15 +33,15 @@ class SheddingScheduler(Scheduler):
             )
         super().add(request, now)
 
-    def schedule(self, now, *, repeats=False):
+    def schedule(self, now):
         for state in list(self.waiting):
             request = state.request
             if request.shed is ShedMode.REJECT and now > request.arrival + request.slo.ttft:
                 output = last_output(state, FinishReason.EXPIRED)
                 output.error = "its TTFT objective passed in the queue"
                 self._relegation._expired.append(output)
-                self._table.drop(state)
-        return super().schedule(now, repeats=repeats)
+                self.table.drop(state)
+        return super().schedule(now)
 
     def state(self):
         return SchedulerState(num_rejected={"slo_unattainable": self.num_rejected}, decode_slacks=[0.5])

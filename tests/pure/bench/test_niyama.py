@@ -144,7 +144,7 @@ class TestSteps:
         driver.now = 5.0
         driver.step()
         first = driver.now
-        composer = driver.scheduler._policy.composer
+        composer = driver.scheduler.policy.composer
         driver.step()
         state = driver.scheduler.running[0]
         assert state.num_output_tokens == 2
@@ -154,7 +154,7 @@ class TestSteps:
         driver = driver_for(make_request("a", 10, 50, slo=SLO(ttft=1.0, tbt=0.1)), slo_mode="gap")
         for _ in range(4):
             driver.step()
-        assert driver.scheduler._policy.composer.deadline(driver.scheduler.running[0]) == pytest.approx(1.4)
+        assert driver.scheduler.policy.composer.deadline(driver.scheduler.running[0]) == pytest.approx(1.4)
 
 
 class TestPriority:
@@ -187,7 +187,7 @@ class TestRelegation:
     def test_expected_throughput_starts_as_published_and_follows_slowly(self):
         model = FakeStepTime()
         driver = driver_for(make_request("a", 900, 2, slo=LOOSE), model=model, **LONG)
-        composer = driver.scheduler._policy.composer
+        composer = driver.scheduler.policy.composer
         assert composer.throughput == FIRST_THROUGHPUT == 8500.0
         driver.step()
         seen = 900 / model.step_time(driver.log[0].shape)
@@ -263,4 +263,4 @@ def test_none_is_lost_and_none_relegated_twice(load, num_blocks, depth):
     driver.scheduler.check_invariants()
     assert driver.finished == {request.request_id: FinishReason.LENGTH for request in requests}
     assert driver.scheduler.num_relegated <= sum(slo is not None for *_, slo in load)
-    assert driver.scheduler._policy.composer.throughput < inf
+    assert driver.scheduler.policy.composer.throughput < inf

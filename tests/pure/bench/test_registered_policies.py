@@ -14,7 +14,7 @@ from onbeat.scheduler.replica.policies import POLICIES, default_token_budget
 from tests.examples import examples
 from tests.pure.scheduler.driver import make_config
 from tests.pure.scheduler.test_properties import loads, run_load
-from tests.pure.scheduler.test_repeats import ARRIVALS, run
+from tests.pure.scheduler.test_steady import ARRIVALS, run
 
 PUBLISHED = {"niyama": NIYAMA, "fastserve": FASTSERVE}
 
@@ -50,13 +50,13 @@ def test_first_come_is_first_scheduled_under_niyama(load) -> None:
 @given(st.sampled_from(sorted(PUBLISHED)), ARRIVALS, st.integers(16, 40), st.booleans())
 def test_repeated_steps_equal_single_steps(policy, arrivals, num_blocks, prefix) -> None:
     config = make_config(policy, num_blocks=num_blocks, enable_prefix_caching=prefix)
-    assert run(config, arrivals, repeats=True) == run(config, arrivals, repeats=False)
+    assert run(config, arrivals, at_once=True) == run(config, arrivals, at_once=False)
 
 
 def test_a_first_token_gives_a_request_its_place_among_niyamas_decodes() -> None:
     arrivals = [(0, 1, 3), (0, 32, 2)]
     config = make_config("niyama", num_blocks=16)
-    assert run(config, arrivals, repeats=True) == run(config, arrivals, repeats=False)
+    assert run(config, arrivals, at_once=True) == run(config, arrivals, at_once=False)
 
 
 def test_tokens_are_only_a_cap_where_time_is_the_budget() -> None:

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import StepTimeModel, observe_each, seconds_of_each
+from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor
 from onbeat.perfmodel.residual import ResidualModel
+from onbeat.perfmodel.runs import observe_each, seconds_of_each
 from onbeat.perfmodel.shape_range import ShapeRange
 from tests.pure.perfmodel.shapes import (
     batch,
@@ -275,18 +276,6 @@ def test_a_run_of_steps_teaches_what_its_steps_do(
         for q in (None, 0.5, 0.99):
             assert one.step_time(shape, q) == other.step_time(shape, q)
             assert one.step_time(decodes(3, 50), q) == other.step_time(decodes(3, 50), q)
-
-
-def test_a_batch_that_never_changes_is_timed_as_any_other() -> None:
-    shapes = [*mixed_batches(20, seed=3), decodes(7, 900), verifies(4, 100, 3)]
-    for predictor in (Predictor(linear_seconds, RESIDUAL).with_learning(), full_predictor()):
-        timers = {q: [predictor.time_of(shape, q) for shape in shapes] for q in (None, 0.5, 0.99)}
-        for pace in (1.0, 1.3, 0.8, 5.0):
-            for shape in (decodes(7, 900), mixed_batches(1, seed=3)[0]):
-                for _ in range(40):
-                    predictor.observe(shape, pace * linear_seconds(shape))
-            for q, times in timers.items():
-                assert [time() for time in times] == [predictor.step_time(shape, q) for shape in shapes]
 
 
 def test_steps_that_follow_one_another_are_timed_as_one_by_one() -> None:

@@ -15,7 +15,6 @@ from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.speculation.drafting import Drafting
 from onbeat.scheduler.replica.speculation.room import fit_blocks, most_drafts
-from onbeat.scheduler.replica.speculation.stats import draft_stats
 from onbeat.scheduler.replica.step_plan import StepPlan
 from tests.fake_step_time import LinearStepTime
 from tests.pure.scheduler.driver import EngineLoop, hash_text
@@ -235,7 +234,7 @@ class SpeculatingDriver(EngineLoop):
     ) -> None:
         super().__init__(Scheduler(config, LinearStepTime() if model is None else model), depth)
         if drafting is not None:
-            self.scheduler._drafting = drafting
+            self.scheduler._drafting = self.scheduler.results.drafting = drafting
         self.runner = KVRunner(
             config.block_size,
             Random(seed),
@@ -276,9 +275,8 @@ class SpeculatingDriver(EngineLoop):
         num_verified = sum(result.num_drafted or ())
         outputs = self.scheduler.update(scheduled, result, self.now)
         assert scheduled.shape.num_draft_tokens == num_verified, "the shape says what was computed"
-        stats = draft_stats(scheduled, result, outputs)
-        if stats is not None:
-            self.stats.append(stats)
+        if self.scheduler.results.drafts is not None:
+            self.stats.append(self.scheduler.results.drafts)
         self.receive(outputs)
         if self.runner.checks_all:
             self.check_states()

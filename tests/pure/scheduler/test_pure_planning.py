@@ -24,7 +24,7 @@ def check_pure(scheduler: Scheduler, now: float) -> bool:
     """Plan a step twice, if there is one to plan; return whether there is."""
     if not (scheduler.running or len(scheduler.waiting)):
         return False
-    start = max(now, scheduler._busy_until) if scheduler._in_flight else now
+    start = scheduler.in_flight.next_start(now)
     before = digest(scheduler)
     first, second = scheduler._compose(start), scheduler._compose(start)
     assert digest(scheduler) == before, "planning has changed something"

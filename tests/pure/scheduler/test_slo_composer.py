@@ -159,7 +159,7 @@ class TestInFlight:
         driver.model = FakeStepTime(fixed=7e-3, per_token=9e-5)
         driver.add(make_request("s", 10, 900, slo=SLO(ttft=1.0, tbt=0.05)))
         driver.serve([], until=5.0)
-        assert driver.scheduler._busy_until - driver.now < 0.02
+        assert driver.scheduler.in_flight.busy_until - driver.now < 0.02
 
     def test_whoever_has_only_its_first_token_due_has_none_once_that_is_in_flight(self):
         driver = Watch(depth=2)

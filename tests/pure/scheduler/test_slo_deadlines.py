@@ -17,6 +17,7 @@ from onbeat.scheduler.replica.slo.deadlines import (
     SLOState,
     due_times,
 )
+from onbeat.scheduler.replica.steady import note_deliveries
 from tests.pure.scheduler import timed
 from tests.pure.scheduler.timed import make_request
 
@@ -52,8 +53,8 @@ def deadlines_after(state: SLOState, *times: float) -> list[float]:
         ]
     ),
     mode=st.sampled_from(SLO_MODES),
-    gaps=st.lists(st.sampled_from([0.0, 0.03, 0.1, 0.17, 0.9, 3.0]), min_size=1, max_size=30),
-    num_before=st.integers(0, 3),
+    gaps=st.lists(st.sampled_from([0.0, 0.03, 0.1, 0.17, 0.9, 3.0]), min_size=2, max_size=30),
+    num_before=st.integers(1, 3),
     max_tokens=st.sampled_from([30, 400]),
 )
 def test_a_run_of_tokens_counts_as_its_tokens_one_by_one(slo, mode, gaps, num_before, max_tokens):
@@ -62,7 +63,7 @@ def test_a_run_of_tokens_counts_as_its_tokens_one_by_one(slo, mode, gaps, num_be
     num_before = min(num_before, len(times) - 1)
     missed = [one_by_one.note_delivery(time) for time in times]
     missed_at_once = [at_once.note_delivery(time) for time in times[:num_before]]
-    missed_at_once.append(at_once.note_run(times[num_before:]))
+    missed_at_once.append(note_deliveries(at_once, times[num_before:]))
     assert at_once.deadlines() == one_by_one.deadlines()
     assert sum(missed_at_once) == sum(missed)
 

@@ -8,8 +8,8 @@ from onbeat.scheduler.replica.speculation.stats import draft_stats
 from tests.pure.scheduler.speculating import SpeculatingDriver, make_config, make_request
 
 
-def make_step(rows: list[ScheduledRequest], *, expected: float = 1.0, admitted=()) -> SchedulerOutput:
-    return SchedulerOutput(0, tuple(rows), tuple(admitted), (), BatchShape(), expected_tokens=expected)
+def make_step(rows: list[ScheduledRequest], *, admitted=()) -> SchedulerOutput:
+    return SchedulerOutput(0, tuple(rows), tuple(admitted), (), BatchShape())
 
 
 def decode(request_id: str, num_drafts: int) -> ScheduledRequest:
@@ -21,10 +21,10 @@ def delivery(request_id: str, num_tokens: int) -> RequestOutput:
 
 
 def test_counts_rows_by_length_and_drafts_by_position():
-    step = make_step([decode("a", 3), decode("b", 0), decode("c", 3), decode("d", 1)], expected=5.5)
+    step = make_step([decode("a", 3), decode("b", 0), decode("c", 3), decode("d", 1)])
     result = ModelRunnerOutput([[1, 1, 1], [1], [1], [1]], num_drafted=[3, 0, 2, 0])
     outputs = [delivery("a", 3), delivery("b", 1), delivery("c", 1), delivery("d", 1)]
-    stats = draft_stats(step, result, outputs)
+    stats = draft_stats(step, result, outputs, expected_tokens=5.5)
     assert stats is not None
     assert stats.lengths == [1, 1, 0, 2]
     assert stats.drafted_at == [2, 2, 1]
@@ -35,7 +35,7 @@ def test_counts_rows_by_length_and_drafts_by_position():
 def test_counts_what_was_delivered_not_what_came_behind_the_end():
     step = make_step([decode("a", 3), decode("gone", 2)])
     result = ModelRunnerOutput([[1, 1, 1, 1], [1, 1, 1]], num_drafted=[3, 2])
-    stats = draft_stats(step, result, [delivery("a", 2)])
+    stats = draft_stats(step, result, [delivery("a", 2)], expected_tokens=1.0)
     assert stats is not None
     assert stats.num_tokens == 2
     assert stats.lengths == [0, 0, 0, 1]
@@ -53,14 +53,15 @@ def test_leaves_out_chunks_and_admissions():
         [*rows, ScheduledRequest("half", 0, 4, (), False)], admitted=[AdmittedRequest(request, (), ())]
     )
     result = ModelRunnerOutput([[1], [1], [1]])
-    stats = draft_stats(step, result, [delivery(name, 1) for name in ("a", "chunk", "new")])
+    outputs = [delivery(name, 1) for name in ("a", "chunk", "new")]
+    stats = draft_stats(step, result, outputs, expected_tokens=1.0)
     assert stats is not None
     assert (stats.lengths, stats.drafted_at, stats.num_tokens) == ([1], [], 1)
 
 
 def test_says_nothing_where_nothing_is_speculated():
-    result = ModelRunnerOutput([[1]])
-    assert draft_stats(make_step([decode("a", 0)], expected=0.0), result, [delivery("a", 1)]) is None
+    result, step = ModelRunnerOutput([[1]]), make_step([decode("a", 0)])
+    assert draft_stats(step, result, [delivery("a", 1)], expected_tokens=0.0) is None
 
 
 def test_agrees_with_what_requests_are_told():

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.request import FinishReason, Request
 from onbeat.core.slo import ShedMode
-from onbeat.scheduler.replica.delivery import last_output
+from onbeat.scheduler.replica.composers import Composer
+from onbeat.scheduler.replica.results import last_output
 from onbeat.scheduler.replica.scheduler import Scheduler
 
 PATIENCE = 3
+
+
+class ByTheClock:
+    """A composer that does not say how long its plans stay the same."""
+
+    def __init__(self, composer: Composer) -> None:
+        self.compose, self.commit = composer.compose, composer.commit
 
 
 class SheddingScheduler(Scheduler):
@@ -17,13 +27,17 @@ class SheddingScheduler(Scheduler):
     A policy with deadlines does the same with better judgement.
     """
 
+    def __init__(self, config, step_time_model=None) -> None:
+        super().__init__(config, step_time_model)
+        self.policy = replace(self.policy, composer=ByTheClock(self.policy.composer))
+
     def add(self, request: Request, now: float | None = None) -> None:
         assert now is not None
         if request.shed is ShedMode.REJECT and len(self.waiting) >= PATIENCE:
             raise SLOUnattainable("too many wait", predicted_ttft=float(len(self.waiting)))
         super().add(request, now)
 
-    def schedule(self, now, *, repeats=False):
+    def schedule(self, now):
         late = [
             state
             for state in self.waiting
@@ -35,11 +49,11 @@ class SheddingScheduler(Scheduler):
             output = last_output(state, FinishReason.EXPIRED)
             output.predicted_ttft = 0.25
             self._relegation._expired.append(output)
-            self._table.drop(state)
+            self.table.drop(state)
         return super().schedule(now)
 
-    def update(self, scheduled, result, now, ends=None, *, goes_on=False):
-        outputs = super().update(scheduled, result, now, goes_on=goes_on)
+    def update(self, scheduled, result, now):
+        outputs = super().update(scheduled, result, now)
         for output in outputs:
             state = self._states.get(output.request_id)
             if state is not None and state.num_output_tokens == 1:

@@ -7,17 +7,19 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
+from torch.nn import functional
 
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes
-from onbeat.engine.cuda.kernels import DecodeBackend, Kernels, KernelSizes
+from onbeat.engine.cuda.kernels import DecodeBackend, Kernels, KernelSizes, Multiply
 from onbeat.engine.cuda.memory import bytes_above, largest_steps, measure
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.device import DeviceConfig, compute_capability
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.weights import Checkpoint, parameter_shapes
+from onbeat.perfmodel.profile_file import cache_dir
 from onbeat.scheduler.config import SchedulerConfig
 
 HEAD_DIMS = (64, 128, 256)
@@ -27,6 +29,8 @@ OLDEST_CAPABILITY = (9, 0)
 SettleLimits = Callable[[int], SchedulerConfig]
 """From a number of KV blocks to limits that go with it."""
 MakeKernels = Callable[[KernelSizes], Kernels]
+ChooseProducts = Callable[[CudaWeights, int, Callable[[str], None]], Multiply]
+"""From weights and the most rows that decode; what was chosen is told."""
 
 
 def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int) -> str | None:
@@ -65,6 +69,13 @@ def fast_kernels(sizes: KernelSizes, decode_backend: DecodeBackend = "xqa") -> K
     return FastKernels(sizes, decode_backend=decode_backend)
 
 
+def quickest_products(weights: CudaWeights, max_rows: int, on_progress: Callable[[str], None]) -> Multiply:
+    """Return what multiplies quickest here; see `choose_products`, which is imported only now."""
+    from onbeat.engine.cuda.chosen_products import choose_products
+
+    return choose_products(weights, max_rows, directory=cache_dir() / "gpu-products", on_progress=on_progress)
+
+
 class CudaBackend:
     """The GPU engine; see `Backend`.
 
@@ -73,6 +84,7 @@ class CudaBackend:
     checkpoint, device : what runs where; `why_not` has found nothing.
     config : how it shall run.
     make_kernels : makes the operators.
+    choose_products : chooses how graphs multiply; by `linear` where it is None.
     """
 
     weights_format: str | None = None
@@ -80,13 +92,20 @@ class CudaBackend:
     torch_threads = 1
 
     def __init__(
-        self, checkpoint: Checkpoint, device: DeviceConfig, config: EngineConfig, make_kernels: MakeKernels
+        self,
+        checkpoint: Checkpoint,
+        device: DeviceConfig,
+        config: EngineConfig,
+        make_kernels: MakeKernels,
+        choose_products: ChooseProducts | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._device = device
         self._config = config
         self._make_kernels = make_kernels
+        self._choose_products = None if config.enforce_eager else choose_products
         self._weights: CudaWeights | None = None
+        self._multiply: Multiply = functional.linear
         self._utilization = config.gpu_memory_utilization
         graphs = "without graphs" if config.enforce_eager else "decodes by CUDA graphs"
         self.description = f"by the GPU engine ({graphs})"
@@ -108,7 +127,7 @@ class CudaBackend:
         on_progress: Callable[[str], None],
     ) -> SchedulerConfig:
         """Load the weights, measure what the largest steps take, and give the rest to the KV cache."""
-        self._load()
+        self._prepare(limits, on_progress)
         spec = self.kv_cache_spec(limits.block_size)
         measured = measure(
             self._device.device,
@@ -138,6 +157,7 @@ class CudaBackend:
         on_progress: Callable[[str], None],
         spare_bytes: int = 0,  # noqa: ARG002
     ) -> CudaForward:
+        self._prepare(limits, on_progress)
         graphs = EagerGraphs() if self._config.enforce_eager else CudaGraphs(self._device.device)
         forward = self._make(limits, limits.num_blocks, graphs)
         if (excess := bytes_above(self._device.device, self._utilization)) > 0:
@@ -147,10 +167,13 @@ class CudaBackend:
             )
         return forward
 
-    def _load(self) -> CudaWeights:
-        if self._weights is None:
-            self._weights = load_weights(self._checkpoint, self._device.dtype, self._device.device)
-        return self._weights
+    def _prepare(self, limits: SchedulerConfig, on_progress: Callable[[str], None]) -> None:
+        """Load the weights and choose how they are multiplied, once."""
+        if self._weights is not None:
+            return
+        self._weights = load_weights(self._checkpoint, self._device.dtype, self._device.device)
+        if self._choose_products is not None:
+            self._multiply = self._choose_products(self._weights, limits.max_num_seqs, on_progress)
 
     def _make(self, limits: SchedulerConfig, num_blocks: int, graphs: Graphs) -> CudaForward:
         options = CudaOptions(
@@ -160,5 +183,7 @@ class CudaBackend:
             max_model_len=limits.max_model_len,
             max_num_batched_tokens=limits.max_num_batched_tokens,
         )
-        weights = self._load()
-        return CudaForward(weights, self._make_kernels(kernel_sizes(weights, options)), graphs, options)
+        weights = self._weights
+        assert weights is not None, "nothing is loaded"
+        kernels = self._make_kernels(kernel_sizes(weights, options))
+        return CudaForward(weights, kernels, graphs, options, multiply=self._multiply)

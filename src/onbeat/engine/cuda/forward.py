@@ -13,12 +13,21 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from onbeat.core.errors import EngineError
 from onbeat.engine.attention.base import IntArray
 from onbeat.engine.cuda.failures import failures_in_words
 from onbeat.engine.cuda.graphs import Graphs, graph_sizes
-from onbeat.engine.cuda.kernels import BestBuffers, ChunkRows, DecodeRows, Kernels, KernelSizes, StepTensors
+from onbeat.engine.cuda.kernels import (
+    BestBuffers,
+    ChunkRows,
+    DecodeRows,
+    Kernels,
+    KernelSizes,
+    Multiply,
+    StepTensors,
+)
 from onbeat.engine.cuda.layer import Hidden, LayerStep, first_of_windows, run_layers, write_logits
 from onbeat.engine.cuda.packing import StepCounts, StepWords, device_words, host_words
 from onbeat.engine.cuda.products import CudaProducts
@@ -86,6 +95,7 @@ class CudaForward:
     weights, kernels : the model, and the operators that compute it.
     graphs : how decode steps are run.
     options : sizes; `kernels` are made for the same.
+    multiply : computes the layers' products.
     stream : where work is queued; that of the weights' device where there is none.
 
     Raises
@@ -100,12 +110,14 @@ class CudaForward:
         graphs: Graphs,
         options: CudaOptions,
         *,
+        multiply: Multiply = functional.linear,
         stream: DeviceStream | None = None,
     ) -> None:
         self.weights = weights
         self.kernels = kernels
         self.options = options
         self._graphs = graphs
+        self._multiply = multiply
         self._windows = first_of_windows(weights)
         on_cpu = weights.device.type == "cpu"
         self._stream = stream or (CpuStream() if on_cpu else CudaStream(weights.device))
@@ -216,21 +228,21 @@ class CudaForward:
     @torch.inference_mode()
     def _queue(self, packed: PackedStep) -> _Buffers:
         """Queue a step and the way back of its results."""
-        words = packed.entry.words[: packed.counts.num_words]
+        words = packed.views.words
         if packed.late_updates is not None:
             places, blocks = packed.late_updates.to(self.device, non_blocking=True)
             self._state.tables_SW.view(-1).index_put_((places,), blocks)
         if packed.size is not None:
             buffers = self._fixed[packed.size]
             buffers.words.copy_(words, non_blocking=True)
-            self._plan_decodes(host_words(words.numpy(), packed.counts))
+            self._plan_decodes(packed.views.parts)
             self._graphs.replay(packed.size)
         else:
             buffers = self._buffers(words.to(self.device, non_blocking=True), packed.counts)
             self._compute(buffers, packed.counts.decodes, packed.chunks)
         if packed.is_random:
             self._draw(buffers)
-        packed.entry.results[: len(buffers.results)].copy_(buffers.results, non_blocking=True)
+        packed.views.results.copy_(buffers.results, non_blocking=True)
         return buffers
 
     def _plan_decodes(self, parts: StepWords) -> None:
@@ -264,6 +276,7 @@ class CudaForward:
             if chunks is not None
             else {},
             state.kv,
+            self._multiply,
         )
         hidden = run_layers(self.weights, self.kernels, ids_T, step)
         if not len(parts.sampled_N):

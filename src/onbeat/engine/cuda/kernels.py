@@ -14,7 +14,7 @@ width, V vocabulary, W columns of a block table, X = (N + 2 K) H.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -29,6 +29,9 @@ from onbeat.engine.model_config import Activation, ModelConfig
 Int32Array = NDArray[np.int32]
 DecodeBackend = Literal["xqa", "fa2"]
 """FlashInfer's kernels for rows of one token; fa2 needs a plan of the host's."""
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""A product as `torch.nn.functional.linear` takes it: `x [T, D] @ matrix [F, D].T + bias [F]`, [T, F]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

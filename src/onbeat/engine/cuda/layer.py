@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from onbeat.engine.cuda.kernels import DecodeRows, Kernels, LayerSpec, Norm, StepTensors
+from onbeat.engine.cuda.kernels import DecodeRows, Kernels, LayerSpec, Multiply, Norm, StepTensors
 from onbeat.engine.cuda.weights import CudaLayer, CudaWeights
 from onbeat.engine.kv_cache import LayerKVCache
 
@@ -30,6 +29,7 @@ class LayerStep(NamedTuple):
     chunk_plans: Mapping[int | None, Any]
     """By window; empty where no row has a chunk."""
     kv: Sequence[LayerKVCache]
+    multiply: Multiply
 
 
 class Hidden(NamedTuple):
@@ -51,10 +51,10 @@ def run_layers(weights: CudaWeights, kernels: Kernels, ids_T: Tensor, step: Laye
         x_TD = _attention(kernels, layer, normed_TD, step, kv)
         _norm_in_place(kernels, x_TD, layer.after_attention_norm)
         kernels.add_norm(x_TD, residual_TD, layer.mlp_norm, normed_TD)
-        gate_up_TF2 = functional.linear(normed_TD, layer.gate_up_FD)
+        gate_up_TF2 = step.multiply(normed_TD, layer.gate_up_FD, None)
         activated_TF = gate_up_TF2.new_empty(len(gate_up_TF2), gate_up_TF2.shape[1] // 2)
         kernels.act_mul(gate_up_TF2, weights.config.hidden_activation, activated_TF)
-        x_TD = functional.linear(activated_TF, layer.down_DF)
+        x_TD = step.multiply(activated_TF, layer.down_DF, None)
         _norm_in_place(kernels, x_TD, layer.after_mlp_norm)
     assert x_TD is not None, "a model has layers"
     return Hidden(x_TD, residual_TD)
@@ -83,7 +83,7 @@ def _attention(
 ) -> Tensor:
     spec, num_decodes = layer.spec, step.num_decodes
     num_tokens = len(normed_TD)
-    qkv_TX = functional.linear(normed_TD, layer.qkv_XD, layer.qkv_bias_X)
+    qkv_TX = step.multiply(normed_TD, layer.qkv_XD, layer.qkv_bias_X)
     q_TNH, mixed_TNH = (qkv_TX.new_empty(num_tokens, spec.num_heads, spec.head_dim) for _ in range(2))
     kernels.rope_store(qkv_TX, step.tensors, spec, kv, q_TNH)
     if num_decodes:
@@ -91,7 +91,7 @@ def _attention(
     if num_decodes < num_tokens:
         plan = step.chunk_plans[spec.window]
         kernels.attend_chunks(q_TNH[num_decodes:], kv, plan, spec, mixed_TNH[num_decodes:])
-    return functional.linear(mixed_TNH.view(num_tokens, -1), layer.o_DX, layer.o_bias_D)
+    return step.multiply(mixed_TNH.view(num_tokens, -1), layer.o_DX, layer.o_bias_D)
 
 
 def _norm_in_place(kernels: Kernels, x_TD: Tensor, norm: Norm | None) -> None:

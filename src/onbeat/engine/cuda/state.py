@@ -3,16 +3,21 @@
 Legend: S request slots (the last one is for padding), W columns of a block table, V vocabulary.
 """
 
+# ruff: noqa: N815 -- tensor names carry shape suffixes
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from onbeat.engine.attention.base import BlockTable, IntArray
 from onbeat.engine.cuda.kernels import Int32Array
+from onbeat.engine.cuda.packing import StepCounts, StepWords, host_words
 from onbeat.engine.cuda.stream import DeviceStream, Mark
 from onbeat.engine.kv_cache import KVCacheSpec
 
@@ -121,6 +126,21 @@ class TableMirror:
         return places, blocks
 
 
+class EntryViews(NamedTuple):
+    """Host memory of one step, by name."""
+
+    counts: StepCounts
+    words: Tensor
+    """int32 [words]."""
+    parts: StepWords
+    """`words`, as NumPy's arrays."""
+    results: Tensor
+    """int32 [2 N]."""
+    ids_N: Int32Array
+    """`results`, by name."""
+    peaks_N: NDArray[np.float32]
+
+
 @dataclass(slots=True)
 class RingEntry:
     """Host memory of one step."""
@@ -133,12 +153,29 @@ class RingEntry:
     mark: Mark | None = field(default=None)
     """Behind the step that used it last."""
 
-    def reserve(self, num_words: int, num_results: int) -> None:
-        """Make room for an uncommonly large step."""
+    _last: EntryViews | None = field(default=None)
+    """Of the step that used it last: most steps are like the one before, and to cut memory takes its time."""
+
+    def views(self, counts: StepCounts) -> EntryViews:
+        """Return the memory as a step uses it; there is room for an uncommonly large one, too."""
+        if self._last is not None and self._last.counts == counts:
+            return self._last
+        num_words, num_results = counts.num_words, 2 * counts.samples
         if len(self.words) < num_words:
             self.words = self.stream.pinned(num_words)
         if len(self.results) < num_results:
             self.results = self.stream.pinned(num_results)
+        words, results = self.words[:num_words], self.results[:num_results]
+        read = results.numpy()
+        self._last = EntryViews(
+            counts,
+            words,
+            host_words(words.numpy(), counts),
+            results,
+            read[: counts.samples],
+            read[counts.samples :].view(np.float32),
+        )
+        return self._last
 
 
 class HostRing:

@@ -17,7 +17,7 @@ from onbeat.engine.attention.base import AttentionBatch, IntArray
 from onbeat.engine.cuda.kernels import ChunkRows, Int32Array
 from onbeat.engine.cuda.packing import StepCounts, StepWords, host_words
 from onbeat.engine.cuda.sampling import SlotSettings
-from onbeat.engine.cuda.state import CudaOptions, RingEntry, TableMirror
+from onbeat.engine.cuda.state import CudaOptions, EntryViews, RingEntry, TableMirror
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.sampler import BestTokens
 
@@ -30,6 +30,8 @@ class PackedStep:
     """A step, ready to be queued."""
 
     entry: RingEntry
+    views: EntryViews
+    """Its memory as this step uses it."""
     counts: StepCounts
     size: int | None
     """Of the graph; None where the step is run operator by operator."""
@@ -56,12 +58,8 @@ class PackedStep:
 
     def best_tokens(self) -> BestTokens:
         """Return what came back of each sampling row, once the step is done."""
-        num_results = self.counts.samples
-        results = self.entry.results[: 2 * num_results].numpy()
         rows = slice(None) if self.size is None else self.sampling_tokens
-        return BestTokens(
-            results[:num_results][rows].astype(np.int64), results[num_results:].view(np.float32)[rows].copy()
-        )
+        return BestTokens(self.views.ids_N[rows].astype(np.int64), self.views.peaks_N[rows].copy())
 
 
 class StepPacker:
@@ -114,8 +112,8 @@ class StepPacker:
         num_rows = len(batch.slots_R)
         size = int(self._sizes[self._sizes.searchsorted(num_rows)])
         counts = self.graph_counts(size)
-        entry.reserve(counts.num_words, 2 * size)
-        parts = host_words(entry.words.numpy(), counts)
+        views = entry.views(counts)
+        parts = views.parts
         late = _later(places, blocks, size, entry)
         num_updates = len(places) if late is None else 0
         parts.ids_T[:num_rows] = inputs.token_ids_T
@@ -128,7 +126,7 @@ class StepPacker:
         parts.update_blocks_U[:num_updates] = blocks[:num_updates]
         self._pad(parts, num_rows, num_updates)
         is_random = self._choose(inputs, parts, inputs.sampling_tokens, chooses=chooses)
-        return PackedStep(entry, counts, size, inputs.sampling_tokens, None, late, is_random)
+        return PackedStep(entry, views, counts, size, inputs.sampling_tokens, None, late, is_random)
 
     def _pack_eager(
         self, inputs: StepInputs, entry: RingEntry, places: IntArray, blocks: Int32Array, *, chooses: bool
@@ -139,8 +137,8 @@ class StepPacker:
         late = _later(places, blocks, _MOST_EAGER_UPDATES, entry)
         num_updates = len(places) if late is None else 0
         counts = StepCounts(len(inputs.token_ids_T), num_decodes, num_samples, num_updates)
-        entry.reserve(counts.num_words, 2 * num_samples)
-        parts = host_words(entry.words.numpy(), counts)
+        views = entry.views(counts)
+        parts = views.parts
         order_T, places_T = _decodes_first(is_decode_R, batch.query_lens_R)
         parts.ids_T[:] = inputs.token_ids_T[order_T]
         parts.positions_T[:] = inputs.positions_T[order_T]
@@ -155,7 +153,7 @@ class StepPacker:
         chunks = None
         if num_decodes < len(is_decode_R):
             chunks = _chunk_rows(batch, np.flatnonzero(~is_decode_R), self._options.block_size)
-        return PackedStep(entry, counts, None, inputs.sampling_tokens, chunks, late, is_random)
+        return PackedStep(entry, views, counts, None, inputs.sampling_tokens, chunks, late, is_random)
 
     def _choose(
         self, inputs: StepInputs, parts: StepWords, places: IntArray | slice, *, chooses: bool

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Protocol
 
 from onbeat.scheduler.replica.parts import Chunking, QueueOrder, Reservation
+from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 
@@ -41,6 +43,10 @@ class DecodesFirst:
     def commit(self, plan: StepPlan) -> None:
         """Remember nothing."""
 
+    def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:  # noqa: ARG002
+        """Return infinity: whoever waits could not be admitted. See `steady.Steady`."""
+        return inf
+
 
 class PrefillsFirst:
     """A step of new prompts alone if any fits, else a step of decodes (vLLM, SOSP 2023).
@@ -54,12 +60,13 @@ class PrefillsFirst:
         self._reservation = reservation
         self._max_prefill_steps = max_prefill_steps
         self._num_prefill_steps = 0
+        self._is_turn_of_prompts = False
+        """Whether the last step was one that prompts had to leave to decodes."""
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:
         plan.make_room_for_waiting(order, self._reservation)
         if self._num_prefill_steps >= self._max_prefill_steps:
             plan.decode_running()
-            plan.is_repeatable = False  # the next step looks at prompts again
             if not plan.is_empty:
                 return
         plan.continue_prefills(self._chunking)
@@ -70,7 +77,12 @@ class PrefillsFirst:
     def commit(self, plan: StepPlan) -> None:
         """Count steps of prompts in a row."""
         has_prompts = bool(plan.chunks or plan.admissions)
+        self._is_turn_of_prompts = not has_prompts and self._num_prefill_steps >= self._max_prefill_steps
         self._num_prefill_steps = self._num_prefill_steps + 1 if has_prompts else 0
+
+    def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:  # noqa: ARG002
+        """Return infinity unless prompts have their turn next. See `steady.Steady`."""
+        return 0.0 if self._is_turn_of_prompts else inf
 
 
 class BatchAtATime:
@@ -94,3 +106,7 @@ class BatchAtATime:
 
     def commit(self, plan: StepPlan) -> None:
         """Remember nothing."""
+
+    def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:  # noqa: ARG002
+        """Return infinity: whoever waits could not be admitted. See `steady.Steady`."""
+        return inf

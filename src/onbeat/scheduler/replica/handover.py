@@ -18,10 +18,10 @@ from math import inf
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.handover import DetachAnswer, Detached, HeldKV
 from onbeat.core.request import Request
+from onbeat.scheduler.replica.in_flight import StepsInFlight
 from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
-from onbeat.scheduler.replica.step_rows import StepInFlight, oldest_row
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Handovers:
         self,
         table: RequestTable,
         policy: Policy,
-        in_flight: Sequence[StepInFlight],
+        in_flight: StepsInFlight,
         *,
         accept: Callable[[Request, float], RequestState],
         release_batch: Callable[[], None],
@@ -151,7 +151,7 @@ class Handovers:
         if not self._leaving:
             return
         for request_id, state in list(self._leaving.items()):
-            if oldest_row(self._in_flight, state) is not None:
+            if self._in_flight.has(state):
                 self._table.mark_in_flight([state], is_in_flight=True)  # a step that came back has cleared it
                 continue
             del self._leaving[request_id]
@@ -298,8 +298,7 @@ class Handovers:
 
     def _num_valid_tokens(self, state: RequestState) -> int:
         """Return how many of a running request's first tokens have KV that steps have come back with."""
-        row = oldest_row(self._in_flight, state)
-        num_computed = state.num_computed_tokens if row is None else row.num_computed_tokens
+        num_computed = state.num_computed_tokens - self._in_flight.num_new_tokens(state)
         return min(num_computed, state.num_tokens - 1)
 
     def _extend(self, hold: _Hold, block_ids: Sequence[int], num_tokens: int) -> None:

@@ -43,16 +43,13 @@ class LoadReporter:
         self._budget = config.max_num_batched_tokens
         self._own_work = None if model is None or policy.slo is not None else PrefillWork(model, None)
 
-    def take(
-        self, now: float, *, num_taken: int, busy: float, num_ended: int = 0, num_kept_slots: int = 0
-    ) -> ReplicaLoad:
+    def take(self, now: float, *, num_taken: int, busy: float, num_kept_slots: int = 0) -> ReplicaLoad:
         """Return how things stand.
 
         Parameters
         ----------
         num_taken : requests that came so far.
         busy : seconds until the step under way is expected to end.
-        num_ended : of a step that is run several times, the runs that have ended and are not counted yet.
         num_kept_slots : of the batch, for requests on their way.
         """
         work = self._work()
@@ -67,10 +64,7 @@ class LoadReporter:
             wanted = state.num_tokens + state.num_in_flight_tokens - num_computed
             if wanted == 1:
                 num_decodes += 1
-                num_context += num_computed + num_ended + 1
-                if num_ended:
-                    num_blocks = kv.num_blocks_for(num_computed + num_ended)
-                    num_free -= max(0, num_blocks - len(state.block_ids))
+                num_context += num_computed + 1
                 slo = state.slo
                 if shortest <= slo.tbt_objective < tightest and not slo.is_best_effort:
                     tightest = slo.tbt_objective

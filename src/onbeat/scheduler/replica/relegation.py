@@ -5,9 +5,9 @@ from __future__ import annotations
 from onbeat.core.errors import Overloaded
 from onbeat.core.request import FinishReason, RequestOutput
 from onbeat.core.slo import ShedMode
-from onbeat.scheduler.replica.delivery import last_output
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
+from onbeat.scheduler.replica.results import last_output
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.step_plan import StepPlan
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from onbeat.core.step import AdmittedRequest
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.kv_manager import KVCacheManager
+from onbeat.scheduler.replica.kv import KVCacheManager
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.history import SLOTracker

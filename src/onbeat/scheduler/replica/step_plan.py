@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.kv_manager import KVCacheManager
+from onbeat.scheduler.replica.kv import KVCacheManager
 from onbeat.scheduler.replica.parts import Chunking, QueueOrder, Reservation
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
@@ -41,7 +41,6 @@ class StepPlan:
         "chunks",
         "decodes",
         "expected_tokens",
-        "is_repeatable",
         "late",
         "max_num_seqs",
         "max_rows",
@@ -55,7 +54,6 @@ class StepPlan:
         "overdue",
         "predicted_wait",
         "ran_out_of_blocks",
-        "repeat_limit",
         "running",
         "seconds_without_drafts",
         "slack",
@@ -119,10 +117,6 @@ class StepPlan:
         self.num_tokens_left = config.max_num_batched_tokens
         self.num_blocks_left = kv.pool.num_free_blocks
         self.ran_out_of_blocks = False
-        self.is_repeatable = True
-        """Whether the policy would plan a step of decodes again as long as only token counts change."""
-        self.repeat_limit = inf
-        """And as long as it is predicted to take no longer than this, seconds."""
         self.max_num_seqs = config.max_num_seqs
         """Requests that may be in the batch: slots that are kept for others left out."""
         self.max_rows = -(-config.max_num_seqs // config.num_micro_batches)

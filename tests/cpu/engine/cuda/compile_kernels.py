@@ -54,7 +54,7 @@ def compile_launch(kernel: Any, *args: object, grid: object, warmup: bool, **opt
 def main() -> None:
     """Launch each kernel with the shapes of models that are served."""
     JITFunction.run = compile_launch
-    from onbeat.engine.cuda import triton_draw, triton_ops
+    from onbeat.engine.cuda import triton_draw, triton_ops, triton_products
     from onbeat.engine.cuda.kernels import BestBuffers, DecodeRows, DrawParams, LayerSpec, Norm, StepTensors
     from onbeat.engine.kv_cache import LayerKVCache
 
@@ -91,6 +91,13 @@ def main() -> None:
             step = StepTensors(ints(3), ints(3))
             triton_ops.rope_store(qkv, step, layer, kv, numbers(3, num_heads, head_dim))
     triton_ops.list_blocks(DecodeRows(ints(256, 64), ints(256)), 16, ints(257), ints(256 * 64), ints(256))
+    memory = triton_products.SplitMemory.allocate(1, torch.device("cpu"))
+    for tiling in triton_products.TILINGS:
+        x, matrix = numbers(1, 4096), numbers(4096, 4096)
+        triton_products.multiply(x, matrix, numbers(4096), tiling, memory)
+        if tiling.fits(4096, 4096, triton_products.MOST_ROWS):
+            x = numbers(triton_products.MOST_ROWS, 4096)
+            triton_products.multiply(x, matrix, None, tiling, memory)
     logits, best = numbers(3, 128_256, dtype=torch.float32), BestBuffers(ints(3), torch.zeros(3))
     triton_draw.best(logits, best)
     doubles = numbers(3, dtype=torch.float64)

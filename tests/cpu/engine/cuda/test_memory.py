@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import torch
 from onbeat.core.errors import ConfigError
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.cuda.backend import CudaBackend
+from onbeat.engine.cuda.graphs import EagerGraphs
+from onbeat.engine.cuda.kernels import Multiply
 from onbeat.engine.cuda.memory import MeasuredMemory, largest_steps
 from onbeat.engine.cuda.reference import ReferenceKernels
+from onbeat.engine.cuda.weights import CudaWeights
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
@@ -113,3 +117,41 @@ def test_a_backend_measures_then_builds_what_fits(monkeypatch: pytest.MonkeyPatc
     memory.free = 7 * GIB
     backend.build(fitting, on_progress=said.append)
     assert said[1].startswith("the GPU engine took 1024 MiB more than its share of the memory")
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_products_are_chosen_once_and_only_for_graphs(
+    monkeypatch: pytest.MonkeyPatch, enforce_eager: bool
+) -> None:
+    Memory(monkeypatch)
+    monkeypatch.setattr("onbeat.engine.cuda.backend.CudaGraphs", lambda _: EagerGraphs())
+    chosen_for: list[int] = []
+    multiplied: list[int] = []
+
+    def choose(weights: CudaWeights, max_rows: int, on_progress: Callable[[str], None]) -> Multiply:
+        chosen_for.append(max_rows)
+        on_progress("chosen")
+        return multiply
+
+    def multiply(x_TD: torch.Tensor, matrix_FD: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
+        multiplied.append(len(x_TD))
+        return torch.nn.functional.linear(x_TD, matrix_FD, bias_F)
+
+    config = EngineConfig(
+        model=ModelFiles(kind="hf", path=Path("/nowhere"), name="tiny"), enforce_eager=enforce_eager
+    )
+    device = DeviceConfig(torch.device("cpu"), torch.float32, num_threads=1)
+    backend = CudaBackend(DummyCheckpoint(TINY), device, config, ReferenceKernels, choose)
+    limits = SchedulerConfig(
+        policy="sarathi", num_blocks=64, max_model_len=200, max_num_seqs=8, max_num_batched_tokens=300
+    )
+    said: list[str] = []
+    backend.fit_limits(limits, lambda _: limits, draft_bytes=0, draft_block_bytes=0, on_progress=said.append)
+    assert chosen_for == ([] if enforce_eager else [8])
+    assert bool(multiplied) is not enforce_eager
+    multiplied.clear()
+    forward = backend.build(limits, on_progress=said.append)
+    assert len(chosen_for) <= 1
+    assert said.count("chosen") == len(chosen_for)
+    forward.run(largest_steps(limits)[1], wants_logits=True)
+    assert bool(multiplied) is not enforce_eager

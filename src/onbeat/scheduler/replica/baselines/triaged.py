@@ -33,7 +33,6 @@ class TriagedBudget:
         self._work = PrefillWork(model, None)
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (it has but one order)
-        plan.is_repeatable = False
         work = self._work
         decodes, prefills = split_running(plan.running)
         jobs, plan.late = prefill_jobs(plan, plan.now, prefills, work)

@@ -9,6 +9,7 @@ from onbeat.core.step import BatchShape, SchedulerState
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.parts import QueueOrder
+from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.admission import Admission, Backlog
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
@@ -61,9 +62,6 @@ class StepComposition:
             plan.overdue = [state for state in overdue if id(state) not in begun]
         else:
             self._decode(rows, shape)
-        if plan.is_repeatable:  # if anybody asks
-            plan.repeat_limit = rules.tightest_limit(view.tightest)
-            plan.is_repeatable = seconds <= plan.repeat_limit and self._is_settled()
 
     def _share_out(
         self, rows: list[RequestState], shape: BatchShape, limit: float, best_effort: list[RequestState]
@@ -112,16 +110,6 @@ class StepComposition:
         if self._view.due >= end:
             return self._view.due - self._plan.now
         return min([due for due in self._view.deadlines if due >= end], default=inf) - self._plan.now
-
-    def _is_settled(self) -> bool:
-        """Whether there is no prompt to work on, and all decode, so that they do until something happens."""
-        plan = self._plan
-        return (
-            len(plan.decodes) == len(plan.running)
-            and not len(plan.waiting)
-            # A first token gives its stream a deadline.
-            and min([state.slo.first_delivery for state in self._view.best_effort_decodes], default=0.0) >= 0
-        )
 
     def _best_effort(self, left_over: list[RequestState]) -> list[RequestState]:
         """Return the prompts without a deadline that can be met: running ones, then those that wait.
@@ -284,7 +272,7 @@ class SLOComposer:
         self.mode, shed_order = config.slo_mode, config.shed_order
         self.quantile = GAP_QUANTILE if self.mode == "gap" else None
         self.tracker = tracker = SLOTracker()
-        self._predicted_wait = 0.0
+        self._predicted_wait, self._tightest = 0.0, inf
         self.work = work = PrefillWork(model, self.quantile, config.max_num_batched_tokens)
         self.rules = make_rules(work, self.mode, shed_order, tracker.worth)
         seconds = inf if config.max_queue_seconds is None else config.max_queue_seconds
@@ -297,9 +285,13 @@ class SLOComposer:
 
     def commit(self, plan: StepPlan) -> None:
         """Remember what a plan that is carried out found."""
-        self._predicted_wait = plan.predicted_wait
+        self._predicted_wait, self._tightest = plan.predicted_wait, plan.tightest
         self.rules.plan_with(plan.tightest)
         self.admission.on_plan(plan)
+
+    def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:  # noqa: ARG002
+        """Return what the last plan's TBT objectives allow a step, if none waits. See `steady.Steady`."""
+        return 0.0 if waiting else self.rules.tightest_limit(self._tightest)
 
     def on_arrival(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
         """Predict what an arrival may expect, and take it.

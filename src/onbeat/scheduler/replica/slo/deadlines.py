@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import ceil, inf
 
@@ -194,27 +193,6 @@ class SLOState:
         if self.end < inf:
             pace = max(self.end - now, 0.0) / self.num_left
             self.tbt, self.next_deadline = min(self.tbt, pace), min(self.next_deadline, now + pace)
-
-    def note_run(self, ends: Sequence[float]) -> bool:
-        """Move on after steps with one token each: `note_delivery` of each, for many tokens in little time.
-
-        Parameters
-        ----------
-        ends : when each of them came, seconds; at least one.
-        """
-        has_missed, due, tbt = False, self.objective_due, self.tbt_objective
-        is_slow = self.is_gap_mode or self.end < inf or self.last_delivery == -inf
-        for now in ends:
-            if is_slow or now > due + TOLERANCE:
-                self.objective_due = due
-                has_missed |= self.note_delivery(now)
-                due, is_slow = self.objective_due, self.is_gap_mode or self.end < inf
-            else:
-                due += tbt
-        if not (is_slow or self.is_best_effort):
-            self.objective_due = self.next_deadline = due
-        self.last_delivery = ends[-1]
-        return has_missed
 
     def take_prediction(self) -> float | None:
         """Return the predicted TTFT the first time, then None."""

@@ -249,46 +249,44 @@ class SLOTracker:
         self.lengths = OutputLengths()
         self.num_missed = self.num_ended = 0
         self.num_rejected: dict[str, int] = {}
-        self._tenants = TenantCounters()
-        self._has_tenants = False
+        self.tenants = TenantCounters()
+        self.has_tenants = False
         """Whether there is more than one to be fair between."""
 
     def worth(self, state: RequestState) -> float:
         """Return what keeping an objective is worth: its weight, less for tenants that have had more."""
         weight = state.request.weight
-        if self._has_tenants:
-            weight *= _WORTH_OF_EXCESS ** -self._tenants.share(state.request.tenant)
+        if self.has_tenants:
+            weight *= _WORTH_OF_EXCESS ** -self.tenants.share(state.request.tenant)
         return weight
 
     def on_arrival(self, state: RequestState) -> None:
         """Count a request that waits."""
-        self._tenants.on_arrival(state.request.tenant)
-        self._has_tenants = len(self._tenants) > 1
+        self.tenants.on_arrival(state.request.tenant)
+        self.has_tenants = len(self.tenants) > 1
 
     def on_start(self, state: RequestState) -> None:
         """Count a request that runs for the first time, and its prompt."""
-        self._tenants.on_leave(state.request.tenant)
-        self._tenants.on_prefill(state.request.tenant, state.num_tokens - state.num_cached_tokens)
+        self.tenants.on_leave(state.request.tenant)
+        self.tenants.on_prefill(state.request.tenant, state.num_tokens - state.num_cached_tokens)
 
     def on_adopt(self, state: RequestState) -> None:
         """Count a request that comes from another replica, which has charged its prompt."""
         self.on_arrival(state)
-        self._tenants.on_leave(state.request.tenant)
+        self.tenants.on_leave(state.request.tenant)
 
     def on_deliveries(
         self,
         delivered: Iterable[tuple[RequestState, RequestOutput]],
         now: float,
-        run: Sequence[float] | None = None,
     ) -> None:
         """Count what a step delivered, and tell the callers what has become of their objectives.
 
         Parameters
         ----------
-        now : when the step, or the last of several, ended; seconds.
-        run : when each of several steps ended that brought a token each; None for one step.
+        now : when the step ended, seconds.
         """
-        has_tenants = self._has_tenants
+        has_tenants = self.has_tenants
         for state, output in delivered:
             slo = state.slo
             if slo.tbt == slo.next_deadline == inf and slo.last_delivery > -inf:
@@ -296,15 +294,14 @@ class SLOTracker:
             else:
                 num_tokens = len(output.new_token_ids)
                 if slo.end == inf:
-                    has_missed = slo.note_delivery(now, num_tokens) if run is None else slo.note_run(run)
+                    has_missed = slo.note_delivery(now, num_tokens)
                 else:
-                    has_missed = self._note_paced(state, num_tokens, (now,) if run is None else run)
+                    has_missed = self.note_paced(state, num_tokens, (now,))
                 self.num_missed += has_missed
                 if slo.predicted_ttft is not None:
                     output.predicted_ttft = slo.take_prediction()
             if has_tenants:
-                num_tokens = len(output.new_token_ids) if run is None else len(run)
-                self._tenants.on_output(state.request.tenant, num_tokens)
+                self.tenants.on_output(state.request.tenant, len(output.new_token_ids))
             output.is_relegated = slo.is_best_effort
 
     def tokens_left(self, state: RequestState, num_more: int = 0) -> int:
@@ -317,7 +314,7 @@ class SLOTracker:
         limit = max(1, state.max_total_tokens - state.num_tokens + num_more)
         return self.lengths.expected(state.request.slo_class, state.num_output_tokens - num_more, limit=limit)
 
-    def _note_paced(self, state: RequestState, num_tokens: int, ends: Sequence[float]) -> bool:
+    def note_paced(self, state: RequestState, num_tokens: int, ends: Sequence[float]) -> bool:
         """Move a stream with an e2e objective on, and judge its length by how far it has come."""
         slo, has_missed = state.slo, False
         each = 1 if len(ends) > 1 else num_tokens
@@ -340,7 +337,7 @@ class SLOTracker:
         if state.has_run:
             self.num_ended += 1
         else:
-            self._tenants.on_leave(state.request.tenant)
+            self.tenants.on_leave(state.request.tenant)
 
     def reject(self, reason: str) -> None:
         """Count a request that is not served."""

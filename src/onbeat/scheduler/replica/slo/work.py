@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from math import ceil, inf, sqrt
 from typing import NamedTuple
 
 from onbeat.core.fleet import USUAL_CONTEXT, PrefillCosts
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import BatchTimer, StepTimeModel
+from onbeat.core.step_time import StepTimeModel
 
 _CONTEXT = USUAL_CONTEXT
 """Of the decodes by which one is priced; cached tokens of the chunk by which the cost of attention is told
@@ -84,6 +82,7 @@ class PrefillWork:
     context_seconds : of that, what a token of its context adds.
     base_seconds : of a step of decodes alone, what does not grow with them.
     alone_seconds : of a step of one decode of a usual context; no step with a token takes less.
+    num_left : steps until the coefficients are taken again.
     """
 
     def __init__(self, model: StepTimeModel, quantile: float | None, most_step_tokens: float = inf) -> None:
@@ -92,11 +91,7 @@ class PrefillWork:
         self._most_step_tokens = most_step_tokens
         self._costs: PrefillCosts | None = None
         """As they were last asked for; None since the coefficients are others."""
-        self._num_left = _REFRESH_STEPS
-        """Steps until the coefficients are taken again."""
-        self._chunks = _timers(model, _CHUNKS, quantile)
-        self._chunks_with_context = _timers(model, _CHUNKS_WITH_CONTEXT, quantile)
-        self._decodes = _timers(model, (_FEW_DECODES, _MANY_DECODES, _SHORT_DECODES), quantile)
+        self.num_left = _REFRESH_STEPS
         self.take()
 
     def refresh(self) -> None:
@@ -104,15 +99,13 @@ class PrefillWork:
         if self.count(1):
             self.take()
 
-    def count(self, num_steps: int) -> int:
-        """Count steps between which nobody asks; return after which of them to `take`, 0 for none."""
-        num_beyond = num_steps - self._num_left
-        if num_beyond < 0:
-            self._num_left -= num_steps
-            return 0
-        num_beyond %= _REFRESH_STEPS
-        self._num_left = _REFRESH_STEPS - num_beyond
-        return num_steps - num_beyond
+    def count(self, num_steps: int) -> bool:
+        """Count steps, at most `num_left`; return whether it is time to `take` the coefficients."""
+        self.num_left -= num_steps
+        if self.num_left:
+            return False
+        self.num_left = _REFRESH_STEPS
+        return True
 
     def catch_up(self) -> None:
         """Take the coefficients now, if the model may have learnt since.
@@ -120,29 +113,29 @@ class PrefillWork:
         For an idle machine: requests that are refused by old coefficients run no step that would bring new
         ones, and steps are predicted by what the model has learnt, which the coefficients must agree with.
         """
-        if self._num_left < _REFRESH_STEPS:
-            self._num_left = _REFRESH_STEPS
+        if self.num_left < _REFRESH_STEPS:
+            self.num_left = _REFRESH_STEPS
             self.take()
 
     def take(self) -> None:
         """Take the coefficients from the model."""
-        times = [time() for time in self._chunks]
+        step_time, quantile = self._model.step_time, self._quantile
+        times = [step_time(shape, quantile) for shape in _CHUNKS]
         best = min([seconds / size for size, seconds in zip(_SIZES, times, strict=True)])
         place = next(place for place, size in enumerate(_SIZES) if times[place] <= best * size * _NEAR_BEST)
         self.efficient_chunk = chunk = _SIZES[place]
-        with_context = self._chunks_with_context[place]()
+        with_context = step_time(_chunk(chunk, _CONTEXT), quantile)
         self.pair = max(0.0, (with_context - times[place]) / (chunk * _CONTEXT))
         longer = times[place + 1] if chunk < _SIZES[-1] else self.of(_chunk(2 * chunk))
         slope = (longer - times[place]) / chunk - self.pair * 1.5 * chunk
         # Beyond the largest chunk looked at, or under noise, the slope may be off: the mean cost bounds it.
         self.token = min(max(slope, 0.5 * best), best)
         self.step_seconds = max(0.0, times[place] - self.seconds(chunk, 0))
-        few, many, short = [time() for time in self._decodes]
+        few, many, short = [step_time(shape, quantile) for shape in _DECODES]
         self.decode_seconds = max(0.0, (many - few) / 16)
         self.base_seconds = max(0.0, few - 16 * self.decode_seconds)
         self.alone_seconds = self.base_seconds + self.decode_seconds
-        num_fewer = _MANY_DECODES.decode_context_tokens - _SHORT_DECODES.decode_context_tokens
-        context = max(0.0, (many - short) / num_fewer)
+        context = max(0.0, (many - short) / (32 * _CONTEXT - 32 * _CONTEXT // 8))
         self.context_seconds = min(context, self.decode_seconds / USUAL_CONTEXT)
         self._costs = None
 
@@ -221,15 +214,6 @@ class PrefillWork:
         return Room(chunk, length, max(1 - fixed / length if length > 0 else 0.0, LEAST_SHARE))
 
 
-def _timers(
-    model: StepTimeModel, shapes: Sequence[BatchShape], quantile: float | None
-) -> list[Callable[[], float]]:
-    """Return what tells the time of each of some batches."""
-    if isinstance(model, BatchTimer):
-        return [model.time_of(shape, quantile) for shape in shapes]
-    return [partial(model.step_time, shape, quantile) for shape in shapes]
-
-
 def _chunk(num_tokens: int, num_cached_tokens: int = 0) -> BatchShape:
     """Return a step of one prompt's chunk alone."""
     shape = BatchShape()
@@ -240,6 +224,8 @@ def _chunk(num_tokens: int, num_cached_tokens: int = 0) -> BatchShape:
 _SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _CHUNKS = [_chunk(size) for size in _SIZES]
 """What the model is asked about. Nobody may change them."""
-_CHUNKS_WITH_CONTEXT = [_chunk(size, _CONTEXT) for size in _SIZES]
-_FEW_DECODES, _MANY_DECODES = (BatchShape.of_decodes(num, num * _CONTEXT) for num in (16, 32))
-_SHORT_DECODES = BatchShape.of_decodes(32, 32 * _CONTEXT // 8)
+_DECODES = [
+    BatchShape.of_decodes(num, context)
+    for num, context in ((16, 16 * _CONTEXT), (32, 32 * _CONTEXT), (32, 32 * _CONTEXT // 8))
+]
+"""Few, many, and many that are short."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from onbeat.core.request import RequestOutput
 from onbeat.core.step import DraftStats, ModelRunnerOutput, SchedulerOutput
-from onbeat.scheduler.replica.verification import sampled_rows
+from onbeat.scheduler.replica.rows import sampled_rows
 
 
 def draft_stats(
-    scheduled: SchedulerOutput, result: ModelRunnerOutput, outputs: list[RequestOutput]
+    scheduled: SchedulerOutput,
+    result: ModelRunnerOutput,
+    outputs: list[RequestOutput],
+    *,
+    expected_tokens: float,
 ) -> DraftStats | None:
     """Count what speculation did in a step.
 
@@ -16,15 +20,16 @@ def draft_stats(
     ----------
     scheduled : the step.
     result : what the model runner gave for it.
-    outputs : what `Scheduler.update` returned for it. Rows of requests that had ended before are not counted.
+    outputs : what `Scheduler.update` returns for it. Rows of requests that had ended before are not counted.
+    expected_tokens : that its decode rows were expected to deliver.
 
     Returns
     -------
-    None where nothing is speculated, or the step had no decode row.
+    None where the step had no decode row.
     """
-    if not scheduled.expected_tokens:
+    if not expected_tokens:
         return None
-    stats = DraftStats([], [], [], 0, scheduled.expected_tokens)
+    stats = DraftStats([], [], [], 0, expected_tokens)
     # A step of decodes alone without drafts is the most common, and needs no look at its rows.
     if result.num_drafted is None and not (scheduled.admitted or scheduled.shape.num_chunks):
         stats.num_tokens = sum([len(output.new_token_ids) for output in outputs])

@@ -1,0 +1,223 @@
+"""What a step gives: tokens to requests, an end to those that have all or fail, and what both teach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from onbeat.core.request import FinishReason, RequestOutput
+from onbeat.core.step import DraftStats, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from onbeat.scheduler.replica.in_flight import StepInFlight
+from onbeat.scheduler.replica.policies import Policy
+from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
+from onbeat.scheduler.replica.request_table import RequestTable
+from onbeat.scheduler.replica.rows import SampledRow, correct_shape, sampled_rows
+from onbeat.scheduler.replica.speculation.drafting import Drafting
+from onbeat.scheduler.replica.speculation.stats import draft_stats
+from onbeat.scheduler.replica.step_feedback import StepFeedback
+
+Delivered = list[tuple[RequestState, RequestOutput]]
+"""What a step gave to whom."""
+
+_ENDED = (RequestStatus.FINISHED, RequestStatus.PADDING)
+"""Of requests that get no more tokens."""
+_SHARED_KV = "the request shares KV with one that has failed in this step; send it again"
+
+
+class StepResults:
+    """Takes the results of steps, in the order in which they were planned.
+
+    Parameters
+    ----------
+    table : where the requests are.
+    policy : follows deadlines and lengths, if it does.
+    feedback : told how long steps took.
+
+    Attributes
+    ----------
+    drafting : told what became of drafts; None where nothing is speculated.
+    drafts : what speculation did in the last step that came back; None where it had no part in it.
+    """
+
+    def __init__(
+        self, table: RequestTable, policy: Policy, feedback: StepFeedback, drafting: Drafting | None
+    ) -> None:
+        self.drafting = drafting
+        self.drafts: DraftStats | None = None
+        self._table = table
+        self._policy = policy
+        self._feedback = feedback
+
+    def take(
+        self, step: StepInFlight, scheduled: SchedulerOutput, result: ModelRunnerOutput, now: float
+    ) -> list[RequestOutput]:
+        """Return what each request got; see `Scheduler.update`."""
+        correct_shape(scheduled, result)
+        failed = result.failed or {}
+        outputs = _let_go_of_sharers(step.states, scheduled, failed, self._table) if failed else []
+        self._feedback.observe(
+            scheduled.shape, step.planned_at, now, has_run=not failed or _has_run(step.states, failed)
+        )
+        delivered = self._take_rows(step, scheduled, result, outputs)
+        if self._policy.slo is not None:
+            self._policy.slo.tracker.on_deliveries(delivered, now)
+        elif self._policy.known.keeps_deadlines:
+            for state, _ in delivered:
+                state.slo.note_delivery(now)
+        if self.drafting is not None:
+            self.drafts = draft_stats(scheduled, result, outputs, expected_tokens=step.expected_tokens)
+        return outputs
+
+    def _take_rows(
+        self,
+        step: StepInFlight,
+        scheduled: SchedulerOutput,
+        result: ModelRunnerOutput,
+        outputs: list[RequestOutput],
+    ) -> Delivered:
+        """Give requests their tokens, and end those that have all; return what may be held against deadlines.
+
+        Parameters
+        ----------
+        outputs : gets what each request got.
+        """
+        failed = result.failed or {}
+        drafting, keeps_deadlines = self.drafting, self._policy.known.keeps_deadlines
+        delivered: Delivered = []
+        sampled = sampled_rows(result)
+        running = RequestStatus.RUNNING  # to look a member up takes as long as a call
+        for state, row in zip(step.states, scheduled.rows, strict=True):
+            samples = row.samples
+            if samples:
+                got = next(sampled)
+            is_running = state.status is running
+            if not is_running and state.status in _ENDED:
+                continue
+            if failed and state.request_id in failed:
+                outputs.append(_fail(state, failed[state.request_id], self._table))
+                continue
+            # Not those of a row planned before a preemption: they belong to others by now.
+            holds_blocks = is_running and state.admitted_step_id <= step.step_id
+            finished = False
+            if samples:
+                output = state.deliver(got[0], got[1], row.num_draft_tokens)
+                if drafting is not None:
+                    self._note_drafts(state, row, output, got, holds_blocks=holds_blocks)
+                outputs.append(output)
+                finished = output.finish_reason is not None
+                if keeps_deadlines:
+                    delivered.append((state, output))
+                # All but the last token sampled; a row planned behind drafts does not know its place itself.
+                num_valid = state.num_tokens - 1
+            else:
+                num_valid = row.num_computed_tokens + row.num_new_tokens
+            if holds_blocks and num_valid >= state.num_tokens_to_register:
+                self._table.kv.register_full_blocks(state, num_valid)
+            if finished:
+                self._finish(state)
+        return delivered
+
+    def _note_drafts(
+        self,
+        state: RequestState,
+        row: ScheduledRequest,
+        output: RequestOutput,
+        got: SampledRow,
+        *,
+        holds_blocks: bool,
+    ) -> None:
+        """Count what became of the drafts of a row, and learn from it."""
+        assert self.drafting is not None
+        token_ids, _, num_drafted, num_available = got
+        num_accepted = len(token_ids) - 1 if num_drafted else 0
+        draft = state.draft
+        draft.count(num_drafted, min(num_accepted, len(output.new_token_ids)))  # not beyond its end
+        output.num_drafted_tokens, output.num_accepted_tokens = draft.num_drafted, draft.num_accepted
+        if holds_blocks and row.num_draft_tokens:
+            # What is behind the first rejected draft counts as not computed; its KV slots are used again.
+            state.retract(1 + row.num_draft_tokens - len(token_ids))
+        self.drafting.observe(
+            state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
+        )
+
+    def _finish(self, state: RequestState) -> None:
+        """End a request that has all its tokens."""
+        if self._policy.slo is not None:
+            self._policy.slo.tracker.on_finish(state)
+        if self.drafting is not None:
+            self.drafting.finish(state)
+        if self._policy.release.holds_finished and state.status is RequestStatus.RUNNING:
+            self._table.pad(state)
+        else:
+            self._table.drop(state)
+
+
+def last_output(state: RequestState, finish_reason: FinishReason) -> RequestOutput:
+    """Return the output that ends a request without another token."""
+    return RequestOutput(
+        state.request_id,
+        [],
+        finish_reason,
+        None,
+        state.num_cached_tokens,
+        state.num_preemptions,
+        state.scheduled_time,
+        num_drafted_tokens=state.draft.num_drafted,
+        num_accepted_tokens=state.draft.num_accepted,
+        num_previous_tokens=state.num_output_tokens,
+    )
+
+
+def _fail(state: RequestState, message: str, table: RequestTable) -> RequestOutput:
+    """End one request with an error; the others of its step go on, and nobody reuses its KV."""
+    table.kv.pool.unregister(state.block_ids)
+    output = last_output(state, FinishReason.ERROR)
+    output.error = message
+    table.drop(state)
+    return output
+
+
+def _let_go_of_sharers(
+    states: list[RequestState], scheduled: SchedulerOutput, failed: Mapping[str, str], table: RequestTable
+) -> list[RequestOutput]:
+    """Preempt those who share KV with a request that has failed, or end them and return their outputs.
+
+    What was not finite in it is so by now, and nobody else would fail by it: neither who joined after the
+    step was planned, nor who had no token of it. Blocks by which another had one are sound.
+
+    Parameters
+    ----------
+    states : of the step's rows, in their order.
+    failed : ids of the requests whose rows failed, and why.
+    """
+    unsound: set[int] = set()
+    sound: set[int] = set()
+    lost: set[str] = set()
+    for state, row in zip(states, scheduled.rows, strict=True):
+        if state.status is not RequestStatus.RUNNING or state.admitted_step_id > scheduled.step_id:
+            continue  # it has other blocks than the row had, or none
+        if state.request_id in failed:
+            lost.add(state.request_id)
+            unsound.update(state.block_ids)
+        elif row.samples:
+            sound.update(state.block_ids)
+    unsound -= sound
+    outputs = []
+    for state in list(table.running):
+        is_lost = state.status is not RequestStatus.RUNNING or state.request_id in lost
+        if is_lost or unsound.isdisjoint(state.block_ids):
+            continue
+        if state.num_in_flight_tokens:  # they would be delivered
+            outputs.append(_fail(state, _SHARED_KV, table))
+        else:
+            table.kv.pool.unregister(state.block_ids)
+            table.preempt(state)
+    return outputs
+
+
+def _has_run(states: list[RequestState], failed: Mapping[str, str]) -> bool:
+    """Whether a step came to its end: one that raises fails all of its requests.
+
+    Of those that had ended before nobody hears, and a replay does not know that they failed too.
+    """
+    left = [state.request_id for state in states if state.status not in _ENDED]
+    return not left or any(request_id not in failed for request_id in left)

@@ -1,0 +1,179 @@
+"""The rows of a step: requests advanced by what they run, and taken back by drafts that were rejected.
+
+A request with drafts has more tokens to catch up with: the step computes its last token and the drafts
+behind it, and samples after each. What is planned before the result is known counts on all of them, so a
+later step may be planned meanwhile; the result then takes back what was rejected.
+
+These loops run for each row of each step, and are written flat for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import repeat
+from typing import NamedTuple
+
+from onbeat.core.request import TokenLogprobs
+from onbeat.core.step import (
+    AdmittedRequest,
+    BatchShape,
+    ModelRunnerOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+)
+from onbeat.scheduler.replica.kv import KVCacheManager
+from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
+from onbeat.scheduler.replica.request_table import RequestTable
+from onbeat.scheduler.replica.step_plan import StepPlan
+
+SampledRow = tuple[list[int], list[TokenLogprobs] | None, int, int | None]
+"""Tokens, their log-probabilities, drafts verified, drafts available."""
+
+new_tuple = tuple.__new__
+"""Makes a named tuple without the call of its own constructor: `new_tuple(ScheduledRequest, (...))`."""
+
+
+class CommittedRows(NamedTuple):
+    """What a plan has become."""
+
+    rows: list[ScheduledRequest]
+    states: list[RequestState]
+    """Of each row."""
+    admitted: list[AdmittedRequest]
+    """Whom the model runner must hear of."""
+
+
+def commit_rows(
+    plan: StepPlan, table: RequestTable, shape: BatchShape, *, now: float, step_id: int
+) -> CommittedRows:
+    """Advance the requests of a step, and admit those that join the batch with it.
+
+    Parameters
+    ----------
+    shape : gets the rows.
+    now : when the step is planned, seconds.
+    """
+    admitted = table.take_unannounced()
+    states = plan.decodes.copy()
+    if plan.num_drafts:
+        rows = advance_with_drafts(states, plan.num_drafts, table.kv, shape)
+        shape.num_draft_passes = plan.num_draft_passes
+        for _, num_read, num_tokens in plan.catch_ups:
+            shape.add_catch_up(num_read, num_tokens)
+    else:
+        rows = decode_rows(states, table.kv, shape)
+    for state, num_new in plan.chunks:
+        rows.append(advance_chunk(state, num_new, shape))
+        states.append(state)
+    for admission in plan.admissions:
+        state = admission.state
+        admitted.append(table.admit(admission, now, step_id))
+        rows.append(advance_chunk(state, admission.num_new_tokens, shape))
+        states.append(state)
+    return new_tuple(CommittedRows, (rows, states, admitted))
+
+
+def decode_rows(states: list[RequestState], kv: KVCacheManager, shape: BatchShape) -> list[ScheduledRequest]:
+    """Advance requests by one token each; return their rows, with the KV blocks that these need.
+
+    Parameters
+    ----------
+    shape : gets the rows.
+    """
+    rows: list[ScheduledRequest] = []
+    context = num_sampling = 0
+    running = RequestStatus.RUNNING
+    for state in states:
+        num_computed = state.num_computed_tokens
+        context += num_computed
+        block_ids: tuple[int, ...] = ()
+        if num_computed >= state.num_allocated_tokens:
+            block_ids = kv.grow(state, num_computed + 1)
+        samples = state.status is running
+        if samples:  # as `advance` does, without a call for each; a padding row runs its last token again
+            state.num_computed_tokens = num_computed + 1
+            state.num_in_flight_tokens += 1
+            num_sampling += 1
+        rows.append(new_tuple(ScheduledRequest, (state.request_id, num_computed, 1, block_ids, samples, 0)))
+    num_decodes = len(states)
+    shape.num_new_tokens += num_decodes
+    shape.num_sequences += num_decodes
+    shape.num_decodes += num_decodes
+    shape.decode_context_tokens += context + num_decodes
+    shape.num_lm_head_rows += num_sampling
+    return rows
+
+
+def advance_chunk(state: RequestState, num_new: int, shape: BatchShape) -> ScheduledRequest:
+    """Plan a chunk or a new request's row; the blocks were reserved at admission, so it takes none."""
+    num_computed = state.num_computed_tokens
+    samples = num_computed + num_new == state.num_tokens + state.num_in_flight_tokens
+    state.advance(num_new, samples)
+    shape.add(num_computed, num_new, samples=samples)
+    return ScheduledRequest(state.request_id, num_computed, num_new, (), samples)
+
+
+def sampled_rows(result: ModelRunnerOutput) -> Iterator[SampledRow]:
+    """Return what each row with `samples` gave."""
+    return zip(
+        result.sampled_token_ids,
+        repeat(None) if result.logprobs is None else result.logprobs,
+        repeat(0) if result.num_drafted is None else result.num_drafted,
+        repeat(None) if result.num_available is None else result.num_available,
+        strict=False,  # some repeat for ever
+    )
+
+
+def advance_with_drafts(
+    states: list[RequestState], num_drafts: list[int], kv: KVCacheManager, shape: BatchShape
+) -> list[ScheduledRequest]:
+    """Plan decode rows with drafts, and give them the KV blocks that these need.
+
+    Parameters
+    ----------
+    num_drafts : of each state; 0 for a padding row, which runs its last token again.
+    shape : gets the rows.
+    """
+    rows: list[ScheduledRequest] = []
+    context = num_sampling = num_verifying = 0
+    running = RequestStatus.RUNNING
+    for state, num in zip(states, num_drafts, strict=True):
+        num_computed, num_new = state.num_computed_tokens, 1 + num
+        block_ids: tuple[int, ...] = ()
+        if num_computed + num_new > state.num_allocated_tokens:
+            block_ids = kv.grow(state, num_computed + num_new)
+        samples = state.status is running
+        if samples:
+            state.advance(num_new, num_new, num)
+            num_sampling += num_new
+        context += num_computed
+        num_verifying += num > 0
+        rows.append(
+            new_tuple(ScheduledRequest, (state.request_id, num_computed, num_new, block_ids, samples, num))
+        )
+    num_rows, num_all_drafts = len(rows), sum(num_drafts)
+    # `BatchShape.add_verify` of all rows at once.
+    shape.num_new_tokens += num_rows + num_all_drafts
+    shape.num_sequences += num_rows
+    shape.num_decodes += num_rows
+    shape.decode_context_tokens += context + num_rows + num_all_drafts
+    shape.num_lm_head_rows += num_sampling
+    shape.num_draft_tokens += num_all_drafts
+    shape.num_verify_rows += num_verifying
+    return rows
+
+
+def correct_shape(scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
+    """Take the drafts out of a step's shape that were planned but could not be proposed."""
+    if result.num_drafted is None or not scheduled.shape.num_draft_tokens:
+        return
+    shape = scheduled.shape
+    sampling = (row for row in scheduled.rows if row.samples)
+    for row, num_drafted in zip(sampling, result.num_drafted, strict=True):
+        num_missing = row.num_draft_tokens - num_drafted
+        if num_missing:
+            shape.num_new_tokens -= num_missing
+            shape.num_draft_tokens -= num_missing
+            shape.num_lm_head_rows -= num_missing
+            shape.decode_context_tokens -= num_missing
+            shape.num_verify_rows -= num_drafted == 0

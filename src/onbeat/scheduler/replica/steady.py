@@ -1,0 +1,265 @@
+"""Steady runs: steps of decodes in which nothing but token counts changes, taken many at a time.
+
+For those who know what comes: a simulator, where no request comes or ends before it says so. Step by step it
+would call `Scheduler.update` with the result of one and `Scheduler.schedule` for the next. A run comes to the
+same and plans once, however long it is; `tests/pure/simulator/test_steady.py` holds one against the other.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from math import inf
+from typing import Protocol, runtime_checkable
+
+from onbeat.core.step import BatchShape, SchedulerOutput
+from onbeat.scheduler.replica.kv import KVCacheManager
+from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
+from onbeat.scheduler.replica.request_state import NEVER, RequestState, RequestStatus
+from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.replica.slo.deadlines import TOLERANCE, SLOState
+
+
+@runtime_checkable
+class Steady(Protocol):
+    """A composer that knows how long its plans stay the same; any other's steps are planned one by one."""
+
+    def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:
+        """Return up to which predicted time a step is planned again as it is, seconds; 0 for not at all.
+
+        Asked after `commit` of a step of decodes alone, one for each request that runs, none of which is its
+        first token: as long as nobody comes, ends, or lacks a block, and the queue looks the same.
+        """
+        ...
+
+
+@runtime_checkable
+class RunLearner(Protocol):
+    """A step-time model that learns from several steps at once in less time."""
+
+    def observe_run(self, shape: BatchShape, begun: float, ends: Sequence[float]) -> None:
+        """Learn from steps that followed one another, in each of which every row read a token more.
+
+        Parameters
+        ----------
+        shape : of the step before the first of them; afterwards that of the last.
+        begun : when the first began, seconds.
+        ends : when each of them ended, which is when the next began.
+        """
+        ...
+
+
+class SteadyRuns:
+    """Finds the runs of one scheduler, whose steps do not overlap.
+
+    Parameters
+    ----------
+    token_id : what every row samples; it ends no request.
+    """
+
+    def __init__(self, scheduler: Scheduler, token_id: int) -> None:
+        self._scheduler = scheduler
+        self._token_id = token_id
+        composer, model = scheduler.policy.composer, scheduler.step_time_model
+        self._composer = composer if isinstance(composer, Steady) else None
+        if scheduler.config.speculation is not None:
+            self._composer = None  # each step asks anew how many drafts pay
+        self._learner = model if isinstance(model, RunLearner) else None
+
+    def begin(self, scheduled: SchedulerOutput) -> SteadyRun | None:
+        """Return the run that begins with a step that was just planned; None where it has no other step."""
+        scheduler, shape, composer = self._scheduler, scheduled.shape, self._composer
+        if (
+            composer is None
+            or shape.num_chunks
+            or scheduled.admitted
+            or len(scheduled.rows) < len(scheduler.running)
+        ):
+            return None
+        if any(map(scheduler.table.states.__contains__, scheduled.released_ids)):
+            return None  # whom the step has preempted the next one may take in again
+        limit = composer.steady_limit(scheduler.running, scheduler.waiting)
+        model = scheduler.step_time_model
+        if limit < inf and (model is None or model.step_time(shape, scheduler.quantile) > limit):
+            return None
+        states, max_steps = _rows_and_steps(scheduler.running, scheduler.kv)
+        if max_steps <= 1:
+            return None
+        return SteadyRun(scheduler, scheduled, states, limit, max_steps, self._token_id, self._learner)
+
+
+def _rows_and_steps(running: Sequence[RequestState], kv: KVCacheManager) -> tuple[list[RequestState], int]:
+    """Return the rows that sample, and how often they may before one of them ends or may lack a block.
+
+    Whoever waits could not be admitted, and while only token counts grow that stays so, up to the moment at
+    which a new full block can be found in the prefix cache. A first token is a step of its own.
+
+    Parameters
+    ----------
+    running : each has been advanced by the first of these tokens already.
+    """
+    states, max_steps = [], NEVER
+    block_size, has_names = kv.block_size, kv.enable_prefix_caching
+    is_running = RequestStatus.RUNNING
+    for state in running:
+        if state.status is not is_running:  # a padding row runs its last token again and again
+            continue
+        states.append(state)
+        num_tokens, num_computed = state.num_tokens, state.num_computed_tokens
+        if num_tokens == state.num_prompt_tokens:
+            return states, 1
+        num_left = state.max_total_tokens - num_tokens
+        if num_left < max_steps:
+            max_steps = num_left
+        if has_names:
+            hashes = state.request.block_hashes
+            if hashes is None or len(hashes) > (num_computed - 1) // block_size:
+                max_steps = min(max_steps, 1 + -num_computed % block_size)
+    if not states:
+        return states, 1
+    # Every row may be about to need a block, and then one more each block_size tokens.
+    num_blocks_each = kv.pool.num_free_blocks // len(states)
+    return states, min(max_steps, (num_blocks_each - 1) * block_size + 1)
+
+
+class SteadyRun:
+    """A step in flight that is run again and again.
+
+    `Scheduler.update` ends it with its last step, once `advance` was told of all before.
+
+    Attributes
+    ----------
+    max_steps : how often it may be run; fewer where `goes_on` says so.
+    is_bound : whether `goes_on` is to be asked before each step but the first.
+    """
+
+    def __init__(  # noqa: PLR0913 (what the finder has found out)
+        self,
+        scheduler: Scheduler,
+        scheduled: SchedulerOutput,
+        states: list[RequestState],
+        limit: float,
+        max_steps: int,
+        token_id: int,
+        learner: RunLearner | None,
+    ) -> None:
+        self.max_steps = max_steps
+        self.is_bound = limit < inf
+        self._scheduler, self._scheduled = scheduler, scheduled
+        self._states = states
+        self._limit = limit
+        self._token_id = token_id
+        self._learner = learner
+        self._planned_at = scheduler.in_flight[0].planned_at
+        self._num_rows = scheduled.shape.num_lm_head_rows
+        self._learnt = scheduled.shape.copy()
+        """The shape of the last step whose time was learnt; before, of the one ahead of the first."""
+        self._learnt.decode_context_tokens -= self._num_rows
+
+    def goes_on(self, end: float) -> bool:
+        """Learn from the last step that was not learnt from; return whether it would be planned once more.
+
+        Parameters
+        ----------
+        end : when it ended, seconds.
+        """
+        scheduler, shape, num_rows = self._scheduler, self._learnt, self._num_rows
+        model = scheduler.step_time_model
+        assert model is not None
+        shape.decode_context_tokens += num_rows
+        scheduler.feedback.observe(shape, self._planned_at, end)
+        shape.decode_context_tokens += num_rows
+        seconds = model.step_time(shape, scheduler.quantile)
+        shape.decode_context_tokens -= num_rows
+        return seconds <= self._limit
+
+    def advance(self, ends: Sequence[float]) -> None:
+        """Take the results of steps; the next one is under way.
+
+        Parameters
+        ----------
+        ends : when each of them ended, seconds; at least one.
+        """
+        num_steps, scheduler = len(ends), self._scheduler
+        self._learn(ends)
+        kv, token_ids = scheduler.kv, [self._token_id] * num_steps
+        for state in self._states:
+            num_computed = state.num_computed_tokens = state.num_computed_tokens + num_steps
+            state.num_tokens += num_steps
+            state.output_token_ids += token_ids
+            if num_computed > state.num_allocated_tokens:
+                kv.grow(state, num_computed)
+        if scheduler.policy.known.keeps_deadlines:
+            self._note_deliveries(ends)
+        shape, in_flight = self._scheduled.shape, scheduler.in_flight
+        shape.decode_context_tokens += num_steps * self._num_rows
+        in_flight.num_planned += num_steps
+        in_flight.last_plan = ends[-1]
+        if scheduler.policy.slo is not None and scheduler.step_time_model is not None:
+            in_flight.busy_until = ends[-1] + scheduler.step_time_model.step_time(shape)
+
+    def _learn(self, ends: Sequence[float]) -> None:
+        """Learn from the steps that were not learnt from yet, as `StepFeedback.observe` of each."""
+        feedback, shape = self._scheduler.feedback, self._learnt
+        if feedback.model is None:
+            feedback.last_end = ends[-1]
+            return
+        ends = ends[bisect_right(ends, feedback.last_end) :]
+        rules, learner = feedback.rules, self._learner
+        while ends:
+            some = (
+                ends if rules is None else ends[: rules.work.num_left]
+            )  # no more than until costs are taken anew
+            ends = ends[len(some) :]
+            if learner is None:
+                for end in some:
+                    shape.decode_context_tokens += self._num_rows
+                    feedback.observe(shape, self._planned_at, end)
+                continue
+            begun = max(self._planned_at, feedback.last_end)
+            learner.observe_run(shape, begun, some)
+            feedback.last_end = some[-1]
+            if rules is not None:
+                if some[-1] - begun > rules.longest_planned:
+                    rules.note_stalls(begun, some)
+                if rules.work.count(len(some)):
+                    rules.work.take()
+
+    def _note_deliveries(self, ends: Sequence[float]) -> None:
+        """Hold deliveries against their deadlines; see `SLOTracker.on_deliveries`."""
+        policy = self._scheduler.policy.slo
+        tracker = None if policy is None else policy.tracker
+        has_tenants = tracker is not None and tracker.has_tenants
+        last = ends[-1]
+        for state in self._states:
+            slo, has_missed = state.slo, False
+            if slo.tbt == slo.next_deadline == inf:
+                slo.last_delivery = last
+            elif slo.end < inf and tracker is not None:
+                has_missed = tracker.note_paced(state, 1, ends)
+            else:
+                has_missed = note_deliveries(slo, ends)
+            if has_missed and tracker is not None:
+                tracker.num_missed += 1
+            if has_tenants and tracker is not None:
+                tracker.tenants.on_output(state.request.tenant, len(ends))
+
+
+def note_deliveries(slo: SLOState, ends: Sequence[float]) -> bool:
+    """Move on after steps with a token each, none of them the first; return whether the objective was missed.
+
+    Comes to `note_delivery` of each, for many tokens in little time.
+    """
+    has_missed, due, tbt = False, slo.objective_due, slo.tbt_objective
+    is_slow = slo.is_gap_mode or slo.end < inf
+    for now in ends:
+        if is_slow or now > due + TOLERANCE:
+            slo.objective_due = due
+            has_missed |= slo.note_delivery(now)
+            due, is_slow = slo.objective_due, slo.is_gap_mode or slo.end < inf
+        else:
+            due += tbt
+    if not (is_slow or slo.is_best_effort):
+        slo.objective_due = slo.next_deadline = due
+    slo.last_delivery = ends[-1]
+    return has_missed
