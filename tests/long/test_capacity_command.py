@@ -255,7 +255,7 @@ def test_a_case_whose_memory_is_too_small_for_the_longest_request_says_so(tmp_pa
     flags += ["--repeats", "1", "--tolerance", "0.5", "--json", str(path)]
     assert main(["capacity", *MODEL, *load, *flags]) == 0
     small, large = json.loads(path.read_text())["cases"]
-    assert "do not fit a context of 34464 tokens" in small["reason"]
+    assert "do not fit a context of 43536 tokens" in small["reason"]
     assert "needs 23.6 GiB of memory and has 21.6" in small["reason"]
     assert small["reason"].endswith("What fits: --tp 2, or --pp 2, or --dtype fp8")
     assert large["request_rate"] > 0

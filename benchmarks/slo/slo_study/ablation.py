@@ -144,6 +144,13 @@ class LastComeVictims(StepRules):
         return (state.request.arrival,)
 
 
+class ForgetsStalls(StepRules):
+    """Streams earn no more after a stall than before."""
+
+    def reserve(self, start: float) -> float:  # noqa: ARG002
+        return 0.0
+
+
 class KeepsSlackWhileTheQueueGrows(StepRules):
     """A step takes no more of the time in hand where work is short."""
 
@@ -166,6 +173,7 @@ RULES: dict[str, type[StepRules]] = {
     "slo/efficient-chunk": EfficientChunk,
     "slo/no-preemption": NoPreemption,
     "slo/last-come-victims": LastComeVictims,
+    "slo/forgets-stalls": ForgetsStalls,
     "slo/keeps-slack": KeepsSlackWhileTheQueueGrows,
 }
 VARIANTS = {

@@ -12,7 +12,8 @@ from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.scheduler.replica.slo import composer as composition
 from onbeat.scheduler.replica.slo import rules
 from onbeat.scheduler.replica.slo.rules import EARNED_SHARE, GAP_QUANTILE, LONGEST_GAP, SPENT_SHARE
-from onbeat.scheduler.replica.slo.view import prefill_jobs
+from onbeat.scheduler.replica.slo.view import RunningView, prefill_jobs
+from onbeat.scheduler.replica.slo.work import PrefillWork
 from tests.pure.scheduler.slo_watch import Watch
 from tests.pure.scheduler.timed import FakeStepTime, make_request
 
@@ -452,6 +453,22 @@ class TestSittingOut:
         rows = [{row.request_id for row in step.rows} for step in driver.log[num_before:]]
         assert len(rows) > 20
         assert all(names == {"s"} for names in rows)
+
+
+class TestStalls:
+    @pytest.mark.parametrize(("mode", "reserve"), [("stream", 0.95), ("gap", 0.0)])
+    def test_streams_earn_more_for_a_while(self, mode, reserve):
+        step_rules = rules.StepRules(PrefillWork(FakeStepTime(), None), mode, "most", lambda _: 1.0)
+        view = RunningView([], 0.0, 0.0)
+        view.tightest, view.due = 0.1, 2.0
+        step_rules.plan_with(view.tightest)
+        before = step_rules.limit(view, 0.01, 1.5)
+        step_rules.note_stalls(0.0, [0.05, 1.1, 1.15])
+        assert step_rules.reserve(1.5) == pytest.approx(reserve)
+        after = step_rules.limit(view, 0.01, 1.5)
+        assert after == pytest.approx(0.075 if reserve else before)
+        assert step_rules.limit(view, 0.09, 1.5) > 0.09, "decodes never sit out for it"
+        assert step_rules.reserve(1.1 + rules.STALL_MEMORY) == 0.0
 
 
 class TestClasses:

@@ -20,6 +20,11 @@ MODEL = FakeStepTime(fixed=0.05, per_token=1e-4, per_context=0.0, per_pair=0.0)
 WORK = PrefillWork(MODEL, None)
 
 
+def victims_of(plan: StepPlan, starved: str = "") -> Victims:
+    rules = StepRules(WORK, "stream", "most", lambda state: state.request.weight)
+    return Victims(plan, lambda state: rules.loss(state, plan.now, is_starved=state.request_id == starved))
+
+
 def started(*requests: Request, num_blocks: int = 64, **changes) -> tuple[StepPlan, Victims]:
     """Let requests run their prompts; return a plan for the step after that."""
     driver = TimedDriver(make_config(num_blocks=num_blocks, **changes), MODEL)
@@ -28,8 +33,7 @@ def started(*requests: Request, num_blocks: int = 64, **changes) -> tuple[StepPl
     driver.step()
     assert all(len(times) == 1 for times in driver.times.values())
     plan = driver.scheduler._new_plan(driver.now)
-    rules = StepRules(WORK, "stream", "most", lambda state: state.request.weight)
-    return plan, Victims(plan, lambda state: rules.loss(state, plan.now, is_starved=False))
+    return plan, victims_of(plan)
 
 
 def by_name(plan: StepPlan) -> dict[str, RequestState]:
@@ -70,7 +74,7 @@ class TestMakeRoom:
 
     def test_best_effort_that_has_starved_goes_last(self):
         plan, _ = started(*SIX)
-        victims = Victims(plan, WORK, lambda state: 1.0, lambda state: state.request_id == "best effort")
+        victims = victims_of(plan, starved="best effort")
         assert victims.make_room(make_state(make_request("new", 900, 1)), plan.running)
         assert "best effort" not in names(plan.victims)
         assert len(plan.victims) == 5
@@ -149,7 +153,7 @@ class TestWhoeverRoomIsMadeFor:
         plan = driver.scheduler._new_plan(driver.now)
         new = make_state(make_request("new", 16 * 35, 1, salt="shared"))
         assert len(plan.match(new)) == 20
-        assert Victims(plan, WORK, lambda state: 1.0, lambda state: False).make_room(new, plan.running)
+        assert victims_of(plan).make_room(new, plan.running)
         assert len(plan.victims) == 1
         assert admits(plan, new)
 

@@ -146,7 +146,7 @@ def test_a_draft_model_that_does_not_fit_beside_its_target_is_cured_likewise() -
         (
             {},
             60_000,
-            r"1 of 2 requests .* do not fit a context of 34464.*needs [\d.]+ GiB.*What fits: --tp 2",
+            r"1 of 2 requests .* do not fit a context of 43536.*needs [\d.]+ GiB.*What fits: --tp 2",
         ),
         ({}, 200_000, r"The model was made for 131072 tokens"),
         ({"max_model_len": 2048}, 3_000, r"--max-model-len is 2048; --max-model-len 3010 takes them in"),

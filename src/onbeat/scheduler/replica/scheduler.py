@@ -59,7 +59,7 @@ class Scheduler:
         # Steps wait for one another, save for those of a pipeline.
         self.feedback = StepFeedback(
             step_time_model,
-            None if self._slo is None else self._slo.work,
+            None if self._slo is None else self._slo.rules,
             run_side_by_side=config.num_micro_batches > 1,
         )
         self.in_flight = StepsInFlight()

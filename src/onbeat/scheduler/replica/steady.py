@@ -205,19 +205,25 @@ class SteadyRun:
             feedback.last_end = ends[-1]
             return
         ends = ends[bisect_right(ends, feedback.last_end) :]
-        work, learner = feedback.work, self._learner
+        rules, learner = feedback.rules, self._learner
         while ends:
-            some = ends if work is None else ends[: work.num_left]  # no more than until costs are taken anew
+            some = (
+                ends if rules is None else ends[: rules.work.num_left]
+            )  # no more than until costs are taken anew
             ends = ends[len(some) :]
             if learner is None:
                 for end in some:
                     shape.decode_context_tokens += self._num_rows
                     feedback.observe(shape, self._planned_at, end)
                 continue
-            learner.observe_run(shape, max(self._planned_at, feedback.last_end), some)
+            begun = max(self._planned_at, feedback.last_end)
+            learner.observe_run(shape, begun, some)
             feedback.last_end = some[-1]
-            if work is not None and work.count(len(some)):
-                work.take()
+            if rules is not None:
+                if some[-1] - begun > rules.longest_planned:
+                    rules.note_stalls(begun, some)
+                if rules.work.count(len(some)):
+                    rules.work.take()
 
     def _note_deliveries(self, ends: Sequence[float]) -> None:
         """Hold deliveries against their deadlines; see `SLOTracker.on_deliveries`."""

@@ -1,10 +1,10 @@
-"""What measured steps teach: the step-time model, and the costs that plans are made with."""
+"""What measured steps teach: the step-time model, and the costs and the slack that plans are made with."""
 
 from __future__ import annotations
 
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.slo.work import PrefillWork
+from onbeat.scheduler.replica.slo.rules import StepRules
 
 
 class StepFeedback:
@@ -13,7 +13,8 @@ class StepFeedback:
     Parameters
     ----------
     model : told of every step's time; None where nobody predicts.
-    work : costs that are taken anew from the model now and then; None where nobody plans with them.
+    rules : their costs are taken anew from the model now and then, and they hear of steps that took far
+        longer than planned; None where nobody plans with them.
     run_side_by_side : whether steps of a pipeline do not wait for one another.
 
     Attributes
@@ -24,12 +25,12 @@ class StepFeedback:
     def __init__(
         self,
         model: StepTimeModel | None,
-        work: PrefillWork | None,
+        rules: StepRules | None,
         *,
         run_side_by_side: bool,
     ) -> None:
         self.last_end = float("-inf")
-        self.model, self.work = model, work
+        self.model, self.rules = model, rules
         self._run_side_by_side = run_side_by_side
 
     def observe(self, shape: BatchShape, planned_at: float, now: float, *, has_run: bool = True) -> None:
@@ -47,5 +48,9 @@ class StepFeedback:
         if self.model is None or not has_run or now <= begun:
             return
         self.model.observe(shape, now - begun)
-        if self.work is not None and self.work.count(1):
-            self.work.take()
+        rules = self.rules
+        if rules is not None:
+            if now - begun > rules.longest_planned:
+                rules.note_stalls(begun, (now,))
+            if rules.work.count(1):
+                rules.work.take()

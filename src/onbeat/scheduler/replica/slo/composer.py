@@ -46,6 +46,7 @@ class StepComposition:
         left_over = plan.waiting.first_from(BEST_EFFORT_RANK, MOST_BEST_EFFORT)
         best_effort = self._best_effort(left_over)
         rows, shape = view.decodes, view.decode_shape()
+        plan.tightest = view.tightest
         limit, seconds = inf, 0.0
         if view.due_state is not None:  # else nothing is due, and nobody asks how long the decodes take
             seconds = self._work.of(shape)
@@ -61,7 +62,6 @@ class StepComposition:
             plan.overdue = [state for state in overdue if id(state) not in begun]
         else:
             self._decode(rows, shape)
-        plan.tightest = view.tightest
 
     def _share_out(
         self, rows: list[RequestState], shape: BatchShape, limit: float, best_effort: list[RequestState]
@@ -232,7 +232,7 @@ class SLOComposer:
        earn; before the earliest of their deadlines, so that a stream that is behind has decodes run alone
        until it has caught up; and before the shortest pace of an e2e objective, but prompts keep a part of
        it. While all streams are far ahead (`stream` mode), it may take a part of that, up to two objectives;
-       a larger part while prompts wait that cannot be in time.
+       a larger part while prompts wait that cannot be in time. For a while after a stall they earn more.
     2. Prompts go by deadline. Those that cannot all be in time are sorted out (Moore and Hodgson); what time
        the others leave goes to them, and then to best effort.
     3. For a prompt that lacks a slot or memory and would be late by waiting, requests without objectives are
@@ -286,6 +286,7 @@ class SLOComposer:
     def commit(self, plan: StepPlan) -> None:
         """Remember what a plan that is carried out found."""
         self._predicted_wait, self._tightest = plan.predicted_wait, plan.tightest
+        self.rules.plan_with(plan.tightest)
         self.admission.on_plan(plan)
 
     def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:  # noqa: ARG002

@@ -17,6 +17,11 @@ GAP_QUANTILE = CERTAIN
 hundred is what a request's P99 gap allows. In `stream` mode longer and shorter steps even out: the mean."""
 EARNED_SHARE = 1 / 32
 """Of a TBT objective that a step leaves to its streams: they earn the time to outlast a stall."""
+EARNED_AFTER_STALL, STALL_MEMORY = 1 / 4, 100.0
+"""The same after a step that took longer than any is planned to: for so many times the time that it took
+beyond an objective, which streams then keep in hand."""
+LONGEST_STALL = 32
+"""TBT objectives, what streams then earn in 128 tokens: most answers end before they have earned more."""
 SPENT_SHARE, SPENT_WHILE_IT_GROWS = 1 / 4, 1 / 2
 """Of the time that the most urgent stream has in hand, what one step may take; and while the queue grows."""
 LONGEST_GAP = 2.0
@@ -46,6 +51,25 @@ class StepRules:
     ) -> None:
         self.work, self.worth = work, worth
         self.mode, self.shed_order = mode, shed_order
+        self.longest_planned = inf
+        """Seconds; a step that takes longer is a stall."""
+        self._reserve, self._stalled_until = 0.0, -inf
+
+    def plan_with(self, tightest: float) -> None:
+        """Hear of the shortest TBT objective of the streams of a step, seconds; infinite without any."""
+        self.longest_planned = (1 + self.longest_gap) * tightest if self.mode == "stream" else inf
+
+    def note_stalls(self, begun: float, ends: Sequence[float]) -> None:
+        """Hear of steps that followed one another; some may have taken longer than `longest_planned`."""
+        objective = self.longest_planned / (1 + self.longest_gap)
+        for start, end in zip((begun, *ends), ends, strict=False):
+            beyond = end - start - objective
+            if end - start > self.longest_planned and beyond <= LONGEST_STALL * objective:
+                self._reserve, self._stalled_until = beyond, end + STALL_MEMORY * beyond
+
+    def reserve(self, start: float) -> float:
+        """Return what streams should have in hand for the next stall, seconds."""
+        return self._reserve if start < self._stalled_until else 0.0
 
     def limit(
         self, view: RunningView, decode_seconds: float, start: float, *, queue_grows: bool = False
@@ -59,8 +83,13 @@ class StepRules:
         ahead = view.due - start
         objective = self.tightest_limit(view.tightest)
         if self.mode == "stream" and objective < inf:
+            reserve = self.reserve(start)
+            if reserve:  # not at once: streams that were begun with longer steps would leave prompts nothing
+                earned = (1 - EARNED_AFTER_STALL) * view.tightest
+                objective = min(objective, max(earned, (objective + decode_seconds) / 2))
             spent = self.spent_while_it_grows if queue_grows else self.spent
-            objective = max(objective, min(spent * ahead, self.longest_gap * view.tightest))
+            in_hand = spent * (ahead - reserve)
+            objective = max(objective, min(in_hand, self.longest_gap * view.tightest))
         pace = max(view.pace, decode_seconds / (1 - PACED_SHARE))
         return min(objective, max(ahead, decode_seconds), pace)
 
@@ -104,7 +133,8 @@ class StepRules:
         start : when the next step may start, seconds.
         """
         slo = state.request.slo
-        return due - start > self.spare_tokens * state.slo.tbt and slo is not None and slo.e2e is None
+        spare = self.spare_tokens * state.slo.tbt + self.reserve(start)
+        return due - start > spare and slo is not None and slo.e2e is None
 
     def is_late_if_it_waits(self, kept: Sequence[PromptJob], room: Room, now: float) -> bool:
         """Whether one of the prompts that wait is late if they do for another step.
