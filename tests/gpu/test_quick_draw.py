@@ -16,6 +16,7 @@ from tests.cpu.engine.cuda.test_triton_draw import (
     drawn,
     expected_token,
     random_logits,
+    tokens_beside,
 )
 
 pytestmark = pytest.mark.gpu
@@ -27,10 +28,13 @@ VOCAB_SIZE = 128_256
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_tokens_are_those_of_the_host(rule: Rule, most_candidates: int) -> None:
     logits_RV = random_logits(rule, VOCAB_SIZE)
-    expected = [
-        expected_token(logits_V, rule, number) for logits_V, number in zip(logits_RV, NUMBERS, strict=True)
-    ]
-    assert drawn(logits_RV, rule, NUMBERS, most_candidates, "cuda") == expected
+    tokens = drawn(logits_RV, rule, NUMBERS, most_candidates, "cuda")
+    for token, logits_V, number in zip(tokens, logits_RV, NUMBERS, strict=True):
+        allowed = {expected_token(logits_V, rule, number)}
+        if rule == Rule(0.3) and number == NUMBERS[-1]:
+            # This row's last token starts where the number is, to 2**-60; all others are clear.
+            allowed |= tokens_beside(logits_V, rule.temperature, number)
+        assert token in allowed
 
 
 def test_equal_logits_are_told_apart_by_their_ids() -> None:

@@ -73,6 +73,20 @@ def _check(rule: Rule, most_candidates: int, *, vocab_size: int) -> None:
     ]
 
 
+def test_a_number_at_a_boundary_draws_a_token_beside_it() -> None:
+    """The last token's share is 1.006 of what 1 - 2**-53 leaves, and the next-to-last one's is 10**-21."""
+    rule, number = Rule(0.3), NUMBERS[-1]
+    logits_V = random_logits(rule, 128_256)[-1]
+    beside = tokens_beside(logits_V, rule.temperature, number)
+    assert beside == {128_253, 128_254, 128_255}
+    assert expected_token(logits_V, rule, number) in beside
+    assert drawn(logits_V[None], rule, [number])[0] in beside
+    for clear in NUMBERS[:-1]:
+        expected = expected_token(logits_V, rule, clear)
+        assert tokens_beside(logits_V, rule.temperature, clear) == {expected}
+        assert drawn(logits_V[None], rule, [clear]) == [expected]
+
+
 @pytest.mark.parametrize("most_candidates", [ENOUGH, FEW])
 @pytest.mark.parametrize(
     "rule", [Rule(), Rule(top_k=9), Rule(top_p=0.6), Rule(min_p=0.3, top_p=0.7)], ids=str
@@ -148,6 +162,20 @@ def drawn(
     ids_R = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
     triton_draw.draw(logits, params, best_tokens(logits), ids_R, most_candidates=most_candidates)
     return ids_R.tolist()
+
+
+def tokens_beside(logits_V: NDArray[np.float32], temperature: float, number: float) -> set[int]:
+    """Return the tokens that a number may draw from a row that nothing cuts: mostly one.
+
+    Each token has a share of [0, 1). Sums in float64, in whatever order, move its ends by some 2**-53 for each
+    of about 20 additions, so a number within 2**-48 of an end may draw the token on either side.
+    """
+    wide_V = logits_V.astype(np.float64)
+    weights_V = np.exp((wide_V - wide_V.max()) / temperature).astype(np.longdouble)
+    ends_V = np.cumsum(weights_V)
+    ends_V /= ends_V[-1]
+    starts_V = np.append(np.longdouble(0.0), ends_V[:-1])
+    return set(np.flatnonzero((starts_V < number + 2.0**-48) & (ends_V > number - 2.0**-48)).tolist())
 
 
 def expected_token(logits_V: NDArray[np.float32], rule: Rule, number: float) -> int:
