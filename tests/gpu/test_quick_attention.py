@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from onbeat.engine.cuda.backend import fast_kernels
-from onbeat.engine.cuda.kernels import ChunkRows, DecodeRows, KernelSizes, LayerSpec
+from onbeat.engine.cuda.backend import fast_kernels, missing_kernel
+from onbeat.engine.cuda.kernels import ChunkBackend, ChunkRows, DecodeRows, KernelSizes, LayerSpec
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.kv_cache import LayerKVCache
 from tests.cpu.engine.cuda.kernel_sizes import kernel_sizes
@@ -82,7 +82,7 @@ STEPS = ([1, 1, 1, 1], [700, 1, 33, 16], [5, 900, 17, 1024])
 
 def test_a_graph_of_xqa_follows_tables_and_lengths() -> None:
     kernels, kv, q_RNH, out_RNH = (
-        fast_kernels(sizes(torch.bfloat16)),
+        fast_kernels(sizes(torch.bfloat16), decode_backend="xqa"),
         cache(),
         random(4, 8, 128),
         random(4, 8, 128),
@@ -132,13 +132,22 @@ def test_a_graph_of_planned_decodes_follows_its_plans() -> None:
             assert relative_error(out_RNH, expected_decodes(q_RNH, kv, rows)) <= LARGEST_ERROR
 
 
-def test_plans_of_chunks_that_are_made_while_others_run_leave_these_alone() -> None:
-    kernels, plain, kv = fast_kernels(sizes(torch.bfloat16)), ReferenceKernels(sizes(torch.float32)), cache()
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_plans_of_chunks_that_are_made_while_others_run_leave_these_alone(backend: ChunkBackend) -> None:
+    """Every second step's rows are long; with fa3 it takes these, and fa2 the others."""
+    of_device = sizes(torch.bfloat16)
+    if missing_kernel(of_device.config, backend) is not None:
+        pytest.skip(f"the kernel of {backend} cannot be had here")
+    kernels, plain, kv = (
+        fast_kernels(of_device, chunk_backend=backend),
+        ReferenceKernels(sizes(torch.float32)),
+        cache(),
+    )
     wide = LayerKVCache(*(part.float() for part in kv))
     steps = []
     for seed in range(6):
         rng = np.random.default_rng(seed)
-        query_lens = rng.integers(1, 90, 5).astype(np.int32)
+        query_lens = rng.integers(1, 90, 5).astype(np.int32) + 128 * (seed % 2)
         context_lens = query_lens + rng.integers(0, 600, 5).astype(np.int32)
         num_blocks = -(-context_lens // BLOCK_SIZE)
         blocks = rng.integers(0, NUM_BLOCKS, num_blocks.sum(), dtype=np.int32)

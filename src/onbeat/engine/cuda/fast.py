@@ -87,7 +87,7 @@ class FastKernels:
     sizes : what they are made for.
     decode_backend : FlashInfer's kernel for rows of one token. On an H100 steps of Llama-3.1-8B are 1 to 4 %
         quicker with fa2, whose plan balances contexts, than with xqa, which needs no plan.
-    chunk_backend : the one for rows of several tokens.
+    chunk_backend : the one for rows of several tokens; see `Chunks`.
     library : FlashInfer, if it is imported already.
     """
 

@@ -30,6 +30,8 @@ _WORKSPACE_BYTES = 128 << 20
 """Results of parts of a row that are still to be merged: what FlashInfer recommends."""
 _PLAN_BYTES = 8 << 20
 """Of a plan, as FlashInfer's wrappers have it."""
+_LONG_CHUNK = 128
+"""New tokens of a row from which on fa3 is taken: what one of its tiles holds."""
 _MOST_PROCESSORS = 144
 """Of a GPU with sm_90: an H100 has 132 of them."""
 
@@ -234,7 +236,8 @@ class Chunks:
     ----------
     library : FlashInfer.
     sizes : what it is made for.
-    backend : fa2 or fa3.
+    backend : fa2, or fa3 for steps whose rows are all long: it does not share a row's context out among
+        processors, so the others stay with fa2.
     workspace : as that of `XqaDecodes`.
     """
 
@@ -246,15 +249,16 @@ class Chunks:
         self._backend = backend
         self._workspace = workspace
         self._stream = stream_of(sizes.device)
-        self._wrappers: dict[int | None, tuple[Any, PlanBuffers]] = {}
+        self._wrappers: dict[tuple[int | None, ChunkBackend], tuple[Any, PlanBuffers]] = {}
 
     def plan(self, rows: ChunkRows, layer: LayerSpec) -> Any:
         """Return a wrapper that is ready for the step; see `Kernels.plan_chunks`.
 
-        There is one for each window: what it knows of a step is read when its kernels are launched, and the
+        There is one for each window and kernel: what it knows of a step is read when its kernels are launched, and the
         plan on the device is overwritten in stream order.
         """
-        wrapper, buffers = self._wrapper(layer.window)
+        is_long = rows.query_lens_R.min() >= _LONG_CHUNK
+        wrapper, buffers = self._wrapper(layer.window, self._backend if is_long else "fa2")
         block_size = self._sizes.block_size
         query_ends_R1, block_ends_R1 = _ends(rows.query_lens_R), _ends(rows.num_blocks_R)
         last_lens_R = rows.context_lens_R - (rows.num_blocks_R - 1) * block_size
@@ -283,13 +287,14 @@ class Chunks:
         """Attend; see `Kernels.attend_chunks`."""
         plan.run(q_TNH, tuple(kv), out=out_TNH)
 
-    def _wrapper(self, window: int | None) -> tuple[Any, PlanBuffers]:
-        if window not in self._wrappers:
+    def _wrapper(self, window: int | None, backend: ChunkBackend) -> tuple[Any, PlanBuffers]:
+        key = window, backend
+        if key not in self._wrappers:
             buffers = PlanBuffers(self._stream, self._sizes.device)
-            wrapper = self._make_wrapper(self._workspace, "HND", backend=self._backend)
+            wrapper = self._make_wrapper(self._workspace, "HND", backend=backend)
             wrapper.reset_workspace_buffer(self._workspace, buffers.on_device)
-            self._wrappers[window] = wrapper, buffers
-        return self._wrappers[window]
+            self._wrappers[key] = wrapper, buffers
+        return self._wrappers[key]
 
     def _pinned(self, *arrays: Int32Array) -> tuple[Tensor, ...]:
         """Return arrays in one piece of memory that torch gives away again only once it has been copied."""

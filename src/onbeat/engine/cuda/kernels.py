@@ -30,7 +30,7 @@ Int32Array = NDArray[np.int32]
 DecodeBackend = Literal["xqa", "fa2"]
 """FlashInfer's kernels for rows of one token; fa2 needs a plan of the host's."""
 ChunkBackend = Literal["fa2", "fa3"]
-"""Those for rows of several tokens."""
+"""Those for rows of several tokens; fa3 is for long ones."""
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A product as `torch.nn.functional.linear` takes it: `x [T, D] @ matrix [F, D].T + bias [F]`, [T, F]."""

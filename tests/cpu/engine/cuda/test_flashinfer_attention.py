@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: make test-triton")
 
+from onbeat.engine.cuda import flashinfer_attention
 from onbeat.engine.cuda.flashinfer_attention import (
     Chunks,
     FlashInfer,
@@ -75,7 +76,8 @@ def test_xqa_reads_tables_on_the_device_and_is_told_the_whole_scale(window: int 
 
 
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
-def test_chunks_are_told_where_rows_and_blocks_end(backend: str) -> None:
+def test_chunks_are_told_where_rows_and_blocks_end(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer_attention, "_LONG_CHUNK", 1)
     recorder = Recorder()
     chunks = Chunks(recorder.library(), SIZES, backend, WORKSPACE)  # type: ignore[arg-type]
     plan = chunks.plan(chunk_rows([5, 7, 1], [5, 48, 17], [4, 2, 7, 8, 3, 1]), layer(None))
@@ -115,6 +117,19 @@ def test_each_window_has_a_wrapper_and_a_plan_of_its_own() -> None:
     assert whole is not sliding
     assert whole.int_workspace_buffer.data_ptr() != sliding.int_workspace_buffer.data_ptr()
     assert chunks.plan(rows, layer(None)) is whole
+
+
+def test_fa3_is_for_steps_whose_rows_are_all_long() -> None:
+    recorder = Recorder()
+    chunks = Chunks(recorder.library(), SIZES, "fa3", WORKSPACE)
+    blocks = list(range(8))
+    long = chunks.plan(chunk_rows([128], [128], blocks), layer(None))
+    assert recorder.last("PrefillWrapper")["backend"] == "fa3"
+    mixed = chunks.plan(chunk_rows([128, 1], [128, 30], [*blocks, 0, 1]), layer(None))
+    assert recorder.last("PrefillWrapper")["backend"] == "fa2"
+    assert long is not mixed
+    assert long.int_workspace_buffer.data_ptr() != mixed.int_workspace_buffer.data_ptr()
+    assert chunks.plan(chunk_rows([200, 128], [200, 128], list(range(21))), layer(None)) is long
 
 
 def test_planned_decodes_plan_on_the_host_what_they_list_on_the_device() -> None:
