@@ -254,8 +254,8 @@ class Chunks:
     def plan(self, rows: ChunkRows, layer: LayerSpec) -> Any:
         """Return a wrapper that is ready for the step; see `Kernels.plan_chunks`.
 
-        There is one for each window and kernel: what it knows of a step is read when its kernels are launched, and the
-        plan on the device is overwritten in stream order.
+        There is one for each window and kernel: what it knows of a step is read when its kernels are
+        launched, and the plan on the device is overwritten in stream order.
         """
         is_long = rows.query_lens_R.min() >= _LONG_CHUNK
         wrapper, buffers = self._wrapper(layer.window, self._backend if is_long else "fa2")

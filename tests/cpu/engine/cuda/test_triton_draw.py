@@ -167,8 +167,8 @@ def drawn(
 def tokens_beside(logits_V: NDArray[np.float32], temperature: float, number: float) -> set[int]:
     """Return the tokens that a number may draw from a row that nothing cuts: mostly one.
 
-    Each token has a share of [0, 1). Sums in float64, in whatever order, move its ends by some 2**-53 for each
-    of about 20 additions, so a number within 2**-48 of an end may draw the token on either side.
+    Each token has a share of [0, 1). Sums in float64, in whatever order, move its ends by some 2**-53 for
+    each of about 20 additions, so a number within 2**-48 of an end may draw the token on either side.
     """
     wide_V = logits_V.astype(np.float64)
     weights_V = np.exp((wide_V - wide_V.max()) / temperature).astype(np.longdouble)
