@@ -65,8 +65,8 @@ def missing_kernel(config: ModelConfig, chunk_backend: ChunkBackend = "fa2") -> 
 def chunk_backend_for(config: ModelConfig, device: torch.device) -> ChunkBackend:
     """Return the quicker kernel for long chunks of those that a model can have on a GPU.
 
-    On an H100 fa3 computes prompts of Llama-3.1-8B in 5 to 11 % less time. It is written for sm_90 alone, and
-    it has been timed with heads of 128 and no window.
+    On an H100 fa3 saves 5 to 10 % of prompts of 2,048 and 8,192 tokens of Llama-3.1-8B. It is written for
+    sm_90 alone, and it has been timed with heads of 128 and no window.
     """
     has_window = any(config.is_sliding(layer) for layer in range(config.num_layers))
     if config.head_dim != 128 or has_window or compute_capability(device)[0] != 9:
