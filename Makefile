@@ -65,7 +65,7 @@ format: .venv/.dev ## Format the code and mend what the linter can
 flags: .venv/.serve ## Write docs/flags.md from what the commands declare
 	$(BIN)/python scripts/flags > docs/flags.md
 
-size: ## Show the lines of every source file
+size: ## Hold packages to their budgets of lines (scripts/budgets.toml)
 	@scripts/size
 
 model: | .venv/.serve
