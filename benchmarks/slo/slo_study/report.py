@@ -18,7 +18,7 @@ from slo_study.trial import Score
 LEAST = 0.97
 """A cell whose interval lies wholly below this is one in which the subject is worse."""
 NOTE = """
-Made by `python benchmarks/slo_study.py run`, then `report --write`, both with `--tag`, the version that is
+Made by `python -m benchmarks.slo.study run`, then `report --write`, both with `--tag`, the version that is
 studied. Simulated replicas (uncalibrated roofline step times, as in `onbeat simulate`; every request declares
 exactly its output length). A load
 lasts: at least 4,000 requests and ten minutes of arrivals are measured after a warm-up that is thrown away
