@@ -65,8 +65,8 @@ format: .venv/.dev ## Format the code and mend what the linter can
 flags: .venv/.serve ## Write docs/flags.md from what the commands declare
 	$(BIN)/python scripts/flags > docs/flags.md
 
-size: ## Show the lines of every source file
-	@scripts/size
+size: .venv/bin/python ## Hold packages to their budgets of lines (scripts/budgets.toml)
+	@$(BIN)/python scripts/size
 
 model: | .venv/.serve
 	@$(BIN)/onbeat models fetch $(MODEL)

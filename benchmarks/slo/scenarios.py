@@ -15,12 +15,19 @@ import time
 from collections.abc import Callable, Sequence
 
 from benchmarks.harness.pages import RESULTS
+from benchmarks.slo.slo_study.cells import OBJECTIVES, SET_UPS
+from benchmarks.slo.slo_study.formulas import formulas
+from benchmarks.slo.slo_study.predictions import accuracy
+from benchmarks.slo.slo_study.replica import Stage
+from benchmarks.slo.slo_study.scenarios import (
+    SUBJECT,
+    Finding,
+    above_capacity,
+    below_capacity,
+    burst,
+    overload,
+)
 from onbeat.core.slo import SLO_MODES
-from slo_study.cells import OBJECTIVES, SET_UPS
-from slo_study.formulas import formulas
-from slo_study.predictions import accuracy
-from slo_study.replica import Stage
-from slo_study.scenarios import SUBJECT, Finding, above_capacity, below_capacity, burst, overload
 
 SCENARIOS: dict[str, Callable[[Stage, float], Finding]] = {
     "below": below_capacity,

@@ -32,11 +32,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from benchmarks.harness.pages import REPOSITORY, RESULTS, publish
 from benchmarks.harness.plots import write_image
 from benchmarks.harness.store import Results, deadline_in, run_missing
-from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SLO_MODES
-from onbeat.planner.parallel import run_tasks
-from slo_study.ablation import CELLS as ABLATION_CELLS
-from slo_study.ablation import (
+from benchmarks.slo.slo_study.ablation import CELLS as ABLATION_CELLS
+from benchmarks.slo.slo_study.ablation import (
     VARIANTS,
     ablation_runs,
     ablation_table,
@@ -44,7 +41,7 @@ from slo_study.ablation import (
     compared_table,
     lasting,
 )
-from slo_study.cells import (
+from benchmarks.slo.slo_study.cells import (
     CELLS,
     OBJECTIVES,
     SET_UPS,
@@ -55,15 +52,18 @@ from slo_study.cells import (
     members,
     select_cells,
 )
-from slo_study.charts import ratio_chart
-from slo_study.disturbed import DISTURBANCES, TRIAGE, DisturbedPlan, disturbed_table
-from slo_study.knowledge import CELLS as KNOWLEDGE_CELLS
-from slo_study.knowledge import knowledge_runs, knowledge_table
-from slo_study.loads import WORKLOADS
-from slo_study.replica import Stage
-from slo_study.report import Study, markdown
-from slo_study.scored import Scored, scored_runs
-from slo_study.tasks import Plan, make_tasks, mixed, run_task
+from benchmarks.slo.slo_study.charts import ratio_chart
+from benchmarks.slo.slo_study.disturbed import DISTURBANCES, TRIAGE, DisturbedPlan, disturbed_table
+from benchmarks.slo.slo_study.knowledge import CELLS as KNOWLEDGE_CELLS
+from benchmarks.slo.slo_study.knowledge import knowledge_runs, knowledge_table
+from benchmarks.slo.slo_study.loads import WORKLOADS
+from benchmarks.slo.slo_study.replica import Stage
+from benchmarks.slo.slo_study.report import Study, markdown
+from benchmarks.slo.slo_study.scored import Scored, scored_runs
+from benchmarks.slo.slo_study.tasks import Plan, make_tasks, mixed, run_task
+from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO_MODES
+from onbeat.planner.parallel import run_tasks
 
 LINES = RESULTS / "slo-study.jsonl"
 IMAGES = REPOSITORY / "docs" / "images"

@@ -9,10 +9,14 @@ from math import inf
 from typing import Any
 
 import numpy as np
-from harness.intervals import mean_interval
-from harness.pages import markdown_table
-from harness.store import Results
 
+from benchmarks.harness.intervals import mean_interval
+from benchmarks.harness.pages import markdown_table
+from benchmarks.harness.store import Results
+from benchmarks.slo.slo_study.cells import SUBJECT, Cell, settings_of
+from benchmarks.slo.slo_study.criteria import CRITERIA, rate_at
+from benchmarks.slo.slo_study.scored import RateRun, Scored, curves
+from benchmarks.slo.slo_study.trial import MOST_GROWTH, Question, Runner, longest_request
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
@@ -22,10 +26,6 @@ from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.rules import SPENT_SHARE, StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
 from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
-from slo_study.cells import SUBJECT, Cell, settings_of
-from slo_study.criteria import CRITERIA, rate_at
-from slo_study.scored import RateRun, Scored, curves
-from slo_study.trial import MOST_GROWTH, Question, Runner, longest_request
 
 Split = tuple[list[PromptJob], list[PromptJob]]
 

@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.slo.slo_study.idle import row_seconds
+from benchmarks.slo.slo_study.trial import MOST_GROWTH
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.workload.offered import OfferedLoad
-from slo_study.idle import row_seconds
-from slo_study.trial import MOST_GROWTH
 
 _IN_TIME = 0.99
 """Of a stream's tokens."""

@@ -7,9 +7,9 @@ from math import log10
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from benchmarks.slo.slo_study.cells import SIMPLE, STATIC
+from benchmarks.slo.slo_study.report import Study
 from onbeat.report.charts import COLOURS
-from slo_study.cells import SIMPLE, STATIC
-from slo_study.report import Study
 
 CRITERIA = ("90 %", "99 %")
 _LEAST_SEEDS = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import exp, log
 
-from slo_study.trial import MOST_GROWTH, Score
+from benchmarks.slo.slo_study.trial import MOST_GROWTH, Score
 
 RATE_STEP = 1.05
 """Rates are powers of this, named by their exponents, so that runs of all searches share them."""

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from harness.intervals import interval_text, mean_interval
-from harness.pages import markdown_table
-from harness.store import Results
 
+from benchmarks.harness.intervals import interval_text, mean_interval
+from benchmarks.harness.pages import markdown_table
+from benchmarks.harness.store import Results
+from benchmarks.slo.slo_study.cells import FAMILIES, OBJECTIVES, SIMPLE, SUBJECT, settings_of
+from benchmarks.slo.slo_study.loads import LoadKey, make_load
+from benchmarks.slo.slo_study.trial import config_of, longest_request
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
@@ -21,9 +24,6 @@ from onbeat.simulator.simulate import simulate
 from onbeat.workload.arrivals import RateStep, step_arrivals
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
-from slo_study.cells import FAMILIES, OBJECTIVES, SIMPLE, SUBJECT, settings_of
-from slo_study.loads import LoadKey, make_load
-from slo_study.trial import config_of, longest_request
 
 SET_UP, WORKLOAD, SLO_NAME, MODE = "mistral", "poisson", "1s-100ms", "stream"
 WARM_SECONDS, SECONDS = 240.0, 960.0

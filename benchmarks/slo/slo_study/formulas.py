@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from harness.pages import markdown_table
-
+from benchmarks.harness.pages import markdown_table
+from benchmarks.slo.slo_study.replica import Stage
+from benchmarks.slo.slo_study.scenarios import SUBJECT, Finding
 from onbeat.core.step import StepStats
 from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.observer import StepsWanted
-from slo_study.replica import Stage
-from slo_study.scenarios import SUBJECT, Finding
 
 MICROSECOND = 1e-6
 

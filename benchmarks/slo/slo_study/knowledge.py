@@ -15,10 +15,19 @@ from math import inf
 from typing import ClassVar
 
 import numpy as np
-from harness.intervals import geometric_mean
-from harness.pages import markdown_table
-from harness.store import Results
 
+from benchmarks.harness.intervals import geometric_mean
+from benchmarks.harness.pages import markdown_table
+from benchmarks.harness.store import Results
+from benchmarks.slo.slo_study.ablation import CELLS as _ABLATION_CELLS
+from benchmarks.slo.slo_study.bound import fluid_bound, unlimited_hits
+from benchmarks.slo.slo_study.cells import OBJECTIVES, SUBJECT, Cell, settings_of
+from benchmarks.slo.slo_study.criteria import CRITERIA, Curve, index_near, rate_at
+from benchmarks.slo.slo_study.idle import hopeless_rows
+from benchmarks.slo.slo_study.loads import lasting, warm_seconds
+from benchmarks.slo.slo_study.search import search
+from benchmarks.slo.slo_study.tasks import SHARES
+from benchmarks.slo.slo_study.trial import Question, Runner, longest_request
 from onbeat.scheduler.replica.policies import POLICIES, slo_composition
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.rules import StepRules
@@ -26,15 +35,6 @@ from onbeat.scheduler.replica.slo.view import PromptJob
 from onbeat.scheduler.replica.slo.work import PrefillWork, Room
 from onbeat.simulator.config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
-from slo_study.ablation import CELLS as _ABLATION_CELLS
-from slo_study.bound import fluid_bound, unlimited_hits
-from slo_study.cells import OBJECTIVES, SUBJECT, Cell, settings_of
-from slo_study.criteria import CRITERIA, Curve, index_near, rate_at
-from slo_study.idle import hopeless_rows
-from slo_study.loads import lasting, warm_seconds
-from slo_study.search import search
-from slo_study.tasks import SHARES
-from slo_study.trial import Question, Runner, longest_request
 
 DECLARED_TOKENS = 4096
 """`max_tokens` of requests whose length nobody tells."""

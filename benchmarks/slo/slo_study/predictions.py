@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
-from harness.pages import markdown_table
 
+from benchmarks.harness.pages import markdown_table
+from benchmarks.slo.slo_study.replica import Stage
+from benchmarks.slo.slo_study.scenarios import SUBJECT, Finding
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import StepStats
@@ -25,8 +27,6 @@ from onbeat.simulator.fleet_loop import FleetLoop, OnlyReplica
 from onbeat.simulator.observer import Collector, StepsWanted
 from onbeat.simulator.replica import SerialReplica
 from onbeat.workload.offered import OfferedLoad
-from slo_study.replica import Stage
-from slo_study.scenarios import SUBJECT, Finding
 
 TOLERANCE = 0.25
 

@@ -8,6 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.slo.slo_study.cells import OBJECTIVES, settings_of
+from benchmarks.slo.slo_study.loads import LoadKey, make_load
+from benchmarks.slo.slo_study.search import find_capacity
+from benchmarks.slo.slo_study.trial import Question, Runner, config_of, longest_request
 from onbeat.core.slo import ShedMode, SLOMode
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.attainment import good_requests
@@ -18,10 +22,6 @@ from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
-from slo_study.cells import OBJECTIVES, settings_of
-from slo_study.loads import LoadKey, make_load
-from slo_study.search import find_capacity
-from slo_study.trial import Question, Runner, config_of, longest_request
 
 FIRST_GUESS = 8.0
 """Requests per second."""

@@ -6,14 +6,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from harness.intervals import Interval, geometric_mean, interval_text, ratio_interval
-from harness.pages import markdown_table
 
-from slo_study.cells import CELLS, FAMILIES, MIXES, OLD_CELLS, SIMPLE, STATIC, STUDIED, SUBJECT, Cell
-from slo_study.criteria import CRITERIA, Curve, rate_at
-from slo_study.scored import Scored, curves
-from slo_study.tasks import ONLY_SHARES, SHARES
-from slo_study.trial import Score
+from benchmarks.harness.intervals import Interval, geometric_mean, interval_text, ratio_interval
+from benchmarks.harness.pages import markdown_table
+from benchmarks.slo.slo_study.cells import (
+    CELLS,
+    FAMILIES,
+    MIXES,
+    OLD_CELLS,
+    SIMPLE,
+    STATIC,
+    STUDIED,
+    SUBJECT,
+    Cell,
+)
+from benchmarks.slo.slo_study.criteria import CRITERIA, Curve, rate_at
+from benchmarks.slo.slo_study.scored import Scored, curves
+from benchmarks.slo.slo_study.tasks import ONLY_SHARES, SHARES
+from benchmarks.slo.slo_study.trial import Score
 
 LEAST = 0.97
 """A cell whose interval lies wholly below this is one in which the subject is worse."""

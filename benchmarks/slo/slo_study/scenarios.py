@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from math import isfinite
 
 import numpy as np
-from harness.intervals import Interval, mean_interval, ratio_interval
-from harness.pages import markdown_table
 
+from benchmarks.harness.intervals import Interval, mean_interval, ratio_interval
+from benchmarks.harness.pages import markdown_table
+from benchmarks.slo.slo_study.replica import Stage, account, gap_percentile
 from onbeat.core.slo import ShedMode
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
 from onbeat.workload.arrivals import RateStep, step_arrivals
-from slo_study.replica import Stage, account, gap_percentile
 
 SUBJECT = "slo"
 LARGE_BATCHES = "sarathi-2048"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from slo_study.criteria import CRITERIA, Criterion, Curve, index_near, rate_at
-from slo_study.trial import Question, Runner
+from benchmarks.slo.slo_study.criteria import CRITERIA, Criterion, Curve, index_near, rate_at
+from benchmarks.slo.slo_study.trial import Question, Runner
 
 FIRST_STRIDE = 3
 """Exponents to the first neighbour that is tried; later ones are further and further apart."""

@@ -10,11 +10,8 @@ from functools import lru_cache
 from itertools import groupby, zip_longest
 from pathlib import Path
 
-from harness.store import Results
-
-from onbeat.planner.capacity import service_rate
-from onbeat.planner.parallel import TaskContext
-from slo_study.cells import (
+from benchmarks.harness.store import Results
+from benchmarks.slo.slo_study.cells import (
     CELLS,
     FAMILIES,
     MIXES,
@@ -28,11 +25,13 @@ from slo_study.cells import (
     members,
     settings_of,
 )
-from slo_study.criteria import CRITERIA, Curve, index_near, rate_at
-from slo_study.loads import lasting
-from slo_study.scored import RateRun, Scored, Subject, curves, scored_runs
-from slo_study.search import CLOSE_STRIDE, FIRST_STRIDE, search
-from slo_study.trial import Question, Runner, longest_request, timed
+from benchmarks.slo.slo_study.criteria import CRITERIA, Curve, index_near, rate_at
+from benchmarks.slo.slo_study.loads import lasting
+from benchmarks.slo.slo_study.scored import RateRun, Scored, Subject, curves, scored_runs
+from benchmarks.slo.slo_study.search import CLOSE_STRIDE, FIRST_STRIDE, search
+from benchmarks.slo.slo_study.trial import Question, Runner, longest_request, timed
+from onbeat.planner.capacity import service_rate
+from onbeat.planner.parallel import TaskContext
 
 FIRST_GUESS = 0.8
 """Of the rate at which full batches serve a load, where nothing is known."""

@@ -12,6 +12,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.slo.slo_study.cells import OBJECTIVES, SET_UPS
+from benchmarks.slo.slo_study.idle import hopeless_rows
+from benchmarks.slo.slo_study.loads import lasting, warm_seconds
 from onbeat.core.options import change
 from onbeat.core.slo import ShedMode, SLOMode
 from onbeat.core.step_time import StepTimeModel
@@ -24,9 +27,6 @@ from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import Simulation, build_simulation
 from onbeat.simulator.together import make_replica, run_alone
 from onbeat.workload.offered import OfferedLoad
-from slo_study.cells import OBJECTIVES, SET_UPS
-from slo_study.idle import hopeless_rows
-from slo_study.loads import lasting, warm_seconds
 
 MOST_GROWTH = 0.02
 """Of what arrives, in requests and in prompt tokens, may be left over at the end of a load: the queue of a

@@ -17,8 +17,8 @@ from onbeat.scheduler.cluster.routing import RoutingRequest
 from onbeat.scheduler.cluster.slo_router import SLORouter
 from onbeat.scheduler.replica.slo.work import PrefillWork, Room
 from tests.pure.scheduler.test_prefix_memory import held
-from tests.pure.scheduler.test_slo_admission import Watch
 from tests.pure.scheduler.timed import make_request
+from tests.pure.scheduler.watch import Watch
 from tests.pure.simulator.test_calls import num_calls
 
 COSTS = PrefillCosts(token=1e-4, pair=0.0, step=5e-3, decode=1e-4)

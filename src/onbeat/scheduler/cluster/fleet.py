@@ -37,9 +37,9 @@ from onbeat.scheduler.cluster.events import (
 from onbeat.scheduler.cluster.membership import (
     FleetStatus,
     Membership,
-    OpenRequest,
     Replica,
     ReplicaState,
+    RoutedRequest,
     deadline,
     least,
 )
@@ -77,7 +77,7 @@ class Fleet:
         self._rules = rules or FleetRules()
         self._on_decision = on_decision
         self._members = Membership()
-        opened: dict[str, OpenRequest] = {}
+        opened: dict[str, RoutedRequest] = {}
         self._actions: list[FleetAction] = []
         self._act = self._actions.append
         self._left: list[Replica] = []
@@ -205,7 +205,7 @@ class Fleet:
         self._members.check_owners(self._requests.open, self._requests.waiting)
 
     def _on_arrival(self, event: Arrived, now: float) -> None:
-        opened = OpenRequest(event.request)
+        opened = RoutedRequest(event.request)
         request_id = event.request.request_id
         assert request_id not in self._requests.open, f"{request_id} arrives twice"
         self._requests.open[request_id] = opened
@@ -305,7 +305,7 @@ class Fleet:
         self._resume(orphans, now)
         self._requests.send_waiting(now)
 
-    def _resume(self, orphans: list[OpenRequest], now: float) -> None:
+    def _resume(self, orphans: list[RoutedRequest], now: float) -> None:
         """Send the requests of a replica that is gone elsewhere, those that are due first."""
         for opened in orphans:
             if not opened.request.resumes:
@@ -316,7 +316,7 @@ class Fleet:
                 opened.refused_by, opened.retry_after, opened.is_kept = (), None, True
                 self._requests.send(opened, now, why="resumed")
 
-    def _take_all(self, replica: Replica) -> list[OpenRequest]:
+    def _take_all(self, replica: Replica) -> list[RoutedRequest]:
         """Take all requests from a replica that is gone; return them, those that are due first."""
         self._migration.on_lost(replica)
         taken = sorted(replica.open.values(), key=deadline)
@@ -352,12 +352,12 @@ class Fleet:
         if self._requests.waiting and not self._members.is_one_coming:
             self._requests.send_waiting(now)
 
-    def _send_all_elsewhere(self, moved: Iterable[OpenRequest], replica: Replica, now: float) -> None:
+    def _send_all_elsewhere(self, moved: Iterable[RoutedRequest], replica: Replica, now: float) -> None:
         for opened in sorted(moved, key=deadline):
             self._send_elsewhere(opened, replica, None, now)
 
     def _send_elsewhere(
-        self, opened: OpenRequest, replica: Replica, destination: Replica | None, now: float
+        self, opened: RoutedRequest, replica: Replica, destination: Replica | None, now: float
     ) -> None:
         """Take a request back from a replica, and send it to another; None lets the router say to which."""
         self._requests.release(opened, replica)
@@ -365,7 +365,7 @@ class Fleet:
         opened.refused_by, opened.retry_after, opened.is_kept = (), None, True
         self._requests.send(opened, now, why="moved", to=destination)
 
-    def _on_moved(self, opened: OpenRequest, destination: Replica) -> None:
+    def _on_moved(self, opened: RoutedRequest, destination: Replica) -> None:
         """Hear that a request goes on elsewhere, with its KV."""
         self._left.append(self._requests.move(opened, destination))
 

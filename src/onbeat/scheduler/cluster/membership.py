@@ -38,7 +38,7 @@ class ReplicaState(StrEnum):
 
 
 @dataclass(slots=True)
-class OpenRequest:
+class RoutedRequest:
     """A request that has not ended."""
 
     request: RoutingRequest
@@ -95,7 +95,7 @@ class Replica:
     """As it reported last in this life; None where it has not."""
     no_mending_before: float = 0.0
     """Until then no request is moved away because of how the replica stands."""
-    open: dict[str, OpenRequest] = field(default_factory=dict)
+    open: dict[str, RoutedRequest] = field(default_factory=dict)
     """By request id, in the order in which they were sent here."""
     num_sent: int = 0
     """Requests that it was sent in this life."""
@@ -282,7 +282,7 @@ class Membership:
             scaling,
         )
 
-    def check_owners(self, opened: Mapping[str, OpenRequest], waiting: Mapping[str, OpenRequest]) -> None:
+    def check_owners(self, opened: Mapping[str, RoutedRequest], waiting: Mapping[str, RoutedRequest]) -> None:
         """Assert that each open request has one owner, and that only replicas that can have some do."""
         owned = dict(waiting)
         for replica in self.replicas.values():
@@ -303,7 +303,7 @@ class Membership:
         can_wait = not waiting or all_refused or self.is_one_coming
         assert can_wait, "requests wait, but no replica is coming"
 
-    def hand_over(self, opened: OpenRequest, destination: Replica) -> Replica:
+    def hand_over(self, opened: RoutedRequest, destination: Replica) -> Replica:
         """Let another replica own a request; return the one that has owned it."""
         assert opened.replica is not None
         source = self.replicas[opened.replica]
@@ -315,7 +315,7 @@ class Membership:
         opened.replica, opened.number = destination.replica_id, 0
         return source
 
-    def excluded_for(self, opened: OpenRequest) -> Collection[int]:
+    def excluded_for(self, opened: RoutedRequest) -> Collection[int]:
         """Return the numbers of ready replicas that a request must not go to."""
         request = opened.request
         num_tokens = request.num_prompt_tokens + max(request.max_tokens, request.num_output_tokens + 1)
@@ -347,7 +347,7 @@ def _order(replica: Replica) -> int:
     return replica.order
 
 
-def deadline(opened: OpenRequest) -> tuple[float, float]:
+def deadline(opened: RoutedRequest) -> tuple[float, float]:
     """Return the order in which requests are sent elsewhere."""
     return opened.request.ttft_deadline, opened.request.arrival
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onbeat.scheduler.cluster.balance import has_room_to_spare, is_worth_it, trouble
-from onbeat.scheduler.cluster.membership import OpenRequest, Replica
+from onbeat.scheduler.cluster.membership import Replica, RoutedRequest
 from onbeat.scheduler.cluster.mover import Mover, num_blocks_of
 
 _CALM_SECONDS = 0.5
@@ -60,12 +60,12 @@ class Mending:
                 opened.no_mending_before = now + _STAY_SECONDS
             return
 
-    def _destination(self, opened: OpenRequest, source: Replica) -> Replica | None:
+    def _destination(self, opened: RoutedRequest, source: Replica) -> Replica | None:
         """Return the replica with the most room of those that take a request without trouble."""
         spare = [each for each in self._mover.candidates(source) if self._can_spare(opened, each)]
         return max(spare, key=lambda each: (self._mover.freeness(opened, each), -each.order), default=None)
 
-    def _can_spare(self, opened: OpenRequest, replica: Replica) -> bool:
+    def _can_spare(self, opened: RoutedRequest, replica: Replica) -> bool:
         """Return whether a replica takes a request without being in trouble itself."""
         load, limits = replica.load, replica.limits
         if load is None or limits is None or not self._mover.has_room(opened, replica):
@@ -79,7 +79,7 @@ class Mending:
         return has_room_to_spare(load, limits, num_blocks=num_blocks, num_more=num_coming + 1)
 
 
-def _steps_to_an_end(source: Replica, opened: OpenRequest) -> int:
+def _steps_to_an_end(source: Replica, opened: RoutedRequest) -> int:
     """Return the steps until another stream ends and gives back its blocks, as far as the fleet knows."""
     left = (
         each.request.max_tokens - each.num_output_tokens
@@ -89,5 +89,5 @@ def _steps_to_an_end(source: Replica, opened: OpenRequest) -> int:
     return max(0, min(left, default=0))
 
 
-def _arrival(opened: OpenRequest) -> float:
+def _arrival(opened: RoutedRequest) -> float:
     return opened.request.arrival

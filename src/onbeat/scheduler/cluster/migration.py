@@ -12,9 +12,9 @@ from onbeat.scheduler.cluster.comparators.splitwise import Splitwise
 from onbeat.scheduler.cluster.events import Answered, FleetAction
 from onbeat.scheduler.cluster.membership import (
     Membership,
-    OpenRequest,
     Replica,
     ReplicaState,
+    RoutedRequest,
     deadline,
 )
 from onbeat.scheduler.cluster.mending import Mending
@@ -24,7 +24,7 @@ from onbeat.scheduler.cluster.moves import Moves, Outcome
 from onbeat.scheduler.cluster.pool_policies import PoolPolicy
 from onbeat.scheduler.cluster.pools import PoolRule, Pools
 
-OnMoved = Callable[[OpenRequest, Replica], None]
+OnMoved = Callable[[RoutedRequest, Replica], None]
 
 MOVE_RULES: dict[str, Callable[[Mover], MoveRule]] = {"mend": Mending, "llumnix": Pairing}
 """What moves streams of replicas that do not drain, and compute no prompts for others."""
@@ -76,7 +76,7 @@ class Migration:
     def __init__(  # noqa: PLR0913 -- who is asked, and who is told
         self,
         members: Membership,
-        opened: Mapping[str, OpenRequest],
+        opened: Mapping[str, RoutedRequest],
         pools: Pools,
         *,
         rule: str,
@@ -106,7 +106,7 @@ class Migration:
         self._mover.is_to_look = True
         self.pool_policy.on_change()
 
-    def stream_replica(self, opened: OpenRequest, replica: Replica) -> Replica | None:
+    def stream_replica(self, opened: RoutedRequest, replica: Replica) -> Replica | None:
         """Return where a request is to generate that is sent to a replica; None: who has room then.
 
         Elsewhere than there, it is to stand still after its first token.
@@ -119,7 +119,7 @@ class Migration:
         )
         return self.pool_policy.stream_replica(opened, replica) if goes_on else replica
 
-    def on_first_token(self, opened: OpenRequest, replica: Replica, now: float) -> None:
+    def on_first_token(self, opened: RoutedRequest, replica: Replica, now: float) -> None:
         """Hear that a request has had its first token from a replica."""
         if opened.stops:
             opened.stops = False
@@ -127,7 +127,7 @@ class Migration:
         elif replica.state is ReplicaState.DRAINING or self._pools.is_prefill(replica.replica_id):
             self._mover.is_to_look = True
 
-    def _move_on(self, opened: OpenRequest, source: Replica, now: float) -> None:
+    def _move_on(self, opened: RoutedRequest, source: Replica, now: float) -> None:
         """Let a request that stands still be moved, or go on where it is."""
         if self._moves.on_first_token(opened.request.request_id, now):
             return

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from onbeat.core.handover import MoveVerb
 from onbeat.scheduler.cluster.events import FleetAction, MoveStep
-from onbeat.scheduler.cluster.membership import Membership, OpenRequest, Replica, ReplicaState
+from onbeat.scheduler.cluster.membership import Membership, Replica, ReplicaState, RoutedRequest
 from onbeat.scheduler.cluster.move_stages import GROWTH_BLOCKS, RUNS, Course, Move
 from onbeat.scheduler.cluster.moves import Moves
 from onbeat.scheduler.cluster.pools import Pools
@@ -23,7 +23,7 @@ RETRY_SECONDS = 0.25
 _MOST_FAILURES = 3
 """Moves of a request that fail, not for want of room, before it is left where it is."""
 
-Resend = Callable[[OpenRequest, Replica, Replica, float], None]
+Resend = Callable[[RoutedRequest, Replica, Replica, float], None]
 
 
 class Mover:
@@ -58,7 +58,7 @@ class Mover:
         self._act = act
         self.moves = moves
         self.resend = resend
-        self.waiting: dict[str, tuple[OpenRequest, Move | None]] = {}
+        self.waiting: dict[str, tuple[RoutedRequest, Move | None]] = {}
         self.least_left = FEW_TOKENS
         self.is_to_look = False
 
@@ -70,11 +70,11 @@ class Mover:
             if each.moves_streams and not self._pools.is_prefill(each.replica_id)
         ]
 
-    def may_move(self, opened: OpenRequest, now: float) -> bool:
+    def may_move(self, opened: RoutedRequest, now: float) -> bool:
         """Return whether a stream is free to move, and no move of it has just failed."""
         return now >= opened.no_move_before and self.is_free_to_move(opened)
 
-    def may_resend(self, opened: OpenRequest, source: Replica) -> bool:
+    def may_resend(self, opened: RoutedRequest, source: Replica) -> bool:
         """Return whether a request that holds no KV may begin elsewhere: prompts of pools stay in theirs."""
         request_id = opened.request.request_id
         is_elsewhere = request_id in self.waiting or self.moves.is_under_way(request_id)
@@ -82,7 +82,7 @@ class Mover:
 
     def begin(
         self,
-        opened: OpenRequest,
+        opened: RoutedRequest,
         source: Replica,
         destination: Replica,
         why: str,
@@ -101,13 +101,13 @@ class Mover:
             course=course,
         )
 
-    def put_back(self, opened: OpenRequest, source: Replica, now: float) -> None:
+    def put_back(self, opened: RoutedRequest, source: Replica, now: float) -> None:
         """Let a request go on at its source that stands still there and does not move."""
         self._act(MoveStep(source.replica_id, "", opened.request.request_id, MoveVerb.REATTACH))
         opened.no_move_before = now + RETRY_SECONDS
         self.is_to_look = True
 
-    def is_free_to_move(self, opened: OpenRequest) -> bool:
+    def is_free_to_move(self, opened: RoutedRequest) -> bool:
         """Return whether a stream runs that may be moved, and has so much left that this is worth it."""
         request = opened.request
         may_succeed = opened.num_failed_moves < _MOST_FAILURES
@@ -119,12 +119,12 @@ class Mover:
             and not self.moves.is_under_way(request.request_id)
         )
 
-    def has_many_left(self, opened: OpenRequest) -> bool:
+    def has_many_left(self, opened: RoutedRequest) -> bool:
         """Return whether a request does not end sooner than it is moved."""
         return opened.request.max_tokens - opened.num_output_tokens > self.least_left
 
     def destination(
-        self, opened: OpenRequest, source: Replica, *, most_coming: float = MOST_AT_ONCE
+        self, opened: RoutedRequest, source: Replica, *, most_coming: float = MOST_AT_ONCE
     ) -> Replica | None:
         """Return the candidate with the most room for each of its requests, this one included."""
         fitting = [
@@ -132,7 +132,7 @@ class Mover:
         ]
         return max(fitting, key=lambda each: (self.freeness(opened, each), -each.order), default=None)
 
-    def may_ever_move(self, opened: OpenRequest, source: Replica) -> bool:
+    def may_ever_move(self, opened: RoutedRequest, source: Replica) -> bool:
         """Return whether a candidate would take a stream if it had nothing else to do."""
         return any(_could_take(opened, each) for each in self.candidates(source))
 
@@ -146,7 +146,7 @@ class Mover:
         decoding = [each for each in others if not self._pools.is_prefill(each.replica_id)]
         return decoding if decoding or source.state is not ReplicaState.DRAINING else others
 
-    def has_room(self, opened: OpenRequest, replica: Replica, *, most_coming: float = MOST_AT_ONCE) -> bool:
+    def has_room(self, opened: RoutedRequest, replica: Replica, *, most_coming: float = MOST_AT_ONCE) -> bool:
         """Return whether a replica has a slot and blocks for a stream, and fewer are on their way to it."""
         limits = replica.limits
         assert limits is not None, "it is ready"
@@ -157,7 +157,7 @@ class Mover:
             and self._num_free(replica) >= num_blocks_of(opened, replica) + GROWTH_BLOCKS
         )
 
-    def freeness(self, opened: OpenRequest, replica: Replica) -> float:
+    def freeness(self, opened: RoutedRequest, replica: Replica) -> float:
         """Return the free blocks for each request, once this one is there (Llumnix, section 4.4.2)."""
         num_left = self._num_free(replica) - num_blocks_of(opened, replica)
         return num_left / (1 + self._num_running(replica))
@@ -177,7 +177,7 @@ class Mover:
         return load.num_free_blocks - load.num_wanted_blocks - num_coming
 
 
-def _could_take(opened: OpenRequest, replica: Replica) -> bool:
+def _could_take(opened: RoutedRequest, replica: Replica) -> bool:
     """Return whether a replica with nothing to do would take a request."""
     limits, request = replica.limits, opened.request
     assert limits is not None, "it is ready"
@@ -185,7 +185,7 @@ def _could_take(opened: OpenRequest, replica: Replica) -> bool:
     return is_short and limits.num_blocks >= num_blocks_of(opened, replica) + GROWTH_BLOCKS
 
 
-def num_blocks_of(opened: OpenRequest, replica: Replica) -> int:
+def num_blocks_of(opened: RoutedRequest, replica: Replica) -> int:
     """Return the blocks of a replica that a request has, as far as the fleet knows."""
     assert replica.limits is not None
     return replica.limits.num_blocks_for(opened.num_tokens)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import inf
 
 from onbeat.core.fleet import ReplicaLoad
-from onbeat.scheduler.cluster.membership import Membership, OpenRequest, Replica
+from onbeat.scheduler.cluster.membership import Membership, Replica, RoutedRequest
 from onbeat.scheduler.cluster.move_stages import STANDS_STILL, Move
 from onbeat.scheduler.cluster.mover import MOST_STOPPED, Mover
 from onbeat.scheduler.cluster.pools import Pools
@@ -32,7 +32,7 @@ class PoolPolicy:
         self._pools = pools
 
     def prompt_replicas(
-        self, opened: OpenRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
+        self, opened: RoutedRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
     ) -> Sequence[Replica]:
         """Return the replicas whose streams hardly notice the prompt, else those that compute prompts."""
         held = self._pools.router.num_held(opened.request)
@@ -44,14 +44,14 @@ class PoolPolicy:
         ]
         return undisturbed or prefill
 
-    def stream_replica(self, opened: OpenRequest, source: Replica) -> Replica | None:  # noqa: ARG002
+    def stream_replica(self, opened: RoutedRequest, source: Replica) -> Replica | None:  # noqa: ARG002
         """Return where a request will generate whose prompt is sent to another pool; None: not known yet."""
         return None
 
-    def on_sent(self, opened: OpenRequest, source: Replica, destination: Replica, now: float) -> None:
+    def on_sent(self, opened: RoutedRequest, source: Replica, destination: Replica, now: float) -> None:
         """Hear that a request has been sent that is to generate at another replica, a known one."""
 
-    def on_first_token(self, opened: OpenRequest, source: Replica, now: float) -> None:
+    def on_first_token(self, opened: RoutedRequest, source: Replica, now: float) -> None:
         """Move a request that stands still, or let it go on where it is until there is room."""
         destination = self._mover.destination(opened, source, most_coming=MOST_STOPPED)
         if destination is None:
@@ -61,7 +61,7 @@ class PoolPolicy:
 
     # --- for policies whose streams wait for room, and stand still meanwhile --------------------------
 
-    def on_no_room(self, opened: OpenRequest, move: Move) -> None:
+    def on_no_room(self, opened: RoutedRequest, move: Move) -> None:
         """Hear that a destination has no room after all, where the course of the move waits for some."""
 
     def on_change(self) -> None:

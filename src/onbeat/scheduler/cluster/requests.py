@@ -11,9 +11,9 @@ from onbeat.core.fleet import ReplicaId
 from onbeat.scheduler.cluster.events import FleetAction, Refuse, Send, Withdraw
 from onbeat.scheduler.cluster.membership import (
     Membership,
-    OpenRequest,
     Replica,
     ReplicaState,
+    RoutedRequest,
     deadline,
     least,
 )
@@ -51,7 +51,7 @@ class Requests:
 
     def __init__(  # noqa: PLR0913 -- who decides where they go, and who hears of it
         self,
-        opened: dict[str, OpenRequest],
+        opened: dict[str, RoutedRequest],
         members: Membership,
         router: Router,
         pools: Pools,
@@ -63,7 +63,7 @@ class Requests:
         max_wait: float | None = None,
     ) -> None:
         self.open = opened
-        self.waiting: dict[str, OpenRequest] = {}
+        self.waiting: dict[str, RoutedRequest] = {}
         self.start_seconds: float | None = None
         self._members = members
         self._router = router
@@ -90,14 +90,14 @@ class Requests:
                 del self.waiting[opened.request.request_id]
                 self.refuse(opened, "no_replica", now, self._seconds_to_start(now))
 
-    def owned(self, request_id: str, replica_id: ReplicaId) -> tuple[OpenRequest | None, Replica | None]:
+    def owned(self, request_id: str, replica_id: ReplicaId) -> tuple[RoutedRequest | None, Replica | None]:
         """Return a request and its replica, if it is this one."""
         opened = self.open.get(request_id)
         if opened is None or opened.replica != replica_id:
             return None, None
         return opened, self._members.replicas[replica_id]
 
-    def release(self, opened: OpenRequest, replica: Replica) -> None:
+    def release(self, opened: RoutedRequest, replica: Replica) -> None:
         """Let a replica no longer own a request."""
         request = opened.request
         self._migration.on_end(request.request_id)
@@ -128,7 +128,7 @@ class Requests:
 
     def send(
         self,
-        opened: OpenRequest,
+        opened: RoutedRequest,
         now: float,
         *,
         why: str = "",
@@ -171,7 +171,7 @@ class Requests:
         if opened.stops and goes_to is not None:
             self._migration.pool_policy.on_sent(opened, replica, goes_to, now)
 
-    def move(self, opened: OpenRequest, destination: Replica) -> Replica:
+    def move(self, opened: RoutedRequest, destination: Replica) -> Replica:
         """Let a request go on elsewhere, with its KV; return the replica that has had it."""
         source = self._members.hand_over(opened, destination)
         if opened.is_routed:
@@ -201,7 +201,9 @@ class Requests:
         """Try once more to send those that wait, those that are due first: the members have changed."""
         self._send_again(list(self.waiting.values()), now)
 
-    def refuse(self, opened: OpenRequest, reason: str, now: float, retry_after: float | None = None) -> None:
+    def refuse(
+        self, opened: RoutedRequest, reason: str, now: float, retry_after: float | None = None
+    ) -> None:
         """End a request that no replica has without another token; see `Refuse`."""
         request_id = opened.request.request_id
         del self.open[request_id]
@@ -210,13 +212,13 @@ class Requests:
         self._watcher.on_end(opened.request, None, now)
         self._act(Refuse(request_id, reason, retry_after))
 
-    def _send_again(self, waiting: list[OpenRequest], now: float) -> None:
+    def _send_again(self, waiting: list[RoutedRequest], now: float) -> None:
         for opened in sorted(waiting, key=deadline):
             del self.waiting[opened.request.request_id]
             opened.refused_by, opened.retry_after = (), None
             self.send(opened, now, why="waited")
 
-    def _route(self, opened: OpenRequest, now: float, to: Replica | None) -> Choice | None:
+    def _route(self, opened: RoutedRequest, now: float, to: Replica | None) -> Choice | None:
         if to is not None:
             opened.is_routed = True
             others = {each.number for each in self._members.having(ReplicaState.READY) if each is not to}
@@ -233,7 +235,7 @@ class Requests:
         narrowed = self._pools.narrow(excluded, partial(self._migration.pool_policy.prompt_replicas, opened))
         return self._router.route(opened.request, now, narrowed)
 
-    def _wait_or_refuse(self, opened: OpenRequest, now: float, *, may_wait: bool) -> None:
+    def _wait_or_refuse(self, opened: RoutedRequest, now: float, *, may_wait: bool) -> None:
         members, has_tokens = self._members, opened.num_output_tokens > 0
         is_any_ready = members.is_any_ready
         if opened.refused_by and not has_tokens:
@@ -249,7 +251,7 @@ class Requests:
         else:
             self.refuse(opened, "no_replica", now, self.start_seconds if members.is_one_coming else None)
 
-    def _wait_for_start(self, opened: OpenRequest, now: float) -> None:
+    def _wait_for_start(self, opened: RoutedRequest, now: float) -> None:
         """Let a request wait for a replica, if it is expected soon enough."""
         start = self._seconds_to_start(now)
         opened.refused_by, opened.wait_until = (), inf
@@ -276,6 +278,6 @@ class Requests:
         return abs(min(known, default=now) + self.start_seconds - now)
 
 
-def _next_time(waiting: OpenRequest) -> float:
+def _next_time(waiting: RoutedRequest) -> float:
     """Return when something is to be done about a request that waits."""
     return waiting.not_before if waiting.refused_by else waiting.wait_until

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from onbeat.scheduler.cluster.membership import Membership, OpenRequest, Replica
+from onbeat.scheduler.cluster.membership import Membership, Replica, RoutedRequest
 from onbeat.scheduler.cluster.move_stages import STANDS_STILL, Move
 from onbeat.scheduler.cluster.mover import MOST_STOPPED, Mover, num_blocks_of
 from onbeat.scheduler.cluster.pool_policies import PoolPolicy
@@ -30,19 +30,19 @@ class DistServe(PoolPolicy):
 
     def prompt_replicas(
         self,
-        opened: OpenRequest,  # noqa: ARG002 (they are all sent there)
+        opened: RoutedRequest,  # noqa: ARG002 (they are all sent there)
         prefill: Sequence[Replica],
         decode: Sequence[Replica],  # noqa: ARG002
     ) -> Sequence[Replica]:
         """Return those that compute prompts."""
         return prefill
 
-    def on_first_token(self, opened: OpenRequest, source: Replica, now: float) -> None:  # noqa: ARG002
+    def on_first_token(self, opened: RoutedRequest, source: Replica, now: float) -> None:  # noqa: ARG002
         """Let a request wait behind those that came before it."""
         self._waiting[opened.request.request_id] = opened, None
         self._may_have_room = True
 
-    def on_no_room(self, opened: OpenRequest, move: Move) -> None:
+    def on_no_room(self, opened: RoutedRequest, move: Move) -> None:
         """Let a request wait before all others: it was the first of them."""
         others = dict(self._waiting)
         self._waiting.clear()

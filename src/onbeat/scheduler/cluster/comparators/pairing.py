@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onbeat.scheduler.cluster.comparators.virtual_usage import freeness, is_high
-from onbeat.scheduler.cluster.membership import OpenRequest, Replica, ReplicaState
+from onbeat.scheduler.cluster.membership import Replica, ReplicaState, RoutedRequest
 from onbeat.scheduler.cluster.mover import Mover, num_blocks_of
 
 FREE_ENOUGH = 3.0
@@ -50,7 +50,7 @@ class Pairing:
         ):
             self._mover.begin(opened, source, destination, "balance", now)
 
-    def _evens_out(self, opened: OpenRequest, source: Replica, destination: Replica) -> bool:
+    def _evens_out(self, opened: RoutedRequest, source: Replica, destination: Replica) -> bool:
         num_high = int(is_high(opened.request.priority))
         taken = self._freeness(destination, num_blocks_of(opened, destination), 1, num_high)
         return taken > self._freeness(source)
@@ -69,6 +69,6 @@ class Pairing:
         )
 
 
-def _turn(opened: OpenRequest) -> tuple[bool, int, float]:
+def _turn(opened: RoutedRequest) -> tuple[bool, int, float]:
     request = opened.request
     return is_high(request.priority), opened.num_tokens, request.arrival

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from onbeat.scheduler.cluster.membership import OpenRequest, Replica, ReplicaState
+from onbeat.scheduler.cluster.membership import Replica, ReplicaState, RoutedRequest
 from onbeat.scheduler.cluster.move_stages import Course, Stage
 from onbeat.scheduler.cluster.pool_policies import PoolPolicy
 
@@ -38,7 +38,7 @@ class Splitwise(PoolPolicy):
     """
 
     def prompt_replicas(
-        self, opened: OpenRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
+        self, opened: RoutedRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
     ) -> Sequence[Replica]:
         """Return where a prompt waits least: in its pool, then on a mixed replica, then on any other."""
         mixed = [each for each in (*prefill, *decode) if self._is_mixed(each)]
@@ -50,7 +50,7 @@ class Splitwise(PoolPolicy):
         others = [each for each in decode if each.order not in orders]
         return [min(others or (*prefill, *decode), key=_queue)]
 
-    def stream_replica(self, opened: OpenRequest, source: Replica) -> Replica | None:
+    def stream_replica(self, opened: RoutedRequest, source: Replica) -> Replica | None:
         """Return where a stream will have the most room: its pool, a mixed replica, or one for prompts."""
         pools: tuple[list[Replica], ...] = [], [], []
         for each in self._members.having(ReplicaState.READY):
@@ -67,7 +67,7 @@ class Splitwise(PoolPolicy):
                 )
         return None
 
-    def on_sent(self, opened: OpenRequest, source: Replica, destination: Replica, now: float) -> None:
+    def on_sent(self, opened: RoutedRequest, source: Replica, destination: Replica, now: float) -> None:
         """Begin to copy a prompt to where its stream will go on."""
         self._mover.begin(opened, source, destination, "prefill", now, course=COPIED_AHEAD)
 

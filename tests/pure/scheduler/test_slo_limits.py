@@ -1,0 +1,121 @@
+"""Requests that expire, idle replicas and hard caps of `slo`."""
+
+from __future__ import annotations
+
+import pytest
+
+from onbeat.core.errors import Overloaded
+from onbeat.core.request import FinishReason
+from onbeat.core.slo import SLO, ShedMode
+from tests.pure.scheduler.timed import FakeStepTime
+from tests.pure.scheduler.watch import INFEASIBLE, LearningModel, Watch
+
+
+class TestExpiry:
+    def make_stalled(self, shed: ShedMode) -> Watch:
+        """A request that was taken, on a machine that then stood still."""
+        driver = Watch()
+        driver.crowd(3)
+        assert driver.ask("r", 500, slo=SLO(ttft=1.0), shed=shed) is None
+        driver.now += 5.0
+        driver.serve([])
+        return driver
+
+    def test_who_would_rather_be_refused_than_late_ends_with_what_was_predicted(self):
+        driver = self.make_stalled(ShedMode.REJECT)
+        (output,) = driver.expired
+        assert output.request_id == "r"
+        assert output.new_token_ids == []
+        assert output.error is not None
+        assert "within the objective (1000 ms after arrival)" in output.error
+        assert output.predicted_ttft == pytest.approx(0.5, rel=0.25)
+        assert "r" not in driver.first_scheduled
+        state = driver.scheduler.state()
+        assert state is not None
+        assert state.num_rejected == {"deadline_exceeded": 1}
+        assert driver.scheduler.take_expired() == []
+
+    def test_others_are_served_all_the_same(self):
+        driver = self.make_stalled(ShedMode.RELEGATE)
+        assert not driver.expired
+        assert driver.finished["r"] is FinishReason.LENGTH
+        state = driver.scheduler.state()
+        assert state is not None
+        assert (state.num_relegated, state.num_rejected) == (1, {})
+
+    def test_whoever_has_begun_is_not_ended(self):
+        driver = Watch(FakeStepTime(fixed=0.05))
+        assert driver.ask("r", 1000, slo=SLO(ttft=0.5)) is None
+        driver.step()
+        assert not driver.finished
+        driver.now += 5.0
+        driver.serve([])
+        assert driver.finished["r"] is FinishReason.LENGTH
+
+
+class TestIdleReplica:
+    @pytest.mark.parametrize("slo", [INFEASIBLE, SLO(ttft=1.0, tbt=1e-3)], ids=["ttft", "tbt"])
+    def test_tries_an_infeasible_request_now_and_then(self, slo):
+        driver = Watch()
+        taken = []
+        for second in range(0, 100, 5):
+            driver.now = float(second)
+            if driver.ask(f"r{second}", 900, slo=slo) is None:
+                taken.append(second)
+            driver.serve([])
+        assert taken == [0, 35, 70]
+        assert driver.scheduler.num_relegated == 3
+        assert all(driver.finished[f"r{second}"] is FinishReason.LENGTH for second in taken)
+
+    def test_does_not_try_while_it_has_others_to_serve(self):
+        driver = Watch()
+        driver.crowd(1)
+        assert driver.ask("waiting", 900, slo=INFEASIBLE) is not None
+        driver.step()
+        assert driver.ask("running", 900, slo=INFEASIBLE) is not None
+
+    def test_a_request_that_it_can_serve_is_no_try(self):
+        driver = Watch()
+        assert driver.ask("easy", 100, slo=SLO(ttft=1.0)) is None
+        driver.serve([])
+        assert driver.ask("infeasible", 900, slo=INFEASIBLE) is None
+        driver.serve([])
+        assert driver.ask("another", 900, slo=INFEASIBLE) is not None
+
+    def test_keeps_whom_it_takes_though_it_has_just_learnt_that_it_is_faster(self):
+        """What steps take, and what prompts cost, must come from the same state of the model."""
+        driver = Watch(LearningModel(factor=20.0))
+        assert driver.ask("slow", 300, slo=SLO(ttft=0.2)) is None, "it is tried"
+        driver.serve([])
+        for num_prompt in (50, 90, 200, 400):
+            assert driver.ask(f"r{num_prompt}", num_prompt, slo=SLO(ttft=0.2)) is None
+            driver.serve([])
+            assert driver.finished[f"r{num_prompt}"] is FinishReason.LENGTH
+
+
+class TestHardCaps:
+    @pytest.mark.parametrize("shed", list(ShedMode))
+    def test_no_more_requests_wait_than_may(self, shed):
+        driver = Watch(max_num_queued_reqs=2)
+        for index in range(3):
+            driver.ask(f"r{index}", 10, shed=shed)
+        assert list(driver.rejected) == ["r2"]
+        error = driver.rejected["r2"]
+        assert isinstance(error, Overloaded)
+        assert error.code == "server_overloaded"
+        assert driver.scheduler.num_unfinished == 2
+        driver.step()
+        assert driver.ask("r2", 10, shed=shed) is None, "those who run do not wait"
+        driver.serve([])
+        assert driver.finished.keys() == {"r0", "r1", "r2"}
+
+    def test_no_more_tokens_wait_than_may_save_for_one_that_waits_alone(self):
+        driver = Watch(max_num_queued_tokens=500)
+        assert driver.ask("long", 900) is None
+        error = driver.ask("short", 1)
+        assert isinstance(error, Overloaded)
+        assert "900 tokens are waiting" in str(error)
+        driver.step()
+        assert driver.ask("a", 300) is None
+        assert driver.ask("b", 200) is None
+        assert isinstance(driver.ask("c", 1), Overloaded)
