@@ -1,0 +1,119 @@
+"""How much code one call runs through: functions and files of `src/onbeat`, for calls that a reader follows.
+
+    python -m benchmarks.check.paths [--files] [--policies sarathi slo]
+
+`add`, `add reject`: a prompt arrives beside 32 streams and 7 prompts, and may be late, or asks to be rejected
+then. `schedule`: a step of these 32 streams and 8 prompts. `request`: one request of 256 tokens in and 8 out,
+from a load to its record, behind one replica; model and device are known by then. A function counts once,
+however often it is called; comprehensions, lambdas and what `dataclass` makes do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import onbeat
+from onbeat.core.options import make
+from onbeat.core.request import Request, SamplingParams
+from onbeat.core.slo import SLO, ShedMode
+from onbeat.core.step import ModelRunnerOutput
+from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.simulator.planning import make_scheduler
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_for_load, build_simulation
+from onbeat.simulator.simulate import simulate
+
+SOURCES = f"{Path(onbeat.__file__).parent}/"
+NUM_STREAMS, NUM_PROMPTS = 32, 8
+
+
+def count(call: Callable[[], Any]) -> Counter[str]:
+    """Make a call, and return how many functions of each file it ran through."""
+    codes: set[CodeType] = set()
+
+    def note(frame: FrameType, event: str, _arg: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(SOURCES):
+            codes.add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    named = [code for code in codes if not code.co_name.startswith("<")]
+    return Counter(code.co_filename.removeprefix(SOURCES) for code in named)
+
+
+def replica_calls(policy: str, model: StepTimeModel) -> dict[str, Counter[str]]:
+    config = SchedulerConfig(
+        num_blocks=4096, max_num_seqs=64, max_model_len=2048, max_num_batched_tokens=2048, policy=policy
+    )
+    scheduler = make_scheduler(config, model)
+    now = 0.0
+    for index in range(NUM_STREAMS):
+        scheduler.add(make_request(index, now), now)
+        now = run_step(scheduler, model, now)
+    for index in range(NUM_STREAMS, NUM_STREAMS + NUM_PROMPTS - 1):
+        scheduler.add(make_request(index, now), now)
+    counts = {}
+    for name, shed in (("add reject", ShedMode.REJECT), ("add", ShedMode.OFF)):
+        scheduler.abort(["r99"])
+        counts[name] = count(partial(scheduler.add, make_request(99, now, shed), now))
+    assert (len(scheduler.running), len(scheduler.waiting)) == (NUM_STREAMS, NUM_PROMPTS)
+    return {**counts, "schedule": count(lambda: scheduler.schedule(now))}
+
+
+def make_request(index: int, now: float, shed: ShedMode = ShedMode.OFF) -> Request:
+    return Request(
+        request_id=f"r{index}",
+        prompt_token_ids=tuple(range(1000 * index, 1000 * index + 256)),
+        sampling=SamplingParams(max_tokens=500),
+        arrival=now,
+        slo=SLO(ttft=2.0, tbt=0.1),
+        shed=shed,
+    )
+
+
+def run_step(scheduler: Scheduler, model: StepTimeModel, now: float) -> float:
+    step = scheduler.schedule(now)
+    assert step is not None
+    end = now + model.step_time(step.shape)
+    scheduler.update(step, ModelRunnerOutput([[7] for row in step.rows if row.samples]), end)
+    return end
+
+
+def one_request(settings: ReplicaSettings) -> Counter[str]:
+    source, plan = onbeat.LoadSource(input_len=256, output_len=8), onbeat.ArrivalPlan(rate=1.0)
+    load = onbeat.make_load(source, plan, num_requests=1, seed=0)
+    simulation, offered = build_for_load(settings, lambda _: load)
+    simulate(offered, simulation.config, simulation.step_time)  # imports what it needs
+    return count(lambda: simulate(offered, simulation.config, simulation.step_time))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--files", action="store_true", help="each file, with its functions")
+    parser.add_argument("--policies", nargs="+", default=["sarathi", "slo"])
+    args = parser.parse_args()
+    for policy in args.policies:
+        settings = make(ReplicaSettings, model="mistralai/Mistral-7B-v0.3", device="h100-sxm", policy=policy)
+        found = replica_calls(policy, build_simulation(settings).step_time)
+        for name, functions in {**found, "request": one_request(settings)}.items():
+            print(f"{policy} {name}: {functions.total()} functions in {len(functions)} files")
+            for path in sorted(functions) if args.files else ():
+                print(f"    {functions[path]:3} {path}")
+
+
+if __name__ == "__main__":
+    main()
