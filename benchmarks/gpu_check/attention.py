@@ -93,8 +93,8 @@ def alternatives(bench: Bench) -> None:
         bench.quick.attend_decodes(q, cache, rows, bench.layer, expected)
         compare(name, out, expected)
         _note_decodes(bench, name, num_rows * length, partial(planned.attend, q, cache, out))
-    bench.quick = FastKernels(sizes, chunk_backend="fa2")
-    bench.name = f"{bench.name} fa2"
+    bench.quick = FastKernels(sizes, chunk_backend="fa3")
+    bench.name = f"{bench.name} fa3"
     attend_chunks(bench)
 
 

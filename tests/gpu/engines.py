@@ -29,7 +29,7 @@ def on_gpu_engine(
     graphs: bool = True,
     fast: bool = False,
     decode_backend: DecodeBackend = "fa2",
-    chunk_backend: ChunkBackend | None = None,
+    chunk_backend: ChunkBackend = "fa2",
     multiply: Multiply = functional.linear,
     max_num_seqs: int = 32,
     max_model_len: int = 512,

@@ -13,7 +13,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.engine.backend import TorchBackend, choose_backend
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.cuda import backend as cuda_backend
-from onbeat.engine.cuda.backend import CudaBackend, chunk_backend_for
+from onbeat.engine.cuda.backend import CudaBackend
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.weights import DummyCheckpoint
@@ -108,30 +108,6 @@ def test_what_cannot_be_had_is_refused(
 def test_a_share_of_memory_is_a_share(share: float) -> None:
     with pytest.raises(ConfigError, match="gpu_memory_utilization is"):
         config(gpu_memory_utilization=share)
-
-
-@pytest.mark.parametrize(
-    ("changes", "capability", "missing", "expected"),
-    [
-        ({"head_dim": 128}, (9, 0), None, "fa3"),
-        ({"head_dim": 128}, (9, 0), "fa3", "fa2"),
-        ({"head_dim": 128}, (10, 0), None, "fa2"),  # fa3 is written for sm_90 alone
-        ({"head_dim": 128, "sliding_window": 40, "sliding_layers": (True,)}, (9, 0), None, "fa2"),
-        ({}, (9, 0), None, "fa2"),
-    ],
-)
-def test_long_chunks_take_fa3_where_it_can_be_had(
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
-    capability: tuple[int, int],
-    missing: str | None,
-    expected: str,
-) -> None:
-    monkeypatch.setattr(cuda_backend, "compute_capability", lambda _: capability)
-    monkeypatch.setattr(
-        cuda_backend, "missing_kernel", lambda config, backend: backend if backend == missing else None
-    )
-    assert chunk_backend_for(replace(MODEL, **changes), CUDA.device) == expected
 
 
 def test_a_kernel_that_cannot_be_had_is_named(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
