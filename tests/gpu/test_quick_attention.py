@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from onbeat.engine.cuda.backend import fast_kernels, missing_kernel
+from onbeat.engine.cuda.backend import fast_kernels
+from onbeat.engine.cuda.flashinfer_attention import missing_kernel
 from onbeat.engine.cuda.kernels import ChunkBackend, ChunkRows, DecodeRows, KernelSizes, LayerSpec
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.kv_cache import LayerKVCache
