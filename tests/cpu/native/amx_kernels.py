@@ -65,7 +65,7 @@ def _instruction_flags() -> list[str]:
 
 
 def _engine_units(flags: Sequence[str]) -> list[Unit]:
-    names = ("engine", "matrix", "memory", "quant_pack", "thread_pool")
+    names = ("checks", "engine", "matrix", "memory", "quant_pack", "thread_pool")
     return [
         Unit(SOURCES / "kernels.cpp", flags),
         Unit(HERE / "amx_shim.cpp", [*flags, "-fvisibility=default"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from onbeat.core.slo import SLO, ShedMode
@@ -36,6 +36,7 @@ CLASSES = (
     seed=st.integers(0, 1000),
 )
 @examples(25)
+@example("slo", "freeness", 1, ShedMode.REJECT, "stream", None, None, 0.0, 3)  # room beside a run
 def test_every_offered_request_is_accounted_for(
     policy, router, num_replicas, shed, mode, max_requests, concurrency, noise, seed
 ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from dataclasses import replace
 from math import exp, inf, nextafter
 from typing import NoReturn
 
@@ -215,14 +216,23 @@ class Admission:
         self._rules = rules
         self._work = rules.work
         self._last_try = -inf
-        self._ends, self._num_ended, self._last_plan = Ends(), 0, 0.0
+        self._ends, self._num_ended, self._num_running = Ends(), 0, 0
+        self._last_change = 0.0
+        """When a plan last found another number of them, seconds."""
 
     def on_plan(self, plan: StepPlan) -> None:
         """Learn from a plan that is carried out."""
         self.backlog.on_plan(plan)
-        num_ended, self._num_ended = self._num_ended, self._tracker.num_ended
-        self._ends.count(plan.now - self._last_plan, len(plan.running), self._num_ended - num_ended)
-        self._last_plan = plan.now
+        num_ended, num_running = self._tracker.num_ended - self._num_ended, len(plan.running)
+        if (
+            num_ended or num_running != self._num_running
+        ):  # the same whether each step between was planned or not
+            self._ends.count(plan.now - self._last_change, self._num_running, num_ended)
+            self._num_ended, self._num_running, self._last_change = (
+                self._tracker.num_ended,
+                num_running,
+                plan.now,
+            )
 
     def decide(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
         """Take an arrival, or not. A stream that is resumed has had its first token, and is always taken.
@@ -352,13 +362,19 @@ class Admission:
             - RESERVATION.num_spare_blocks(plan.num_blocks)
             + given_back * (num_running - len(staying)),
             given_back=given_back,
-            gap=self._ends.gap(len(staying), step_seconds * usual),
+            gap=self._ends_until(plan.now).gap(len(staying), step_seconds * usual),
         )
         wanted = [Wanted(job.deadline, 1, -(-job.state.queued_work[0] // plan.block_size)) for job in ahead]
         num_blocks = plan.num_blocks_wanted(own.state, RESERVATION)
         wait = room_wait(wanted, Wanted(own.deadline, 1, num_blocks), held, plan.now)
         # Room comes free at the end of a step.
         return wait + room.finish_seconds(own.seconds, own.seconds) + 0.5 * room.length if wait else 0.0
+
+    def _ends_until(self, now: float) -> Ends:
+        """Return the ends with the time counted in which none came since the last."""
+        ends = replace(self._ends)
+        ends.count(now - self._last_change, self._num_running, 0)
+        return ends
 
     def _slows_streams(self, state: RequestState, plan: StepPlan) -> bool:
         """Whether one more stream breaks the tightest TBT objective."""

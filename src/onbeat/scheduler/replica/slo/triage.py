@@ -136,10 +136,10 @@ class Ends:
     """That all of them ran meanwhile."""
 
     def count(self, seconds: float, num_running: int, num_ended: int) -> None:
-        """Count a time in which so many ran, and those that ended in it."""
+        """Count a time in which so many ran, and those that ended with it."""
         decay = exp(-max(0.0, seconds) / _MEMORY_SECONDS)
         self.num = self.num * decay + num_ended
-        self.stream_seconds = self.stream_seconds * decay + max(0.0, seconds) * num_running
+        self.stream_seconds = self.stream_seconds * decay + (1 - decay) * _MEMORY_SECONDS * num_running
 
     def gap(self, num_running: int, usual: float = 0.0) -> float:
         """Return the seconds between two ends, with so many that run; while none ends, those since then.
