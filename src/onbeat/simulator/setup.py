@@ -21,8 +21,8 @@ from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.scheduler.cluster.config import FleetConfig
 from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerConfig
-from onbeat.scheduler.replica.policies import LARGEST_BUDGET, composition, largest_step, settle
-from onbeat.scheduler.replica.token_budget import choose_token_budget, mean_decode_context
+from onbeat.scheduler.replica.policies import composition, largest_step, settle
+from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET, choose_token_budget, mean_decode_context
 from onbeat.simulator.acceptance import Acceptance
 from onbeat.simulator.config import FleetTimes, KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.settings import AUTO, ReplicaSettings

@@ -32,7 +32,8 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.utilisation import StepWork
 from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits
-from onbeat.scheduler.replica.policies import LARGEST_BUDGET, composition, largest_step, settle
+from onbeat.scheduler.replica.policies import composition, largest_step, settle
+from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET
 from onbeat.text.tokenizer import load_tokenizer
 
 SOURCES = ("auto", "roofline", "none")

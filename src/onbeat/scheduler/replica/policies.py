@@ -30,7 +30,7 @@ from onbeat.scheduler.replica.parts import (
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.deadlines import EarliestDeadline
 from onbeat.scheduler.replica.slo.work import PrefillWork
-from onbeat.scheduler.replica.token_budget import DEFAULT_TILE
+from onbeat.scheduler.replica.token_budget import DEFAULT_TILE, LARGEST_BUDGET
 
 Compose = Callable[[SchedulerConfig, StepTimeModel | None], Composer]
 
@@ -138,9 +138,6 @@ whole prompts beside decodes, and chunks that take turns with decodes. Their nam
 
 DEFAULT_TOKEN_BUDGET = 512
 """Sarathi-Serve's budget for a strict TBT objective (OSDI 2024, section 5)."""
-
-LARGEST_BUDGET = 8192
-"""Beyond this a larger chunk saves next to no time a token."""
 
 LONGEST_STEP = 0.2
 """Seconds that a step with prompts may take, on which no device is too slow for an efficient chunk: two TBT
