@@ -13,7 +13,6 @@ from onbeat.cluster.config import TRANSPORTS
 from onbeat.cluster.controller import FleetController
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild
-from onbeat.cluster.prompt_hashes import prompt_hashes
 from onbeat.cluster.streams import Streams
 from onbeat.core.errors import (
     ConfigError,
@@ -23,6 +22,7 @@ from onbeat.core.errors import (
     OnbeatError,
 )
 from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
+from onbeat.core.hashing import hash_blocks, root_hash
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.engine.messages import AbortRequests
@@ -42,6 +42,8 @@ from onbeat.scheduler.cluster.scaling import ScaleBounds
 logger = logging.getLogger("onbeat.cluster")
 
 
+_BLOCKS_AT_ONCE = 512
+"""Blocks that are hashed before others of the event loop have their turn, such as other choices' blocks."""
 FIRST_REPORT_SECONDS = 30.0
 """A replica that is ready says how it stands at once."""
 
@@ -336,3 +338,15 @@ def _comes_back(status: FleetStatus) -> bool:
     """Return whether a fleet has no replica only while nobody asks: the next request starts one."""
     scaling = status.scaling
     return scaling is not None and scaling.least == 0 and scaling.most > status.count(ReplicaState.DOWN)
+
+
+async def prompt_hashes(request: Request, block_size: int) -> list[bytes]:
+    """Return the hashes of a prompt's full blocks, by which a fleet knows where its beginning is cached."""
+    hashes: list[bytes] = []
+    parent, token_ids = root_hash(request.cache_salt), request.prompt_token_ids
+    step = _BLOCKS_AT_ONCE * block_size
+    for start in range(0, len(token_ids), step):
+        if start:
+            await asyncio.sleep(0)
+        hashes += hash_blocks(hashes[-1] if hashes else parent, token_ids[start : start + step], block_size)
+    return hashes

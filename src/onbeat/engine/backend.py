@@ -14,7 +14,7 @@ from onbeat.engine.config import EngineConfig, InstructionSet, native_settings
 from onbeat.engine.cuda.backend import CudaBackend, SettleLimits, fast_kernels, quickest_products, why_not
 from onbeat.engine.device import DeviceConfig, device_name
 from onbeat.engine.forward import ForwardPass, TorchForward
-from onbeat.engine.kv_cache import KVCacheSpec, modest_kv_bytes
+from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.models.registry import build_model
 from onbeat.engine.native.forward import NativeForward, NativeOptions
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS, WeightLayouts
@@ -63,16 +63,6 @@ class Backend(Protocol):
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec: ...
 
-    def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:
-        """Return what the KV cache takes where the user gives no size.
-
-        Parameters
-        ----------
-        spare_bytes : that the weights leave.
-        step_bytes : of those, what the largest steps take, about.
-        """
-        ...
-
     def build(self, limits: SchedulerConfig, *, on_progress: OnProgress, spare_bytes: int = 0) -> ForwardPass:
         """Load the weights and make the KV cache.
 
@@ -92,6 +82,16 @@ class Backend(Protocol):
 @runtime_checkable
 class MeasuresMemory(Protocol):
     """A backend that finds out what memory it needs, and so how many KV blocks there can be."""
+
+    def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:
+        """Return what the KV cache takes, until that is found out, where the user gives no size.
+
+        Parameters
+        ----------
+        spare_bytes : that the weights leave.
+        step_bytes : of those, what the largest steps take, about.
+        """
+        ...
 
     def fit_limits(
         self,
@@ -141,9 +141,6 @@ class TorchBackend:
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         return KVCacheSpec.of_model(self._checkpoint.config, dtype=self._device.dtype, block_size=block_size)
-
-    def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:  # noqa: ARG002
-        return modest_kv_bytes(spare_bytes)
 
     def build(
         self,
@@ -209,9 +206,6 @@ class NativeBackend:
             block_size=block_size,
             head_dim_multiple=NATIVE_HEAD_MULTIPLE,
         )
-
-    def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:  # noqa: ARG002
-        return modest_kv_bytes(spare_bytes)
 
     def build(self, limits: SchedulerConfig, *, on_progress: OnProgress, spare_bytes: int = 0) -> ForwardPass:
         # Already now: its threads would wait for one another in each of thousands of small conversions.

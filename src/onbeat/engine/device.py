@@ -136,6 +136,12 @@ def _planned_gpu(device_id: str) -> torch.device:
     )
 
 
+def wait_for(device: torch.device) -> None:
+    """Return when a device has done all that was queued for it: before and after whatever is timed on it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _default_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onbeat.engine.attention.base import AttentionBackend, ForwardContext, IntArray
 from onbeat.engine.attention.registry import select_attention_backend
+from onbeat.engine.device import wait_for
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.kv_cache import KVCacheSpec
@@ -225,8 +226,10 @@ class _TorchProducts:
     @torch.inference_mode()
     def run(self, num_rows: int) -> float:
         x_TI = self._weight_OI.new_ones(num_rows, _PRODUCT_WIDTH)
+        wait_for(x_TI.device)
         start = perf_counter()
         self._linear(x_TI)
+        wait_for(x_TI.device)
         return perf_counter() - start
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +16,7 @@ from onbeat.engine.cuda.backend import SettleLimits
 from onbeat.engine.device import DeviceConfig, detect_device, free_memory, thread_advice
 from onbeat.engine.footprint import Footprint
 from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, block_bytes_of, giving_kv
+from onbeat.engine.kv_cache import modest_kv_bytes
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
@@ -183,7 +184,7 @@ def prepare_model(config: EngineConfig) -> ModelLoader:
         config,
         free=_free_memory(config, device),
         footprint=Footprint.of(checkpoint.config, backend, proposer, config.limits.block_size),
-        default_kv_bytes=backend.default_kv_bytes,
+        backend=backend,
         settle=settle,
     )
     return ModelLoader(
@@ -212,14 +213,14 @@ def resolve_limits(
     *,
     free: FreeMemory,
     footprint: Footprint,
-    default_kv_bytes: Callable[[int, int], int],
+    backend: Backend,
     settle: SettleLimits,
 ) -> tuple[SchedulerConfig, int]:
     """Decide what the user left open, from the memory that the model takes and the memory there is.
 
     Parameters
     ----------
-    default_kv_bytes : see `Backend.default_kv_bytes`.
+    backend : says what the KV cache takes by default, if it finds that out.
     settle : from a number of KV blocks to limits.
 
     Returns
@@ -233,7 +234,11 @@ def resolve_limits(
     """
     footprint.check_weights(free, kv_cache_bytes=config.kv_cache_memory_bytes or 0)
     spare_bytes = free.num_bytes - footprint.weight_bytes
-    default = default_kv_bytes(spare_bytes, footprint.step_bytes(config.limits))
+    default = (
+        backend.default_kv_bytes(spare_bytes, footprint.step_bytes(config.limits))
+        if isinstance(backend, MeasuresMemory)
+        else modest_kv_bytes(spare_bytes)
+    )
     settled = settle(footprint.num_blocks_in(config.kv_cache_memory_bytes or default))
     return settled, footprint.check_fits(
         free,

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onbeat.cluster.client import prompt_hashes
 from onbeat.cluster.open_request import MOST_AT_ONCE, HandOut, OpenRequest
-from onbeat.cluster.prompt_hashes import prompt_hashes
 from onbeat.core.hashing import hash_blocks, root_hash
 from onbeat.core.protocols import Delivery
 from onbeat.core.request import FinishReason, Request, RequestOutput

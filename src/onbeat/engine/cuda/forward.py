@@ -7,17 +7,18 @@ Legend: T tokens of the step, R rows that decode, N rows that sample, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from onbeat.core.errors import EngineError
+from onbeat.core.errors import EngineDead, EngineError
 from onbeat.engine.attention.base import IntArray
-from onbeat.engine.cuda.failures import failures_in_words
 from onbeat.engine.cuda.graphs import Graphs, graph_sizes
 from onbeat.engine.cuda.kernels import (
     BestBuffers,
@@ -30,12 +31,12 @@ from onbeat.engine.cuda.kernels import (
 )
 from onbeat.engine.cuda.layer import Hidden, LayerStep, first_of_windows, run_layers, write_logits
 from onbeat.engine.cuda.packing import StepCounts, StepWords, device_words, host_words
-from onbeat.engine.cuda.products import CudaProducts
 from onbeat.engine.cuda.sampling import draw_params
 from onbeat.engine.cuda.state import CudaOptions, DeviceState, HostRing
 from onbeat.engine.cuda.step_packer import PackedStep, StepPacker
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream, Mark
 from onbeat.engine.cuda.weights import CudaWeights
+from onbeat.engine.device import wait_for
 from onbeat.engine.forward import ChosenTokens, RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_cache import KVCacheSpec
@@ -82,7 +83,7 @@ class _Launched:
 
     def wait(self) -> BestTokens:
         """Return the tokens once the step is done."""
-        with failures_in_words(self.packed):
+        with _failures_in_words(self.packed):
             self._mark.wait()
         return self.packed.best_tokens()
 
@@ -190,7 +191,7 @@ class CudaForward:
 
     def products(self) -> RowProducts:
         """Return those of the model's first layer; see `ForwardPass.products`."""
-        return CudaProducts(self.weights)
+        return _Products(self.weights)
 
     def close(self) -> None:
         """Let go of nothing: memory goes with the object."""
@@ -201,7 +202,7 @@ class CudaForward:
         entry = self._ring.take()
         packed = self._packer.pack(inputs, entry, chooses=chooses)
         try:
-            with failures_in_words(packed):
+            with _failures_in_words(packed):
                 self._stream.run(lambda: queue(packed))
         except EngineError:
             self._packer.forget()
@@ -299,3 +300,51 @@ class CudaForward:
         ids_N, peaks_N = buffers.best
         tokens_N = torch.where(peaks_N.isfinite(), ids_N, 0)
         self._state.tokens_S.index_put_((buffers.parts.write_slots_N,), tokens_N)
+
+
+class _Products:
+    """All four matrices of a layer, times rows; see `RowProducts`."""
+
+    def __init__(self, weights: CudaWeights) -> None:
+        layer = weights.layers[0]
+        self._matrices = (layer.qkv_XD, layer.o_DX, layer.gate_up_FD, layer.down_DF)
+        self._device = weights.device
+        self.flops_per_row = 2.0 * sum(matrix.numel() for matrix in self._matrices)
+        self.num_bytes = sum(matrix.nbytes for matrix in self._matrices)
+
+    @torch.inference_mode()
+    def run(self, num_rows: int) -> float:
+        """Multiply, and return the seconds that it took."""
+        inputs = [matrix.new_ones(num_rows, matrix.shape[1]) for matrix in self._matrices]
+        wait_for(self._device)
+        start = perf_counter()
+        for x, matrix in zip(inputs, self._matrices, strict=True):
+            functional.linear(x, matrix)
+        wait_for(self._device)
+        return perf_counter() - start
+
+    def close(self) -> None:
+        """Let go of nothing: the weights are the model's."""
+
+
+@contextmanager
+def _failures_in_words(step: PackedStep) -> Iterator[None]:
+    """Turn what torch, Triton and FlashInfer raise while a step is queued or waited for into words.
+
+    Raises
+    ------
+    EngineError : the step does not fit in memory; the next one may.
+    EngineDead : the device failed, and nothing runs on it any more.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise EngineError(
+            f"a step of {step.counts.tokens} tokens in {step.num_rows} rows does not fit in the GPU's "
+            "memory; lower --max-num-batched-tokens"
+        ) from error
+    except RuntimeError as error:
+        text = str(error).strip().partition("\n")[0]
+        if "CUDA" not in text:
+            raise
+        raise EngineDead(f"the GPU failed: {text}; the engine must be started again") from error

@@ -10,7 +10,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.engine.config import EngineConfig, native_settings
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.forward import ForwardPass
-from onbeat.engine.kv_cache import KVCacheSpec, modest_kv_bytes
+from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.parallel.leader import start_ranks
 from onbeat.engine.parallel.shards import Shard, check_degree, config_of_rank
 from onbeat.engine.weights import Checkpoint, parameter_shapes
@@ -56,9 +56,6 @@ class ParallelBackend:
         """Return the size of a block on all ranks together, heads that several of them hold included."""
         spec = KVCacheSpec.of_model(self._rank_config, dtype=self._rank_device.dtype, block_size=block_size)
         return replace(spec, num_kv_heads=self._size * spec.num_kv_heads)
-
-    def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:  # noqa: ARG002
-        return modest_kv_bytes(spare_bytes)
 
     def build(
         self,

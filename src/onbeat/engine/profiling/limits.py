@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from onbeat.engine.device import wait_for
 from onbeat.engine.forward import RowProducts
 from onbeat.perfmodel.product_rates import ROW_COUNTS, best_rates, product_rates
 from onbeat.perfmodel.profile import MachineLimits
@@ -116,15 +117,10 @@ def _shortest(work: Callable[[], object], device: torch.device) -> float:
     best, num_runs = float("inf"), 0
     deadline = time.perf_counter() + _SECONDS_EACH
     while num_runs < _MIN_RUNS or time.perf_counter() < deadline:
-        _wait_for(device)
+        wait_for(device)
         start = time.perf_counter()
         work()
-        _wait_for(device)
+        wait_for(device)
         best = min(best, time.perf_counter() - start)
         num_runs += 1
     return best
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import cycle, islice
 
 import numpy as np
-import torch
 
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
+from onbeat.engine.device import wait_for
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.model_runner import ModelRunner
@@ -76,7 +76,6 @@ class StepTimer:
         self._given_drafts = GivenDrafts(self._token_ids)
         self._released: tuple[str, ...] = ()
         self.num_runs = 0
-        self._is_on_cuda = runner.forward.device.type == "cuda"
         _touch_cache(runner, len(self._blocks))
 
     def time(self, batch: MeasuredBatch) -> float:
@@ -116,8 +115,7 @@ class StepTimer:
 
     def _run(self, scheduled: SchedulerOutput) -> None:
         self._executor.submit(scheduled).result()
-        if self._is_on_cuda:
-            torch.cuda.synchronize()  # a step that samples nothing returns before the device is done
+        wait_for(self._runner.forward.device)  # a step that samples nothing returns before it is done
 
     def _schedule(
         self, batch: MeasuredBatch

@@ -23,7 +23,6 @@ from onbeat.scheduler.replica.slo.triage import (
     Wanted,
     room_wait,
     seconds_before,
-    select_feasible,
 )
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.slo.work import Room
@@ -319,20 +318,11 @@ class Admission:
             running = sum(job.seconds for job in jobs if job.state.block_ids)
             before = running + work.of_sums(*waiting.work_below(nextafter(state.slo.rank, inf)))
 
-        def left_behind(some: list[PromptJob]) -> list[PromptJob]:
-            return select_feasible(
-                some,
-                start=start + room.fixed_seconds,
-                share=room.share,
-                worth=rules.worth,
-                order=rules.shed_order,
-            )[1]
-
-        late = left_behind([*jobs[:index], own, *jobs[index:]])
+        late = rules.split([*jobs[:index], own, *jobs[index:]], room, start)[1]
         turn, delays_others = seconds_before(own, late, by_deadline=before), False
         if state.request.shed is ShedMode.REJECT and late:
             # Accepted requests stay: the arrival must find its place among them.
-            others = {id(job.state) for job in left_behind(jobs)}
+            others = {id(job.state) for job in rules.split(jobs, room, start)[1]}
             delays_others = any(id(job.state) not in others for job in late)
             turn = before if turn is None else turn
         if turn is None:
