@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import sha256
 from math import ceil, isfinite
 from typing import NamedTuple
 
@@ -28,6 +29,21 @@ class FinishReason(StrEnum):
     """Its TTFT deadline passed in the queue, and its caller had asked not to be served late."""
 
 
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer's text must match; `text.grammar.source` makes one."""
+
+    text: str
+    """llguidance's list of grammars, as JSON."""
+    key: str
+    """SHA-256 of the text, hex: stands for it in caches, logs and records, which hold nobody's schema."""
+
+    @classmethod
+    def of(cls, text: str) -> Grammar:
+        """Return the grammar that a text is."""
+        return cls(text, sha256(text.encode("utf-8", "surrogatepass")).hexdigest())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How output tokens are chosen.
@@ -38,7 +54,7 @@ class SamplingParams:
 
     Notes
     -----
-    Order of application: penalties, logit bias, banned tokens, temperature, min-p, top-k, top-p.
+    Order of application: penalties, logit bias, banned tokens, grammar, temperature, min-p, top-k, top-p.
     The random stream depends on `seed` and the token's position alone, never on the batch.
     """
 
@@ -65,6 +81,8 @@ class SamplingParams:
     """Tokens that end the request: the caller's and, unless ignored, the model's end-of-sequence tokens."""
     num_logprobs: int | None = None
     """Report the sampled token's log-probability and this many alternatives; None reports nothing."""
+    grammar: Grammar | None = None
+    """What the answer must match; it ends where the grammar allows nothing more. None allows any text."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():

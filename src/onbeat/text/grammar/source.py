@@ -1,0 +1,102 @@
+"""From JSON schemas, regular expressions, choices and Lark texts to a `Grammar`; pure, compiles nothing.
+
+The texts are in llguidance's variant of Lark: rules in lower case, terminals in upper case, patterns between
+slashes, `%json {...}` for a value by a JSON schema, `<|name|>` for a special token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onbeat.core.request import Grammar
+
+Schema = Mapping[str, Any] | bool
+"""A JSON schema: an object, or true (any value) or false (none)."""
+
+WHITE_SPACE = r"[ \t\n\r]{1,16}"
+"""Between the parts of JSON. Bounded: a small model would write line ends up to `max_tokens`."""
+OPTIONS_KEY = "x-guidance"
+"""Field of a schema that llguidance takes options from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonStyle:
+    """How JSON is written, and what becomes of schema keywords that cannot be enforced."""
+
+    white_space: str | None = WHITE_SPACE
+    """Regular expression of what may stand between the parts; None allows none."""
+    is_lenient: bool = False
+    """Ignore keywords that cannot be enforced; else compiling refuses the schema."""
+
+    def options(self) -> dict[str, Any]:
+        """Return llguidance's options."""
+        white_space: dict[str, Any] = {"whitespace_flexible": False}
+        if self.white_space is not None:
+            white_space = {"whitespace_pattern": self.white_space}
+        return {**white_space, "lenient": self.is_lenient, "coerce_one_of": self.is_lenient}
+
+
+COMPACT = JsonStyle(white_space=None)
+"""No white space: the fewest tokens."""
+
+
+def json_grammar(schema: Schema, style: JsonStyle = JsonStyle()) -> Grammar:
+    """Return the grammar of a JSON value by a schema."""
+    return _grammar({"json_schema": _with_options(schema, style)})
+
+
+def lark_grammar(text: str) -> Grammar:
+    """Return the grammar of a Lark text, which begins at its rule `start`; see `embedded_json`."""
+    return _grammar({"lark_grammar": text})
+
+
+def embedded_json(schema: Schema, style: JsonStyle = JsonStyle()) -> str:
+    """Return what stands in a Lark rule for a JSON value by a schema: `call: "<call>" %json {...}`."""
+    return "%json " + json.dumps(_with_options(schema, style), ensure_ascii=False)
+
+
+def lark_text(text: str) -> str:
+    """Return what stands in a Lark rule for a text, to the letter; for an empty one, nothing."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f") if text else ""
+
+
+def lark_pattern(pattern: str) -> str:
+    """Return what stands in a Lark rule for a regular expression, which the whole text must match."""
+    return f"/{''.join(_slashes_escaped(pattern))}/" if pattern else ""
+
+
+def regex_grammar(pattern: str) -> Grammar:
+    """Return the grammar of the texts that a regular expression matches as a whole."""
+    return lark_grammar(f"start: {lark_pattern(pattern)}")
+
+
+def choice_grammar(choices: Sequence[str]) -> Grammar:
+    """Return the grammar of one of several texts."""
+    return lark_grammar("start: " + " | ".join(map(lark_text, choices)))
+
+
+def _grammar(source: Mapping[str, Any]) -> Grammar:
+    return Grammar.of(json.dumps({"grammars": [source]}, ensure_ascii=False))
+
+
+def _with_options(schema: Schema, style: JsonStyle) -> dict[str, Any]:
+    """Return a schema as an object that names our options; they go before those of its author."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"allOf": [False]}
+    return {**schema, OPTIONS_KEY: style.options()}
+
+
+def _slashes_escaped(pattern: str) -> list[str]:
+    """Return a pattern without the slashes and line ends that would end it in Lark."""
+    parts: list[str] = []
+    is_escaped = False
+    for character in pattern:
+        if character == "\n":
+            parts.append("n" if is_escaped else r"\n")
+        else:
+            parts.append(rf"\{character}" if character == "/" and not is_escaped else character)
+        is_escaped = character == "\\" and not is_escaped
+    return parts
