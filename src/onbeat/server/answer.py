@@ -16,9 +16,9 @@ from onbeat.core.request import Request
 from onbeat.core.slo import SLOMode
 from onbeat.server.answer_format import DONE, EVENT_STREAM_HEADERS, AnswerFormat, Extras, WholeChoice
 from onbeat.server.answer_report import slo_report, usage_of, worst_report
+from onbeat.server.choices import Choice, ChoiceDelta, TextOptions
 from onbeat.server.config import MAX_ANSWER_PARTS
 from onbeat.server.errors import ClientGone, error_reply, predicted_ttft_header
-from onbeat.server.generation import Choice, ChoiceDelta
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.middleware import HttpContext, context_of
 from onbeat.server.pieces import Piece, PiecesResponse
@@ -41,6 +41,7 @@ class AnswerResponse(Response):
     ----------
     body : what the caller sent.
     requests : of the engine, one for each choice: `n` for each prompt, in their order.
+    text_options : how tokens become text, and what tells its parts apart.
     answer_format : the endpoint's.
     services : run the requests.
 
@@ -53,6 +54,7 @@ class AnswerResponse(Response):
         self,
         body: GenerationRequest,
         requests: Sequence[Request],
+        text_options: TextOptions,
         answer_format: AnswerFormat,
         services: Services,
     ) -> None:
@@ -68,7 +70,7 @@ class AnswerResponse(Response):
             )
             for index, request in enumerate(requests)
         ]
-        self._deltas = services.generator.run(self._choices, body.text_options)
+        self._deltas = services.generator.run(self._choices, text_options)
         self._writer = _AnswerWriter(self._choices, body, answer_format, services.config.slo.mode)
         self._lifecycle = services.lifecycle
         self._slow_readers = services.slow_readers

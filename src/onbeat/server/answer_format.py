@@ -9,13 +9,14 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import orjson
 
 from onbeat import __version__
-from onbeat.server.generation import Choice, ChoiceDelta, ShownToken
+from onbeat.server.choices import Choice, ChoiceDelta, ShownToken
 from onbeat.server.pieces import Piece, json_inside
+from onbeat.text.reply.events import CallStart, CallText, ContentText, ReasoningText, ReplyEvent
 
 EVENT_STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -76,6 +77,16 @@ class Extras:
         return {name: value for name, value in given.items() if value is not None}
 
 
+@dataclass(slots=True)
+class WholePart:
+    """A run of reasoning or of content in a whole answer, or a call of a tool."""
+
+    kind: Literal["reasoning", "content", "call"]
+    text: bytearray
+    """Inside of its JSON string; a call's is that of its arguments."""
+    call: CallStart | None = None
+
+
 class WholeChoice:
     """A choice of a whole answer, written as it comes.
 
@@ -86,7 +97,7 @@ class WholeChoice:
 
     Attributes
     ----------
-    text : inside of its JSON string.
+    text : inside of its JSON string, where its deltas have no events.
     columns : inside of the JSON arrays that tell of its tokens' log-probabilities.
     finish_reason : as in `ChoiceDelta`.
     """
@@ -96,10 +107,19 @@ class WholeChoice:
         self.text = bytearray()
         self.columns = [bytearray() for _ in range(num_columns)]
         self.finish_reason: str | None = None
+        self._parts: list[WholePart] = []
+
+    @property
+    def parts(self) -> list[WholePart]:
+        """What the answer is made of, in its order; text that nothing tells apart is content."""
+        return self._parts or ([WholePart("content", self.text)] if self.text else [])
 
     def add(self, delta: ChoiceDelta, columns: Sequence[bytes]) -> None:
         """Take a delta, and its own columns."""
-        self.text += json_inside(delta.text)
+        if delta.events is None:
+            self.text += json_inside(delta.text)
+        else:
+            self._add_events(delta.events)
         self.finish_reason = delta.finish_reason
         if delta.tokens:
             for own, new in zip(self.columns, columns, strict=True):
@@ -107,9 +127,27 @@ class WholeChoice:
                     own += b","
                 own += new
 
+    def _add_events(self, events: Sequence[ReplyEvent]) -> None:
+        for event in events:
+            match event:
+                case CallStart():
+                    self._parts.append(WholePart("call", bytearray(), event))
+                case CallText(text=text):
+                    self._parts[-1].text += json_inside(text)
+                case ReasoningText(text=text):
+                    self._text_part("reasoning").text += json_inside(text)
+                case ContentText(text=text):
+                    self._text_part("content").text += json_inside(text)
+
+    def _text_part(self, kind: Literal["reasoning", "content"]) -> WholePart:
+        """Return the last part if it is of a kind, else a new one."""
+        if not self._parts or self._parts[-1].kind != kind:
+            self._parts.append(WholePart(kind, bytearray()))
+        return self._parts[-1]
+
 
 class AnswerFormat(Protocol):
-    """How one endpoint writes its answers."""
+    """How one endpoint writes its answers: text (`ChoiceDelta.text`), or the parts of it (`events`)."""
 
     def columns(self, tokens: Sequence[ShownToken]) -> Sequence[bytes]:
         """Return the inside of the JSON arrays that tell of tokens' log-probabilities; none if not asked.

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from onbeat.core.slo import SLO, SLOMode
 from onbeat.metrics.attainment import GAP_PERCENTILE, TOLERANCE, good_requests
 from onbeat.metrics.record import RequestRecord
+from onbeat.server.choices import Choice, ChoiceDelta
 from onbeat.server.errors import milliseconds
-from onbeat.server.generation import Choice, ChoiceDelta
 
 
 def usage_of(choices: Sequence[Choice], delta: ChoiceDelta | None = None) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def usage_of(choices: Sequence[Choice], delta: ChoiceDelta | None = None) -> dic
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": num_cached},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": sum(each.num_reasoning_tokens for each in counted),
             "accepted_prediction_tokens": num_accepted,
             "rejected_prediction_tokens": num_drafted - num_accepted,
         },

@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.protocols import Tokenizer
+from onbeat.core.request import Request as EngineRequest
 from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
 from onbeat.server.answer_format import (
     CACHED_TOKENS,
@@ -30,9 +31,9 @@ from onbeat.server.answer_format import (
 )
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.chat_prompt import ChatMessages, render_chat
+from onbeat.server.choices import ChoiceDelta, ShownToken, TextOptions
 from onbeat.server.config import ServerConfig
 from onbeat.server.engine_requests import engine_requests
-from onbeat.server.generation import ChoiceDelta, ShownToken
 from onbeat.server.generation_request import (
     GenerationRequest,
     check_common,
@@ -98,28 +99,48 @@ def _check_chat(body: ChatCompletionRequest, config: ServerConfig) -> None:
 def chat_routes(services: Services) -> APIRouter:
     """Return the route of chat completions."""
     router = APIRouter()
-    config, tokenizer = services.config, services.tokenizer
-    writer = _TokenWriter(tokenizer)
+    writer, role = _TokenWriter(services.tokenizer), services.config.response_role
 
     @router.post("/v1/chat/completions", **generation_route(ChatCompletionRequest, ChatCompletion))
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
         services.lifecycle.check_open()
-        context, info = context_of(request.scope), services.info
         body = await read_body(request, ChatCompletionRequest)
         head = new_head("chatcmpl", services.check_model(body.model))
-        context.completion_id = head.completion_id
-        check_common(body, config, info)
-        _check_chat(body, config)
-        objectives = request_objectives(body, request.headers, context, config.slo)
-        encoder, caller = services.encoder, context.caller
-        async with cancelled_on_disconnect(request.receive):
-            text = await render_chat(body, encoder, services.chat_template, caller)
-            prompt = await encoder.encode(text, encode_options(body, info.max_model_len), caller)
-        requests = await engine_requests(body, [prompt], objectives, info, tokenizer.eos_token_ids, context)
-        return AnswerResponse(body, requests, ChatFormat(head, body, writer, config.response_role), services)
+        requests, options = await chat_requests(body, request, head, services)
+        return AnswerResponse(body, requests, options, ChatFormat(head, body, writer, role), services)
 
     return router
+
+
+async def chat_requests(
+    body: ChatCompletionRequest, request: Request, head: AnswerHead, services: Services
+) -> tuple[list[EngineRequest], TextOptions]:
+    """Return the engine's requests for a chat, whichever API it came by, and how their tokens become text.
+
+    Parameters
+    ----------
+    body : the chat.
+    request : which it came by: its headers may hold objectives.
+    head : of the answer.
+    services : of the server.
+
+    Raises
+    ------
+    OnbeatError : the chat is refused.
+    """
+    config, info, encoder = services.config, services.info, services.encoder
+    context = context_of(request.scope)
+    context.completion_id = head.completion_id
+    check_common(body, config, info)
+    _check_chat(body, config)
+    objectives = request_objectives(body, request.headers, context, config.slo)
+    async with cancelled_on_disconnect(request.receive):
+        text = await render_chat(body, encoder, services.chat_template, context.caller)
+        prompt = await encoder.encode(text, encode_options(body, info.max_model_len), context.caller)
+    eos_token_ids = services.tokenizer.eos_token_ids
+    requests = await engine_requests(body, [prompt], objectives, info, eos_token_ids, context)
+    return requests, body.text_options
 
 
 class _TokenWriter:

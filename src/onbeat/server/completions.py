@@ -30,10 +30,10 @@ from onbeat.server.answer_format import (
     whole_answer,
 )
 from onbeat.server.body import WHOLE, Flag, read_body
+from onbeat.server.choices import Choice, ChoiceDelta, ShownToken
 from onbeat.server.config import ServerConfig
 from onbeat.server.engine_requests import engine_requests
 from onbeat.server.errors import unsupported
-from onbeat.server.generation import Choice, ChoiceDelta, ShownToken
 from onbeat.server.generation_request import (
     GenerationRequest,
     check_common,
@@ -160,7 +160,8 @@ def completion_routes(services: Services) -> APIRouter:
                     sum(map(len, prompts)),
                     lambda: [_echo(*pair, options, tokenizer) for pair in used],
                 )
-        return AnswerResponse(body, requests, CompletionFormat(head, body, token_name, echoes), services)
+        answer_format = CompletionFormat(head, body, token_name, echoes)
+        return AnswerResponse(body, requests, body.text_options, answer_format, services)
 
     return router
 

@@ -21,6 +21,8 @@ class TextDelta:
     """The stop string that ended the text, if one did."""
     token_offsets: list[int] = field(default_factory=list)
     """For each new token, the character of the whole text at which its own text begins."""
+    marks: list[tuple[int, str]] = field(default_factory=list)
+    """Tokens that are marks: before which character of `text` each stands, and its name."""
 
 
 def holds_text(token_ids: Sequence[int], tokenizer: Tokenizer) -> bool:
@@ -44,6 +46,10 @@ class TextStream:
     include_stop : whether the stop string is part of the text.
     skip_special_tokens : whether special tokens are left out of the text.
     min_tokens : a stop string that is complete within this many tokens is text like any other.
+
+    Attributes
+    ----------
+    mark_ids : tokens that are no text and are told of apart, none unless set; no stop string spans one.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class TextStream:
         self._include_stop = include_stop
         self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._min_tokens = min_tokens
+        self.mark_ids = frozenset[int]()
         self._decoder = _UTF8_DECODER(errors="replace")
         self._strips_space = tokenizer.strips_leading_space and not continues_text
         """Whether the next character, if it is a space, is dropped."""
@@ -81,7 +88,9 @@ class TextStream:
             if self._is_ended:
                 continue
             self.num_consumed_tokens += 1
-            if token_id not in self._skipped_ids:
+            if token_id in self.mark_ids:
+                self._mark(token_id, delta)
+            elif token_id not in self._skipped_ids:
                 self._take(self._decode(self._tokenizer.token_bytes(token_id)), delta)
         if final and not self._is_ended:
             self._take(self._decode(b"", final=True), delta)
@@ -89,6 +98,12 @@ class TextStream:
             self._held = ""
             self._is_ended = True
         return delta
+
+    def _mark(self, token_id: int, delta: TextDelta) -> None:
+        """Pass on all that stands before a mark, then the mark."""
+        delta.text += self._held
+        self._held = ""
+        delta.marks.append((len(delta.text), self._tokenizer.token_text(token_id)))
 
     def _decode(self, data: bytes, *, final: bool = False) -> str:
         """Return the characters that are complete; what is left of the last one waits."""
