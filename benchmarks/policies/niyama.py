@@ -112,11 +112,11 @@ class NiyamaComposer:
         plan = filler.plan
         for state in in_time:
             if self._is_infeasible(state, plan):
-                plan.late.append(state)
+                plan.infeasible.append(state)
             elif not filler.take(state):
                 return
         # A request that asks to be rejected rather than served late ends with this step.
-        late += [state for state in plan.late if state.request.shed is not ShedMode.REJECT]
+        late += [state for state in plan.infeasible if state.request.shed is not ShedMode.REJECT]
         for state in sorted(late, key=priority):
             if not filler.take(state):
                 return

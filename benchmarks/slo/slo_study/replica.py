@@ -12,7 +12,7 @@ from benchmarks.slo.slo_study.cells import OBJECTIVES, settings_of
 from benchmarks.slo.slo_study.loads import LoadKey, make_load
 from benchmarks.slo.slo_study.search import find_capacity
 from benchmarks.slo.slo_study.trial import Question, Runner, config_of, longest_request
-from onbeat.core.slo import ShedMode, SLOMode
+from onbeat.core.slo import Fate, ShedMode, SLOMode
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
@@ -97,7 +97,7 @@ def gap_percentile(records: Sequence[RequestRecord], percent: float = 99) -> flo
 def account(records: Sequence[RequestRecord], num_offered: int) -> tuple[bool, str]:
     """Return whether every offered request ended in one known way, and how many did in which."""
     ways = Counter(
-        "relegated" if record.is_completed and record.is_relegated else str(record.finish_reason)
+        "relegated" if record.is_completed and record.fate is Fate.RELEGATED else str(record.finish_reason)
         for record in records
     )
     ids = {record.request_id for record in records}

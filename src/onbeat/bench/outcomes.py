@@ -22,7 +22,7 @@ class ResponseTimes:
     rejection: Distribution
     """Of the requests that were refused."""
     expiry: Distribution
-    """Of those that were given up in the server's queue."""
+    """Of those that were ended in the server's queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -213,7 +213,7 @@ def _warnings(
     num_relegated, num_expired = outcomes.whole.num_relegated, outcomes.summary.counts.num_expired
     if num_relegated or num_expired:
         yield (
-            f"{num_relegated:,} requests were relegated to best effort, {num_expired:,} were given up in the "
+            f"{num_relegated:,} requests were relegated to best effort, {num_expired:,} were ended in the "
             "queue"
         )
     if num_infeasible := outcomes.whole.num_infeasible:

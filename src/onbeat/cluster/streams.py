@@ -12,7 +12,8 @@ from onbeat.cluster.refusals import LOSSES, refusal
 from onbeat.core.errors import EngineError, Overloaded, SLOUnattainable
 from onbeat.core.fleet import ReplicaId, ReplicaLoad
 from onbeat.core.protocols import Delivery, StepObserver
-from onbeat.core.request import FinishReason, Request, RequestOutput
+from onbeat.core.request import Request, RequestOutput, overdue_error
+from onbeat.core.slo import Fate
 from onbeat.core.step import StepOutputs
 from onbeat.engine.rejection import Rejected, unpack_rejection
 from onbeat.metrics.fleet_counts import FleetCounts
@@ -133,13 +134,8 @@ class Streams:
             opened = self.by_name.get(output.request_id)
             if opened is None or opened.replica != replica:
                 continue  # taken back or ended since
-            if output.finish_reason is FinishReason.EXPIRED and output.retry_after is not None:
-                opened.rejection = Overloaded(
-                    output.error or "too many requests wait",
-                    code="server_overloaded",
-                    retry_after=output.retry_after,
-                    reason="queue_too_long",
-                )
+            if output.fate is Fate.OVERDUE:
+                opened.rejection = overdue_error(output)
                 self._tell_refusal(opened, replica, is_for_load=True, retry_after=output.retry_after)
                 continue
             if (taken := self._take(opened, output, now)) is not None:

@@ -9,9 +9,9 @@ from hashlib import sha256
 from math import ceil, isfinite
 from typing import NamedTuple
 
-from onbeat.core.errors import InvalidRequest
+from onbeat.core.errors import InvalidRequest, Overloaded
 from onbeat.core.hashing import BlockHash
-from onbeat.core.slo import SLO, ShedMode
+from onbeat.core.slo import SLO, Fate, ShedMode
 
 
 class FinishReason(StrEnum):
@@ -26,7 +26,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
     """The engine failed on this request."""
     EXPIRED = "expired"
-    """Its TTFT deadline passed in the queue, and its caller had asked not to be served late."""
+    """It was ended in the queue: `Fate.EXPIRED` or `Fate.OVERDUE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,12 +235,21 @@ class RequestOutput:
     """Set with `FinishReason.ERROR` and `FinishReason.EXPIRED`: what went wrong."""
     predicted_ttft: float | None = None
     """TTFT that was predicted at the request's arrival, seconds; set on its first output alone."""
-    is_relegated: bool = False
-    """Whether the request is served as best effort by now: its objectives could not be kept."""
+    fate: Fate | None = None
+    """`RELEGATED`: by now. `EXPIRED` or `OVERDUE`: with `FinishReason.EXPIRED`. None: as any other."""
     num_drafted_tokens: int = 0
     """Draft tokens verified for the request so far."""
     num_accepted_tokens: int = 0
     """Of these, tokens that became output."""
     retry_after: float | None = None
-    """Set with `FinishReason.EXPIRED` of a request that became best effort while too many wait as such:
-    seconds after which there is predicted to be room. None where its own deadline passed."""
+    """Set with `Fate.OVERDUE`: seconds after which another is predicted to be taken."""
+
+
+def overdue_error(output: RequestOutput) -> Overloaded:
+    """Return what the caller of a request hears that was ended as overdue."""
+    return Overloaded(
+        output.error or "too many requests wait",
+        code="server_overloaded",
+        retry_after=output.retry_after,
+        reason="queue_too_long",
+    )

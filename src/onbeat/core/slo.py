@@ -74,6 +74,31 @@ class ShedMode(StrEnum):
     """It is rejected on arrival with the predicted wait; one that becomes infeasible is ended."""
 
 
+class Fate(StrEnum):
+    """What becomes of a request by its objectives. docs/slo.md says of each what its caller sees.
+
+    A request is *late* once a deadline of it has passed; that alone is no fate. The values are names in
+    metrics and records.
+    """
+
+    INFEASIBLE = "infeasible"
+    """Its first token cannot be in time any more. `ShedMode` says what follows."""
+    RELEGATED = "relegated"
+    """It is served as best effort: it was infeasible, or its stream could no longer keep its objective."""
+    REJECTED = "rejected"
+    """It was not taken at its arrival."""
+    EXPIRED = "expired"
+    """It was infeasible in the queue, and was ended there, as its caller had asked not to be served late."""
+    OVERDUE = "overdue"
+    """It was ended in the queue, as best effort waits there for longer than `max_queue_seconds` allow."""
+    IN_TIME = "good"
+    """It has ended, and kept its objectives."""
+    MISSED = "bad"
+    """It has ended, and missed one."""
+    ABANDONED = "abandoned"
+    """Its caller left while its objectives were still kept: nobody can judge it."""
+
+
 ShedOrder = Literal["most", "longest-wait"]
 SHED_ORDERS: tuple[ShedOrder, ...] = get_args(ShedOrder)
 """Which prompts to leave behind where not all can be in time: `most`, those with the most work, so that as

@@ -96,7 +96,7 @@ class RunCounts:
         self.finished = Counter(dict.fromkeys(FINISHES, 0))
         """Requests by finish reason."""
         self.refused = Counter(dict.fromkeys(REFUSALS, 0))
-        """Requests by the reason for which they were refused, or given up in the queue."""
+        """Requests by the reason for which they were refused, or ended in the queue."""
         self.ttft = Histogram(REQUEST_SECONDS)
         self.gap = Histogram(GAP_SECONDS)
         self.tpot = Histogram(GAP_SECONDS)

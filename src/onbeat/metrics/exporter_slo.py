@@ -26,7 +26,7 @@ def slo_metrics(counts: RunCounts, now: float, *, uptime: float) -> Iterator[Met
     yield from _worst_decile(counts.slo, now)
     yield counters(
         "onbeat_requests_rejected",
-        "Requests refused at arrival or given up in the queue",
+        "Requests refused at arrival or ended in the queue",
         ("reason",),
         keyed(counts.refused),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, Fate
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,12 +47,10 @@ class RequestRecord:
     num_preemptions: int = 0
     predicted_ttft: float | None = None
     """TTFT that was predicted at its arrival, seconds; None where nobody predicted."""
-    is_relegated: bool = False
-    """Whether it ended as best effort: its objectives could not be kept."""
+    fate: Fate | None = None
+    """`RELEGATED`, `REJECTED`, `EXPIRED` or `OVERDUE`; None where it was served as any other."""
     predicted_wait: float | None = None
     """The predicted TTFT of a request that was rejected because of it, seconds; None for all others."""
-    is_rejected: bool = False
-    """Refused for want of capacity."""
 
     @property
     def offered_prompt_tokens(self) -> int:
@@ -95,6 +93,11 @@ class RequestRecord:
         if self.num_output_tokens < 2:
             return None
         return (self.delivery_times[-1] - self.delivery_times[0]) / (self.num_output_tokens - 1)
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether it was refused for want of capacity."""
+        return self.fate is Fate.REJECTED
 
     @property
     def is_completed(self) -> bool:

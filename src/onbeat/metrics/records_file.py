@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, cast
 import orjson
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import Fate
 from onbeat.metrics.record import RequestRecord
 
 
@@ -37,7 +38,7 @@ def record_as_dict(record: RequestRecord) -> dict[str, Any]:
         "rejected": record.is_rejected,
         "predicted_wait": record.predicted_wait,
         "predicted_ttft": record.predicted_ttft,
-        "relegated": record.is_relegated,
+        "relegated": record.fate is Fate.RELEGATED,
     }
 
 

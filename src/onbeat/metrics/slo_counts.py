@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from onbeat.core.slo import SLO, SLOMode
+from onbeat.core.slo import SLO, Fate, SLOMode
 from onbeat.metrics.attainment import good_requests, has_objectives
 from onbeat.metrics.breakdown import Outcomes, has_ttft, wait_of
 from onbeat.metrics.buckets import TBT_SECONDS, TTFT_SECONDS
@@ -21,8 +21,8 @@ from onbeat.metrics.histogram import Histogram
 from onbeat.metrics.record import RequestRecord
 
 UNNAMED = "unnamed"
-OUTCOMES = ("good", "bad", "rejected", "expired", "abandoned")
-"""What became of a request. `abandoned`: its caller left while its objectives were still kept; not judged."""
+OUTCOMES = (Fate.IN_TIME, Fate.MISSED, Fate.REJECTED, Fate.EXPIRED, Fate.ABANDONED)
+"""What became of a request. `EXPIRED` are the overdue ones, too; the abandoned ones are not judged."""
 WINDOW_SECONDS = 60.0
 """What "of late" is."""
 MOST_RECENT = 2**13
@@ -58,20 +58,20 @@ class ClassCounts:
         self._num_good = 0
         """Of these."""
 
-    def take(self, record: RequestRecord, outcome: str) -> None:
+    def take(self, record: RequestRecord, outcome: Fate) -> None:
         """Count a request that ended."""
         self.outcomes[outcome] += 1
-        if outcome != "abandoned":
+        if outcome is not Fate.ABANDONED:
             self._recent.append(
                 EndedRequest(
                     end=record.end,
                     prompt_tokens=record.offered_prompt_tokens,
                     wait=wait_of(record),
                     is_ttft=has_ttft(record),
-                    is_good=outcome == "good",
+                    is_good=outcome is Fate.IN_TIME,
                 )
             )
-            self._num_good += outcome == "good"
+            self._num_good += outcome is Fate.IN_TIME
             self._forget(record.end)
 
     def recent(self, now: float) -> list[EndedRequest]:
@@ -167,12 +167,14 @@ class SLOCounts:
         return self._classes[name]
 
 
-def _outcome(record: RequestRecord, *, is_good: bool) -> str:
-    if record.finish_reason in ("rejected", "expired"):
-        return record.finish_reason
-    if record.finish_reason == "abort":
-        return "abandoned" if is_good else "bad"
-    return "good" if is_good else "bad"
+def _outcome(record: RequestRecord, *, is_good: bool) -> Fate:
+    if record.fate is Fate.REJECTED:
+        return Fate.REJECTED
+    if record.fate in (Fate.EXPIRED, Fate.OVERDUE):
+        return Fate.EXPIRED
+    if not is_good:
+        return Fate.MISSED
+    return Fate.ABANDONED if record.finish_reason == "abort" else Fate.IN_TIME
 
 
 def objectives_by_class(counts: SLOCounts) -> dict[tuple[str, ...], float | None]:

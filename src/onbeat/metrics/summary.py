@@ -70,7 +70,7 @@ class Counts:
     num_completed: int
     num_rejected: int
     num_expired: int = 0
-    """Given up in a queue; 0 also where nobody tells these from failures."""
+    """Ended in a queue; 0 also where nobody tells these from failures."""
     num_prompt_tokens: int
     num_output_tokens: int
 
@@ -354,11 +354,11 @@ def _latencies(samples: Mapping[str, Array], options: SummaryOptions) -> dict[st
 
 
 def with_expired(summary: RunSummary, expired: Sequence[MeasuredRequest]) -> RunSummary:
-    """Return a summary that counts requests given up in a queue apart from failures, in its classes too.
+    """Return a summary that counts requests ended in a queue apart from failures, in its classes too.
 
     Parameters
     ----------
-    expired : those of the summary's requests that were given up.
+    expired : those of the summary's requests that were ended there.
     """
     by_class = Counter(request.request_class for request in expired)
     return replace(

@@ -24,6 +24,7 @@ import orjson
 from onbeat.background_file import BackgroundFile, open_private
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import replica_id
+from onbeat.core.slo import Fate
 from onbeat.core.step import StepStats
 from onbeat.metrics.record import RequestRecord
 
@@ -152,7 +153,7 @@ class Timeline:
     def on_finish(self, record: RequestRecord) -> None:
         """End a request's span and free its track."""
         track = self._tracks.pop(record.request_id)
-        if record.finish_reason in ("rejected", "expired"):
+        if record.fate in (Fate.REJECTED, Fate.EXPIRED, Fate.OVERDUE):
             self._mark_refusal(record, track)
         heapq.heappush(self._free_tracks, track)
         args = {

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from onbeat.core.errors import Overloaded, RequestRejected, SLOUnattainable
 from onbeat.core.request import FinishReason, Request, RequestOutput
+from onbeat.core.slo import Fate
 from onbeat.core.step import StepOutputs, StepStats
 from onbeat.metrics.record import RequestRecord
 
@@ -35,7 +36,7 @@ class RunListener(Protocol):
         ...
 
     def on_refusal(self, record: RequestRecord, reason: str, /) -> None:
-        """Hear for which reason (of `REFUSALS`) a request was refused or given up; its end follows."""
+        """Hear why (of `REFUSALS`) a request was refused or ended in the queue; its end follows."""
         ...
 
     def on_leave(self, record: RequestRecord) -> None:
@@ -108,8 +109,8 @@ class RequestTracker:
             record.num_output_tokens += num_tokens
             for listener in self._listeners:
                 listener.on_delivery(record)
-        if output.is_relegated and not record.is_relegated:
-            record.is_relegated = True
+        if output.fate is Fate.RELEGATED and record.fate is not Fate.RELEGATED:
+            record.fate = Fate.RELEGATED
             for listener in self._listeners:
                 listener.on_relegation(record, now)
 
@@ -127,7 +128,7 @@ class RequestTracker:
         if not isinstance(error, Overloaded | SLOUnattainable):
             self._finish(record, FinishReason.ERROR.value, now)  # less load would not have helped it
             return
-        record.is_rejected = True
+        record.fate = Fate.REJECTED
         if isinstance(error, SLOUnattainable):
             record.predicted_ttft = record.predicted_wait = error.predicted_ttft
         self._tell_refusal(record, _reason(error))
@@ -149,8 +150,10 @@ class RequestTracker:
             if output.finish_reason is FinishReason.EXPIRED:  # it has no answer that could end otherwise
                 del self._open[record.request_id]
                 _take_start(record, output)
-                reason = "deadline_exceeded" if output.retry_after is None else "queue_too_long"
-                self._tell_refusal(record, reason)
+                record.fate = output.fate
+                self._tell_refusal(
+                    record, "queue_too_long" if output.fate is Fate.OVERDUE else "deadline_exceeded"
+                )
                 self._finish(record, output.finish_reason.value, message.now)
 
     def _leave(self, record: RequestRecord) -> None:

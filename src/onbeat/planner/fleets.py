@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from onbeat.core.slo import Fate
 from onbeat.metrics.attainment import TOLERANCE, good_requests, has_objectives, judge
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import mean_tpot
@@ -162,7 +163,7 @@ def _refused(load: OfferedLoad, row: int) -> RequestRecord:
         offered_output_tokens=int(load.num_output_tokens[row]),
         slo=load.slo(row),
         request_class=None if class_ is None else class_.name,
-        is_rejected=True,
+        fate=Fate.REJECTED,
         end=float(load.arrivals[row]),
     )
 

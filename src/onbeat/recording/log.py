@@ -18,7 +18,7 @@ not.
 == ==================================================================================================
 1  as above, without what version 2 added
 2  ``add`` with objectives, weight, tenant and shed mode, also for requests that were refused for want of
-   capacity (`AddCall.refused`); ``schedule`` with the requests that it gave up (`ScheduleCall.expired`)
+   capacity (`AddCall.refused`); ``schedule`` with those that it ended in the queue (`ScheduleCall.expired`)
 3  drafts: those that rows were planned with (`RecordedRow.num_draft_tokens`), and what became of them
    (`UpdateCall.drafted`, `UpdateCall.available`, `UpdateCall.undelivered`)
 4  ``add`` of a request that is resumed with tokens from elsewhere (`AddCall.num_resumed_tokens`)

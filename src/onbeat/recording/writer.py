@@ -210,7 +210,7 @@ class RecordWriter:
         now : the time that it was given; seconds.
         num_preempted : requests that it took out of the batch.
         predicted_seconds : what the scheduler's step-time model then expected of the step.
-        expired : last outputs of the requests that it gave up.
+        expired : last outputs of the requests that it ended in the queue.
         """
         call: dict[str, Any] = {"call": "schedule", "now": now}
         if expired:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from onbeat.core.errors import EngineError, Overloaded, SLOUnattainable
 from onbeat.core.protocols import Delivery, Tokenizer
-from onbeat.core.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from onbeat.core.request import FinishReason, Request, RequestOutput, TokenLogprobs, overdue_error
+from onbeat.core.slo import Fate
 from onbeat.metrics.record import RequestRecord
 from onbeat.text.reply.events import CallStart, ContentText, MarkToken, ReplyEvent, ReplyReader
 from onbeat.text.stream import TextDelta, TextStream, holds_text
@@ -154,7 +155,7 @@ class ChoiceText:
             choice.predicted_ttft = output.predicted_ttft
         choice.finish_reason = output.finish_reason
         _check_alive(output, choice)
-        choice.is_relegated |= output.is_relegated
+        choice.is_relegated |= output.fate is Fate.RELEGATED
         token_ids = output.new_token_ids
         if not choice.delivery_times:
             choice.num_cached_tokens = output.num_cached_tokens
@@ -253,14 +254,9 @@ def _check_alive(output: RequestOutput, choice: Choice) -> None:
     reason = output.finish_reason
     if reason is FinishReason.ERROR:
         raise EngineError(output.error or "the engine failed on this request")
-    if reason is FinishReason.EXPIRED and output.retry_after is not None:
-        raise Overloaded(
-            output.error or "too many requests wait",
-            code="server_overloaded",
-            retry_after=output.retry_after,
-            reason="queue_too_long",
-        )
-    if reason is FinishReason.EXPIRED:
+    if output.fate is Fate.OVERDUE:
+        raise overdue_error(output)
+    if output.fate is Fate.EXPIRED:
         raise SLOUnattainable(
             output.error or "the TTFT objective passed while the request waited",
             predicted_ttft=math.nan if choice.predicted_ttft is None else choice.predicted_ttft,

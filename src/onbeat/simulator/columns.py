@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isnan, nan
 
+from onbeat.core.slo import Fate
 from onbeat.metrics.record import RequestRecord
 from onbeat.workload.offered import OfferedLoad
 
@@ -35,8 +36,7 @@ class RecordColumns:
     finish_reasons: list[str] = field(default_factory=list)
     predicted_ttfts: array[float] = field(default_factory=lambda: array("d"))
     predicted_waits: array[float] = field(default_factory=lambda: array("d"))
-    is_rejected: bytearray = field(default_factory=bytearray)
-    is_relegated: bytearray = field(default_factory=bytearray)
+    fates: list[Fate | None] = field(default_factory=list)
 
     def append(self, row: int, record: RequestRecord) -> None:
         """Add the record of a request that ended."""
@@ -55,8 +55,7 @@ class RecordColumns:
         self.finish_reasons.append(record.finish_reason)
         self.predicted_ttfts.append(_or_nan(record.predicted_ttft))
         self.predicted_waits.append(_or_nan(record.predicted_wait))
-        self.is_rejected.append(record.is_rejected)
-        self.is_relegated.append(record.is_relegated)
+        self.fates.append(record.fate)
 
     def records(self, load: OfferedLoad) -> Iterable[tuple[int, RequestRecord]]:
         """Return (row of the load, record) as they were added."""
@@ -89,8 +88,7 @@ class RecordColumns:
                     num_preemptions=self.num_preemptions[place],
                     predicted_ttft=_or_none(self.predicted_ttfts[place]),
                     predicted_wait=_or_none(self.predicted_waits[place]),
-                    is_rejected=bool(self.is_rejected[place]),
-                    is_relegated=bool(self.is_relegated[place]),
+                    fate=self.fates[place],
                 ),
             )
 

@@ -7,7 +7,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable
-from onbeat.core.request import RequestOutput
+from onbeat.core.request import RequestOutput, overdue_error
+from onbeat.core.slo import Fate
 from onbeat.core.step import SchedulerOutput
 from onbeat.simulator.client import OfferedRequest
 
@@ -105,11 +106,8 @@ class Deliveries:
             offered = self._open.pop(output.request_id)
             if output.predicted_ttft is not None:
                 offered.record.predicted_ttft = output.predicted_ttft
-            if output.retry_after is not None:
-                message = output.error or "too many requests wait"
-                offered.refusal = Overloaded(
-                    message, code="server_overloaded", retry_after=output.retry_after, reason="queue_too_long"
-                )
+            if output.fate is Fate.OVERDUE:
+                offered.refusal = overdue_error(output)
             self._close(offered, output, now)
             expired.append(offered)
         return expired
@@ -137,7 +135,7 @@ class Deliveries:
             record.scheduled = output.scheduled_time
         record.num_cached_tokens = output.num_cached_tokens
         record.num_preemptions = output.num_preemptions
-        record.is_relegated = output.is_relegated
+        record.fate = output.fate
         record.finish_reason = reason.value
         record.end = end
 
@@ -158,7 +156,7 @@ def refuse(offered: OfferedRequest, error: RequestRejected, replica_name: str | 
     offered.refusal = error
     record = offered.record
     record.replica = replica_name
-    record.is_rejected = True
+    record.fate = Fate.REJECTED
     record.finish_reason = REJECTED
     record.end = now
     if isinstance(error, SLOUnattainable):

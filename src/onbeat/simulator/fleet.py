@@ -222,7 +222,7 @@ class VirtualFleet:
         if self._moves is not None:
             self._moves.on_step_end(member.number, now)
 
-    def on_given_up(self, member: Member, offered: OfferedRequest, now: float) -> None:
+    def on_expired(self, member: Member, offered: OfferedRequest, now: float) -> None:
         """Tell the fleet of a request that a replica ended in its queue, or would not have."""
         if self._moves is not None:
             self._moves.forget(member.number, offered.request.request_id)
@@ -315,8 +315,8 @@ class VirtualFleet:
         if len(times) > len(request.resumed_token_ids):
             request = replace(request, resumed_token_ids=[1] * len(times), first_token_time=times[0])
             offered.request = request
-        record = offered.record  # it may have been given up elsewhere
-        record.finish_reason, record.end, record.is_rejected, record.predicted_wait = None, nan, False, None
+        record = offered.record  # it may have been ended in the queue of another replica
+        record.finish_reason, record.end, record.fate, record.predicted_wait = None, nan, None, None
         offered.place, offered.refusal = number, None
         if len(times):
             self._not_begun[request.request_id] = len(times)
@@ -348,7 +348,7 @@ class VirtualFleet:
         self.decisions[action.reason] += 1
         offered = self._open[action.request_id]
         if offered.record.finish_reason is not None:
-            offered.record.end = now  # it was given up in a queue
+            offered.record.end = now  # it was ended in a queue
         elif len(offered.record.delivery_times):
             offered.record.finish_reason, offered.record.end = FinishReason.ERROR.value, now
         else:

@@ -49,7 +49,7 @@ class Desk(Protocol):
         """Hear that a replica is about to plan."""
         ...
 
-    def on_given_up(self, member: Member, offered: OfferedRequest, now: float) -> None:
+    def on_expired(self, member: Member, offered: OfferedRequest, now: float) -> None:
         """Hear of a request that a replica let wait in vain."""
         ...
 
@@ -205,7 +205,7 @@ class Member:
         if desk.hears_all:
             desk.before_plan(self, now)
         for offered in replica.start(now, loop.clients.next_time):
-            desk.on_given_up(self, offered, now)
+            desk.on_expired(self, offered, now)
         when = replica.next_time
         if when != self._due and when < inf:
             self._due = when
@@ -243,6 +243,6 @@ class OnlyReplica:
     def before_plan(self, member: Member, now: float) -> None:
         """Do nothing."""
 
-    def on_given_up(self, member: Member, offered: OfferedRequest, now: float) -> None:  # noqa: ARG002
+    def on_expired(self, member: Member, offered: OfferedRequest, now: float) -> None:  # noqa: ARG002
         """Let the request end: no other replica could take it."""
         self._loop.close(offered, now)

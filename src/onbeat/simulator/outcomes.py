@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from onbeat.core.request import FinishReason
+from onbeat.core.slo import Fate
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import GroupSummary, RunSummary, with_expired
 
@@ -59,7 +60,7 @@ def _of_some(
     summary: GroupSummary, records: Sequence[RequestRecord], is_infeasible: Callable[[RequestRecord], bool]
 ) -> GroupOutcomes:
     return GroupOutcomes(
-        num_relegated=sum(record.is_relegated for record in records),
+        num_relegated=sum(record.fate is Fate.RELEGATED for record in records),
         num_infeasible=None if summary.score.num_good is None else sum(map(is_infeasible, records)),
         median_predicted_ttft_error=_median_prediction_error(records),
     )

@@ -54,7 +54,7 @@ def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel, *, predict
 def plan_step(scheduler: Scheduler, now: float) -> SchedulerOutput | None:
     """Plan a step; None where nothing can run before something else happens.
 
-    A scheduler may also plan nothing because it only preempted or gave up requests: the next plan, at the
+    A scheduler may also plan nothing because it only preempted requests or ended some: the next plan, at the
     same time, is another.
     """
     num_unfinished = scheduler.num_unfinished

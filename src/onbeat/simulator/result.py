@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from onbeat.core.request import FinishReason
+from onbeat.core.slo import Fate
 from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
 
@@ -134,7 +135,7 @@ class SimulationResult:
     @property
     def num_relegated(self) -> int:
         """Requests that ended as best effort."""
-        return sum(record.is_relegated for record in self.records)
+        return sum(record.fate is Fate.RELEGATED for record in self.records)
 
     @property
     def drafts(self) -> DraftCounts | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import FinishReason
-from onbeat.core.slo import ShedMode
+from onbeat.core.slo import Fate, ShedMode
 from onbeat.core.step import SchedulerState
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
@@ -38,7 +38,7 @@ class SheddingScheduler(Scheduler):
             request = state.request
             if request.shed is ShedMode.REJECT and now > request.arrival + request.slo.ttft:
                 output = last_output(state, FinishReason.EXPIRED)
-                output.error = "its TTFT objective passed in the queue"
+                output.fate, output.error = Fate.EXPIRED, "its TTFT objective passed in the queue"
                 self._relegation._expired.append(output)
                 self.table.drop(state)
         return super().schedule(now)

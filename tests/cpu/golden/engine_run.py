@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from onbeat.core.request import Request, SamplingParams
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, Fate
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
@@ -120,7 +120,7 @@ def run_engine(
             for output in message.outputs:
                 assert output.error is None, output.error
                 tokens[output.request_id] += output.new_token_ids
-                if output.is_relegated:
+                if output.fate is Fate.RELEGATED:
                     relegated_ids.add(output.request_id)
     scheduler.check_invariants()
     assert scheduler.kv.pool.num_used_blocks == 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from onbeat.core.errors import OnbeatError
 from onbeat.core.protocols import Delivery
 from onbeat.core.request import FinishReason, Request, RequestOutput
+from onbeat.core.slo import Fate
 from onbeat.core.step import StepOutputs
 from tests.fakes_engine import FakeEngine
 
@@ -45,7 +46,7 @@ class PredictingEngine(FakeEngine):
                 if is_first:
                     delivery.output.predicted_ttft = self.predicted_ttft
                     is_first = False
-                delivery.output.is_relegated = self.relegates
+                delivery.output.fate = Fate.RELEGATED if self.relegates else None
                 yield delivery
 
     def _expire(self, request_id: str) -> Delivery:
@@ -53,6 +54,7 @@ class PredictingEngine(FakeEngine):
             request_id=request_id,
             new_token_ids=[],
             finish_reason=FinishReason.EXPIRED,
+            fate=Fate.EXPIRED if self.room_in is None else Fate.OVERDUE,
             error="waited 600 ms, the TTFT objective is 500 ms",
             predicted_ttft=self.predicted_ttft,
             retry_after=self.room_in,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, Fate
 from onbeat.metrics.attainment import TOLERANCE, good_requests, judge
 from onbeat.metrics.record import RequestRecord
 
@@ -70,7 +70,7 @@ STEADY = [0.5 + 0.1 * k for k in range(10)]
         pytest.param(
             record([0.5], None, finish_reason="abort"), False, False, id="aborted, nothing promised"
         ),
-        pytest.param(record([], BOTH, is_rejected=True, finish_reason=None), False, False, id="rejected"),
+        pytest.param(record([], BOTH, fate=Fate.REJECTED, finish_reason=None), False, False, id="rejected"),
         pytest.param(record([50.0], None), True, True, id="nothing promised"),
         pytest.param(record([50.0], SLO()), True, True, id="empty promise"),
         pytest.param(record([], BOTH), True, True, id="ended at once without a token"),
@@ -107,7 +107,7 @@ def test_attainment_counts_every_offered_request_that_was_promised_something() -
     requests = [
         record([0.5], TTFT),
         record([1.5], TTFT),
-        record([], TTFT, is_rejected=True, finish_reason=None),
+        record([], TTFT, fate=Fate.REJECTED, finish_reason=None),
         record([0.5], TTFT, finish_reason="error"),
         record([9.0], None),
     ]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, Fate
 from onbeat.metrics.attainment import judge
 from onbeat.metrics.breakdown import (
     GroupOutcome,
@@ -36,7 +36,7 @@ def record(
     slo: SLO | None = PROMISE,
     **fields: Any,
 ) -> RequestRecord:
-    """A request with one delivery; without a TTFT, one that was given up in the queue at `end`."""
+    """A request with one delivery; without a TTFT, one that was ended in the queue at `end`."""
     times = [] if ttft is None else [arrival + ttft]
     return RequestRecord(
         **{
@@ -128,7 +128,7 @@ def test_the_worst_of_equal_deciles_has_the_longest_wait_then_the_longest_prompt
 
 
 def test_where_nothing_is_good_every_decile_says_so() -> None:
-    found = deciles([record(size, None, end=0.0, is_rejected=True) for size in range(1, 11)])
+    found = deciles([record(size, None, end=0.0, fate=Fate.REJECTED) for size in range(1, 11)])
     assert [(own.attainment, own.longest_wait, own.median_ttft) for own in found] == [(0.0, 0.0, None)] * 10
 
 

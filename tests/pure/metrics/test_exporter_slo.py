@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.request import FinishReason
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, Fate
 from onbeat.core.step import SchedulerState, StepOutputs
 from onbeat.metrics.histogram import Histogram
 from onbeat.metrics.record import RequestRecord
@@ -91,7 +91,10 @@ def test_the_worst_decile_of_the_last_minute_is_that_of_all_classes() -> None:
     assert WORST in metrics(server, 11.0)
     server.serve("long", 10.0, [0.9], num_prompt_tokens=300)
     server.open("longest", 10.0, num_prompt_tokens=400)
-    step(server.tracker, StepOutputs(45.0, [output("longest", 0, finish_reason=FinishReason.EXPIRED)]))
+    step(
+        server.tracker,
+        StepOutputs(45.0, [output("longest", 0, finish_reason=FinishReason.EXPIRED, fate=Fate.EXPIRED)]),
+    )
     got = metrics(server, 50.0)
     assert got[WORST] == 0.5
     assert (got[WORST_PROMPTS + "{bound=min}"], got[WORST_PROMPTS + "{bound=max}"]) == (300, 400)
@@ -123,11 +126,14 @@ def test_refusals_are_counted_by_reason_and_are_not_good() -> None:
     server.tracker.refuse("d", too_long, 1.0)
     step(
         server.tracker,
-        StepOutputs(2.0, [output("e", 0, finish_reason=FinishReason.EXPIRED, retry_after=3.0)]),
+        StepOutputs(2.0, [output("e", 0, finish_reason=FinishReason.EXPIRED, fate=Fate.OVERDUE)]),
     )
     server.tracker.refuse("a", SLOUnattainable("no", predicted_ttft=9.0), 1.0)
     server.tracker.refuse("b", Overloaded("full", retry_after=1.0), 1.0)
-    step(server.tracker, StepOutputs(2.0, [output("c", 0, finish_reason=FinishReason.EXPIRED)]))
+    step(
+        server.tracker,
+        StepOutputs(2.0, [output("c", 0, finish_reason=FinishReason.EXPIRED, fate=Fate.EXPIRED)]),
+    )
     server.serve("in time", 2.0, [0.5])
     got = metrics(server, 3.0)
     for reason in ("slo_unattainable", "queue_full", "deadline_exceeded"):

@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, Fate
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.records_file import write_records
 
@@ -20,8 +20,10 @@ def make_record(**fields) -> RequestRecord:
 @pytest.mark.parametrize("name", ["records.jsonl", "deep/records.jsonl.gz"])
 def test_a_line_says_what_was_promised_predicted_and_decided(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    relegated = make_record(slo=SLO(ttft=0.5), predicted_ttft=0.75, is_relegated=True, tenant="a")
-    refused = make_record(predicted_ttft=9.0, predicted_wait=9.0, is_rejected=True, finish_reason="rejected")
+    relegated = make_record(slo=SLO(ttft=0.5), predicted_ttft=0.75, fate=Fate.RELEGATED, tenant="a")
+    refused = make_record(
+        predicted_ttft=9.0, predicted_wait=9.0, fate=Fate.REJECTED, finish_reason="rejected"
+    )
     write_records(path, [relegated, refused])
     data = path.read_bytes()
     lines = (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()

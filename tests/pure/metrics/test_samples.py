@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, Fate
 from onbeat.metrics.distribution import describe, quantiles
 from onbeat.metrics.measured import delivery_chunks
 from onbeat.metrics.record import RequestRecord
@@ -90,7 +90,7 @@ def test_classes_have_summaries_of_their_own() -> None:
         record([0.4, 0.5], request_class="fast", slo=fast),
         record([0.6, 0.7], request_class="fast", slo=fast),
         record([4.0, 6.0], request_class="slow", slo=slow),
-        record([], request_class="slow", slo=slow, is_rejected=True, finish_reason=None),
+        record([], request_class="slow", slo=slow, fate=Fate.REJECTED, finish_reason=None),
         record([1.0]),
     ]
 

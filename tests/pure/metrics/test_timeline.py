@@ -12,6 +12,7 @@ import pytest
 
 from onbeat.core.errors import ConfigError, SLOUnattainable
 from onbeat.core.request import FinishReason
+from onbeat.core.slo import Fate
 from onbeat.core.step import StepOutputs
 from onbeat.metrics.timeline import Timeline, live_timeline, open_timeline
 from onbeat.metrics.tracker import RequestTracker
@@ -177,8 +178,8 @@ def test_relegation_and_refusal_are_marked_on_the_requests_track(tmp_path: Path)
         for name in ("slow", "refused", "expired"):
             tracker.open(request(name, arrival=1.0))
         tracker.refuse("refused", SLOUnattainable("no", predicted_ttft=3.5), 1.25)
-        given_up = output("expired", 0, finish_reason=FinishReason.EXPIRED)
-        step(tracker, StepOutputs(2.0, [output("slow", is_relegated=True), given_up]))
+        ended = output("expired", 0, finish_reason=FinishReason.EXPIRED, fate=Fate.EXPIRED)
+        step(tracker, StepOutputs(2.0, [output("slow", fate=Fate.RELEGATED), ended]))
     events = events_of(path.read_bytes())
     (relegated,), (rejected,), (expired,) = (
         find(events, name) for name in ("relegated", "rejected", "expired")

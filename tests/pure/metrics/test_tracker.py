@@ -6,7 +6,7 @@ import pytest
 
 from onbeat.core.errors import InvalidRequest, Overloaded, RequestRejected, SLOUnattainable
 from onbeat.core.request import FinishReason
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, Fate
 from onbeat.core.step import StepOutputs, StepStats
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.tracker import RequestTracker
@@ -106,9 +106,9 @@ def test_relegation_is_heard_once_and_the_prediction_is_kept() -> None:
     record = tracker.open(request("r", arrival=1.0))
     for now in (2.0, 3.0):
         predicted = 0.7 if now == 2.0 else None
-        step(tracker, StepOutputs(now, [output("r", is_relegated=True, predicted_ttft=predicted)]))
+        step(tracker, StepOutputs(now, [output("r", fate=Fate.RELEGATED, predicted_ttft=predicted)]))
     assert recorder.heard == ["request", "delivery 1", "relegation 2", "delivery 1"]
-    assert (record.is_relegated, record.predicted_ttft) == (True, 0.7)
+    assert (record.fate, record.predicted_ttft) == (Fate.RELEGATED, 0.7)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_request_that_expires_in_the_queue_was_never_scheduled() -> None:
     recorder = Recorder()
     tracker = RequestTracker([recorder])
     record = tracker.open(request("r", arrival=1.0))
-    expired = output("r", 0, finish_reason=FinishReason.EXPIRED, scheduled_time=-1.0)
+    expired = output("r", 0, finish_reason=FinishReason.EXPIRED, fate=Fate.EXPIRED, scheduled_time=-1.0)
     step(tracker, StepOutputs(3.0, [expired]))
     assert recorder.heard == ["request", "leave", "refusal: deadline_exceeded", "finish"]
     assert (record.finish_reason, record.scheduled, record.end) == ("expired", None, 3.0)

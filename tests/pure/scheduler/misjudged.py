@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from onbeat.core.request import Request
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, Fate
 from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
@@ -41,7 +41,7 @@ class MisjudgedDriver(TimedDriver):
         self.relegated: set[str] = set()
 
     def receive(self, outputs) -> None:
-        self.relegated |= {output.request_id for output in outputs if output.is_relegated}
+        self.relegated |= {output.request_id for output in outputs if output.fate is Fate.RELEGATED}
         super().receive(outputs)
 
     def check_step(self, scheduled: SchedulerOutput) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onbeat.core.request import FinishReason, Request, RequestOutput
-from onbeat.core.slo import SLO, ShedMode
+from onbeat.core.slo import SLO, Fate, ShedMode
 from onbeat.core.step import SchedulerState
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.history import SLOTracker
@@ -27,7 +27,7 @@ class Watch(TimedDriver):
         self.relegated: set[str] = set()
 
     def receive(self, outputs) -> None:
-        self.relegated |= {output.request_id for output in outputs if output.is_relegated}
+        self.relegated |= {output.request_id for output in outputs if output.fate is Fate.RELEGATED}
         super().receive(outputs)
 
     @property

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.request import FinishReason, Request
-from onbeat.core.slo import ShedMode
+from onbeat.core.slo import Fate, ShedMode
 from onbeat.scheduler.replica.composers import Composer
 from onbeat.scheduler.replica.results import last_output
 from onbeat.scheduler.replica.scheduler import Scheduler
@@ -47,7 +47,7 @@ class SheddingScheduler(Scheduler):
         ]
         for state in late:
             output = last_output(state, FinishReason.EXPIRED)
-            output.predicted_ttft = 0.25
+            output.fate, output.predicted_ttft = Fate.EXPIRED, 0.25
             self._relegation._expired.append(output)
             self.table.drop(state)
         return super().schedule(now)
@@ -58,5 +58,6 @@ class SheddingScheduler(Scheduler):
             state = self._states.get(output.request_id)
             if state is not None and state.num_output_tokens == 1:
                 output.predicted_ttft = 0.125
-            output.is_relegated = int(output.request_id) % 2 == 1
+            if int(output.request_id) % 2 == 1:
+                output.fate = Fate.RELEGATED
         return outputs

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, Fate
 from onbeat.scheduler.cluster.migration import MOVE_RULES
 from onbeat.scheduler.cluster.pools import POOL_RULES
 from onbeat.scheduler.config import SchedulerConfig
@@ -316,7 +316,7 @@ class TestPolicySLO:
         result = run(load, config)
         moved = [record for record in result.records if record.replica == "0+1"]
         assert len(moved) > 150
-        assert all(record.ttft < 1.0 and not record.is_relegated for record in result.records)
+        assert all(record.ttft < 1.0 and record.fate is not Fate.RELEGATED for record in result.records)
 
 
 class TestRefusals:

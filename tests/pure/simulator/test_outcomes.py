@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, Fate
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import GroupSummary, summarise
 from onbeat.simulator.outcomes import tell_outcomes
@@ -44,9 +44,9 @@ def counted(summary: GroupSummary) -> dict[str, int]:
 def test_each_outcome_is_counted_once_in_all_and_by_class():
     records = [
         make_record("length", predicted_ttft=0.11),
-        make_record("length", predicted_ttft=0.15, is_relegated=True),
+        make_record("length", predicted_ttft=0.15, fate=Fate.RELEGATED),
         make_record("length", ttft=1.0, name="slow"),
-        make_record("rejected", is_rejected=True, predicted_ttft=2.0, predicted_wait=2.0),
+        make_record("rejected", fate=Fate.REJECTED, predicted_ttft=2.0, predicted_wait=2.0),
         make_record("expired", predicted_ttft=0.4),
         make_record("expired", name="slow"),
         make_record("abort", name="slow"),

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import SLOUnattainable
-from onbeat.core.slo import SLO, ShedMode
+from onbeat.core.slo import SLO, Fate, ShedMode
 from onbeat.metrics.attainment import good_requests
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.replica import scheduler as scheduler_module
@@ -144,8 +144,8 @@ class TestShedding:
             else:
                 assert record.predicted_ttft in (0.125, None)  # None: a single token
                 assert record.predicted_wait is None
-                assert record.is_relegated == (int(record.request_id) % 2 == 1)
-        assert result.num_relegated == sum(record.is_relegated for record in result.records) > 0
+                assert (record.fate is Fate.RELEGATED) == (int(record.request_id) % 2 == 1)
+        assert result.num_relegated == sum(record.fate is Fate.RELEGATED for record in result.records) > 0
 
     def test_processes_change_nothing(self):
         load = random_load(300, rate=300, seed=1).with_classes(CLASSES, seed=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onbeat.core.errors import Overloaded
 from onbeat.core.request import FinishReason, RequestOutput
-from onbeat.core.slo import ShedMode
+from onbeat.core.slo import Fate, ShedMode
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.results import last_output
@@ -13,7 +13,7 @@ from onbeat.scheduler.replica.step_plan import StepPlan
 
 
 class Relegation:
-    """Serves late requests as best effort, or ends them where their callers prefer that.
+    """Serves infeasible requests as best effort, or ends them where their callers prefer that.
 
     Parameters
     ----------
@@ -34,10 +34,10 @@ class Relegation:
             self.num_relegated += 1
 
     def commit(self, plan: StepPlan) -> None:
-        """Serve the late requests of a plan as best effort from now on, or not at all; end overdue ones."""
-        if plan.late:
+        """Relegate the infeasible requests of a plan, or end them; end the overdue ones."""
+        if plan.infeasible:
             begun = {id(admission.state) for admission in plan.admissions}
-            for state in plan.late:
+            for state in plan.infeasible:
                 self._relegate(state, plan, waits_on=id(state) not in begun)
         if self._slo is not None:
             for state in plan.overdue:
@@ -49,7 +49,7 @@ class Relegation:
         return expired
 
     def _relegate(self, state: RequestState, plan: StepPlan, *, waits_on: bool) -> None:
-        """Serve a late request as best effort from now on, or not at all.
+        """Serve an infeasible request as best effort from now on, or not at all.
 
         Parameters
         ----------
@@ -76,23 +76,24 @@ class Relegation:
 
     def _refuse(self, state: RequestState, refusal: Overloaded) -> None:
         """End a request that would have to wait for too long."""
-        output = self._end(state, str(refusal))
+        output = self._end(state, Fate.OVERDUE, str(refusal))
         output.retry_after = refusal.retry_after
 
     def _expire(self, state: RequestState) -> None:
         """End a request that its caller does not want served late."""
         self._end(
             state,
+            Fate.EXPIRED,
             "the first token can no longer come within the objective "
             f"({(state.slo.ttft_deadline - state.request.arrival) * 1e3:g} ms after arrival)",
         )
         if self._slo is not None:
             self._slo.tracker.reject("deadline_exceeded")
 
-    def _end(self, state: RequestState, error: str) -> RequestOutput:
+    def _end(self, state: RequestState, fate: Fate, error: str) -> RequestOutput:
         output = last_output(state, FinishReason.EXPIRED)
         output.predicted_ttft = state.slo.predicted_ttft
-        output.error = error
+        output.fate, output.error = fate, error
         self._table.drop(state)
         self._expired.append(output)
         return output

@@ -191,7 +191,7 @@ class Scheduler:
             return None
         start = self.in_flight.last_plan = self.in_flight.next_start(now)
         plan = self._compose(start)
-        if plan.is_empty and not (plan.preempted or plan.late or plan.overdue):
+        if plan.is_empty and not (plan.preempted or plan.infeasible or plan.overdue):
             return None
         return self._commit(plan, now)
 
@@ -248,7 +248,7 @@ class Scheduler:
             self._drafting.commit(plan)
         for request_id, num_hit_tokens in plan.num_hit_tokens.items():
             self._states[request_id].note_hits(num_hit_tokens)
-        if plan.late or plan.overdue:
+        if plan.infeasible or plan.overdue:
             self._relegation.commit(plan)
         if plan.admissions or plan.preempted:
             self.table.make_room(plan)

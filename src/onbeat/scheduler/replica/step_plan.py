@@ -41,7 +41,7 @@ class StepPlan:
         "chunks",
         "decodes",
         "expected_tokens",
-        "late",
+        "infeasible",
         "max_num_seqs",
         "max_rows",
         "now",
@@ -91,10 +91,10 @@ class StepPlan:
         """Requests of `running` that stay; those behind are preempted."""
         self.victims: list[RequestState] = []
         """Requests from anywhere in `running` that are preempted, too."""
-        self.late: list[RequestState] = []
-        """Requests, waiting or running, whose first token cannot be in time any more."""
+        self.infeasible: list[RequestState] = []
+        """Requests, waiting or running, that are `Fate.INFEASIBLE`."""
         self.overdue: list[RequestState] = []
-        """Requests that have waited as best effort for so long that they are ended."""
+        """Waiting requests that are `Fate.OVERDUE`."""
         self.num_hit_tokens: dict[str, int] = {}
         """Waiting request -> tokens that the prefix cache was found to hold for it."""
         self.predicted_wait = 0.0

@@ -252,8 +252,8 @@ class Replay:
         scheduled = self.scheduler.schedule(call.now)
         expired = self.scheduler.take_expired()
         self.result.num_expired += len(expired)
-        given_up = [output.request_id for output in expired]
-        self._compare(call.step_id, "expired requests", [self._ids[each] for each in call.expired], given_up)
+        ended = [output.request_id for output in expired]
+        self._compare(call.step_id, "expired requests", [self._ids[each] for each in call.expired], ended)
         if scheduled is not None:
             self._in_flight.append(scheduled)
         if call.step_id is None or scheduled is None:

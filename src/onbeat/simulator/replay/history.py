@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from onbeat.core.request import FinishReason
-from onbeat.core.slo import ShedMode
+from onbeat.core.slo import Fate, ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
 from onbeat.recording.log import AbortCall, AddCall, HandoverCall, ScheduleCall, UpdateCall
@@ -145,7 +145,7 @@ class _HistoryReader:
         if call.refused is None:
             self._open.add(call.request)
             return
-        record.is_rejected, record.finish_reason, record.end = True, REJECTED, call.now
+        record.fate, record.finish_reason, record.end = Fate.REJECTED, REJECTED, call.now
         record.predicted_ttft = record.predicted_wait = call.refused.predicted_ttft
 
     def abort(self, call: AbortCall) -> None:
@@ -162,6 +162,7 @@ class _HistoryReader:
     def schedule(self, call: ScheduleCall) -> None:
         for request in call.expired:
             self._end(request, call.now, FinishReason.EXPIRED)
+            self._records[request].fate = Fate.EXPIRED  # or overdue: the file does not tell
         if call.step_id is None:
             return
         index = len(self._steps) + len(self._in_flight)

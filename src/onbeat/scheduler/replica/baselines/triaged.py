@@ -35,7 +35,7 @@ class TriagedBudget:
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (it has but one order)
         work = self._work
         decodes, prefills = split_running(plan.running)
-        jobs, plan.late = prefill_jobs(plan, plan.now, prefills, work)
+        jobs, plan.infeasible = prefill_jobs(plan, plan.now, prefills, work)
         decode(plan, decodes, victims=plan.running)
         shape = decode_shape(plan.decodes)
         limit, chunk = inf, plan.num_tokens_left
@@ -53,12 +53,14 @@ class TriagedBudget:
         )
         if not self._by_deadline:
             kept.sort(key=lambda job: job.state.request.arrival)
-        late = {id(state) for state in plan.late}
+        late = {id(state) for state in plan.infeasible}
         begun = [state for state in prefills if state.slo.next_deadline == inf or id(state) in late]
         prompts = [job.state for job in (*kept, *left_behind)] + begun
         # Requests that ask to be rejected rather than served late end with this step.
         prompts += [
-            state for state in plan.late if not state.block_ids and state.request.shed is not ShedMode.REJECT
+            state
+            for state in plan.infeasible
+            if not state.block_ids and state.request.shed is not ShedMode.REJECT
         ]
         prompts += plan.waiting.first_from(BEST_EFFORT_RANK, plan.max_num_seqs)
         filler = StepFiller(plan, work, shape, limit=limit, most_chunk_tokens=chunk)

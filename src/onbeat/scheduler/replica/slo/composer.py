@@ -39,7 +39,7 @@ class StepComposition:
         self._work = work = rules.work
         self._backlog = backlog
         self._view = RunningView(plan.running, plan.now, work.alone_seconds)
-        self._jobs, plan.late = prefill_jobs(plan, plan.now, self._view.prefills, work)
+        self._jobs, plan.infeasible = prefill_jobs(plan, plan.now, self._view.prefills, work)
 
     def compose(self) -> None:
         plan, rules, view, jobs = self._plan, self._rules, self._view, self._jobs
@@ -119,15 +119,17 @@ class StepComposition:
         left_over : those that wait as best effort already.
         """
         plan = self._plan
-        if not (plan.late or self._view.prefills):
+        if not (plan.infeasible or self._view.prefills):
             return left_over
-        late = {id(state) for state in plan.late}
+        late = {id(state) for state in plan.infeasible}
         running = [
             state for state in self._view.prefills if state.slo.next_deadline == inf or id(state) in late
         ]
         # Those who ask to be refused rather than served late end with this step.
         waiting = [
-            state for state in plan.late if not state.block_ids and state.request.shed is not ShedMode.REJECT
+            state
+            for state in plan.infeasible
+            if not state.block_ids and state.request.shed is not ShedMode.REJECT
         ]
         return running + waiting + left_over
 

@@ -9,6 +9,7 @@ from math import ceil, inf
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.request import RequestOutput
+from onbeat.core.slo import Fate
 from onbeat.scheduler.replica.request_state import RequestState
 
 MIN_SAMPLES = 16
@@ -302,7 +303,8 @@ class SLOTracker:
                     output.predicted_ttft = slo.take_prediction()
             if has_tenants:
                 self.tenants.on_output(state.request.tenant, len(output.new_token_ids))
-            output.is_relegated = slo.is_best_effort
+            if slo.is_best_effort:
+                output.fate = Fate.RELEGATED
 
     def tokens_left(self, state: RequestState, num_more: int = 0) -> int:
         """Return how many tokens a request is expected to have still.
