@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define OB_ABI_VERSION 9
+#define OB_ABI_VERSION 10
 
 /* What a call returns that can fail. No exception leaves the library. */
 enum {
@@ -165,6 +165,9 @@ typedef struct {
     float* logits;                /* [num_samples, V], written; or NULL where only the best are wanted */
     int64_t* best_ids;            /* [num_samples]: most likely token, the lowest id of equals */
     float* best_logits;           /* its logit; NaN where any logit is NaN */
+    int64_t num_hidden;           /* at most T */
+    const int64_t* hidden_tokens; /* indices into the packed tokens */
+    float* hidden;                /* [num_hidden, D], written: their states behind the final norm */
     double seconds;               /* written: how long the step took */
 } ob_step;
 

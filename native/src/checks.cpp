@@ -20,6 +20,7 @@ bool has_sound_sizes(const ob_step& step) {
     int64_t entries = 0;
     return step.num_tokens >= 1 && step.num_tokens <= kMostTokens && step.num_rows >= 1 &&
            step.num_rows <= step.num_tokens && step.num_samples >= 0 && step.num_samples <= step.num_tokens &&
+           step.num_hidden >= 0 && step.num_hidden <= step.num_tokens &&
            step.num_block_tables >= 1 && step.block_table_stride >= 1 &&
            multiply(entries, step.num_block_tables, step.block_table_stride, int64_t{sizeof(int32_t)});
 }
@@ -111,6 +112,9 @@ bool is_well_formed(const ob_model& model, const ob_step& step) {
     }
     for (int64_t sample = 0; sample < step.num_samples; ++sample) {
         if (step.sample_tokens[sample] < 0 || step.sample_tokens[sample] >= num_tokens) return false;
+    }
+    for (int64_t index = 0; index < step.num_hidden; ++index) {
+        if (step.hidden_tokens[index] < 0 || step.hidden_tokens[index] >= num_tokens) return false;
     }
     return true;
 }

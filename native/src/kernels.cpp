@@ -36,6 +36,7 @@ public:
         } else {
             run_by_rows();
         }
+        give_hidden();
         find_logits();
     }
 
@@ -284,6 +285,19 @@ private:
         const bool is_last = index + 1 == model_.num_layers;
         const ob_matrix& after = reads(is_last ? model_.lm_head : model_.layers[index + 1].qkv[0]);
         add(down, {gated, stride, bytes}, nullptr, layer.after_mlp_norm, after);
+    }
+
+    // ---- Hidden states ----
+
+    void give_hidden() {
+        const int64_t width = model_.hidden_size;
+        const Range own = share_of(step_.num_hidden, thread_, context_.num_threads);
+        for (int64_t index = own.first; index < own.end; ++index) {
+            const float* from = hidden(step_.hidden_tokens[index]);
+            float* to = step_.hidden + index * width;
+            for (int64_t i = 0; i < width; ++i) to[i] = from[i];
+            normalise_in_place(to, model_.final_norm, width, model_.rms_norm_eps);
+        }
     }
 
     // ---- Logits ----

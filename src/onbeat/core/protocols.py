@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaView, ScalingView
-from onbeat.core.request import Request, RequestOutput
+from onbeat.core.request import Pooling, Request, RequestOutput
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs
 
 
@@ -50,6 +50,12 @@ class EngineInfo:
     """What proposes draft tokens, by its name in the configuration; None where nothing is speculated."""
     moves_streams: bool = False
     """Whether streams can go to another engine with their KV, and others' come."""
+    pooling: Pooling | None = None
+    """How embeddings are pooled unless a request says; None where the engine computes none."""
+    embedding_size: int = 0
+    """Numbers of an embedding."""
+    generates: bool = True
+    """Whether the model has an output head, so that it can generate tokens."""
 
     @property
     def limits(self) -> ReplicaLimits:

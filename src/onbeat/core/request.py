@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
 from math import ceil, isfinite
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from onbeat.core.errors import InvalidRequest, Overloaded
 from onbeat.core.hashing import BlockHash
@@ -155,9 +155,13 @@ class WholeRequest(NamedTuple):
         )
 
 
+Pooling = Literal["last", "mean"]
+"""How a prompt becomes one vector: the last token's hidden state, or the mean of all tokens'."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sequence to generate: token ids in, token ids out.
+    """One sequence to generate: token ids in, token ids out; or to embed: token ids in, one vector out.
 
     Times are seconds of the machine's monotonic clock.
     """
@@ -201,6 +205,10 @@ class Request:
     """Whether another replica goes on with it where its own is lost; else it ends with an error then."""
     shed: ShedMode = ShedMode.RELEGATE
     """What to do where its TTFT objective is predicted to be missed."""
+    pooling: Pooling | None = None
+    """How its prompt becomes its embedding; None generates tokens. A request with an embedding has no output
+    token: its only delivery is the embedding, which is what its TTFT objective is about. `sampling` has
+    `max_tokens` 1 then, and nothing else in it matters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +251,8 @@ class RequestOutput:
     """Of these, tokens that became output."""
     retry_after: float | None = None
     """Set with `Fate.OVERDUE`: seconds after which another is predicted to be taken."""
+    embedding: bytes | None = None
+    """The pooled hidden state of a request with `pooling`, as it is: float32, little-endian."""
 
 
 def overdue_error(output: RequestOutput) -> Overloaded:

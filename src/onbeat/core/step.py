@@ -156,6 +156,8 @@ class ModelRunnerOutput:
         A row has as many tokens as drafts were accepted, and one more. None where none were asked for.
     num_available : drafts that the proposer has ready for the next step of each row with `samples`; None
         where it makes as many as one asks for, or where nothing is proposed.
+    embeddings : request id -> embedding, for the rows that complete the prompt of a request with `pooling`.
+        Such rows do not sample.
     """
 
     sampled_token_ids: list[list[int]]
@@ -163,6 +165,7 @@ class ModelRunnerOutput:
     failed: dict[str, str] | None = None
     num_drafted: list[int] | None = None
     num_available: list[int] | None = None
+    embeddings: dict[str, bytes] | None = None
 
 
 @dataclass(slots=True)

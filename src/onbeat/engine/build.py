@@ -20,6 +20,7 @@ from onbeat.engine.footprint import short_memory_in_words
 from onbeat.engine.load import LoadedModel, OnProgress, prepare_model
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.objective_watch import ObjectiveWatch
+from onbeat.engine.pooling import choose_pooling
 from onbeat.engine.stand_in.load import prepare_stand_in, stand_in_step_time
 from onbeat.engine.step_time_source import StepTime, choose_step_time
 from onbeat.engine.step_time_spec import precision_of
@@ -162,6 +163,9 @@ def _describe(loaded: LoadedModel, config: EngineConfig) -> EngineInfo:
         dtype=loaded.device.dtype_name,
         priority_scheduling=limits.scheduling_policy == "priority",
         speculation=None if config.speculative is None else config.speculative.method,
+        pooling=choose_pooling(config.pooling, loaded.config) if loaded.runner.embeds else None,
+        embedding_size=loaded.config.hidden_size,
+        generates=loaded.config.has_head,
         moves_streams=loaded.gives_kv and not composition(limits.policy).release.holds_finished,
     )
 

@@ -67,6 +67,11 @@ class EngineConfig:
         "each product dequantizes its weights, so nothing is lost and all is slower, decodes the most; auto: "
         "int8 where the processor multiplies bytes faster (AVX2, AVX-512; with AMX up to 31 rows)",
     )
+    pooling: Literal["auto", "last", "mean"] = _model(
+        "auto",
+        help="how embeddings are made of hidden states: the last token's, or the mean of all; auto: as the "
+        "model's files say (1_Pooling/config.json, or GGUF's pooling_type), else last",
+    )
     seed: int = _model(0, help="seed of dummy weights")
     device: str = _engine(
         "auto",

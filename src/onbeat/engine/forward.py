@@ -1,6 +1,7 @@
 """The seam between the model runner and what computes a step's logits, and the reference behind it in torch.
 
-Legend: T tokens of the step, R sampling rows, D model width, V vocabulary.
+Legend: T tokens of the step, R sampling rows, P tokens whose hidden states are wanted, D model width,
+V vocabulary.
 """
 
 # ruff: noqa: N815 -- tensor names carry shape suffixes
@@ -10,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from onbeat.engine.attention.base import AttentionBackend, ForwardContext, IntArray
@@ -37,6 +39,9 @@ class StepLogits:
     """Where the forward pass found them on the way."""
     seconds: float | None = None
     """How long the pass took, where it was measured inside."""
+    hidden_PD: NDArray[Any] | None = None
+    """Hidden states of `StepInputs.pooled_tokens` behind the final norm, float32 (float64 in a float64
+    model); None where none are wanted."""
 
 
 class RowProducts(Protocol):
@@ -73,7 +78,10 @@ class ForwardPass(Protocol):
         ...
 
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
-        """Store the keys and values of all tokens, and compute the logits of the sampling rows.
+        """Store the keys and values of all tokens, and compute what is wanted of some.
+
+        That is the logits of the sampling rows, and the hidden states of `StepInputs.pooled_tokens`; a
+        forward pass that `LaunchesSteps` gives none of these.
 
         Parameters
         ----------
@@ -184,10 +192,18 @@ class TorchForward:
             torch.from_numpy(inputs.positions_T).to(self.device),
             context,
         )
+        pooled_PD = self._pooled(hidden_TD, inputs.pooled_tokens)
         if not len(inputs.sampling_tokens):  # not the rows, which a tensor-parallel rank is not told of
-            return StepLogits(None)
+            return StepLogits(None, hidden_PD=pooled_PD)
         sampling_tokens = torch.from_numpy(inputs.sampling_tokens).to(self.device)
-        return StepLogits(self.model.logits(hidden_TD.index_select(0, sampling_tokens)))
+        logits_RV = self.model.logits(hidden_TD.index_select(0, sampling_tokens))
+        return StepLogits(logits_RV, hidden_PD=pooled_PD)
+
+    def _pooled(self, hidden_TD: Tensor, tokens: IntArray) -> NDArray[Any] | None:
+        if not len(tokens):
+            return None
+        normed_PD = self.model.norm(hidden_TD.index_select(0, torch.from_numpy(tokens).to(self.device)))
+        return (normed_PD if self.model.dtype == torch.float64 else normed_PD.float()).cpu().numpy()
 
     @torch.inference_mode()
     def scrub(self, block_ids: IntArray) -> None:

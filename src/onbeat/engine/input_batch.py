@@ -8,7 +8,7 @@ Legend: T tokens of the step, R rows, S request slots, P positions, B blocks of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from onbeat.core.step import AdmittedRequest, ScheduledRequest
 from onbeat.engine.attention.base import AttentionBatch, BlockTable, IntArray
+from onbeat.engine.pooling import PooledPrompt, PooledTokens
 from onbeat.engine.sampler import SampledTokens, SamplingRow
 
 UNKNOWN_TOKEN = -1
@@ -37,6 +38,10 @@ class StepInputs:
     sampling_slots: IntArray
     sampling_positions: IntArray
     """Position that each row's sampled token, or the first of them, will have."""
+    pooled: tuple[PooledTokens, ...] = ()
+    """The rows whose hidden states are pooled."""
+    pooled_tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
+    """Index into the packed tokens of each token whose hidden state is wanted, row by row of `pooled`."""
 
 
 class InputBatch:
@@ -60,6 +65,8 @@ class InputBatch:
         self.num_tokens_S: IntArray = np.zeros(max_num_seqs, np.int64)
         """Known tokens: drafts lie behind them."""
         self.sampling_rows: dict[int, SamplingRow] = {}
+        self.pooled: dict[str, PooledPrompt] = {}
+        """Requests with pooling, by id."""
         self.slots: dict[str, int] = {}
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
 
@@ -79,6 +86,8 @@ class InputBatch:
         self.sampling_rows[slot] = SamplingRow(
             request.sampling, request.prompt_token_ids, list(admitted.output_token_ids)
         )
+        if request.pooling is not None:
+            self.pooled[request.request_id] = PooledPrompt(request.pooling, num_prompt_tokens)
         return slot
 
     def release(self, request_id: str) -> int | None:
@@ -86,6 +95,7 @@ class InputBatch:
         slot = self.slots.pop(request_id, None)
         if slot is not None:
             del self.sampling_rows[slot]
+            self.pooled.pop(request_id, None)
             self.free_slots.append(slot)
         return slot
 
@@ -127,6 +137,7 @@ class InputBatch:
         sampling_slots, sampling_tokens = slots_R[samples_R], ends_R[samples_R] - 1
         if drafts:
             sampling_tokens = _tokens_to_sample(sampling_tokens, num_drafts_R[samples_R])
+        pooled = self._pooled_tokens(rows, ends_R) if self.pooled else ()
         return StepInputs(
             token_ids_T=self.token_ids_SP[slots_T, positions_T].astype(np.int64),
             positions_T=positions_T,
@@ -142,7 +153,19 @@ class InputBatch:
             sampling_request_ids=[row.request_id for row in rows if row.samples],
             sampling_slots=sampling_slots,
             sampling_positions=self.num_tokens_S[sampling_slots],
+            pooled=pooled,
+            pooled_tokens=np.array([token for each in pooled for token in each.tokens], np.int64),
         )
+
+    def _pooled_tokens(self, rows: Sequence[ScheduledRequest], ends_R: IntArray) -> tuple[PooledTokens, ...]:
+        """Return the tokens of rows with pooling whose hidden states are wanted."""
+        found = []
+        for row, end in zip(rows, ends_R.tolist(), strict=True):
+            prompt = self.pooled.get(row.request_id)
+            if prompt is not None and not row.samples:
+                wanted = prompt.tokens(row.num_computed_tokens, range(end - row.num_new_tokens, end))
+                found.append(PooledTokens(row.request_id, prompt, wanted))
+        return tuple(found)
 
     def append(self, inputs: StepInputs, sampled: SampledTokens) -> None:
         """Add each sampling row's new token to its request.

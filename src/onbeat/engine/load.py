@@ -19,6 +19,7 @@ from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, block_bytes_
 from onbeat.engine.kv_cache import modest_kv_bytes
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.pooling import choose_pooling
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.build import ProposerBuilder, Target, choose_proposer
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
@@ -176,6 +177,7 @@ def prepare_model(config: EngineConfig) -> ModelLoader:
     device = detect_device(config.device, config.dtype, config.threads)
     torch.set_num_threads(device.num_threads)
     checkpoint = open_weights(config)
+    choose_pooling(config.pooling, checkpoint.config)
     backend = choose_backend(config, checkpoint, device)
     target = Target(checkpoint.config, device)
     proposer = choose_proposer(config, target, open_weights)

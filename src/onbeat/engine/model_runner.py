@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from onbeat.core.request import Request, SamplingParams
@@ -16,8 +17,9 @@ from onbeat.core.step import (
 )
 from onbeat.engine.attention.base import IntArray
 from onbeat.engine.executor import DoneStep, PendingStep
-from onbeat.engine.forward import ChosenTokens, ForwardPass, LaunchesSteps
+from onbeat.engine.forward import ChosenTokens, ForwardPass, LaunchesSteps, StepLogits
 from onbeat.engine.input_batch import InputBatch, StepInputs
+from onbeat.engine.pooling import pool
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
 from onbeat.engine.speculation.proposer import DraftRow, Proposer
 from onbeat.engine.speculation.verifier import TokenSampler, VerifiedTokens, verify
@@ -88,6 +90,11 @@ class ModelRunner:
         )
 
     @property
+    def embeds(self) -> bool:
+        """Whether it takes requests with pooling: who chooses tokens on the device shows no hidden states."""
+        return self._launches is None
+
+    @property
     def overlaps(self) -> bool:
         """Whether it takes steps while one runs, so that to plan ahead keeps the device busy."""
         return self._launches is not None and self.proposer is None
@@ -150,10 +157,24 @@ class ModelRunner:
         inputs = inputs or self.batch.prepare(rows, drafts)
         wants_logits = self.sampler.needs_logits(inputs.sampling_rows)
         logits = self.forward.run(inputs, wants_logits=wants_logits)
+        output = self._take_tokens(scheduled, inputs, drafts, logits, wants_logits=wants_logits)
+        return self._take_embeddings(inputs, logits, output) if inputs.pooled else output
+
+    def _take_tokens(
+        self,
+        scheduled: SchedulerOutput,
+        inputs: StepInputs,
+        drafts: list[list[int]] | None,
+        logits: StepLogits,
+        *,
+        wants_logits: bool,
+    ) -> ModelRunnerOutput:
+        """Choose the tokens of the rows that sample."""
         if not inputs.sampling_rows:
             return ModelRunnerOutput([])
         if drafts and any(drafts):
-            sampling_drafts = [ids for ids, row in zip(drafts, rows, strict=True) if row.samples]
+            pairs = zip(drafts, scheduled.rows, strict=True)
+            sampling_drafts = [ids for ids, row in pairs if row.samples]
             verified = verify(
                 self.sampler, logits, inputs.sampling_rows, sampling_drafts, wants_logits=wants_logits
             )
@@ -166,6 +187,16 @@ class ModelRunner:
             # Its blocks will be another request's.
             self.forward.scrub(self.batch.block_ids(int(inputs.sampling_slots[index])))
         return self._to_output(scheduled, drafts, inputs, verified)
+
+    def _take_embeddings(
+        self, inputs: StepInputs, logits: StepLogits, output: ModelRunnerOutput
+    ) -> ModelRunnerOutput:
+        """Pool the hidden states of the step, and add what they have come to."""
+        found = pool(inputs.pooled, logits.hidden_PD)
+        for request_id in found.failed:
+            self.forward.scrub(self.batch.block_ids(self.batch.slots[request_id]))
+        failed = {**(output.failed or {}), **found.failed}
+        return replace(output, embeddings=found.done, failed=failed or None)
 
     def warm_up(self, num_tokens: int = 64) -> None:
         """Run a chunk and a decode, so that the first request finds kernels and memory prepared.

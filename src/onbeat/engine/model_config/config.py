@@ -93,6 +93,11 @@ class ModelConfig:
     """The checkpoint's own type, such as `bfloat16`; None where it does not say or has several."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    has_head: bool = True
+    """Whether the checkpoint is of a model that generates; if not, the embedding stands in for the head."""
+    pooling: str | None = None
+    """How the checkpoint says that embeddings are pooled (`last`, `mean`, or what is not supported); None
+    where it says nothing."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

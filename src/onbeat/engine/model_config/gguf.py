@@ -28,6 +28,9 @@ _MUST_BE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "embedding_scale": (1.0,),
     "use_parallel_residual": (False,),
 }
+_POOLING = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
+"""llama.cpp's numbers (`llama_pooling_type`); 0 is none."""
+
 _GEMMA_27B_LAYERS = 62
 """The one Gemma 3 size whose query scalar is hidden_size / num_heads, not head_dim."""
 
@@ -64,6 +67,7 @@ def model_config_from_gguf(
     values.refuse_unless("rope.dimension_count", head_dim)
     is_gemma = name == "gemma3"
     sliding_window, sliding_layers = _sliding(values, name)
+    pooling = _POOLING.get(values.raw("pooling_type"))
     tokens = Values(metadata, source="the GGUF file", prefix="tokenizer.ggml.")
     return ModelConfig(
         family=name,
@@ -81,6 +85,8 @@ def model_config_from_gguf(
         local_rope=RopeConfig(theta=values.number("rope.freq_base_swa", 10_000.0)) if is_gemma else None,
         hidden_activation="gelu_pytorch_tanh" if is_gemma else "silu",
         tie_word_embeddings="output.weight" not in tensor_names,
+        has_head=pooling is None or "output.weight" in tensor_names,
+        pooling=pooling,
         attention_bias="blk.0.attn_q.bias" in tensor_names,
         attention_output_bias="blk.0.attn_output.bias" in tensor_names,
         qk_norm=name in ("qwen3", "gemma3"),

@@ -63,7 +63,7 @@ def model_config_from_hf(
     ModelLoadError : an unsupported architecture or option, or a missing or wrong value.
     """
     values = Values(config, source="the model")
-    architecture = _architecture(values)
+    architecture, has_head = _architecture(values)
     for key, neutral in _MUST_BE_NEUTRAL.items():
         values.refuse_unless(key, *neutral)
     is_gemma = architecture == "Gemma3ForCausalLM"
@@ -90,7 +90,8 @@ def model_config_from_hf(
         rope=rope,
         local_rope=local_rope,
         hidden_activation=_activation(values, is_gemma),
-        tie_word_embeddings=values.flag("tie_word_embeddings", default=is_gemma),
+        tie_word_embeddings=not has_head or values.flag("tie_word_embeddings", default=is_gemma),
+        has_head=has_head,
         attention_bias=_has_qkv_bias(values, architecture),
         attention_output_bias=_has_output_bias(values, architecture),
         qk_norm=is_gemma or architecture == "Qwen3ForCausalLM",
@@ -105,15 +106,18 @@ def model_config_from_hf(
     )
 
 
-def _architecture(values: Values) -> str:
+def _architecture(values: Values) -> tuple[str, bool]:
+    """Return the class of the model with its head, and whether it has that (`Qwen3Model` has not)."""
     names = values.raw("architectures") or [
         _MODEL_TYPES.get(values.raw("model_type"), values.raw("model_type"))
     ]
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise values.wrong("architectures", values.raw("architectures"), "a list of one class name")
-    if names[0] not in ARCHITECTURES:
+    has_head = not names[0].endswith("Model")
+    name = names[0] if has_head else names[0].removesuffix("Model") + "ForCausalLM"
+    if name not in ARCHITECTURES:
         raise unsupported_architecture(names[0], ARCHITECTURES, source="config.json")
-    return names[0]
+    return name, has_head
 
 
 def _activation(values: Values, is_gemma: bool) -> Any:  # noqa: FBT001 -- private, and the name says it

@@ -1,6 +1,6 @@
 """The forward pass of a step in the native engine: one call of the library, no Python between layers.
 
-Legend: R sampling rows, V vocabulary, H head width.
+Legend: R sampling rows, V vocabulary, H head width, P tokens whose hidden states are wanted, D model width.
 """
 
 from __future__ import annotations
@@ -127,6 +127,7 @@ class NativeForward:
         num_samples = len(inputs.sampling_tokens)
         logits_RV = self._logits(num_samples) if wants_logits and num_samples else None
         best = BestTokens(np.empty(num_samples, np.int64), np.empty(num_samples, np.float32))
+        hidden_PD = np.empty((len(inputs.pooled_tokens), self.config.hidden_size), np.float32)
         step = StepStructure(
             num_tokens=len(inputs.token_ids_T),
             token_ids=address(inputs.token_ids_T, np.int64),
@@ -144,12 +145,15 @@ class NativeForward:
             logits=None if logits_RV is None else logits_RV.data_ptr(),
             best_ids=address(best.ids_R, np.int64),
             best_logits=address(best.logits_R, np.float32),
+            num_hidden=len(hidden_PD),
+            hidden_tokens=address(inputs.pooled_tokens, np.int64),
+            hidden=address(hidden_PD, np.float32),
         )
         status = self._functions.ob_engine_step(self._engine, ctypes.byref(step))
         if status != Status.OK:
             problem = _STEP_PROBLEMS[Status(status)]
             raise EngineError(f"{problem} a step of {step.num_tokens} tokens in {step.num_rows} rows")
-        return StepLogits(logits_RV, best if num_samples else None, step.seconds)
+        return StepLogits(logits_RV, best if num_samples else None, step.seconds, hidden_PD)
 
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored keys and values of blocks finite; see `ForwardPass.scrub`."""

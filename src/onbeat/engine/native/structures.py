@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from onbeat.engine.config import ActivationQuantization
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 
 class Status(IntEnum):
@@ -123,5 +123,8 @@ class StepStructure(Structure):
         ("logits", c_void_p),
         ("best_ids", c_void_p),
         ("best_logits", c_void_p),
+        ("num_hidden", c_int64),
+        ("hidden_tokens", c_void_p),
+        ("hidden", c_void_p),
         ("seconds", c_double),
     )

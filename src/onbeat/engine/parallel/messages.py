@@ -78,4 +78,6 @@ def inputs_for_ranks(inputs: StepInputs, block_size: int) -> StepInputs:
         sampling_request_ids=[],
         sampling_slots=nothing,
         sampling_positions=nothing,
+        pooled=(),
+        pooled_tokens=nothing,
     )

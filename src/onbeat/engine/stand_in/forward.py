@@ -73,9 +73,13 @@ class StandInForward:
         start = time.monotonic()
         self.cache.store(inputs.token_ids_T, inputs.positions_T, inputs.attention)
         best = self._choose(inputs) if inputs.sampling_rows else None
+        hidden_PD = None
+        if inputs.pooled:
+            slots = inputs.attention.slot_mapping_T[inputs.pooled_tokens]
+            hidden_PD = self.cache.vectors(slots, self.config.hidden_size)
         seconds = self._step_seconds(shape_of(inputs))
         self._sleep_until(start + seconds)
-        return StepLogits(None, best, seconds)
+        return StepLogits(None, best, seconds, hidden_PD)
 
     def scrub(self, block_ids: IntArray) -> None:
         """Leave all as it is: no number here is not finite."""

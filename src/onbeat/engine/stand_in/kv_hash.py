@@ -1,6 +1,7 @@
 """A KV cache that holds, for each token, the token and a hash of all before it; and what follows from it.
 
-Legend: T tokens of the step, R rows, B blocks, S tokens of a block, N blocks that the rows read.
+Legend: T tokens of the step, R rows, B blocks, S tokens of a block, N blocks that the rows read, P tokens
+whose vectors are wanted.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ _HASH_MASK = np.uint64((1 << (64 - TOKEN_BITS)) - 1)
 _SHIFT = np.uint64(TOKEN_BITS)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _WORD = (1 << 64) - 1
+_OWN_NUMBERS = 64
+"""Of a token's vector: those of two tokens are nearly orthogonal, and more would take a stand-in's time."""
 
 
 def mix(words: _Words) -> _Words:
@@ -91,6 +94,19 @@ class HashCache:
         entries_NS[ends_R - 1] *= np.arange(size) < num_last_R[:, None]
         digests_N = mix(entries_NS @ self._weights_S + places_N.astype(np.uint64) * _GOLDEN)
         return mix(np.add.reduceat(digests_N, firsts_R) + num_tokens_R.astype(np.uint64))
+
+    def vectors(self, slots_P: IntArray, width: int) -> NDArray[np.float32]:
+        """Return a vector for each token, made of its entry: of the token and all before it, [P, width].
+
+        Parameters
+        ----------
+        slots_P : where the tokens' entries are.
+        width : numbers of a vector, of which the first `_OWN_NUMBERS` are repeated.
+        """
+        entries_P1 = self.entries_BS.reshape(-1)[slots_P, None]
+        places = np.arange(_OWN_NUMBERS, dtype=np.uint64) * _GOLDEN
+        numbers = mix(entries_P1 + places).astype(np.int64).astype(np.float32) * np.float32(2.0**-63)
+        return numbers[:, np.arange(width) % _OWN_NUMBERS]
 
     def _hashes_before(self, starts_R: IntArray, batch: AttentionBatch) -> _Words:
         """Return the hash of the token before each row's first one; 0 where there is none."""

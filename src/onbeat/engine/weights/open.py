@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import ConfigError, ModelLoadError
 from onbeat.engine.model_config import ModelConfig, model_config_from_hf
+from onbeat.engine.model_config.pooling import hf_pooling
 from onbeat.engine.weights.checkpoint import Checkpoint
 from onbeat.engine.weights.gguf_file import GgufCheckpoint
 from onbeat.engine.weights.safetensors_dir import SafetensorsCheckpoint
@@ -36,9 +38,10 @@ def read_model_config(files: ModelFiles) -> ModelConfig:
     if files.kind == "gguf":
         return GgufCheckpoint(files.path).config
     generation = files.path / "generation_config.json"
-    return model_config_from_hf(
+    config = model_config_from_hf(
         _read_json(files.path / "config.json"), _read_json(generation) if generation.exists() else None
     )
+    return replace(config, pooling=hf_pooling(files.path))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from onbeat.engine.weights.checkpoint import check_parameters
 from onbeat.engine.weights.parameters import parameter_shapes
 from onbeat.hub.files import WEIGHT_INDEX, indexed_files
 
+_PREFIX = "model."
+"""Of all parameters but the head's. Files of a model that was saved without its head lack it, as those of
+embedding models do."""
 _SINGLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 _FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -38,12 +42,18 @@ class SafetensorsCheckpoint:
     """
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
-        self._config = config
-        self._shapes = parameter_shapes(config)
         self._files: dict[str, Any] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for path in weight_files(directory):
             shapes |= self._open(path)
+        self._prefix = ""
+        """That parameters' names have and the file's do not."""
+        if shapes and not any(name.startswith(_PREFIX) for name in shapes) and "lm_head.weight" not in shapes:
+            self._prefix = _PREFIX
+            shapes = {_PREFIX + name: shape for name, shape in shapes.items()}
+            config = replace(config, tie_word_embeddings=True, has_head=False)
+        self._config = config
+        self._shapes = parameter_shapes(config)
         check_parameters(self._shapes, self._used(shapes), f"the checkpoint {directory}")
 
     @property
@@ -59,7 +69,8 @@ class SafetensorsCheckpoint:
         """Return a parameter; see `Checkpoint.get`."""
         if name not in self._shapes:
             raise ModelLoadError(f"the {self._config.architecture} model has no parameter {name!r}")
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        stored = name.removeprefix(self._prefix)
+        tensor: torch.Tensor = self._files[stored].get_tensor(stored)
         return tensor.to(dtype)
 
     def _open(self, path: Path) -> dict[str, tuple[int, ...]]:

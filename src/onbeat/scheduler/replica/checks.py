@@ -22,7 +22,9 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
     num_prompt_tokens = len(request.prompt_token_ids)
     if num_prompt_tokens == 0:
         raise InvalidRequest("the prompt has no tokens; send at least one", param="prompt")
-    if num_prompt_tokens >= config.max_model_len:
+    if request.pooling is not None:
+        _check_pooled(request, config)
+    elif num_prompt_tokens >= config.max_model_len:
         raise PromptTooLong(
             f"the prompt has {num_prompt_tokens} tokens; with an output token this server takes "
             f"at most {config.max_model_len}. Shorten it or serve with a larger max_model_len"
@@ -35,6 +37,16 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
             f"num_external_tokens is {request.num_external_tokens} of {num_tokens} tokens; at least the last "
             "one is computed here",
             param="num_external_tokens",
+        )
+
+
+def _check_pooled(request: Request, config: SchedulerConfig) -> None:
+    """Refuse to embed what does not fit the context, all of which a prompt may take then."""
+    num_tokens = len(request.prompt_token_ids)
+    if num_tokens > config.max_model_len:
+        raise PromptTooLong(
+            f"the text has {num_tokens} tokens; this server takes at most {config.max_model_len}. Shorten it "
+            "or serve with a larger max_model_len"
         )
 
 

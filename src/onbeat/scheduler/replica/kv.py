@@ -173,8 +173,8 @@ class KVCacheManager:
 
         At least one token is left to compute: without a forward pass there would be no logits to sample.
         """
-        if not self.enable_prefix_caching:
-            return []
+        if not self.enable_prefix_caching or state.request.pooling == "mean":
+            return []  # a mean needs the hidden states of all tokens
         num_usable_blocks = (state.num_tokens - 1) // self.block_size
         block_ids: list[int] = []
         for index in range(num_usable_blocks):
@@ -215,8 +215,11 @@ class KVCacheManager:
         return tuple(new_block_ids)
 
     def register_full_blocks(self, state: RequestState, num_valid_tokens: int) -> None:
-        """Make blocks findable whose tokens are known and computed."""
-        if not self.enable_prefix_caching:
+        """Make blocks findable whose tokens are known and computed.
+
+        Not those of a request with pooling: a flood of documents would push out the prefixes of chats.
+        """
+        if not self.enable_prefix_caching or state.request.pooling is not None:
             state.num_tokens_to_register = NEVER
             return
         num_full_blocks = num_valid_tokens // self.block_size

@@ -220,6 +220,20 @@ class RequestState:
             None if logprobs is None else logprobs[: len(sampled_ids)],
         )
 
+    def end_with(self, embedding: bytes | None) -> RequestOutput:
+        """Deliver what a request with pooling has come for, and end it."""
+        self.num_in_flight_tokens = 0
+        return RequestOutput(
+            self.request_id,
+            [],
+            FinishReason.STOP,
+            None,
+            self.num_cached_tokens,
+            self.num_preemptions,
+            self.scheduled_time,
+            embedding=embedding,
+        )
+
     def _cut_at_end(self, sampled_ids: list[int]) -> tuple[list[int], int | None]:
         """Return the tokens up to the one that ends the request, and that one if it is a stop token."""
         first_stop = self.request.sampling.min_tokens - self.num_output_tokens

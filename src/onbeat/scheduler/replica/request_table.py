@@ -31,6 +31,8 @@ class RequestTable:
         self.waiting = WaitingQueue()
         self.states: dict[str, RequestState] = {}
         """Requests that wait or run and will deliver more, by id."""
+        self.num_pooled = 0
+        """Of these, requests with pooling."""
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         """Prompt tokens looked up in the prefix cache so far."""
@@ -48,6 +50,7 @@ class RequestTable:
         """Let a new request wait."""
         self._rank(state)
         self.states[state.request_id] = state
+        self.num_pooled += state.request.pooling is not None
         self.waiting.push(state)
 
     def make_room(self, plan: StepPlan) -> None:
@@ -73,12 +76,14 @@ class RequestTable:
         """Let a request that has all its tokens stay in the batch as a padding row, until it is dropped."""
         state.status = RequestStatus.PADDING
         state.pad()
-        del self.states[state.request_id]
+        self._forget(state)
 
     def drop(self, state: RequestState) -> None:
         """Forget a request that waits or runs, and free what it holds."""
-        if self.states.pop(state.request_id, None) is not None and self._tracker is not None:
-            self._tracker.on_drop(state)
+        if state.request_id in self.states:
+            self._forget(state)
+            if self._tracker is not None:
+                self._tracker.on_drop(state)
         if state.status is RequestStatus.WAITING:
             self.waiting.remove(state)
         else:
@@ -90,7 +95,7 @@ class RequestTable:
     def take_out(self, state: RequestState) -> None:
         """Take a request out of the batch with all that it holds; whoever asks keeps its slot free."""
         self.running.remove(state)
-        del self.states[state.request_id]
+        self._forget(state)
         self._leave_runner(state)
         state.status = RequestStatus.DETACHED
         state.draft.forget()
@@ -105,6 +110,7 @@ class RequestTable:
         state.status = RequestStatus.RUNNING
         state.admitted_step_id = step_id
         self.states[state.request_id] = state
+        self.num_pooled += state.request.pooling is not None
         self.running.insert_sorted(state)
         admitted = AdmittedRequest(state.request, tuple(state.output_token_ids), tuple(state.block_ids))
         self._unannounced[state.request_id] = admitted
@@ -147,6 +153,8 @@ class RequestTable:
         assert len(self.states) == len(waiting) + len(self.running) - num_padding, (
             "a request is in neither queue"
         )
+        num_pooled = sum(state.request.pooling is not None for state in self.states.values())
+        assert num_pooled == self.num_pooled, "requests with pooling are miscounted"
 
     def requeue(self, state: RequestState) -> None:
         """Give a waiting request the place in the queue that its deadline, or the loss of it, asks for."""
@@ -174,6 +182,11 @@ class RequestTable:
         """Say whether something holds requests, so that no step may run them; see `RequestState`."""
         for state in states:
             state.is_in_flight = is_in_flight
+
+    def _forget(self, state: RequestState) -> None:
+        """Count a request no more among those that will deliver."""
+        del self.states[state.request_id]
+        self.num_pooled -= state.request.pooling is not None
 
     def _rank(self, state: RequestState) -> None:
         """Let a request stand where its deadline, or the loss of it, puts it; not for one in a list."""

@@ -110,6 +110,7 @@ class StepResults:
                 num_valid = state.num_tokens - 1
             else:
                 num_valid = row.num_computed_tokens + row.num_new_tokens
+                finished = _gets_embedding(state, num_valid, result, outputs, delivered)
             if holds_blocks and num_valid >= state.num_tokens_to_register:
                 self._table.kv.register_full_blocks(state, num_valid)
             if finished:
@@ -149,6 +150,28 @@ class StepResults:
             self._table.pad(state)
         else:
             self._table.drop(state)
+
+
+def _gets_embedding(
+    state: RequestState,
+    num_valid: int,
+    result: ModelRunnerOutput,
+    outputs: list[RequestOutput],
+    delivered: Delivered,
+) -> bool:
+    """Give a request with pooling its embedding, if its prompt is computed; return whether it has ended.
+
+    Parameters
+    ----------
+    num_valid : tokens of it that are computed.
+    outputs, delivered : get what it got.
+    """
+    if state.request.pooling is None or num_valid < state.num_tokens:
+        return False
+    output = state.end_with((result.embeddings or {}).get(state.request_id))
+    outputs.append(output)
+    delivered.append((state, output))
+    return True
 
 
 def last_output(state: RequestState, finish_reason: FinishReason) -> RequestOutput:

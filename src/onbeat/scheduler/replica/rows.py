@@ -70,7 +70,20 @@ def commit_rows(
         admitted.append(table.admit(admission, now, step_id))
         rows.append(advance_chunk(state, admission.num_new_tokens, shape))
         states.append(state)
+    if table.num_pooled:
+        rows = [_pooled_row(row, state, shape) for row, state in zip(rows, states, strict=True)]
     return new_tuple(CommittedRows, (rows, states, admitted))
+
+
+def _pooled_row(row: ScheduledRequest, state: RequestState, shape: BatchShape) -> ScheduledRequest:
+    """Return a row that does not sample where its request has pooling: no logits are computed for it.
+
+    What completes its prompt counts as in flight all the same, until its embedding is there.
+    """
+    if state.request.pooling is None or not row.samples:
+        return row
+    shape.num_lm_head_rows -= 1
+    return row._replace(samples=False)
 
 
 def decode_rows(states: list[RequestState], kv: KVCacheManager, shape: BatchShape) -> list[ScheduledRequest]:

@@ -1,0 +1,114 @@
+"""Hidden states to embeddings: the last token's of a prompt, or the mean of all of them, chunk by chunk.
+
+Legend: P tokens whose hidden states are wanted, D model width.
+"""
+
+# ruff: noqa: N803 -- tensor names carry shape suffixes
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.request import Pooling
+from onbeat.engine.model_config import ModelConfig
+
+
+def choose_pooling(asked: Literal["auto"] | Pooling, model: ModelConfig) -> Pooling:
+    """Return how the embeddings of a model are pooled.
+
+    Raises
+    ------
+    ConfigError : its files ask for what is not supported, and the user for nothing else.
+    """
+    if asked != "auto":
+        return asked
+    if model.pooling == "mean":
+        return "mean"
+    if model.pooling not in (None, "last"):
+        raise ConfigError(
+            f"the model's files say that its embeddings are pooled by {model.pooling!r}, which is not "
+            "supported; choose --pooling last or --pooling mean to have others"
+        )
+    return "last"
+
+
+class PooledPrompt:
+    """A prompt that becomes an embedding, as far as it has been computed.
+
+    Parameters
+    ----------
+    pooling : of its hidden states.
+    num_tokens : of the prompt.
+    """
+
+    def __init__(self, pooling: Pooling, num_tokens: int) -> None:
+        self._pooling = pooling
+        self._num_tokens = num_tokens
+        self._num_pooled = 0
+        self._sum_D: NDArray[np.float64] = np.zeros(1)
+
+    def tokens(self, num_computed: int, tokens: range) -> range:
+        """Return those of a chunk's tokens whose hidden states are wanted.
+
+        Parameters
+        ----------
+        num_computed : tokens before the chunk.
+        tokens : the chunk's, by their place among all of the step.
+        """
+        if self._pooling == "mean":
+            return tokens
+        return tokens[-1:] if num_computed + len(tokens) == self._num_tokens else tokens[:0]
+
+    def take(self, hidden_PD: NDArray[Any]) -> bytes | None:
+        """Take the hidden states of a chunk; return the embedding once all that it needs are there.
+
+        Returns
+        -------
+        float32, little-endian, neither cut nor normalised.
+        """
+        self._num_pooled += len(hidden_PD)
+        self._sum_D = self._sum_D + hidden_PD.sum(axis=0, dtype=np.float64)
+        if self._num_pooled < (self._num_tokens if self._pooling == "mean" else 1):
+            return None
+        return (self._sum_D / self._num_pooled).astype("<f4").tobytes()
+
+
+class PooledTokens(NamedTuple):
+    """A row of a step whose hidden states are pooled."""
+
+    request_id: str
+    prompt: PooledPrompt
+    tokens: range
+    """Whose hidden states are wanted, by their place among all tokens of the step."""
+
+
+class Embeddings(NamedTuple):
+    """What a step's hidden states have come to."""
+
+    done: dict[str, bytes]
+    """Request id -> embedding."""
+    failed: dict[str, str]
+    """Request id -> what is wrong with its hidden states."""
+
+
+def pool(rows: Sequence[PooledTokens], hidden_PD: NDArray[Any] | None) -> Embeddings:
+    """Pool a step's hidden states, row by row, in the order of `StepInputs.pooled_tokens`."""
+    done: dict[str, bytes] = {}
+    failed: dict[str, str] = {}
+    start = 0
+    for row in rows:
+        end = start + len(row.tokens)
+        if start < end:
+            assert hidden_PD is not None, "this forward pass gives hidden states"
+            embedding = row.prompt.take(hidden_PD[start:end])
+            if embedding is not None and not np.isfinite(np.frombuffer(embedding, "<f4")).all():
+                failed[row.request_id] = "the model produced an embedding that is not finite"
+            elif embedding is not None:
+                done[row.request_id] = embedding
+        start = end
+    return Embeddings(done, failed)

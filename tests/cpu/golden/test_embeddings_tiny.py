@@ -1,0 +1,173 @@
+"""Embeddings equal transformers' pooled hidden states: chunked, beside chats and preempted, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from onbeat.core.request import FinishReason, Pooling, Request, SamplingParams
+from onbeat.engine.core import EngineCore
+from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.sampler import Sampler
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.scheduler.replica.scheduler import Scheduler
+from tests.cpu.engine.engines import NativeEngine, TinyEngine, TorchEngine
+from tests.cpu.engine.forwards import MakeForward
+from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
+from tests.cpu.golden.engine_run import PredictedTime
+from tests.fake_step_time import LinearStepTime
+
+pytestmark = pytest.mark.golden
+
+LENGTHS = (1, 40, 2, 200, 17, 16, 129, 33)
+CHATS = (30, 31, 28, 61)
+CHUNKED = tuple(name for name, policy in POLICIES.items() if not policy.whole_prompts)
+
+
+@pytest.fixture(scope="module", params=("torch", "native"))
+def engine(request) -> TinyEngine:
+    if request.param == "torch":
+        return TorchEngine()
+    return NativeEngine(request.getfixturevalue("native_library"))
+
+
+@dataclass
+class Served:
+    embeddings: dict[str, np.ndarray] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    num_hits: int = 0
+    num_preempted: int = 0
+    """Embeddings whose requests were preempted on the way."""
+
+
+def serve(make_forward: MakeForward, requests: list[Request], **limits) -> Served:
+    limits = {"num_blocks": 400, "max_model_len": 256, "max_num_seqs": 8, **limits}
+    limits.setdefault("max_num_batched_tokens", 256)
+    config = SchedulerConfig(**limits)
+    forward = make_forward(num_blocks=config.num_blocks, block_size=config.block_size)
+    runner = ModelRunner.within(config, forward, Sampler(forward.config.vocab_size, forward.device))
+    scheduler = Scheduler(config, LinearStepTime())
+    executor = PredictedTime(ThreadExecutor(runner), scheduler)
+    core = EngineCore(scheduler, executor, clock=lambda: executor.now)
+    served = Served()
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        message = core.step()
+        if message is None:
+            continue
+        for output in message.outputs:
+            assert output.error is None, output.error
+            if output.embedding is None:
+                served.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                continue
+            assert (output.new_token_ids, output.finish_reason) == ([], FinishReason.STOP)
+            assert output.request_id not in served.embeddings
+            served.num_preempted += output.num_preemptions > 0
+            served.embeddings[output.request_id] = np.frombuffer(output.embedding, "<f4")
+    served.num_hits = scheduler.num_prefix_hits
+    scheduler.check_invariants()
+    assert scheduler.kv.pool.num_used_blocks == 0
+    core.shutdown()
+    return served
+
+
+def to_embed(prompt: list[int], pooling: Pooling, name: str) -> Request:
+    return Request(
+        request_id=name,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=1),
+        pooling=pooling,
+    )
+
+
+def chat(prompt: list[int], name: str, max_tokens: int = 12) -> Request:
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
+    return Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling)
+
+
+def reference(name: str, prompt: list[int], pooling: Pooling) -> np.ndarray:
+    with torch.inference_mode():
+        hidden_TD = tiny_model(name).hf_model.model(torch.tensor([prompt])).last_hidden_state[0]
+    vector: np.ndarray = (hidden_TD[-1] if pooling == "last" else hidden_TD.mean(dim=0)).numpy()
+    return vector
+
+
+def cosine(one: np.ndarray, other: np.ndarray) -> float:
+    return float(one @ other / np.linalg.norm(one) / np.linalg.norm(other))
+
+
+def check(served: Served, name: str, pooling: Pooling, prompts: list[list[int]]) -> None:
+    assert len(served.embeddings) == len(prompts)
+    for index, prompt in enumerate(prompts):
+        expected, found = reference(name, prompt, pooling), served.embeddings[f"e{index}"]
+        assert found.shape == expected.shape
+        assert cosine(found.astype(np.float64), expected) >= 0.9999
+        assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(expected), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("budget", [256, 8])
+def test_equals_the_reference(engine: TinyEngine, name: str, pooling: Pooling, budget: int):
+    prompts = [random_prompt(length) for length in LENGTHS]
+    requests = [to_embed(prompt, pooling, f"e{index}") for index, prompt in enumerate(prompts)]
+    served = serve(engine.make_forward(name), requests, policy="sarathi", max_num_batched_tokens=budget)
+    check(served, name, pooling, prompts)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_beside_chats_under_each_policy(engine: TinyEngine, policy: str, pooling: Pooling):
+    prompts = [random_prompt(length) for length in LENGTHS]
+    requests = [to_embed(prompt, pooling, f"e{index}") for index, prompt in enumerate(prompts)]
+    chats = [chat(random_prompt(length), f"c{length}") for length in CHATS]
+    mixed = [each for pair in zip(requests[:4], chats, strict=True) for each in pair] + requests[4:]
+    budget = 40 if policy in CHUNKED else 256
+    served = serve(engine.make_forward("qwen3"), mixed, policy=policy, max_num_batched_tokens=budget)
+    check(served, "qwen3", pooling, prompts)
+    for length in CHATS:
+        tokens = served.tokens[f"c{length}"]
+        engine.check(tokens, *tiny_model("qwen3").reference(tuple(random_prompt(length)), 12))
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_preempted_requests_are_computed_again(engine: TinyEngine, pooling: Pooling):
+    prompts = [random_prompt(length) for length in (120, 100, 60, 90)]
+    chats = [chat(random_prompt(length), f"c{length}", max_tokens=60) for length in CHATS[:3]]
+    requests = [to_embed(prompt, pooling, f"e{index}") for index, prompt in enumerate(prompts)]
+    served = serve(
+        engine.make_forward("llama3"),
+        [*chats, *requests],
+        policy="sarathi",
+        num_blocks=18,
+        max_num_batched_tokens=6,
+        max_num_seqs=6,
+    )
+    assert served.num_preempted > 0
+    check(served, "llama3", pooling, prompts)
+
+
+def test_a_prompt_as_long_as_the_context(engine: TinyEngine):
+    prompt = random_prompt(256)
+    served = serve(
+        engine.make_forward("qwen3"), [to_embed(prompt, "last", "e0")], policy="slo", num_blocks=16
+    )
+    check(served, "qwen3", "last", [prompt])
+
+
+@pytest.mark.parametrize(("pooling", "hits"), [("last", 64), ("mean", 0)])
+def test_last_reads_the_prefix_cache_and_neither_writes_it(engine: TinyEngine, pooling: Pooling, hits: int):
+    prompt = random_prompt(70)
+    embeds = [to_embed(prompt, pooling, "e0"), to_embed(prompt, pooling, "e1")]
+    forward = engine.make_forward("qwen3")
+    served = serve(forward, [embeds[0], embeds[1]], policy="sarathi", max_num_seqs=1)
+    assert served.num_hits == 0
+    served = serve(forward, [chat(prompt, "c"), *embeds[:1]], policy="sarathi", max_num_seqs=1)
+    assert served.num_hits == hits
+    check(served, "qwen3", pooling, [prompt])
