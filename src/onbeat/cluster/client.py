@@ -148,11 +148,11 @@ class FleetClient:
             await controller.open(self._folder.path)
             # One before the others: what is wrong with all is said once, and soon.
             for number in sorted({1, self._num_replicas}):
-                self.controller.check_room(number)
+                self.controller.check_capacity(number)
                 controller.tell(ScaleAsked(number))
                 await self._wait_until_ready(number)
             if self._bounds is not None:
-                self.controller.check_room(self._bounds.most)
+                self.controller.check_capacity(self._bounds.most)
                 await self._check_costs()
                 controller.tell(ScalingAsked(self._bounds.least, self._bounds.most))
         except BaseException:
@@ -257,7 +257,7 @@ class FleetClient:
 
     def scale(self, num_replicas: int) -> None:
         try:
-            self.controller.check_room(num_replicas)
+            self.controller.check_capacity(num_replicas)
         except ConfigError as error:
             raise InvalidRequest(str(error), param="replicas", code="invalid_value") from error
         self.controller.scale(num_replicas)
@@ -272,7 +272,7 @@ class FleetClient:
             )
         try:
             bounds = ScaleBounds(least, most)
-            self.controller.check_room(most)
+            self.controller.check_capacity(most)
         except ConfigError as error:
             raise InvalidRequest(str(error), param="min", code="invalid_value") from error
         self.controller.autoscale(bounds.least, bounds.most)

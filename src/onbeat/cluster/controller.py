@@ -322,9 +322,9 @@ class FleetController:
         self.tell(Joined(life.replica, replace(limits, moves_streams=may_move)))
         self.changed.set()
 
-    def check_room(self, num_replicas: int) -> None:
-        """Raise ConfigError where there is no room for as many replicas."""
-        most, limit = self._launcher.room()
+    def check_capacity(self, num_replicas: int) -> None:
+        """Raise ConfigError where a fleet of so many replicas does not fit."""
+        most, limit = self._launcher.capacity()
         if num_replicas > most:
             raise ConfigError(
                 f"{num_replicas} replicas are asked for, and at most {most} have room here ({limit}); "

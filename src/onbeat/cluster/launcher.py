@@ -71,7 +71,7 @@ class ReplicaNeeds:
         return {"CPU": float(self.num_cpus)}
 
 
-class Room(NamedTuple):
+class Capacity(NamedTuple):
     """How many replicas there can be at once, those that run included."""
 
     num_replicas: int
@@ -112,7 +112,7 @@ class Launcher(Protocol):
         """
         ...
 
-    def room(self) -> Room:
+    def capacity(self) -> Capacity:
         """Return how many replicas what is there can hold, by what those that run take."""
         ...
 

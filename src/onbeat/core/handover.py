@@ -13,7 +13,7 @@ class MoveVerb(StrEnum):
     """A step of a move, as whoever drives it asks replicas for it."""
 
     RESERVE = "reserve"
-    """Destination: keep room."""
+    """Destination: reserve a slot and blocks."""
     HOLD = "hold"
     """Source: lend the blocks that are full."""
     PULL = "pull"
@@ -29,7 +29,7 @@ class MoveVerb(StrEnum):
     UNHOLD = "unhold"
     """Source: lend nothing any more."""
     RELEASE = "release"
-    """Destination: forget the room, and the request if it has been adopted."""
+    """Destination: give the reservation back, and the request if it has been adopted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class MoveTask(Generic[LentT]):
     request_id: str
     """Of the source."""
     num_tokens: int = 0
-    """Of `reserve`: to have room for; of `hold`: to be computed before it is answered."""
+    """Of `reserve`: to reserve for; of `hold`: to be computed before it is answered."""
     source: LentT | None = None
     """Of `pull`."""
     first_block: int = 0

@@ -18,11 +18,11 @@ from onbeat.scheduler.replica.move_agent import Departure
 from onbeat.scheduler.replica.scheduler import Scheduler
 
 LEASE_SECONDS = 30.0
-"""For as long KV is lent, or room kept, unless somebody asks again."""
+"""For as long KV is lent, or room reserved, unless somebody asks again."""
 
 
 @dataclass(slots=True)
-class _Room:
+class _Reservation:
     """A reservation, and the copies into it."""
 
     block_ids: tuple[int, ...]
@@ -70,7 +70,7 @@ class KVHandover:
         self._is_serial = is_serial
         self._has_let_go = False
         """Whether blocks may have become free since the last step was launched."""
-        self._rooms: dict[str, _Room] = {}
+        self._reservations: dict[str, _Reservation] = {}
         self._lent: set[str] = set()
         """Requests whose KV is held."""
         self._detached: set[str] = set()
@@ -78,7 +78,7 @@ class KVHandover:
     @property
     def is_pulling(self) -> bool:
         """Whether a copy writes to this engine's blocks."""
-        return any(room.is_pulling for room in self._rooms.values())
+        return any(reservation.is_pulling for reservation in self._reservations.values())
 
     # --- the source -----------------------------------------------------------------------------------
 
@@ -172,10 +172,10 @@ class KVHandover:
         self._note("reserve", handover_id, now, num_tokens=num_tokens, block_ids=block_ids)
         if block_ids is None:
             return False
-        room = self._rooms.setdefault(handover_id, _Room((), None))
-        if len(block_ids) > len(room.block_ids):
-            room.block_ids, room.after = block_ids, self._last_writer()
-        room.is_given_up = False
+        reservation = self._reservations.setdefault(handover_id, _Reservation((), None))
+        if len(block_ids) > len(reservation.block_ids):
+            reservation.block_ids, reservation.after = block_ids, self._last_writer()
+        reservation.is_given_up = False
         return True
 
     def on_launch(self) -> None:
@@ -191,38 +191,38 @@ class KVHandover:
     def pull(self, handover_id: str, source: KVSource, first_block: int) -> Future[int]:
         """Copy the blocks of a source into reserved ones, from one of them on; the future has the bytes.
 
-        It is cancelled if the room is released before the copy begins.
+        It is cancelled if the reservation is released before the copy begins.
 
         Raises
         ------
         KVUnavailable : so many are not reserved; later, in the future: they cannot be had.
         """
-        room, end = self._rooms.get(handover_id), len(source.block_ids)
-        if room is None or len(room.block_ids) < end:
+        reservation, end = self._reservations.get(handover_id), len(source.block_ids)
+        if reservation is None or len(reservation.block_ids) < end:
             raise KVUnavailable(
                 f"{end} blocks are to come by hand-over {handover_id!r}, but "
-                f"{0 if room is None else len(room.block_ids)} are reserved for it"
+                f"{0 if reservation is None else len(reservation.block_ids)} are reserved for it"
             )
-        into = room.block_ids[first_block:end]
-        pull = self._transfers.pull(source, first_block, into, after=room.after)
-        room.pulls = [each for each in room.pulls if not each.done()] + [pull]
+        into = reservation.block_ids[first_block:end]
+        pull = self._transfers.pull(source, first_block, into, after=reservation.after)
+        reservation.pulls = [each for each in reservation.pulls if not each.done()] + [pull]
         return pull
 
     def release(self, handover_id: str) -> None:
-        """Give reserved room back, once no copy writes there; without any it is ignored."""
-        room = self._rooms.get(handover_id)
-        if room is None:
+        """Give a reservation back, once no copy writes there; without any it is ignored."""
+        reservation = self._reservations.get(handover_id)
+        if reservation is None:
             return
-        for pull in room.pulls:
+        for pull in reservation.pulls:
             pull.cancel()
-        room.is_given_up = room.is_pulling
-        if not room.is_given_up:
-            del self._rooms[handover_id]
+        reservation.is_given_up = reservation.is_pulling
+        if not reservation.is_given_up:
+            del self._reservations[handover_id]
             self._handover.release_reservation(handover_id)
             self._note("release", handover_id)
 
     def adopt(self, handover_id: str, request: Request, detached: Detached) -> None:
-        """Go on with a request whose KV has been copied into reserved room.
+        """Go on with a request whose KV has been copied into a reservation.
 
         Parameters
         ----------
@@ -233,12 +233,12 @@ class KVHandover:
         InvalidRequest, PromptTooLong : see `Handovers.adopt`.
         KVUnavailable : a copy still runs.
         """
-        room = self._rooms.get(handover_id)
-        if room is not None and room.is_pulling:
+        reservation = self._reservations.get(handover_id)
+        if reservation is not None and reservation.is_pulling:
             raise KVUnavailable(f"the KV of hand-over {handover_id!r} is still on its way")
         now = self._clock()
         self._handover.adopt(handover_id, request, detached, now)
-        self._rooms.pop(handover_id, None)
+        self._reservations.pop(handover_id, None)
         if self._recorder is not None:
             adoption = RecordedAdoption(
                 handover_id,
@@ -253,13 +253,13 @@ class KVHandover:
 
     def tend(self) -> None:
         """End leases that nobody has renewed, and give back what copies have let go of."""
-        if not (self._rooms or self._lent):
+        if not (self._reservations or self._lent):
             return
         now = self._clock()
         for request_id in self._handover.overdue_holds(now):
             self.unhold(request_id)
         overdue = self._handover.overdue_reservations(now)
-        given_up = [handover_id for handover_id, room in self._rooms.items() if room.is_given_up]
+        given_up = [handover_id for handover_id, kept in self._reservations.items() if kept.is_given_up]
         for handover_id in dict.fromkeys([*overdue, *given_up]):
             self.release(handover_id)
 

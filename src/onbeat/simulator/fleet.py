@@ -133,7 +133,7 @@ class VirtualFleet:
             memory_bandwidth=lambda number: self.lives.kind(number).memory_bandwidth,
             answer=self._hear_of,
             call=loop.call,
-            on_room=self._reports.ask,
+            on_capacity=self._reports.ask,
         )
 
     def open(self) -> None:

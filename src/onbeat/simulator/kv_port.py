@@ -1,4 +1,4 @@
-"""The KV of a virtual replica, as the agent of its moves sees it: nothing but time and room."""
+"""The KV of a virtual replica, as the agent of its moves sees it: nothing but time and reservations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Copy:
     num_bytes: float
     pull: Future[int] = field(default_factory=Future)
     is_given_up: bool = False
-    """Whether the room is to be given back at its end."""
+    """Whether the reservation is to be given back at its end."""
 
 
 class Copies:
@@ -44,7 +44,7 @@ class Copies:
     block_size : tokens of a KV block.
     memory_bandwidth : returns the bytes per second that the memory of a replica's devices moves.
     call : takes the number of a replica that has something new to plan with.
-    on_room : takes that of one that has more room, whether it runs a step or not.
+    on_capacity : takes that of one that has more capacity, whether it runs a step or not.
 
     Attributes
     ----------
@@ -59,16 +59,16 @@ class Copies:
         block_size: int,
         memory_bandwidth: Callable[[int], float],
         call: Callable[[int], None],
-        on_room: Callable[[int], None],
+        on_capacity: Callable[[int], None],
     ) -> None:
         self._replicas = replicas
         self._bytes_per_block = block_size * link.bytes_per_token
         self._memory_bandwidth = memory_bandwidth
         self._call = call
-        self._on_room = on_room
+        self._on_capacity = on_capacity
         self.links: Links[str] = Links(link.bandwidth)
         self._by_move: dict[str, _Copy] = {}
-        """Those into room that was given up included."""
+        """Those into reservations that were given up included."""
         self.now = 0.0
 
     def settle(self, number: int) -> None:
@@ -93,7 +93,7 @@ class Copies:
         elif destination in self._replicas:
             self.settle(destination)
             self._replicas[destination].scheduler.handover.release_reservation(move)
-            self._on_room(destination)
+            self._on_capacity(destination)
 
     def end(self) -> None:
         """End the copies whose last byte has gone."""
@@ -206,5 +206,5 @@ class VirtualKV:
         self._replica.adopt(move, self._adopted[move], detached, self._copies.now)
 
     def release(self, move: str) -> None:
-        """Keep room no longer, once no copy writes there."""
+        """Give a reservation back, once no copy writes there."""
         self._copies.release(move, self._number)

@@ -53,7 +53,7 @@ class VirtualMoves:
     memory_bandwidth : returns the bytes per second that the memory of a replica's devices moves.
     answer : takes answers.
     call : takes the number of a replica that has something new to plan with.
-    on_room : takes that of one that has more room, whether it runs a step or not.
+    on_capacity : takes that of one that has more capacity, whether it runs a step or not.
     """
 
     def __init__(  # noqa: PLR0913 (three say whom to tell and ask)
@@ -66,7 +66,7 @@ class VirtualMoves:
         memory_bandwidth: Callable[[int], float],
         answer: Answer,
         call: Callable[[int], None],
-        on_room: Callable[[int], None],
+        on_capacity: Callable[[int], None],
     ) -> None:
         self._replicas = replicas
         self._block_size = block_size
@@ -74,14 +74,14 @@ class VirtualMoves:
         self._latency = link.latency
         self._answer = answer
         self._call = call
-        self._on_room = on_room
+        self._on_capacity = on_capacity
         self._copies = Copies(
             replicas,
             link,
             block_size=block_size,
             memory_bandwidth=memory_bandwidth,
             call=call,
-            on_room=on_room,
+            on_capacity=on_capacity,
         )
         self.links = self._copies.links
         self._carrier: MoveCarrier[OfferedRequest, VirtualSource] = MoveCarrier(self)
@@ -112,7 +112,7 @@ class VirtualMoves:
         number, _, task = self._asked.popleft()
         self._do(number, task, now)
         if task.verb in (MoveVerb.TAKE, MoveVerb.RELEASE):
-            self._on_room(number)
+            self._on_capacity(number)
 
     def why(self, move_id: str) -> str:
         """Return what a move that has not ended is for."""

@@ -60,11 +60,11 @@ class Engine:
         self.lent.discard(name)
 
     def _adopt(self, move: str, name: str) -> bool:
-        has_room = move in self.rooms
-        if has_room:
+        has_capacity = move in self.rooms
+        if has_capacity:
             self.rooms.remove(move)
             self.running.add(name)
-        return has_room
+        return has_capacity
 
     def _reattach(self, name: str) -> None:
         _pass(name, self.detached, self.running)

@@ -13,8 +13,8 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig, SpeculationConfig
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.replica.speculation.draft_limits import fit_blocks, most_drafts
 from onbeat.scheduler.replica.speculation.drafting import Drafting
-from onbeat.scheduler.replica.speculation.room import fit_blocks, most_drafts
 from onbeat.scheduler.replica.step_plan import StepPlan
 from tests.fake_step_time import LinearStepTime
 from tests.pure.scheduler.driver import EngineLoop, hash_text

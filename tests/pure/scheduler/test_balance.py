@@ -9,7 +9,7 @@ import pytest
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.slo import SLO
-from onbeat.scheduler.cluster.balance import has_room_to_spare, is_worth_it, trouble
+from onbeat.scheduler.cluster.balance import has_spare_capacity, is_worth_it, trouble
 from onbeat.scheduler.cluster.events import (
     Arrived,
     Delivered,
@@ -53,13 +53,13 @@ def test_what_is_about_to_go_wrong(changes, expected) -> None:
 
 
 def test_room_to_spare_is_more_than_room() -> None:
-    assert has_room_to_spare(load_of(), LIMITS, num_blocks=100, num_more=1)
-    assert not has_room_to_spare(load_of(num_free_blocks=150), LIMITS, num_blocks=100, num_more=1)
-    assert not has_room_to_spare(load_of(num_waiting=1), LIMITS, num_blocks=100, num_more=1)
+    assert has_spare_capacity(load_of(), LIMITS, num_blocks=100, num_more=1)
+    assert not has_spare_capacity(load_of(num_free_blocks=150), LIMITS, num_blocks=100, num_more=1)
+    assert not has_spare_capacity(load_of(num_waiting=1), LIMITS, num_blocks=100, num_more=1)
     idle = {"num_running": 0, "num_decodes": 0}
-    assert has_room_to_spare(load_of(num_free_blocks=101, **idle), LIMITS, num_blocks=100, num_more=1)
-    assert not has_room_to_spare(load_of(num_free_blocks=101, **idle), LIMITS, num_blocks=100, num_more=2)
-    assert not has_room_to_spare(load_of(num_free_blocks=99, **idle), LIMITS, num_blocks=100, num_more=1)
+    assert has_spare_capacity(load_of(num_free_blocks=101, **idle), LIMITS, num_blocks=100, num_more=1)
+    assert not has_spare_capacity(load_of(num_free_blocks=101, **idle), LIMITS, num_blocks=100, num_more=2)
+    assert not has_spare_capacity(load_of(num_free_blocks=99, **idle), LIMITS, num_blocks=100, num_more=1)
 
 
 def test_short_streams_are_computed_again_sooner_than_they_are_moved() -> None:

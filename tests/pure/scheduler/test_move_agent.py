@@ -264,7 +264,7 @@ class TestTaking:
 
     def test_refusals(self, asked: Asked) -> None:
         asked.ask(MoveVerb.RESERVE, num_tokens=65)
-        assert asked.answers[0].why == "no room"
+        assert asked.answers[0].why == "no capacity"
         asked.port.error = InvalidRequest("in use")
         asked.ask(MoveVerb.ADOPT)
         assert asked.answers[1].why == "in use"

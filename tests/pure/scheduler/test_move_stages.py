@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from onbeat.core.handover import MoveVerb
-from onbeat.scheduler.cluster.comparators.distserve import WAITS_FOR_ROOM
+from onbeat.scheduler.cluster.comparators.distserve import WAITS_FOR_CAPACITY
 from onbeat.scheduler.cluster.comparators.splitwise import COPIED_AHEAD
 from onbeat.scheduler.cluster.move_stages import RUNS, STANDS_STILL, VERBS, Course, Lack, Stage
 
@@ -50,7 +50,7 @@ def test_each_stage_that_is_reached_has_a_next_one_for_each_answer(course: Cours
         expected = {Lack.NOTHING}
         if VERBS[stage] in (MoveVerb.HOLD, MoveVerb.FREEZE):  # more is lent
             expected = set(Lack)
-        elif VERBS[stage] is MoveVerb.RESERVE and not (course is RUNS and stage is Stage.ROOM):
+        elif VERBS[stage] is MoveVerb.RESERVE and not (course is RUNS and stage is Stage.RESERVE):
             expected = {Lack.BLOCKS, Lack.NOTHING}
         assert {lack for lack in Lack if course.next[stage][lack]} == expected, stage
 
@@ -67,4 +67,4 @@ def test_the_first_token_finds_each_stage_of_a_prompt_with_a_next_one() -> None:
 
 
 def test_who_waits_for_room_takes_the_stages_of_who_stands_still() -> None:
-    assert (WAITS_FOR_ROOM.first, WAITS_FOR_ROOM.next) == (STANDS_STILL.first, STANDS_STILL.next)
+    assert (WAITS_FOR_CAPACITY.first, WAITS_FOR_CAPACITY.next) == (STANDS_STILL.first, STANDS_STILL.next)

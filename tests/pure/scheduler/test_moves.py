@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from onbeat.core.handover import MoveVerb
-from onbeat.scheduler.cluster.comparators.distserve import WAITS_FOR_ROOM
+from onbeat.scheduler.cluster.comparators.distserve import WAITS_FOR_CAPACITY
 from onbeat.scheduler.cluster.comparators.splitwise import COPIED_AHEAD
 from onbeat.scheduler.cluster.events import Answered, MoveStep
 from onbeat.scheduler.cluster.move_stages import ANSWER_SECONDS, RUNS, STILL_SECONDS, Course, Move
@@ -37,7 +37,7 @@ class OneMove:
         self.now = 0.0
         self.waiting: list[Move] = []
         self.moves = Moves(
-            self.take, lambda _, outcome: self.outcomes.append(outcome), on_no_room=self.waiting.append
+            self.take, lambda _, outcome: self.outcomes.append(outcome), on_no_capacity=self.waiting.append
         )
         self.moves.begin(
             "q",
@@ -165,7 +165,7 @@ def test_a_freeze_that_cannot_be_taken_back_is_undone_once_it_is_answered(ok, th
 
 
 def test_a_freeze_that_is_answered_late_is_given_up_once() -> None:
-    move = OneMove(course=WAITS_FOR_ROOM)
+    move = OneMove(course=WAITS_FOR_CAPACITY)
     move.answer()
     freeze = move.steps[-1]
     for now in (ANSWER_SECONDS, ANSWER_SECONDS + 0.1):
@@ -211,7 +211,7 @@ def test_a_late_answer_changes_nothing() -> None:
 
 
 def test_a_request_that_waits_for_room_stands_still_until_somebody_has_room() -> None:
-    move = OneMove(course=WAITS_FOR_ROOM)
+    move = OneMove(course=WAITS_FOR_CAPACITY)
     assert move.asked() == [("d", RESERVE)]
     move.answer(ok=False)
     (waiting,) = move.waiting
@@ -228,15 +228,15 @@ def test_a_request_that_waits_for_room_stands_still_until_somebody_has_room() ->
 
 
 def test_a_request_that_waits_for_room_goes_on_where_it_is_if_nobody_ever_will() -> None:
-    move = OneMove(course=WAITS_FOR_ROOM)
+    move = OneMove(course=WAITS_FOR_CAPACITY)
     move.answer(ok=False)
     move.moves.stay(move.waiting[0])
     assert move.asked() == [("s", REATTACH)]
-    assert move.outcomes == [Outcome.NO_ROOM]
+    assert move.outcomes == [Outcome.NO_CAPACITY]
 
 
 def test_a_request_that_waits_for_room_that_ends_leaves_nothing() -> None:
-    move = OneMove(course=WAITS_FOR_ROOM)
+    move = OneMove(course=WAITS_FOR_CAPACITY)
     move.answer(ok=False)
     move.moves.drop("q")
     assert move.asked() == [("s", UNHOLD)]
@@ -291,7 +291,7 @@ def test_a_prompt_for_which_there_is_no_room_is_computed_all_the_same() -> None:
     move.asked()
     move.answer(ok=False)
     assert move.asked() == [("d", RELEASE), ("s", UNHOLD)]
-    assert move.outcomes == [Outcome.NO_ROOM]
+    assert move.outcomes == [Outcome.NO_CAPACITY]
     assert not move.moves.on_first_token("q", 1.0), "it is moved like any other"
 
 

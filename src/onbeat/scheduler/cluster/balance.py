@@ -32,7 +32,7 @@ def trouble(load: ReplicaLoad, limits: ReplicaLimits, *, num_more: int = 0) -> s
     return ""
 
 
-def has_room_to_spare(load: ReplicaLoad, limits: ReplicaLimits, *, num_blocks: int, num_more: int) -> bool:
+def has_spare_capacity(load: ReplicaLoad, limits: ReplicaLimits, *, num_blocks: int, num_more: int) -> bool:
     """Return whether a replica can take one more stream and still be in no trouble.
 
     One that has nothing else to do can: a stream is nowhere better off than by itself.

@@ -42,7 +42,7 @@ class Refused:
     is_for_load: bool
     """Whether another replica may take it: it was refused for the load here, not for what it asks."""
     retry_after: float | None = None
-    """Seconds until this replica expects to have room."""
+    """Seconds until this replica expects to have capacity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class Refuse:
     between); `replica_lost` (it does
     not want to go on elsewhere); or `invalid` (its replica refused it for what it asks)."""
     retry_after: float | None = None
-    """Seconds until the fleet expects to have room; None where it cannot say."""
+    """Seconds until the fleet expects to have capacity; None where it cannot say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onbeat.scheduler.cluster.balance import has_room_to_spare, is_worth_it, trouble
+from onbeat.scheduler.cluster.balance import has_spare_capacity, is_worth_it, trouble
 from onbeat.scheduler.cluster.membership import Replica, RoutedRequest
 from onbeat.scheduler.cluster.mover import Mover, num_blocks_of
 
@@ -32,7 +32,7 @@ class Mending:
             self._mend(replica, why, now)
 
     def _resend(self, source: Replica, request_id: str, now: float) -> bool:
-        """Let a request that waits begin where there is room for it; return whether there is any."""
+        """Let a request that waits begin where there is capacity for it; return whether there is any."""
         opened = source.open.get(request_id)
         if opened is None or now < opened.no_mending_before or not self._mover.may_resend(opened, source):
             return False
@@ -61,14 +61,14 @@ class Mending:
             return
 
     def _destination(self, opened: RoutedRequest, source: Replica) -> Replica | None:
-        """Return the replica with the most room of those that take a request without trouble."""
+        """Return the replica with the most capacity of those that take a request without trouble."""
         spare = [each for each in self._mover.candidates(source) if self._can_spare(opened, each)]
         return max(spare, key=lambda each: (self._mover.freeness(opened, each), -each.order), default=None)
 
     def _can_spare(self, opened: RoutedRequest, replica: Replica) -> bool:
         """Return whether a replica takes a request without being in trouble itself."""
         load, limits = replica.load, replica.limits
-        if load is None or limits is None or not self._mover.has_room(opened, replica):
+        if load is None or limits is None or not self._mover.fits(opened, replica):
             return False
         num_coming = self._mover.moves.num_coming(replica.replica_id)
         num_blocks = self._mover.moves.num_blocks_to(replica.replica_id) + num_blocks_of(opened, replica)
@@ -76,7 +76,7 @@ class Mending:
         slo, step = opened.request.slo, load.decode_step(num_coming + 1)
         if slo is not None and slo.tbt is not None and step is not None and step > slo.tbt:
             return False
-        return has_room_to_spare(load, limits, num_blocks=num_blocks, num_more=num_coming + 1)
+        return has_spare_capacity(load, limits, num_blocks=num_blocks, num_more=num_coming + 1)
 
 
 def _steps_to_an_end(source: Replica, opened: RoutedRequest) -> int:

@@ -88,7 +88,7 @@ class Migration:
         self._open = opened
         self._pools = pools
         self._on_moved = on_moved
-        self._moves = Moves(act, self._on_end, self._on_no_room)
+        self._moves = Moves(act, self._on_end, self._on_no_capacity)
         self._mover = Mover(members, pools, self._moves, act=act, resend=on_resend)
         self._rule = MOVE_RULES[rule](self._mover)
         self.pool_policy = POOL_POLICIES[pools.rule](self._mover, members, pools)
@@ -107,7 +107,7 @@ class Migration:
         self.pool_policy.on_change()
 
     def stream_replica(self, opened: RoutedRequest, replica: Replica) -> Replica | None:
-        """Return where a request is to generate that is sent to a replica; None: who has room then.
+        """Return where a request is to generate that is sent to a replica; None: who has capacity then.
 
         Elsewhere than there, it is to stand still after its first token.
         """
@@ -197,9 +197,9 @@ class Migration:
                 continue
             self._mover.begin(opened, source, destination, why, now)
 
-    def _on_no_room(self, move: Move) -> None:
-        """Let a move wait for room."""
-        self.pool_policy.on_no_room(self._open[move.request_id], move)
+    def _on_no_capacity(self, move: Move) -> None:
+        """Let a move wait for capacity."""
+        self.pool_policy.on_no_capacity(self._open[move.request_id], move)
         self._look_at = min(self._look_at, self._now + RETRY_SECONDS)
 
     def _on_end(self, move: Move, outcome: Outcome) -> None:

@@ -1,9 +1,9 @@
 """The stages of a move of a running request from replica to replica, with its KV, as data.
 
-The stages are those of Llumnix (Sun et al., OSDI 2024, section 4.2): room is reserved at the destination;
-full blocks are copied while the request runs on; it is frozen, the rest is copied, the destination adopts it,
-and the source forgets it. Until the destination has adopted it, the source can go on with it as if nothing
-had been.
+The stages are those of Llumnix (Sun et al., OSDI 2024, section 4.2): a slot and blocks are reserved at the
+destination; full blocks are copied while the request runs on; it is frozen, the rest is copied, the
+destination adopts it, and the source forgets it. Until the destination has adopted it, the source can go on
+with it as if nothing had been.
 """
 
 from __future__ import annotations
@@ -33,49 +33,49 @@ class Stage(Enum):
 
     PROMPT = "prompt"
     """The source is to lend the first blocks of a prompt that it computes."""
-    ROOM = "room"
-    """The destination is to keep room."""
+    RESERVE = "reserve"
+    """The destination is to reserve a slot and blocks."""
     LEND = "lend"
     """The source is to lend what is full by now."""
-    MORE_ROOM = "more room"
-    """The destination is to keep more: the request has outgrown what it keeps."""
+    RESERVE_MORE = "reserve more"
+    """The destination is to reserve more: the request has outgrown what it keeps."""
     COPY = "copy"
     """The destination copies, while the request runs on or its prompt is computed."""
     FREEZE = "freeze"
     """The source is to take the request out of its batch, and to lend all that it has."""
-    ROOM_FOR_REST = "room for the rest"
+    RESERVE_REST = "reserve for the rest"
     COPY_REST = "copy the rest"
     ADOPT = "adopt"
     """The destination is to go on with it."""
     NOWHERE = "nowhere"
-    """Nothing is asked for: no replica has room."""
+    """Nothing is asked for: no replica has capacity."""
     GIVING_UP = "giving up"
     """The freeze could not be taken back: once it is answered the request is put back."""
 
 
 VERBS = {
     Stage.PROMPT: MoveVerb.HOLD,
-    Stage.ROOM: MoveVerb.RESERVE,
+    Stage.RESERVE: MoveVerb.RESERVE,
     Stage.LEND: MoveVerb.HOLD,
-    Stage.MORE_ROOM: MoveVerb.RESERVE,
+    Stage.RESERVE_MORE: MoveVerb.RESERVE,
     Stage.COPY: MoveVerb.PULL,
     Stage.FREEZE: MoveVerb.FREEZE,
-    Stage.ROOM_FOR_REST: MoveVerb.RESERVE,
+    Stage.RESERVE_REST: MoveVerb.RESERVE,
     Stage.COPY_REST: MoveVerb.PULL,
     Stage.ADOPT: MoveVerb.ADOPT,
     Stage.GIVING_UP: MoveVerb.FREEZE,
 }
 """What each stage waits for."""
-FROZEN = frozenset((Stage.ROOM_FOR_REST, Stage.COPY_REST, Stage.ADOPT))
+FROZEN = frozenset((Stage.RESERVE_REST, Stage.COPY_REST, Stage.ADOPT))
 """Stages in which the request has left its batch for this move."""
 
 
 class Lack(IntEnum):
     """What the destination lacks once a stage is done; the place of the next stage in a row of a table."""
 
-    ROOM = 0
+    CAPACITY = 0
     BLOCKS = 1
-    """It has room for blocks that are worth a copy before the next stage."""
+    """It has capacity for blocks that are worth a copy before the next stage."""
     NOTHING = 2
 
 
@@ -83,8 +83,8 @@ Table = Mapping[Stage, tuple[Stage | None, Stage | None, Stage]]
 """Stage that is done -> the next one, by what the destination lacks; None where it cannot."""
 
 _REST: Table = {
-    Stage.FREEZE: (Stage.ROOM_FOR_REST, Stage.COPY_REST, Stage.ADOPT),
-    Stage.ROOM_FOR_REST: (None, Stage.COPY_REST, Stage.ADOPT),
+    Stage.FREEZE: (Stage.RESERVE_REST, Stage.COPY_REST, Stage.ADOPT),
+    Stage.RESERVE_REST: (None, Stage.COPY_REST, Stage.ADOPT),
     Stage.COPY_REST: (None, None, Stage.ADOPT),
 }
 
@@ -102,9 +102,9 @@ class Course:
     asked for. From then on the move goes on as if it had begun with a request that stands still."""
     unlimited: frozenset[Stage] = frozenset()
     """Stages that may take any time: the request runs on."""
-    waits_for_room: bool = False
-    """Whether the request stands still until a replica has room, as long as that takes; each stage then may
-    take `ANSWER_SECONDS`."""
+    waits_for_capacity: bool = False
+    """Whether the request stands still until a replica has capacity, as long as that takes; each stage then
+    may take `ANSWER_SECONDS`."""
 
     @property
     def is_ahead(self) -> bool:
@@ -113,11 +113,11 @@ class Course:
 
 
 RUNS = Course(
-    first=Stage.ROOM,
+    first=Stage.RESERVE,
     next={
-        Stage.ROOM: (None, None, Stage.LEND),
-        Stage.LEND: (Stage.MORE_ROOM, Stage.COPY, Stage.FREEZE),
-        Stage.MORE_ROOM: (None, Stage.COPY, Stage.FREEZE),
+        Stage.RESERVE: (None, None, Stage.LEND),
+        Stage.LEND: (Stage.RESERVE_MORE, Stage.COPY, Stage.FREEZE),
+        Stage.RESERVE_MORE: (None, Stage.COPY, Stage.FREEZE),
         Stage.COPY: (None, None, Stage.LEND),
         **_REST,
     },
@@ -125,10 +125,10 @@ RUNS = Course(
 )
 """Of a request that generates."""
 STANDS_STILL = Course(
-    first=Stage.ROOM,
+    first=Stage.RESERVE,
     next={
-        Stage.ROOM: (None, Stage.FREEZE, Stage.FREEZE),
-        Stage.MORE_ROOM: (None, Stage.FREEZE, Stage.FREEZE),
+        Stage.RESERVE: (None, Stage.FREEZE, Stage.FREEZE),
+        Stage.RESERVE_MORE: (None, Stage.FREEZE, Stage.FREEZE),
         Stage.COPY: (None, None, Stage.FREEZE),
         **_REST,
     },
@@ -170,7 +170,7 @@ class Move:
         """Begin a stage, and say when it has taken too long."""
         self.stage = stage
         self.num_rounds += stage is Stage.COPY
-        if self.course.waits_for_room:
+        if self.course.waits_for_capacity:
             self.until = now + ANSWER_SECONDS
         elif self.stands_still:
             self.until = min(self.until, now + STILL_SECONDS)
@@ -195,7 +195,7 @@ class Move:
             num_needed = num_blocks + (verb is MoveVerb.HOLD)  # it runs on, and fills another one
             if num_needed > self.num_reserved:
                 self.num_reserved = num_needed + GROWTH_BLOCKS
-                lack = Lack.ROOM
+                lack = Lack.CAPACITY
         if lack is Lack.NOTHING and self._is_worth_a_copy():
             lack = Lack.BLOCKS
         following = self.course.next[self.stage][lack]

@@ -1,4 +1,4 @@
-"""Begins moves, and knows which requests may move and which replicas have room for them."""
+"""Begins moves, and knows which requests may move and which replicas have capacity for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEW_TOKENS = 8
 RETRY_SECONDS = 0.25
 """After which a request is moved that could not be."""
 _MOST_FAILURES = 3
-"""Moves of a request that fail, not for want of room, before it is left where it is."""
+"""Moves of a request that fail, not for want of capacity, before it is left where it is."""
 
 Resend = Callable[[RoutedRequest, Replica, Replica, float], None]
 
@@ -38,8 +38,8 @@ class Mover:
     Attributes
     ----------
     moves : those under way.
-    waiting : requests that stand still until a replica has room, the first first; with their moves, where one
-        has been begun.
+    waiting : requests that stand still until a replica has capacity, the first first; with their moves, where
+        one has been begun.
     least_left : a stream that has as few tokens left, or fewer, is not moved.
     is_to_look : whether somebody may be free to move that was not before.
     """
@@ -126,9 +126,9 @@ class Mover:
     def destination(
         self, opened: RoutedRequest, source: Replica, *, most_coming: float = MOST_AT_ONCE
     ) -> Replica | None:
-        """Return the candidate with the most room for each of its requests, this one included."""
+        """Return the candidate with the most capacity for each of its requests, this one included."""
         fitting = [
-            each for each in self.candidates(source) if self.has_room(opened, each, most_coming=most_coming)
+            each for each in self.candidates(source) if self.fits(opened, each, most_coming=most_coming)
         ]
         return max(fitting, key=lambda each: (self.freeness(opened, each), -each.order), default=None)
 
@@ -146,7 +146,7 @@ class Mover:
         decoding = [each for each in others if not self._pools.is_prefill(each.replica_id)]
         return decoding if decoding or source.state is not ReplicaState.DRAINING else others
 
-    def has_room(self, opened: RoutedRequest, replica: Replica, *, most_coming: float = MOST_AT_ONCE) -> bool:
+    def fits(self, opened: RoutedRequest, replica: Replica, *, most_coming: float = MOST_AT_ONCE) -> bool:
         """Return whether a replica has a slot and blocks for a stream, and fewer are on their way to it."""
         limits = replica.limits
         assert limits is not None, "it is ready"

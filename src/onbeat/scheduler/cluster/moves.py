@@ -26,7 +26,7 @@ class Outcome(StrEnum):
     """How a move has ended."""
 
     MOVED = "moved"
-    NO_ROOM = "no_room"
+    NO_CAPACITY = "no_capacity"
     """The destination had none, or no longer."""
     FAILED = "failed"
     """The KV could not be copied or adopted, or that took too long."""
@@ -42,19 +42,19 @@ class Moves:
     act : takes what is to be done.
     on_end : is called once for each move, when the request is at its destination, or stays at its source, or
         has ended. It may begin others.
-    on_no_room : is called with a move whose destination has no room after all, where its request waits for
-        some; `try_again` goes on.
+    on_no_capacity : is called with a move whose destination has no capacity after all, where its request
+        waits for some; `try_again` goes on.
     """
 
     def __init__(
         self,
         act: Callable[[FleetAction], None],
         on_end: Callable[[Move, Outcome], None],
-        on_no_room: Callable[[Move], None],
+        on_no_capacity: Callable[[Move], None],
     ) -> None:
         self._act = act
         self._on_end = on_end
-        self._on_no_room = on_no_room
+        self._on_no_capacity = on_no_capacity
         self._by_id: dict[str, Move] = {}
         self._by_request: dict[str, Move] = {}
         """Those that may still succeed."""
@@ -132,14 +132,14 @@ class Moves:
         return True
 
     def try_again(self, move: Move, destination: ReplicaId, *, num_blocks: int, now: float) -> None:
-        """Ask another destination for room, or the same one later."""
+        """Ask another destination for capacity, or the same one later."""
         move.destination, move.num_reserved = destination, num_blocks + GROWTH_BLOCKS
         self._to[destination][move.request_id] = move
-        self._ask(move, Stage.ROOM, now)
+        self._ask(move, Stage.RESERVE, now)
 
     def stay(self, move: Move) -> None:
-        """Let a request go on at its source that stands still until a replica has room: none ever will."""
-        self._stay(move, Outcome.NO_ROOM)
+        """Let a request go on at its source that stands still until a replica has capacity: none will."""
+        self._stay(move, Outcome.NO_CAPACITY)
 
     def on_answer(self, event: Answered, now: float) -> None:
         """Hear what came of a step; an answer that nobody waits for is ignored."""
@@ -189,13 +189,13 @@ class Moves:
     def _on_refusal(self, move: Move) -> None:
         """Let a request stay whose move has met with a refusal."""
         match VERBS[move.stage]:
-            case MoveVerb.RESERVE if move.course.waits_for_room and move.stage is Stage.ROOM:
+            case MoveVerb.RESERVE if move.course.waits_for_capacity and move.stage is Stage.RESERVE:
                 del self._to[move.destination][move.request_id]
                 move.stage, move.until = Stage.NOWHERE, inf
                 move.destination, move.num_reserved = "", 0
-                self._on_no_room(move)
+                self._on_no_capacity(move)
             case MoveVerb.RESERVE:
-                self._stay(move, Outcome.NO_ROOM)
+                self._stay(move, Outcome.NO_CAPACITY)
             case MoveVerb.HOLD | MoveVerb.FREEZE:  # it has ended there, or waits
                 self._give_up(move)
             case _:

@@ -19,7 +19,7 @@ class PoolPolicy:
     """Decides where prompts are computed, and where and when their streams go on.
 
     This is the rule `adaptive`: a prompt that disturbs nobody is computed where it will generate, and a
-    stream that no replica has room for goes on where its prompt was computed. Other rules differ in part.
+    stream that no replica has capacity for goes on where its prompt was computed. Other rules differ in part.
 
     Parameters
     ----------
@@ -52,27 +52,27 @@ class PoolPolicy:
         """Hear that a request has been sent that is to generate at another replica, a known one."""
 
     def on_first_token(self, opened: RoutedRequest, source: Replica, now: float) -> None:
-        """Move a request that stands still, or let it go on where it is until there is room."""
+        """Move a request that stands still, or let it go on where it is until there is capacity."""
         destination = self._mover.destination(opened, source, most_coming=MOST_STOPPED)
         if destination is None:
             self._mover.put_back(opened, source, now)
         else:
             self._mover.begin(opened, source, destination, "prefill", now, course=STANDS_STILL)
 
-    # --- for policies whose streams wait for room, and stand still meanwhile --------------------------
+    # --- for policies whose streams wait for capacity, and stand still meanwhile --------------------------
 
-    def on_no_room(self, opened: RoutedRequest, move: Move) -> None:
-        """Hear that a destination has no room after all, where the course of the move waits for some."""
+    def on_no_capacity(self, opened: RoutedRequest, move: Move) -> None:
+        """Hear that a destination has no capacity after all, where the course of the move waits for some."""
 
     def on_change(self) -> None:
-        """Hear that a replica may have more room than before, or that none ever will."""
+        """Hear that a replica may have more capacity than before, or that none ever will."""
 
     def advance(self, now: float, *, is_time: bool) -> None:
         """Begin the moves that are due.
 
         Parameters
         ----------
-        is_time : whether those that had no room are to be tried again.
+        is_time : whether those that had no capacity are to be tried again.
         """
 
 

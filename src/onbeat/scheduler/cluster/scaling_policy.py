@@ -57,7 +57,7 @@ class ScalingPolicy:
         """Hear that it has begun, and what of its prompt was in a prefix cache."""
 
     def on_refusal(self, request: RoutingRequest, now: float) -> None:
-        """Hear that nobody has room for it."""
+        """Hear that nobody has capacity for it."""
 
     def on_end(self, request: RoutingRequest, num_output_tokens: int | None, now: float) -> None:
         """Hear that it has ended.

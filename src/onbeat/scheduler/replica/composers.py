@@ -35,7 +35,7 @@ class DecodesFirst:
         self._reservation = reservation
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:
-        plan.make_room_for_waiting(order, self._reservation)
+        plan.preempt_for_waiting(order, self._reservation)
         plan.decode_running()
         plan.continue_prefills(self._chunking)
         plan.admit_waiting(self._chunking, self._reservation)
@@ -64,7 +64,7 @@ class PrefillsFirst:
         """Whether the last step was one that prompts had to leave to decodes."""
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:
-        plan.make_room_for_waiting(order, self._reservation)
+        plan.preempt_for_waiting(order, self._reservation)
         if self._num_prefill_steps >= self._max_prefill_steps:
             plan.decode_running()
             if not plan.is_empty:

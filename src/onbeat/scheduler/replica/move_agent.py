@@ -78,7 +78,7 @@ class KVPort(Protocol[LentT]):
         ...
 
     def release(self, move: str, /) -> None:
-        """Keep room no longer, once no copy writes there."""
+        """Give a reservation back, once no copy writes there."""
         ...
 
 
@@ -208,8 +208,8 @@ class MoveAgent(Generic[LentT]):
     def _do(self, port: KVPort[LentT], task: MoveTask[LentT]) -> None:
         match task.verb:
             case MoveVerb.RESERVE:
-                has_room = port.reserve(task.move, task.num_tokens)
-                self._answer(TaskAnswer(task.move, task.verb, has_room, why="" if has_room else "no room"))
+                is_kept = port.reserve(task.move, task.num_tokens)
+                self._answer(TaskAnswer(task.move, task.verb, is_kept, why="" if is_kept else "no capacity"))
             case MoveVerb.PULL:
                 assert task.source is not None
                 pull = self._pulls[task.move] = port.pull(task.move, task.source, task.first_block)

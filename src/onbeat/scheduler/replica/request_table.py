@@ -53,7 +53,7 @@ class RequestTable:
         self.num_pooled += state.request.pooling is not None
         self.waiting.push(state)
 
-    def make_room(self, plan: StepPlan) -> None:
+    def dequeue_and_preempt(self, plan: StepPlan) -> None:
         """Take what a plan admits out of the waiting queue, and what it preempts out of the running list."""
         for admission in plan.admissions:
             self.waiting.remove(admission.state)

@@ -251,7 +251,7 @@ class Scheduler:
         if plan.infeasible or plan.overdue:
             self._relegation.commit(plan)
         if plan.admissions or plan.preempted:
-            self.table.make_room(plan)
+            self.table.dequeue_and_preempt(plan)
         if plan.is_empty:
             return None
         in_flight = self.in_flight

@@ -27,7 +27,7 @@ class StepPlan:
     """What the next step will do, and what is left to plan with. Nothing outside changes while it is made.
 
     Composers (`composers.py`) call the verbs `decode_running`, `continue_prefills`, `admit_waiting` and
-    `make_room_for_waiting` in the order of their policy.
+    `preempt_for_waiting` in the order of their policy.
     """
 
     __slots__ = (
@@ -229,7 +229,7 @@ class StepPlan:
         """Take requests from the head of the queue while they fit; never skip one (no starvation)."""
         if self.ran_out_of_blocks:
             return
-        while self._has_room():
+        while self._has_slot():
             state = self.waiting.peek(len(self.admissions))
             # A preempted request may still be in a step in flight; its turn comes when that is back.
             if state is None or state.num_in_flight_tokens or state.is_in_flight:
@@ -288,7 +288,7 @@ class StepPlan:
     def _freed_by(self, state: RequestState) -> list[int]:
         return self._kv.pool.exclusive_ids(state.block_ids)
 
-    def make_room_for_waiting(self, order: QueueOrder, reservation: Reservation) -> None:
+    def preempt_for_waiting(self, order: QueueOrder, reservation: Reservation) -> None:
         """Preempt running requests of strictly lower rank for the head of the queue, if that makes it fit.
 
         Equal ranks never push one another out, so two requests cannot take turns. Must come before the rows
@@ -310,7 +310,7 @@ class StepPlan:
                 return
             self._preempt_last()
 
-    def _has_room(self) -> bool:
+    def _has_slot(self) -> bool:
         """Whether one more request may join this step, blocks aside."""
         return (
             self.num_kept + len(self.admissions) < self.max_num_seqs

@@ -1,4 +1,4 @@
-"""Every prompt on a prefill replica, where its KV waits for room (Zhong et al., "DistServe", OSDI 2024)."""
+"""Every prompt on a prefill replica, where its KV waits (Zhong et al., "DistServe", OSDI 2024)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from onbeat.scheduler.cluster.mover import MOST_STOPPED, Mover, num_blocks_of
 from onbeat.scheduler.cluster.pool_policies import PoolPolicy
 from onbeat.scheduler.cluster.pools import Pools
 
-WAITS_FOR_ROOM = replace(STANDS_STILL, waits_for_room=True)
-"""The stages of a move whose request stands still until a replica has room."""
+WAITS_FOR_CAPACITY = replace(STANDS_STILL, waits_for_capacity=True)
+"""The stages of a move whose request stands still until a replica has capacity."""
 
 
 class DistServe(PoolPolicy):
-    """Keeps streams that no replica has room for where their prompts were computed (section 4.3).
+    """Keeps streams that no replica has capacity for where their prompts were computed (section 4.3).
 
     They stand still, in the order of their first tokens, so that bursts hold up prompts and not streams.
     """
@@ -25,8 +25,8 @@ class DistServe(PoolPolicy):
         super().__init__(mover, members, pools)
         self._waiting = mover.waiting
         mover.least_left = 0
-        self._may_have_room = False
-        """Whether a replica may have room since those that wait were last looked at."""
+        self._may_have_capacity = False
+        """Whether a replica may have capacity since those that wait were last looked at."""
 
     def prompt_replicas(
         self,
@@ -40,23 +40,23 @@ class DistServe(PoolPolicy):
     def on_first_token(self, opened: RoutedRequest, source: Replica, now: float) -> None:  # noqa: ARG002
         """Let a request wait behind those that came before it."""
         self._waiting[opened.request.request_id] = opened, None
-        self._may_have_room = True
+        self._may_have_capacity = True
 
-    def on_no_room(self, opened: RoutedRequest, move: Move) -> None:
+    def on_no_capacity(self, opened: RoutedRequest, move: Move) -> None:
         """Let a request wait before all others: it was the first of them."""
         others = dict(self._waiting)
         self._waiting.clear()
         self._waiting.update({move.request_id: (opened, move), **others})
 
     def on_change(self) -> None:
-        """Hear that a replica may have more room than before, or that none ever will."""
-        self._may_have_room = True
+        """Hear that a replica may have more capacity than before, or that none ever will."""
+        self._may_have_capacity = True
 
     def advance(self, now: float, *, is_time: bool) -> None:
-        """Move those that wait, the first first, until there is no room for one."""
-        if not self._waiting or not (self._may_have_room or is_time):
+        """Move those that wait, the first first, until there is no capacity for one."""
+        if not self._waiting or not (self._may_have_capacity or is_time):
             return
-        self._may_have_room = False
+        self._may_have_capacity = False
         mover = self._mover
         for request_id, (opened, move) in list(self._waiting.items()):
             assert opened.replica is not None
@@ -71,7 +71,7 @@ class DistServe(PoolPolicy):
                 assert move is not None
                 mover.moves.stay(move)
             elif move is None:
-                mover.begin(opened, source, destination, "prefill", now, course=WAITS_FOR_ROOM)
+                mover.begin(opened, source, destination, "prefill", now, course=WAITS_FOR_CAPACITY)
             else:
                 num_blocks = num_blocks_of(opened, destination)
                 mover.moves.try_again(move, destination.replica_id, num_blocks=num_blocks, now=now)

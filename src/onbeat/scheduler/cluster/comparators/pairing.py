@@ -45,7 +45,7 @@ class Pairing:
         if (
             opened is not None
             and destination in self._mover.candidates(source)
-            and self._mover.has_room(opened, destination)
+            and self._mover.fits(opened, destination)
             and self._evens_out(opened, source, destination)
         ):
             self._mover.begin(opened, source, destination, "balance", now)

@@ -16,14 +16,14 @@ authors' simulator (Mutinifni/splitwise-sim)."""
 COPIED_AHEAD = Course(
     first=Stage.PROMPT,
     next={
-        # Room is asked for once there is something to copy: it is no use to a prompt that waits its turn.
-        Stage.PROMPT: (Stage.ROOM, Stage.ROOM, Stage.ROOM),
-        Stage.ROOM: (None, Stage.COPY, Stage.LEND),
+        # Capacity is asked for once there is something to copy: it is no use to a prompt that waits its turn.
+        Stage.PROMPT: (Stage.RESERVE, Stage.RESERVE, Stage.RESERVE),
+        Stage.RESERVE: (None, Stage.COPY, Stage.LEND),
         Stage.COPY: (None, None, Stage.LEND),
-        Stage.LEND: (Stage.MORE_ROOM, Stage.COPY, Stage.LEND),
-        Stage.MORE_ROOM: (None, Stage.COPY, Stage.LEND),
+        Stage.LEND: (Stage.RESERVE_MORE, Stage.COPY, Stage.LEND),
+        Stage.RESERVE_MORE: (None, Stage.COPY, Stage.LEND),
     },
-    on_first_token={Stage.PROMPT: Stage.ROOM, Stage.LEND: Stage.FREEZE},
+    on_first_token={Stage.PROMPT: Stage.RESERVE, Stage.LEND: Stage.FREEZE},
     unlimited=frozenset((Stage.PROMPT, Stage.LEND)),  # it may have to wait for its turn
 )
 """The stages of a move that begins as its request is sent: what each chunk of the prompt has filled is copied
@@ -33,7 +33,7 @@ while the next one is computed, and what is left once it has its first token (se
 class Splitwise(PoolPolicy):
     """Sends a prompt to the shortest queue, and copies its KV to where it will generate as it is computed.
 
-    What one pool has no room for goes to replicas of the other, which are mixed until that has ended
+    What one pool has no capacity for goes to replicas of the other, which are mixed until that has ended
     (section 4).
     """
 
@@ -51,7 +51,7 @@ class Splitwise(PoolPolicy):
         return [min(others or (*prefill, *decode), key=_queue)]
 
     def stream_replica(self, opened: RoutedRequest, source: Replica) -> Replica | None:
-        """Return where a stream will have the most room: its pool, a mixed replica, or one for prompts."""
+        """Return where a stream finds the most capacity: its pool, a mixed replica, or one for prompts."""
         pools: tuple[list[Replica], ...] = [], [], []
         for each in self._members.having(ReplicaState.READY):
             if each.moves_streams:
@@ -59,7 +59,7 @@ class Splitwise(PoolPolicy):
                 pools[1 if self._is_mixed(each) else 2 * is_prefill].append(each)
         mover = self._mover
         for pool in pools:
-            fitting = [each for each in pool if mover.has_room(opened, each, most_coming=inf)]
+            fitting = [each for each in pool if mover.fits(opened, each, most_coming=inf)]
             if fitting:
                 # Of equal ones it stays where its prompt is: nothing is copied then.
                 return max(

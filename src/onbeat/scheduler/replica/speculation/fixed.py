@@ -7,9 +7,9 @@ from itertools import compress
 from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.speculation.acceptance import AcceptanceRates
+from onbeat.scheduler.replica.speculation.draft_limits import fit_blocks, most_drafts
 from onbeat.scheduler.replica.speculation.goodput import set_drafts
 from onbeat.scheduler.replica.speculation.reading import DraftReading
-from onbeat.scheduler.replica.speculation.room import fit_blocks, most_drafts
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 

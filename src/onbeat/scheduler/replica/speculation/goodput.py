@@ -19,8 +19,8 @@ from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.view import decode_shape
 from onbeat.scheduler.replica.speculation.acceptance import AcceptanceRates
+from onbeat.scheduler.replica.speculation.draft_limits import fit_blocks, most_drafts
 from onbeat.scheduler.replica.speculation.reading import DraftReading
-from onbeat.scheduler.replica.speculation.room import fit_blocks, most_drafts
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 PROBE_SHARE = 0.005
