@@ -1,0 +1,346 @@
+"""Calls that are written as JSON: objects with a name and arguments, or arguments behind a name."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from onbeat.text.reply.body import NAME_CHARACTERS, SPACE, Step, end_of_space, refuse, run_steps
+from onbeat.text.reply.calls import Calls
+
+_TEXT_RUN = re.compile(r'[^"\\]*')
+_NESTED_RUN = re.compile(r'[^"{}\[\]<`]*')
+_LITERAL_RUN = re.compile(r'[^"{}\[\]<`,\s]*')
+"""Outside of texts a mark may begin with `<` or a back-tick."""
+
+_ARGUMENTS = frozenset(("arguments", "parameters"))
+
+
+class JsonValue:
+    """Finds the end of one JSON value; what stands between its brackets is not judged."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_escaped = False
+        self._is_literal = False
+        self.is_in_text = False
+        self.is_over = False
+
+    def push(self, text: str, at: int) -> int:
+        """Take text from a position on and return where the value ended, or stopped before a mark perhaps."""
+        while at < len(text) and not self.is_over:
+            if self.is_in_text:
+                at = self._push_text(text, at)
+                continue
+            run = _NESTED_RUN if self._depth else _LITERAL_RUN
+            end = _end_of(run, text, at)
+            self._is_literal |= end > at and not self._depth
+            at = end
+            if at == len(text):
+                break
+            if self._is_literal and not self._depth:
+                self.is_over = True
+            elif text[at] in "<`" or (not self._depth and text[at] in f",]}}{SPACE}"):
+                break
+            else:
+                self._bracket(text[at])
+                at += 1
+        return at
+
+    def _push_text(self, text: str, at: int) -> int:
+        if self._is_escaped:
+            self._is_escaped = False
+            return at + 1
+        at = _end_of(_TEXT_RUN, text, at)
+        if at < len(text):
+            self._is_escaped = text[at] == "\\"
+            self.is_in_text = self._is_escaped
+            self.is_over = not self.is_in_text and not self._depth
+            at += 1
+        return at
+
+    def _bracket(self, character: str) -> None:
+        if character == '"':
+            self.is_in_text = True
+        elif character in "{[":
+            self._depth += 1
+        else:
+            self._depth -= 1
+            self.is_over = not self._depth
+
+
+class JsonCalls:
+    """Objects with the keys `name` and `arguments` (or `parameters`), in any order, one or more or an array.
+
+    Arguments before the name wait for it; once it is known they are passed on as they come.
+
+    Parameters
+    ----------
+    calls : where they go.
+    needs_arguments : whether an object without arguments is no call.
+    """
+
+    def __init__(self, calls: Calls, *, needs_arguments: bool = False) -> None:
+        self._calls = calls
+        self._needs_arguments = needs_arguments
+        self._num_before = calls.num_begun
+        self._raw: list[str] = []
+        self._step: Step = self._between
+        self._is_array = False
+        self._is_call = False
+        """Whether the object has become a call."""
+        self._value = JsonValue()
+        self._held: list[str] = []
+        """The key or value that is being read."""
+        self._key = ""
+        self._name: str | None = None
+        self._arguments: str | None = None
+
+    @property
+    def is_in_text(self) -> bool:
+        return self._value.is_in_text
+
+    @property
+    def raw(self) -> str:
+        return "".join(self._raw)
+
+    def push(self, text: str, at: int) -> int:
+        return run_steps(lambda: self._step, text, at)
+
+    def take(self, character: str) -> bool:
+        if self._step != self._in_value:
+            return False
+        self._add(character)
+        return True
+
+    def close(self, *, final: bool) -> None:  # noqa: ARG002 -- as for all
+        self._calls.end()
+
+    def _between(self, text: str, at: int) -> int:
+        """Before an object: white space, what separates, the brackets of an array."""
+        character, has_calls = text[at], self._calls.num_begun > self._num_before
+        is_start = character == "[" and not (self._is_array or has_calls)
+        if character == "{":
+            self._name, self._arguments, self._is_call = None, None, False
+            self._step = self._before_key
+        elif character == "]" and self._is_array:
+            self._step = self._behind
+        elif not is_start and character not in ",;" + SPACE:
+            return at
+        self._is_array |= is_start
+        if has_calls:
+            self._raw.clear()
+        if character == "{" or not has_calls:
+            self._raw.append(character)
+        return at + 1
+
+    def _behind(self, text: str, at: int) -> int:
+        """Behind an array: white space."""
+        end = end_of_space(text, at)
+        if self._calls.num_begun == self._num_before:
+            self._raw.append(text[at:end])
+        return end
+
+    def _before_key(self, text: str, at: int) -> int:
+        end = end_of_space(text, at)
+        character = text[end : end + 1]
+        if character == '"':
+            self._begin(self._in_key)
+        elif character == "}":
+            end += 1
+            self._step = self._between
+        elif character == ",":
+            end += 1
+        self._keep(text[at:end])
+        if character == "}" and self._name is not None and not (self._is_call or self._needs_arguments):
+            self._start(self._name)
+            self._calls.add("{}")
+            self._calls.end()
+        return end
+
+    def _in_key(self, text: str, at: int) -> int:
+        end = self._value.push(text, at)
+        self._add(text[at:end])
+        if self._value.is_over:
+            self._key = _decoded("".join(self._held)) or ""
+            self._step = self._before_value
+        return end
+
+    def _before_value(self, text: str, at: int) -> int:
+        end = end_of_space(text, at)
+        character = text[end : end + 1]
+        end += character == ":"
+        self._keep(text[at:end])
+        if character and (character in '"{[-' or character.isalnum()):
+            self._begin(self._in_value)
+            is_known = self._key in _ARGUMENTS and self._name is not None and not self._is_call
+            if is_known and character in "{[":
+                self._start(self._name or "")
+        return end
+
+    def _in_value(self, text: str, at: int) -> int:
+        end = self._value.push(text, at)
+        self._add(text[at:end])
+        if self._value.is_over:
+            self._step = self._before_key
+            self._end_value("".join(self._held))
+        return end
+
+    def _begin(self, step: Step) -> None:
+        self._value, self._step, self._held = JsonValue(), step, []
+
+    def _start(self, name: str) -> None:
+        self._calls.start(name)
+        self._raw.clear()
+        self._is_call = True
+
+    def _keep(self, text: str) -> None:
+        if not self._is_call:
+            self._raw.append(text)
+
+    def _add(self, text: str) -> None:
+        """Add to the key or value that is being read, or to the arguments of the call."""
+        if self._calls.is_open:
+            self._calls.add(text)
+        elif not self._is_call:
+            self._raw.append(text)
+            self._held.append(text)
+
+    def _end_value(self, value: str) -> None:
+        if self._is_call:
+            self._calls.end()
+            return
+        if self._key == "name" and self._name is None:
+            self._name = _decoded(value)
+            if self._name not in self._calls.tools:
+                self._step = refuse
+                return
+        elif self._key in _ARGUMENTS and self._arguments is None:
+            self._arguments = _as_object(value)
+        if self._name is not None and self._arguments is not None:
+            self._start(self._name)
+            self._calls.add(self._arguments)
+            self._calls.end()
+
+
+class NamedJson:
+    """A name and an object of arguments: `name{...}`, `name[ARGS]{...}`, `name[CALL_ID]id[ARGS]{...}`.
+
+    Parameters
+    ----------
+    calls : where they go.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._raw: list[str] = []
+        self._name = ""
+        self._mark = ""
+        self._value = JsonValue()
+        self._step: Step = self._between
+
+    @property
+    def is_in_text(self) -> bool:
+        return self._value.is_in_text
+
+    @property
+    def raw(self) -> str:
+        return "".join(self._raw)
+
+    def push(self, text: str, at: int) -> int:
+        return run_steps(lambda: self._step, text, at)
+
+    def take(self, character: str) -> bool:
+        if self._step != self._in_value:
+            return False
+        self._calls.add(character)
+        return True
+
+    def close(self, *, final: bool) -> None:  # noqa: ARG002 -- as for all
+        self._calls.end()
+
+    def _between(self, text: str, at: int) -> int:
+        end = end_of_space(text, at)
+        self._raw.append(text[at:end])
+        if text[end : end + 1] in NAME_CHARACTERS:
+            self._name, self._step = "", self._in_name
+        return end
+
+    def _in_name(self, text: str, at: int) -> int:
+        end = at
+        while end < len(text) and text[end] in NAME_CHARACTERS:
+            end += 1
+        self._name += text[at:end]
+        self._raw.append(text[at:end])
+        if end < len(text):
+            self._step = self._before_value if self._name in self._calls.tools else refuse
+        return end
+
+    def _before_value(self, text: str, at: int) -> int:
+        end = end_of_space(text, at)
+        self._raw.append(text[at:end])
+        character = text[end : end + 1]
+        if character == "[":
+            self._mark, self._step = "", self._in_mark
+        elif character == "{":
+            self._calls.start(self._name)
+            self._raw.clear()
+            self._value, self._step = JsonValue(), self._in_value
+        return end
+
+    def _in_mark(self, text: str, at: int) -> int:
+        """Take `[ARGS]`, or `[CALL_ID]` with the id behind it, to the letter."""
+        self._mark += text[at]
+        self._raw.append(text[at])
+        if self._mark == "[ARGS]":
+            self._step = self._before_value
+        elif self._mark == "[CALL_ID]":
+            self._step = self._in_call_id
+        elif not any(mark.startswith(self._mark) for mark in ("[ARGS]", "[CALL_ID]")):
+            self._step = refuse
+        return at + 1
+
+    def _in_call_id(self, text: str, at: int) -> int:
+        if text[at] not in NAME_CHARACTERS:
+            self._step = self._before_value
+            return at
+        self._raw.append(text[at])
+        return at + 1
+
+    def _in_value(self, text: str, at: int) -> int:
+        end = self._value.push(text, at)
+        self._calls.add(text[at:end])
+        if self._value.is_over:
+            self._calls.end()
+            self._step = self._between
+        return end
+
+
+def _end_of(run: re.Pattern[str], text: str, at: int) -> int:
+    found = run.match(text, at)
+    return at if found is None else found.end()
+
+
+def _decoded(value: str) -> str | None:
+    """Return what a JSON text says; None for any other value."""
+    try:
+        decoded = json.loads(value, strict=False)
+    except ValueError:
+        return None
+    return decoded if isinstance(decoded, str) else None
+
+
+def _as_object(value: str) -> str:
+    """Return arguments as the caller gets them: an object in a text is that object, and null is empty."""
+    if value == "null":
+        return "{}"
+    inner = _decoded(value)
+    return inner if inner is not None and inner.lstrip().startswith("{") and _parses(inner) else value
+
+
+def _parses(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

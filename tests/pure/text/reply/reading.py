@@ -1,0 +1,111 @@
+"""Answers read as a server reads them, whole or in pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count, groupby
+from typing import Any
+
+from onbeat.text.reply.events import (
+    CallEnd,
+    CallStart,
+    CallText,
+    ContentText,
+    MarkToken,
+    ReasoningText,
+    ReplyEvent,
+)
+from onbeat.text.reply.families import FAMILIES, REASONING
+from onbeat.text.reply.parser import ReplyOptions, ReplyParser, ReplyStyle
+
+TOOLS: dict[str, Any] = {
+    "get_weather": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "get_time": {"type": "object", "properties": {"zone": {"type": ["string", "null"]}}},
+    "refresh": {"type": "object", "properties": {}},
+    "mix": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "whole": {"type": "integer"},
+            "real": {"type": "number"},
+            "flag": {"type": "boolean"},
+            "nothing": {"type": "null"},
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "list": {"type": "array"},
+            "object": {"type": "object"},
+            "kind": {"enum": ["a", "b"]},
+            "open": {},
+        },
+    },
+}
+
+Pieces = Sequence[str | MarkToken]
+
+
+@dataclass
+class Read:
+    """What an answer came to."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> list[tuple[str, Any]]:
+        return [(name, json.loads(text)) for name, text in self.calls]
+
+
+def parser(family: str | None = "hermes", *, reasoning: str | None = "think", **options: Any) -> ReplyParser:
+    ids = count()
+    style = ReplyStyle(
+        None if family is None else FAMILIES[family], None if reasoning is None else REASONING[reasoning]
+    )
+    defaults: dict[str, Any] = {"tools": TOOLS, "new_call_id": lambda: f"call_{next(ids)}"}
+    return ReplyParser(style, ReplyOptions(**(defaults | options)))
+
+
+def events(reader: ReplyParser, pieces: Pieces) -> list[ReplyEvent]:
+    """Return the events of pieces, neighbouring texts joined."""
+    found: list[ReplyEvent] = []
+    for piece in pieces:
+        found += reader.push([piece], final=False)
+    return merged(found + reader.push([], final=True))
+
+
+def merged(found: list[ReplyEvent]) -> list[ReplyEvent]:
+    result: list[ReplyEvent] = []
+    for (kind, index), group in groupby(found, lambda event: (type(event), getattr(event, "index", 0))):
+        if kind is CallText:
+            result.append(CallText(index, "".join(event.text for event in group)))  # type: ignore[union-attr]
+        elif kind in (ContentText, ReasoningText):
+            result.append(kind("".join(event.text for event in group)))  # type: ignore[union-attr]
+        else:
+            result += group
+    return result
+
+
+def read(family: str | None, text: str | Pieces, **options: Any) -> Read:
+    """Return what an answer comes to, and check the order of its events."""
+    result, is_open = Read(), False
+    for event in events(parser(family, **options), [text] if isinstance(text, str) else text):
+        match event:
+            case ReasoningText(text=said):
+                result.reasoning += said
+            case ContentText(text=said):
+                result.content += said
+            case CallStart(index=index, name=name):
+                assert index == len(result.calls)
+                assert not is_open
+                is_open = True
+                result.calls.append((name, ""))
+            case CallText(index=index, text=said):
+                assert is_open
+                assert index == len(result.calls) - 1
+                result.calls[index] = (result.calls[index][0], said)
+            case CallEnd():
+                assert is_open
+                is_open = False
+    assert not is_open
+    return result

@@ -1,0 +1,225 @@
+"""Properties of the parser that hold for all families, reasoning, marks that are tokens, and time."""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onbeat.text.reply.events import (
+    CallEnd,
+    CallStart,
+    CallText,
+    ContentText,
+    MarkToken,
+    ReasoningText,
+    ReplyEvent,
+)
+from onbeat.text.reply.families import FAMILIES, REASONING
+from onbeat.text.reply.parser import ReplyStyle, opens_in_reasoning
+from tests.fakes_engine import ByteTokenizer
+from tests.pure.text.reply.cases import CASES, FORMS
+from tests.pure.text.reply.reading import Pieces, events, merged, parser, read
+
+CALL = '<tool_call>{"name": "refresh", "arguments": {}}</tool_call>'
+FRAGMENTS = sorted({
+    *(mark for family in FAMILIES.values() for pair in family.marks for mark in pair if mark),
+    *("<think>", "</think>", "[THINK]", "[/THINK]", "[ARGS]", "[CALL_ID]", "[", "]", "{", "}", "(", ")"),
+    *('"', "'", "\\", "\n", " ", ",", ";", ":", "=", "<", "`", "é", "🎉", "refresh", "mix", "nobody"),
+    *('"name"', '"arguments"', '{"name": "mix", "arguments": {'),
+    *("5", "null", "<function=mix>", "<parameter=text>"),
+    *("</parameter>", "</function>", "mix(text='", "refresh()"),
+})  # fmt: skip
+
+
+@given(st.data())
+def test_any_text_is_read_alike_however_it_is_split(data: st.DataObject) -> None:
+    family = data.draw(st.sampled_from(sorted(FAMILIES)))
+    text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=30)))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)) | {0, len(text)})
+    opens = data.draw(st.booleans())
+    whole = events(parser(family, opens_in_reasoning=opens), [text])
+    pieces = [text[a:b] for a, b in pairwise(cuts)]
+    assert events(parser(family, opens_in_reasoning=opens), pieces) == whole
+    assert events(parser(family, opens_in_reasoning=opens), list(text)) == whole
+
+
+@given(st.text(alphabet=sorted(set("".join(FRAGMENTS))), max_size=60))
+def test_text_without_calls_and_reasoning_is_content_to_the_letter(text: str) -> None:
+    for family in FAMILIES:
+        found = read(family, text, reasoning=None)
+        if not found.calls:
+            assert found.content == text
+
+
+@pytest.mark.parametrize("family", sorted(FORMS))
+def test_random_splits(family: str) -> None:
+    rng = random.Random(family)
+    for case in CASES:
+        if case.family != family:
+            continue
+        whole = events(parser(family, opens_in_reasoning=case.opens), [case.text])
+        for _ in range(5):
+            cuts = sorted(rng.sample(range(len(case.text) + 1), min(len(case.text), 9)))
+            pieces = [case.text[a:b] for a, b in pairwise([0, *cuts, len(case.text)])]
+            assert events(parser(family, opens_in_reasoning=case.opens), pieces) == whole, pieces
+
+
+@pytest.mark.parametrize("family", sorted(FORMS))
+def test_long_arguments_take_linear_time(family: str) -> None:
+    def seconds(num_pieces: int) -> float:
+        value = "ab c" * num_pieces
+        text = FORMS[family]([("mix", '{"text": "' + value + '"}')])
+        pieces = [text[at : at + 4] for at in range(0, len(text), 4)]
+        start = time.process_time()
+        assert read(family, pieces).arguments == [("mix", {"text": value})]
+        return time.process_time() - start
+
+    seconds(1000)
+    assert seconds(60_000) < 30 * seconds(6_000) + 0.5
+
+
+def test_arguments_are_passed_on_as_they_come() -> None:
+    reader = parser("hermes")
+    assert reader.push(['<tool_call>{"name": "mix", "arguments": {"te'], final=False)[1:] == [
+        CallText(0, '{"te')
+    ]
+    assert reader.push(['xt": "a'], final=False) == [CallText(0, 'xt": "a')]
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("<think>\nA.\n\nB.\n</think>\n\nC.\n", "A.\n\nB.", "C.\n"),
+        (" <think></think> C.", "", "C."),
+        ("<think>A", "A", ""),
+        ("<think>A</think>", "A", ""),
+        ("A <think> B </think> C", "", "A <think> B </think> C"),
+        ("<think>A</think>B</think>C", "A", "BC"),
+        ("<think>A<think>B</think>C", "A<think>B", "C"),
+        ("</think>A", "", "A"),
+        ("A</think>B", "", "A</think>B"),
+        ("<think>A</think>B<think>C", "A", "B<think>C"),
+        (f"<think>A {CALL} B", "A", "B"),
+        ("<think>A <tool_call>B</think>C", "A <tool_call>B", "C"),
+        ("[THINK]A[/THINK]B", "", "[THINK]A[/THINK]B"),
+    ],
+)
+def test_reasoning_that_the_answer_opens(text: str, reasoning: str, content: str) -> None:
+    for pieces in ([text], list(text)):
+        found = read("hermes", pieces)
+        assert (found.reasoning, found.content) == (reasoning, content)
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("\nA.\n</think>\n\nB", "A.", "B"),
+        ("A", "A", ""),
+        ("</think>B", "", "B"),
+        ("<think>\nA</think>B", "A", "B"),
+        (f"A\n{CALL}\nB", "A", "B"),
+        ("A</think>B</think> C", "A", "B C"),
+    ],
+)
+def test_reasoning_that_the_prompt_opens(text: str, reasoning: str, content: str) -> None:
+    for pieces in ([text], list(text)):
+        found = read("hermes", pieces, opens_in_reasoning=True)
+        assert (found.reasoning, found.content) == (reasoning, content)
+
+
+def test_reasoning_may_be_dropped() -> None:
+    found = read("hermes", f"<think>A</think>B{CALL}", drops_reasoning=True)
+    assert (found.reasoning, found.content, found.calls) == ("", "B", [("refresh", "{}")])
+
+
+def test_without_tools_calls_are_content() -> None:
+    assert read("hermes", f"<think>A</think>{CALL}", tools={}).content == CALL
+    assert read(None, f"<think>A</think>{CALL}").content == CALL
+    assert read("hermes", f"<think>A</think>{CALL}", reasoning=None).content == "<think>A</think>"
+
+
+def test_one_call_may_be_all() -> None:
+    for pieces in ([f"A{CALL}{CALL}B"], list(f"A{CALL}{CALL}B")):
+        reader, found = parser("hermes", is_single=True), list[ReplyEvent]()
+        for piece in pieces:
+            found += reader.push([piece], final=False)
+        assert reader.is_complete
+        assert merged(found) == [
+            ContentText("A"),
+            CallStart(0, "call_0", "refresh"),
+            CallText(0, "{}"),
+            CallEnd(0),
+        ]
+        assert reader.push([], final=True) == []
+
+
+def style(*special: str) -> ReplyStyle:
+    """Return the style of Mistral's models where some marks are special tokens."""
+    tokenizer = ByteTokenizer()
+    tokenizer.special_token_ids = frozenset(range(256, 256 + len(special)))
+    tokenizer._special = {256 + i: name.encode() for i, name in enumerate(special)}
+    return ReplyStyle(FAMILIES["mistral-args"], REASONING["mistral"], tokenizer)
+
+
+def test_marks_that_are_special_tokens_count_only_as_such() -> None:
+    known = style("[TOOL_CALLS]", "[ARGS]", "[THINK]", "<s>")
+    assert known.mark_token_ids == {256, 257, 258}
+
+    def said(*pieces: str | MarkToken) -> Pieces:
+        reader = parser("mistral-args", reasoning="mistral")
+        reader._style = known
+        return [str(event) for event in events(reader, pieces)]
+
+    calls, args, think = MarkToken("[TOOL_CALLS]"), MarkToken("[ARGS]"), MarkToken("[THINK]")
+    text = "[TOOL_CALLS]refresh[ARGS]{} [THINK]"
+    assert said(text) == [str(ContentText(text))]
+    assert len(said("A", calls, "refresh", args, "{}")) == 4
+    assert said("A", think, "B[/THINK]C") == list(
+        map(str, (ContentText("A"), ReasoningText("B"), ContentText("C")))
+    )
+    inside = said(calls, "mix", args, '{"text": "', calls, '"}')
+    assert inside[1] == str(CallText(0, '{"text": "[TOOL_CALLS]"}'))
+    assert said(calls, "nobody", args, "{}") == [str(ContentText("[TOOL_CALLS]nobody[ARGS]{}"))]
+    assert len(said(calls, "refresh", args, "{}", calls, "refresh", args, "{")) == 6
+
+
+@pytest.mark.parametrize(
+    ("pieces", "opens", "number"),
+    [
+        (["<think>", "A", "B", "</think>", "C"], False, 4),
+        (["<thi", "nk>", "A", "</", "think>", "C"], False, 5),
+        (["<thi", "s", "A"], False, 0),
+        (["A", "B", "</think>", "C"], True, 3),
+        (["A", "B"], True, 2),
+        (["A", "<tool_call>", '{"name": "refresh", ', '"arguments": {}}', "</tool_call>"], True, 1),
+        (["A", "<tool_call>", "B", "</think>"], True, 4),
+        (["A", "<tool_call>", '{"name"'], True, 3),
+        (["A", "B"], False, 0),
+    ],
+)
+def test_tokens_of_reasoning_are_counted(pieces: list[str], opens: bool, number: int) -> None:
+    reader = parser("hermes", opens_in_reasoning=opens)
+    events(reader, pieces)
+    assert reader.num_reasoning_tokens == number
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continued", "opens"),
+    [
+        ("<|user|>Hi<|assistant|><think>\n", None, True),
+        ("<|user|>Hi<|assistant|><think>\n\n</think>\n\n", None, False),
+        ("<|user|>What is <think>?<|assistant|>", None, False),
+        ("<|user|>Hi<|assistant|>", None, False),
+        ("<|assistant|><think>A", "<think>A", True),
+        ("<|assistant|><think>A</think>B", "<think>A</think>B", False),
+        ("<|user|><think>\n<|assistant|>B", "B", False),
+    ],
+)
+def test_whether_a_prompt_ends_in_reasoning(prompt: str, continued: str | None, opens: bool) -> None:
+    assert opens_in_reasoning(prompt, REASONING["think"], continued) is opens
+    assert not opens_in_reasoning(prompt, None, continued)
