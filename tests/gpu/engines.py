@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from onbeat.core.request import TokenLogprobs
 from onbeat.engine.cuda.backend import fast_kernels
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs
@@ -66,6 +67,9 @@ class FixedTokens:
 
     def is_plain(self, rows: Sequence[SamplingRow]) -> bool:
         return False
+
+    def score(self, *_: object) -> list[TokenLogprobs]:
+        raise NotImplementedError
 
     def sample(
         self, logits_RV: torch.Tensor | None, rows: Sequence[SamplingRow], best: BestTokens | None = None

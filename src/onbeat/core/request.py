@@ -181,6 +181,9 @@ class Request:
     """When the whole request had been received."""
     priority: int = 0
     """Lower is served earlier; only the priority order looks at it."""
+    num_prompt_logprobs: int | None = None
+    """Report the log-probability of each prompt token but the first, with this many alternatives; None
+    reports nothing. Such a prompt is computed whole: the prefix cache has no logits."""
     cache_salt: str | None = None
     """Requests with different salts never share prefix-cache blocks."""
     block_hashes: Sequence[BlockHash] | None = None
@@ -213,12 +216,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities (natural, of the unmodified distribution) at one output position."""
+    """Log-probabilities (natural, of the unmodified distribution) at one position of output or prompt."""
 
     token_id: int
     logprob: float
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int | None = None
+    """Place of the token among all by likelihood, from 1; of prompt tokens alone."""
 
 
 @dataclass(slots=True)
@@ -239,6 +244,8 @@ class RequestOutput:
     """Output tokens before the new ones, those of a replica that had the request before included: a gap or a
     repeat shows."""
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of each prompt token but the first; with the first output token alone, where they were asked for."""
     error: str | None = None
     """Set with `FinishReason.ERROR` and `FinishReason.EXPIRED`: what went wrong."""
     predicted_ttft: float | None = None

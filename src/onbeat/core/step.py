@@ -30,6 +30,7 @@ class BatchShape:
     sum_chunk_squares: int = 0
     """Sum of squared chunk lengths."""
     num_lm_head_rows: int = 0
+    """Tokens whose logits are computed."""
     num_verify_rows: int = 0
     """Decode rows that verify draft tokens; `num_decodes` counts them too."""
     num_draft_tokens: int = 0
@@ -79,8 +80,14 @@ class BatchShape:
         self.num_catch_up_tokens += num_tokens
         self.catch_up_pairs += num_tokens * num_read_tokens + num_tokens * (num_tokens + 1) // 2
 
-    def add(self, num_computed_tokens: int, num_new_tokens: int, *, samples: bool) -> None:
-        """Count one more row."""
+    def add(self, num_computed_tokens: int, num_new_tokens: int, *, samples: int) -> None:
+        """Count one more row.
+
+        Parameters
+        ----------
+        samples : tokens of it whose logits are computed: the last one of a row that samples, and every one
+            where the log-probabilities of a prompt are reported.
+        """
         self.num_new_tokens += num_new_tokens
         self.num_sequences += 1
         self.num_lm_head_rows += samples
@@ -158,6 +165,7 @@ class ModelRunnerOutput:
         where it makes as many as one asks for, or where nothing is proposed.
     embeddings : request id -> embedding, for the rows that complete the prompt of a request with `pooling`.
         Such rows do not sample.
+    prompt_logprobs : request id -> log-probabilities of its prompt, for rows that end one and asked for them.
     """
 
     sampled_token_ids: list[list[int]]
@@ -166,6 +174,7 @@ class ModelRunnerOutput:
     num_drafted: list[int] | None = None
     num_available: list[int] | None = None
     embeddings: dict[str, bytes] | None = None
+    prompt_logprobs: dict[str, list[TokenLogprobs]] | None = None
 
 
 @dataclass(slots=True)

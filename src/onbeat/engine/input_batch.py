@@ -32,7 +32,8 @@ class StepInputs:
     attention: AttentionBatch
     sampling_tokens: IntArray
     """Index into the packed tokens of each token whose logits are wanted: each sampling row's last one. With
-    drafts, wave after wave: each row's last token before its drafts, then each first draft, and so on."""
+    drafts, wave after wave: each row's last token before its drafts, then each first draft, and so on. Behind
+    them those after which a prompt has a token that is scored (`PromptScorer`)."""
     sampling_rows: list[SamplingRow]
     sampling_request_ids: list[str]
     sampling_slots: IntArray

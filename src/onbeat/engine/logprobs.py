@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ _CHUNK_ROWS = 32
 
 
 def token_logprobs(
-    logits: Tensor, token_ids: Sequence[int], num_alternatives: Sequence[int]
+    logits: Tensor, token_ids: Sequence[int], num_alternatives: Sequence[int], *, with_ranks: bool = False
 ) -> list[TokenLogprobs]:
     """Report each row's token under the softmax of its logits.
 
@@ -24,11 +25,18 @@ def token_logprobs(
     logits : [rows, vocabulary], as the model made them: before penalties and temperature.
     token_ids : the token that was sampled, per row.
     num_alternatives : how many of the most likely tokens to report with it, per row.
+    with_ranks : whether to count the tokens that are likelier.
     """
     reports: list[TokenLogprobs] = []
     for start in range(0, len(token_ids), _CHUNK_ROWS):
         rows = slice(start, start + _CHUNK_ROWS)
-        reports += _report(torch.log_softmax(logits[rows], dim=-1), token_ids[rows], num_alternatives[rows])
+        logprobs = torch.log_softmax(logits[rows], dim=-1)
+        report = _report(logprobs, token_ids[rows], num_alternatives[rows])
+        if with_ranks:
+            values = logprobs.gather(1, torch.tensor(token_ids[rows], device=logprobs.device).unsqueeze(1))
+            ranks = (logprobs > values).sum(dim=-1).tolist()
+            report = [replace(each, rank=1 + rank) for each, rank in zip(report, ranks, strict=True)]
+        reports += report
     return reports
 
 

@@ -20,6 +20,7 @@ from onbeat.engine.executor import DoneStep, PendingStep
 from onbeat.engine.forward import ChosenTokens, ForwardPass, LaunchesSteps, StepLogits
 from onbeat.engine.input_batch import InputBatch, StepInputs
 from onbeat.engine.pooling import pool
+from onbeat.engine.prompt_scorer import PromptScorer
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
 from onbeat.engine.speculation.proposer import DraftRow, Proposer
 from onbeat.engine.speculation.verifier import TokenSampler, VerifiedTokens, verify
@@ -60,6 +61,7 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks
         self.batch = InputBatch(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
+        self.prompts = PromptScorer(self.batch, sampler, forward.config.vocab_size)
         self._launches = forward if isinstance(forward, LaunchesSteps) else None
         self._lock = threading.RLock()
         """Of the batch: one thread launches steps, another takes their tokens."""
@@ -112,7 +114,8 @@ class ModelRunner:
                 return DoneStep(ModelRunnerOutput([]))
             self.batch.take_blocks(rows)
             inputs = None
-            if self._launches is not None and self.proposer is None:
+            may_launch = self.proposer is None and not self.prompts.has_any(rows)
+            if self._launches is not None and may_launch:
                 inputs = self.batch.prepare(rows)
                 if self.sampler.is_plain(inputs.sampling_rows):
                     return self._launch(self._launches, scheduled, inputs)
@@ -152,11 +155,13 @@ class ModelRunner:
         ----------
         inputs : of the step, where they are known.
         """
-        rows = scheduled.rows
-        drafts = None if self.proposer is None else self._propose(self.proposer, rows)
+        drafts = None if self.proposer is None else self._propose(self.proposer, scheduled.rows)
+        *earlier, rows = self.prompts.split(scheduled.rows)
+        for part in earlier:
+            self._forward_pass(part, self.batch.prepare(part), wants_logits=False)
         inputs = inputs or self.batch.prepare(rows, drafts)
         wants_logits = self.sampler.needs_logits(inputs.sampling_rows)
-        logits = self.forward.run(inputs, wants_logits=wants_logits)
+        logits = self._forward_pass(rows, inputs, wants_logits=wants_logits)
         output = self._take_tokens(scheduled, inputs, drafts, logits, wants_logits=wants_logits)
         return self._take_embeddings(inputs, logits, output) if inputs.pooled else output
 
@@ -183,10 +188,23 @@ class ModelRunner:
             sampled = self.sampler.sample(logits.values_RV, inputs.sampling_rows, logits.best)
             self.batch.append(inputs, sampled)
             verified = _of_one_token(sampled)
+        verified.errors |= self.prompts.errors(inputs.sampling_slots)
         for index in verified.errors:
             # Its blocks will be another request's.
             self.forward.scrub(self.batch.block_ids(int(inputs.sampling_slots[index])))
-        return self._to_output(scheduled, drafts, inputs, verified)
+        output = self._to_output(scheduled, drafts, inputs, verified)
+        if reports := self.prompts.take_reports(inputs):
+            output = replace(output, prompt_logprobs=reports)
+        return output
+
+    def _forward_pass(
+        self, rows: Sequence[ScheduledRequest], inputs: StepInputs, *, wants_logits: bool
+    ) -> StepLogits:
+        """Run one pass, score what it has of prompts, and return the logits of the rows that sample."""
+        scored = self.prompts.find(rows, inputs)
+        if scored is None:
+            return self.forward.run(inputs, wants_logits=wants_logits)
+        return scored.take(self.forward.run(scored.inputs, wants_logits=True))
 
     def _take_embeddings(
         self, inputs: StepInputs, logits: StepLogits, output: ModelRunnerOutput
@@ -242,6 +260,7 @@ class ModelRunner:
         for request_id in scheduled.released_ids:
             self._release(request_id)
         slots = [self.batch.admit(admitted) for admitted in scheduled.admitted]
+        self.prompts.admit(scheduled.admitted, slots)
         if self.proposer is not None and slots:
             starts = {row.request_id: row.num_computed_tokens for row in scheduled.rows}
             for admitted, slot in zip(scheduled.admitted, slots, strict=True):
@@ -261,6 +280,7 @@ class ModelRunner:
         elif self._last is not None and not self._last.is_done:
             self._last.left_behind[batch.sampling_rows[slot]] = batch.block_ids(slot)
         batch.release(request_id)
+        self.prompts.release(slot)
         if self.proposer is not None:
             self.proposer.release(slot)
 

@@ -125,6 +125,14 @@ class Sampler:
             _attach_logprobs(take_rows(logits_RV, asking), asking, rows, sampled)
         return sampled
 
+    @torch.inference_mode()
+    def score(
+        self, logits_RV: Tensor | None, token_ids: Sequence[int], num_alternatives: Sequence[int]
+    ) -> list[TokenLogprobs]:
+        """Report known tokens, one for each row of logits; see `TokenSampler.score`."""
+        assert logits_RV is not None, "logits were asked for"
+        return token_logprobs(logits_RV, token_ids, num_alternatives, with_ranks=True)
+
     def _edit(
         self, logits_RV: Tensor, rows: Sequence[SamplingRow], sampled: SampledTokens, peaks: list[float]
     ) -> None:

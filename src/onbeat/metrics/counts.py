@@ -250,8 +250,8 @@ class RunCounts:
             self.last_mbu, self.last_mfu = stats.mbu, stats.mfu
             self.mbu.observe(stats.mbu)
             self.mfu.observe(stats.mfu)
-        # rows that sample: a prompt's last chunk has an output token, too
-        num_outputs = shape.num_lm_head_rows - shape.num_draft_tokens
+        # rows that sample, a prompt's last chunk too; one whose tokens all have logits still gives one
+        num_outputs = min(shape.num_lm_head_rows - shape.num_draft_tokens, shape.num_sequences)
         if stats.drafts is not None:
             num_outputs += sum(stats.drafts.accepted_at)
         self.step_tokens.observe(shape.num_chunk_tokens + num_outputs)

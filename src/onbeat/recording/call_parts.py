@@ -13,7 +13,9 @@ from onbeat.recording.log import DEADLINES, RecordedAdoption
 
 
 def put_kv(call: dict[str, Any], request: Request, adoption: RecordedAdoption | None) -> None:
-    """Put in what comes from another replica."""
+    """Put in what comes from another replica, and whether nothing may come from the prefix cache."""
+    if request.num_prompt_logprobs is not None:
+        call["is_scored"] = True
     if request.num_external_tokens:
         call["num_external_tokens"] = request.num_external_tokens
     if adoption is not None:

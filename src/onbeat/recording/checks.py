@@ -96,7 +96,7 @@ _FIELDS: Mapping[str, _Check] = {
     "block_hashes": lambda value: _are_hashes(value) or _by_number(_are_hashes)(value),
     "verb": _is_text,
     "num_tokens": _optional(_is_count),
-    "is_out": lambda value: value is None or type(value) is bool,
+    **dict.fromkeys(("is_out", "is_scored"), lambda value: value is None or type(value) is bool),
 }
 """Of the lines of a record; a field means the same in all calls that have it."""
 

@@ -2,7 +2,7 @@
 
 The file is gzip-compressed text with one JSON object a line:
 
-1. the header: ``{"file": "onbeat-record", "schema_version": 7, ...}`` with the fields of `RecordHeader`;
+1. the header: ``{"file": "onbeat-record", "schema_version": 8, ...}`` with the fields of `RecordHeader`;
 2. one line a call, named by its field ``call``: ``add``, ``abort``, ``schedule``, ``update``, ``handover``,
    with the fields of the classes below, defaults left out;
 3. the trailer: ``{"call": "end", "calls": N}`` with the number of calls. A file without it is cut short.
@@ -28,6 +28,7 @@ not.
 6  of a request that came from another replica, how many late tokens it may have
    (`StreamDeadlines.num_late_allowed`)
 7  ``add`` of one of several choices, which the queue takes or refuses together (`AddCall.whole`)
+8  ``add`` of a request whose prompt is scored, and takes nothing from the prefix cache (`AddCall.is_scored`)
 == ==================================================================================================
 """
 
@@ -44,8 +45,8 @@ from onbeat.core.slo import ShedMode
 DEADLINES = tuple(each.name for each in fields(StreamDeadlines))
 """Of `RecordedAdoption.deadlines`, in the order in which a file has them."""
 FILE_KIND = "onbeat-record"
-SCHEMA_VERSION = 7
-READABLE_VERSIONS = (1, 2, 3, 4, 5, 6, 7)
+SCHEMA_VERSION = 8
+READABLE_VERSIONS = tuple(range(1, SCHEMA_VERSION + 1))
 TRAILER = "end"
 
 HandoverVerb = Literal["hold", "unhold", "reserve", "release", "detach", "left", "reattach", "free"]
@@ -121,6 +122,8 @@ class AddCall:
     """Leading tokens whose KV came from another replica."""
     adoption: RecordedAdoption | None = None
     """None of a request that was added."""
+    is_scored: bool = False
+    """Whether log-probabilities of its prompt were asked for."""
 
 
 @dataclass(frozen=True, slots=True)

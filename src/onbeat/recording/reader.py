@@ -206,6 +206,7 @@ def _add_call(values: Mapping[str, Any]) -> AddCall:
         first_token_time=values.get("first_token_time"),
         num_external_tokens=values.get("num_external_tokens", 0),
         adoption=None if (adoption := values.get("adoption")) is None else _adoption(*adoption),
+        is_scored=values.get("is_scored", False),
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from onbeat.core.request import Request, SamplingParams
+from onbeat.core.request import Request, SamplingParams, TokenLogprobs
 from onbeat.core.step import AdmittedRequest, BatchShape, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
@@ -29,6 +29,9 @@ class RecordingSampler:
 
     def is_plain(self, rows: list[SamplingRow]) -> bool:
         return False  # it wants to see the logits
+
+    def score(self, *_: object) -> list[TokenLogprobs]:
+        raise NotImplementedError
 
     def sample(
         self, logits_RV: torch.Tensor | None, rows: list[SamplingRow], best: BestTokens | None = None

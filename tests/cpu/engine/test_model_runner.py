@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -31,6 +33,9 @@ class FailingSampler:
 
     def is_plain(self, rows: list[SamplingRow]) -> bool:
         return False
+
+    def score(self, *_: object) -> list[TokenLogprobs]:
+        raise NotImplementedError
 
     def sample(
         self, logits_RV: torch.Tensor | None, rows: list[SamplingRow], best: BestTokens | None = None
@@ -128,6 +133,26 @@ def test_logprobs_come_back_for_the_rows_that_asked() -> None:
     assert isinstance(entry, TokenLogprobs)
     assert [entry.token_id] == output.sampled_token_ids[1]
     assert runner.execute(step([ScheduledRequest("plain", 3, 1, (), samples=True)])).logprobs is None
+
+
+def test_a_prompt_that_is_released_half_scored_is_scored_anew() -> None:
+    runner = make_runner()
+    prompt = random_prompt(21)
+    admitted = AdmittedRequest(replace(request("a", prompt), num_prompt_logprobs=2), (), (0, 1))
+    runner.execute(step([ScheduledRequest("a", 0, 9, (), samples=False)], (admitted,)))
+    begun = runner.execute(step([ScheduledRequest("a", 0, 7, (), samples=False)], (admitted,), ("a",)))
+    assert begun.prompt_logprobs is None
+    output = runner.execute(step([ScheduledRequest("a", 7, 14, (), samples=True)]))
+    assert output.prompt_logprobs is not None
+    reports = output.prompt_logprobs["a"]
+    assert [report.token_id for report in reports] == prompt[1:]
+    with torch.inference_mode():
+        logits = tiny_model("llama3").hf_model(torch.tensor([prompt])).logits[0, :-1]
+    expected = torch.log_softmax(logits, dim=-1)[range(20), prompt[1:]]
+    np.testing.assert_allclose([report.logprob for report in reports], expected, atol=1e-9)
+    again = replace(admitted, output_token_ids=tuple(output.sampled_token_ids[0]))
+    resumed = runner.execute(step([ScheduledRequest("a", 0, 22, (), samples=True)], (again,), ("a",)))
+    assert resumed.prompt_logprobs is None, "they were delivered"
 
 
 def test_a_failed_row_is_named_and_later_steps_still_run() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from onbeat.core.request import Request, SamplingParams
+from onbeat.core.request import Request, SamplingParams, TokenLogprobs
 from onbeat.core.slo import SLO, Fate
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
@@ -33,6 +33,7 @@ class Setting:
     max_num_seqs: int = 8
     objectives: Sequence[SLO | None] = (None,)
     """What requests are promised, in turn."""
+    num_prompt_logprobs: int | None = None
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in (self.policy, self.budget, self.num_blocks, self.depth))
@@ -47,6 +48,8 @@ class Outcome:
     num_mixed_steps: int
     num_relegated: int
     """Requests that ended as best effort."""
+    prompt_logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
+    """Of each request that has some, in the order of `tokens`."""
 
 
 class PredictedTime:
@@ -92,6 +95,7 @@ def run_engine(
     core = EngineCore(scheduler, executor, max_in_flight_steps=setting.depth, clock=lambda: executor.now)
     relegated_ids: set[str] = set()
     tokens: dict[str, list[int]] = {}
+    scores: dict[str, list[TokenLogprobs]] = {}
     num_mixed_steps = 0
     for repeat in range(setting.repeats):
         pending = list(enumerate(prompts))
@@ -107,6 +111,7 @@ def run_engine(
                         sampling=SamplingParams(temperature=0, max_tokens=max_tokens),
                         arrival=executor.now,
                         slo=setting.objectives[index % len(setting.objectives)],
+                        num_prompt_logprobs=setting.num_prompt_logprobs,
                     )
                 )
                 if setting.arrivals:
@@ -119,6 +124,9 @@ def run_engine(
             num_mixed_steps += bool(message.stats.shape.num_chunks and message.stats.shape.num_decodes)
             for output in message.outputs:
                 assert output.error is None, output.error
+                if output.prompt_logprobs is not None:
+                    assert not tokens[output.request_id], "they come with the first token, once"
+                    scores[output.request_id] = output.prompt_logprobs
                 tokens[output.request_id] += output.new_token_ids
                 if output.fate is Fate.RELEGATED:
                     relegated_ids.add(output.request_id)
@@ -131,4 +139,5 @@ def run_engine(
         scheduler.num_prefix_hits,
         num_mixed_steps,
         len(relegated_ids),
+        [scores[request_id] for request_id in tokens if request_id in scores],
     )

@@ -126,6 +126,21 @@ def test_choices_that_the_queue_takes_together_are_found_again(path: Path) -> No
     assert Replay(Recording(path)).run().is_identical
 
 
+def test_a_prompt_that_is_scored_takes_nothing_from_the_cache_again(path: Path) -> None:
+    run = start_run(path, make_config())
+    for index, num in enumerate((None, 3, None)):
+        run.add(make_request(str(index), run.now, num_prompt_logprobs=num))
+        while run.scheduler.num_unfinished:
+            run.step()
+    run.finish()
+    adds = [call for call in Recording(path).calls() if isinstance(call, AddCall)]
+    assert [call.is_scored for call in adds] == [False, True, False]
+    assert Replay(Recording(path)).run().is_identical
+    history = read_history(Recording(path))
+    assert [request.record.num_cached_tokens > 0 for request in history.requests] == [False, False, True]
+    assert sum(step.shape.num_lm_head_rows for step in history.steps) == 20 + (40 + 19) + 20
+
+
 def test_a_queue_that_is_too_long_is_recorded_and_found_again(path: Path) -> None:
     from tests.pure.recording.test_identity import step_time_model
 
@@ -234,7 +249,7 @@ class TestVersions:
             run.step()
         run.finish()
         lines = lines_of(path)
-        assert lines[0]["schema_version"] == 7
+        assert lines[0]["schema_version"] == 8
         lines[0]["schema_version"] = 1
         later = (
             *("slo_mode", "shed_order", "max_num_queued_reqs", "max_num_queued_tokens"),
@@ -289,10 +304,11 @@ class TestVersions:
     def test_files_of_another_version_are_not(self, path: Path) -> None:
         start_run(path, make_config()).finish()
         lines = lines_of(path)
-        lines[0]["schema_version"] = 8
+        lines[0]["schema_version"] = 9
         write_lines(path, lines)
         with pytest.raises(
-            ConfigError, match=r"version 8, this onbeat reads 1, 2, 3, 4, 5, 6 and 7; replay it with onbeat"
+            ConfigError,
+            match=r"version 9, this onbeat reads 1, 2, 3, 4, 5, 6, 7 and 8; replay it with onbeat",
         ):
             Recording(path)
 

@@ -132,8 +132,9 @@ class CudaForward:
                 most, weights.config.vocab_size, dtype=logits_dtype, device=weights.device
             )
             self._packer = StepPacker(options, self._sizes, decodes_apart=not kernels.plans_decodes)
-            counts = StepCounts(options.max_num_batched_tokens, most, most, 0)
-            self._ring = HostRing(self._stream, counts.num_words, 2 * most)
+            most_samples = max(most, options.max_num_batched_tokens)  # every token of a prompt that is scored
+            counts = StepCounts(options.max_num_batched_tokens, most, most_samples, 0)
+            self._ring = HostRing(self._stream, counts.num_words, 2 * most_samples)
             self._fixed = {size: self._fixed_buffers(size) for size in self._sizes}
             self._stream.run(partial(graphs.prepare, self._sizes, self._run_size, self._plan_padding))
             for size in {self._sizes[0], self._sizes[-1]}:

@@ -51,10 +51,7 @@ class PackedStep:
     @property
     def is_each_row_sampled(self) -> bool:
         """Whether the packed tokens are the sampling ones, in their order."""
-        num_samples = len(self.sampling_tokens)
-        return num_samples == self.counts.tokens or bool(
-            (self.sampling_tokens == np.arange(num_samples)).all()
-        )
+        return bool((self.sampling_tokens == np.arange(len(self.sampling_tokens))).all())
 
     def best_tokens(self) -> BestTokens:
         """Return what came back of each sampling row, once the step is done."""

@@ -50,6 +50,12 @@ class TokenSampler(Protocol):
         self, logits_RV: Tensor | None, rows: list[SamplingRow], best: BestTokens | None = None
     ) -> SampledTokens: ...
 
+    def score(
+        self, logits_RV: Tensor | None, token_ids: Sequence[int], num_alternatives: Sequence[int]
+    ) -> list[TokenLogprobs]:
+        """Report tokens of prompts, with their ranks: one for each row of logits that nobody has changed."""
+        ...
+
 
 @dataclass(slots=True)
 class VerifiedTokens:

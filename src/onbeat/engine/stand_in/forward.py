@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -159,6 +160,15 @@ class StandInSampler:
             ids,
             [_certain(token_id, row.params.num_logprobs) for token_id, row in zip(ids, rows, strict=True)],
         )
+
+    def score(
+        self,
+        logits_RV: torch.Tensor | None,  # noqa: ARG002 -- there are none
+        token_ids: Sequence[int],
+        num_alternatives: Sequence[int],
+    ) -> list[TokenLogprobs]:
+        certain = map(_certain, token_ids, num_alternatives)
+        return [replace(report, rank=1) for report in certain if report is not None]
 
 
 def shape_of(inputs: StepInputs) -> BatchShape:

@@ -136,10 +136,11 @@ class Handovers:
         """Take a running request out of the batch, once the steps in flight that have it are back.
 
         Its blocks and its slot stay until `free`, `reattach` or an abort. `take_detached` tells what became
-        of it: it may end, or be preempted, with these very steps.
+        of it: it may end, or be preempted, with these very steps. One whose prompt is being scored stays:
+        what is known of it does not go with its KV.
         """
         state = self._table.states.get(request_id)
-        if state is None or state.status is not RequestStatus.RUNNING:
+        if state is None or state.status is not RequestStatus.RUNNING or state.scores_prompt:
             self._answers.append(DetachAnswer(request_id, None))
             return
         self._leaving[request_id] = state

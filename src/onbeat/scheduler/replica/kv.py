@@ -171,9 +171,10 @@ class KVCacheManager:
     def match(self, state: RequestState) -> list[int]:
         """Return the longest cached prefix as block ids, without taking a reference.
 
-        At least one token is left to compute: without a forward pass there would be no logits to sample.
+        At least one token is left to compute: without a forward pass there would be no logits to sample. For
+        the same reason a prompt whose log-probabilities are reported is computed whole.
         """
-        if not self.enable_prefix_caching or state.request.pooling == "mean":
+        if not self.enable_prefix_caching or state.scores_prompt or state.request.pooling == "mean":
             return []  # a mean needs the hidden states of all tokens
         num_usable_blocks = (state.num_tokens - 1) // self.block_size
         block_ids: list[int] = []

@@ -145,6 +145,11 @@ class RequestState:
         return self.request.shed is ShedMode.OFF or bool(self.output_token_ids)
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are to be reported, and were not yet, here or elsewhere."""
+        return self.request.num_prompt_logprobs is not None and not self.output_token_ids
+
+    @property
     def has_run(self) -> bool:
         """Whether it has been in a batch, here or before it came."""
         return self.admitted_step_id >= 0

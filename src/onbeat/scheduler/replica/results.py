@@ -58,6 +58,9 @@ class StepResults:
             scheduled.shape, step.planned_at, now, has_run=not failed or _has_run(step.states, failed)
         )
         delivered = self._take_rows(step, scheduled, result, outputs)
+        if result.prompt_logprobs is not None:
+            for output in outputs:
+                output.prompt_logprobs = result.prompt_logprobs.get(output.request_id)
         if self._policy.slo is not None:
             self._policy.slo.tracker.on_deliveries(delivered, now)
         elif self._policy.known.keeps_deadlines:

@@ -122,7 +122,7 @@ def advance_chunk(state: RequestState, num_new: int, shape: BatchShape) -> Sched
     num_computed = state.num_computed_tokens
     samples = num_computed + num_new == state.num_tokens + state.num_in_flight_tokens
     state.advance(num_new, samples)
-    shape.add(num_computed, num_new, samples=samples)
+    shape.add(num_computed, num_new, samples=num_new if state.scores_prompt else samples)
     return ScheduledRequest(state.request_id, num_computed, num_new, (), samples)
 
 

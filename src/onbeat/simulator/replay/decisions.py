@@ -181,6 +181,7 @@ class Replay:
             shed=call.shed,
             whole=call.whole,
             num_external_tokens=call.num_external_tokens,
+            num_prompt_logprobs=0 if call.is_scored else None,
         )
         if call.adoption is not None:
             self._adopt(call, call.adoption, request)

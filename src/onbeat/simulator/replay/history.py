@@ -207,10 +207,16 @@ class _HistoryReader:
             if row.num_draft_tokens:
                 shape.add_verify(row.num_computed_tokens, num_drafted)
             else:
-                shape.add(row.num_computed_tokens, row.num_new_tokens, samples=row.samples)
+                samples = row.num_new_tokens if self._is_scored(row.request) else row.samples
+                shape.add(row.num_computed_tokens, row.num_new_tokens, samples=samples)
         if self._runs_draft_model:
             shape.num_draft_passes = max((row.num_draft_tokens for row in planned.rows), default=0)
         return shape
+
+    def _is_scored(self, request: int) -> bool:
+        """Whether each token of a request's prompt has logits: until it has a token of its answer."""
+        call = self._adds[request]
+        return call.is_scored and not call.num_resumed_tokens and not self._records[request].num_output_tokens
 
     def _note_drafts(self, call: UpdateCall, sampling: Sequence[int], counts: Sequence[int]) -> None:
         """Note by the place of output tokens which drafts were right, and how many there were."""

@@ -68,7 +68,7 @@ class StepFiller:
     def _continue(self, state: RequestState) -> bool:
         """Add a chunk of a running request; False where the time is used up."""
         num_cached, num_wanted = state.num_computed_tokens, state.num_wanted_tokens
-        num_new = self._chunk(num_cached, num_wanted)
+        num_new = self._chunk(state, num_cached, num_wanted)
         if num_new:
             self._plan.chunks.append((state, num_new))
             self._plan.num_tokens_left -= num_new
@@ -86,7 +86,7 @@ class StepFiller:
         num_cached = len(cached_block_ids) * plan.block_size
         plan.num_hit_tokens[state.request_id] = num_cached
         num_wanted = state.num_tokens - num_cached
-        num_new = self._chunk(num_cached, num_wanted)
+        num_new = self._chunk(state, num_cached, num_wanted)
         if num_new == 0:
             return False
         if not plan.admit(state, cached_block_ids, num_new, RESERVATION):
@@ -95,18 +95,20 @@ class StepFiller:
         self._count(state, num_cached, num_new)
         return num_new == num_wanted
 
-    def _chunk(self, num_cached: int, num_wanted: int) -> int:
+    def _chunk(self, state: RequestState, num_cached: int, num_wanted: int) -> int:
         """Return how much of a prompt fits."""
         most = min(num_wanted, self._num_left)
         if self._limit < inf:
+            scores = state.scores_prompt
             trial = self._shape.copy()
-            trial.add(num_cached, most, samples=True)
+            trial.add(num_cached, most, samples=most if scores else 1)
             if self._work.of(trial) > self._limit:
-                most = min(most, self._work.max_chunk(self._shape, num_cached, self._limit))
+                max_chunk = self._work.max_scored_chunk if scores else self._work.max_chunk
+                most = min(most, max_chunk(self._shape, num_cached, self._limit))
         return most
 
     def _count(self, state: RequestState, num_cached: int, num_new: int) -> None:
-        self._shape.add(num_cached, num_new, samples=True)
+        self._shape.add(num_cached, num_new, samples=num_new if state.scores_prompt else 1)
         self._num_left -= num_new
         due = self._due.get(state.request_id, inf)
         if due < self._limit and num_cached + num_new == state.num_tokens:

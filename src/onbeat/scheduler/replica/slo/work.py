@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from math import ceil, inf, sqrt
 from typing import NamedTuple
 
@@ -165,6 +166,17 @@ class PrefillWork:
     def max_chunk(self, shape: BatchShape, num_cached: int, limit: float) -> int:
         """Return the longest chunk that may join within a limit, tokens."""
         return self._model.max_chunk_tokens(shape, num_cached, limit, self._quantile)
+
+    def max_scored_chunk(self, shape: BatchShape, num_cached: int, limit: float) -> int:
+        """Return the same of a prompt of which each token has logits."""
+
+        def is_too_long(num_tokens: int) -> bool:
+            trial = shape.copy()
+            trial.add(num_cached, num_tokens, samples=num_tokens)
+            return self.of(trial) > limit
+
+        longest = self.max_chunk(shape, num_cached, limit)
+        return bisect_left(range(1, longest + 1), x=True, key=is_too_long)
 
     def seconds(self, num_tokens: int, num_cached_tokens: int) -> float:
         """Return the work of `num_tokens` after `num_cached_tokens`."""
