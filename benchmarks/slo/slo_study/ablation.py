@@ -140,7 +140,7 @@ def longest_wait(config: SchedulerConfig, model: StepTimeModel) -> SLOComposer:
 class LastComeVictims(StepRules):
     """Whoever came last is preempted first, as under policies that know no deadlines."""
 
-    def loss(self, state: RequestState, start: float, *, is_starved: bool) -> tuple[float, ...]:  # noqa: ARG002
+    def loss(self, state: RequestState, start: float) -> tuple[float, ...]:  # noqa: ARG002
         return (state.request.arrival,)
 
 

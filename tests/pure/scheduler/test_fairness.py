@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.scheduler.replica.slo import history as tenants
-from onbeat.scheduler.replica.slo.history import TenantCounters
+from onbeat.scheduler.replica import tenants
+from onbeat.scheduler.replica.tenants import TenantCounters
 from tests.examples import examples
 
 Length = tuple[int, int]  # prompt tokens, output tokens

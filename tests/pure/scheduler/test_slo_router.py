@@ -89,7 +89,7 @@ def test_it_predicts_what_the_replica_does(queue, own, num_steps):
         slo = None if ttft is None else SLO(ttft=ttft)
         arrival = make_request("own", num_tokens, 2, slo=slo, shed=ShedMode.RELEGATE, arrival=driver.now)
         state, plan = scheduler._new_state(arrival, driver.now), scheduler._new_plan(driver.now)
-        wait, _ = scheduler._slo.admission._predict(state, plan, driver.now)
+        wait, _ = scheduler.policy.admission._predict(state, plan, driver.now)
         patch.setattr(LoadView, "_room", lambda *args: rooms[-1] if rooms else Room(0, 1.0, 1.0))
         view = LoadView(limits())
         view.on_report(report, driver.now)

@@ -13,7 +13,7 @@ from onbeat.scheduler.replica.slo import rules
 from onbeat.scheduler.replica.slo.view import RunningView, prefill_jobs
 from onbeat.scheduler.replica.slo.work import PrefillWork
 from tests.pure.scheduler.slo_watch import Watch
-from tests.pure.scheduler.timed import FakeStepTime, make_request
+from tests.pure.scheduler.timed import FakeStepTime, make_config, make_request
 
 
 class TestSittingOut:
@@ -94,12 +94,14 @@ class TestSittingOut:
 class TestStalls:
     @pytest.mark.parametrize(("mode", "reserve"), [("stream", 0.95), ("gap", 0.0)])
     def test_streams_earn_more_for_a_while(self, mode, reserve):
-        step_rules = rules.StepRules(PrefillWork(FakeStepTime(), None), mode, "most", lambda _: 1.0)
+        step_rules = rules.StepRules(
+            make_config(slo_mode=mode), PrefillWork(FakeStepTime(), None), lambda _: 1.0
+        )
         view = RunningView([], 0.0, 0.0)
         view.tightest, view.due = 0.1, 2.0
-        step_rules.plan_with(view.tightest)
+        step_rules.tightest = view.tightest
         before = step_rules.limit(view, 0.01, 1.5)
-        step_rules.note_stalls(0.0, [0.05, 1.1, 1.15])
+        step_rules.note_steps(0.0, [0.05, 1.1, 1.15])
         assert step_rules.reserve(1.5) == pytest.approx(reserve)
         after = step_rules.limit(view, 0.01, 1.5)
         assert after == pytest.approx(0.075 if reserve else before)

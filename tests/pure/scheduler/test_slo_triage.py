@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from onbeat.core.slo import ShedMode, ShedOrder
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.rules import StepRules
 from onbeat.scheduler.replica.slo.triage import Job, select_feasible
-from tests.pure.scheduler.timed import make_request, make_state
+from onbeat.scheduler.replica.slo.work import PrefillWork
+from tests.pure.scheduler.timed import FakeStepTime, make_config, make_request, make_state
 
 sizes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 15)), max_size=8)
 """(deadline, seconds); whole numbers, so that sums are exact."""
@@ -26,8 +28,10 @@ def make_jobs(pairs, *, weights=None, shed=ShedMode.RELEGATE) -> list[Job[Reques
     return jobs
 
 
-def weight_of(state: RequestState) -> float:
-    return state.request.weight
+def cost_of(job: Job[RequestState], order: ShedOrder = "most") -> float | None:
+    work = PrefillWork(FakeStepTime(), None)
+    rules = StepRules(make_config(shed_order=order), work, lambda state: state.request.weight)
+    return rules.cost(job, 10.0)
 
 
 def all_in_time(jobs, *, start: float = 0.0, share: float = 1.0) -> bool:
@@ -50,7 +54,7 @@ def most_in_time(jobs: list[Job[RequestState]], start: float, share: float) -> i
 @given(sizes, st.integers(0, 10), st.sampled_from([1.0, 0.5, 0.25]))
 def test_with_equal_worths_no_other_choice_has_more_in_time(pairs, start, share):
     jobs = make_jobs(pairs)
-    kept, left_behind = select_feasible(jobs, start=start, share=share, worth=weight_of)
+    kept, left_behind = select_feasible(jobs, start=start, share=share, cost=cost_of)
     assert all_in_time(kept, start=start, share=share)
     assert len(kept) == most_in_time(jobs, start, share)
     assert sorted(kept + left_behind, key=jobs.index) == jobs
@@ -62,7 +66,7 @@ weight_lists = st.lists(st.sampled_from([0.5, 1.0, 4.0]), min_size=8, max_size=8
 @given(sizes, weight_lists)
 def test_whatever_the_weights_nobody_is_left_behind_without_need_or_twice(pairs, weights):
     jobs = make_jobs(pairs, weights=weights)
-    kept, left_behind = select_feasible(jobs, start=0.0, share=1.0, worth=weight_of)
+    kept, left_behind = select_feasible(jobs, start=0.0, share=1.0, cost=cost_of)
     assert sorted(kept + left_behind, key=jobs.index) == jobs
     assert [job.deadline for job in kept] == sorted(job.deadline for job in kept)
     assert all_in_time(kept)
@@ -73,10 +77,10 @@ def test_whatever_the_weights_nobody_is_left_behind_without_need_or_twice(pairs,
 @given(sizes.filter(bool), weight_lists, st.data())
 def test_whoever_is_kept_would_be_kept_with_more_weight(pairs, weights, data):
     jobs = make_jobs(pairs, weights=weights)
-    kept, _ = select_feasible(jobs, start=0.0, share=1.0, worth=weight_of)
+    kept, _ = select_feasible(jobs, start=0.0, share=1.0, cost=cost_of)
     index = data.draw(st.integers(0, len(jobs) - 1))
     heavier = make_jobs(pairs, weights=[w * (8 if i == index else 1) for i, w in enumerate(weights)])
-    kept_then, _ = select_feasible(heavier, start=0.0, share=1.0, worth=weight_of)
+    kept_then, _ = select_feasible(heavier, start=0.0, share=1.0, cost=cost_of)
     if jobs[index] in kept:
         assert heavier[index] in kept_then
 
@@ -84,22 +88,22 @@ def test_whoever_is_kept_would_be_kept_with_more_weight(pairs, weights, data):
 def test_of_two_alike_the_heavier_stays():
     for weights, stays in (((1.0, 3.0), "r1"), ((3.0, 1.0), "r0")):
         jobs = make_jobs([(10, 8), (10, 8)], weights=weights)
-        kept, _ = select_feasible(jobs, start=0.0, share=1.0, worth=weight_of)
+        kept, _ = select_feasible(jobs, start=0.0, share=1.0, cost=cost_of)
         assert [job.state.request_id for job in kept] == [stays]
 
 
 def test_a_long_prompt_of_weight_can_outlast_short_ones():
     jobs = make_jobs([(10, 8), (10, 4)], weights=[3.0, 1.0])  # sorted: the 4 s one comes first
-    kept, _ = select_feasible(jobs, start=0.0, share=1.0, worth=weight_of)
+    kept, _ = select_feasible(jobs, start=0.0, share=1.0, cost=cost_of)
     assert [job.seconds for job in kept] == [4.0]
     jobs = make_jobs([(10, 4), (10, 8)], weights=[1.0, 3.0])
-    kept, _ = select_feasible(jobs, start=0.0, share=1.0, worth=weight_of)
+    kept, _ = select_feasible(jobs, start=0.0, share=1.0, cost=cost_of)
     assert [job.seconds for job in kept] == [8.0]
 
 
 def test_several_of_little_worth_are_left_behind_for_one_of_much():
     jobs = make_jobs([(10, 3), (10, 4), (11, 9)], weights=[1.0, 1.0, 9.0])
-    kept, _ = select_feasible(jobs, start=0.0, share=1.0, worth=weight_of)
+    kept, _ = select_feasible(jobs, start=0.0, share=1.0, cost=cost_of)
     assert [job.seconds for job in kept] == [9.0]
 
 
@@ -109,7 +113,7 @@ def test_nobody_is_kept_in_vain_beside_those_whom_nobody_may_judge(fixed, others
         make_jobs(fixed, shed=ShedMode.OFF) + make_jobs(others, weights=weights),
         key=lambda job: job.deadline,
     )
-    kept, _ = select_feasible(jobs, start=0.0, share=1.0, worth=weight_of)
+    kept, _ = select_feasible(jobs, start=0.0, share=1.0, cost=cost_of)
     end = end_of_fixed = 0.0
     for job in kept:
         end += job.seconds
@@ -123,7 +127,7 @@ def test_nobody_is_kept_in_vain_beside_those_whom_nobody_may_judge(fixed, others
 def test_a_stream_that_was_preempted_is_never_left_behind():
     jobs = make_jobs([(1, 3), (10, 8), (10, 8)])
     jobs[0].state.output_token_ids.append(7)
-    kept, left_behind = select_feasible(jobs, start=0.0, share=1.0, worth=weight_of)
+    kept, left_behind = select_feasible(jobs, start=0.0, share=1.0, cost=cost_of)
     assert kept == jobs[:1]
     assert left_behind == jobs[1:]
 
@@ -131,7 +135,7 @@ def test_a_stream_that_was_preempted_is_never_left_behind():
 def test_nobody_is_left_behind_for_one_that_is_late_without_the_others():
     (late,) = make_jobs([(10, 12)], shed=ShedMode.OFF)
     jobs = [*make_jobs([(9, 2), (10, 3)]), late]
-    kept, left_behind = select_feasible(jobs, start=0.0, share=1.0, worth=weight_of)
+    kept, left_behind = select_feasible(jobs, start=0.0, share=1.0, cost=cost_of)
     assert kept == jobs
     assert not left_behind
 
@@ -142,7 +146,7 @@ def test_those_whom_nobody_may_judge_are_never_left_behind(fixed, others):
         make_jobs(fixed, shed=ShedMode.OFF) + make_jobs(others, shed=ShedMode.REJECT),
         key=lambda job: job.deadline,
     )
-    kept, left_behind = select_feasible(jobs, start=0.0, share=1.0, worth=weight_of)
+    kept, left_behind = select_feasible(jobs, start=0.0, share=1.0, cost=cost_of)
     assert all(job.state.request.shed is not ShedMode.OFF for job in left_behind)
     assert sum(job.state.request.shed is ShedMode.OFF for job in kept) == len(fixed)
 
@@ -159,7 +163,7 @@ class TestLongestWait:
         return jobs
 
     def kept(self, jobs: list[Job[RequestState]], order: ShedOrder) -> list[str]:
-        kept, _ = select_feasible(jobs, start=10.0, share=1.0, worth=weight_of, order=order)
+        kept, _ = select_feasible(jobs, start=10.0, share=1.0, cost=lambda job: cost_of(job, order))
         return [job.state.request_id for job in kept]
 
     def test_a_long_prompt_that_came_first_stays(self):
@@ -184,7 +188,7 @@ class TestLongestWait:
     def test_all_kept_are_in_time_and_nobody_goes_without_need(self, waits):
         jobs = self.make_queue(*sorted(waits, key=lambda each: each[1]))
         kept, left_behind = select_feasible(
-            jobs, start=10.0, share=1.0, worth=weight_of, order="longest-wait"
+            jobs, start=10.0, share=1.0, cost=lambda job: cost_of(job, "longest-wait")
         )
         assert all_in_time(kept, start=10.0)
         assert sorted(kept + left_behind, key=jobs.index) == jobs
@@ -194,6 +198,6 @@ class TestLongestWait:
     def test_where_each_prompt_is_due_as_long_after_its_arrival_the_first_feasible_one_stays(self, pairs):
         """So a long prompt cannot be put off for ever by short ones that come later."""
         jobs = self.make_queue(*sorted((float(wait), wait + 50.0, float(size)) for wait, size in pairs))
-        kept, _ = select_feasible(jobs, start=50.0, share=1.0, worth=weight_of, order="longest-wait")
+        kept, _ = select_feasible(jobs, start=50.0, share=1.0, cost=lambda job: cost_of(job, "longest-wait"))
         first = next((job for job in jobs if 50.0 + job.seconds <= job.deadline), None)
         assert kept[:1] == ([] if first is None else [first])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import permutations
+from math import inf
 
 import pytest
 
@@ -20,9 +21,9 @@ MODEL = FakeStepTime(fixed=0.05, per_token=1e-4, per_context=0.0, per_pair=0.0)
 WORK = PrefillWork(MODEL, None)
 
 
-def victims_of(plan: StepPlan, starved: str = "") -> Victims:
-    rules = StepRules(WORK, "stream", "most", lambda state: state.request.weight)
-    return Victims(plan, lambda state: rules.loss(state, plan.now, is_starved=state.request_id == starved))
+def victims_of(plan: StepPlan) -> Victims:
+    rules = StepRules(make_config(max_queue_seconds=0.1), WORK, lambda state: state.request.weight)
+    return Victims(plan, lambda state: rules.loss(state, plan.now))
 
 
 def started(*requests: Request, num_blocks: int = 64, **changes) -> tuple[StepPlan, Victims]:
@@ -73,8 +74,8 @@ class TestMakeRoom:
         assert names(plan.victims) == ORDER[:num_gone]
 
     def test_best_effort_that_has_starved_goes_last(self):
-        plan, _ = started(*SIX)
-        victims = victims_of(plan, starved="best effort")
+        plan, victims = started(*SIX)
+        by_name(plan)["best effort"].slo.last_delivery = -inf
         assert victims.make_room(make_state(make_request("new", 900, 1)), plan.running)
         assert "best effort" not in names(plan.victims)
         assert len(plan.victims) == 5

@@ -9,16 +9,8 @@ from math import inf, sqrt
 from typing import NamedTuple
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
-from onbeat.scheduler.replica.slo.triage import (
-    Ends,
-    Held,
-    Job,
-    Prompt,
-    Wanted,
-    room_wait,
-    seconds_before,
-    select_feasible,
-)
+from onbeat.scheduler.replica.admission.first_token import Ends, Held, Wanted, room_wait, seconds_before
+from onbeat.scheduler.replica.slo.triage import Job, select_feasible
 from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
 
 _A_BIT_LESS = 1 - 1e-9
@@ -27,21 +19,8 @@ _SHORTEST_STEP = 1e-4
 """Seconds: of a replica that reports no time for a step."""
 
 
-@dataclass(slots=True, eq=False)
-class _KnownByWork:
-    """A prompt of which no more is known than its work and its deadline, as triage looks at it."""
-
-    arrival: float = 0.0
-    keeps_turn: bool = False
-
-    @property
-    def request(self) -> _KnownByWork:
-        return self
-
-
-_ANY_PROMPT = _KnownByWork()
-_LATE_PROMPT = _KnownByWork(keeps_turn=True)
-"""One that is late and reported in its turn all the same."""
+PromptJob = Job[bool]
+"""Of a prompt no more is known than its work, its deadline, and whether it keeps its turn though late."""
 
 
 class FirstToken(NamedTuple):
@@ -199,12 +178,10 @@ class LoadView:
         room = self._room(costs, num_ahead, objective)
         before = None
         if deadline < inf:
-            own: Job[Prompt] = Job(deadline, seconds, _KnownByWork())
+            own: PromptJob = Job(deadline, seconds, state=False)
             due_before = sum([job.seconds for job in jobs[:num_ahead]])
             jobs.insert(num_ahead, own)
-            late = select_feasible(
-                jobs, start=start + room.fixed_seconds, share=room.share, worth=_equal_worth
-            )[1]
+            late = select_feasible(jobs, start=start + room.fixed_seconds, share=room.share, cost=_cost)[1]
             before = seconds_before(own, late, by_deadline=due_before)
         if before is None:  # behind all
             before = total + best_effort
@@ -215,23 +192,22 @@ class LoadView:
             wait += 0.5 * shortest + max(room.finish_seconds(seconds, seconds), shortest)
         return FirstToken(turn, wait, self.load.gives_up, deadline - now)
 
-    def _jobs(self, now: float) -> tuple[list[Job[Prompt]], float]:
+    def _jobs(self, now: float) -> tuple[list[PromptJob], float]:
         """Return the prompts with deadlines, by deadline, and the work of the others, seconds."""
         load = self.load
         done = max(0.0, now - self.reported - load.busy) * load.prefill_share
-        jobs: list[Job[Prompt]] = []
+        jobs: list[PromptJob] = []
         for until, seconds, _ in load.backlog:
             if done >= seconds:
                 done -= seconds
                 continue
-            state = _ANY_PROMPT if until > 0.0 else _LATE_PROMPT
-            jobs.append(Job(self.reported + until, seconds - done, state))
+            jobs.append(Job(self.reported + until, seconds - done, state=until <= 0.0))
             done = 0.0
         best_effort = max(0.0, load.best_effort_work - done)
         if self.sent:
             best_effort += sum(each.seconds for each in self.sent if each.deadline == inf)
             jobs += [
-                Job(each.deadline, each.seconds, _ANY_PROMPT) for each in self.sent if each.deadline < inf
+                Job(each.deadline, each.seconds, state=False) for each in self.sent if each.deadline < inf
             ]
             jobs.sort(key=_deadline)
         return jobs, best_effort
@@ -247,9 +223,9 @@ class LoadView:
         return Room(0, length, max(1 - fixed / length, LEAST_SHARE))
 
 
-def _deadline(job: Job[Prompt]) -> float:
+def _deadline(job: PromptJob) -> float:
     return job.deadline
 
 
-def _equal_worth(state: object) -> float:  # noqa: ARG001
-    return 1.0
+def _cost(job: PromptJob) -> float | None:
+    return None if job.state else job.seconds

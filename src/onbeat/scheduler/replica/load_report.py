@@ -113,7 +113,7 @@ class LoadReporter:
         if self._slo is not None:
             return self._slo.work
         if self._own_work is not None:
-            self._own_work.refresh()
+            self._own_work.count()
         return self._own_work
 
     def _prompts(

@@ -11,6 +11,7 @@ from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, DEFAULT_SHED_ORDER
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits, SpeculationConfig
+from onbeat.scheduler.replica.admission.admission import Admission
 from onbeat.scheduler.replica.baselines.triaged import TriagedBudget
 from onbeat.scheduler.replica.composers import BatchAtATime, Composer, DecodesFirst, PrefillsFirst
 from onbeat.scheduler.replica.parts import (
@@ -65,7 +66,9 @@ class Policy:
     order: QueueOrder
     release: Release
     slo: SLOComposer | None
-    """Predicts the TTFT of arrivals and follows objectives; None in policies that do neither."""
+    """Follows objectives; None in policies that do not."""
+    admission: Admission | None
+    """Predicts the TTFT of arrivals, and rejects some; None in policies that take all."""
 
 
 def needed_model(config: SchedulerConfig, model: StepTimeModel | None) -> StepTimeModel:
@@ -165,12 +168,14 @@ def make_policy(config: SchedulerConfig, model: StepTimeModel | None) -> Policy:
     known = composition(config.policy)
     check_policy(config)
     composer = known.compose(config, model)
+    slo = composer if isinstance(composer, SLOComposer) else None
     return Policy(
         known,
         composer,
         order=(known.order or QUEUE_ORDERS[config.scheduling_policy])(),
         release=known.release(),
-        slo=composer if isinstance(composer, SLOComposer) else None,
+        slo=slo,
+        admission=None if slo is None else Admission(config, slo),
     )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from onbeat.core.errors import Overloaded
 from onbeat.core.request import FinishReason, RequestOutput
 from onbeat.core.slo import Fate, ShedMode
+from onbeat.scheduler.replica.admission.admission import Admission
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.results import last_output
-from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 
@@ -18,15 +18,15 @@ class Relegation:
     Parameters
     ----------
     table : where they are.
-    slo : counts those that end, and knows when too many wait; None where the policy does neither.
+    admission : counts those that end, and knows when too many wait; None where the policy has none.
     """
 
-    def __init__(self, table: RequestTable, slo: SLOComposer | None) -> None:
+    def __init__(self, table: RequestTable, admission: Admission | None) -> None:
         self.num_relegated = 0
         """Requests so far that have become best effort."""
         self._expired: list[RequestOutput] = []
         self._table = table
-        self._slo = slo
+        self._admission = admission
 
     def on_arrival(self, state: RequestState) -> None:
         """Count a new request that is served as best effort from the start, though it has an objective."""
@@ -39,9 +39,9 @@ class Relegation:
             begun = {id(admission.state) for admission in plan.admissions}
             for state in plan.infeasible:
                 self._relegate(state, plan, waits_on=id(state) not in begun)
-        if self._slo is not None:
+        if self._admission is not None:
             for state in plan.overdue:
-                self._refuse(state, self._slo.backlog.refusal(plan.waiting, is_overdue=True))
+                self._refuse(state, self._admission.bound.overdue(plan.waiting))
 
     def take_expired(self) -> list[RequestOutput]:
         """Return the last outputs of those that were ended since the last call."""
@@ -60,7 +60,8 @@ class Relegation:
             if state.request.shed is ShedMode.REJECT:
                 self._expire(state)
                 return
-            if waits_on and (refusal := self._refusal(plan)) is not None:
+            bound = None if self._admission is None else self._admission.bound
+            if waits_on and bound is not None and (refusal := bound.refusal(plan.waiting)) is not None:
                 self._refuse(state, refusal)
                 return
         state.slo.relegate()
@@ -68,15 +69,9 @@ class Relegation:
         if is_waiting:
             self._table.requeue(state)
 
-    def _refusal(self, plan: StepPlan) -> Overloaded | None:
-        """Return why no more best effort may wait; None where some may."""
-        if self._slo is None or not self._slo.backlog.is_too_long(plan.waiting):
-            return None
-        return self._slo.backlog.refusal(plan.waiting)
-
     def _refuse(self, state: RequestState, refusal: Overloaded) -> None:
         """End a request that would have to wait for too long."""
-        output = self._end(state, Fate.OVERDUE, str(refusal))
+        output = self._end(state, Fate.OVERDUE, str(refusal), refusal.reason)
         output.retry_after = refusal.retry_after
 
     def _expire(self, state: RequestState) -> None:
@@ -86,11 +81,12 @@ class Relegation:
             Fate.EXPIRED,
             "the first token can no longer come within the objective "
             f"({(state.slo.ttft_deadline - state.request.arrival) * 1e3:g} ms after arrival)",
+            "deadline_exceeded",
         )
-        if self._slo is not None:
-            self._slo.tracker.reject("deadline_exceeded")
 
-    def _end(self, state: RequestState, fate: Fate, error: str) -> RequestOutput:
+    def _end(self, state: RequestState, fate: Fate, error: str, reason: str) -> RequestOutput:
+        if self._admission is not None:
+            self._admission.num_rejected[reason] += 1
         output = last_output(state, FinishReason.EXPIRED)
         output.predicted_ttft = state.slo.predicted_ttft
         output.fate, output.error = fate, error

@@ -47,7 +47,7 @@ class Scheduler:
         self.config = config
         self.step_time_model = step_time_model
         self.policy = make_policy(config, step_time_model)
-        self._slo = self.policy.slo
+        self._slo, self._admission = self.policy.slo, self.policy.admission
         self.quantile = None if self._slo is None else self._slo.quantile
         """Of step times, to plan with; None is the mean."""
         self._drafting = make_drafting(config.speculation, step_time_model, quantile=self.quantile)
@@ -55,7 +55,7 @@ class Scheduler:
         self.table = RequestTable(config, tracker)
         self._states = self.table.states
         self.kv, self.running, self.waiting = self.table.kv, self.table.running, self.table.waiting
-        self._relegation = Relegation(self.table, self._slo)
+        self._relegation = Relegation(self.table, self._admission)
         # Steps wait for one another, save for those of a pipeline.
         self.feedback = StepFeedback(
             step_time_model,
@@ -134,9 +134,9 @@ class Scheduler:
             )
         now = request.arrival if now is None else now
         state = self._new_state(request, now)
-        if self._slo is not None:
+        if self._admission is not None:
             plan = self._new_plan(now)
-            self._slo.on_arrival(state, plan, self.in_flight.busy_until if self.in_flight else plan.now)
+            self._admission.on_arrival(state, plan, self.in_flight.busy_until if self.in_flight else plan.now)
             self._relegation.on_arrival(state)
         self.table.add(state)
 
@@ -150,11 +150,11 @@ class Scheduler:
 
     def state(self) -> SchedulerState | None:
         """Return how queues and objectives stand; None where the policy keeps no deadlines."""
-        if self._slo is None:
+        if self._admission is None:
             return None
         in_flight = self.in_flight
         now = max(in_flight.last_plan, in_flight.busy_until if in_flight else self.feedback.last_end)
-        return self._slo.report(self._new_plan(now), self.num_relegated)
+        return self._admission.report(self._new_plan(now), self.num_relegated)
 
     def load(self, now: float, *, busy: float = 0.0) -> ReplicaLoad:
         """Return how the replica stands, for whoever shares requests out. It changes no plan.
@@ -244,6 +244,8 @@ class Scheduler:
     def _commit(self, plan: StepPlan, now: float) -> SchedulerOutput | None:
         """Carry out a plan: the only place where planning changes anything."""
         self.policy.composer.commit(plan)
+        if self._admission is not None:
+            self._admission.on_plan(plan)
         if self._drafting is not None and plan.decodes:
             self._drafting.commit(plan)
         for request_id, num_hit_tokens in plan.num_hit_tokens.items():

@@ -220,10 +220,7 @@ class SteadyRun:
             learner.observe_run(shape, begun, some)
             feedback.last_end = some[-1]
             if rules is not None:
-                if some[-1] - begun > rules.longest_planned:
-                    rules.note_stalls(begun, some)
-                if rules.work.count(len(some)):
-                    rules.work.take()
+                rules.note_steps(begun, some)
 
     def _note_deliveries(self, ends: Sequence[float]) -> None:
         """Hold deliveries against their deadlines; see `SLOTracker.on_deliveries`."""

@@ -48,9 +48,5 @@ class StepFeedback:
         if self.model is None or not has_run or now <= begun:
             return
         self.model.observe(shape, now - begun)
-        rules = self.rules
-        if rules is not None:
-            if now - begun > rules.longest_planned:
-                rules.note_stalls(begun, (now,))
-            if rules.work.count(1):
-                rules.work.take()
+        if self.rules is not None:
+            self.rules.note_steps(begun, (now,))

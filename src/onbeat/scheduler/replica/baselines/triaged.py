@@ -49,7 +49,10 @@ class TriagedBudget:
             seconds = work.of(step)
             share = 1 - max(0.0, seconds - work.seconds(chunk, 0)) / min(limit, seconds)
         kept, left_behind = select_feasible(
-            jobs, start=plan.now, share=max(share, LEAST_SHARE), worth=lambda state: state.request.weight
+            jobs,
+            start=plan.now,
+            share=max(share, LEAST_SHARE),
+            cost=lambda job: None if job.state.keeps_turn else job.seconds / job.state.request.weight,
         )
         if not self._by_deadline:
             kept.sort(key=lambda job: job.state.request.arrival)
@@ -68,4 +71,4 @@ class TriagedBudget:
 
     def commit(self, plan: StepPlan) -> None:  # noqa: ARG002 (what it has learnt of)
         """Take what the model has learnt."""
-        self._work.refresh()
+        self._work.count()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from math import inf
 
 from onbeat.core.slo import ShedMode
-from onbeat.core.step import BatchShape, SchedulerState
+from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.parts import QueueOrder
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.admission import Admission, Backlog
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.filler import RESERVATION, StepFiller, Victims
 from onbeat.scheduler.replica.slo.history import SLOTracker
@@ -30,14 +29,12 @@ class StepComposition:
     Parameters
     ----------
     rules : what the step may take.
-    backlog : who has waited for too long.
     """
 
-    def __init__(self, plan: StepPlan, rules: StepRules, backlog: Backlog) -> None:
+    def __init__(self, plan: StepPlan, rules: StepRules) -> None:
         self._plan = plan
         self._rules = rules
         self._work = work = rules.work
-        self._backlog = backlog
         self._view = RunningView(plan.running, plan.now, work.alone_seconds)
         self._jobs, plan.infeasible = prefill_jobs(plan, plan.now, self._view.prefills, work)
 
@@ -52,14 +49,19 @@ class StepComposition:
             seconds = self._work.of(shape)
             limit = rules.limit(view, seconds, plan.now, queue_grows=bool(best_effort))
             plan.budget, plan.budget_request_id = limit, view.due_state.request_id
-            plan.slack = max(limit, self._until_missed(seconds))
+            # Whoever is late already is so by less, the more tokens a step brings.
+            kept = [deadline for deadline in view.deadlines if deadline >= plan.now + seconds]
+            plan.slack = max(limit, min(kept, default=inf) - plan.now)
         if seconds > limit or len(rows) > plan.max_rows:
             rows, shape = self._fit_decodes(limit)
         if jobs or best_effort:
             self._share_out(rows, shape, limit, best_effort)
-            overdue = self._backlog.overdue(left_over, plan.now)
-            begun = {id(admission.state) for admission in plan.admissions} if overdue else set()
-            plan.overdue = [state for state in overdue if id(state) not in begun]
+            admitted = {id(admission.state) for admission in plan.admissions}
+            plan.overdue = [
+                state
+                for state in left_over
+                if rules.is_overdue(state, plan.now) and id(state) not in admitted
+            ]
         else:
             self._decode(rows, shape)
 
@@ -100,16 +102,6 @@ class StepComposition:
         filler.fill(self._not_victims(prompts))
         if sitting_out and not (plan.chunks or plan.admissions):  # in vain
             self._decode(self._not_victims(sitting_out), shape)
-
-    def _until_missed(self, decode_seconds: float) -> float:
-        """Return the seconds until the first deadline that a step of the decodes alone would keep.
-
-        Whoever is late already is so by less, the more tokens a step brings.
-        """
-        end = self._plan.now + decode_seconds
-        if self._view.due >= end:
-            return self._view.due - self._plan.now
-        return min([due for due in self._view.deadlines if due >= end], default=inf) - self._plan.now
 
     def _best_effort(self, left_over: list[RequestState]) -> list[RequestState]:
         """Return the prompts without a deadline that can be met: running ones, then those that wait.
@@ -206,11 +198,10 @@ class StepComposition:
         return shape
 
     def _victims(self) -> Victims:
-        loss, now = self._rules.loss, self._plan.now
-        return Victims(self._plan, lambda state: loss(state, now, is_starved=self._is_starved(state)))
+        return Victims(self._plan, lambda state: self._rules.loss(state, self._plan.now))
 
     def _is_starved(self, state: RequestState) -> bool:
-        return self._backlog.is_starved(state, self._plan.now)
+        return self._rules.is_starved(state, self._plan.now)
 
     def _not_victims(self, states: list[RequestState]) -> list[RequestState]:
         if not self._plan.victims:
@@ -246,7 +237,7 @@ class SLOComposer:
        that ends a prompt holds no more than lets it be in time.
     6. Best effort that has begun and had no token for too long goes first; who has not begun is ended then.
 
-    Plans keep nothing: what is learnt is learnt between them (`SLOTracker`, `PrefillWork`, `Admission`).
+    Plans keep nothing: what is learnt is learnt between them (`SLOTracker`, `StepRules`, `PrefillWork`).
 
     Parameters
     ----------
@@ -257,10 +248,9 @@ class SLOComposer:
     ----------
     rules : what a step may take, and what prompts get of it.
     tracker : requests and tenants from arrival to end.
-    mode : what keeping a TBT objective means.
     quantile : of the step time, to plan with; None is the mean.
     work : what prompts cost.
-    backlog : how long those wait who are not in time.
+    predicted_wait : seconds until a prompt that comes after the last plan would be begun.
 
     References
     ----------
@@ -271,79 +261,46 @@ class SLOComposer:
     def __init__(
         self, config: SchedulerConfig, model: StepTimeModel, make_rules: type[StepRules] = StepRules
     ) -> None:
-        self.mode, shed_order = config.slo_mode, config.shed_order
-        self.quantile = GAP_QUANTILE if self.mode == "gap" else None
-        self.tracker = tracker = SLOTracker()
-        self._predicted_wait, self._tightest = 0.0, inf
-        self.work = work = PrefillWork(model, self.quantile, config.max_num_batched_tokens)
-        self.rules = make_rules(work, self.mode, shed_order, tracker.worth)
-        seconds = inf if config.max_queue_seconds is None else config.max_queue_seconds
-        self.backlog = Backlog(tracker, self.rules, seconds, config.max_num_seqs)
-        self.admission = Admission(tracker, self.rules, self.backlog)
+        self._mode = config.slo_mode
+        self.quantile = GAP_QUANTILE if self._mode == "gap" else None
+        self.tracker = SLOTracker()
+        self.predicted_wait = 0.0
+        self.work = PrefillWork(model, self.quantile, config.max_num_batched_tokens)
+        self.rules = make_rules(config, self.work, self.tracker.worth)
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (deadlines are the order)
         """Fill a plan; nothing else changes."""
-        StepComposition(plan, self.rules, self.backlog).compose()
+        StepComposition(plan, self.rules).compose()
 
     def commit(self, plan: StepPlan) -> None:
         """Remember what a plan that is carried out found."""
-        self._predicted_wait, self._tightest = plan.predicted_wait, plan.tightest
-        self.rules.plan_with(plan.tightest)
-        self.admission.on_plan(plan)
+        self.predicted_wait, self.rules.tightest = plan.predicted_wait, plan.tightest
 
     def steady_limit(self, running: RunningList, waiting: WaitingQueue) -> float:  # noqa: ARG002
         """Return what the last plan's TBT objectives allow a step, if none waits. See `steady.Steady`."""
-        return 0.0 if waiting else self.rules.tightest_limit(self._tightest)
+        return 0.0 if waiting else self.rules.tightest_limit(self.rules.tightest)
 
-    def on_arrival(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
-        """Predict what an arrival may expect, and take it.
+    def on_arrival(self, state: RequestState, plan: StepPlan) -> None:
+        """Set the deadlines of an arrival, by how long answers have been of late.
 
         Parameters
         ----------
         plan : the queues as they are, at the time of the arrival.
-        busy_until : when the step under way is expected to end, seconds.
-
-        Raises
-        ------
-        SLOUnattainable, Overloaded : see `Admission.decide`.
         """
-        work, admission, backlog, tracker = self.work, self.admission, self.backlog, self.tracker
-        backlog.on_arrival(plan.waiting, plan.now)
+        work, tracker = self.work, self.tracker
         if not plan.running:
             work.catch_up()
         state.note_hits(len(plan.match(state)) * plan.block_size)
-        slo_class, num_sent = state.request.slo_class, state.num_output_tokens
+        if not state.slo.has_objective:
+            return
         limit = state.max_total_tokens - state.num_tokens
-        if state.slo.has_objective:
-            longest = tracker.lengths.remaining(slo_class, num_sent, q=LENGTH_QUANTILE, limit=limit)
-            state.slo.begin(
-                state.request,
-                self.mode,
-                now=plan.now,
-                max_output_tokens=num_sent + longest,
-                num_left=tracker.tokens_left(state) if state.slo.end < inf else None,
-                longest_pace=work.efficient_seconds + len(plan.running) * work.decode_seconds,
-            )
-        admission.decide(state, plan, busy_until)
-        tracker.on_arrival(state)
-
-    def report(self, plan: StepPlan, num_relegated: int) -> SchedulerState:
-        """Return how queues and objectives stand.
-
-        Parameters
-        ----------
-        plan : the queues as they are, at the time when the next step may start.
-        """
-        view = RunningView(plan.running, plan.now, self.work.alone_seconds)
-        waiting = plan.waiting
-        return SchedulerState(
-            num_best_effort=waiting.best_effort.num_requests
-            + len(view.best_effort_decodes)
-            + sum(state.slo.next_deadline == inf for state in view.prefills),
-            num_relegated=num_relegated,
-            num_missed=self.tracker.num_missed,
-            num_rejected=dict(self.tracker.num_rejected),
-            predicted_wait=self._predicted_wait,
-            queue_seconds=self.backlog.wait(waiting),
-            decode_slacks=[due - plan.now for due in view.deadlines],
+        num_sent = state.num_output_tokens
+        longest = tracker.lengths.remaining(state.request.slo_class, num_sent, q=LENGTH_QUANTILE, limit=limit)
+        state.slo.begin(
+            state.request,
+            self._mode,
+            now=plan.now,
+            max_output_tokens=num_sent + longest,
+            num_left=tracker.tokens_left(state) if state.slo.end < inf else None,
+            longest_pace=work.efficient_seconds + len(plan.running) * work.decode_seconds,
         )

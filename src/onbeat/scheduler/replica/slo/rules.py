@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 
-from onbeat.core.slo import ShedOrder, SLOMode
+from onbeat.core.slo import DEFAULT_QUEUE_SECONDS
 from onbeat.core.step import BatchShape
+from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.triage import Worth, select_feasible
+from onbeat.scheduler.replica.slo.triage import select_feasible
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
 from onbeat.scheduler.replica.slo.work import CERTAIN, PrefillWork, Room
 
@@ -30,6 +31,9 @@ PACED_SHARE = 2 / 5
 """Of a step, what is left to prompts whatever e2e objectives ask for: a prompt that waits has one too."""
 SPARE_TOKENS = 20
 """A stream that has the time of so many tokens in hand may sit out a step for prompts that would be late."""
+OVERDUE = 1.5
+"""Times the bound that a request waits before it is ended. Above the errors of predictions: only requests
+that prompts with deadlines have overtaken wait so long."""
 
 
 class StepRules:
@@ -37,35 +41,43 @@ class StepRules:
 
     Parameters
     ----------
+    config : what keeping a TBT objective means, whom to leave behind, and how long best effort may wait.
     work : what prompts cost.
-    mode : what keeping a TBT objective means.
-    shed_order : whom to leave behind where not all can be in time.
     worth : of keeping a request's objective.
+
+    Attributes
+    ----------
+    tightest : the shortest TBT objective of the streams of the last step, seconds; infinite without any.
     """
 
     earned, spare_tokens = EARNED_SHARE, SPARE_TOKENS
     spent, spent_while_it_grows, longest_gap = SPENT_SHARE, SPENT_WHILE_IT_GROWS, LONGEST_GAP
 
     def __init__(
-        self, work: PrefillWork, mode: SLOMode, shed_order: ShedOrder, worth: Worth[RequestState]
+        self, config: SchedulerConfig, work: PrefillWork, worth: Callable[[RequestState], float]
     ) -> None:
         self.work, self.worth = work, worth
-        self.mode, self.shed_order = mode, shed_order
-        self.longest_planned = inf
-        """Seconds; a step that takes longer is a stall."""
+        self.mode, self.shed_order = config.slo_mode, config.shed_order
+        self.longest_wait = inf if config.max_queue_seconds is None else config.max_queue_seconds
+        self.tightest = inf
         self._reserve, self._stalled_until = 0.0, -inf
 
-    def plan_with(self, tightest: float) -> None:
-        """Hear of the shortest TBT objective of the streams of a step, seconds; infinite without any."""
-        self.longest_planned = (1 + self.longest_gap) * tightest if self.mode == "stream" else inf
+    def note_steps(self, begun: float, ends: Sequence[float]) -> None:
+        """Hear of steps that followed one another: costs are taken anew now and then, and stalls noted.
 
-    def note_stalls(self, begun: float, ends: Sequence[float]) -> None:
-        """Hear of steps that followed one another; some may have taken longer than `longest_planned`."""
-        objective = self.longest_planned / (1 + self.longest_gap)
-        for start, end in zip((begun, *ends), ends, strict=False):
-            beyond = end - start - objective
-            if end - start > self.longest_planned and beyond <= LONGEST_STALL * objective:
-                self._reserve, self._stalled_until = beyond, end + STALL_MEMORY * beyond
+        A step that took longer than any is planned to is a stall.
+
+        Parameters
+        ----------
+        begun, ends : when the first began, and when each of them ended; no more than `work.num_left`.
+        """
+        longest = (1 + self.longest_gap) * self.tightest
+        if ends[-1] - begun > longest and self.mode == "stream":
+            for start, end in zip((begun, *ends), ends, strict=False):
+                beyond = end - start - self.tightest
+                if end - start > longest and beyond <= LONGEST_STALL * self.tightest:
+                    self._reserve, self._stalled_until = beyond, end + STALL_MEMORY * beyond
+        self.work.count(len(ends))
 
     def reserve(self, start: float) -> float:
         """Return what streams should have in hand for the next stall, seconds."""
@@ -111,13 +123,17 @@ class StepRules:
         self, jobs: Sequence[PromptJob], room: Room, now: float
     ) -> tuple[list[PromptJob], list[PromptJob]]:
         """Return the prompts that can all be in time, and those to leave behind, by deadline both."""
-        return select_feasible(
-            jobs,
-            start=now + room.fixed_seconds,  # whatever part of its last step a prompt needs
-            share=room.share,
-            worth=self.worth,
-            order=self.shed_order,
-        )
+        start = now + room.fixed_seconds  # whatever part of its last step a prompt needs
+        return select_feasible(jobs, start=start, share=room.share, cost=lambda job: self.cost(job, start))
+
+    def cost(self, job: PromptJob, start: float) -> float | None:
+        """Return what a prompt costs others: the greatest is the first to be left behind; None is never."""
+        state = job.state
+        if state.keeps_turn:
+            return None
+        if self.shed_order == "most":
+            return job.seconds / self.worth(state)
+        return (state.request.arrival - start) * self.worth(state)
 
     def due(self, kept: Sequence[PromptJob], now: float) -> dict[str, float]:
         """Return by when a step has to end that ends one of these prompts: request id -> seconds from now."""
@@ -150,19 +166,43 @@ class StepRules:
                 return True
         return False
 
-    def loss(self, state: RequestState, start: float, *, is_starved: bool) -> tuple[float, ...]:
+    def is_starved(self, state: RequestState, now: float) -> bool:
+        """Whether best effort that has begun gets no further, for lack of memory or time.
+
+        Its last token is as long ago as a request may wait to be begun. Nobody ends it, as its client has
+        read what there is.
+        """
+        slo = state.slo
+        longest = self.longest_wait if self.longest_wait < inf else DEFAULT_QUEUE_SECONDS
+        return (
+            state.has_run
+            and slo.runs_as_best_effort
+            and now - max(slo.last_delivery, _waits_since(state)) > longest
+        )
+
+    def is_overdue(self, state: RequestState, now: float) -> bool:
+        """Whether a waiting request was taken, but has had to let others go first ever since."""
+        has_begun = state.has_run or state.output_token_ids
+        return not has_begun and now - _waits_since(state) > OVERDUE * self.longest_wait
+
+    def loss(self, state: RequestState, start: float) -> tuple[float, ...]:
         """Return a key of running requests: the greatest is the first to be preempted.
 
-        Best effort goes first; then streams that have the time to be computed again before their next
-        deadline, the one with most to spare first; then those that are worth least.
+        Best effort goes first, but last if it is starved; then streams that have the time to be computed
+        again before their next deadline, the one with most to spare first; then those that are worth least.
 
         Parameters
         ----------
         start : when the next step may start, seconds.
-        is_starved : whether it is best effort that has had no token for too long: it goes last.
         """
         slo, arrival = state.slo, state.request.arrival
         if slo.runs_as_best_effort:
-            return (-1.0 if is_starved else 2.0, 0.0, arrival)
+            return (-1.0 if self.is_starved(state, start) else 2.0, 0.0, arrival)
         slack = slo.due(state.num_certain_tokens, start) - start - self.work.idle_seconds(state.num_tokens, 0)
         return (1.0, slack, arrival) if slack >= 0 else (0.0, -self.worth(state), arrival)
+
+
+def _waits_since(state: RequestState) -> float:
+    """Return when its wait as best effort has begun: at its arrival, or when its objective passed."""
+    due = state.slo.ttft_deadline
+    return state.request.arrival if due == inf else due

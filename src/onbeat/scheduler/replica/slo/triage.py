@@ -1,198 +1,68 @@
-"""Which prompts can all be in time, and when one is done: the same for a replica and for a router."""
+"""Which prompts can all be in time: the same for a replica and for a router."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from math import ceil, exp
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from onbeat.core.slo import ShedOrder
-
-_MEMORY_SECONDS = 10.0
-"""Time constant of the pace at which requests end."""
-_MEDIAN_SOONER = 1 / 3
-"""Of mean gaps, how much sooner than the mean the median of events at random is: see `room_wait`."""
+StateT = TypeVar("StateT")
 
 
-class Arrived(Protocol):
-    """What triage looks at of a request."""
-
-    @property
-    def arrival(self) -> float:
-        """When it came, seconds."""
-        ...
-
-
-class Prompt(Protocol):
-    """A prompt on a replica, or as much as a router knows of one."""
-
-    @property
-    def request(self) -> Arrived:
-        """Whose it is."""
-        ...
-
-    @property
-    def keeps_turn(self) -> bool:
-        """Whether it may not be left behind."""
-        ...
-
-
-PromptT = TypeVar("PromptT", bound=Prompt)
-
-
-class Job(NamedTuple, Generic[PromptT]):
+class Job(NamedTuple, Generic[StateT]):
     """A prompt, or what is left of it."""
 
     deadline: float
     """Of its first token, seconds; of its next one where a preempted request computes its tokens again."""
     seconds: float
     """Of prefill work that is left."""
-    state: PromptT
-
-
-Worth = Callable[[PromptT], float]
-"""What keeping a request's objective is worth beside others, above 0."""
+    state: StateT
 
 
 def select_feasible(
-    jobs: Sequence[Job[PromptT]],
+    jobs: Sequence[Job[StateT]],
     *,
     start: float,
     share: float,
-    worth: Worth[PromptT],
-    order: ShedOrder = "most",
-) -> tuple[list[Job[PromptT]], list[Job[PromptT]]]:
+    cost: Callable[[Job[StateT]], float | None],
+) -> tuple[list[Job[StateT]], list[Job[StateT]]]:
     """Split jobs into those to serve, in order of their deadlines, and those to leave behind.
 
-    Going through the jobs by deadline, whenever one would be late the one of those so far that costs most for
-    its worth is left behind, until it is not. With `most` and equal worths no other choice has more jobs in
-    time (Moore, "An n job, one machine sequencing algorithm for minimizing the number of late jobs",
-    Management Science 15, 1968; Hodgson's form). Jobs that keep their turn whatever happens are never left
-    behind; where one of them would be late without any other, no job is left behind for it.
+    Going through the jobs by deadline, whenever one would be late the one of those so far that costs most is
+    left behind, until it is not. Where the cost is the work, no other choice has more jobs in time (Moore,
+    "An n job, one machine sequencing algorithm for minimizing the number of late jobs", Management Science
+    15, 1968; Hodgson's form). Where a job that may not be left behind would be late without any other, no job
+    is left behind for it.
 
     Parameters
     ----------
     jobs : by ascending deadline.
     start : when the first begins, seconds.
     share : of the machine's time that goes into this work, in (0, 1].
+    cost : of keeping a job; None where it may not be left behind.
     """
     heap: list[tuple[float, int]] = []
     left_behind: set[int] = set()
     end, droppable = start, 0.0
     """When the jobs so far end, and the time in it of those that may be left behind."""
-    by_work = order == "most"
-    for index, (deadline, seconds, state) in enumerate(jobs):
-        taken = seconds / share
-        is_droppable = not state.keeps_turn
-        if end - droppable + taken > deadline:  # whichever others go
-            if is_droppable:
-                left_behind.add(index)
-            else:
+    for index, job in enumerate(jobs):
+        taken, value = job.seconds / share, cost(job)
+        if end - droppable + taken > job.deadline:  # whichever others go
+            if value is None:
                 end += taken
+            else:
+                left_behind.add(index)
             continue
         end += taken
-        if is_droppable:
+        if value is not None:
             droppable += taken
-            value = worth(state)
-            key = -seconds / value if by_work else (start - state.request.arrival) * value
-            # Of those that came at once the last goes, so that it is the same one at the next step.
-            heappush(heap, (key, index if by_work else -index))
-        while end > deadline and heap:
-            costliest = abs(heappop(heap)[1])
+            heappush(
+                heap, (-value, -index)
+            )  # of equal ones the last, so that it is the same at the next step
+        while end > job.deadline and heap:
+            costliest = -heappop(heap)[1]
             left_behind.add(costliest)
             end -= jobs[costliest].seconds / share
             droppable -= jobs[costliest].seconds / share
-    if not left_behind:
-        return list(jobs), []
     kept = [job for index, job in enumerate(jobs) if index not in left_behind]
     return kept, [jobs[index] for index in sorted(left_behind)]
-
-
-def seconds_before(
-    own: Job[PromptT], left_behind: Sequence[Job[PromptT]], *, by_deadline: float
-) -> float | None:
-    """Return the seconds of work that are done before an arrival's own; None where it is left behind.
-
-    Parameters
-    ----------
-    own : the arrival.
-    left_behind : of it and the prompts with deadlines.
-    by_deadline : seconds of work of those that are due before it or with it, whether they can all be in time
-        or not.
-    """
-    if own in left_behind:
-        return None
-    return max(0.0, by_deadline - sum(job.seconds for job in left_behind if job.deadline <= own.deadline))
-
-
-@dataclass(slots=True)
-class Ends:
-    """The pace at which running requests end, exponentially weighted."""
-
-    num: float = 0.0
-    stream_seconds: float = 0.0
-    """That all of them ran meanwhile."""
-
-    def count(self, seconds: float, num_running: int, num_ended: int) -> None:
-        """Count a time in which so many ran, and those that ended with it."""
-        decay = exp(-max(0.0, seconds) / _MEMORY_SECONDS)
-        self.num = self.num * decay + num_ended
-        self.stream_seconds = self.stream_seconds * decay + (1 - decay) * _MEMORY_SECONDS * num_running
-
-    def gap(self, num_running: int, usual: float = 0.0) -> float:
-        """Return the seconds between two ends, with so many that run; while none ends, those since then.
-
-        Parameters
-        ----------
-        usual : seconds that a request runs, which counts as one that was seen; 0 where nobody knows.
-        """
-        return (self.stream_seconds + usual) / max(self.num + (usual > 0), 1.0) / max(num_running, 1)
-
-
-class Held(NamedTuple):
-    """What there is for those who wait, and how it comes free."""
-
-    num_free_slots: int
-    num_free_blocks: float
-    given_back: float
-    """Blocks of one that ends."""
-    gap: float
-    """Seconds between two ends."""
-
-
-class Wanted(NamedTuple):
-    """Prompts that wait for a slot and blocks, as one."""
-
-    due: float
-    num: int
-    num_blocks: float
-    """Of each."""
-
-
-def room_wait(ahead: Iterable[Wanted], own: Wanted, held: Held, start: float) -> float:
-    """Return the seconds from `start` until a prompt gets a slot and its blocks, by the pace of ends.
-
-    One that ends gives back a slot, and as many blocks as streams and prompts have on average. Those that are
-    due before it get theirs first, unless it comes too late for them: the replica gives them up, and serves
-    them behind all others. Streams end independently of each other, so the time of the k-th end has a gamma
-    distribution: its median is (k - 1/3) mean gaps, but for 4 % of it (Choi, Proc. AMS 121, 1994).
-
-    Parameters
-    ----------
-    ahead : by deadline.
-    """
-    num_free_slots, num_free_blocks, given_back, gap = held
-    num_ends, num_lacking = 1.0 - num_free_slots, -num_free_blocks
-    for due, num, each in ahead:
-        if due > own.due:
-            break
-        for _ in range(num):
-            before = max(num_ends, (num_lacking + each) / given_back)
-            is_late = before > 0 and start + (before - _MEDIAN_SOONER) * gap > due
-            if not is_late or due <= start:  # what is late and still there keeps its turn
-                num_ends += 1
-                num_lacking += each
-    num_ends = max(num_ends, ceil((num_lacking + own.num_blocks) / given_back))
-    return max(0.0, (num_ends - _MEDIAN_SOONER) * gap) if num_ends > 0 else 0.0

@@ -92,21 +92,13 @@ class PrefillWork:
         self._most_step_tokens = most_step_tokens
         self._costs: PrefillCosts | None = None
         """As they were last asked for; None since the coefficients are others."""
-        self.num_left = _REFRESH_STEPS
         self.take()
 
-    def refresh(self) -> None:
-        """Take the coefficients from the model, if it is time. Called once a step, or see `count`."""
-        if self.count(1):
-            self.take()
-
-    def count(self, num_steps: int) -> bool:
-        """Count steps, at most `num_left`; return whether it is time to `take` the coefficients."""
+    def count(self, num_steps: int = 1) -> None:
+        """Count steps, at most `num_left`; take the coefficients from the model, if it is time."""
         self.num_left -= num_steps
-        if self.num_left:
-            return False
-        self.num_left = _REFRESH_STEPS
-        return True
+        if not self.num_left:
+            self.take()
 
     def catch_up(self) -> None:
         """Take the coefficients now, if the model may have learnt since.
@@ -115,11 +107,11 @@ class PrefillWork:
         ones, and steps are predicted by what the model has learnt, which the coefficients must agree with.
         """
         if self.num_left < _REFRESH_STEPS:
-            self.num_left = _REFRESH_STEPS
             self.take()
 
     def take(self) -> None:
         """Take the coefficients from the model."""
+        self.num_left = _REFRESH_STEPS
         step_time, quantile = self._model.step_time, self._quantile
         times = [step_time(shape, quantile) for shape in _CHUNKS]
         best = min([seconds / size for size, seconds in zip(_SIZES, times, strict=True)])

@@ -1,0 +1,244 @@
+"""Whether an arrival is taken: how long best effort waits, and when a prompt would have its first token."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import replace
+from math import inf, nextafter
+from typing import NoReturn
+
+from onbeat.core.errors import SLOUnattainable
+from onbeat.core.slo import ShedMode
+from onbeat.core.step import SchedulerState
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.admission.first_token import Ends, Held, Wanted, room_wait, seconds_before
+from onbeat.scheduler.replica.admission.queue_bound import SHORTEST_RETRY, QueueBound
+from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.composer import SLOComposer
+from onbeat.scheduler.replica.slo.filler import RESERVATION
+from onbeat.scheduler.replica.slo.triage import Job
+from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
+from onbeat.scheduler.replica.slo.work import Room
+from onbeat.scheduler.replica.step_plan import StepPlan
+
+_TRY_AGAIN_SECONDS = 30.0
+"""How often an idle replica takes a request that it predicts to be infeasible: otherwise a model that is too
+pessimistic would reject what could correct it."""
+
+
+class Admission:
+    """Rejects arrivals that ask to be rejected rather than served late, and those who would wait too long.
+
+    A TTFT is predicted by fluid replay, only for who needs it: the prompts ahead, in the policy's own order,
+    drain at the rate that the running streams leave to prefill, and room comes at the pace at which requests
+    ended of late.
+
+    Parameters
+    ----------
+    config : limits.
+    slo : plans the steps.
+
+    Attributes
+    ----------
+    bound : how long best effort waits.
+    num_rejected : reason -> requests rejected on arrival or ended in the queue.
+    """
+
+    def __init__(self, config: SchedulerConfig, slo: SLOComposer) -> None:
+        self.bound = QueueBound(slo.work, slo.rules.longest_wait, config.max_num_seqs)
+        self.num_rejected: Counter[str] = Counter()
+        self._slo, self._tracker, self._rules, self._work = slo, slo.tracker, slo.rules, slo.work
+        self._last_try = -inf
+        self._ends, self._num_ended, self._num_running = Ends(), 0, 0
+        self._last_change = 0.0
+        """When a plan last found another number of them, seconds."""
+
+    def on_plan(self, plan: StepPlan) -> None:
+        """Learn from a plan that is carried out."""
+        self.bound.on_plan(plan)
+        num_ended, num_running = self._tracker.num_ended, len(plan.running)
+        if (num_ended, num_running) == (self._num_ended, self._num_running):
+            return  # the same whether each step between was planned or not
+        self._ends.count(plan.now - self._last_change, self._num_running, num_ended - self._num_ended)
+        self._num_ended, self._num_running, self._last_change = num_ended, num_running, plan.now
+
+    def on_arrival(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
+        """Set the deadlines of an arrival, and take it or not.
+
+        Parameters
+        ----------
+        plan : the queues as they are, at the time of the arrival.
+        busy_until : when the step under way is expected to end, seconds.
+
+        Raises
+        ------
+        SLOUnattainable : it asks to be rejected where its objective cannot be kept, and that is so.
+        Overloaded : it would be served as best effort, and too many wait for that.
+        """
+        self.bound.on_arrival(plan.waiting, plan.now)
+        self._slo.on_arrival(state, plan)
+        if not state.output_token_ids:  # a stream that is resumed has had its first token
+            self._decide(state, plan, busy_until)
+        self._tracker.on_arrival(state)
+
+    def report(self, plan: StepPlan, num_relegated: int) -> SchedulerState:
+        """Return how queues and objectives stand.
+
+        Parameters
+        ----------
+        plan : the queues as they are, at the time when the next step may start.
+        """
+        view = RunningView(plan.running, plan.now, self._work.alone_seconds)
+        waiting = plan.waiting
+        return SchedulerState(
+            num_best_effort=waiting.best_effort.num_requests
+            + len(view.best_effort_decodes)
+            + sum(state.slo.next_deadline == inf for state in view.prefills),
+            num_relegated=num_relegated,
+            num_missed=self._tracker.num_missed,
+            num_rejected=dict(self.num_rejected),
+            predicted_wait=self._slo.predicted_wait,
+            queue_seconds=self.bound.wait(waiting),
+            decode_slacks=[due - plan.now for due in view.deadlines],
+        )
+
+    def _decide(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
+        """Raise where an arrival is not taken."""
+        slo, work = state.slo, self._work
+        objective = slo.ttft_deadline - state.request.arrival
+        keeps_turn = state.request.shed is ShedMode.OFF and objective < inf
+        refusal = self.bound.refusal(plan.waiting, keeps_turn=keeps_turn)
+        rejects = state.request.shed is ShedMode.REJECT
+        if refusal is None and not (rejects and slo.has_objective):
+            return
+        ttft, delays_others = self._predict(state, plan, max(plan.now, busy_until))
+        slo.predicted_ttft = None if ttft == inf else ttft
+        if refusal is not None and (ttft == inf or (keeps_turn and ttft > objective)):
+            self.num_rejected[refusal.reason] += 1
+            raise refusal
+        if not rejects:
+            return
+        is_out_of_reach = _will_stream(state) and slo.tbt_objective < work.alone_seconds
+        if not (plan.running or plan.waiting) and plan.now - self._last_try > _TRY_AGAIN_SECONDS:
+            if ttft > objective or is_out_of_reach:
+                self._last_try = plan.now
+                slo.relegate()
+            return
+        if is_out_of_reach:
+            self._refuse(
+                f"a step of one token takes {work.alone_seconds * 1e3:.3g} ms, longer than the TBT "
+                f"objective of {slo.tbt_objective * 1e3:.3g} ms",
+                ttft,
+                retry_after=_TRY_AGAIN_SECONDS,
+            )
+        late = ttft - objective
+        if late > 0 or delays_others:
+            reason = (
+                "it would come in time, but make requests late that have been accepted"
+                if late <= 0
+                else f"the objective is {objective * 1e3:.0f} ms"
+            )
+            first = f"the first token is predicted {ttft * 1e3:.0f} ms after arrival; {reason}"
+            self._refuse(first, ttft, retry_after=late)
+        if self._slows_streams(state, plan):
+            self._refuse(
+                "with this request the running streams would no longer keep their TBT objective; try again "
+                "when some have ended",
+                ttft,
+                retry_after=ttft,
+            )
+
+    def _refuse(self, message: str, ttft: float, *, retry_after: float) -> NoReturn:
+        self.num_rejected["slo_unattainable"] += 1
+        raise SLOUnattainable(message, predicted_ttft=ttft, retry_after=max(retry_after, SHORTEST_RETRY))
+
+    def _predict(self, state: RequestState, plan: StepPlan, start: float) -> tuple[float, bool]:
+        """Return the TTFT of an arrival, and whether prompts behind it that would be in time were late.
+
+        Infinite where it would be served as best effort.
+        """
+        work, rules, waiting, deadline = self._work, self._rules, plan.waiting, state.slo.ttft_deadline
+        if deadline == inf:
+            return inf, False
+        view = RunningView(plan.running, start, work.alone_seconds)
+        jobs, _ = prefill_jobs(plan, start, view.prefills, work)
+        seconds = work.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
+        own = Job(deadline, seconds, state)
+        index = bisect_right(jobs, deadline, key=_deadline)
+        # By the time that it is served, those ahead of it decode, too.
+        decodes = view.decode_shape([job.state for job in jobs[:index]])
+        limit = rules.limit(view, work.of(decodes), start) if view.streams else inf
+        room = work.room_beside(decodes, limit, deadline - state.request.arrival)
+        before = sum([job.seconds for job in jobs[:index]])
+        is_cut = waiting.ranked.num_requests > MOST_JOBS  # more wait than a plan looks at
+        if index == len(jobs) and is_cut:
+            running = sum(job.seconds for job in jobs if job.state.block_ids)
+            before = running + work.of_sums(*waiting.work_below(nextafter(state.slo.rank, inf)))
+
+        late = rules.split([*jobs[:index], own, *jobs[index:]], room, start)[1]
+        turn, delays_others = seconds_before(own, late, by_deadline=before), False
+        if state.request.shed is ShedMode.REJECT and late:
+            # Accepted requests stay: the arrival must find its place among them.
+            others = {id(job.state) for job in rules.split(jobs, room, start)[1]}
+            delays_others = any(id(job.state) not in others for job in late)
+            turn = before if turn is None else turn
+        if turn is None:
+            return inf, False
+        until_done = turn + seconds
+        wait = room.finish_seconds(until_done, seconds + sum([job.seconds for job in jobs]))
+        if plan.running or jobs:
+            wait = max(wait, room.promised_seconds(until_done))
+        ahead = [job for job in jobs[:index] if not job.state.block_ids]
+        wait = max(wait, self._until_room(own, ahead, plan, room, work.of(view.decode_shape())))
+        return start - state.request.arrival + wait, delays_others
+
+    def _until_room(
+        self, own: PromptJob, ahead: list[PromptJob], plan: StepPlan, room: Room, step_seconds: float
+    ) -> float:
+        """Return the seconds until an arrival that lacks a slot or blocks is done; 0 where these are there.
+
+        Requests without objectives are preempted for it.
+        """
+        num_running, num_held = len(plan.running), plan.num_blocks - plan.num_blocks_left
+        staying = [state for state in plan.running if state.num_preemptions or state.slo.has_objective]
+        given_back = max(num_held / max(num_running, 1), 1.0)
+        usual = self._tracker.lengths.remaining(None, 0, q=0.5, limit=own.state.max_total_tokens)
+        held = Held(
+            num_free_slots=plan.max_num_seqs - len(staying),
+            num_free_blocks=plan.num_blocks_left
+            - RESERVATION.num_spare_blocks(plan.num_blocks)
+            + given_back * (num_running - len(staying)),
+            given_back=given_back,
+            gap=self._ends_until(plan.now).gap(len(staying), step_seconds * usual),
+        )
+        wanted = [Wanted(job.deadline, 1, -(-job.state.queued_work[0] // plan.block_size)) for job in ahead]
+        num_blocks = plan.num_blocks_wanted(own.state, RESERVATION)
+        wait = room_wait(wanted, Wanted(own.deadline, 1, num_blocks), held, plan.now)
+        # Room comes free at the end of a step.
+        return wait + room.finish_seconds(own.seconds, own.seconds) + 0.5 * room.length if wait else 0.0
+
+    def _ends_until(self, now: float) -> Ends:
+        """Return the ends with the time counted in which none came since the last."""
+        ends = replace(self._ends)
+        ends.count(now - self._last_change, self._num_running, 0)
+        return ends
+
+    def _slows_streams(self, state: RequestState, plan: StepPlan) -> bool:
+        """Whether one more stream breaks the tightest TBT objective."""
+        view = RunningView(plan.running, plan.now, self._work.alone_seconds)
+        tightest = min(view.tightest, state.slo.tbt_objective)
+        if tightest == inf or not (view.streams and _will_stream(state)):
+            return False
+        shape = decode_shape(view.streams)
+        shape.add(state.num_tokens, 1, samples=True)
+        return self._work.of(shape) > tightest
+
+
+def _deadline(job: PromptJob) -> float:
+    return job.deadline
+
+
+def _will_stream(state: RequestState) -> bool:
+    """Whether it may have a token behind the first."""
+    return state.max_total_tokens - state.num_tokens > 1

@@ -1,0 +1,106 @@
+"""When an arrival would have its first token: its turn, and the pace at which slots and blocks come free.
+
+The same for a replica and for a router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil, exp
+from typing import NamedTuple
+
+from onbeat.scheduler.replica.slo.triage import Job, StateT
+
+_MEMORY_SECONDS = 10.0
+"""Time constant of the pace at which requests end."""
+_MEDIAN_SOONER = 1 / 3
+"""Of mean gaps, how much sooner than the mean the median of events at random is: see `room_wait`."""
+
+
+def seconds_before(
+    own: Job[StateT], left_behind: Sequence[Job[StateT]], *, by_deadline: float
+) -> float | None:
+    """Return the seconds of work that are done before an arrival's own; None where it is left behind.
+
+    Parameters
+    ----------
+    own : the arrival.
+    left_behind : of it and the prompts with deadlines.
+    by_deadline : seconds of work of those that are due before it or with it, whether they can all be in time
+        or not.
+    """
+    if any(job is own for job in left_behind):
+        return None
+    return max(0.0, by_deadline - sum(job.seconds for job in left_behind if job.deadline <= own.deadline))
+
+
+@dataclass(slots=True)
+class Ends:
+    """The pace at which running requests end, exponentially weighted."""
+
+    num: float = 0.0
+    stream_seconds: float = 0.0
+    """That all of them ran meanwhile."""
+
+    def count(self, seconds: float, num_running: int, num_ended: int) -> None:
+        """Count a time in which so many ran, and those that ended with it."""
+        decay = exp(-max(0.0, seconds) / _MEMORY_SECONDS)
+        self.num = self.num * decay + num_ended
+        self.stream_seconds = self.stream_seconds * decay + (1 - decay) * _MEMORY_SECONDS * num_running
+
+    def gap(self, num_running: int, usual: float = 0.0) -> float:
+        """Return the seconds between two ends, with so many that run; while none ends, those since then.
+
+        Parameters
+        ----------
+        usual : seconds that a request runs, which counts as one that was seen; 0 where nobody knows.
+        """
+        return (self.stream_seconds + usual) / max(self.num + (usual > 0), 1.0) / max(num_running, 1)
+
+
+class Held(NamedTuple):
+    """What there is for those who wait, and how it comes free."""
+
+    num_free_slots: int
+    num_free_blocks: float
+    given_back: float
+    """Blocks of one that ends."""
+    gap: float
+    """Seconds between two ends."""
+
+
+class Wanted(NamedTuple):
+    """Prompts that wait for a slot and blocks, as one."""
+
+    due: float
+    num: int
+    num_blocks: float
+    """Of each."""
+
+
+def room_wait(ahead: Iterable[Wanted], own: Wanted, held: Held, start: float) -> float:
+    """Return the seconds from `start` until a prompt gets a slot and its blocks, by the pace of ends.
+
+    One that ends gives back a slot, and as many blocks as streams and prompts have on average. Those that are
+    due before it get theirs first, unless it comes too late for them: the replica gives them up, and serves
+    them behind all others. Streams end independently of each other, so the time of the k-th end has a gamma
+    distribution: its median is (k - 1/3) mean gaps, but for 4 % of it (Choi, Proc. AMS 121, 1994).
+
+    Parameters
+    ----------
+    ahead : by deadline.
+    """
+    num_free_slots, num_free_blocks, given_back, gap = held
+    num_ends, num_lacking = 1.0 - num_free_slots, -num_free_blocks
+    for due, num, each in ahead:
+        if due > own.due:
+            break
+        for _ in range(num):
+            before = max(num_ends, (num_lacking + each) / given_back)
+            is_late = before > 0 and start + (before - _MEDIAN_SOONER) * gap > due
+            if not is_late or due <= start:  # what is late and still there keeps its turn
+                num_ends += 1
+                num_lacking += each
+    num_ends = max(num_ends, ceil((num_lacking + own.num_blocks) / given_back))
+    return max(0.0, (num_ends - _MEDIAN_SOONER) * gap) if num_ends > 0 else 0.0
