@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import exp
+from math import exp, inf
 
 from onbeat.core.errors import Overloaded
 from onbeat.scheduler.replica.queues import QueuedWork, WaitingQueue
@@ -113,8 +113,10 @@ class QueueBound:
 
     def refusal(self, waiting: WaitingQueue, *, keeps_turn: bool = False) -> Overloaded | None:
         """Return why another is not taken that would be late; None where it is."""
+        if len(waiting) < self._num_slots or self._longest == inf:
+            return None
         wait = self.wait(waiting, keeps_turn=keeps_turn)
-        if len(waiting) < self._num_slots or wait <= self._longest:
+        if wait <= self._longest:
             return None
         return self._overloaded(
             f"{len(waiting)} requests wait; one more that cannot be in time would be begun in {wait:.0f} s, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 
 from onbeat.core.slo import DEFAULT_QUEUE_SECONDS
@@ -77,7 +78,10 @@ class StepRules:
                 beyond = end - start - self.tightest
                 if end - start > longest and beyond <= LONGEST_STALL * self.tightest:
                     self._reserve, self._stalled_until = beyond, end + STALL_MEMORY * beyond
-        self.work.count(len(ends))
+        work = self.work
+        work.num_left -= len(ends)  # as `count`, whose call would be one more a step
+        if not work.num_left:
+            work.take()
 
     def reserve(self, start: float) -> float:
         """Return what streams should have in hand for the next stall, seconds."""
@@ -124,7 +128,7 @@ class StepRules:
     ) -> tuple[list[PromptJob], list[PromptJob]]:
         """Return the prompts that can all be in time, and those to leave behind, by deadline both."""
         start = now + room.fixed_seconds  # whatever part of its last step a prompt needs
-        return select_feasible(jobs, start=start, share=room.share, cost=lambda job: self.cost(job, start))
+        return select_feasible(jobs, start=start, share=room.share, cost=partial(self.cost, start=start))
 
     def cost(self, job: PromptJob, start: float) -> float | None:
         """Return what a prompt costs others: the greatest is the first to be left behind; None is never."""
