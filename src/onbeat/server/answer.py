@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from onbeat.core.errors import InvalidRequest, OnbeatError
 from onbeat.core.request import Request
 from onbeat.core.slo import SLOMode
-from onbeat.server.answer_format import DONE, EVENT_STREAM_HEADERS, AnswerFormat, Extras, WholeChoice
+from onbeat.server.answer_format import EVENT_STREAM_HEADERS, AnswerFormat, Extras, WholeChoice
 from onbeat.server.answer_report import slo_report, usage_of, worst_report
 from onbeat.server.choices import Choice, ChoiceDelta, TextOptions
 from onbeat.server.config import MAX_ANSWER_PARTS
@@ -126,7 +126,7 @@ class AnswerResponse(Response):
             context.error_code = reply.code
             if not isinstance(error, OnbeatError):
                 logger.exception("%s failed while streaming", context.completion_id)
-            return b"data: " + reply.body + b"\n\n" + DONE
+            return self._writer.failed(reply)
         return self._writer.end()
 
     async def _collect(self, deltas: AsyncGenerator[ChoiceDelta, None]) -> list[Piece]:
@@ -181,6 +181,7 @@ class _AnswerWriter:
     ) -> None:
         self._choices = choices
         self._format = answer_format
+        self.failed = answer_format.failed
         self._slo_mode = slo_mode
         self._has_usage_event = body.includes_usage
         self._has_usage_so_far = body.has_continuous_usage
@@ -211,7 +212,7 @@ class _AnswerWriter:
 
     def end(self) -> bytes:
         """Return what comes behind the events of all deltas."""
-        return self._format.usage_event(self._final_extras()) + DONE if self._has_usage_event else DONE
+        return self._format.end(self._final_extras())
 
     def _note_end(self, delta: ChoiceDelta) -> None:
         """Judge a choice when it ends: all of them at once could take long."""

@@ -15,8 +15,9 @@ import orjson
 
 from onbeat import __version__
 from onbeat.server.choices import Choice, ChoiceDelta, ShownToken
+from onbeat.server.errors import ErrorReply
 from onbeat.server.pieces import Piece, json_inside
-from onbeat.text.reply.events import CallStart, CallText, ContentText, ReasoningText, ReplyEvent
+from onbeat.text.reply.events import CallEnd, CallStart, CallText, ContentText, ReasoningText, ReplyEvent
 
 EVENT_STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -54,9 +55,11 @@ class AnswerHead:
         }
 
 
-def new_head(prefix: str, model: str) -> AnswerHead:
-    """Return the head of a new answer with an id of its own."""
-    return AnswerHead(completion_id=f"{prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=model)
+def new_head(prefix: str, model: str, *, joint: str = "-") -> AnswerHead:
+    """Return the head of a new answer with an id of its own, which begins with a prefix and a joint."""
+    return AnswerHead(
+        completion_id=f"{prefix}{joint}{uuid.uuid4().hex}", created=int(time.time()), model=model
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +121,12 @@ class WholeChoice:
         """Take a delta, and its own columns."""
         if delta.events is None:
             self.text += json_inside(delta.text)
-        else:
-            self._add_events(delta.events)
+        for each in delta.events or ():
+            self.add_event(each)
+        self.add_columns(delta, columns)
+
+    def add_columns(self, delta: ChoiceDelta, columns: Sequence[bytes]) -> None:
+        """Take what a delta holds beside its text."""
         self.finish_reason = delta.finish_reason
         if delta.tokens:
             for own, new in zip(self.columns, columns, strict=True):
@@ -127,17 +134,22 @@ class WholeChoice:
                     own += b","
                 own += new
 
-    def _add_events(self, events: Sequence[ReplyEvent]) -> None:
-        for event in events:
-            match event:
-                case CallStart():
-                    self._parts.append(WholePart("call", bytearray(), event))
-                case CallText(text=text):
-                    self._parts[-1].text += json_inside(text)
-                case ReasoningText(text=text):
-                    self._text_part("reasoning").text += json_inside(text)
-                case ContentText(text=text):
-                    self._text_part("content").text += json_inside(text)
+    def add_event(self, event: ReplyEvent) -> str:
+        """Take what a part of the answer adds, and return its text."""
+        match event:
+            case CallStart():
+                self._parts.append(WholePart("call", bytearray(), event))
+                return ""
+            case CallText(text=text):
+                part = self._parts[-1]
+            case ReasoningText(text=text):
+                part = self._text_part("reasoning")
+            case ContentText(text=text):
+                part = self._text_part("content")
+            case CallEnd():
+                return ""
+        part.text += json_inside(text)
+        return text
 
     def _text_part(self, kind: Literal["reasoning", "content"]) -> WholePart:
         """Return the last part if it is of a kind, else a new one."""
@@ -160,8 +172,17 @@ class AnswerFormat(Protocol):
         """Return the events of one delta."""
         ...
 
-    def usage_event(self, extras: Extras) -> bytes:
-        """Return the event with the final usage and no choices."""
+    def end(self, extras: Extras) -> bytes:
+        """Return the last bytes of a stream, behind the events of all deltas.
+
+        Parameters
+        ----------
+        extras : of the whole answer.
+        """
+        ...
+
+    def failed(self, reply: ErrorReply) -> bytes:
+        """Return the last bytes of a stream that an error ends."""
         ...
 
     def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Iterator[Piece]:
@@ -179,9 +200,9 @@ def whole_answer(head: dict[str, Any], choices: Iterable[Iterator[Piece]], extra
     yield b"]}"
 
 
-def event(value: dict[str, Any]) -> bytes:
-    """Return one event."""
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+def chunks_failed(reply: ErrorReply) -> bytes:
+    """Return the last bytes of a stream of chunks that an error ends."""
+    return b"data: " + reply.body + b"\n\n" + DONE
 
 
 class ChunkTemplate:
@@ -196,8 +217,15 @@ class ChunkTemplate:
     """
 
     def __init__(self, head: dict[str, Any], *, has_usage: bool) -> None:
+        self._head = head
         self._start = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
         self._has_usage = has_usage
+
+    def end(self, extras: Extras) -> bytes:
+        """Return the last bytes of a stream: an event with the usage and no choices, if it was asked for."""
+        if not self._has_usage:
+            return DONE
+        return b"data: " + orjson.dumps({**self._head, "choices": [], **extras.fields()}) + b"\n\n" + DONE
 
     def chunk(self, choice: bytes, extras: Extras) -> bytes:
         """Return the event of one choice's JSON."""

@@ -22,6 +22,7 @@ from onbeat.server.errors import PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.fleet import FLEET_BODIES, fleet_routes
 from onbeat.server.generation import Generator
 from onbeat.server.lifecycle import EngineWatch, Lifecycle, garbage_kept, tidy
+from onbeat.server.messages import CountTokensRequest, MessageRequest, message_routes
 from onbeat.server.middleware import (
     DOCS_FILES,
     IGNORED_FIELDS_HEADER,
@@ -33,6 +34,7 @@ from onbeat.server.middleware import (
 )
 from onbeat.server.openapi import describe
 from onbeat.server.prompts import PromptEncoder
+from onbeat.server.responses import ResponseRequest, response_routes
 from onbeat.server.services import Services
 from onbeat.server.status import health_routes, model_routes
 from onbeat.server.telemetry import Telemetry
@@ -42,11 +44,15 @@ from onbeat.text.chat_template import ChatTemplate
 
 ENDPOINTS = OPEN_PATHS | {
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),
+    *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize"),
     *("/fleet", "/fleet/drain", "/fleet/scale", "/fleet/restart"),
 }
 """The paths that the log and the metrics tell apart."""
-REQUEST_BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+REQUEST_BODIES = (
+    *(ChatCompletionRequest, CompletionRequest, ResponseRequest, MessageRequest),
+    *(CountTokensRequest, TokenizeRequest, DetokenizeRequest),
+)
 EXPOSED_HEADERS = (
     *("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms"),
     *(PREDICTED_TTFT_HEADER, IGNORED_FIELDS_HEADER),
@@ -122,6 +128,8 @@ def create_app(
     for router in (
         chat_routes(services),
         completion_routes(services),
+        response_routes(services),
+        message_routes(services),
         tokenizer_routes(services),
         model_routes(services),
         health_routes(services),

@@ -95,13 +95,26 @@ async def read_body(request: Request, model: type[_Model], *, unused: Collection
         kept, ignored = check_fields(body, model.model_fields, unused)
         context.ignored_fields += ignored
     turns = Turns()
-    try:
-        # models add what they ignore inside of objects
-        checked = model.model_validate(kept, context=context.ignored_fields)
-    except ValidationError as error:
-        raise _first_error(error) from error
+    checked = validated(model, kept, context.ignored_fields)
     await turns.rest()
     return checked
+
+
+def validated(model: type[_Model], fields: dict[str, Any], ignored: list[str]) -> _Model:
+    """Return the fields of an object as a checked model.
+
+    Parameters
+    ----------
+    ignored : gets the names of the fields that the model ignores inside of objects.
+
+    Raises
+    ------
+    InvalidRequest : a field is missing or wrong.
+    """
+    try:
+        return model.model_validate(fields, context=ignored)
+    except ValidationError as error:
+        raise _first_error(error) from error
 
 
 async def _read_json_object(request: Request) -> dict[str, Any]:

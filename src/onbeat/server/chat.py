@@ -25,7 +25,7 @@ from onbeat.server.answer_format import (
     Extras,
     WholeChoice,
     choice_end,
-    event,
+    chunks_failed,
     new_head,
     whole_answer,
 )
@@ -99,7 +99,7 @@ def _check_chat(body: ChatCompletionRequest, config: ServerConfig) -> None:
 def chat_routes(services: Services) -> APIRouter:
     """Return the route of chat completions."""
     router = APIRouter()
-    writer, role = _TokenWriter(services.tokenizer), services.config.response_role
+    writer, role = TokenWriter(services.tokenizer), services.config.response_role
 
     @router.post("/v1/chat/completions", **generation_route(ChatCompletionRequest, ChatCompletion))
     async def chat_completions(request: Request) -> Response:
@@ -129,21 +129,33 @@ async def chat_requests(
     ------
     OnbeatError : the chat is refused.
     """
-    config, info, encoder = services.config, services.info, services.encoder
+    config, info = services.config, services.info
     context = context_of(request.scope)
     context.completion_id = head.completion_id
     check_common(body, config, info)
     _check_chat(body, config)
     objectives = request_objectives(body, request.headers, context, config.slo)
-    async with cancelled_on_disconnect(request.receive):
-        text = await render_chat(body, encoder, services.chat_template, context.caller)
-        prompt = await encoder.encode(text, encode_options(body, info.max_model_len), context.caller)
+    prompt = await chat_prompt(body, request, services)
     eos_token_ids = services.tokenizer.eos_token_ids
     requests = await engine_requests(body, [prompt], objectives, info, eos_token_ids, context)
     return requests, body.text_options
 
 
-class _TokenWriter:
+async def chat_prompt(body: ChatCompletionRequest, request: Request, services: Services) -> list[int]:
+    """Return the tokens that a chat's template makes of it.
+
+    Raises
+    ------
+    OnbeatError : the template, or the model's context, does not take the chat.
+    ClientGone : the caller has left.
+    """
+    encoder, caller = services.encoder, context_of(request.scope).caller
+    async with cancelled_on_disconnect(request.receive):
+        text = await render_chat(body, encoder, services.chat_template, caller)
+        return await encoder.encode(text, encode_options(body, services.info.max_model_len), caller)
+
+
+class TokenWriter:
     """Writes log-probabilities of tokens.
 
     Parameters
@@ -178,16 +190,14 @@ class _TokenWriter:
 class ChatFormat:
     """Writes chat completions and their chunks."""
 
-    def __init__(
-        self, head: AnswerHead, body: ChatCompletionRequest, writer: _TokenWriter, role: str
-    ) -> None:
+    def __init__(self, head: AnswerHead, body: ChatCompletionRequest, writer: TokenWriter, role: str) -> None:
         self._head = head
         self._has_logprobs = bool(body.logprobs)
         self._has_token_ids = bool(body.return_token_ids)
         self._writer = writer
         self._role = role
-        self._chunk_fields = head.fields("chat.completion.chunk")
-        self._template = ChunkTemplate(self._chunk_fields, has_usage=body.includes_usage)
+        self._template = ChunkTemplate(head.fields("chat.completion.chunk"), has_usage=body.includes_usage)
+        self.end, self.failed = self._template.end, chunks_failed
         self._started: set[int] = set()
 
     def columns(self, tokens: Sequence[ShownToken]) -> Sequence[bytes]:
@@ -202,9 +212,6 @@ class ChatFormat:
         if not delta.text and delta.finish_reason is None:
             return start
         return start + self._template.chunk(self._choice(delta), extras)
-
-    def usage_event(self, extras: Extras) -> bytes:
-        return event({**self._chunk_fields, "choices": [], **extras.fields()})
 
     def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Iterator[Piece]:
         if self._has_token_ids:

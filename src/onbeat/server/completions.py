@@ -25,7 +25,7 @@ from onbeat.server.answer_format import (
     Extras,
     WholeChoice,
     choice_end,
-    event,
+    chunks_failed,
     new_head,
     whole_answer,
 )
@@ -198,6 +198,7 @@ class CompletionFormat:
         self._token_name = token_name
         self._echoes = echoes
         self._template = ChunkTemplate(self._fields, has_usage=body.includes_usage)
+        self.end, self.failed = self._template.end, chunks_failed
         self._started: set[int] = set()
         self._prompt_json: dict[int, bytes] = {}
 
@@ -226,9 +227,6 @@ class CompletionFormat:
             if is_first:
                 parts += (b',"prompt_token_ids":', self._prompt_token_ids(choice))
         return self._template.chunk(b"".join(parts) + choice_end(delta), extras)
-
-    def usage_event(self, extras: Extras) -> bytes:
-        return event({**self._fields, "choices": [], **extras.fields()})
 
     def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Iterator[Piece]:
         return whole_answer(self._fields, map(self._whole, choices), extras)

@@ -98,8 +98,6 @@ _OTHER_APIS = {
     **dict.fromkeys(("/api/embed", "/api/embeddings", "/pooling"), _EMBEDDINGS),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank", "/v1/reranking", "/reranking"), _RANKING),
     **dict.fromkeys(("/v1/score", "/score", "/classify"), _RANKING),
-    "/v1/responses": "the Responses API is",
-    "/v1/messages": "Anthropic's Messages API is",
     "/api": _OLLAMA,
     **dict.fromkeys(("/completion", "/completions", "/infill", "/props", "/slots"), _LLAMA_CPP),
     "/generate": "the API of text-generation-inference is",
@@ -241,17 +239,40 @@ def error_body(
     return orjson.dumps({"error": error})
 
 
-def error_response(error: Exception) -> Response:
-    """Return the HTTP response that an exception becomes."""
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Statuses -> what Anthropic's API calls such an error; others are the caller's mistake or ours."""
+
+
+def anthropic_error(reply: ErrorReply) -> bytes:
+    """Return the JSON of an error as Anthropic's API has it, with what ours tells beside."""
+    error = orjson.loads(reply.body)["error"]
+    usual = "api_error" if reply.status >= 500 else "invalid_request_error"
+    error["type"] = _ANTHROPIC_TYPES.get(reply.status, usual)
+    return orjson.dumps({"type": "error", "error": error})
+
+
+def error_response(error: Exception, path: str) -> Response:
+    """Return the HTTP response that an exception becomes, in the form of the API that a path belongs to."""
     reply = error_reply(error)
-    return Response(reply.body, reply.status, reply.headers, "application/json")
+    body = anthropic_error(reply) if path.startswith(_ANTHROPIC_PATH) else reply.body
+    return Response(body, reply.status, reply.headers, "application/json")
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
     """Answer an exception (Starlette's shape of a handler; it runs one that is not async in a thread)."""
+    path = request.url.path
     if isinstance(error, HTTPException) and error.status_code == 404:
-        error = ApiError(404, _why_not_found(request.url.path), code="not_found")
-    return error_response(error)
+        error = ApiError(404, _why_not_found(path), code="not_found")
+    return error_response(error, path)
 
 
 def _why_not_found(path: str) -> str:

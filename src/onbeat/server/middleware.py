@@ -146,7 +146,7 @@ class RequestLog:
         except Exception as error:
             logger.exception("%s %s failed", context.request_id, context.endpoint)
             if context.status == 0:
-                await error_response(error)(scope, receive, send_named)
+                await error_response(error, scope["path"])(scope, receive, send_named)
             else:
                 raise  # half an answer is out: only closing the connection tells the client
         finally:
@@ -219,7 +219,7 @@ class PathCheck:
             f"the path {scope['path'][:MAX_QUOTED]!r} holds a control character; send it without",
             code="invalid_path",
         )
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope["path"])(scope, receive, send)
 
 
 def _is_open(path: str) -> bool:
@@ -239,7 +239,8 @@ def bearer_key(headers: Headers, keys: Sequence[str], *, name: str) -> str:
     ApiError : it carries none of them (401).
     """
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    key = key.strip() if scheme.lower() == "bearer" else ""
+    # Anthropic's clients send `x-api-key`
+    key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     given = key.encode(errors="replace")
     # every key is compared, each in constant time: the time tells nothing about them
     matches = [hmac.compare_digest(given, known.encode()) for known in keys]
@@ -267,7 +268,7 @@ class ApiKeys:
         try:
             key = bearer_key(Headers(scope=scope), self._keys, name="API key")
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         context_of(scope).key_digest = key_digest(key)
         await self._app(scope, receive, send)
@@ -286,7 +287,7 @@ class BodyLimit:
             return
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdecimal() and int(announced) > self._max_bytes:
-            await error_response(self._error())(scope, receive, send)
+            await error_response(self._error(), scope["path"])(scope, receive, send)
             return
         num_bytes = 0
 

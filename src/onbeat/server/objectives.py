@@ -143,6 +143,23 @@ def request_objectives(
     )
 
 
+def metadata_objectives(metadata: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the object `slo` that metadata states, for clients whose requests have no other place for it.
+
+    Parameters
+    ----------
+    metadata : keys such as `slo_ttft_ms` and `slo_class`; numbers and booleans may be text, as OpenAI's
+        metadata must be. Other keys are the caller's own.
+    """
+    stated = {name[4:]: value for name, value in (metadata or {}).items() if name.startswith("slo_")}
+    for name, value in stated.items():
+        if isinstance(value, str) and name != "class":
+            stated[name] = {"true": True, "false": False}.get(value, value)
+            if _NUMBER.fullmatch(value):
+                stated[name] = float(value)
+    return stated or None
+
+
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1e3
 

@@ -29,7 +29,7 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
 
 
 _STREAM: dict[str, Any] = {
-    "description": "The whole answer, or with `stream` server-sent events that end with `data: [DONE]`",
+    "description": "The whole answer, or with `stream` server-sent events",
     "content": {
         "text/event-stream": {
             "schema": {
@@ -43,12 +43,14 @@ _STREAM: dict[str, Any] = {
 }
 
 
-def generation_route(body: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:
+def generation_route(
+    body: type[BaseModel], answer: type[BaseModel], error: type[BaseModel] | None = None
+) -> dict[str, Any]:
     """Return the description of a completion endpoint, as arguments of FastAPI's route.
 
     Bodies are parsed by hand: FastAPI would accept NaN and answer mistakes with its own 422.
     """
-    errors = error_answers(400, 401, 404, 413, 429, 500, 503, 504)
+    errors = error_answers(400, 401, 404, 413, 429, 500, 503, 504, model=error)
     return {
         "tags": ["generation"],
         "response_model": answer,
@@ -262,6 +264,58 @@ class Completion(BaseModel):
     slo: SLOReport | None = None
 
 
+class ModelResponse(BaseModel):
+    """OpenAI's response: `output` holds items of type `reasoning`, `message` and `function_call`."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "in_progress", "failed"]
+    model: str
+    output: list[dict[str, Any]]
+    incomplete_details: dict[str, Any] | None
+    error: dict[str, Any] | None
+    usage: dict[str, Any] | None
+    slo: SLOReport | None = None
+
+
+class AnthropicUsage(BaseModel):
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(BaseModel):
+    """Anthropic's message: `content` holds blocks of type `thinking`, `text` and `tool_use`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: AnthropicUsage
+    slo: SLOReport | None = None
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """What every error of Anthropic's paths looks like; `error` has the fields of the others as well."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class TokenCount(BaseModel):
+    input_tokens: int
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"]
@@ -347,6 +401,6 @@ _MEANINGS = {
 }
 
 
-def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the documentation of error answers."""
-    return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in statuses}
+def error_answers(*statuses: int, model: type[BaseModel] | None = None) -> dict[int | str, dict[str, Any]]:
+    """Return the documentation of error answers, which are of a model (None: OpenAI's)."""
+    return {status: {"model": model or ErrorBody, "description": _MEANINGS[status]} for status in statuses}

@@ -117,6 +117,17 @@ def parse_events(body: bytes) -> list[Any]:
     return events
 
 
+async def named_events(served: Served, path: str, body: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the events of a stream whose events have names, each with its name."""
+    answer = await served.post(path, {**body, "stream": True})
+    assert answer.status == 200, answer.body
+    events = []
+    for part in answer.body.decode().removesuffix("\n\n").split("\n\n"):
+        name, data = part.split("\n")
+        events.append((name.removeprefix("event: "), orjson.loads(data.removeprefix("data: "))))
+    return events
+
+
 def make_app(
     engine: FakeEngine,
     config: ServerConfig,

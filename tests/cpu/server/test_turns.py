@@ -79,6 +79,24 @@ ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
             "stream_options": USAGE,
         },
     ),
+    "a streamed response with alternatives": (
+        "/v1/responses",
+        {
+            "input": [{"role": "user", "content": "a"}] * 2000,
+            "max_output_tokens": 1000,
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 20,
+            "stream": True,
+        },
+    ),
+    "a message of many blocks": (
+        "/v1/messages",
+        {
+            "model": "stand-in",
+            "max_tokens": 1000,
+            "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}] * 1000,
+        },
+    ),
     "a long chat": (
         CHAT,
         {"messages": HELLO, "max_tokens": 1000, "logprobs": True, "top_logprobs": 20, "slo": TIGHT},

@@ -1,0 +1,134 @@
+"""Anthropic's Messages API: its client, its blocks, its errors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from onbeat.core.errors import InvalidRequest
+from onbeat.server.messages import messages_of
+from tests.cpu.server.running import Served, named_events
+from tests.fakes_engine import FakeEngine
+
+if TYPE_CHECKING:
+    import anthropic
+
+MESSAGES = "/v1/messages"
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+BODY = {"model": "fake/model", "max_tokens": 50, "messages": HI}
+
+
+@pytest.fixture
+async def client(served: Served) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    library = pytest.importorskip(
+        "anthropic", reason="anthropic is not installed: pip install -e '.[clients]'"
+    )
+    async with library.AsyncAnthropic(base_url=served.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+async def test_client_gets_a_message(client: anthropic.AsyncAnthropic, engine: FakeEngine) -> None:
+    engine.script.num_cached_tokens = 3
+    message = await client.messages.create(model="fake/model", max_tokens=50, messages=HI, system="be brief")
+    (block,) = message.content
+    assert block.type == "text"
+    assert (block.text, message.stop_reason) == ("Hello, world!", "end_turn")
+    num_prompt = len("[system]be brief\n[user]hi\n[assistant]")
+    assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (num_prompt - 3, 3)
+
+
+async def test_client_streams_a_message(client: anthropic.AsyncAnthropic) -> None:
+    async with client.messages.stream(model="fake/model", max_tokens=5, messages=HI) as stream:
+        text = "".join([text async for text in stream.text_stream])
+        message = await stream.get_final_message()
+    assert (text, message.stop_reason, message.usage.output_tokens) == ("Hello", "max_tokens", 5)
+
+
+async def test_client_counts_tokens(client: anthropic.AsyncAnthropic) -> None:
+    count = await client.messages.count_tokens(model="fake/model", messages=HI)
+    assert count.input_tokens == len("[user]hi\n[assistant]")
+
+
+async def test_a_stream_has_the_events_of_its_blocks(served: Served) -> None:
+    events = await named_events(served, MESSAGES, {**BODY, "stop_sequences": [", "]})
+    assert [name for name, _ in events] == [
+        *("message_start", "content_block_start"),
+        *(["content_block_delta"] * (len(events) - 5)),
+        *("content_block_stop", "message_delta", "message_stop"),
+    ]
+    assert events[-2][1]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": ", "}
+    text = "".join(event["delta"]["text"] for name, event in events if name == "content_block_delta")
+    assert text == "Hello"
+
+
+async def test_errors_have_the_form_of_the_api(served: Served, engine: FakeEngine) -> None:
+    for body, kind, status in (
+        ({**BODY, "model": "other"}, "not_found_error", 404),
+        ({**BODY, "max_tokens": None}, "invalid_request_error", 400),
+        ({**BODY, "messages": [{"role": "robot", "content": ""}]}, "invalid_request_error", 400),
+        ({**BODY, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "invalid_request_error", 400),
+    ):
+        answer = await served.post(MESSAGES, body)
+        assert (answer.status, answer.json["type"], answer.json["error"]["type"]) == (status, "error", kind)
+    engine.script.error_after = 3
+    name, last = (await named_events(served, MESSAGES, BODY))[-1]
+    assert (name, last["type"], last["error"]["type"]) == ("error", "error", "api_error")
+
+
+@pytest.mark.parametrize("served", [{"api_keys": ("secret",)}], indirect=True)
+async def test_a_key_may_come_by_its_header(served: Served) -> None:
+    wrong = await served.post(MESSAGES, BODY, headers={"x-api-key": "guess"})
+    assert (wrong.status, wrong.json["error"]["type"]) == (401, "authentication_error")
+    assert (await served.post(MESSAGES, BODY, headers={"x-api-key": "secret"})).status == 200
+
+
+async def test_objectives_and_tenant_stand_in_metadata(served: Served, engine: FakeEngine) -> None:
+    metadata = {"user_id": "anna", "slo_tbt_ms": 100, "slo_shed": "false"}
+    answer = (await served.post(MESSAGES, {**BODY, "metadata": metadata})).json
+    request = engine.requests[-1]
+    assert request.slo is not None
+    assert (answer["slo"]["met"], request.slo.tbt) == (True, 0.1)
+    assert (request.tenant or "").startswith("user:")
+
+
+def test_blocks_become_messages() -> None:
+    blocks: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "text", "text": "I look"},
+                {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "sun"}]},
+                {"type": "tool_result", "tool_use_id": "t2", "content": "gone", "is_error": True},
+                {"type": "text", "text": "so?"},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t3"}]},
+    ]
+    system = [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "be kind"}]
+    call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+    assert messages_of(blocks, system) == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "I look"}],
+            "reasoning_content": "hm",
+            "tool_calls": [call],
+        },
+        {"role": "tool", "tool_call_id": "t1", "content": "sun"},
+        {"role": "tool", "tool_call_id": "t2", "content": "Error: gone"},
+        {"role": "user", "content": [{"type": "text", "text": "so?"}]},
+        {"role": "tool", "tool_call_id": "t3", "content": ""},
+    ]
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\].type is 'image'"):
+        messages_of([{"role": "user", "content": [{"type": "image"}]}], None)

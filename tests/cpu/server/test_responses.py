@@ -1,0 +1,159 @@
+"""The Responses API: the official client, the forms of its input, and what needs state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from onbeat.core.errors import InvalidRequest
+from onbeat.server.responses import messages_of
+from tests.cpu.server.running import Served, named_events
+from tests.fakes_engine import FakeEngine
+
+RESPONSES = "/v1/responses"
+
+
+async def test_client_gets_a_response(served: Served) -> None:
+    response = await served.client.responses.create(
+        model="fake/model", input="hi", instructions="be brief", metadata={"case": "7"}
+    )
+    assert response.output_text == "Hello, world!"
+    assert (response.status, response.metadata) == ("completed", {"case": "7"})
+    assert response.usage is not None
+    assert response.usage.input_tokens == len("[system]be brief\n[user]hi\n[assistant]")
+    assert response.usage.output_tokens == len("Hello, world!") + 1  # the end token counts
+    assert response.id.startswith("resp_")
+
+
+async def test_client_streams_a_response(served: Served) -> None:
+    async with served.client.responses.stream(model="fake/model", input="hi") as stream:
+        kinds = [event.type async for event in stream]
+        final = await stream.get_final_response()
+    assert final.output_text == "Hello, world!"
+    assert kinds[:4] == [
+        *("response.created", "response.in_progress"),
+        *("response.output_item.added", "response.content_part.added"),
+    ]
+    assert set(kinds[4:-4]) == {"response.output_text.delta"}
+    assert kinds[-4:] == [
+        *("response.output_text.done", "response.content_part.done"),
+        *("response.output_item.done", "response.completed"),
+    ]
+
+
+async def test_events_are_numbered_and_the_last_is_the_whole_answer(served: Served) -> None:
+    body = {
+        "input": "hi",
+        "max_output_tokens": 5,
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 1,
+    }
+    events = await named_events(served, RESPONSES, body)
+    assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
+    assert [name for name, _ in events] == [event["type"] for _, event in events]
+    deltas = [event for name, event in events if name == "response.output_text.delta"]
+    assert "".join(delta["delta"] for delta in deltas) == "Hello"
+    assert all(len(delta["logprobs"]) == len(delta["delta"]) for delta in deltas)
+    name, last = events[-1]
+    assert (name, last["response"]["incomplete_details"]) == (
+        "response.incomplete",
+        {"reason": "max_output_tokens"},
+    )
+    whole = (await served.post(RESPONSES, body)).json
+    for answer in (whole, last["response"]):
+        (item,) = answer.pop("output")
+        (content,) = item["content"]
+        assert (item["status"], content["text"], len(content["logprobs"])) == ("incomplete", "Hello", 5)
+        del answer["id"], answer["created_at"]
+    assert whole == last["response"]
+
+
+async def test_objectives_stand_in_metadata_and_are_judged(served: Served, engine: FakeEngine) -> None:
+    body = {"input": "hi", "metadata": {"slo_ttft_ms": "60000", "slo_class": "standard", "mine": "x"}}
+    answer = (await served.post(RESPONSES, body)).json
+    assert answer["slo"]["met"] is True
+    assert engine.requests[-1].slo is not None
+    assert (engine.requests[-1].slo.ttft, engine.requests[-1].slo_class) == (60, "standard")
+    _, last = (await named_events(served, RESPONSES, body))[-1]
+    assert last["response"]["slo"]["met"] is True
+    wrong = await served.post(RESPONSES, {"input": "hi", "metadata": {"slo_tftt_ms": "5"}})
+    assert (wrong.status, wrong.error["code"]) == (400, "unknown_parameter")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"n": 2}, "n"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice.type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"content": "x"}]}, "input[0]"),
+        ({"input": 5}, "input"),
+        ({"input": []}, "messages"),
+    ],
+)
+async def test_what_it_lacks_is_refused_by_name(served: Served, fields: dict[str, Any], param: str) -> None:
+    answer = await served.post(RESPONSES, {"input": "hi", **fields})
+    assert (answer.status, answer.error["param"]) == (400, param)
+
+
+async def test_nothing_is_stored(served: Served) -> None:
+    assert (await served.post(RESPONSES, {"input": "hi", "store": True})).json["store"] is False
+    for path in ("resp_1", "resp_1/input_items"):
+        answer = await served.get(f"{RESPONSES}/{path}")
+        assert (answer.status, answer.error["code"]) == (404, "response_not_stored")
+
+
+async def test_an_error_in_a_stream_is_its_last_event(served: Served, engine: FakeEngine) -> None:
+    engine.script.error_after = 3
+    name, last = (await named_events(served, RESPONSES, {"input": "hi"}))[-1]
+    assert (name, last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"]["code"] == "engine_error"
+    assert last["response"]["output"][0]["content"][0]["text"] == "Hel"
+
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
+SHOWN_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+def test_what_a_model_said_in_one_turn_is_one_message() -> None:
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look"}]},
+        CALL,
+        {**CALL, "call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sun"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
+        {"role": "assistant", "content": "both"},
+        {"role": "assistant", "content": "again"},
+    ]
+    assert messages_of(items, "be kind") == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {
+            "role": "assistant",
+            "reasoning_content": "hm",
+            "content": [{"type": "output_text", "text": "I look"}],
+            "tool_calls": [SHOWN_CALL, {**SHOWN_CALL, "id": "c2"}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "sun"},
+        {"role": "tool", "tool_call_id": "c2", "content": [{"type": "input_text", "text": "rain"}]},
+        {"role": "assistant", "content": "both"},
+        {"role": "assistant", "content": "again"},
+    ]
+    with pytest.raises(InvalidRequest, match=r"input\[0\].name is None"):
+        messages_of([{"type": "function_call", "call_id": "c"}], None)
+    assert orjson.dumps(messages_of("hi", None)) == b'[{"role":"user","content":"hi"}]'
