@@ -29,6 +29,7 @@ from onbeat.server.answer_format import (
     new_head,
     whole_answer,
 )
+from onbeat.server.answer_models import ChatCompletion
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.chat_prompt import ChatMessages, render_chat
 from onbeat.server.choices import ChoiceDelta, ShownToken, TextOptions
@@ -41,7 +42,7 @@ from onbeat.server.generation_request import (
 )
 from onbeat.server.middleware import context_of
 from onbeat.server.objectives import request_objectives
-from onbeat.server.openapi import ChatCompletion, generation_route
+from onbeat.server.openapi import generation_route
 from onbeat.server.pieces import Piece, json_inside
 from onbeat.server.services import Services
 

@@ -29,6 +29,7 @@ from onbeat.server.answer_format import (
     new_head,
     whole_answer,
 )
+from onbeat.server.answer_models import Completion
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.choices import Choice, ChoiceDelta, ShownToken
 from onbeat.server.config import ServerConfig
@@ -41,7 +42,7 @@ from onbeat.server.generation_request import (
 )
 from onbeat.server.middleware import context_of
 from onbeat.server.objectives import request_objectives
-from onbeat.server.openapi import Completion, generation_route
+from onbeat.server.openapi import generation_route
 from onbeat.server.pieces import Piece, json_inside
 from onbeat.server.prompts import TOKEN_ID_SCHEMA, EncodeOptions, PromptInput
 from onbeat.server.services import Services

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.answer import AnswerResponse
 from onbeat.server.answer_format import new_head
+from onbeat.server.answer_models import AnthropicErrorBody, AnthropicMessage, TokenCount
 from onbeat.server.body import WHOLE, read_body
 from onbeat.server.chat import chat_prompt, chat_requests
 from onbeat.server.config import MAX_MESSAGES, MAX_STOP_STRINGS
@@ -21,14 +22,7 @@ from onbeat.server.errors import unsupported
 from onbeat.server.generation_request import GenerationRequest, StopString
 from onbeat.server.messages_format import MessageFormat
 from onbeat.server.middleware import context_of
-from onbeat.server.openapi import (
-    AnthropicErrorBody,
-    AnthropicMessage,
-    TokenCount,
-    error_answers,
-    generation_route,
-    json_body,
-)
+from onbeat.server.openapi import error_answers, generation_route, json_body
 from onbeat.server.services import Services
 from onbeat.server.translation import chat_of, function_tools
 

@@ -108,7 +108,7 @@ def _block(part: WholePart) -> Iterator[Piece]:
 
 def _input(part: WholePart) -> bytes:
     """Return the arguments of a call, which this API has as an object, cut off or not."""
-    text = orjson.loads(b'"%b"' % part.text)
+    text = orjson.loads(b'"' + part.text + b'"')
     try:
         is_object = isinstance(orjson.loads(text or "{}"), dict)
     except orjson.JSONDecodeError:

@@ -90,7 +90,7 @@ class ResponseFormat:
         )
 
     def part_ends(self, index: int, part: WholePart, *, is_whole: bool) -> bytes:
-        text = orjson.Fragment(b'"%b"' % part.text)
+        text = orjson.Fragment(b'"' + part.text + b'"')
         item = b"".join(self._item(index, part, "completed" if is_whole else "incomplete", ()))
         if part.kind == "call":
             assert part.call is not None

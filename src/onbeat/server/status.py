@@ -11,8 +11,9 @@ from starlette.responses import Response
 from onbeat import __version__
 from onbeat.core.errors import EngineDead, Overloaded
 from onbeat.core.protocols import FleetView
+from onbeat.server.answer_models import EngineLoad, ModelCard, ModelList, VersionInfo
 from onbeat.server.errors import engine_hangs
-from onbeat.server.openapi import EngineLoad, ModelCard, ModelList, VersionInfo, error_answers
+from onbeat.server.openapi import error_answers
 from onbeat.server.services import Services
 
 

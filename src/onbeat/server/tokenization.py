@@ -13,13 +13,14 @@ from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.answer import cancelled_on_disconnect
+from onbeat.server.answer_models import Detokenized, Tokens
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.chat import ChatCompletionRequest
 from onbeat.server.chat_prompt import ChatMessages, render_chat
 from onbeat.server.completions import CompletionRequest
 from onbeat.server.generation_request import truncate_to
 from onbeat.server.middleware import context_of
-from onbeat.server.openapi import Detokenized, Tokens, error_answers, json_body
+from onbeat.server.openapi import error_answers, json_body
 from onbeat.server.pieces import PiecesResponse, json_inside, list_in_pieces
 from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
 from onbeat.server.services import Services

@@ -1,0 +1,258 @@
+"""What answers look like, for the description at /openapi.json alone: none is made through these models."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+
+class Objectives(BaseModel):
+    """What a request was held to."""
+
+    slo_class: str | None = Field(alias="class")
+    ttft_ms: float | None
+    tbt_ms: float | None
+    e2e_ms: float | None
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    param: str | None
+    code: str | None
+    reason: str | None = None
+    predicted_ttft_ms: float | None = None
+    slo: Objectives | None = None
+
+
+class ErrorBody(BaseModel):
+    """What every error looks like."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
+    accepted_prediction_tokens: int = Field(
+        description="Of the completion tokens, those that were proposed as drafts; 0 without speculation"
+    )
+    rejected_prediction_tokens: int = Field(
+        description="Draft tokens that are not in the answer; they are not completion tokens"
+    )
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class AnswerMessage(BaseModel):
+    role: str
+    content: str
+
+
+class _Choice(BaseModel):
+    index: int
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatChoice(_Choice):
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+
+
+class SLOReport(BaseModel):
+    """How the objectives were kept; of several choices, by the worst."""
+
+    slo_class: str | None = Field(alias="class")
+    ttft_ms: float | None
+    tbt_p99_ms: float | None
+    token_attainment: float | None
+    met: bool
+    predicted_ttft_ms: float | None
+    relegated: bool
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    slo: SLOReport | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    slo: SLOReport | None = None
+
+
+class ModelResponse(BaseModel):
+    """OpenAI's response: `output` holds items of type `reasoning`, `message` and `function_call`."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete", "in_progress", "failed"]
+    model: str
+    output: list[dict[str, Any]]
+    incomplete_details: dict[str, Any] | None
+    error: dict[str, Any] | None
+    usage: dict[str, Any] | None
+    slo: SLOReport | None = None
+
+
+class AnthropicUsage(BaseModel):
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(BaseModel):
+    """Anthropic's message: `content` holds blocks of type `thinking`, `text` and `tool_use`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: AnthropicUsage
+    slo: SLOReport | None = None
+
+
+class AnthropicErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """What every error of Anthropic's paths looks like; `error` has the fields of the others as well."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+
+
+class TokenCount(BaseModel):
+    input_tokens: int
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(BaseModel):
+    prompt: str
+
+
+class EngineLoad(BaseModel):
+    server_load: int
+
+
+class ReplicaLimitsShown(BaseModel):
+    device: str
+    max_model_len: int
+    max_num_seqs: int
+    num_blocks: int
+    block_size: int
+
+
+class ReplicaStatus(BaseModel):
+    replica: str
+    state: Literal["starting", "ready", "draining", "down", "stopped"]
+    why: str
+    lives: int
+    requests: int
+    streaming: int
+    process_id: int | None
+    host: str
+    silence_seconds: float | None
+    limits: ReplicaLimitsShown | None
+    load: dict[str, Any] | None
+
+
+class FleetScaling(BaseModel):
+    policy: str
+    min: int
+    max: int
+    wanted: int
+    why: str
+    load_share: float | None
+    planned_share: float | None
+
+
+class FleetStatus(BaseModel):
+    ready: bool
+    requests_waiting: int
+    scaling: FleetScaling | None
+    replicas: list[ReplicaStatus]
+
+
+class VersionInfo(BaseModel):
+    version: str
