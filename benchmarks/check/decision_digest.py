@@ -49,7 +49,7 @@ from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.simulator.observer import SimulationObserver, StepsWanted
-from onbeat.simulator.planning import make_scheduler
+from onbeat.simulator.replica_core import make_scheduler
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate

@@ -27,7 +27,7 @@ from onbeat.core.step import ModelRunnerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.simulator.planning import make_scheduler
+from onbeat.simulator.replica_core import make_scheduler
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import build_for_load, build_simulation
 from onbeat.simulator.simulate import simulate

@@ -33,7 +33,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
-from onbeat.simulator.planning import make_scheduler
+from onbeat.simulator.replica_core import make_scheduler
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import build_simulation
 

@@ -23,8 +23,9 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.client import Clients, OfferedRequest
 from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.deliveries import Collector
 from onbeat.simulator.fleet_loop import FleetLoop, OnlyReplica
-from onbeat.simulator.observer import Collector, StepsWanted
+from onbeat.simulator.observer import StepsWanted
 from onbeat.simulator.replica import SerialReplica
 from onbeat.workload.offered import OfferedLoad
 

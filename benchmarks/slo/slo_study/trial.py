@@ -22,10 +22,11 @@ from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.client import Clients
 from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.observer import Collector
+from onbeat.simulator.deliveries import Collector
+from onbeat.simulator.fleet_loop import run_alone
+from onbeat.simulator.replica import make_replica
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import Simulation, build_simulation
-from onbeat.simulator.together import make_replica, run_alone
 from onbeat.workload.offered import OfferedLoad
 
 MOST_GROWTH = 0.02

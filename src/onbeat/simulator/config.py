@@ -201,7 +201,7 @@ class SimulationConfig:
     @property
     def reads_predictions(self) -> bool:
         """Whether the router goes by what replicas predict."""
-        return self.router == "slo" and not self.is_of_one
+        return not self.is_of_one and self.router == "slo"
 
     def _check_fleet(self) -> None:
         for change in self.fleet_changes:
@@ -260,4 +260,6 @@ class SimulationConfig:
     @property
     def replica_scheduler(self) -> SchedulerConfig:
         """Limits of one replica, with a micro-batch for each stage."""
+        if self.scheduler.num_micro_batches == self.pipeline:
+            return self.scheduler
         return replace(self.scheduler, num_micro_batches=self.pipeline)

@@ -1,16 +1,29 @@
-"""What is written in the records of a virtual replica's requests: deliveries, ends and refusals."""
+"""The tokens that a virtual device samples, and what records say of them: deliveries, ends and refusals."""
 
 from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable
 from onbeat.core.request import RequestOutput, overdue_error
 from onbeat.core.slo import Fate
-from onbeat.core.step import SchedulerOutput
-from onbeat.simulator.client import OfferedRequest
+from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
+from onbeat.metrics.record import RequestRecord
+from onbeat.simulator.client import STOP, OfferedRequest
+from onbeat.simulator.observer import SimulationObserver
+from onbeat.simulator.result import DraftCounts
+
+ORDINARY = STOP + 1
+"""A token that ends no request."""
+_ORDINARY_ROW, _LAST_ROW = [ORDINARY], [STOP]
+
+_REQUESTS_BETWEEN_LOOKS = 16
+"""Finished requests between two looks at the clock."""
+Keep = Callable[[int, RequestRecord], None]
+"""Takes (row of the load, record of a request that ended)."""
 
 REJECTED = "rejected"
 """`RequestRecord.finish_reason` of a request that was refused at its arrival."""
@@ -161,3 +174,98 @@ def refuse(offered: OfferedRequest, error: RequestRejected, replica_name: str | 
     record.end = now
     if isinstance(error, SLOUnattainable):
         record.predicted_ttft = record.predicted_wait = error.predicted_ttft
+
+
+class Collector:
+    """Passes on the records of requests that ended.
+
+    Parameters
+    ----------
+    keep : takes (row of the load, record).
+    on_progress : told how many more requests have ended, and when the last did (virtual seconds).
+    """
+
+    def __init__(
+        self,
+        keep: Keep,
+        *,
+        on_progress: Callable[[int, float], None],
+        observer: SimulationObserver | None = None,
+    ) -> None:
+        self._keep = keep
+        self._on_progress = on_progress
+        self._observer = observer
+        self._num_unreported = 0
+        self._last_end = 0.0
+
+    def on_request(self, offered: OfferedRequest) -> None:
+        """Hear of a request that a replica took."""
+        if self._observer is not None:
+            self._observer.on_request(offered.record)
+
+    def on_finish(self, offered: OfferedRequest, now: float) -> None:
+        """Keep the record of a request that ended."""
+        self._keep(offered.index, offered.record)
+        self._last_end = now
+        if self._observer is not None:
+            self._observer.on_finish(offered.record)
+        self._num_unreported += 1
+        if self._num_unreported >= _REQUESTS_BETWEEN_LOOKS:
+            self.report()
+
+    def report(self) -> None:
+        """Say how many requests have ended since the last time."""
+        num_finished, self._num_unreported = self._num_unreported, 0
+        self._on_progress(num_finished, self._last_end)
+
+
+class Sampler(Protocol):
+    """What a virtual device computes in a step, and which tokens come of it."""
+
+    @property
+    def counts(self) -> DraftCounts | None:
+        """What became of drafts so far; None where nothing is speculated."""
+        ...
+
+    def begin(self, scheduled: SchedulerOutput) -> BatchShape:
+        """Take note of a step that begins; return what the device computes."""
+        ...
+
+    def sample(self, scheduled: SchedulerOutput, num_steps: int) -> ModelRunnerOutput:
+        """Return the tokens of a step: of the last of `num_steps` that are taken at once."""
+        ...
+
+
+class VirtualSampler:
+    """Ends each request at the output length that the load says, whatever limit was declared.
+
+    Parameters
+    ----------
+    deliveries : knows how many tokens each request still gets.
+    may_stop : whether requests end before their `max_tokens`.
+    """
+
+    def __init__(self, deliveries: Deliveries, *, may_stop: bool) -> None:
+        self._deliveries = deliveries
+        self._may_stop = may_stop
+
+    @property
+    def counts(self) -> None:
+        return None
+
+    def begin(self, scheduled: SchedulerOutput) -> BatchShape:
+        """Return the shape of the step, as it was planned."""
+        return scheduled.shape
+
+    def sample(self, scheduled: SchedulerOutput, num_steps: int) -> ModelRunnerOutput:
+        """Return the tokens of a step: of the last of `num_steps` that are taken at once."""
+        if not self._may_stop:
+            return ModelRunnerOutput([_ORDINARY_ROW] * scheduled.shape.num_lm_head_rows)
+        num_left = self._deliveries.num_left
+        return ModelRunnerOutput(
+            [
+                _LAST_ROW if num_left(row.request_id) == num_steps else _ORDINARY_ROW
+                for row in scheduled.rows
+                if row.samples
+            ]
+        )

@@ -8,10 +8,9 @@ from math import inf
 from typing import Protocol
 
 from onbeat.core.errors import RequestRejected
-from onbeat.core.fleet import replica_id
+from onbeat.core.fleet import ReplicaId, replica_id
 from onbeat.simulator.client import Clients, OfferedRequest
-from onbeat.simulator.deliveries import refuse
-from onbeat.simulator.observer import Collector
+from onbeat.simulator.deliveries import Collector, refuse
 from onbeat.simulator.replica import VirtualReplica
 
 STEP, HEAR, COPY, TICK, ARRIVE, MOVE, PLAN, REPORT, STOP = range(9)
@@ -158,11 +157,10 @@ class FleetLoop:
 class Member:
     """One life of a replica in a loop: when it ends steps, and when it plans."""
 
-    __slots__ = ("_desk", "_due", "_loop", "_planned", "is_gone", "name", "number", "replica")
+    __slots__ = ("_desk", "_due", "_loop", "_planned", "is_gone", "number", "replica")
 
     def __init__(self, loop: FleetLoop, desk: Desk, number: int, replica: VirtualReplica) -> None:
         self.number = number
-        self.name = replica_id(number)
         self.replica = replica
         self.is_gone = False
         self._loop = loop
@@ -171,6 +169,11 @@ class Member:
         """When an end of its step is in the heap."""
         self._planned = -1.0
         """The instant at which it is to plan, or has."""
+
+    @property
+    def name(self) -> ReplicaId:
+        """As a fleet knows it."""
+        return replica_id(self.number)
 
     def call(self, now: float) -> None:
         """Let it plan at this instant, after all else."""
@@ -246,3 +249,19 @@ class OnlyReplica:
     def on_expired(self, member: Member, offered: OfferedRequest, now: float) -> None:  # noqa: ARG002
         """Let the request end: no other replica could take it."""
         self._loop.close(offered, now)
+
+
+def run_alone(clients: Clients, replica: VirtualReplica, collector: Collector) -> bool:
+    """Run requests through one replica that nothing happens to; return whether the run came to its end."""
+    loop = FleetLoop(clients, collector)
+    return run_until_end(loop, OnlyReplica(loop, replica), collector)
+
+
+def run_until_end(loop: FleetLoop, desk: Desk, collector: Collector) -> bool:
+    """Run a loop; return whether the run came to its end, not to a Ctrl-C."""
+    try:
+        loop.run(desk)
+        collector.report()
+    except KeyboardInterrupt:
+        return False
+    return True

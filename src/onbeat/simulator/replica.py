@@ -20,6 +20,7 @@ from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.deliveries import refuse
 from onbeat.simulator.observer import SimulationObserver
+from onbeat.simulator.pipeline import PipelineReplica
 from onbeat.simulator.replica_core import ReplicaCore, StepUnderWay
 from onbeat.simulator.result import ReplicaCounters
 
@@ -316,3 +317,25 @@ class SerialReplica:
                     break
         self._num_left = num_left
         self.next_time = end
+
+
+def make_replica(
+    index: int,
+    config: SimulationConfig,
+    step_time: StepTimeModel,
+    *,
+    observer: SimulationObserver | None = None,
+    is_alone: bool = False,
+    is_watched: bool = False,
+) -> VirtualReplica:
+    """Return replica `index`, with or without pipeline stages.
+
+    Parameters
+    ----------
+    is_alone, is_watched : see `SerialReplica`.
+    """
+    if config.pipeline > 1:
+        return PipelineReplica(str(index), config, step_time, observer=observer)
+    return SerialReplica(
+        str(index), config, step_time, observer=observer, is_alone=is_alone, is_watched=is_watched
+    )

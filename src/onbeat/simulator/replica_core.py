@@ -7,19 +7,23 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import exp, inf
 from statistics import NormalDist
+from typing import Protocol, runtime_checkable
 
+from onbeat.core.errors import ConfigError
 from onbeat.core.handover import Detached
 from onbeat.core.step import BatchShape, DraftStats, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.policies import composition
+from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.steady import SteadyRun, SteadyRuns
 from onbeat.scheduler.replica.step_report import Planned, StepReporter
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.deliveries import Deliveries
+from onbeat.simulator.deliveries import ORDINARY, Deliveries, Sampler, VirtualSampler
 from onbeat.simulator.observer import SimulationObserver
-from onbeat.simulator.planning import make_scheduler, plan_step
 from onbeat.simulator.result import ReplicaCounters
-from onbeat.simulator.sampling import ORDINARY, make_sampler
+from onbeat.simulator.verifying import VerifyingSampler
 
 _NORMAL = NormalDist()
 _SCALE = 2.0**-53
@@ -70,12 +74,12 @@ class ReplicaCore:
         self.noise = make_noise(config.step_noise, seed=config.seed, replica=int(name))
         self.deliveries = Deliveries(name, has_drafts=config.scheduler.speculation is not None)
         self.sampler = make_sampler(config, self.deliveries)
-        self._reporter = StepReporter(self.scheduler)
         self.num_steps = 0
         """Steps that have ended."""
         self.busy_seconds = 0.0
         self._index = int(name)
         self._observer = None if observer is None or observer.wanted_steps == "none" else observer
+        self._reporter = None if self._observer is None else StepReporter(self.scheduler)
         self._steady = SteadyRuns(self.scheduler, ORDINARY)
         self._may_stop = config.declared_max_tokens is not None
         self._work = BatchShape()
@@ -98,7 +102,7 @@ class ReplicaCore:
             return None
         shape = self.sampler.begin(scheduled)
         planned = predicted = None
-        if self._observer is not None:
+        if self._reporter is not None:
             planned, predicted = self._reporter.take_planned(), self._predict(scheduled)
         run = self._steady.begin(scheduled) if may_run_on else None
         max_steps = 1 if run is None else run.max_steps
@@ -177,6 +181,7 @@ class ReplicaCore:
     ) -> None:
         """Describe a step, or a run by its first, to whoever watches."""
         assert step.planned is not None
+        assert self._reporter is not None
         step.shape.decode_context_tokens = first_context
         stats = self._reporter.stats(step.scheduled, step.planned, start=step.start, end=ends[-1])
         if step.predicted is None:  # nothing learns, and the device takes what is predicted
@@ -289,3 +294,67 @@ def _add_work(total: BatchShape, shape: BatchShape, *, first_context: int, num_s
     total.num_draft_passes += shape.num_draft_passes * num_steps
     total.num_catch_up_tokens += shape.num_catch_up_tokens * num_steps
     total.catch_up_pairs += shape.catch_up_pairs * num_steps
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """A step-time model that each replica can have for itself, to learn from its own steps."""
+
+    def with_learning(self) -> StepTimeModel:
+        """Return the same model as it was before any step."""
+        ...
+
+
+def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel, *, predicts: bool = False) -> Scheduler:
+    """Return the scheduler of one replica.
+
+    A policy that plans by predicted times, or weighs drafts by them, gets a model of its own, which it
+    corrects by the steps that it sees, as a live engine does; what the device does is not its to see.
+
+    Parameters
+    ----------
+    step_time : what the device is simulated by.
+    predicts : whether somebody reads predictions of its load, as of a live engine's under any policy; then
+        it has a model wherever there is one that can be handed to it.
+
+    Raises
+    ------
+    ConfigError : a policy that needs predictions, and a model that cannot be handed to it.
+    """
+    speculation = config.speculation
+    weighs_drafts = speculation is not None and speculation.draft_length == "adaptive"
+    needs_model = composition(config.policy).needs_step_time or weighs_drafts
+    if not (needs_model or (predicts and isinstance(step_time, Learner))):
+        return Scheduler(config)
+    if not isinstance(step_time, Learner):
+        raise ConfigError(
+            f"{'adaptive drafting' if weighs_drafts else f'policy {config.policy!r}'} predicts the times of "
+            f"steps, but {type(step_time).__name__} "
+            "cannot learn from them (it has no with_learning); use a perfmodel.Predictor"
+        )
+    return Scheduler(config, step_time.with_learning())
+
+
+def plan_step(scheduler: Scheduler, now: float) -> SchedulerOutput | None:
+    """Plan a step; None where nothing can run before something else happens.
+
+    A scheduler may also plan nothing because it only preempted requests or ended some: the next plan, at the
+    same time, is another.
+    """
+    num_unfinished = scheduler.num_unfinished
+    while num_unfinished:
+        num_preemptions, num_before = scheduler.num_preemptions, num_unfinished
+        scheduled = scheduler.schedule(now)
+        if scheduled is not None:
+            return scheduled
+        num_unfinished = scheduler.num_unfinished
+        if (scheduler.num_preemptions, num_unfinished) == (num_preemptions, num_before):
+            return None
+    return None
+
+
+def make_sampler(config: SimulationConfig, deliveries: Deliveries) -> Sampler:
+    """Return what samples on one replica."""
+    if config.scheduler.speculation is None:
+        return VirtualSampler(deliveries, may_stop=config.declared_max_tokens is not None)
+    return VerifyingSampler(deliveries, config)

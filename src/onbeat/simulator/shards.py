@@ -23,9 +23,10 @@ from onbeat.scheduler.cluster.routing import Router, RoutingRequest
 from onbeat.simulator.client import Clients
 from onbeat.simulator.columns import RecordColumns
 from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.observer import Collector, Keep
+from onbeat.simulator.deliveries import Collector, Keep
+from onbeat.simulator.fleet_loop import run_alone
+from onbeat.simulator.replica import make_replica
 from onbeat.simulator.result import ReplicaCounters
-from onbeat.simulator.together import make_replica, run_alone
 from onbeat.workload.offered import OfferedLoad
 
 _POLL_SECONDS = 0.02

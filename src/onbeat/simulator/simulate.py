@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import ShedMode
@@ -12,12 +14,18 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.cluster.fleet import Decided
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import Router
-from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.observer import Collector, Progress, ProgressMeter, SimulationObserver
-from onbeat.simulator.result import SimulationResult
+from onbeat.simulator.client import Clients
+from onbeat.simulator.config import ReplicaKind, SimulationConfig
+from onbeat.simulator.deliveries import Collector
+from onbeat.simulator.fleet import VirtualFleet, wants_reports
+from onbeat.simulator.fleet_loop import FleetLoop, run_alone, run_until_end
+from onbeat.simulator.observer import Progress, SimulationObserver
+from onbeat.simulator.replica import VirtualReplica, make_replica
+from onbeat.simulator.result import FleetSize, ReplicaCounters, SimulationResult
 from onbeat.simulator.shards import IndependentReplicas, run_in_processes
-from onbeat.simulator.together import FleetOutcome, run_together
 from onbeat.workload.offered import OfferedLoad
+
+_REPORT_SECONDS = 0.1
 
 
 def simulate(  # noqa: PLR0913 (four say who watches)
@@ -76,8 +84,8 @@ def simulate(  # noqa: PLR0913 (four say who watches)
             on_record(record)
 
     collector = Collector(keep, on_progress=meter.advance, observer=observer)
-    router = make_router(config.router, config.num_replicas, seed=config.seed)
-    if observer is None and on_decision is None and _is_separable(load, config, router):
+    router = _router_apart(load, config) if observer is None and on_decision is None else None
+    if router is not None:
         replicas = IndependentReplicas(load, config, step_time, router)
         if jobs > 1:
             outcome = FleetOutcome(*run_in_processes(replicas, jobs, keep, meter.advance), {})
@@ -100,12 +108,15 @@ def simulate(  # noqa: PLR0913 (four say who watches)
     )
 
 
-def _is_separable(load: OfferedLoad, config: SimulationConfig, router: Router) -> bool:
-    """Whether what happens on one replica has no effect on another."""
+def _router_apart(load: OfferedLoad, config: SimulationConfig) -> Router | None:
+    """Return the router of several replicas that have no effect on one another; None where they have."""
     is_open = load.arrivals is not None and config.max_concurrency is None
     is_fixed = not (config.fleet_changes or config.kinds or config.kv_link or config.fleet.autoscale)
     # What one replica refuses goes to another.
-    return is_fixed and is_open and router.ignores_state and config.num_replicas > 1 and not _refuses(config)
+    if config.num_replicas == 1 or not (is_fixed and is_open) or _refuses(config):
+        return None
+    router = make_router(config.router, config.num_replicas, seed=config.seed)
+    return router if router.ignores_state else None
 
 
 def _refuses(config: SimulationConfig) -> bool:
@@ -113,3 +124,100 @@ def _refuses(config: SimulationConfig) -> bool:
     limits = config.scheduler
     caps = (limits.max_num_queued_reqs, limits.max_num_queued_tokens, limits.max_queue_seconds)
     return config.shed is ShedMode.REJECT or any(each is not None for each in caps)
+
+
+class FleetOutcome(NamedTuple):
+    """What replicas did in a run."""
+
+    counters: list[ReplicaCounters]
+    is_complete: bool
+    """Whether the run came to its end (Ctrl-C)."""
+    decisions: dict[str, int]
+    """See `SimulationResult.decisions`; so are the next."""
+    replica_seconds: float | None = None
+    sizes: Sequence[FleetSize] = ()
+
+
+def run_together(
+    load: OfferedLoad,
+    config: SimulationConfig,
+    step_time: StepTimeModel,
+    collector: Collector,
+    observer: SimulationObserver | None,
+    on_decision: Decided | None = None,
+) -> FleetOutcome:
+    """Run all replicas on one clock.
+
+    Parameters
+    ----------
+    collector : takes the records, one a request.
+    observer : hears of steps.
+    on_decision : is told of each event of the fleet, its time and the actions; then there is one to tell of,
+        even of one replica.
+
+    Raises
+    ------
+    ConfigError : a request that no replica can ever run.
+    """
+    clients = Clients(load, config)
+    if config.is_alone and on_decision is None:
+        kind = _kinds(config, step_time)[0]
+        replica = make_replica(0, _of(config, kind), kind.step_time, observer=observer, is_alone=True)
+        is_complete = run_alone(clients, replica, collector)
+        return FleetOutcome([replica.counters()], is_complete, {})
+    router = make_router(config.router, 0, seed=config.seed)
+    is_watched = wants_reports(config, router)
+
+    def make(index: int, kind: ReplicaKind) -> VirtualReplica:
+        own = _of(config, kind)
+        return make_replica(index, own, kind.step_time, observer=observer, is_watched=is_watched)
+
+    loop = FleetLoop(clients, collector)
+    fleet = VirtualFleet(loop, config, _kinds(config, step_time), router, make, on_decision=on_decision)
+    is_complete = run_until_end(loop, fleet, collector)
+    if is_complete:
+        fleet.end()
+    return FleetOutcome(
+        fleet.lives.counters(), is_complete, dict(fleet.decisions), fleet.lives.seconds, fleet.sizes
+    )
+
+
+def _kinds(config: SimulationConfig, step_time: StepTimeModel) -> Sequence[ReplicaKind]:
+    """Return what the replicas are, the first first; further ones are like the last."""
+    return config.kinds or (ReplicaKind(scheduler=config.replica_scheduler, step_time=step_time),)
+
+
+def _of(config: SimulationConfig, kind: ReplicaKind) -> SimulationConfig:
+    """Return the configuration of one replica of a fleet."""
+    if not config.kinds:
+        return config
+    fleet = replace(config.fleet, router=config.router)
+    stages = kind.scheduler.num_micro_batches
+    return replace(config, kinds=(), fleet=fleet, scheduler=kind.scheduler, pipeline=stages)
+
+
+class ProgressMeter:
+    """Calls back at most ten times a second, and once at the end."""
+
+    def __init__(
+        self, callback: Progress | None, num_requests: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._callback = callback
+        self._num_requests = num_requests
+        self._clock = clock
+        self._next_report = clock() + _REPORT_SECONDS
+        self.num_finished = 0
+        self.virtual_time = 0.0
+
+    def advance(self, num_finished: int, virtual_time: float) -> None:
+        """Count finished requests, the last of which ended at `virtual_time`."""
+        self.num_finished += num_finished
+        self.virtual_time = max(self.virtual_time, virtual_time)
+        if self._callback is not None and self._clock() >= self._next_report:
+            self._next_report = self._clock() + _REPORT_SECONDS
+            self._callback(self.num_finished, self._num_requests, self.virtual_time)
+
+    def finish(self) -> None:
+        """Report the end."""
+        if self._callback is not None:
+            self._callback(self.num_finished, self._num_requests, self.virtual_time)

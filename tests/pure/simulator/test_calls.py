@@ -8,8 +8,11 @@ from functools import partial
 
 import pytest
 
+from benchmarks.check.paths import one_request
+from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.perfmodel.predictor import Predictor
+from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.slo_classes import SLOClass
 from tests.pure.simulator.loads import linear_time, make_config, random_load
@@ -51,6 +54,12 @@ def num_calls(run: Callable[[], object]) -> int:
 def test_a_request_costs_no_more_calls_than_it_did(policy, objectives, most):
     """The bounds are what was counted, and some 2 %: who needs more raises them, and says what for."""
     assert calls_a_request(policy, objectives=objectives) <= most
+
+
+@pytest.mark.parametrize(("policy", "most"), [("sarathi", 27), ("slo", 40)])
+def test_a_request_goes_through_no_more_files_than_it_did(policy, most):
+    settings = make(ReplicaSettings, model="mistralai/Mistral-7B-v0.3", device="h100-sxm", policy=policy)
+    assert len(one_request(settings)) <= most
 
 
 @pytest.mark.parametrize("router", ["round-robin", "least-outstanding", "prefix-affinity", "slo"])

@@ -14,8 +14,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.client import Clients
-from onbeat.simulator.observer import ProgressMeter
-from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulate import ProgressMeter, simulate
 from tests.examples import examples
 from tests.pure.simulator.loads import (
     ShapeTime,

@@ -18,10 +18,10 @@ from math import inf
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.handover import DetachAnswer, Detached, HeldKV
 from onbeat.core.request import Request
-from onbeat.scheduler.replica.in_flight import StepsInFlight
 from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
+from onbeat.scheduler.replica.results import StepsInFlight
 
 
 @dataclass(slots=True)

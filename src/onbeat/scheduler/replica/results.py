@@ -1,19 +1,21 @@
-"""What a step gives: tokens to requests, an end to those that have all or fail, and what both teach."""
+"""Steps in flight, what they give to requests, and what their times teach."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from onbeat.core.request import FinishReason, RequestOutput
-from onbeat.core.step import DraftStats, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from onbeat.scheduler.replica.in_flight import StepInFlight
+from onbeat.core.step import BatchShape, DraftStats, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.rows import SampledRow, correct_shape, sampled_rows
+from onbeat.scheduler.replica.slo.rules import StepRules
 from onbeat.scheduler.replica.speculation.drafting import Drafting
 from onbeat.scheduler.replica.speculation.stats import draft_stats
-from onbeat.scheduler.replica.step_feedback import StepFeedback
 
 Delivered = list[tuple[RequestState, RequestOutput]]
 """What a step gave to whom."""
@@ -21,6 +23,109 @@ Delivered = list[tuple[RequestState, RequestOutput]]
 _ENDED = (RequestStatus.FINISHED, RequestStatus.PADDING)
 """Of requests that get no more tokens."""
 _SHARED_KV = "the request shares KV with one that has failed in this step; send it again"
+
+
+class StepInFlight(NamedTuple):
+    """A step that was planned and has not come back."""
+
+    step_id: int
+    states: list[RequestState]
+    """Of each row."""
+    rows: tuple[ScheduledRequest, ...]
+    planned_at: float
+    """Seconds."""
+    seconds: float
+    """That it was predicted to take; 0 where nobody asks."""
+    expected_tokens: float
+    """Output tokens that its decode rows should deliver; kept where drafts are planned."""
+
+
+class StepsInFlight(deque[StepInFlight]):
+    """Steps that have not come back, the oldest first; they come back in this order.
+
+    Attributes
+    ----------
+    num_planned : steps so far.
+    last_plan : when the last of them starts, seconds.
+    busy_until : when it is expected to end, seconds; kept for policies that ask.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_planned = 0
+        self.last_plan = 0.0
+        self.busy_until = float("-inf")
+
+    def next_start(self, now: float) -> float:
+        """Return when a step that is planned now may start, seconds."""
+        return max(now, self.busy_until) if self else now
+
+    def end_oldest(self, now: float) -> StepInFlight:
+        """Take out the oldest step, which has ended; errors of predictions must not add up in the others."""
+        ended = self.popleft()
+        if self:
+            self.busy_until = now + sum([step.seconds for step in self])
+        return ended
+
+    def has(self, state: RequestState) -> bool:
+        """Whether a request has had a row in one of them since it was last admitted."""
+        return self.num_new_tokens(state) > 0
+
+    def num_new_tokens(self, state: RequestState) -> int:
+        """Return how many tokens of a request they compute that it was given since it was last admitted."""
+        num_tokens = 0
+        for step_id, states, rows, *_ in self:
+            if step_id >= state.admitted_step_id:
+                for other, row in zip(states, rows, strict=True):
+                    if other is state:
+                        num_tokens += row.num_new_tokens
+                        break
+        return num_tokens
+
+
+class StepFeedback:
+    """Tells whoever plans with step times how long steps took, in the order of their ends.
+
+    Parameters
+    ----------
+    model : told of every step's time; None where nobody predicts.
+    rules : their costs are taken anew from the model now and then, and they hear of steps that took far
+        longer than planned; None where nobody plans with them.
+    run_side_by_side : whether steps of a pipeline do not wait for one another.
+
+    Attributes
+    ----------
+    last_end : when the last step ended, seconds.
+    """
+
+    def __init__(
+        self,
+        model: StepTimeModel | None,
+        rules: StepRules | None,
+        *,
+        run_side_by_side: bool,
+    ) -> None:
+        self.last_end = float("-inf")
+        self.model, self.rules = model, rules
+        self._run_side_by_side = run_side_by_side
+
+    def observe(self, shape: BatchShape, planned_at: float, now: float, *, has_run: bool = True) -> None:
+        """Learn from a step; one that took no time, or was told of before, teaches nothing.
+
+        Parameters
+        ----------
+        planned_at, now : when it was planned, and when it ended; seconds.
+        has_run : whether it came to its end; else its time says nothing.
+        """
+        begun, last_end = planned_at, self.last_end
+        if begun < last_end and not self._run_side_by_side:
+            begun = last_end
+        self.last_end = now
+        if self.model is None or not has_run or now <= begun:
+            return
+        self.model.observe(shape, now - begun)
+        if self.rules is not None:
+            self.rules.note_steps(begun, (now,))
 
 
 class StepResults:

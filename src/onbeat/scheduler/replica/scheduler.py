@@ -17,17 +17,21 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.checks import check_queue, check_request, has_choice_in
 from onbeat.scheduler.replica.handover import Handovers
-from onbeat.scheduler.replica.in_flight import StepInFlight, StepsInFlight
 from onbeat.scheduler.replica.load_report import LoadReporter
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.relegation import Relegation
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.request_table import RequestTable
-from onbeat.scheduler.replica.results import StepResults, last_output
+from onbeat.scheduler.replica.results import (
+    StepFeedback,
+    StepInFlight,
+    StepResults,
+    StepsInFlight,
+    last_output,
+)
 from onbeat.scheduler.replica.rows import commit_rows
 from onbeat.scheduler.replica.slo.deadlines import SLOState
-from onbeat.scheduler.replica.speculation.drafting import make_drafting
-from onbeat.scheduler.replica.step_feedback import StepFeedback
+from onbeat.scheduler.replica.speculation.drafting import Drafting, make_drafting
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 
@@ -50,7 +54,9 @@ class Scheduler:
         self._slo, self._admission = self.policy.slo, self.policy.admission
         self.quantile = None if self._slo is None else self._slo.quantile
         """Of step times, to plan with; None is the mean."""
-        self._drafting = make_drafting(config.speculation, step_time_model, quantile=self.quantile)
+        self._drafting: Drafting | None = None
+        if config.speculation is not None:
+            self._drafting = make_drafting(config.speculation, step_time_model, quantile=self.quantile)
         tracker = None if self._slo is None else self._slo.tracker
         self.table = RequestTable(config, tracker)
         self._states = self.table.states

@@ -47,9 +47,9 @@ class Drafting(Protocol):
 
 
 def make_drafting(
-    config: SpeculationConfig | None, model: StepTimeModel | None, *, quantile: float | None = None
-) -> Drafting | None:
-    """Return what plans drafts; None where nothing is speculated.
+    config: SpeculationConfig, model: StepTimeModel | None, *, quantile: float | None = None
+) -> Drafting:
+    """Return what plans drafts.
 
     Parameters
     ----------
@@ -60,8 +60,6 @@ def make_drafting(
     ------
     ConfigError : adaptive lengths without a step-time model.
     """
-    if config is None:
-        return None
     if config.draft_length == "fixed":
         return FixedDrafts(config)
     if model is None:
