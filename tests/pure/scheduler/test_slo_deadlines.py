@@ -302,12 +302,6 @@ class TestLeftOver:
             assert state.runs_as_best_effort
 
 
-def test_a_prediction_is_told_once():
-    state = make_state(None)
-    state.predicted_ttft = 0.5
-    assert [state.take_prediction() for _ in range(3)] == [0.5, None, None]
-
-
 def test_the_pace_of_an_answer_is_what_its_end_leaves_to_the_tokens_still_expected():
     state = make_state(SLO(e2e=6.0), "gap", max_tokens=41)
     state.note_delivery(ARRIVAL + 0.5)

@@ -15,6 +15,7 @@ from onbeat.core.slo import SLO, ShedMode
 from onbeat.scheduler.cluster.load_view import LoadView
 from onbeat.scheduler.cluster.routing import RoutingRequest
 from onbeat.scheduler.cluster.slo_router import SLORouter
+from onbeat.scheduler.replica.admission import admission
 from onbeat.scheduler.replica.slo.work import PrefillWork, Room
 from tests.pure.scheduler.test_prefix_memory import held
 from tests.pure.scheduler.timed import make_request
@@ -84,7 +85,7 @@ def test_it_predicts_what_the_replica_does(queue, own, num_steps):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PrefillWork, "room_beside", watched)
-        patch.setattr(Room, "promised_seconds", lambda *args: 0.0)
+        patch.setattr(admission, "drain_seconds", lambda *args: -inf)
         num_tokens, ttft = own
         slo = None if ttft is None else SLO(ttft=ttft)
         arrival = make_request("own", num_tokens, 2, slo=slo, shed=ShedMode.RELEGATE, arrival=driver.now)

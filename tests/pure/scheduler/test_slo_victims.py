@@ -10,7 +10,7 @@ import pytest
 from onbeat.core.request import Request
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.filler import RESERVATION, Victims
+from onbeat.scheduler.replica.slo.filler import RESERVATION, Loss, free_blocks, preempt_for
 from onbeat.scheduler.replica.slo.rules import StepRules
 from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
@@ -21,12 +21,12 @@ MODEL = FakeStepTime(fixed=0.05, per_token=1e-4, per_context=0.0, per_pair=0.0)
 WORK = PrefillWork(MODEL, None)
 
 
-def victims_of(plan: StepPlan) -> Victims:
+def loss_of(plan: StepPlan) -> Loss:
     rules = StepRules(make_config(max_queue_seconds=0.1), WORK, lambda state: state.request.weight)
-    return Victims(plan, lambda state: rules.loss(state, plan.now))
+    return lambda state: rules.loss(state, plan.now)
 
 
-def started(*requests: Request, num_blocks: int = 64, **changes) -> tuple[StepPlan, Victims]:
+def started(*requests: Request, num_blocks: int = 64, **changes) -> tuple[StepPlan, Loss]:
     """Let requests run their prompts; return a plan for the step after that."""
     driver = TimedDriver(make_config(num_blocks=num_blocks, **changes), MODEL)
     for request in requests:
@@ -34,7 +34,7 @@ def started(*requests: Request, num_blocks: int = 64, **changes) -> tuple[StepPl
     driver.step()
     assert all(len(times) == 1 for times in driver.times.values())
     plan = driver.scheduler._new_plan(driver.now)
-    return plan, victims_of(plan)
+    return plan, loss_of(plan)
 
 
 def by_name(plan: StepPlan) -> dict[str, RequestState]:
@@ -61,44 +61,44 @@ ORDER = ["best effort, later", "best effort", "rich", "poor", "late, light", "la
 class TestMakeRoom:
     @pytest.mark.parametrize("order", list(permutations(range(6)))[::120])
     def test_those_go_first_who_lose_least(self, order):
-        plan, victims = started(*(SIX[index] for index in order))
+        plan, loss = started(*(SIX[index] for index in order))
         new = make_state(make_request("new", 1000, 1))
-        assert victims.make_room(new, plan.running)
+        assert preempt_for(plan, new, plan.running, loss)
         assert names(plan.victims) == ORDER
 
     @pytest.mark.parametrize(("num_prompt", "num_gone"), [(300, 0), (400, 1), (500, 2), (600, 3)])
     def test_no_more_than_need_be(self, num_prompt, num_gone):
         """Each holds 7 of 64 blocks; 22 are free."""
-        plan, victims = started(*SIX)
-        assert victims.make_room(make_state(make_request("new", num_prompt, 1)), plan.running)
+        plan, loss = started(*SIX)
+        assert preempt_for(plan, make_state(make_request("new", num_prompt, 1)), plan.running, loss)
         assert names(plan.victims) == ORDER[:num_gone]
 
     def test_best_effort_that_has_starved_goes_last(self):
-        plan, victims = started(*SIX)
+        plan, loss = started(*SIX)
         by_name(plan)["best effort"].slo.last_delivery = -inf
-        assert victims.make_room(make_state(make_request("new", 900, 1)), plan.running)
+        assert preempt_for(plan, make_state(make_request("new", 900, 1)), plan.running, loss)
         assert "best effort" not in names(plan.victims)
         assert len(plan.victims) == 5
 
     def test_nobody_in_vain(self):
-        plan, victims = started(*SIX)
+        plan, loss = started(*SIX)
         pool = plan.running[:3]
-        assert not victims.make_room(make_state(make_request("new", 1000, 1)), pool)
-        assert not victims.make_room(make_state(make_request("new", 10, 1)), [])
+        assert not preempt_for(plan, make_state(make_request("new", 1000, 1)), pool, loss)
+        assert not preempt_for(plan, make_state(make_request("new", 10, 1)), [], loss)
         assert plan.victims == []
         assert plan.num_blocks_left == 22
 
     def test_for_a_slot_one_is_enough(self):
-        plan, victims = started(*SIX, max_num_seqs=6)
+        plan, loss = started(*SIX, max_num_seqs=6)
         assert plan.num_slots_left == 0
-        assert victims.make_room(make_state(make_request("new", 10, 1)), plan.running)
+        assert preempt_for(plan, make_state(make_request("new", 10, 1)), plan.running, loss)
         assert names(plan.victims) == ORDER[:1]
         assert plan.num_slots_left == 1
 
     def test_whoever_is_held_stays(self):
-        plan, victims = started(*SIX)
+        plan, loss = started(*SIX)
         by_name(plan)["best effort, later"].is_in_flight = True
-        assert victims.make_room(make_state(make_request("new", 400, 1)), plan.running)
+        assert preempt_for(plan, make_state(make_request("new", 400, 1)), plan.running, loss)
         assert names(plan.victims) == ["best effort"]
 
     @pytest.mark.parametrize("depth", [1, 2])
@@ -137,9 +137,9 @@ class TestWhoeverRoomIsMadeFor:
     )
     def test_above_the_watermark_unless_all_are_gone(self, num_wanted, num_gone):
         """258 of 300 blocks are free, of which 3 are to stay free; each victim brings 7."""
-        plan, victims = started(*SIX, num_blocks=300)
+        plan, loss = started(*SIX, num_blocks=300)
         new = make_state(make_request("new", 16 * num_wanted, 1))
-        assert victims.make_room(new, plan.running)
+        assert preempt_for(plan, new, plan.running, loss)
         assert len(plan.victims) == num_gone
         assert admits(plan, new)
 
@@ -154,16 +154,16 @@ class TestWhoeverRoomIsMadeFor:
         plan = driver.scheduler._new_plan(driver.now)
         new = make_state(make_request("new", 16 * 35, 1, salt="shared"))
         assert len(plan.match(new)) == 20
-        assert victims_of(plan).make_room(new, plan.running)
+        assert preempt_for(plan, new, plan.running, loss_of(plan))
         assert len(plan.victims) == 1
         assert admits(plan, new)
 
     def test_with_a_prefix_that_a_victim_holds(self):
         """What the victim gives back is what the prompt takes."""
         first = make_request("first", 16 * 20, 50, salt="shared")
-        plan, victims = started(first)
+        plan, loss = started(first)
         new = make_state(make_request("new", 16 * 65, 1, salt="shared"))
-        assert not victims.make_room(new, plan.running)
+        assert not preempt_for(plan, new, plan.running, loss)
         assert plan.victims == []
 
 
@@ -177,50 +177,50 @@ class TestSlack:
         """Both deadlines lie ahead; only one of both leaves time to come back."""
         long = make_request("long", 500, 50, slo=SLO(ttft=0.11, tbt=0.075))
         short = make_request("short", 20, 50, slo=SLO(ttft=0.11, tbt=0.075))
-        plan, victims = started(long, short, slo_mode=mode)
-        assert victims.make_room(make_state(make_request("new", 500, 1)), plan.running)
+        plan, loss = started(long, short, slo_mode=mode)
+        assert preempt_for(plan, make_state(make_request("new", 500, 1)), plan.running, loss)
         assert names(plan.victims) == ["short"], "the long one could not be back in time"
         with_less = make_request("long", 500, 50, slo=SLO(ttft=0.11, tbt=0.075), weight=0.1)
-        plan, victims = started(with_less, short, slo_mode=mode)
-        assert victims.make_room(make_state(make_request("new", 500, 1)), plan.running)
+        plan, loss = started(with_less, short, slo_mode=mode)
+        assert preempt_for(plan, make_state(make_request("new", 500, 1)), plan.running, loss)
         assert names(plan.victims) == ["short"], "whatever that one is worth"
 
 
 class TestMakeBlocksFree:
     """Four requests hold 16 blocks each, all 64, and each needs one more for its next token."""
 
-    def four(self) -> tuple[StepPlan, Victims, dict[str, RequestState]]:
+    def four(self) -> tuple[StepPlan, Loss, dict[str, RequestState]]:
         slo = SLO(ttft=5.0, tbt=0.1)
         requests = [make_request(f"s{i}", 256, 50, slo=slo, arrival=1e-4 * i) for i in range(3)]
-        plan, victims = started(*requests, make_request("best effort", 256, 50))
+        plan, loss = started(*requests, make_request("best effort", 256, 50))
         assert plan.num_blocks_left == 0
         assert all(map(needs_block, plan.running))
-        return plan, victims, by_name(plan)
+        return plan, loss, by_name(plan)
 
     def test_one_goes_and_the_others_grow(self):
-        plan, victims, _ = self.four()
-        rows = victims.make_blocks_free(list(plan.running))
+        plan, loss, _ = self.four()
+        rows = free_blocks(plan, list(plan.running), loss)
         assert names(plan.victims) == ["best effort"]
         assert names(rows) == [name for name in names(plan.running) if name != "best effort"]
         assert plan.num_blocks_left == 16
 
     def test_whoever_has_a_row_keeps_it(self):
-        plan, victims, states = self.four()
+        plan, loss, states = self.four()
         plan.decodes.append(states["best effort"])
-        rows = victims.make_blocks_free([states["s0"], states["s1"], states["s2"]])
+        rows = free_blocks(plan, [states["s0"], states["s1"], states["s2"]], loss)
         assert names(plan.victims) == ["s2"], "of those with as much slack the last to come"
         assert names(rows) == ["s0", "s1"]
 
     def test_the_last_one_is_never_preempted_but_waits(self):
-        plan, victims, states = self.four()
+        plan, loss, states = self.four()
         plan.decodes += [states["best effort"], states["s0"], states["s1"]]
-        assert victims.make_blocks_free([states["s2"]]) == []
+        assert free_blocks(plan, [states["s2"]], loss) == []
         assert plan.victims == []
 
     def test_whoever_needs_none_goes_on(self):
-        plan, victims, states = self.four()
+        plan, loss, states = self.four()
         plan.decodes += [states["best effort"], states["s0"]]
         states["s1"].is_in_flight = True
         states["s2"].num_allocated_tokens += 16
-        assert names(victims.make_blocks_free([states["s1"], states["s2"]])) == ["s2"]
+        assert names(free_blocks(plan, [states["s1"], states["s2"]], loss)) == ["s2"]
         assert plan.victims == []

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.slo import SLO, SLOMode
 from onbeat.core.step import BatchShape
+from onbeat.scheduler.replica.admission.first_token import drain_seconds
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.view import RunningView
 from onbeat.scheduler.replica.slo.work import LEAST_SHARE, PrefillWork, Room
@@ -60,13 +61,13 @@ class TestPrefillWork:
     def test_finds_what_a_step_and_a_decode_cost(self):
         model = FakeStepTime()
         work = work_of(model)
-        assert work.step_seconds == pytest.approx(model.fixed, rel=0.01)
-        assert work.decode_seconds == pytest.approx(model.per_token + 2048 * model.per_context, rel=0.01)
+        assert work.costs.step == pytest.approx(model.fixed, rel=0.01)
+        assert work.costs.decode == pytest.approx(model.per_token + 2048 * model.per_context, rel=0.01)
 
     def test_times_are_those_of_the_quantile(self):
         mean, high = work_of(FakeStepTime(spread=0.4)), work_of(FakeStepTime(spread=0.4), 0.5)
         assert high.seconds(300, 50) == pytest.approx(1.2 * mean.seconds(300, 50))
-        assert high.step_seconds == pytest.approx(1.2 * mean.step_seconds)
+        assert high.costs.step == pytest.approx(1.2 * mean.costs.step)
         assert high.of(decodes(3)) == pytest.approx(1.2 * mean.of(decodes(3)))
         assert high.efficient_chunk == mean.efficient_chunk
 
@@ -191,7 +192,7 @@ class TestRoom:
         assert chunk_seconds(model, 0, room.chunk) == pytest.approx(room.length, rel=0.01)
 
         def lost(length: float) -> float:
-            return float(work.step_seconds / length + length / ttft)
+            return float(work.costs.step / length + length / ttft)
 
         assert all(lost(room.length) <= lost(factor * room.length) for factor in (0.5, 0.9, 1.1, 2.0))
 
@@ -249,12 +250,12 @@ class TestRoom:
     def test_work_is_done_by_its_share_of_the_time_and_one_fixed_part_more(self, seconds, length, share):
         room = Room(100, length, share)
         latest = seconds / share + room.fixed_seconds
-        assert seconds / share * (1 - 1e-9) <= room.drain_seconds(seconds) <= latest * (1 + 1e-9)
+        assert seconds / share * (1 - 1e-9) <= drain_seconds(room, seconds) <= latest * (1 + 1e-9)
 
     def test_draining_counts_each_step_that_it_takes(self):
-        assert Room(100, 0.1, 0.5).drain_seconds(0.5) == pytest.approx(0.5 + 10 * 0.05)
-        assert Room(100, 0.1, 0.5).drain_seconds(0.51) == pytest.approx(0.51 + 11 * 0.05)
-        assert Room(100, 0.1, 1.0).drain_seconds(0.5) == pytest.approx(0.5)
+        assert drain_seconds(Room(100, 0.1, 0.5), 0.5) == pytest.approx(0.5 + 10 * 0.05)
+        assert drain_seconds(Room(100, 0.1, 0.5), 0.51) == pytest.approx(0.51 + 11 * 0.05)
+        assert drain_seconds(Room(100, 0.1, 1.0), 0.5) == pytest.approx(0.5)
 
 
 class TestRunningView:

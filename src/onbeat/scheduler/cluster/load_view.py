@@ -9,7 +9,14 @@ from math import inf, sqrt
 from typing import NamedTuple
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
-from onbeat.scheduler.replica.admission.first_token import Ends, Held, Wanted, room_wait, seconds_before
+from onbeat.scheduler.replica.admission.first_token import (
+    Ends,
+    Held,
+    Wanted,
+    finish_seconds,
+    room_wait,
+    seconds_before,
+)
 from onbeat.scheduler.replica.slo.triage import Job, select_feasible
 from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
 
@@ -186,10 +193,10 @@ class LoadView:
         if before is None:  # behind all
             before = total + best_effort
         shortest = self.load.decode_seconds
-        turn = start - now + max(room.finish_seconds(before + seconds, seconds + total), shortest)
+        turn = start - now + max(finish_seconds(room, before + seconds, seconds + total), shortest)
         wait = self.room_wait(deadline, num_blocks, now)
         if wait:  # room comes free at the end of a step
-            wait += 0.5 * shortest + max(room.finish_seconds(seconds, seconds), shortest)
+            wait += 0.5 * shortest + max(finish_seconds(room, seconds, seconds), shortest)
         return FirstToken(turn, wait, self.load.gives_up, deadline - now)
 
     def _jobs(self, now: float) -> tuple[list[PromptJob], float]:

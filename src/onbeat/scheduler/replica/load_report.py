@@ -123,7 +123,7 @@ class LoadReporter:
         waiting = self._table.waiting
         best_effort = work.of_sums(waiting.best_effort.num_tokens, waiting.best_effort.num_pairs)
         ranked = work.of_sums(waiting.ranked.num_tokens, waiting.ranked.num_pairs)
-        earliest = now + busy + work.step_seconds
+        earliest = now + busy + work.costs.step
         entries: list[Entry] = []
         for state in prefills:
             seconds = work.seconds(state.num_wanted_tokens, state.num_computed_tokens)
@@ -157,7 +157,7 @@ class LoadReporter:
         earliest : when a prompt without any work would be done, seconds.
         """
         states = self._table.waiting.first_below(_NO_DEADLINE, MOST_JOBS)
-        token, pair = work.token, work.pair
+        token, pair = work.costs.token, work.costs.pair
         entries: list[Entry] = []
         left = ranked
         for state in states:
@@ -190,7 +190,7 @@ class LoadReporter:
             room = work.room_beside(decodes, self._slo.rules.tightest_limit(tightest), inf)
             return room.length, room.share
         seconds = work.seconds(max(self._budget - num_decodes, 1), 0)
-        length = seconds + work.step_seconds + num_decodes * work.decode_seconds
+        length = seconds + work.costs.step + num_decodes * work.costs.decode
         return length, max(seconds / length, LEAST_SHARE) if length > 0 else 1.0
 
 

@@ -12,7 +12,15 @@ from onbeat.core.errors import SLOUnattainable
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import SchedulerState
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.admission.first_token import Ends, Held, Wanted, room_wait, seconds_before
+from onbeat.scheduler.replica.admission.first_token import (
+    Ends,
+    Held,
+    Wanted,
+    drain_seconds,
+    finish_seconds,
+    room_wait,
+    seconds_before,
+)
 from onbeat.scheduler.replica.admission.queue_bound import SHORTEST_RETRY, QueueBound
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.composer import SLOComposer
@@ -186,9 +194,9 @@ class Admission:
         if turn is None:
             return inf, False
         until_done = turn + seconds
-        wait = room.finish_seconds(until_done, seconds + sum([job.seconds for job in jobs]))
-        if plan.running or jobs:
-            wait = max(wait, room.promised_seconds(until_done))
+        wait = finish_seconds(room, until_done, seconds + sum([job.seconds for job in jobs]))
+        if plan.running or jobs:  # later arrivals fill the last step
+            wait = max(wait, 0.5 * room.length + drain_seconds(room, until_done))
         ahead = [job for job in jobs[:index] if not job.state.block_ids]
         wait = max(wait, self._until_room(own, ahead, plan, room, work.of(view.decode_shape())))
         return start - state.request.arrival + wait, delays_others
@@ -216,7 +224,7 @@ class Admission:
         num_blocks = plan.num_blocks_wanted(own.state, RESERVATION)
         wait = room_wait(wanted, Wanted(own.deadline, 1, num_blocks), held, plan.now)
         # Room comes free at the end of a step.
-        return wait + room.finish_seconds(own.seconds, own.seconds) + 0.5 * room.length if wait else 0.0
+        return wait + finish_seconds(room, own.seconds, own.seconds) + 0.5 * room.length if wait else 0.0
 
     def _ends_until(self, now: float) -> Ends:
         """Return the ends with the time counted in which none came since the last."""

@@ -11,11 +11,30 @@ from math import ceil, exp
 from typing import NamedTuple
 
 from onbeat.scheduler.replica.slo.triage import Job, StateT
+from onbeat.scheduler.replica.slo.work import Room
 
 _MEMORY_SECONDS = 10.0
 """Time constant of the pace at which requests end."""
 _MEDIAN_SOONER = 1 / 3
 """Of mean gaps, how much sooner than the mean the median of events at random is: see `room_wait`."""
+
+
+def drain_seconds(room: Room, seconds: float) -> float:
+    """Return how long so much prefill work takes in such steps."""
+    return seconds + _num_steps(room, seconds) * room.fixed_seconds
+
+
+def finish_seconds(room: Room, seconds: float, all_seconds: float) -> float:
+    """Return when the first so much of all work is done: at the end of its last step.
+
+    That step holds what comes behind, too, as far as there is anything.
+    """
+    latest = drain_seconds(room, max(seconds, all_seconds))
+    return min(_num_steps(room, seconds) * room.length, latest)
+
+
+def _num_steps(room: Room, seconds: float) -> int:
+    return ceil(seconds / (room.length * room.share))
 
 
 def seconds_before(

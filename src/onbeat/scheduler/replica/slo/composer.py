@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from math import inf
+from operator import itemgetter
 
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
@@ -12,9 +14,9 @@ from onbeat.scheduler.replica.parts import QueueOrder
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
-from onbeat.scheduler.replica.slo.filler import RESERVATION, StepFiller, Victims
-from onbeat.scheduler.replica.slo.history import SLOTracker
+from onbeat.scheduler.replica.slo.filler import RESERVATION, StepFiller, free_blocks, preempt_for
 from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE, StepRules
+from onbeat.scheduler.replica.slo.tracker import SLOTracker
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.slo.work import PrefillWork, Room
 from onbeat.scheduler.replica.step_plan import StepPlan
@@ -49,19 +51,17 @@ class StepComposition:
             seconds = self._work.of(shape)
             limit = rules.limit(view, seconds, plan.now, queue_grows=bool(best_effort))
             plan.budget, plan.budget_request_id = limit, view.due_state.request_id
-            # Whoever is late already is so by less, the more tokens a step brings.
-            kept = [deadline for deadline in view.deadlines if deadline >= plan.now + seconds]
-            plan.slack = max(limit, min(kept, default=inf) - plan.now)
+            first, end = view.due, plan.now + seconds
+            if first < end:  # whoever is late already is so by less, the more tokens a step brings
+                first = min([due for due in view.deadlines if due >= end], default=inf)
+            plan.slack = max(limit, first - plan.now)
         if seconds > limit or len(rows) > plan.max_rows:
             rows, shape = self._fit_decodes(limit)
         if jobs or best_effort:
             self._share_out(rows, shape, limit, best_effort)
             admitted = {id(admission.state) for admission in plan.admissions}
-            plan.overdue = [
-                state
-                for state in left_over
-                if rules.is_overdue(state, plan.now) and id(state) not in admitted
-            ]
+            overdue = [state for state in left_over if rules.is_overdue(state, plan.now)]
+            plan.overdue = [state for state in overdue if id(state) not in admitted]
         else:
             self._decode(rows, shape)
 
@@ -95,8 +95,8 @@ class StepComposition:
                 shape = decode_shape(rows)
         shape = self._decode(rows, shape)
         starved = [state for state in best_effort if self._is_starved(state)][:1]
-        prompts = starved + [job.state for job in in_turn]
-        prompts += [state for state in best_effort if state not in starved] if starved else best_effort
+        others = [state for state in best_effort if state not in starved]
+        prompts = starved + [job.state for job in in_turn] + others
         # Decodes alone may take longer than the limit: prompts then get nothing.
         filler = StepFiller(plan, self._work, shape, limit=limit, most_chunk_tokens=chunk, due=due)
         filler.fill(self._not_victims(prompts))
@@ -144,7 +144,7 @@ class StepComposition:
             and not (plan.num_slots_left > 0 and plan.has_blocks_for(first, RESERVATION))
             and self._rules.is_late_if_it_waits(kept, room, plan.now)
         ):
-            self._victims().make_room(first, pool)
+            preempt_for(plan, first, pool, self._loss)
 
     def _can_admit_all(self, jobs: list[PromptJob]) -> bool:
         """Whether there are slots and memory for all prompts: who sits out keeps its own for longer."""
@@ -170,18 +170,17 @@ class StepComposition:
     def _fit_decodes(self, limit: float) -> tuple[list[RequestState], BatchShape]:
         """Return the rows that fit a limit, those with the most slack left out, and their shape."""
         view, plan = self._view, self._plan
-        by_due = [state for _, state in sorted(zip(view.deadlines, view.streams, strict=True), key=_due)]
-        others = sorted(view.best_effort_decodes, key=lambda state: not self._is_starved(state))
-        num_starved = sum(map(self._is_starved, others))
-        rows = [*others[:num_starved], *by_due, *others[num_starved:]][: plan.max_rows]
-        low, high = 1, len(rows)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._work.of(decode_shape(rows[:middle])) <= limit:
-                low = middle
-            else:
-                high = middle - 1
-        return rows[:low], decode_shape(rows[:low])
+        by_due = [
+            state for _, state in sorted(zip(view.deadlines, view.streams, strict=True), key=itemgetter(0))
+        ]
+        starved = [state for state in view.best_effort_decodes if self._is_starved(state)]
+        others = [state for state in view.best_effort_decodes if not self._is_starved(state)]
+        rows = [*starved, *by_due, *others][: plan.max_rows]
+        num = bisect_right(
+            range(1, len(rows) + 1), limit, key=lambda num: self._work.of(decode_shape(rows[:num]))
+        )
+        rows = rows[: max(num, 1)]
+        return rows, decode_shape(rows)
 
     def _decode(self, rows: list[RequestState], shape: BatchShape) -> BatchShape:
         """Give each request one token; where blocks run short, preempt. Returns the shape."""
@@ -189,7 +188,7 @@ class StepComposition:
         num_growing = plan.num_growing(rows)
         if num_growing > plan.num_blocks_left:
             plan.ran_out_of_blocks = True
-            rows = self._victims().make_blocks_free(rows)
+            rows = free_blocks(plan, rows, self._loss)
             shape = decode_shape(rows)
             num_growing = plan.num_growing(rows)
         plan.num_blocks_left -= num_growing
@@ -197,8 +196,8 @@ class StepComposition:
         plan.num_tokens_left -= len(rows)
         return shape
 
-    def _victims(self) -> Victims:
-        return Victims(self._plan, lambda state: self._rules.loss(state, self._plan.now))
+    def _loss(self, state: RequestState) -> tuple[float, ...]:
+        return self._rules.loss(state, self._plan.now)
 
     def _is_starved(self, state: RequestState) -> bool:
         return self._rules.is_starved(state, self._plan.now)
@@ -208,10 +207,6 @@ class StepComposition:
             return states
         victims = {id(state) for state in self._plan.victims}
         return [state for state in states if id(state) not in victims]
-
-
-def _due(pair: tuple[float, RequestState]) -> float:
-    return pair[0]
 
 
 LENGTH_QUANTILE = 0.99
@@ -302,5 +297,5 @@ class SLOComposer:
             now=plan.now,
             max_output_tokens=num_sent + longest,
             num_left=tracker.tokens_left(state) if state.slo.end < inf else None,
-            longest_pace=work.efficient_seconds + len(plan.running) * work.decode_seconds,
+            longest_pace=work.idle_seconds(work.efficient_chunk, 0) + len(plan.running) * work.costs.decode,
         )

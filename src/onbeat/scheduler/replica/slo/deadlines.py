@@ -194,11 +194,6 @@ class SLOState:
             pace = max(self.end - now, 0.0) / self.num_left
             self.tbt, self.next_deadline = min(self.tbt, pace), min(self.next_deadline, now + pace)
 
-    def take_prediction(self) -> float | None:
-        """Return the predicted TTFT the first time, then None."""
-        predicted, self.predicted_ttft = self.predicted_ttft, None
-        return predicted
-
     def relegate(self) -> None:
         """Serve it as best effort from now on: nothing can make it keep its objective."""
         self.is_best_effort = True

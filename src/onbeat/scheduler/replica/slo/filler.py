@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
-from types import MappingProxyType
 
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.parts import ReservePrompt
@@ -14,7 +13,6 @@ from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
 
 RESERVATION = ReservePrompt()
 """The blocks that a prompt has to find."""
-_NOTHING_DUE: Mapping[str, float] = MappingProxyType({})
 
 
 class StepFiller:
@@ -36,13 +34,13 @@ class StepFiller:
         *,
         limit: float,
         most_chunk_tokens: int,
-        due: Mapping[str, float] = _NOTHING_DUE,
+        due: Mapping[str, float] | None = None,
     ) -> None:
         self._plan = plan
         self._work = work
         self._shape = shape.copy()
         self._limit = limit
-        self._due = due
+        self._due = due or {}
         self._num_left = min(most_chunk_tokens, plan.num_tokens_left)
         self._is_blocked = plan.ran_out_of_blocks
         """Whether a prompt waits for a slot or for memory."""
@@ -103,8 +101,8 @@ class StepFiller:
             trial = self._shape.copy()
             trial.add(num_cached, most, samples=most if scores else 1)
             if self._work.of(trial) > self._limit:
-                max_chunk = self._work.max_scored_chunk if scores else self._work.max_chunk
-                most = min(most, max_chunk(self._shape, num_cached, self._limit))
+                longest = self._work.max_chunk(self._shape, num_cached, self._limit, scores=scores)
+                most = min(most, longest)
         return most
 
     def _count(self, state: RequestState, num_cached: int, num_new: int) -> None:
@@ -116,58 +114,42 @@ class StepFiller:
             self._limit = max(due, self._work.of(self._shape))
 
 
-class Victims:
-    """Chooses requests to preempt, those first that lose least.
+Loss = Callable[[RequestState], tuple[float, ...]]
+"""A key of running requests: the greatest is the first to be preempted. Its tokens are computed again when it
+resumes (recompute preemption; KV is not moved to the host)."""
 
-    A victim's tokens are computed again when it resumes (recompute preemption; KV is not moved to the host).
-    Best effort goes first; then streams that have the time for that before their next deadline, the one with
-    most to spare first; then those that are worth least.
 
-    Parameters
-    ----------
-    plan : takes the preemptions.
-    loss : a key of requests (`StepRules.loss`).
+def free_blocks(plan: StepPlan, rows: list[RequestState], loss: Loss) -> list[RequestState]:
+    """Preempt until those of `rows` that are left can grow; return these.
+
+    Those that the plan has given a row keep it. One request always stays, so that the batch never stops.
     """
+    planned = {id(state) for state in (*plan.victims, *plan.decodes)}
+    pool = [state for state in plan.running if id(state) not in planned and not state.is_in_flight]
+    pool.sort(key=loss)
+    num_growing = plan.num_growing(rows)
+    while len(pool) > 1 and num_growing > plan.num_blocks_left:
+        victim = pool.pop()
+        plan.preempt(victim)
+        rows = [state for state in rows if state is not victim]
+        num_growing = plan.num_growing(rows)
+    num_over = num_growing - plan.num_blocks_left
+    if num_over > 0:  # no others can be preempted: some wait for a block
+        waits = {id(state) for state in sorted(filter(needs_block, rows), key=loss)[-num_over:]}
+        rows = [state for state in rows if id(state) not in waits]
+    return rows
 
-    def __init__(self, plan: StepPlan, loss: Callable[[RequestState], tuple[float, ...]]) -> None:
-        self._plan = plan
-        self._loss = loss
 
-    def make_blocks_free(self, rows: list[RequestState]) -> list[RequestState]:
-        """Preempt until those of `rows` that are left can grow; return these.
+def preempt_for(plan: StepPlan, prompt: RequestState, pool: Iterable[RequestState], loss: Loss) -> bool:
+    """Preempt requests of a pool until a waiting one has its slot and its blocks; none in vain.
 
-        Those that the plan has given a row keep it. One request always stays, so that the batch never stops.
-        """
-        plan = self._plan
-        planned = {id(state) for state in (*plan.victims, *plan.decodes)}
-        pool = [state for state in plan.running if id(state) not in planned and not state.is_in_flight]
-        pool.sort(key=self._loss)
-        num_growing = sum(map(needs_block, rows))
-        gone: set[int] = set()
-        while len(pool) > 1 and num_growing > plan.num_blocks_left:
-            victim = pool.pop()
-            plan.preempt(victim)
-            gone.add(id(victim))
-            num_growing = sum(needs_block(state) for state in rows if id(state) not in gone)
-        rows = [state for state in rows if id(state) not in gone]
-        num_over = num_growing - plan.num_blocks_left
-        if num_over > 0:  # no others can be preempted: some wait for a block
-            waits = {id(state) for state in sorted(filter(needs_block, rows), key=self._loss)[-num_over:]}
-            rows = [state for state in rows if id(state) not in waits]
-        return rows
-
-    def make_room(self, prompt: RequestState, pool: Iterable[RequestState]) -> bool:
-        """Preempt requests of a pool until a waiting one has its slot and its blocks; none in vain.
-
-        Returns whether that is so.
-        """
-        plan = self._plan
-        pool = [state for state in pool if not state.is_in_flight]
-        if not pool or not plan.has_blocks_for(prompt, RESERVATION, without=pool):
+    Returns whether that is so.
+    """
+    pool = sorted([state for state in pool if not state.is_in_flight], key=loss)
+    if not pool or not plan.has_blocks_for(prompt, RESERVATION, without=pool):
+        return False
+    while plan.num_slots_left < 1 or not plan.has_blocks_for(prompt, RESERVATION):
+        if not pool:
             return False
-        pool.sort(key=self._loss)
-        while plan.num_slots_left < 1 or not plan.has_blocks_for(prompt, RESERVATION):
-            if not pool:
-                return False
-            plan.preempt(pool.pop())
-        return True
+        plan.preempt(pool.pop())
+    return True

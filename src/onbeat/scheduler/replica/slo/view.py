@@ -132,8 +132,8 @@ def prefill_jobs(
     late: list[RequestState] = []
     if not (prefills or len(waiting)):
         return jobs, late
-    token, pair = work.token, work.pair
-    earliest = now + work.step_seconds
+    token, pair = work.costs.token, work.costs.pair
+    earliest = now + work.costs.step
     started = [state for state in prefills if state.slo.next_deadline < inf]
     for state in (*started, *waiting.first_below(BEST_EFFORT_RANK, MOST_JOBS)):
         num_cached = state.num_computed_tokens or state.num_hit_tokens

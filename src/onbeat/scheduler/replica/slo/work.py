@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from math import ceil, inf, sqrt
+from math import inf, sqrt
 from typing import NamedTuple
 
 from onbeat.core.fleet import USUAL_CONTEXT, PrefillCosts
@@ -44,30 +44,12 @@ class Room(NamedTuple):
         """
         return self.length * (1 - self.share)
 
-    def drain_seconds(self, seconds: float) -> float:
-        """Return how long so much prefill work takes in steps like this."""
-        return seconds + self._num_steps(seconds) * self.fixed_seconds
-
-    def finish_seconds(self, seconds: float, all_seconds: float) -> float:
-        """Return when the first so much of all work is done: at the end of its last step.
-
-        That step holds what comes behind, too, as far as there is anything.
-        """
-        return min(self._num_steps(seconds) * self.length, self.drain_seconds(max(seconds, all_seconds)))
-
-    def promised_seconds(self, seconds: float) -> float:
-        """Return when so much work is done where later arrivals fill its last step."""
-        return 0.5 * self.length + self.drain_seconds(seconds)
-
-    def _num_steps(self, seconds: float) -> int:
-        return ceil(seconds / (self.length * self.share))
-
 
 class PrefillWork:
     """Seconds of prefill work: `token n + pair (n h + n^2 / 2)` for n tokens after h cached ones.
 
     This is what a prompt adds to steps that are long enough to be bound by arithmetic, beside
-    `step_seconds` for each step.
+    `costs.step` for each step.
 
     Parameters
     ----------
@@ -76,12 +58,8 @@ class PrefillWork:
 
     Attributes
     ----------
-    token, pair : the coefficients, seconds.
+    costs : the coefficients, of which `step` is what a step takes beside its tokens.
     efficient_chunk : the shortest chunk at which a token costs next to the least; longer ones gain nothing.
-    step_seconds : of a step's time, what does not grow with its tokens.
-    decode_seconds : what one more decode of a usual context adds to a step.
-    context_seconds : of that, what a token of its context adds.
-    base_seconds : of a step of decodes alone, what does not grow with them.
     alone_seconds : of a step of one decode of a usual context; no step with a token takes less.
     num_left : steps until the coefficients are taken again.
     """
@@ -90,8 +68,6 @@ class PrefillWork:
         self._model = model
         self._quantile = quantile
         self._most_step_tokens = most_step_tokens
-        self._costs: PrefillCosts | None = None
-        """As they were last asked for; None since the coefficients are others."""
         self.take()
 
     def count(self, num_steps: int = 1) -> None:
@@ -118,76 +94,64 @@ class PrefillWork:
         place = next(place for place, size in enumerate(_SIZES) if times[place] <= best * size * _NEAR_BEST)
         self.efficient_chunk = chunk = _SIZES[place]
         with_context = step_time(_chunk(chunk, _CONTEXT), quantile)
-        self.pair = max(0.0, (with_context - times[place]) / (chunk * _CONTEXT))
+        pair = max(0.0, (with_context - times[place]) / (chunk * _CONTEXT))
         longer = times[place + 1] if chunk < _SIZES[-1] else self.of(_chunk(2 * chunk))
-        slope = (longer - times[place]) / chunk - self.pair * 1.5 * chunk
+        slope = (longer - times[place]) / chunk - pair * 1.5 * chunk
         # Beyond the largest chunk looked at, or under noise, the slope may be off: the mean cost bounds it.
-        self.token = min(max(slope, 0.5 * best), best)
-        self.step_seconds = max(0.0, times[place] - self.seconds(chunk, 0))
+        token = min(max(slope, 0.5 * best), best)
         few, many, short = [step_time(shape, quantile) for shape in _DECODES]
-        self.decode_seconds = max(0.0, (many - few) / 16)
-        self.base_seconds = max(0.0, few - 16 * self.decode_seconds)
-        self.alone_seconds = self.base_seconds + self.decode_seconds
+        decode = max(0.0, (many - few) / 16)
         context = max(0.0, (many - short) / (32 * _CONTEXT - 32 * _CONTEXT // 8))
-        self.context_seconds = min(context, self.decode_seconds / USUAL_CONTEXT)
-        self._costs = None
-
-    @property
-    def efficient_seconds(self) -> float:
-        """Seconds of a step of an efficient chunk: without objectives hardly any takes more."""
-        return self.idle_seconds(self.efficient_chunk, 0)
-
-    @property
-    def costs(self) -> PrefillCosts:
-        """The coefficients, for those who know the replica by its reports alone."""
-        if self._costs is None:
-            self._costs = PrefillCosts(
-                token=self.token,
-                pair=self.pair,
-                step=self.step_seconds,
-                decode=self.decode_seconds,
-                context=self.context_seconds,
-                decode_base=self.base_seconds,
-            )
-        return self._costs
+        self.costs = PrefillCosts(
+            token=token,
+            pair=pair,
+            step=max(0.0, times[place] - chunk * (token + pair * (0.5 * chunk))),
+            decode=decode,
+            context=min(context, decode / USUAL_CONTEXT),
+            decode_base=max(0.0, few - 16 * decode),
+        )
+        self.alone_seconds = self.costs.decode_base + decode
 
     def of(self, shape: BatchShape) -> float:
         """Return the time of a step, seconds."""
         return self._model.step_time(shape, self._quantile)
 
-    def max_chunk(self, shape: BatchShape, num_cached: int, limit: float) -> int:
-        """Return the longest chunk that may join within a limit, tokens."""
-        return self._model.max_chunk_tokens(shape, num_cached, limit, self._quantile)
+    def max_chunk(self, shape: BatchShape, num_cached: int, limit: float, *, scores: bool = False) -> int:
+        """Return the longest chunk that may join within a limit, tokens.
 
-    def max_scored_chunk(self, shape: BatchShape, num_cached: int, limit: float) -> int:
-        """Return the same of a prompt of which each token has logits."""
+        Parameters
+        ----------
+        scores : whether each of its tokens has logits.
+        """
+        longest = self._model.max_chunk_tokens(shape, num_cached, limit, self._quantile)
+        if not scores:
+            return longest
 
         def is_too_long(num_tokens: int) -> bool:
             trial = shape.copy()
             trial.add(num_cached, num_tokens, samples=num_tokens)
             return self.of(trial) > limit
 
-        longest = self.max_chunk(shape, num_cached, limit)
         return bisect_left(range(1, longest + 1), x=True, key=is_too_long)
 
     def seconds(self, num_tokens: int, num_cached_tokens: int) -> float:
         """Return the work of `num_tokens` after `num_cached_tokens`."""
-        return num_tokens * (self.token + self.pair * (num_cached_tokens + 0.5 * num_tokens))
+        return self.costs.seconds(num_tokens, num_cached_tokens)
 
     def of_sums(self, num_tokens: float, num_pairs: float) -> float:
         """Return the work of several prompts, from the sums of their `RequestState.queued_work`."""
-        return self.token * num_tokens + self.pair * num_pairs
+        return self.costs.token * num_tokens + self.costs.pair * num_pairs
 
     def idle_seconds(self, num_tokens: int, num_cached_tokens: int) -> float:
         """Return about how long the tokens take where nothing else runs."""
-        return self.step_seconds + self.seconds(num_tokens, num_cached_tokens)
+        return self.costs.step + self.seconds(num_tokens, num_cached_tokens)
 
     def room_beside(self, decodes: BatchShape, limit: float, ttft: float) -> Room:
         """Return what prompts get of a step beside some decodes.
 
-        A step of length L spends `step_seconds` / L of the time on what each step costs, and lets whoever
+        A step of length L spends `costs.step` / L of the time on what each step costs, and lets whoever
         arrives meanwhile wait for a part of L / ttft of its objective. The sum of both shares is least at
-        L = sqrt(step_seconds ttft). A step is as long as that, or as an efficient chunk makes it; decodes do
+        L = sqrt(costs.step ttft). A step is as long as that, or as an efficient chunk makes it; decodes do
         not count, since what longer steps save on them the streams then lack. No step has more tokens than it
         may.
 
@@ -209,7 +173,7 @@ class PrefillWork:
             return Room(chunk, limit, min(max(work / limit if limit > 0 else 0.0, LEAST_SHARE), 1.0))
         work = self.seconds(chunk, 0)
         fixed = max(0.0, length - work)
-        best = sqrt(self.step_seconds * ttft) if ttft < inf else 0.0
+        best = sqrt(self.costs.step * ttft) if ttft < inf else 0.0
         if best > length:
             longer = chunk + int((best - length) * chunk / work)
             length = best if longer <= most else length + (most - chunk) * work / chunk

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from itertools import compress
 
 from onbeat.core.step import BatchShape
+from onbeat.scheduler.replica.lengths import OutputLengths
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.history import OutputLengths
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 
