@@ -34,7 +34,7 @@ class Grammar:
     """What an answer's text must match; `text.grammar.source` makes one."""
 
     text: str
-    """llguidance's list of grammars, as JSON."""
+    """In llguidance's variant of Lark."""
     key: str
     """SHA-256 of the text, hex: stands for it in caches, logs and records, which hold nobody's schema."""
 
@@ -214,6 +214,10 @@ class Request:
     `max_tokens` 1 then, and nothing else in it matters."""
 
 
+GRAMMAR_FAULT = "grammar_too_complex"
+"""`RequestOutput.error_code` of a request whose grammar cannot be followed any further."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities (natural, of the unmodified distribution) at one position of output or prompt."""
@@ -248,6 +252,8 @@ class RequestOutput:
     """Of each prompt token but the first; with the first output token alone, where they were asked for."""
     error: str | None = None
     """Set with `FinishReason.ERROR` and `FinishReason.EXPIRED`: what went wrong."""
+    error_code: str | None = None
+    """Set where the request is at fault, and not the engine: the code of the API's error."""
     predicted_ttft: float | None = None
     """TTFT that was predicted at the request's arrival, seconds; set on its first output alone."""
     fate: Fate | None = None

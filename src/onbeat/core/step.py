@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
+from types import MappingProxyType
 from typing import NamedTuple
 
 from onbeat.core.fleet import ReplicaLoad
@@ -150,6 +152,24 @@ class SchedulerOutput:
     """The request whose deadline set the budget."""
 
 
+class GuidedRows(NamedTuple):
+    """What grammars did in a step."""
+
+    completed: frozenset[str] = frozenset()
+    """Requests whose grammar allows nothing more: they end with their newest token."""
+    faults: Mapping[str, str] = MappingProxyType({})
+    """Request id -> why its grammar cannot be followed any further. Its KV is sound."""
+    num_tokens: int = 0
+    """That grammars were asked about."""
+    num_redrawn: int = 0
+    """Of these, refused, and drawn again."""
+    seconds: float = 0.0
+    """That it took on the host."""
+
+
+NOTHING_GUIDED = GuidedRows()
+
+
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
     """Tokens of one step.
@@ -166,6 +186,7 @@ class ModelRunnerOutput:
     embeddings : request id -> embedding, for the rows that complete the prompt of a request with `pooling`.
         Such rows do not sample.
     prompt_logprobs : request id -> log-probabilities of its prompt, for rows that end one and asked for them.
+    guided : what grammars did; None where no row has one.
     """
 
     sampled_token_ids: list[list[int]]
@@ -175,6 +196,7 @@ class ModelRunnerOutput:
     num_available: list[int] | None = None
     embeddings: dict[str, bytes] | None = None
     prompt_logprobs: dict[str, list[TokenLogprobs]] | None = None
+    guided: GuidedRows | None = None
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.footprint import short_memory_in_words
+from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.load import LoadedModel, OnProgress, prepare_model
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.objective_watch import ObjectiveWatch
@@ -83,6 +84,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
             header = replace(header, step_time=step_time.description.as_json())
         recorder = start_record(header)
     runner = loaded.runner
+    runner.guides = grammars = GrammarPort.of_model(config.model.path, loaded.config.vocab_size)
     core = EngineCore(
         Scheduler(loaded.limits, step_time.model),
         ThreadExecutor(runner, check_alive=runner.forward.check_alive, on_shutdown=partial(_close, runner)),
@@ -92,6 +94,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         judges=[judge for judge in (step_time.watch, objectives) if judge is not None],
         reports_load=config.reports_load,
         kv_memory=partial(loaded.kv_memory, config.activation_quantization) if info.moves_streams else None,
+        grammars=grammars,
     )
     return core, info
 

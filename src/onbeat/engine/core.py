@@ -10,11 +10,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from onbeat.core.errors import EngineDead, Overloaded, SLOUnattainable
+from onbeat.core.errors import EngineDead, InvalidRequest, Overloaded, SLOUnattainable
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.protocols import EnginePulse, Executor
 from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs, StepStats
+from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.kv_access import BlockMemory, KVLayout
 from onbeat.engine.kv_handover import KVHandover
 from onbeat.engine.kv_transfer.base import KVTransport
@@ -22,6 +23,7 @@ from onbeat.engine.kv_transfer.transfers import KVTransfers
 from onbeat.recording.writer import RecordWriter
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.step_report import Planned, StepReporter
+from onbeat.text.grammar.compiler import GrammarCompiler
 
 logger = logging.getLogger("onbeat.engine")
 
@@ -64,6 +66,7 @@ class EngineCore:
     transfers : copies KV from other engines and for them; None where nothing is handed over, or not yet. The
         executor's shutdown must find it closed, which `shutdown` does.
     kv_memory : gives access to the KV, for `open_kv`; None where no other engine could copy it.
+    grammars : compiles grammars; closed at shutdown.
 
     Attributes
     ----------
@@ -83,6 +86,7 @@ class EngineCore:
         reports_load: bool = False,
         transfers: KVTransfers | None = None,
         kv_memory: Callable[[], BlockMemory] | None = None,
+        grammars: GrammarPort | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._executor = executor
@@ -98,6 +102,7 @@ class EngineCore:
         self._last_end = 0.0
         self._is_busy_for_long = False
         self._kv_memory = kv_memory
+        self.grammars = grammars or GrammarPort(_no_compiler)
         self.kv: KVHandover | None = None
         if transfers is not None:
             self._hand_over_by(transfers)
@@ -257,6 +262,7 @@ class EngineCore:
         if self.kv is not None:
             self.kv.close()
         self._executor.shutdown()
+        self.grammars.close()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -326,6 +332,10 @@ class EngineCore:
             seconds = stats.end - stats.start
             self._recorder.update(step.scheduled, result, outputs, now=now, seconds=seconds)
         return StepOutputs(now, outputs, stats, self._load(now))
+
+
+def _no_compiler() -> GrammarCompiler:
+    raise InvalidRequest("this engine enforces no grammars; send the request without one")
 
 
 def _failed_step(scheduled: SchedulerOutput, message: str) -> ModelRunnerOutput:

@@ -68,6 +68,8 @@ class InputBatch:
         self.sampling_rows: dict[int, SamplingRow] = {}
         self.pooled: dict[str, PooledPrompt] = {}
         """Requests with pooling, by id."""
+        self.num_guided = 0
+        """Requests under a grammar."""
         self.slots: dict[str, int] = {}
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
 
@@ -84,19 +86,19 @@ class InputBatch:
         self.num_tokens_S[slot] = num_tokens
         self.num_blocks_S[slot] = 0
         self._append_blocks(slot, admitted.block_ids)
-        self.sampling_rows[slot] = SamplingRow(
-            request.sampling, request.prompt_token_ids, list(admitted.output_token_ids)
-        )
         if request.pooling is not None:
             self.pooled[request.request_id] = PooledPrompt(request.pooling, num_prompt_tokens)
+        row = SamplingRow(request.sampling, request.prompt_token_ids, list(admitted.output_token_ids))
+        self.sampling_rows[slot] = row
+        self.num_guided += row.is_guided
         return slot
 
     def release(self, request_id: str) -> int | None:
         """Forget a request and return the slot it had; one that never ran is ignored."""
         slot = self.slots.pop(request_id, None)
         if slot is not None:
-            del self.sampling_rows[slot]
             self.pooled.pop(request_id, None)
+            self.num_guided -= self.sampling_rows.pop(slot).is_guided
             self.free_slots.append(slot)
         return slot
 

@@ -18,6 +18,7 @@ from onbeat.core.step import (
 from onbeat.engine.attention.base import IntArray
 from onbeat.engine.executor import DoneStep, PendingStep
 from onbeat.engine.forward import ChosenTokens, ForwardPass, LaunchesSteps, StepLogits
+from onbeat.engine.guided_rows import Guides, begin_guide, guided_drafts, guided_rows, with_forced
 from onbeat.engine.input_batch import InputBatch, StepInputs
 from onbeat.engine.pooling import pool
 from onbeat.engine.prompt_scorer import PromptScorer
@@ -62,6 +63,8 @@ class ModelRunner:
         self.num_blocks = num_blocks
         self.batch = InputBatch(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
         self.prompts = PromptScorer(self.batch, sampler, forward.config.vocab_size)
+        self.guides: Guides | None = None
+        """Where guides of grammars come from; set by whoever builds the engine. None: none is enforced."""
         self._launches = forward if isinstance(forward, LaunchesSteps) else None
         self._lock = threading.RLock()
         """Of the batch: one thread launches steps, another takes their tokens."""
@@ -261,6 +264,9 @@ class ModelRunner:
             self._release(request_id)
         slots = [self.batch.admit(admitted) for admitted in scheduled.admitted]
         self.prompts.admit(scheduled.admitted, slots)
+        if self.batch.num_guided:
+            for slot in slots:
+                begin_guide(self.batch.sampling_rows[slot], self.guides)
         if self.proposer is not None and slots:
             starts = {row.request_id: row.num_computed_tokens for row in scheduled.rows}
             for admitted, slot in zip(scheduled.admitted, slots, strict=True):
@@ -298,6 +304,11 @@ class ModelRunner:
         for index, proposed in zip(indices, proposer.propose(self.batch, draft_rows), strict=True):
             assert len(proposed) <= rows[index].num_draft_tokens, "KV slots are there for as many as planned"
             drafts[index] = proposed
+        if self.batch.num_guided:
+            for index, draft in zip(indices, draft_rows, strict=True):
+                drafts[index] = guided_drafts(
+                    self.batch.sampling_rows[draft.slot], drafts[index], draft.num_drafts
+                )
         return drafts
 
     def _to_output(
@@ -316,10 +327,19 @@ class ModelRunner:
             slots = inputs.sampling_slots
             num_tokens = self.batch.num_tokens_S[slots].tolist()
             num_available = self.proposer.num_available(self.batch, slots.tolist(), num_tokens)
+            if num_available is not None and self.batch.num_guided:
+                num_available = with_forced(inputs.sampling_rows, num_available)
+        guided, request_ids = None, inputs.sampling_request_ids
+        if verified.guides is not None:
+            guided = guided_rows(inputs.sampling_rows, request_ids, verified.guides)
         if errors:
             token_ids = [[] if index in errors else ids for index, ids in enumerate(token_ids)]
-            failed = {inputs.sampling_request_ids[index]: message for index, message in errors.items()}
-        return ModelRunnerOutput(token_ids, logprobs, failed, num_drafted, num_available)
+            failed = {request_ids[index]: message for index, message in errors.items()}
+            if guided is not None:
+                failed = {name: message for name, message in failed.items() if name not in guided.faults}
+        return ModelRunnerOutput(
+            token_ids, logprobs, failed or None, num_drafted, num_available, guided=guided
+        )
 
 
 class _LaunchedStep:
@@ -356,4 +376,5 @@ def _of_one_token(sampled: SampledTokens) -> VerifiedTokens:
         [[max(token_id, 0)] for token_id in sampled.token_ids],
         [None if entry is None else [entry] for entry in sampled.logprobs],
         sampled.errors,
+        sampled.guides,
     )

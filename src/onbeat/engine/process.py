@@ -22,6 +22,7 @@ from onbeat.core.protocols import EngineInfo
 from onbeat.core.settled_memory import settled_memory
 from onbeat.core.step import StepOutputs
 from onbeat.engine.core import EngineCore
+from onbeat.engine.grammar_port import CompilingRequests
 from onbeat.engine.kv_transfer.base import KVTransport
 from onbeat.engine.kv_transfer.cma import CmaTransport
 from onbeat.engine.kv_transfer.nixl import NixlTransport
@@ -185,6 +186,7 @@ class _EngineLoop:
         # Not getppid(): the parent may have died while the model was loaded.
         parent = multiprocessing.parent_process()
         self._wait = StepWait(socket, parent=parent.sentinel if parent else None, on_wake=self._beat)
+        self._compiling = CompilingRequests(core.grammars, self._wait.ring)
         self._moves = self._open_moves()
 
     def _open_moves(self) -> MoveAgent[KVSource]:
@@ -196,6 +198,7 @@ class _EngineLoop:
         core = self._core
         self._send(core.take_load())
         while not (self._stopped or self._wait.is_orphaned):
+            self._add_compiled()
             if not core.has_work:
                 core.check_alive()
                 seconds = 0 if core.do_idle_work() else WAKE_SECONDS
@@ -233,6 +236,7 @@ class _EngineLoop:
             self._wants_to_leave = False
             self._say(Leaving())
         self._moves.look()
+        self._add_compiled()
         if time.monotonic() - self._last_word >= HEARTBEAT_SECONDS:
             self._say_alive()
             self._send(self._core.take_load())  # without steps room may have come back, as a copy has ended
@@ -270,20 +274,37 @@ class _EngineLoop:
 
     def _abort(self, request_ids: list[str]) -> None:
         self._moves.forget(request_ids)
+        self._compiling.forget(request_ids)
         outputs = self._core.abort(request_ids) if request_ids else []
         if outputs:
             self._send(self._core.message(outputs))
 
     def _add(self, message: AddRequest) -> None:
         self._num_taken += 1
-        request_id = message.request.request_id
         try:
-            self._core.add(message.request)
-            if message.stops:
-                self._moves.stop_after_first(request_id)
+            if not self._compiling.takes(message):
+                self._queue(message)
         except RequestRejected as error:
-            self._say(pack_rejection(request_id, error))
-            self._send(self._core.take_load())
+            self._refuse(message, error)
+
+    def _add_compiled(self) -> None:
+        """Queue the requests whose grammars have been compiled since."""
+        for message, error in self._compiling.take_done():
+            try:
+                if error is not None:
+                    raise error
+                self._queue(message)
+            except RequestRejected as refusal:
+                self._refuse(message, refusal)
+
+    def _queue(self, message: AddRequest) -> None:
+        self._core.add(message.request)
+        if message.stops:
+            self._moves.stop_after_first(message.request.request_id)
+
+    def _refuse(self, message: AddRequest, error: RequestRejected) -> None:
+        self._say(pack_rejection(message.request.request_id, error))
+        self._send(self._core.take_load())
 
     def _open_kv(self, message: OpenKV) -> None:
         transports: dict[str, Callable[[], KVTransport]] = {

@@ -40,17 +40,19 @@ def uniforms(starts: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArra
     return numbers
 
 
-def uniform(seed: int, position: int) -> float:
+def uniform(seed: int, position: int, *, draw: int = 0) -> float:
     """Return the uniform number in [0, 1) that chooses one output token.
 
     Parameters
     ----------
     seed : of the request; any integer, taken modulo 2**64.
-    position : index of the token among the request's output tokens.
+    position : index of the token among the request's output tokens, below 2**32.
+    draw : 1 for the token that replaces one which a grammar refuses; independent of draw 0.
 
     Notes
     -----
     The seed is scrambled first, so that consecutive seeds start at unrelated points; position k is then the
     k-th number of the SplitMix64 generator that starts there.
     """
-    return (_mix((stream_start(seed) + (position + 1) * _GOLDEN_GAMMA) & _MASK) >> 11) * _DOUBLE_UNIT
+    index = (draw << 32) + position + 1
+    return (_mix((stream_start(seed) + index * _GOLDEN_GAMMA) & _MASK) >> 11) * _DOUBLE_UNIT

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from onbeat.core.request import TokenLogprobs
 from onbeat.engine.draw import draw, locate, min_p_bound, nucleus_candidates
+from onbeat.engine.guided_draw import GuideWork, hold_to_grammars, redrawn
 from onbeat.engine.logit_edits import edit_logits
 from onbeat.engine.logprobs import token_logprobs
 from onbeat.engine.random_stream import uniform
@@ -47,7 +48,9 @@ class SampledTokens:
     logprobs: list[TokenLogprobs | None]
     """None where the row did not ask, or is in `errors`."""
     errors: dict[int, str] = field(default_factory=dict)
-    """Row index to what is wrong with its logits; the other rows are not affected."""
+    """Row index to what is wrong with its logits or its grammar; the other rows are not affected."""
+    guides: GuideWork | None = None
+    """What grammars did; None where no row has one."""
 
 
 class BestTokens(NamedTuple):
@@ -74,13 +77,15 @@ class Sampler:
 
     def needs_logits(self, rows: Sequence[SamplingRow]) -> bool:
         """Whether more than each row's most likely token is needed to choose."""
-        return not all(row.is_greedy and not row.asks_logprobs and not row.edits_logits for row in rows)
+        return not all(
+            row.is_greedy and not (row.asks_logprobs or row.edits_logits or row.is_guided) for row in rows
+        )
 
     def is_plain(self, rows: Sequence[SamplingRow]) -> bool:
         """Whether no row wants more than a token by temperature, top-k, top-p, min-p and its number."""
         if all(map(_NEVER_NEEDS_LOGITS, rows)):
             return True
-        return not any(row.asks_logprobs or row.edits_logits for row in rows)
+        return not any(row.asks_logprobs or row.edits_logits or row.is_guided for row in rows)
 
     @torch.inference_mode()
     def sample(
@@ -117,6 +122,16 @@ class Sampler:
         self._edit(logits_RV, rows, sampled, peaks)
         self._draw_untruncated(logits_RV, rows, sampled, peaks)
         self._draw_truncated(logits_RV, rows, sampled, peaks)
+        guided = _select(rows, sampled, attrgetter("is_guided"))
+        if guided:
+            sampled.guides = hold_to_grammars(
+                rows,
+                guided,
+                sampled.token_ids,
+                lambda index, _, allowed: redrawn(logits_RV[index], rows[index], allowed),
+            )
+            for index, message in sampled.guides.faults.items():
+                sampled.errors[index], sampled.token_ids[index] = message, INVALID_TOKEN
 
         if kept_CV is not None:
             _attach_logprobs(kept_CV, changed, rows, sampled)

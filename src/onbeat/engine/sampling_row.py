@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from onbeat.core.request import SamplingParams
 from onbeat.engine.random_stream import stream_start
+from onbeat.text.grammar.guide import Guide
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -86,7 +87,12 @@ class SamplingRow:
             self.has_penalties or params.logit_bias or params.allowed_token_ids or params.min_tokens
         )
 
-        self.is_always_plain = not (self.asks_logprobs or self._may_edit)
+        self.is_guided = params.grammar is not None
+        self.guide: Guide | None = None
+        """Holds it to its grammar; whoever takes the request in sets it."""
+        self.fault: str | None = None
+        """Why a guided row has no guide."""
+        self.is_always_plain = not (self.asks_logprobs or self._may_edit or self.is_guided)
         """Whether it never asks for more than a draw; if not, it may do so at some positions only."""
 
     @property
@@ -130,6 +136,11 @@ class SamplingRow:
     @cached_property
     def allowed_token_ids(self) -> TokenIds:
         return np.unique(np.array(self.params.allowed_token_ids, dtype=np.int64))
+
+    @cached_property
+    def stops(self) -> frozenset[int]:
+        """The stop tokens, to look one up."""
+        return frozenset(self.params.stop_token_ids)
 
     @cached_property
     def stop_token_ids(self) -> TokenIds:

@@ -21,6 +21,7 @@ from onbeat.server.config import ServerConfig
 from onbeat.server.errors import PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.fleet import FLEET_BODIES, fleet_routes
 from onbeat.server.generation import Generator
+from onbeat.server.grammars import GrammarDesk
 from onbeat.server.lifecycle import EngineWatch, Lifecycle, garbage_kept, tidy
 from onbeat.server.messages import CountTokensRequest, MessageRequest, message_routes
 from onbeat.server.middleware import (
@@ -41,6 +42,7 @@ from onbeat.server.telemetry import Telemetry
 from onbeat.server.tokenization import DetokenizeRequest, TokenizeRequest, tokenizer_routes
 from onbeat.server.unread import SlowReaders
 from onbeat.text.chat_template import ChatTemplate
+from onbeat.text.grammar.guard import GrammarGuard
 
 ENDPOINTS = OPEN_PATHS | {
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),
@@ -95,6 +97,7 @@ def create_app(
         config=config,
         lifecycle=lifecycle,
         encoder=PromptEncoder(tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len),
+        grammars=GrammarDesk(GrammarGuard(tokenizer, info.vocab_size)),
         generator=Generator(engine, tokenizer, lifecycle, telemetry.tracker),
         watch=EngineWatch(engine, config.hang),
         slow_readers=SlowReaders(config.max_unread_bytes),
@@ -112,6 +115,7 @@ def create_app(
         for task in watching:
             task.cancel()
         services.encoder.close()
+        services.grammars.close()
 
     app = FastAPIOffline(
         title="onbeat",

@@ -135,6 +135,7 @@ async def chat_requests(
     context.completion_id = head.completion_id
     check_common(body, config, info)
     _check_chat(body, config)
+    await services.grammars.take(body, context)
     objectives = request_objectives(body, request.headers, context, config.slo)
     prompt = await chat_prompt(body, request, services)
     eos_token_ids = services.tokenizer.eos_token_ids

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from onbeat.core.errors import EngineError, Overloaded, SLOUnattainable
+from onbeat.core.errors import EngineError, InvalidRequest, Overloaded, SLOUnattainable
 from onbeat.core.protocols import Delivery, Tokenizer
 from onbeat.core.request import FinishReason, Request, RequestOutput, TokenLogprobs, overdue_error
 from onbeat.core.slo import Fate
@@ -253,7 +253,10 @@ def _check_alive(output: RequestOutput, choice: Choice) -> None:
     """Raise what a request ended with, if it did not end well."""
     reason = output.finish_reason
     if reason is FinishReason.ERROR:
-        raise EngineError(output.error or "the engine failed on this request")
+        message = output.error or "the engine failed on this request"
+        if output.error_code is not None:
+            raise InvalidRequest(message, code=output.error_code)
+        raise EngineError(message)
     if output.fate is Fate.OVERDUE:
         raise overdue_error(output)
     if output.fate is Fate.EXPIRED:

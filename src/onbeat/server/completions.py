@@ -147,6 +147,7 @@ def completion_routes(services: Services) -> APIRouter:
         context.completion_id = head.completion_id
         check_common(body, config, info, num_prompts=len(body.prompt))
         _check_completion(body, config)
+        await services.grammars.take(body, context)
         objectives = request_objectives(body, request.headers, context, config.slo)
         options = encode_options(body, info.max_model_len)
         async with cancelled_on_disconnect(request.receive):

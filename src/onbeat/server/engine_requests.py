@@ -35,7 +35,8 @@ async def engine_requests(
     objectives : of each request.
     info : the engine's.
     eos_token_ids : end an answer unless the caller ignores them.
-    context : of the HTTP request: when it arrived, and the answer's id, with which the requests' ids start.
+    context : of the HTTP request: when it arrived, what its answer must match, and the answer's id, with
+        which the requests' ids start.
 
     Raises
     ------
@@ -48,6 +49,8 @@ async def engine_requests(
     whole = WholeRequest(context.completion_id, num_choices, num_prompt_tokens) if num_choices > 1 else None
     for token_ids in prompts:
         sampling = _sampling_params(body, len(token_ids), info, eos_token_ids)
+        if context.grammar is not None:
+            sampling = replace(sampling, grammar=context.grammar)
         prompt_token_ids = tuple(token_ids)
         for choice in range(body.num_choices):
             # choice i of seed s is choice 0 of seed s + i

@@ -48,14 +48,14 @@ _LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((None,), "web_search_options"),
     ((None, "none", "auto"), "function_call tool_choice"),
     ((None, ["text"]), "modalities"),
-    ((None, {"type": "text"}), "response_format"),
     (_ONE, "best_of"),
     ((*_EMPTY, *_NO_THINKING["reasoning_effort"]), "reasoning_effort"),
-    # vLLM's entrypoints/openai/{chat_completion,completion}/protocol.py; guided_* are its older names
+    # vLLM's entrypoints/openai/{chat_completion,completion}/protocol.py
     (_EMPTY, "bad_words chat_template documents logits_processors logprob_token_ids repetition_detection"),
-    (_EMPTY, "guided_choice guided_decoding_backend guided_grammar guided_json guided_regex"),
-    (_EMPTY, "guided_whitespace_pattern structural_tag structured_outputs vllm_xargs"),
-    (_EMPTY, "ec_transfer_params kv_transfer_params media_io_kwargs mm_processor_kwargs prompt_embeds"),
+    (
+        _EMPTY,
+        "vllm_xargs ec_transfer_params kv_transfer_params media_io_kwargs mm_processor_kwargs prompt_embeds",
+    ),
     (_OFF, "echo return_prompt_text return_token_offsets return_tokens_as_token_ids use_beam_search"),
     (_OFF, "early_stopping watermarking"),
     (_ON, "spaces_between_special_tokens"),
@@ -64,7 +64,7 @@ _LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((None,), "prompt_logprobs thinking_token_budget"),
     ((None, "left"), "truncation_side"),  # the prompt's last tokens are kept
     # SGLang's entrypoints/openai/protocol.py, and its GenerateReqInput
-    (_EMPTY, "custom_logit_processor custom_params ebnf images_config json_schema lora_path regex"),
+    (_EMPTY, "custom_logit_processor custom_params images_config lora_path"),
     (_EMPTY, "audio_data image_data input_embeds input_ids sampling_params session_params stop_regex"),
     (_EMPTY, "token_ids_logprob video_data"),
     (_OFF, "no_stop_trim return_cached_tokens_details return_hidden_states return_logprob"),
@@ -72,7 +72,7 @@ _LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((None,), "max_dynamic_patch min_dynamic_patch"),
     ((*_EMPTY, *_NO_THINKING["reasoning"]), "reasoning"),
     # llama.cpp's tools/server/README.md
-    (_EMPTY, "grammar grammar_triggers lora multimodal_data response_fields"),
+    (_EMPTY, "grammar_triggers lora multimodal_data response_fields"),
     (_OFF, "grammar_lazy post_sampling_probs return_tokens"),
     (_ZERO, "dry_multiplier dynatemp_range min_keep mirostat n_indent n_probs t_max_predict_ms"),
     (_ZERO, "xtc_probability"),

@@ -23,6 +23,7 @@ from onbeat.server.config import MAX_BIASES, MAX_LISTED_TOKENS, MAX_STOP_STRINGS
 from onbeat.server.fields import with_one_unknown
 from onbeat.server.objectives import ObjectiveFields
 from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
+from onbeat.server.structured import StructureFields
 
 _INT64 = 2**63
 
@@ -89,7 +90,7 @@ class StreamOptions(BaseModel):
         return with_one_unknown(value, cls.model_fields)
 
 
-class GenerationRequest(ObjectiveFields):
+class GenerationRequest(ObjectiveFields, StructureFields):
     """The body of either completion endpoint. Null means the default everywhere."""
 
     model_config = ConfigDict(strict=True)

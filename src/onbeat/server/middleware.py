@@ -19,6 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onbeat.core.errors import InvalidRequest
+from onbeat.core.request import Grammar
 from onbeat.server.config import MAX_QUOTED
 from onbeat.server.connection import refusal_of
 from onbeat.server.errors import CLIENT_GONE, ApiError, ClientGone, error_response
@@ -66,6 +67,8 @@ class HttpContext:
     """When its whole body had come."""
     completion_id: str = ""
     """The id of the answer (`chatcmpl-...`), if one was asked for; the engine's request ids start with it."""
+    grammar: Grammar | None = None
+    """What the answer must match."""
     num_prompt_tokens: int = 0
     """0 where no answer was begun."""
     num_output_tokens: int = 0

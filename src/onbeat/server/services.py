@@ -8,6 +8,7 @@ from onbeat.core.protocols import EngineClient, EngineInfo, FleetView, Tokenizer
 from onbeat.server.config import MAX_QUOTED, ServerConfig
 from onbeat.server.errors import ApiError
 from onbeat.server.generation import Generator
+from onbeat.server.grammars import GrammarDesk
 from onbeat.server.lifecycle import EngineWatch, Lifecycle
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.unread import SlowReaders
@@ -26,6 +27,7 @@ class Services:
     config: ServerConfig
     lifecycle: Lifecycle
     encoder: PromptEncoder
+    grammars: GrammarDesk
     generator: Generator
     watch: EngineWatch
     slow_readers: SlowReaders

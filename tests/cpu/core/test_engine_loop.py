@@ -16,7 +16,7 @@ from onbeat.engine.messages import AskMove, Shutdown, decode_from_engine, encode
 class IdleCore:
     """An engine without work, such as one whose streams have left with their KV still lent."""
 
-    kv = None
+    kv = grammars = None
     has_work = False
     oldest_step = None
     waits_for_others = False

@@ -27,6 +27,7 @@ from torch import Tensor
 from onbeat.core.request import TokenLogprobs
 from onbeat.engine.attention.base import IntArray
 from onbeat.engine.forward import StepLogits
+from onbeat.engine.guided_draw import GuideWork
 from onbeat.engine.input_batch import wave_order
 from onbeat.engine.sampler import INVALID_TOKEN, BestTokens, SampledTokens, take_rows
 from onbeat.engine.sampling_row import SamplingRow
@@ -66,7 +67,9 @@ class VerifiedTokens:
     logprobs: list[list[TokenLogprobs] | None]
     """None where the row did not ask."""
     errors: dict[int, str]
-    """Row index to what is wrong with its logits."""
+    """Row index to what is wrong with its logits or its grammar."""
+    guides: GuideWork | None = None
+    """What grammars did; None where no row has one."""
 
 
 def verify(
@@ -124,6 +127,8 @@ def _verify_in_waves(
     """Sample position by position, so that each token is chosen with those before it known."""
     assert logits.values_RV is not None
     verified = VerifiedTokens([[] for _ in rows], [[] if row.asks_logprobs else None for row in rows], {})
+    if any(row.is_guided for row in rows):
+        verified.guides = GuideWork()
     waves, owners = wave_order(np.array([len(row_drafts) for row_drafts in drafts], np.int64))
     is_alive = np.ones(len(rows), np.bool_)
     for wave in range(int(waves[-1]) + 1):
@@ -136,6 +141,8 @@ def _verify_in_waves(
             [rows[index] for index in indices],
             _select(logits.best, places_C),
         )
+        if verified.guides is not None and sampled.guides is not None:
+            verified.guides.add(sampled.guides, indices)
         for place, index in enumerate(indices):
             token_id = _take(verified, rows, index, sampled, place)
             is_alive[index] = wave < len(drafts[index]) and token_id == drafts[index][wave]

@@ -16,10 +16,12 @@ from onbeat.core.request import TokenLogprobs
 from onbeat.core.step import BatchShape
 from onbeat.engine.attention.base import IntArray
 from onbeat.engine.forward import RowProducts, StepLogits
+from onbeat.engine.guided_draw import hold_to_grammars
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
+from onbeat.engine.sampling_row import TokenIds
 from onbeat.engine.stand_in.kv_hash import HashCache, mix_number
 
 _MOST_TRIES = 64
@@ -156,9 +158,13 @@ class StandInSampler:
     ) -> SampledTokens:
         assert best is not None, "the forward pass has chosen"
         ids = best.ids_R.tolist()
+        guided = [index for index, row in enumerate(rows) if row.is_guided]
+        work = hold_to_grammars(rows, guided, ids, _other_token) if guided else None
         return SampledTokens(
             ids,
             [_certain(token_id, row.params.num_logprobs) for token_id, row in zip(ids, rows, strict=True)],
+            {} if work is None else dict(work.faults),
+            work,
         )
 
     def score(
@@ -169,6 +175,11 @@ class StandInSampler:
     ) -> list[TokenLogprobs]:
         certain = map(_certain, token_ids, num_alternatives)
         return [replace(report, rank=1) for report in certain if report is not None]
+
+
+def _other_token(_index: int, token_id: int, allowed_A: TokenIds) -> int:
+    """Return the token of those that a grammar allows which the refused one stands for."""
+    return int(allowed_A[token_id % len(allowed_A)])
 
 
 def shape_of(inputs: StepInputs) -> BatchShape:

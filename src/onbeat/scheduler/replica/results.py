@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from functools import partial
 from typing import NamedTuple
 
-from onbeat.core.request import FinishReason, RequestOutput
-from onbeat.core.step import BatchShape, DraftStats, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from onbeat.core.request import GRAMMAR_FAULT, FinishReason, RequestOutput, TokenLogprobs
+from onbeat.core.step import (
+    NOTHING_GUIDED,
+    BatchShape,
+    DraftStats,
+    ModelRunnerOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
@@ -188,7 +196,9 @@ class StepResults:
         ----------
         outputs : gets what each request got.
         """
-        failed = result.failed or {}
+        guided = result.guided or NOTHING_GUIDED
+        failed = {**(result.failed or {}), **guided.faults}
+        deliver = partial(_deliver_or_end, guided.completed) if guided.completed else RequestState.deliver
         drafting, keeps_deadlines = self.drafting, self._policy.known.keeps_deadlines
         delivered: Delivered = []
         sampled = sampled_rows(result)
@@ -201,13 +211,14 @@ class StepResults:
             if not is_running and state.status in _ENDED:
                 continue
             if failed and state.request_id in failed:
-                outputs.append(_fail(state, failed[state.request_id], self._table))
+                end = _end_at_fault if state.request_id in guided.faults else _fail
+                outputs.append(end(state, failed[state.request_id], self._table))
                 continue
             # Not those of a row planned before a preemption: they belong to others by now.
             holds_blocks = is_running and state.admitted_step_id <= step.step_id
             finished = False
             if samples:
-                output = state.deliver(got[0], got[1], row.num_draft_tokens)
+                output = deliver(state, got[0], got[1], row.num_draft_tokens)
                 if drafting is not None:
                     self._note_drafts(state, row, output, got, holds_blocks=holds_blocks)
                 outputs.append(output)
@@ -298,11 +309,33 @@ def last_output(state: RequestState, finish_reason: FinishReason) -> RequestOutp
     )
 
 
+def _deliver_or_end(
+    completed: Container[str],
+    state: RequestState,
+    sampled_ids: list[int],
+    logprobs: list[TokenLogprobs] | None,
+    num_drafts: int,
+) -> RequestOutput:
+    """Deliver what a row sampled; end the request if its grammar is complete."""
+    output = state.deliver(sampled_ids, logprobs, num_drafts)
+    if state.request_id in completed:
+        output.finish_reason = FinishReason.STOP
+    return output
+
+
 def _fail(state: RequestState, message: str, table: RequestTable) -> RequestOutput:
     """End one request with an error; the others of its step go on, and nobody reuses its KV."""
     table.kv.pool.unregister(state.block_ids)
     output = last_output(state, FinishReason.ERROR)
     output.error = message
+    table.drop(state)
+    return output
+
+
+def _end_at_fault(state: RequestState, message: str, table: RequestTable) -> RequestOutput:
+    """End a request whose grammar cannot be followed; its KV is as good as any other."""
+    output = last_output(state, FinishReason.ERROR)
+    output.error, output.error_code = message, GRAMMAR_FAULT
     table.drop(state)
     return output
 

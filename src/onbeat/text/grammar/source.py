@@ -43,14 +43,19 @@ COMPACT = JsonStyle(white_space=None)
 """No white space: the fewest tokens."""
 
 
+_ANY_SPELLING = '\n%llguidance {"no_forcing": true}\n'
+"""Text that is forced may come in any tokens that spell it. Else the library would allow one spelling alone
+when asked for all tokens, and each of them when asked for one."""
+
+
 def json_grammar(schema: Schema, style: JsonStyle = JsonStyle()) -> Grammar:
     """Return the grammar of a JSON value by a schema."""
-    return _grammar({"json_schema": _with_options(schema, style)})
+    return lark_grammar("start: " + embedded_json(schema, style))
 
 
 def lark_grammar(text: str) -> Grammar:
     """Return the grammar of a Lark text, which begins at its rule `start`; see `embedded_json`."""
-    return _grammar({"lark_grammar": text})
+    return Grammar.of(text + _ANY_SPELLING)
 
 
 def embedded_json(schema: Schema, style: JsonStyle = JsonStyle()) -> str:
@@ -76,10 +81,6 @@ def regex_grammar(pattern: str) -> Grammar:
 def choice_grammar(choices: Sequence[str]) -> Grammar:
     """Return the grammar of one of several texts."""
     return lark_grammar("start: " + " | ".join(map(lark_text, choices)))
-
-
-def _grammar(source: Mapping[str, Any]) -> Grammar:
-    return Grammar.of(json.dumps({"grammars": [source]}, ensure_ascii=False))
 
 
 def _with_options(schema: Schema, style: JsonStyle) -> dict[str, Any]:

@@ -1,0 +1,144 @@
+"""Grammars of an engine: a thread compiles them before the requests that bring them are queued."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from onbeat.core.errors import Overloaded, RequestRejected
+from onbeat.core.request import Grammar
+from onbeat.engine.messages import AddRequest
+from onbeat.text.grammar.compiler import GrammarCompiler, Vocabulary
+from onbeat.text.grammar.guide import Guide
+from onbeat.text.tokenizer import load_tokenizer
+
+STACK_BYTES = 64 << 20
+"""Of the thread that compiles, which goes deeper the deeper a grammar refers to itself. A server's guard
+(`text.grammar.guard`) has a quarter, so that what passes there cannot overflow here."""
+MOST_COMPILING = 64
+"""Grammars that may wait for the thread."""
+
+
+class GrammarPort:
+    """Guides of a model's grammars. Its thread, and what it needs of the tokenizer, come with the first one.
+
+    Parameters
+    ----------
+    load : makes the compiler.
+    """
+
+    def __init__(self, load: Callable[[], GrammarCompiler]) -> None:
+        self._load = load
+        self._compiler: GrammarCompiler | None = None
+        self._worker: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def of_model(cls, path: Path, vocab_size: int) -> GrammarPort:
+        """Return the port of a model whose tokenizer lies at a path."""
+        return cls(partial(_load_compiler, path, vocab_size))
+
+    def guide(self, grammar: Grammar) -> Guide:
+        """Return a guide at the start of a grammar, compiled first where it is not known (any more).
+
+        Raises
+        ------
+        InvalidRequest : it cannot be enforced.
+        """
+        return self.cached(grammar) or self.compile(grammar).result()
+
+    def cached(self, grammar: Grammar) -> Guide | None:
+        """Return a guide at the start of a grammar that is compiled; None where it is not."""
+        return None if self._compiler is None else self._compiler.cached(grammar)
+
+    def compile(self, grammar: Grammar) -> Future[Guide]:
+        """Have a grammar compiled by the thread."""
+        if self._worker is None:
+            self._worker = _with_stack(ThreadPoolExecutor(max_workers=1, thread_name_prefix="onbeat-grammar"))
+        return self._worker.submit(self._compile, grammar)
+
+    def close(self) -> None:
+        """Let the thread go; nothing is compiled any more."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, grammar: Grammar) -> Guide:
+        if self._compiler is None:
+            self._compiler = self._load()
+        return self._compiler.compile(grammar)
+
+
+class CompilingRequests:
+    """Requests that wait for their grammars, in the order in which they came.
+
+    Parameters
+    ----------
+    port : compiles.
+    ring : lets whoever waits look around; called by the port's thread.
+    """
+
+    def __init__(self, port: GrammarPort, ring: Callable[[], None]) -> None:
+        self._port = port
+        self._ring = ring
+        self._waiting: dict[str, tuple[AddRequest, Future[Guide]]] = {}
+        self._compiling: dict[str, Future[Guide]] = {}
+        """By key of the grammar."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def takes(self, message: AddRequest) -> bool:
+        """Return whether a request has to wait here.
+
+        Raises
+        ------
+        Overloaded : too many grammars wait already.
+        """
+        grammar = message.request.sampling.grammar
+        if grammar is None or self._port.cached(grammar) is not None:
+            return False
+        future = self._compiling.get(grammar.key)
+        if future is None:
+            if len(self._compiling) >= MOST_COMPILING:
+                raise Overloaded(
+                    f"{MOST_COMPILING} grammars wait to be compiled already; try again later",
+                    code="server_overloaded",
+                )
+            future = self._compiling[grammar.key] = self._port.compile(grammar)
+            future.add_done_callback(lambda _: self._ring())
+        self._waiting[message.request.request_id] = message, future
+        return True
+
+    def forget(self, request_ids: Collection[str]) -> list[str]:
+        """Drop requests that wait no longer, and return which of them did."""
+        return [name for name in request_ids if self._waiting.pop(name, None) is not None]
+
+    def take_done(self) -> Iterator[tuple[AddRequest, RequestRejected | None]]:
+        """Yield the requests whose grammars are compiled, or why they are refused."""
+        if not self._waiting and not self._compiling:
+            return
+        self._compiling = {key: future for key, future in self._compiling.items() if not future.done()}
+        for name in [name for name, (_, future) in self._waiting.items() if future.done()]:
+            message, future = self._waiting.pop(name)
+            error = future.exception()
+            if error is not None and not isinstance(error, RequestRejected):
+                raise error
+            yield message, error
+
+
+def _load_compiler(path: Path, vocab_size: int) -> GrammarCompiler:
+    tokenizer = load_tokenizer(path)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return GrammarCompiler(Vocabulary.of(tokenizer, vocab_size), vocab_size, encode)
+
+
+def _with_stack(worker: ThreadPoolExecutor) -> ThreadPoolExecutor:
+    """Start the thread of a worker with a large stack; return the worker."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        worker.submit(int)
+    finally:
+        threading.stack_size(before)
+    return worker

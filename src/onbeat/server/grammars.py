@@ -1,0 +1,52 @@
+"""What an answer must match: from the fields of a body to a grammar that can be enforced."""
+
+from __future__ import annotations
+
+from onbeat.core.errors import InvalidRequest, RequestRejected
+from onbeat.server.fair_threads import MOST_SHORT_WORK, FairThreads
+from onbeat.server.middleware import HttpContext
+from onbeat.server.structured import StructureFields, grammar_of
+from onbeat.text.grammar.guard import GrammarGuard
+
+
+class GrammarDesk:
+    """Takes grammars from bodies, and refuses those that cannot be enforced.
+
+    Parameters
+    ----------
+    guard : tries them.
+    """
+
+    def __init__(self, guard: GrammarGuard) -> None:
+        self._guard = guard
+        # One process tries, so one thread waits for it; grammars that are known do not.
+        self._threads = FairThreads("onbeat-grammar", num_threads=1, num_short=1)
+
+    def close(self) -> None:
+        """Let go of threads and process."""
+        self._threads.close()
+        self._guard.close()
+
+    async def take(self, body: StructureFields, context: HttpContext) -> None:
+        """Give a request's context what its answer must match, and name the keywords that are ignored.
+
+        Raises
+        ------
+        InvalidRequest : fields contradict one another, or it cannot be enforced.
+        """
+        constraint = grammar_of(body)
+        if constraint is None:
+            return
+        caller, field = context.caller, constraint.field
+        try:
+            grammar = await self._threads.run(caller, 1, constraint.make)
+        except RequestRejected as error:
+            raise InvalidRequest(f"{field}: {error}", param=field, code=error.code) from error
+        verdict = self._guard.known(grammar)
+        if verdict is None:
+            size = MOST_SHORT_WORK + len(grammar.text)
+            verdict = await self._threads.run(caller, size, lambda: self._guard.check(grammar))
+        if verdict.problem is not None:
+            raise InvalidRequest(f"{field}: {verdict.problem}", param=field, code=verdict.code)
+        context.ignored_fields += [f"{field}.{keyword}" for keyword in verdict.ignored]
+        context.grammar = grammar

@@ -1,0 +1,260 @@
+"""Fields that say what an answer must match, by the names of several servers, and the grammar they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field
+
+from onbeat.core.errors import InvalidRequest
+from onbeat.core.request import Grammar
+from onbeat.server.body import Flag
+from onbeat.server.errors import unsupported
+from onbeat.text.grammar.source import (
+    WHITE_SPACE,
+    JsonStyle,
+    Schema,
+    choice_grammar,
+    json_grammar,
+    lark_grammar,
+    regex_grammar,
+)
+from onbeat.text.grammar.translate import TaggedJson, closed, lark_of, tagged_lark
+
+MOST_CHOICES = 10_000
+
+JsonSchema = dict[str, Any] | bool
+SchemaOrText = JsonSchema | str
+Choices = Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
+
+_ANY_OBJECT: Schema = {"type": "object"}
+
+
+class JsonSchemaFormat(BaseModel):
+    """A named schema of OpenAI's `response_format`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str | None = None
+    description: str | None = None
+    schema_: JsonSchema = Field(alias="schema")
+    strict: Flag | None = None
+    """True refuses what cannot be enforced, and closes objects that do not say otherwise."""
+
+
+class Structure(BaseModel):
+    """JSON between two texts."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    begin: Annotated[str, Field(min_length=1)]
+    schema_: JsonSchema = Field(alias="schema")
+    end: str
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's `response_format`, with structural tags as in vLLM, and `schema` as in llama.cpp."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    schema_: JsonSchema | None = Field(None, alias="schema")
+    structures: Annotated[list[Structure], Field(min_length=1, max_length=128)] | None = None
+    triggers: Annotated[list[str], Field(min_length=1, max_length=128)] | None = None
+    format: Any = None
+    """vLLM's newer way to say structural tags, which is refused."""
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's `structured_outputs`: one constraint, and how JSON is written."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    json_: SchemaOrText | None = Field(None, alias="json")
+    json_object: Flag | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    structural_tag: str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: Flag | None = None
+    disable_additional_properties: Flag | None = None
+    backend: str | None = None
+    """Without effect, as `disable_fallback`: there is one way to enforce a grammar."""
+    disable_fallback: Flag | None = None
+
+
+class StructureFields(BaseModel):
+    """The fields of a body that say what the answer must match; at most one of them may."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+    structural_tag: str | None = None
+    regex: str | None = None
+    """SGLang's."""
+    ebnf: str | None = None
+    """SGLang's."""
+    json_schema: SchemaOrText | None = None
+    """SGLang's as text, llama.cpp's as an object."""
+    grammar: str | None = None
+    """llama.cpp's: GBNF, or Lark."""
+
+
+class Constraint(NamedTuple):
+    """What an answer must match."""
+
+    field: str
+    """Where the caller says so."""
+    make: Callable[[], Grammar]
+
+
+def grammar_of(body: StructureFields) -> Constraint | None:
+    """Return what the answer must match, by the one field that says so; None where any text will do.
+
+    Raises
+    ------
+    InvalidRequest : several fields say so, or one of them wrongly.
+    """
+    found = [
+        *_of_response_format(body.response_format),
+        *_of_structured_outputs(body),
+        *_of_other_names(body),
+    ]
+    if len(found) > 1:
+        first, second, *_ = found
+        raise InvalidRequest(
+            f"{first.field} and {second.field} both constrain the answer; send one of them",
+            param=second.field,
+        )
+    return found[0] if found else None
+
+
+def _of_response_format(given: ResponseFormat | None) -> Iterator[Constraint]:
+    if given is None or given.type == "text":
+        return
+    name = "response_format"
+    if given.type == "json_object":
+        schema = _ANY_OBJECT if given.schema_ is None else given.schema_
+        yield Constraint(name, partial(json_grammar, schema, JsonStyle(is_lenient=True)))
+    elif given.type == "json_schema":
+        asked = given.json_schema
+        if asked is None:
+            raise _missing(f"{name}.json_schema", "type is 'json_schema'")
+        if asked.strict:
+            yield Constraint(f"{name}.json_schema.schema", partial(json_grammar, closed(asked.schema_)))
+        else:
+            style = JsonStyle(is_lenient=True)
+            yield Constraint(f"{name}.json_schema.schema", partial(json_grammar, asked.schema_, style))
+    else:
+        yield _structural_tag(given, name)
+
+
+def _structural_tag(given: ResponseFormat, name: str) -> Constraint:
+    if given.format is not None:
+        raise unsupported(
+            f"{name}.format is not supported by this server; send structures and triggers", f"{name}.format"
+        )
+    for field in ("structures", "triggers"):
+        if getattr(given, field) is None:
+            raise _missing(f"{name}.{field}", "type is 'structural_tag'")
+    tags = [TaggedJson(tag.begin, tag.schema_, tag.end) for tag in given.structures or ()]
+    triggers = given.triggers or ()
+    return Constraint(name, lambda: lark_grammar(tagged_lark(tags, triggers, JsonStyle(is_lenient=True))))
+
+
+def _of_structured_outputs(body: StructureFields) -> Iterator[Constraint]:
+    given, name = body.structured_outputs, "structured_outputs"
+    if given is None:
+        return
+    style = JsonStyle(
+        white_space=None if given.disable_any_whitespace else _white_space(given.whitespace_pattern)
+    )
+    found = [
+        *_json(f"{name}.json", given.json_, style, is_closed=bool(given.disable_additional_properties)),
+        *_json(f"{name}.json_object", _ANY_OBJECT if given.json_object else None, style),
+        *_plain(name, regex=given.regex, choice=given.choice, grammar=given.grammar),
+        *_tag_text(f"{name}.structural_tag", given.structural_tag),
+    ]
+    if not found:
+        raise InvalidRequest(
+            f"{name} names no constraint; send json, json_object, regex, choice, grammar or structural_tag",
+            param=name,
+        )
+    yield from found
+
+
+def _of_other_names(body: StructureFields) -> Iterator[Constraint]:
+    style = JsonStyle(white_space=_white_space(body.guided_whitespace_pattern))
+    yield from _json("guided_json", body.guided_json, style)
+    yield from _json("json_schema", body.json_schema, style)
+    yield from _plain(
+        "",
+        guided_regex=body.guided_regex,
+        guided_choice=body.guided_choice,
+        guided_grammar=body.guided_grammar,
+    )
+    yield from _plain("", regex=body.regex, grammar=body.grammar, ebnf=body.ebnf)
+    yield from _tag_text("structural_tag", body.structural_tag)
+
+
+def _json(
+    field: str, given: SchemaOrText | Schema | None, style: JsonStyle, *, is_closed: bool = False
+) -> Iterator[Constraint]:
+    if given is None or given == "":
+        return
+    schema = _parsed(field, given) if isinstance(given, str) else given
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(f"{field} is no JSON schema; it must be an object", param=field)
+    yield Constraint(field, partial(json_grammar, closed(schema) if is_closed else schema, style))
+
+
+def _plain(where: str, **given: str | list[str] | None) -> Iterator[Constraint]:
+    for name, value in given.items():
+        if value is None or value == "":
+            continue
+        field = f"{where}.{name}" if where else name
+        if isinstance(value, list):
+            yield Constraint(field, partial(choice_grammar, value))
+        elif name.endswith("regex"):
+            yield Constraint(field, partial(regex_grammar, value))
+        else:
+            yield Constraint(field, partial(_of_text, value))
+
+
+def _of_text(text: str) -> Grammar:
+    return lark_grammar(lark_of(text))
+
+
+def _tag_text(field: str, text: str | None) -> Iterator[Constraint]:
+    """Yield a structural tag that is written as the JSON of a `response_format`."""
+    if not text:
+        return
+    value = _parsed(field, text)
+    if isinstance(value, dict):
+        value = {"type": "structural_tag", **value}
+    yield _structural_tag(ResponseFormat.model_validate(value), field)
+
+
+def _parsed(field: str, text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"{field} is not valid JSON: {error}", param=field) from error
+
+
+def _white_space(pattern: str | None) -> str:
+    return pattern or WHITE_SPACE
+
+
+def _missing(field: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{field} is missing, but {why}", param=field, code="missing_required_parameter")

@@ -1,0 +1,170 @@
+"""From a `Grammar` to a `Guide`: the one place where llguidance is imported for work.
+
+References
+----------
+Moskal et al., "LLGuidance: making structured outputs go brrr", 2025 (derivatives of regular expressions, an
+Earley parser, a trie of the vocabulary).
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from onbeat.core.errors import InvalidRequest
+from onbeat.core.protocols import Tokenizer
+from onbeat.core.request import Grammar
+from onbeat.text.grammar.guide import Guide, TokenRules, in_words
+
+MOST_PROTOTYPES = 128
+MOST_BYTES = 512 << 20
+"""Of all prototypes together, estimated."""
+_BYTES_PER_CHARACTER = 4
+_PROTOTYPE_BYTES = 256 << 10
+
+LIMITS = LLParserLimits(
+    max_items_in_row=2_000,
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=50_000,
+    step_max_items=10_000,
+    max_lexer_states=50_000,
+    max_grammar_size=250_000,
+    verbose_errors=False,  # else messages hold parts of the grammar
+)
+"""Half of the library's or less: schemas of real programs pass, and no step takes long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the library must know of a tokenizer."""
+
+    token_bytes: list[bytes]
+    """By id."""
+    special_token_ids: list[int]
+    eos_token_ids: list[int]
+    """The first is what the vocabulary calls end-of-sequence."""
+    bos_token_id: int | None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
+        """Return a tokenizer's vocabulary, of the tokens that have logits."""
+        eos = [token_id for token_id in tokenizer.eos_token_ids if token_id < vocab_size]
+        return cls(
+            [tokenizer.token_bytes(token_id) for token_id in range(min(tokenizer.vocab_size, vocab_size))],
+            sorted(token_id for token_id in tokenizer.special_token_ids if token_id < vocab_size),
+            eos,
+            tokenizer.bos_token_id,
+        )
+
+
+class _LibraryTokenizer:
+    """A tokenizer as the library asks for it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = vocabulary.token_bytes
+        self.special_token_ids = vocabulary.special_token_ids
+        # It must have one; a model without gets a token that no text needs.
+        self.eos_token_id = (vocabulary.eos_token_ids or vocabulary.special_token_ids or [0])[0]
+        self.bos_token_id = vocabulary.bos_token_id
+
+    def __call__(self, text: str) -> list[int]:
+        """Raise: grammars of ours prescribe no tokens, so nothing has to be encoded for them."""
+        raise NotImplementedError(f"nobody encodes {text!r} here")
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary, and keeps what it has compiled. Threads may share it.
+
+    Parameters
+    ----------
+    vocabulary : of the model's tokenizer.
+    vocab_size : of the model; may be larger.
+    encode : spells text that a grammar forces; by default nothing is spelled.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, vocab_size: int, encode: Callable[[str], list[int]] = lambda _: []
+    ) -> None:
+        wrapper: Any = TokenizerWrapper(_LibraryTokenizer(vocabulary))
+        eos: Any = vocabulary.eos_token_ids or None
+        self._tokenizer = LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=eos)
+        self._tokens = TokenRules(vocab_size, frozenset(vocabulary.eos_token_ids), encode)
+        self._prototypes: OrderedDict[str, tuple[Guide, int]] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+        """Of the prototypes."""
+
+    def cached(self, grammar: Grammar) -> Guide | None:
+        """Return a guide at the start of a grammar that is compiled; None where it is not."""
+        with self._lock:
+            found = self._prototypes.get(grammar.key)
+            if found is None:
+                return None
+            self._prototypes.move_to_end(grammar.key)
+            return found[0].copy()
+
+    def compile(self, grammar: Grammar) -> Guide:
+        """Return a guide at the start of a grammar.
+
+        Raises
+        ------
+        InvalidRequest : the library refuses it.
+        """
+        guide = self.cached(grammar)
+        if guide is not None:
+            return guide
+        matcher = self.matcher(grammar)
+        if matcher.is_error():
+            raise refusal(matcher.get_error())
+        guide = self.guide_of(matcher)
+        with self._lock:
+            self._keep(grammar, guide)
+            return guide.copy()
+
+    def matcher(self, grammar: Grammar) -> LLMatcher:
+        """Return the library's own object, in its error state where it refuses the grammar."""
+        return LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=LIMITS)
+
+    def guide_of(self, matcher: LLMatcher) -> Guide:
+        """Return a guide that is where the library's object is."""
+        return Guide(matcher, self._tokens)
+
+    def _keep(self, grammar: Grammar, guide: Guide) -> None:
+        size = _PROTOTYPE_BYTES + _BYTES_PER_CHARACTER * len(grammar.text)
+        self._prototypes[grammar.key] = guide, size
+        self._num_bytes += size
+        while len(self._prototypes) > MOST_PROTOTYPES or self._num_bytes > MOST_BYTES:
+            _, (_, gone) = self._prototypes.popitem(last=False)
+            self._num_bytes -= gone
+
+
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[[^\]]*\])")
+_SCHEMA_PREFIX = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_LIMITS = ("too large", "too big", "fuel", "limit", "too many", "too complex", "too deep")
+
+
+def ignored_keywords(warnings: Sequence[str]) -> tuple[str, ...]:
+    """Return the keywords of schemas that the library says it does not enforce."""
+    named = [name for line in warnings for name in re.findall(r'"([^"]*)"', line)]
+    return tuple(dict.fromkeys([*named, *(["oneOf"] if any("oneOf" in line for line in warnings) else [])]))
+
+
+def refusal(message: str) -> InvalidRequest:
+    """Return the error for a grammar that the library refuses with a message."""
+    line = _SCHEMA_PREFIX.sub("", in_words(message))
+    found = _UNIMPLEMENTED.search(line)
+    if found is not None:
+        keys = ", ".join(f"'{key}'" for key in re.findall(r'"([^"]*)"', found.group(1)))
+        return InvalidRequest(
+            f"the schema uses {keys}, which this server cannot enforce; leave it out, or have it ignored by "
+            "response_format without strict",
+            code="unsupported_schema",
+        )
+    code = "grammar_too_complex" if any(word in line for word in _LIMITS) else "unsupported_schema"
+    return InvalidRequest(f"the grammar cannot be enforced: {line}", code=code)

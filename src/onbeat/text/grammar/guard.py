@@ -1,0 +1,185 @@
+"""Tries grammars in a process of its own, before an engine sees them.
+
+The library has limits of its own, but a text of forty bytes can still take it ten seconds, and a long chain
+of references ends the process that compiles it. A grammar that passes here, with a quarter of the engine's
+stack, does neither there.
+
+`python -m onbeat.text.grammar.guard SECONDS NICENESS` is the process.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from random import Random
+from typing import Any
+
+from onbeat.core.protocols import Tokenizer
+from onbeat.core.request import Grammar
+from onbeat.text.grammar.compiler import GrammarCompiler, Vocabulary, ignored_keywords, refusal
+from onbeat.text.grammar.guide import GrammarTooComplex, Guide
+from onbeat.text.grammar.limits import TooComplex, check_limits, check_size
+from onbeat.text.limited_process import Answer, Ended, LimitedProcess, serve
+
+MAX_SECONDS = 1.0
+"""Most processor time of a trial. Schemas of 180 kB take a quarter of it."""
+MAX_BYTES = 512 << 20
+"""Most memory of a trial, beside the vocabulary."""
+STACK_BYTES = 16 << 20
+NICENESS = 5
+"""A trial must not hold up steps that run on the same cores, nor its request for long."""
+MOST_KNOWN = 4096
+NUM_STEPS = 16
+"""Tokens of a trial, each one of those allowed, by chance."""
+MAX_MASK_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a trial."""
+
+    ignored: tuple[str, ...] = ()
+    """Keywords of a schema that are not enforced."""
+    problem: str | None = None
+    """Why it is refused."""
+    code: str | None = None
+
+
+class GrammarGuard:
+    """Says whether grammars can be enforced, and remembers it. Threads may share it.
+
+    Parameters
+    ----------
+    tokenizer : the model's; read when the first grammar comes.
+    vocab_size : of the model.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._process: LimitedProcess | None = None
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, Verdict] = OrderedDict()
+
+    def known(self, grammar: Grammar) -> Verdict | None:
+        """Return what is known of a grammar that was tried."""
+        with self._lock:
+            verdict = self._known.get(grammar.key)
+            if verdict is not None:
+                self._known.move_to_end(grammar.key)
+            return verdict
+
+    def check(self, grammar: Grammar) -> Verdict:
+        """Try a grammar, unless it is known; takes some milliseconds, with the first one a second."""
+        return self.known(grammar) or self._keep(grammar, self._tried(grammar))
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.close()
+
+    def _keep(self, grammar: Grammar, verdict: Verdict) -> Verdict:
+        with self._lock:
+            self._known[grammar.key] = verdict
+            if len(self._known) > MOST_KNOWN:
+                self._known.popitem(last=False)
+        return verdict
+
+    def _tried(self, grammar: Grammar) -> Verdict:
+        try:
+            check_size(grammar.text)
+            reply = self._started().ask(grammar.text.encode("utf-8", "surrogatepass"))
+        except TooComplex as error:
+            return Verdict(problem=str(error), code=error.code)
+        except Ended as error:
+            return Verdict(
+                problem=f"the grammar is too complex: trying it {error}. Make it simpler",
+                code="grammar_too_complex",
+            )
+        return Verdict(tuple(reply["ignored"]), reply["problem"], reply["code"])
+
+    def _started(self) -> LimitedProcess:
+        with self._lock:
+            if self._process is None:
+                self._process = LimitedProcess(
+                    "onbeat.text.grammar.guard",
+                    _opening(Vocabulary.of(self._tokenizer, self._vocab_size), self._vocab_size),
+                    max_seconds=MAX_SECONDS,
+                    niceness=NICENESS,
+                )
+            return self._process
+
+
+def _opening(vocabulary: Vocabulary, vocab_size: int) -> bytes:
+    lengths = [len(data) for data in vocabulary.token_bytes]
+    content = {**asdict(vocabulary), "token_bytes": None, "lengths": lengths, "vocab_size": vocab_size}
+    content["data"] = base64.b64encode(b"".join(vocabulary.token_bytes)).decode()
+    return json.dumps(content).encode()
+
+
+def _open(opening: bytes) -> tuple[dict[str, Any], Answer | None]:
+    """Make a compiler of the vocabulary."""
+    content = json.loads(opening)
+    data, tokens, start = base64.b64decode(content["data"]), [], 0
+    for length in content["lengths"]:
+        tokens.append(data[start : start + length])
+        start += length
+    vocabulary = Vocabulary(
+        tokens, content["special_token_ids"], content["eos_token_ids"], content["bos_token_id"]
+    )
+    compiler = GrammarCompiler(vocabulary, content["vocab_size"])
+    threading.stack_size(STACK_BYTES)
+    return {}, lambda question: _in_thread(
+        lambda: _trial(compiler, question.decode("utf-8", "surrogatepass"))
+    )
+
+
+def _in_thread(work: Callable[[], Verdict]) -> dict[str, Any]:
+    """Do work with the stack that threads have."""
+    done: list[Verdict] = []
+    thread = threading.Thread(target=lambda: done.append(work()))
+    thread.start()
+    thread.join()
+    return asdict(done[0])
+
+
+def _trial(compiler: GrammarCompiler, text: str) -> Verdict:
+    """Hold a grammar against the limits, compile it, and go some steps at random."""
+    try:
+        check_limits(text)
+        matcher = compiler.matcher(Grammar.of(text))
+        if matcher.is_error():
+            problem = refusal(matcher.get_error())
+            return Verdict(problem=str(problem), code=problem.code)
+        ignored = ignored_keywords(matcher.get_grammar_warnings())
+        _walk(compiler.guide_of(matcher))
+    except TooComplex as error:
+        return Verdict(problem=str(error), code=error.code)
+    except (GrammarTooComplex, MemoryError) as error:
+        why = "it takes too much memory" if isinstance(error, MemoryError) else error
+        return Verdict(problem=f"the grammar is too complex: {why}", code="grammar_too_complex")
+    return Verdict(ignored)
+
+
+def _walk(guide: Guide) -> None:
+    chance = Random(0)
+    for _ in range(NUM_STEPS):
+        start = time.thread_time()
+        allowed = guide.allowed()
+        if time.thread_time() - start > MAX_MASK_SECONDS:
+            raise TooComplex(
+                f"finding the next tokens of the grammar takes more than {MAX_MASK_SECONDS * 1e3:g} ms; "
+                "make it simpler"
+            )
+        if not len(allowed) or guide.is_complete:
+            return
+        guide.accepts(int(chance.choice(allowed)))
+
+
+if __name__ == "__main__":
+    serve(_open, max_bytes=MAX_BYTES)

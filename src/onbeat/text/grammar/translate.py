@@ -1,0 +1,104 @@
+"""Other forms of grammars in ours: GBNF, structural tags, and schemas as they are meant to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+from onbeat.core.errors import InvalidRequest
+from onbeat.text.grammar.source import JsonStyle, Schema, embedded_json, lark_text
+
+_ANY_TEXT = r"TEXT: /(.|\n)*/"
+
+
+def lark_of(text: str) -> str:
+    """Return a grammar as Lark: GBNF, which has `::=`, is translated.
+
+    Raises
+    ------
+    InvalidRequest : it is no GBNF.
+    """
+    if "::=" not in text:
+        return text
+    try:
+        return str(gbnf_to_lark(text))
+    except (GbnfToLarkError, ValueError, LookupError, RecursionError) as error:
+        why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise InvalidRequest(f"the grammar is not valid GBNF: {why[:200]}", code="invalid_value") from error
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedJson:
+    """JSON between two texts, inside of free text."""
+
+    begin: str
+    schema: Schema
+    end: str
+
+
+def tagged_lark(tags: Sequence[TaggedJson], triggers: Sequence[str], style: JsonStyle) -> str:
+    """Return the grammar of free text in which each trigger begins one of the tags.
+
+    Parameters
+    ----------
+    triggers : each begins at least one tag; the text in between holds none of them.
+
+    Raises
+    ------
+    InvalidRequest : a tag begins with no trigger, or a trigger begins no tag.
+    """
+    rules, starts = [], []
+    left = list(tags)
+    for index, trigger in enumerate(triggers):
+        here = [tag for tag in left if trigger and tag.begin.startswith(trigger)]
+        if not here:
+            raise InvalidRequest(f"the trigger {trigger[:50]!r} begins no structure; leave it out")
+        left = [tag for tag in left if tag not in here]
+        bodies = [
+            " ".join(
+                (
+                    lark_text(tag.begin[len(trigger) :]),
+                    embedded_json(tag.schema, style),
+                    lark_text(tag.end),
+                )
+            )
+            for tag in here
+        ]
+        starts.append(f"tag_{index}")
+        rules.append(f"trigger_{index}[lazy]: TEXT {lark_text(trigger)}")
+        rules.append(f"tag_{index}: trigger_{index} ({' | '.join(bodies)})")
+    if left:
+        raise InvalidRequest(f"the structure that begins with {left[0].begin[:50]!r} has no trigger; add one")
+    return "\n".join((f"start: ({' | '.join(starts)})* rest", "rest: TEXT", _ANY_TEXT, *rules))
+
+
+def closed(schema: Any) -> Any:
+    """Return a schema whose objects have the properties that they name, and no others unless they say so.
+
+    Members of an `allOf` stay open: together they name an object's properties.
+    """
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inside = {
+        key: value if key in _NO_SCHEMAS else closed_members(value) if key in _BY_NAME else closed(value)
+        for key, value in schema.items()
+    }
+    if "properties" in schema and "additionalProperties" not in schema:
+        inside["additionalProperties"] = False
+    return inside
+
+
+def closed_members(schemas: Any) -> Any:
+    """Return a map of names to schemas, each closed."""
+    if not isinstance(schemas, dict):
+        return schemas
+    return {name: closed(schema) for name, schema in schemas.items()}
+
+
+_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+_NO_SCHEMAS = frozenset(("allOf", "enum", "const", "default", "examples"))

@@ -1,0 +1,168 @@
+"""Answers that must match something, from the real program with the embedded model."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+
+from tests.cpu.e2e.program import ServerProgram
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 16},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "colours": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "colours"],
+    "additionalProperties": False,
+}
+ASKED = [{"role": "user", "content": "Who is Ada Lovelace? Answer in JSON."}]
+TAGGED = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": {"type": "integer", "maximum": 9}, "end": "</f>"}],
+    "triggers": ["<f>"],
+}
+
+
+def post(server: ServerProgram, path: str, **fields: Any) -> httpx.Response:
+    body = {"max_tokens": 120, "temperature": 0, **fields}
+    return httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60)
+
+
+def chat(server: ServerProgram, **fields: Any) -> Any:
+    answer = post(server, "chat/completions", messages=ASKED, **fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"]
+
+
+def text(server: ServerProgram, prompt: str, **fields: Any) -> tuple[str, str]:
+    answer = post(server, "completions", prompt=prompt, **fields)
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    return choice["text"], choice["finish_reason"]
+
+
+def schema_format(schema: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **fields}}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_schema(smollm2_server: ServerProgram, strict: bool) -> None:
+    (choice,) = chat(smollm2_server, response_format=schema_format(PERSON, strict=strict))
+    jsonschema.validate(json.loads(choice["message"]["content"]), PERSON)
+    assert choice["finish_reason"] == "stop"
+
+
+def test_several_choices_at_a_temperature(smollm2_server: ServerProgram) -> None:
+    found = chat(smollm2_server, response_format=schema_format(PERSON), n=4, temperature=1, seed=1)
+    answers = [json.loads(choice["message"]["content"]) for choice in found]
+    for answer in answers:
+        jsonschema.validate(answer, PERSON)
+    assert len({answer["name"] for answer in answers}) > 1
+
+
+def test_any_object(smollm2_server: ServerProgram) -> None:
+    (choice,) = chat(smollm2_server, response_format={"type": "json_object"}, max_tokens=300)
+    if choice["finish_reason"] == "stop":
+        assert isinstance(json.loads(choice["message"]["content"]), dict)
+    else:
+        assert choice["message"]["content"].startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"structured_outputs": {"regex": r"[A-Z][a-z]{2,8} \d{4}"}}, r"[A-Z][a-z]{2,8} \d{4}"),
+        ({"guided_regex": r"\d{3}-\d{2}"}, r"\d{3}-\d{2}"),
+        ({"regex": "(yes|no)!"}, "(yes|no)!"),
+        ({"guided_choice": ["Rome", 'a "quoted" one']}, 'Rome|a "quoted" one'),
+        ({"guided_choice": ["no", "never"]}, "no|never"),
+        ({"grammar": 'root ::= "<" [a-c]+ ">" ("!" | "?")'}, "<[a-c]+>[!?]"),
+        ({"ebnf": 'root ::= "x" "y"*'}, "xy*"),
+        ({"guided_grammar": 'start: "k=" NUMBER\nNUMBER: /[0-9]{1,3}/'}, "k=[0-9]{1,3}"),
+        ({"structured_outputs": {"json": {"type": "integer", "maximum": 99, "minimum": 10}}}, r"\d\d"),
+        ({"guided_json": json.dumps({"enum": ["a", 1, None]})}, '"a"|1|null'),
+        ({"json_schema": {"const": {"a": [1]}}}, r'\{\s*"a"\s*:\s*\[\s*1\s*\]\s*\}'),
+    ],
+)
+def test_other_constraints_and_names(
+    smollm2_server: ServerProgram, fields: dict[str, Any], expected: str
+) -> None:
+    got, finish = text(smollm2_server, "The answer is", max_tokens=60, **fields)
+    assert re.fullmatch(expected, got) or finish == "length", got
+
+
+def test_structural_tags(smollm2_server: ServerProgram) -> None:
+    prompt = "One is <f>1</f>, two is <f>2</f>, three is <f>"
+    got, _ = text(smollm2_server, prompt[:-3], response_format=TAGGED, max_tokens=40)
+    for inside in re.findall("<f>(.*?)</f>", got, re.DOTALL):
+        assert int(inside) <= 9
+
+
+def test_streamed_is_whole(smollm2_server: ServerProgram) -> None:
+    client: Any
+    with openai.OpenAI(base_url=f"{smollm2_server.url}/v1", api_key="none") as client:
+        fields: Any = {"model": "smollm2", "messages": ASKED, "response_format": schema_format(PERSON)}
+        fields |= {"temperature": 0, "max_tokens": 120}
+        whole = client.chat.completions.create(**fields)
+        chunks = list(client.chat.completions.create(**fields, stream=True))
+    pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_stop_strings_logprobs_and_biases_go_on_working(smollm2_server: ServerProgram) -> None:
+    got, finish = text(
+        smollm2_server, "Ada:", response_format=schema_format(PERSON), stop=['"age"'], logprobs=2
+    )
+    assert got.startswith("{")
+    assert '"age"' not in got
+    assert finish == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "words"),
+    [
+        (
+            {"response_format": schema_format({"type": "array", "uniqueItems": True}, strict=True)},
+            "unsupported_schema",
+            "'uniqueItems'",
+        ),
+        ({"response_format": {"type": "json_object"}, "guided_json": {}}, "invalid_value", "both constrain"),
+        ({"structured_outputs": {}}, "invalid_value", "names no constraint"),
+        ({"structured_outputs": {"regex": "(?=a)b"}}, "unsupported_schema", "look-around"),
+        ({"guided_grammar": "root ::= ((("}, "invalid_value", "GBNF"),
+        ({"guided_grammar": "start: other"}, "unsupported_schema", "other"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "missing_required_parameter",
+            "json_schema is missing",
+        ),
+        ({"guided_json": {"multipleOf": 999_983}}, "grammar_too_complex", "multipleOf is 999983"),
+        ({"guided_choice": []}, "invalid_value", "guided_choice"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(
+    smollm2_server: ServerProgram, fields: dict[str, Any], code: str, words: str
+) -> None:
+    answer = post(smollm2_server, "completions", prompt="x", **fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == code, error
+    assert words in error["message"]
+    assert error["param"].partition(".")[0] in fields or "both" in words
+
+
+def test_keywords_that_are_not_enforced_are_named(smollm2_server: ServerProgram) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "maxItems": 2, "uniqueItems": True}
+    answer = post(smollm2_server, "completions", prompt="x", response_format=schema_format(schema))
+    assert answer.status_code == 200
+    name = "response_format.json_schema.schema.uniqueItems"
+    assert answer.headers["x-onbeat-ignored-fields"] == name
