@@ -8,7 +8,7 @@ from hashlib import blake2b
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED
 from onbeat.scheduler.cluster.routers import ByLoad, Stateless
-from onbeat.scheduler.cluster.routing import Choice, RoutingRequest
+from onbeat.scheduler.cluster.routing import RoutingChoice, RoutingRequest
 
 UNIT_COSTS = PrefillCosts(token=1.0, pair=0.0, step=0.0, decode=1.0)
 """Where no replica predicts: a token is as much as another."""
@@ -26,12 +26,12 @@ class RandomRouter(Stateless):
         request: RoutingRequest,
         now: float = 0.0,  # noqa: ARG002
         excluded: Collection[int] = NONE_EXCLUDED,
-    ) -> Choice | None:
+    ) -> RoutingChoice | None:
         members = self.allowed(excluded)
         if not members:
             return None
         digest = blake2b((self._prefix + request.request_id).encode(), digest_size=8).digest()
-        return Choice(members[int.from_bytes(digest, "little") % len(members)], "hash")
+        return RoutingChoice(members[int.from_bytes(digest, "little") % len(members)], "hash")
 
 
 class LeastWork(ByLoad):
@@ -54,7 +54,7 @@ class LeastWork(ByLoad):
         request: RoutingRequest,
         now: float = 0.0,  # noqa: ARG002
         excluded: Collection[int] = NONE_EXCLUDED,
-    ) -> Choice | None:
+    ) -> RoutingChoice | None:
         replica = self.replicas.peek(excluded)
         if replica is None:
             return None
@@ -62,7 +62,7 @@ class LeastWork(ByLoad):
         self._left[request.request_id] = prefill, self._decodes(request)
         self._num_outstanding[replica] += 1
         self.replicas.choose(replica, prefill + self._decodes(request))
-        return Choice(replica, "load")
+        return RoutingChoice(replica, "load")
 
     def take(self, replica: int, request: RoutingRequest) -> None:
         self._left[request.request_id] = 0.0, self._decodes(request)

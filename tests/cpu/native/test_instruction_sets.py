@@ -15,7 +15,7 @@ from onbeat.core.errors import EngineError
 from onbeat.engine.native import set_timer
 from onbeat.engine.native.forward import NativeForward, NativeOptions
 from onbeat.engine.native.instruction_sets import (
-    Choice,
+    SetChoice,
     SetTimes,
     SetTimesFile,
     StepKind,
@@ -71,7 +71,7 @@ def test_a_set_that_cannot_win_is_timed_no_further() -> None:
     assert [len(times[name]) for name in NAMES] == [3, 1, 1]
     assert timer.counts["wide", KINDS[0]] == 3
     assert timer.counts["old", KINDS[0]] == 1, "as slow as this is no disturbance"
-    assert choose_set(times) == Choice(
+    assert choose_set(times) == SetChoice(
         "new", "wide takes 3.10 times as long or more, old takes 100.00 times as long or more"
     )
     everything = time_sets(NAMES, KINDS, timer, gives_up=False)
@@ -102,7 +102,7 @@ def never() -> SetTimes:
 def test_times_are_kept_by_what_they_depend_on(tmp_path: Path) -> None:
     file = SetTimesFile(tmp_path / "sets", {"processor": "A", "threads": 2})
     first = settle_set(NAMES, file, lambda: TIMES)
-    assert first == Choice(
+    assert first == SetChoice(
         "wide", "as timed now: new takes 2.00 times as long, old takes 6.00 times as long or more"
     )
     again = settle_set(NAMES, SetTimesFile(tmp_path / "sets", {"processor": "A", "threads": 2}), never)
@@ -152,7 +152,7 @@ def test_a_failure_to_measure_takes_the_newest_and_is_said(tmp_path: Path) -> No
         raise EngineError("no memory")
 
     chosen = settle_set(NAMES, SetTimesFile(tmp_path, {}), fail)
-    assert chosen == Choice("new", "the newest, for the sets could not be timed (no memory)")
+    assert chosen == SetChoice("new", "the newest, for the sets could not be timed (no memory)")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -207,5 +207,5 @@ def test_a_set_that_the_processor_lacks_is_not_tried(
     chosen = choose_instruction_set(
         library, checkpoint.config, weights, options, processor="this", directory=tmp_path
     )
-    assert chosen == Choice("portable", "the only one here")
+    assert chosen == SetChoice("portable", "the only one here")
     assert os.listdir(tmp_path) == []

@@ -52,7 +52,7 @@ SetTimes = Mapping[str, Sequence[float]]
 the one that others are compared with."""
 
 
-class Choice(NamedTuple):
+class SetChoice(NamedTuple):
     """An instruction set, and why it was taken."""
 
     instruction_set: str
@@ -111,7 +111,7 @@ def time_with_care(names: Sequence[str], kinds: Sequence[StepKind], run: Timer) 
     return times
 
 
-def choose_set(times: SetTimes) -> Choice:
+def choose_set(times: SetTimes) -> SetChoice:
     """Take the set with the best score; the first one unless another is quicker by `LEAST_GAIN`."""
     first, *others = times
     scores = _scores(times)
@@ -125,7 +125,7 @@ def choose_set(times: SetTimes) -> Choice:
         for name in times
         if name != chosen
     ]
-    return Choice(chosen, ", ".join(compared))
+    return SetChoice(chosen, ", ".join(compared))
 
 
 def _scores(times: SetTimes) -> dict[str, float]:
@@ -216,10 +216,10 @@ def settle_times(names: Sequence[str], file: SetTimesFile, measure: Callable[[],
         return Settled(times, "as timed now", f"; this cannot be kept for the next start ({error})")
 
 
-def settle_set(names: Sequence[str], file: SetTimesFile, measure: Callable[[], SetTimes]) -> Choice:
+def settle_set(names: Sequence[str], file: SetTimesFile, measure: Callable[[], SetTimes]) -> SetChoice:
     """Choose by times; see `settle_times`. Whatever goes wrong, the first set can run."""
     times, source, caveat = settle_times(names, file, measure)
     if times is None:
-        return Choice(names[0], f"the newest, for the sets {source}")
+        return SetChoice(names[0], f"the newest, for the sets {source}")
     chosen, compared = choose_set(times)
-    return Choice(chosen, f"{source}: {compared}{caveat}")
+    return SetChoice(chosen, f"{source}: {compared}{caveat}")

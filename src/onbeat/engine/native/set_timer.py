@@ -16,7 +16,7 @@ from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.native.forward import NativeForward, NativeOptions, first_layers
 from onbeat.engine.native.instruction_sets import (
-    Choice,
+    SetChoice,
     SetTimes,
     SetTimesFile,
     StepKind,
@@ -48,7 +48,7 @@ def choose_instruction_set(
     *,
     processor: str,
     directory: Path,
-) -> Choice:
+) -> SetChoice:
     """Return the quickest set for a model, as timed before on such a machine, or now.
 
     Parameters
@@ -59,9 +59,9 @@ def choose_instruction_set(
     """
     names = library.instruction_sets
     if len(names) == 1:
-        return Choice(names[0], "the only one here")
+        return SetChoice(names[0], "the only one here")
     if is_too_small(weights):
-        return Choice(names[0], "the newest; the model is too small to time others")
+        return SetChoice(names[0], "the newest; the model is too small to time others")
     kinds = step_kinds(weights)
     variants = set_variants(library, options)
     key = times_key(library, config, weights, options, processor=processor, variants=names, steps=kinds)

@@ -19,7 +19,7 @@ from onbeat.scheduler.cluster.membership import (
 )
 from onbeat.scheduler.cluster.migration import Migration
 from onbeat.scheduler.cluster.pools import Pools
-from onbeat.scheduler.cluster.routing import Choice, Router
+from onbeat.scheduler.cluster.routing import Router, RoutingChoice
 from onbeat.scheduler.cluster.scaling_policy import ScalingPolicy
 from onbeat.scheduler.replica.admission.queue_bound import SHORTEST_RETRY
 
@@ -218,7 +218,7 @@ class Requests:
             opened.refused_by, opened.retry_after = (), None
             self.send(opened, now, why="waited")
 
-    def _route(self, opened: RoutedRequest, now: float, to: Replica | None) -> Choice | None:
+    def _route(self, opened: RoutedRequest, now: float, to: Replica | None) -> RoutingChoice | None:
         if to is not None:
             opened.is_routed = True
             others = {each.number for each in self._members.having(ReplicaState.READY) if each is not to}
@@ -231,7 +231,7 @@ class Requests:
         opened.is_routed = only is None
         if only is not None:
             self._was_alone = True
-            return None if only.number in excluded else Choice(only.number, "only")
+            return None if only.number in excluded else RoutingChoice(only.number, "only")
         narrowed = self._pools.narrow(excluded, partial(self._migration.pool_policy.prompt_replicas, opened))
         return self._router.route(opened.request, now, narrowed)
 

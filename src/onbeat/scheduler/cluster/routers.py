@@ -11,7 +11,7 @@ from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.core.hashing import BlockHash
 from onbeat.scheduler.cluster.comparators.freeness_router import FreenessRouter
 from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED, LeastLoaded
-from onbeat.scheduler.cluster.routing import Choice, Router, RoutingRequest
+from onbeat.scheduler.cluster.routing import Router, RoutingChoice, RoutingRequest
 from onbeat.scheduler.cluster.slo_router import SLORouter
 
 
@@ -73,13 +73,13 @@ class RoundRobin(Stateless):
         request: RoutingRequest,  # noqa: ARG002 (all requests are alike)
         now: float = 0.0,  # noqa: ARG002
         excluded: Collection[int] = NONE_EXCLUDED,
-    ) -> Choice | None:
+    ) -> RoutingChoice | None:
         members = self.allowed(excluded)
         if not members:
             return None
         replica = members[bisect_left(members, self._next) % len(members)]
         self._next = replica + 1
-        return Choice(replica, "turn")
+        return RoutingChoice(replica, "turn")
 
 
 class ByLoad(_KnowsNoPrefixes):
@@ -121,12 +121,12 @@ class LeastOutstanding(ByLoad):
         request: RoutingRequest,  # noqa: ARG002 (all requests count the same)
         now: float = 0.0,  # noqa: ARG002
         excluded: Collection[int] = NONE_EXCLUDED,
-    ) -> Choice | None:
+    ) -> RoutingChoice | None:
         replica = self.replicas.peek(excluded)
         if replica is None:
             return None
         self.replicas.choose(replica, 1)
-        return Choice(replica, "load")
+        return RoutingChoice(replica, "load")
 
 
 _USUAL_SLOTS = 256
@@ -174,7 +174,7 @@ class PrefixAffinity(ByLoad):
         request: RoutingRequest,
         now: float = 0.0,  # noqa: ARG002
         excluded: Collection[int] = NONE_EXCLUDED,
-    ) -> Choice | None:
+    ) -> RoutingChoice | None:
         least = self.replicas.peek(excluded)
         if least is None:
             return None
@@ -185,7 +185,7 @@ class PrefixAffinity(ByLoad):
         replica = matched if is_matched and matched is not None else least
         self._remember(request.block_hashes, replica)
         self.replicas.choose(replica, 1)
-        return Choice(replica, "prefix" if is_matched else "load")
+        return RoutingChoice(replica, "prefix" if is_matched else "load")
 
     def _match(self, block_hashes: Sequence[BlockHash]) -> int | None:
         """Return the member that holds enough of the prompt's first blocks."""

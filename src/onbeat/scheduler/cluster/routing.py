@@ -66,7 +66,7 @@ class RoutingRequest:
         return self.arrival + self.ttft_objective
 
 
-class Choice(NamedTuple):
+class RoutingChoice(NamedTuple):
     """Where a request goes."""
 
     replica: int
@@ -91,7 +91,7 @@ class Router(Protocol):
 
     def route(
         self, request: RoutingRequest, now: float = 0.0, excluded: Collection[int] = NONE_EXCLUDED
-    ) -> Choice | None:
+    ) -> RoutingChoice | None:
         """Return the replica that serves the request; it counts as outstanding there from now on.
 
         Parameters

@@ -10,7 +10,7 @@ from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED, LeastLoaded
 from onbeat.scheduler.cluster.load_view import FirstToken, LoadView
 from onbeat.scheduler.cluster.prefixes import Holders, PrefixMemory
-from onbeat.scheduler.cluster.routing import Choice, RoutingRequest
+from onbeat.scheduler.cluster.routing import RoutingChoice, RoutingRequest
 
 _PRICE = 0.3
 """Seconds of prefill work that a second until the first token is worth."""
@@ -80,7 +80,7 @@ class SLORouter:
 
     def route(
         self, request: RoutingRequest, now: float = 0.0, excluded: Collection[int] = NONE_EXCLUDED
-    ) -> Choice | None:
+    ) -> RoutingChoice | None:
         """Return the cheapest replica."""
         asked = self._look_up(request)
         best = self._best(asked, now, excluded)
@@ -98,7 +98,7 @@ class SLORouter:
             self._prefixes.send(number, request.block_hashes)
         first_token = best.first_token
         likely = None if first_token is None else first_token.likely
-        return Choice(number, "prefix" if num_cached else "cost", likely)
+        return RoutingChoice(number, "prefix" if num_cached else "cost", likely)
 
     def take(self, replica: int, request: RoutingRequest) -> None:
         """Take it to hold the prompt; its next report counts the request."""

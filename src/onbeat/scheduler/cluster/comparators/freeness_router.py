@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.scheduler.cluster.comparators.virtual_usage import freeness, is_high
 from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED
-from onbeat.scheduler.cluster.routing import Choice, RoutingRequest
+from onbeat.scheduler.cluster.routing import RoutingChoice, RoutingRequest
 
 _UNKNOWN = ReplicaLimits(max_model_len=0, max_num_seqs=256, num_blocks=1 << 16, block_size=16)
 
@@ -61,7 +61,7 @@ class FreenessRouter:
         request: RoutingRequest,
         now: float = 0.0,  # noqa: ARG002
         excluded: Collection[int] = NONE_EXCLUDED,
-    ) -> Choice | None:
+    ) -> RoutingChoice | None:
         """Return the freest; of equal ones the least recently chosen."""
         away = self._left.union(excluded)
         allowed = ((number, each) for number, each in self._members.items() if number not in away)
@@ -77,7 +77,7 @@ class FreenessRouter:
         num_tokens = request.num_prompt_tokens + request.num_output_tokens
         member.sent[request.request_id] = (member.num_sent, member.limits.num_blocks_for(num_tokens))
         member.num_high += is_high(request.priority)
-        return Choice(number, "load")
+        return RoutingChoice(number, "load")
 
     def take(self, replica: int, request: RoutingRequest) -> None:
         """Its blocks are in the next report."""
