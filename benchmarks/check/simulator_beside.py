@@ -27,8 +27,8 @@ import numpy as np
 from benchmarks.check.simulator_speed import make_replica, read_load, under_slo
 from benchmarks.harness.pages import REPOSITORY, middle
 from onbeat.core.slo import SLO
-from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.slo_classes import SLOClass
 
 OBJECTIVE = SLOClass(name="all", slo=SLO(ttft=1.0, tbt=0.1))

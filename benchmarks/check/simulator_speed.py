@@ -30,12 +30,12 @@ from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
-from onbeat.scheduler.cluster.config import FleetConfig
+from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import default_token_budget
-from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.arrivals import replay_arrivals
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.trace import read_trace

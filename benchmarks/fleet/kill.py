@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 
 from onbeat.cluster.client import FleetClient
-from onbeat.cluster.config import FleetOptions
+from onbeat.cluster.fleet_options import FleetOptions
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.cluster.start import open_fleet
@@ -49,8 +49,8 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.build import build_engine
 from onbeat.engine.config import EngineConfig
 from onbeat.hub.stand_in import find_stand_in
-from onbeat.scheduler.cluster.config import FleetConfig
 from onbeat.scheduler.cluster.fleet import Fleet
+from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.membership import DEATHS_WINDOW
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.config import SchedulerLimits

@@ -42,10 +42,10 @@ from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.scheduler.cluster import slo_router
 from onbeat.scheduler.cluster.events import FleetAction, FleetEvent, Send
-from onbeat.simulator.config import ReplicaKind, SimulationConfig
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
 from onbeat.workload.arrivals import gamma_arrivals
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass

@@ -35,13 +35,13 @@ from onbeat.core.options import change, make
 from onbeat.core.slo import SLO
 from onbeat.metrics.attainment import good_requests
 from onbeat.scheduler.cluster import objective_scaling, offered_work, scaling
-from onbeat.scheduler.cluster.config import FleetConfig
+from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds
 from onbeat.scheduler.cluster.scaling_policy import FleetLoad, Wanted
-from onbeat.simulator.config import FleetTimes, SimulationConfig
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulation_config import FleetTimes, SimulationConfig
 from onbeat.workload.arrivals import gamma_arrivals
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass

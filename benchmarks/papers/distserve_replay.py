@@ -44,11 +44,11 @@ from benchmarks.papers.linear import linear_closure
 from onbeat.core.fleet import PoolSizes
 from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.scheduler.cluster.config import FleetConfig
 from onbeat.scheduler.cluster.fleet import Decided
+from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.simulator.config import KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulation_config import KVLink, ReplicaKind, SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 
 OPT_13B, OPT_66B = "facebook/opt-13b", "facebook/opt-66b"

@@ -52,10 +52,10 @@ from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import Precision
-from onbeat.scheduler.cluster.config import FleetConfig
 from onbeat.scheduler.cluster.events import Answered, FleetAction, FleetEvent, MoveStep
-from onbeat.simulator.config import KVLink, ReplicaKind, SimulationConfig
+from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulation_config import KVLink, ReplicaKind, SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 

@@ -39,11 +39,11 @@ from onbeat.core.handover import MoveVerb
 from onbeat.core.options import change, make
 from onbeat.scheduler.cluster.events import FleetAction, FleetEvent, MoveStep
 from onbeat.scheduler.cluster.scaling import ScaleBounds
-from onbeat.simulator.config import FleetChange, FleetTimes
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import Simulation, build_simulation
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulation_config import FleetChange, FleetTimes
 from onbeat.workload.arrivals import gamma_arrivals
 from onbeat.workload.offered import OfferedLoad
 

@@ -27,7 +27,7 @@ from benchmarks.papers.speculation_study import turbospec
 from benchmarks.papers.speculation_study.plan import shared_folder
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.scheduler.replica.speculation import acceptance, goodput
-from onbeat.simulator.acceptance import Acceptance, RequestDrafts
+from onbeat.simulator.draft_acceptance import Acceptance, RequestDrafts
 from onbeat.simulator.simulate import simulate
 
 RATES = (4, 16)

@@ -35,11 +35,11 @@ from onbeat.core.fleet import PoolSizes
 from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.scheduler.cluster.config import FleetConfig
+from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.simulator.config import KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulation_config import KVLink, ReplicaKind, SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 
 OBJECTIVES = {"TTFT": (2.0, 3.0, 6.0), "TBT": (1.25, 1.5, 5.0), "E2E": (1.25, 1.5, 5.0)}

@@ -15,14 +15,14 @@ from typing import Any
 import zmq
 
 from onbeat.cluster.client import FleetClient
-from onbeat.cluster.config import TRANSPORTS
+from onbeat.cluster.fleet_options import TRANSPORTS
 from onbeat.cluster.launcher import Launcher, ReplicaPlace, ReplicaSpec
 from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.core.fleet import ReplicaId
 from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.process import BuildEngine, CurveKeys
-from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.fleet import Fleet
+from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.scaling import ScaleBounds

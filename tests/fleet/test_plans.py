@@ -13,7 +13,7 @@ from onbeat.engine.config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.hub.resolve import resolve_model
-from onbeat.scheduler.cluster.config import FleetConfig
+from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from tests.cpu.e2e.program import run_program, serving
 
 KINDS = ("device=h100-sxm,replicas=1", "device=l4,tp=2,replicas=2")

@@ -7,14 +7,14 @@ from contextlib import ExitStack
 import pytest
 
 from onbeat.cluster import local_launcher
-from onbeat.cluster.config import FleetOptions
+from onbeat.cluster.fleet_options import FleetOptions
 from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.cluster.start import open_fleet
 from onbeat.core.errors import ConfigError
 from onbeat.engine.config import EngineConfig
 from onbeat.hub.files import ModelFiles
-from onbeat.recording.fleet import read_header
-from onbeat.scheduler.cluster.config import FleetConfig
+from onbeat.recording.fleet_log import read_header
+from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from onbeat.scheduler.config import SchedulerLimits
 from tests.fake_runner import build_fake_engine

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy.optimize import brentq
 
-from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulation_config import SimulationConfig
 from tests.pure.simulator.loads import ShapeTime, make_config, make_load
 
 SEEDS = range(5)

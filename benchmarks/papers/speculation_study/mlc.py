@@ -17,11 +17,11 @@ from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime
-from onbeat.simulator.acceptance import Acceptance
-from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.draft_acceptance import Acceptance
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import Simulation, build_simulation
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.simulator.speculation import SpeculationSettings
 from onbeat.workload.load_source import conversation_lengths
 from onbeat.workload.offered import OfferedLoad

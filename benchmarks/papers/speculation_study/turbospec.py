@@ -15,9 +15,9 @@ from benchmarks.papers.linear import LINEAR_SIGMA, turbospec_speculation
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.scheduler.config import SchedulerConfig, SpeculationConfig
-from onbeat.simulator.acceptance import Acceptance
-from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.draft_acceptance import Acceptance
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.arrivals import poisson_arrivals
 from onbeat.workload.load_source import conversation_lengths
 from onbeat.workload.offered import OfferedLoad

@@ -33,7 +33,7 @@ from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.rules import StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob
 from onbeat.scheduler.replica.slo.work import PrefillWork, Room
-from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 
 DECLARED_TOKENS = 4096

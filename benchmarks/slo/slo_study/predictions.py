@@ -21,12 +21,12 @@ from onbeat.core.slo import ShedMode
 from onbeat.core.step import StepStats
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.record import RequestRecord
-from onbeat.simulator.client import Clients, OfferedRequest
-from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.deliveries import Collector
 from onbeat.simulator.fleet_loop import FleetLoop, OnlyReplica
 from onbeat.simulator.observer import StepsWanted
 from onbeat.simulator.replica import SerialReplica
+from onbeat.simulator.simulation_config import SimulationConfig
+from onbeat.simulator.virtual_clients import Clients, OfferedRequest
 from onbeat.workload.offered import OfferedLoad
 
 TOLERANCE = 0.25

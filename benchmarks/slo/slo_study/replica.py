@@ -16,11 +16,11 @@ from onbeat.core.slo import Fate, ShedMode, SLOMode
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
-from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 
 FIRST_GUESS = 8.0

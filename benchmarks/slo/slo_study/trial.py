@@ -20,13 +20,13 @@ from onbeat.core.slo import ShedMode, SLOMode
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
-from onbeat.simulator.client import Clients
-from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.deliveries import Collector
 from onbeat.simulator.fleet_loop import run_alone
 from onbeat.simulator.replica import make_replica
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import Simulation, build_simulation
+from onbeat.simulator.simulation_config import SimulationConfig
+from onbeat.simulator.virtual_clients import Clients
 from onbeat.workload.offered import OfferedLoad
 
 MOST_GROWTH = 0.02

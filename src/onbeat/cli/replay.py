@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_of_fleet(path: Path) -> bool:
-    from onbeat.recording.fleet import FILE_KIND, read_header
+    from onbeat.recording.fleet_log import FILE_KIND, read_header
 
     header = read_header(path)
     return header is not None and header.get("file") == FILE_KIND
@@ -115,8 +115,8 @@ def _is_of_fleet(path: Path) -> bool:
 
 def _replay_fleet(console: Console, options: ReplayOptions, path: Path) -> int:
     """Replay the record of a fleet; return 0 where the decisions are identical."""
-    from onbeat.recording.fleet import FleetRecording
-    from onbeat.simulator.replay.fleet import replay_fleet
+    from onbeat.recording.fleet_log import FleetRecording
+    from onbeat.simulator.replay.fleet_replay import replay_fleet
 
     if options.names_a_model or options.host_overhead is not None:
         raise ConfigError(

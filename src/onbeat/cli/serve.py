@@ -29,7 +29,7 @@ from onbeat.cli.engine_args import (
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.serve_args import API_KEY_VARIABLE, add_server_arguments, server_config
 from onbeat.cli.vllm_flags import take_vllm_flags
-from onbeat.cluster.config import FleetOptions
+from onbeat.cluster.fleet_options import FleetOptions
 from onbeat.core.errors import ConfigError
 from onbeat.engine.config import EngineConfig
 from onbeat.hub.files import ModelFiles

@@ -15,14 +15,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from onbeat.core.step import StepStats
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.timeline import Timeline, open_timeline
-from onbeat.recording.fleet import fleet_record, plain
-from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.fleet import fleet_rules
+from onbeat.recording.fleet_log import fleet_record, plain
 from onbeat.simulator.observer import Progress as OnProgress
 from onbeat.simulator.observer import StepsWanted
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.setup import Simulation
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulation_config import SimulationConfig
+from onbeat.simulator.virtual_fleet import fleet_rules
 from onbeat.workload.offered import OfferedLoad
 
 

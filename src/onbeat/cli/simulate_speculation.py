@@ -10,8 +10,8 @@ from onbeat.cli.options import add_options, find_group, number
 from onbeat.core.errors import ConfigError
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.speculation.config import SpeculativeConfig
-from onbeat.simulator.acceptance import DEFAULT_RATE, Acceptance
-from onbeat.simulator.replay.acceptance import read_acceptance
+from onbeat.simulator.draft_acceptance import DEFAULT_RATE, Acceptance
+from onbeat.simulator.replay.recorded_drafts import read_acceptance
 from onbeat.simulator.speculation import SpeculationSettings
 
 _TITLE = "speculative decoding"

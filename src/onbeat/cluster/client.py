@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from onbeat.cluster.config import TRANSPORTS
 from onbeat.cluster.controller import FleetController
+from onbeat.cluster.fleet_options import TRANSPORTS
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild
 from onbeat.cluster.streams import Streams

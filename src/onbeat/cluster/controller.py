@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from onbeat.cluster.clock_offset import by_our_clock, by_their_clock
-from onbeat.cluster.config import TRANSPORTS
+from onbeat.cluster.fleet_options import TRANSPORTS
 from onbeat.cluster.joining import other_blocks, other_version
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.life import Life

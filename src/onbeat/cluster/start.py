@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from onbeat.cluster.client import FleetClient
-from onbeat.cluster.config import TRANSPORTS, FleetOptions
 from onbeat.cluster.cuda_devices import share_devices
+from onbeat.cluster.fleet_options import TRANSPORTS, FleetOptions
 from onbeat.cluster.kinds import engine_of
 from onbeat.cluster.launcher import Launcher, ReplicaNeeds
 from onbeat.cluster.local_launcher import LocalLauncher, share_cores
@@ -22,7 +22,7 @@ from onbeat.engine.config import EngineConfig, MemoryShare
 from onbeat.engine.container import host_memory, usable_cores
 from onbeat.engine.core import EngineCore
 from onbeat.engine.process import BuildEngine
-from onbeat.recording.fleet import fleet_record, plain
+from onbeat.recording.fleet_log import fleet_record, plain
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.config import DEFAULT_POLICY

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from onbeat.core.step_time import StepTimeModel
-from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.simulation_config import SimulationConfig
 
 Labels = tuple[tuple[str, str], ...]
 """What sets a case apart: (setting, value)."""

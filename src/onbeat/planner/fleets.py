@@ -20,7 +20,7 @@ from onbeat.planner.search import SearchOptions, Stopped, search_rate
 from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.trial import ObjectiveMissed, simulate_trial
 from onbeat.planner.units import Unit, longest_request
-from onbeat.scheduler.cluster.config import FleetConfig
+from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.setup import build_simulation
 from onbeat.workload.offered import OfferedLoad

@@ -12,9 +12,9 @@ from onbeat.core.request import RequestOutput, overdue_error
 from onbeat.core.slo import Fate
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.metrics.record import RequestRecord
-from onbeat.simulator.client import STOP, OfferedRequest
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.result import DraftCounts
+from onbeat.simulator.virtual_clients import STOP, OfferedRequest
 
 ORDINARY = STOP + 1
 """A token that ends no request."""

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from onbeat.core.handover import Detached
 from onbeat.core.request import Request
 from onbeat.scheduler.replica.move_agent import Departure
-from onbeat.simulator.client import OfferedRequest
-from onbeat.simulator.config import KVLink
 from onbeat.simulator.links import Links
 from onbeat.simulator.replica import VirtualReplica
+from onbeat.simulator.simulation_config import KVLink
+from onbeat.simulator.virtual_clients import OfferedRequest
 
 
 class VirtualSource(NamedTuple):

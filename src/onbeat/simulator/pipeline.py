@@ -9,11 +9,11 @@ from math import inf
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.handover import Detached
 from onbeat.core.step_time import StepTimeModel, predict_step
-from onbeat.simulator.client import OfferedRequest
-from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.replica_core import ReplicaCore, StepUnderWay
 from onbeat.simulator.result import ReplicaCounters
+from onbeat.simulator.simulation_config import SimulationConfig
+from onbeat.simulator.virtual_clients import OfferedRequest
 
 
 class PipelineReplica:

@@ -16,13 +16,13 @@ from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel, refuse_prediction
 from onbeat.perfmodel.runs import RunTimer, seconds_of_each
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.simulator.client import OfferedRequest
-from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.deliveries import refuse
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.pipeline import PipelineReplica
 from onbeat.simulator.replica_core import ReplicaCore, StepUnderWay
 from onbeat.simulator.result import ReplicaCounters
+from onbeat.simulator.simulation_config import SimulationConfig
+from onbeat.simulator.virtual_clients import OfferedRequest
 
 _STEPS_AT_ONCE = 8
 """Steps predicted at a time where an arrival may, but need not, come to this replica."""

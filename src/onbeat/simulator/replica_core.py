@@ -18,12 +18,12 @@ from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.steady import SteadyRun, SteadyRuns
 from onbeat.scheduler.replica.step_report import Planned, StepReporter
-from onbeat.simulator.client import OfferedRequest
-from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.deliveries import ORDINARY, Deliveries, Sampler, VirtualSampler
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.result import ReplicaCounters
+from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.simulator.verifying import VerifyingSampler
+from onbeat.simulator.virtual_clients import OfferedRequest
 
 _NORMAL = NormalDist()
 _SCALE = 2.0**-53

@@ -17,10 +17,10 @@ from onbeat.perfmodel.model_files import config_path
 from onbeat.perfmodel.models import STEP_TIME_MODELS, require_step_time
 from onbeat.perfmodel.models import files_of as step_time_files
 from onbeat.perfmodel.spec_file import is_spec_file
-from onbeat.scheduler.cluster.config import FleetConfig
+from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.config import SchedulerLimits
-from onbeat.simulator.config import FleetChange, parse_change
+from onbeat.simulator.simulation_config import FleetChange, parse_change
 from onbeat.simulator.speculation import SpeculationSettings
 
 AUTO = "auto"

@@ -19,13 +19,13 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision, narrower_formats
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime
-from onbeat.scheduler.cluster.config import FleetConfig
+from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerConfig
 from onbeat.scheduler.replica.policies import composition, largest_step, settle
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET, choose_token_budget, mean_decode_context
-from onbeat.simulator.acceptance import Acceptance
-from onbeat.simulator.config import FleetTimes, KVLink, ReplicaKind, SimulationConfig
+from onbeat.simulator.draft_acceptance import Acceptance
 from onbeat.simulator.settings import AUTO, ReplicaSettings
+from onbeat.simulator.simulation_config import FleetTimes, KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.speculation import beside_draft_model
 from onbeat.workload.offered import LongerThanContext, OfferedLoad
 

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.cluster.routing import Router, RoutingRequest
-from onbeat.simulator.client import Clients
 from onbeat.simulator.columns import RecordColumns
-from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.deliveries import Collector, Keep
 from onbeat.simulator.fleet_loop import run_alone
 from onbeat.simulator.replica import make_replica
 from onbeat.simulator.result import ReplicaCounters
+from onbeat.simulator.simulation_config import SimulationConfig
+from onbeat.simulator.virtual_clients import Clients
 from onbeat.workload.offered import OfferedLoad
 
 _POLL_SECONDS = 0.02

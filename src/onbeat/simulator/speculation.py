@@ -9,7 +9,7 @@ from onbeat.perfmodel.memory import DoesNotFit, KVCapacity
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.scheduler.config import SpeculationConfig
-from onbeat.simulator.acceptance import Acceptance
+from onbeat.simulator.draft_acceptance import Acceptance
 
 MAX_CATCH_UP_TOKENS = 256
 """Tokens of prompts that a draft model reads in a step: what the engine allows."""

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.scheduler.replica.rows import correct_shape
-from onbeat.simulator.acceptance import RequestDrafts
 from onbeat.simulator.catch_up import AskedRow, CatchUp
-from onbeat.simulator.client import STOP, OfferedRequest
-from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.deliveries import Deliveries
+from onbeat.simulator.draft_acceptance import RequestDrafts
 from onbeat.simulator.result import DraftCounts
+from onbeat.simulator.simulation_config import SimulationConfig
+from onbeat.simulator.virtual_clients import STOP, OfferedRequest
 
 _ORDINARY = STOP + 1
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from onbeat.cluster.config import FleetOptions
+from onbeat.cluster.fleet_options import FleetOptions
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes, parse_pools
-from onbeat.scheduler.cluster.config import FleetConfig
+from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 
 

@@ -14,8 +14,8 @@ from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
 from onbeat.planner.cases import BuiltCase, Labels
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.result import SimulationResult
+from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 

@@ -18,7 +18,7 @@ from onbeat.files import read_yaml
 from onbeat.planner.fleets import FleetRun
 from onbeat.planner.plan_file import digest_of, digest_of_classes, read_promise, write_plan
 from onbeat.planner.plan_store import PlanStore, fingerprint, program_digest
-from onbeat.simulator.config import KVLink
+from onbeat.simulator.simulation_config import KVLink
 from tests.examples import examples
 from tests.pure.planner.test_units import BASE
 

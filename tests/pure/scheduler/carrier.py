@@ -10,7 +10,6 @@ from random import Random
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.handover import MoveVerb
 from onbeat.core.slo import SLO
-from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import (
     Aborted,
     Answered,
@@ -32,6 +31,7 @@ from onbeat.scheduler.cluster.events import (
     Withdraw,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
+from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest

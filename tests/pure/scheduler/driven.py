@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from onbeat.core.fleet import ReplicaLimits
 from onbeat.core.slo import SLO
-from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import (
     Arrived,
     Delivered,
@@ -14,6 +13,7 @@ from onbeat.scheduler.cluster.events import (
     Send,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
+from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.membership import ReplicaState
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest

@@ -10,7 +10,6 @@ import pytest
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.handover import MoveVerb
 from onbeat.scheduler.cluster.comparators.splitwise import MOST_QUEUED_TOKENS
-from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import (
     Answered,
     Arrived,
@@ -24,6 +23,7 @@ from onbeat.scheduler.cluster.events import (
     Stop,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
+from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest

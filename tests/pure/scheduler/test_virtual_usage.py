@@ -11,7 +11,6 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.scheduler.cluster.comparators.freeness_router import FreenessRouter
 from onbeat.scheduler.cluster.comparators.virtual_usage import HIGH_TARGET_TOKENS, freeness
-from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import (
     Arrived,
     Delivered,
@@ -22,6 +21,7 @@ from onbeat.scheduler.cluster.events import (
     ScaleAsked,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
+from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest

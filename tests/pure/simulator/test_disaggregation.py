@@ -16,8 +16,8 @@ from onbeat.core.slo import SLO, Fate
 from onbeat.scheduler.cluster.migration import MOVE_RULES
 from onbeat.scheduler.cluster.pools import POOL_RULES
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.simulator.config import FleetChange, FleetTimes, KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulation_config import FleetChange, FleetTimes, KVLink, ReplicaKind, SimulationConfig
 from onbeat.workload.slo_classes import SLOClass
 from tests.examples import examples
 from tests.pure.simulator.loads import (

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, ShedMode
-from onbeat.recording.fleet import FleetRecording, fleet_record, plain
+from onbeat.recording.fleet_log import FleetRecording, fleet_record, plain
 from onbeat.scheduler.cluster.events import Joined, Lost, Refuse, Refused, Send
 from onbeat.scheduler.cluster.scaling import ScaleBounds
-from onbeat.simulator.config import FleetChange, FleetTimes, ReplicaKind
-from onbeat.simulator.fleet import fleet_rules
-from onbeat.simulator.replay.fleet import replay_fleet
+from onbeat.simulator.replay.fleet_replay import replay_fleet
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulation_config import FleetChange, FleetTimes, ReplicaKind
+from onbeat.simulator.virtual_fleet import fleet_rules
 from onbeat.workload.slo_classes import SLOClass
 from tests.pure.simulator.loads import ShapeTime, linear_time, make_config, make_load, random_load
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.replica.policies import POLICIES
-from onbeat.simulator.client import Clients
 from onbeat.simulator.simulate import ProgressMeter, simulate
+from onbeat.simulator.virtual_clients import Clients
 from tests.examples import examples
 from tests.pure.simulator.loads import (
     ShapeTime,

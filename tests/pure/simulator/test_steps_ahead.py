@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulation_config import SimulationConfig
 from tests.pure.simulator.loads import ShapeTime, StepByStep, linear_time, make_config, make_load, random_load
 
 SECOND = ShapeTime(lambda shape: 1.0)

@@ -14,7 +14,6 @@ from math import inf
 from typing import Any
 
 from onbeat.core.fleet import ReplicaId
-from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import (
     Aborted,
     Answered,
@@ -34,6 +33,7 @@ from onbeat.scheduler.cluster.events import (
     Tick,
     Withdraw,
 )
+from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.membership import (
     FleetStatus,
     Membership,

@@ -16,14 +16,14 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import collect_samples
 from onbeat.recording.reader import Recording
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.observer import StepsWanted
-from onbeat.simulator.replay.acceptance import measured_acceptance
 from onbeat.simulator.replay.history import RecordedRequest, RunHistory
 from onbeat.simulator.replay.model import learning_model
+from onbeat.simulator.replay.recorded_drafts import measured_acceptance
 from onbeat.simulator.replay.times import RecordedStepTimes, step_cycles
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import ClassIds, SLOClass
 

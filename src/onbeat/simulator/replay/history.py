@@ -13,8 +13,8 @@ from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
 from onbeat.recording.log import AbortCall, AddCall, HandoverCall, ScheduleCall, UpdateCall
 from onbeat.recording.reader import Recording
-from onbeat.simulator.acceptance import KnownDrafts
 from onbeat.simulator.deliveries import REJECTED
+from onbeat.simulator.draft_acceptance import KnownDrafts
 from onbeat.simulator.replay.decisions import recorded_slo
 
 MOVED = "moved"

@@ -12,7 +12,6 @@ from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnat
 from onbeat.core.fleet import ReplicaLimits, replica_id, replica_number
 from onbeat.core.handover import MoveVerb
 from onbeat.core.request import FinishReason
-from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import (
     Answered,
     Arrived,
@@ -34,16 +33,17 @@ from onbeat.scheduler.cluster.events import (
     Withdraw,
 )
 from onbeat.scheduler.cluster.fleet import Decided, Fleet
+from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.routing import Router, RoutingRequest
 from onbeat.scheduler.cluster.teller import Teller
 from onbeat.scheduler.replica.policies import composition
-from onbeat.simulator.client import OfferedRequest
-from onbeat.simulator.config import FleetChange, KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.deliveries import REFUSALS, refuse
 from onbeat.simulator.fleet_loop import COPY, HEAR, MOVE, TICK, FleetLoop, Member
 from onbeat.simulator.lives import Lives, MakeReplica, Reports
-from onbeat.simulator.moves import VirtualMoves
 from onbeat.simulator.result import FleetSize
+from onbeat.simulator.simulation_config import FleetChange, KVLink, ReplicaKind, SimulationConfig
+from onbeat.simulator.virtual_clients import OfferedRequest
+from onbeat.simulator.virtual_moves import VirtualMoves
 
 _RARE = (Lost, Joined, DrainAsked, ScaleAsked, ScalingAsked, Refused, Tick)
 """Events after which the fleet may want another tick."""

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ConfigError, Overloaded, SLOUnattainable
 from onbeat.core.request import Request, SamplingParams
 from onbeat.metrics.record import RequestRecord
-from onbeat.simulator.acceptance import RequestDrafts
-from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.draft_acceptance import RequestDrafts
+from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 
 STOP = 0

@@ -7,7 +7,7 @@ from functools import partial
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option, part
-from onbeat.scheduler.cluster.config import FleetConfig
+from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.migration import check_move_rule
 
 LAUNCHERS = ("local", "ray")

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from onbeat.core.errors import ConfigError
-from onbeat.recording.fleet import FleetRecording, named
+from onbeat.recording.fleet_log import FleetRecording, named
 from onbeat.recording.typed import typed
-from onbeat.scheduler.cluster.config import FleetRules
 from onbeat.scheduler.cluster.events import FleetEvent
 from onbeat.scheduler.cluster.fleet import Fleet
+from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.routers import make_router
 
 _EVENTS = {kind.__name__: kind for kind in get_args(FleetEvent)}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from onbeat.core.errors import ConfigError
 from onbeat.recording.reader import Recording
-from onbeat.simulator.acceptance import Acceptance
+from onbeat.simulator.draft_acceptance import Acceptance
 from onbeat.simulator.replay.history import RecordedRequest, read_history
 
 

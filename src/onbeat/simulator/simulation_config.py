@@ -10,12 +10,12 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import DRAIN_SECONDS
 from onbeat.core.slo import ShedMode
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.cluster.config import FleetConfig
+from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.cluster.scaling import parse_policy
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import composition
-from onbeat.simulator.acceptance import Acceptance
+from onbeat.simulator.draft_acceptance import Acceptance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
