@@ -8,9 +8,12 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from onbeat.core.errors import EngineDead, OnbeatError
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
-from onbeat.core.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from onbeat.core.request import FinishReason, Pooling, Request, RequestOutput, TokenLogprobs
 from onbeat.core.step import BatchShape, DraftStats, StepOutputs, StepStats
 
 EOS = 256
@@ -58,6 +61,15 @@ class LeadingSpaceTokenizer(ByteTokenizer):
         return super().decode(token_ids, skip_special_tokens=skip_special_tokens).removeprefix(" ")
 
 
+EMBEDDING_SIZE = 32
+
+
+def counted(token_ids: Sequence[int]) -> NDArray[np.float32]:
+    """Return the embedding of the fake model: how often each token is there, modulo its size."""
+    counts = np.bincount(np.array(token_ids) % EMBEDDING_SIZE, minlength=EMBEDDING_SIZE)
+    return counts.astype("<f4")
+
+
 @dataclass
 class Script:
     """What the engine says, and how."""
@@ -85,6 +97,8 @@ class FakeEngine:
     script: Script = field(default_factory=Script)
     max_model_len: int = 2048
     priority_scheduling: bool = False
+    pooling: Pooling | None = "last"
+    generates: bool = True
     observers: list[StepObserver] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     """All that ever came."""
@@ -111,6 +125,9 @@ class FakeEngine:
             dtype="float32",
             priority_scheduling=self.priority_scheduling,
             speculation="ngram" if self.script.drafts_per_step else None,
+            pooling=self.pooling,
+            embedding_size=EMBEDDING_SIZE,
+            generates=self.generates,
         )
 
     @property
@@ -157,12 +174,14 @@ class FakeEngine:
                 request_id=request.request_id,
                 new_token_ids=token_ids,
                 finish_reason=reason,
-                stop_token_id=token_ids[-1] if reason is FinishReason.STOP else None,
+                stop_token_id=token_ids[-1] if token_ids and reason is FinishReason.STOP else None,
                 num_cached_tokens=self.script.num_cached_tokens,
                 scheduled_time=scheduled,
                 logprobs=_logprobs(request, token_ids),
                 error="the step failed" if failed else None,
             )
+            if request.pooling is not None and reason is FinishReason.STOP:
+                output.embedding = counted(request.prompt_token_ids).tobytes()
             if self.script.drafts_per_step:
                 output.num_drafted_tokens = (step + 1) * self.script.drafts_per_step
                 output.num_accepted_tokens = (step + 1) * (self.script.tokens_per_step - 1)
@@ -172,6 +191,8 @@ class FakeEngine:
 
     def _steps(self, request: Request) -> list[tuple[list[int], FinishReason | None]]:
         """Split the answer in steps; the last one has the finish reason."""
+        if request.pooling is not None:
+            return [([], FinishReason.STOP)]
         sampling = request.sampling
         token_ids = list(self.script.text.encode())
         reason = FinishReason.LENGTH

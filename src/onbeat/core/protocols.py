@@ -51,7 +51,7 @@ class EngineInfo:
     moves_streams: bool = False
     """Whether streams can go to another engine with their KV, and others' come."""
     pooling: Pooling | None = None
-    """How embeddings are pooled unless a request says; None where the engine computes none."""
+    """How embeddings are pooled; None where the engine computes none."""
     embedding_size: int = 0
     """Numbers of an embedding."""
     generates: bool = True

@@ -22,7 +22,7 @@ from onbeat.metrics.buckets import (
 from onbeat.metrics.histogram import Histogram
 from onbeat.metrics.policy_counts import PolicyCounts
 from onbeat.metrics.record import RequestRecord
-from onbeat.metrics.slo_counts import SLOCounts
+from onbeat.metrics.slo_counts import UNNAMED, SLOCounts
 from onbeat.metrics.speculation_counts import SpeculationCounts
 from onbeat.metrics.tracker import REFUSALS
 
@@ -93,6 +93,10 @@ class RunCounts:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
+        self.embeddings: Counter[str] = Counter()
+        """By class of objectives; so are the next."""
+        self.embedding_tokens: Counter[str] = Counter()
+        """Of their texts."""
         self.finished = Counter(dict.fromkeys(FINISHES, 0))
         """Requests by finish reason."""
         self.refused = Counter(dict.fromkeys(REFUSALS, 0))
@@ -218,9 +222,13 @@ class RunCounts:
             return
         self.e2e.observe(record.e2e)
         self.prompt_lengths.observe(record.num_prompt_tokens)
-        self.output_lengths.observe(record.num_output_tokens)
         self.request_preemptions.observe(record.num_preemptions)
-        self.decode.observe(record.delivery_times[-1] - record.delivery_times[0])
+        if record.is_embedding:
+            self.embeddings[record.request_class or UNNAMED] += 1
+            self.embedding_tokens[record.request_class or UNNAMED] += record.num_prompt_tokens
+        else:
+            self.output_lengths.observe(record.num_output_tokens)
+            self.decode.observe(record.delivery_times[-1] - record.delivery_times[0])
         if record.tpot is not None:
             self.tpot.observe(record.tpot)
         if record.scheduled is not None:

@@ -157,6 +157,10 @@ class MetricsExporter(Collector):
             counts.num_cached_tokens,
         )
         yield counter("onbeat_output_tokens", "Output tokens of answers", counts.num_output_tokens)
+        yield counters("onbeat_embeddings", "Texts embedded", ("class",), keyed(counts.embeddings))
+        yield counters(
+            "onbeat_embedding_tokens", "Tokens of these texts", ("class",), keyed(counts.embedding_tokens)
+        )
         yield counter("onbeat_steps", "Forward passes", counts.num_steps)
         yield counter(
             "onbeat_preemptions", "Requests put back in the queue for want of blocks", counts.num_preemptions

@@ -27,6 +27,8 @@ class RequestRecord:
     """For whom it is; None where nobody said."""
     offered_output_tokens: int | None = None
     """Output tokens that the load asked for; None where nobody knows beforehand (a live request)."""
+    is_embedding: bool = False
+    """Whether it has an embedding in place of output tokens: its one delivery has none."""
     is_streamed: bool = True
     """Whether the caller sees each delivery; if not, no token but the last has a deadline."""
     replica: str | None = None

@@ -79,6 +79,7 @@ class RequestTracker:
             slo=request.slo,
             tenant=request.tenant,
             is_streamed=is_streamed,
+            is_embedding=request.pooling is not None,
         )
         self._open[request.request_id] = record
         self._in_engine.add(request.request_id)
@@ -103,7 +104,7 @@ class RequestTracker:
             record.num_preemptions = output.num_preemptions
             for listener in self._listeners:
                 listener.on_preemption(record, now)
-        if num_tokens:
+        if num_tokens or output.embedding is not None:
             record.delivery_times.append(now)
             record.delivery_sizes.append(num_tokens)
             record.num_output_tokens += num_tokens

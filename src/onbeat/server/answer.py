@@ -105,7 +105,7 @@ class AnswerResponse(Response):
             context.error_code = error_reply(error).code
             raise
         finally:
-            _note(self._choices, context)
+            note_choices(self._choices, context)
 
     async def _send_events(
         self, deltas: AsyncGenerator[ChoiceDelta, None], send: Send, context: HttpContext
@@ -148,9 +148,7 @@ class AnswerResponse(Response):
         )
 
     def _prediction(self) -> Mapping[str, str]:
-        """Return the header that tells the latest TTFT predicted for any choice, if one was."""
-        known = [choice.predicted_ttft for choice in self._choices if choice.predicted_ttft is not None]
-        return predicted_ttft_header(max(known, default=None))
+        return prediction_header(self._choices)
 
 
 def _check_size(requests: Sequence[Request], max_model_len: int) -> None:
@@ -225,7 +223,13 @@ class _AnswerWriter:
         return Extras(usage=usage_of(self._choices), slo=worst_report(self._slo_reports))
 
 
-def _note(choices: Sequence[Choice], context: HttpContext) -> None:
+def prediction_header(choices: Sequence[Choice]) -> Mapping[str, str]:
+    """Return the header that tells the latest TTFT predicted for any choice, if one was."""
+    known = [choice.predicted_ttft for choice in choices if choice.predicted_ttft is not None]
+    return predicted_ttft_header(max(known, default=None))
+
+
+def note_choices(choices: Sequence[Choice], context: HttpContext) -> None:
     """Tell the log of the request what has come of it."""
     usage = usage_of(choices)
     context.num_prompt_tokens = usage["prompt_tokens"]

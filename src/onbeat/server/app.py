@@ -18,6 +18,7 @@ from onbeat.core.protocols import EngineClient, FleetView, Tokenizer
 from onbeat.server.chat import ChatCompletionRequest, chat_routes
 from onbeat.server.completions import CompletionRequest, completion_routes
 from onbeat.server.config import ServerConfig
+from onbeat.server.embeddings import EmbeddingRequest, embedding_routes
 from onbeat.server.errors import PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.fleet import FLEET_BODIES, fleet_routes
 from onbeat.server.generation import Generator
@@ -36,6 +37,7 @@ from onbeat.server.middleware import (
 from onbeat.server.openapi import describe
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.responses import ResponseRequest, response_routes
+from onbeat.server.scores import RERANK_PATHS, SCORE_PATHS, RerankRequest, ScoreRequest, score_routes
 from onbeat.server.services import Services
 from onbeat.server.status import health_routes, model_routes
 from onbeat.server.telemetry import Telemetry
@@ -47,13 +49,14 @@ from onbeat.text.grammar.guard import GrammarGuard
 ENDPOINTS = OPEN_PATHS | {
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),
     *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
-    *("/tokenize", "/detokenize"),
+    *("/tokenize", "/detokenize", "/v1/embeddings", *RERANK_PATHS, *SCORE_PATHS),
     *("/fleet", "/fleet/drain", "/fleet/scale", "/fleet/restart"),
 }
 """The paths that the log and the metrics tell apart."""
 REQUEST_BODIES = (
     *(ChatCompletionRequest, CompletionRequest, ResponseRequest, MessageRequest),
     *(CountTokensRequest, TokenizeRequest, DetokenizeRequest),
+    *(EmbeddingRequest, RerankRequest, ScoreRequest),
 )
 EXPOSED_HEADERS = (
     *("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms"),
@@ -134,6 +137,8 @@ def create_app(
         completion_routes(services),
         response_routes(services),
         message_routes(services),
+        embedding_routes(services),
+        score_routes(services),
         tokenizer_routes(services),
         model_routes(services),
         health_routes(services),

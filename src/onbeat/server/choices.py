@@ -92,6 +92,8 @@ class Choice:
     """The stop string, or the caller's stop token, that ended it."""
     token_ids: list[int] = field(default_factory=list)
     """All output tokens."""
+    embedding: bytes | None = None
+    """What a request with pooling has come for, once it is there: `RequestOutput.embedding`."""
     record: RequestRecord | None = None
     """Its record while it is open and later; None before."""
 
@@ -159,7 +161,8 @@ class ChoiceText:
         token_ids = output.new_token_ids
         if not choice.delivery_times:
             choice.num_cached_tokens = output.num_cached_tokens
-        if token_ids:
+        choice.embedding = output.embedding
+        if token_ids or output.embedding is not None:
             choice.delivery_times.append(delivery.time)
             choice.delivery_sizes.append(len(token_ids))
         num_before = choice.num_output_tokens

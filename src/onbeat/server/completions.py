@@ -47,18 +47,18 @@ from onbeat.server.pieces import Piece, json_inside
 from onbeat.server.prompts import TOKEN_ID_SCHEMA, EncodeOptions, PromptInput
 from onbeat.server.services import Services
 
-_TOKEN_IDS = {"type": "array", "items": TOKEN_ID_SCHEMA, "minItems": 1}
+TOKEN_IDS_SCHEMA = {"type": "array", "items": TOKEN_ID_SCHEMA, "minItems": 1}
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        _TOKEN_IDS,
-        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+        TOKEN_IDS_SCHEMA,
+        {"type": "array", "items": TOKEN_IDS_SCHEMA, "minItems": 1},
     ]
 }
 
 
-def _checked_prompts(value: Any) -> list[PromptInput]:
+def checked_prompts(value: Any, field: str = "prompt") -> list[PromptInput]:
     """Return the prompts of a request, one or many, as text or token ids.
 
     Written out because a union of list types would check a prompt of 100,000 tokens four times; sets of types
@@ -74,9 +74,9 @@ def _checked_prompts(value: Any) -> list[PromptInput]:
     if kinds == {list} and all(value) and set(map(type, chain.from_iterable(value))) == {int}:
         return list(value)
     if value == []:
-        raise ValueError("prompt is empty; send text or token ids")
+        raise ValueError(f"{field} is empty; send text or token ids")
     raise ValueError(
-        "prompt must be a string, an array of strings, token ids, or an array of token id arrays"
+        f"{field} must be a string, an array of strings, token ids, or an array of token id arrays"
     )
 
 
@@ -86,7 +86,7 @@ class CompletionRequest(GenerationRequest):
     default_max_tokens = 16
     """OpenAI's."""
 
-    prompt: Annotated[list[PromptInput], PlainValidator(_checked_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+    prompt: Annotated[list[PromptInput], PlainValidator(checked_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     echo: Flag | None = None
     """Put the prompt before the answer."""
     logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None

@@ -19,6 +19,9 @@ MAX_QUOTED = 100
 MAX_STOP_STRINGS = 16
 """Most stop strings of one request."""
 
+MAX_INPUTS = 2048
+"""Most texts of one request for embeddings or scores, as OpenAI has it."""
+
 MAX_MESSAGES = 2**12
 """Most messages of one chat, and parts of their contents: the event loop checks them, one by one."""
 

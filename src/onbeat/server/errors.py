@@ -88,16 +88,14 @@ class ClientGone(Exception):
     """The client closed the connection before it had its answer."""
 
 
-_EMBEDDINGS = "embeddings are"
-_RANKING = "reranking, scores and classes are"
+_EMBEDDINGS = "embeddings in this form (instead of /v1/embeddings) are"
 _OLLAMA = "Ollama's API is"
 _LLAMA_CPP = "llama.cpp's own API is"
 _LORA = "LoRA adapters are"
 _OTHER_APIS = {
-    **dict.fromkeys(("/v1/embeddings", "/embeddings", "/embedding", "/embed", "/v2/embed"), _EMBEDDINGS),
+    **dict.fromkeys(("/embeddings", "/embedding", "/embed", "/v2/embed"), _EMBEDDINGS),
     **dict.fromkeys(("/api/embed", "/api/embeddings", "/pooling"), _EMBEDDINGS),
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank", "/v1/reranking", "/reranking"), _RANKING),
-    **dict.fromkeys(("/v1/score", "/score", "/classify"), _RANKING),
+    "/classify": "telling classes is",
     "/api": _OLLAMA,
     **dict.fromkeys(("/completion", "/completions", "/infill", "/props", "/slots"), _LLAMA_CPP),
     "/generate": "the API of text-generation-inference is",

@@ -20,6 +20,8 @@ BEGUN_TOKENS = 2**15
 """Prompt tokens of the choices of one request that are handed to the engine before others have their turn."""
 BEGIN_COST_TOKENS = 2**10
 """What it takes to begin a choice, beside its prompt: as long as so many tokens of one."""
+MOST_EMBEDDED = 256
+"""Inputs of one request that the engine has at once, of those that become embeddings."""
 ENDED_TASKS = 16
 """Choices that are given up before others have their turn."""
 
@@ -52,12 +54,13 @@ class Generator:
         """
         streams = [self._run_one(choice, options) for choice in choices]
         sizes = [len(choice.request.prompt_token_ids) + BEGIN_COST_TOKENS for choice in choices]
+        most = MOST_EMBEDDED if choices[0].request.pooling is not None else len(streams)
         if len(streams) == 1:
             together = streams[0]
         elif any(choice.request.shed is ShedMode.REJECT for choice in choices):
-            together = _held_until_all_begin(_merged(streams, sizes), len(streams))
+            together = _held_until_all_begin(_merged(streams, sizes, most), len(streams))
         else:
-            together = _merged(streams, sizes)
+            together = _merged(streams, sizes, most)
         async with aclosing(together) as deltas:
             async for delta in deltas:
                 yield delta
@@ -100,22 +103,28 @@ class Generator:
 
 
 async def _merged(
-    streams: Sequence[AsyncGenerator[ChoiceDelta, None]], sizes: Sequence[int]
+    streams: Sequence[AsyncGenerator[ChoiceDelta, None]], sizes: Sequence[int], most: int
 ) -> AsyncGenerator[ChoiceDelta, None]:
     """Stream what several generators make, as it comes; the first error ends all of them.
 
     Parameters
     ----------
     sizes : tokens that it takes to begin each: a few choices begin at a time, so that others have their turn.
+    most : that run at once.
     """
     # bounded: a client that reads slowly holds the choices back instead of filling memory
     queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(maxsize=len(streams))
 
     tasks: list[asyncio.Task[None]] = []
 
+    places = asyncio.Semaphore(most)
+
     async def begin_all() -> None:
         async for index in _a_few_at_a_time(sizes):
-            tasks.append(asyncio.create_task(_pump(streams[index], queue)))
+            await places.acquire()
+            task = asyncio.create_task(_pump(streams[index], queue))
+            task.add_done_callback(lambda _: places.release())
+            tasks.append(task)
 
     beginning = asyncio.create_task(begin_all())
     num_running = len(streams)

@@ -20,6 +20,7 @@ from onbeat.core.protocols import EngineInfo
 from onbeat.server.body import NUMBER, WHOLE, Flag
 from onbeat.server.choices import TextOptions
 from onbeat.server.config import MAX_BIASES, MAX_LISTED_TOKENS, MAX_STOP_STRINGS, ServerConfig
+from onbeat.server.errors import ApiError
 from onbeat.server.fields import with_one_unknown
 from onbeat.server.objectives import ObjectiveFields
 from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
@@ -192,7 +193,15 @@ def check_common(
     Raises
     ------
     InvalidRequest : values contradict each other, exceed this server's caps, or name unknown tokens.
+    ApiError : the model cannot generate.
     """
+    if not info.generates:
+        raise ApiError(
+            400,
+            "this model was saved without its output head, so it generates no text; send texts to "
+            "/v1/embeddings",
+            code="no_generation",
+        )
     if body.num_choices > config.max_n:
         raise InvalidRequest(f"n is {body.n}; this server allows at most {config.max_n}", param="n")
     if body.stream_options is not None and not body.stream:

@@ -64,7 +64,8 @@ class KeyDefaults:
 
 def built_in_classes() -> dict[str, ClassDefaults]:
     """Return the classes that every server knows."""
-    return {name: ClassDefaults(slo=slo) for name, slo in SLO_CLASSES.items()}
+    classes = {name: ClassDefaults(slo=slo) for name, slo in SLO_CLASSES.items()}
+    return classes | {"offline": ClassDefaults(slo=SLO(), weight=0.5)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ class SLODefaults:
         group=OBJECTIVES,
         metavar="NAME",
         help="class of requests that name none, and whose API key has none: "
-        f"{', '.join(SLO_CLASSES)}, or one of --slo-classes",
+        f"{', '.join(SLO_CLASSES)}, offline (no objectives), or one of --slo-classes",
     )
     shed: ShedMode = shed_option()
     mode: SLOMode = slo_mode_option()

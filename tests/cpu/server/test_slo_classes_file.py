@@ -37,6 +37,7 @@ def test_a_full_file(tmp_path: Path) -> None:
         "interactive": ClassDefaults(slo=SLO(ttft=0.3)),
         "standard": ClassDefaults(slo=SLO_CLASSES["standard"]),
         "batch": ClassDefaults(slo=SLO_CLASSES["batch"], weight=0.5, shed=ShedMode.RELEGATE),
+        "offline": ClassDefaults(slo=SLO(), weight=0.5),
         "chat": ClassDefaults(slo=SLO(ttft=0.8, tbt=0.06, e2e=30.0), weight=2.0, shed=ShedMode.REJECT),
     }
     assert file.keys == {
@@ -47,9 +48,10 @@ def test_a_full_file(tmp_path: Path) -> None:
 
 def test_either_section_may_be_left_out(tmp_path: Path) -> None:
     assert read(tmp_path, "classes: [{name: a, e2e_ms: 5}]").keys == {}
-    assert read(tmp_path, f"api_keys: [{{key_sha256: '{DIGEST}', weight: 2}}]").classes.keys() == (
-        SLO_CLASSES.keys()
-    )
+    assert read(tmp_path, f"api_keys: [{{key_sha256: '{DIGEST}', weight: 2}}]").classes.keys() == {
+        *SLO_CLASSES,
+        "offline",
+    }
 
 
 BAD_FILES = {

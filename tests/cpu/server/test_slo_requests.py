@@ -123,7 +123,7 @@ async def test_an_objective_outside_of_slo_is_refused(
 async def test_an_unknown_class_lists_those_there_are(served: Served) -> None:
     answer = await ask(served, CHAT, {"slo": {"class": "interactiv"}}, {})
     message = answer.error["message"]
-    assert "did you mean 'interactive'? known are batch, interactive, standard" in message
+    assert "did you mean 'interactive'? known are batch, interactive, offline, standard" in message
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])

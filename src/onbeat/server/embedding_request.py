@@ -1,0 +1,235 @@
+"""What the endpoints that embed texts have in common: fields, checks, and the way to the vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, Field
+from starlette.requests import Request as HttpRequest
+
+from onbeat.core.errors import InvalidRequest, OnbeatError, PromptTooLong
+from onbeat.core.protocols import EngineInfo
+from onbeat.core.request import Request, SamplingParams, WholeRequest
+from onbeat.server.answer import cancelled_on_disconnect, note_choices
+from onbeat.server.answer_report import slo_report, worst_report
+from onbeat.server.body import WHOLE, Flag
+from onbeat.server.choices import Choice, TextOptions
+from onbeat.server.config import MAX_INPUTS
+from onbeat.server.errors import ApiError, error_reply
+from onbeat.server.generation import MOST_EMBEDDED
+from onbeat.server.generation_request import truncate_to
+from onbeat.server.middleware import HttpContext, context_of
+from onbeat.server.objectives import ObjectiveFields, RequestObjectives, request_objectives
+from onbeat.server.prompts import EncodeOptions, PromptInput
+from onbeat.server.services import Services
+from onbeat.server.turns import Turns
+
+_NO_SAMPLING = SamplingParams(max_tokens=1)
+
+
+class TextsRequest(ObjectiveFields):
+    """The body of an endpoint that embeds texts. Null means the default everywhere."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = None
+    """Keep only this many of each text's last tokens; -1 keeps what fits."""
+    add_special_tokens: Flag | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] | None = None
+    """Lower is earlier; needs the priority scheduling policy unless 0."""
+    cache_salt: str | None = Field(None, min_length=1, max_length=1000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedded:
+    """Texts that have become vectors."""
+
+    choices: Sequence[Choice]
+    """One for each text, with its embedding."""
+    usage: dict[str, int]
+    slo: dict[str, Any] | None
+    """How the objectives were kept, by the worst text; None without any."""
+
+    @property
+    def rest(self) -> dict[str, Any]:
+        """What stands in an answer behind the data."""
+        return {"usage": self.usage} | ({} if self.slo is None else {"slo": self.slo})
+
+    def vectors(self, *, dimensions: int | None = None, normalize: bool = True) -> list[NDArray[np.float32]]:
+        """Return the embeddings, cut to their first numbers and of length 1 where that is wanted."""
+        return [_finished(choice.embedding, dimensions, normalize=normalize) for choice in self.choices]
+
+
+def _finished(embedding: bytes | None, dimensions: int | None, *, normalize: bool) -> NDArray[np.float32]:
+    assert embedding is not None, "the engine delivers one, or an error"
+    vector = np.frombuffer(embedding, "<f4")[:dimensions]
+    length = float(np.linalg.norm(vector.astype(np.float64))) if normalize else 0.0
+    return vector if length == 0.0 else (vector / length).astype(np.float32)
+
+
+def check_embeds(body: TextsRequest, info: EngineInfo) -> None:
+    """Check that the engine embeds texts, and that it can do so as asked.
+
+    Raises
+    ------
+    ApiError : it computes no embeddings.
+    InvalidRequest : a priority is given where none counts.
+    """
+    if info.pooling is None:
+        raise ApiError(
+            400,
+            "this server's engine computes no embeddings (the GPU engine gives no hidden states); serve the "
+            "model with --backend torch or --backend native",
+            code="no_embeddings",
+        )
+    if body.priority and not info.priority_scheduling:
+        raise InvalidRequest(
+            f"priority is {body.priority}, which needs the priority scheduling policy; serve with "
+            "--scheduling-policy priority or leave it out",
+            param="priority",
+        )
+
+
+def check_texts(texts: Sequence[PromptInput], param: str) -> None:
+    """Refuse more texts than one request may hold, and empty ones.
+
+    Raises
+    ------
+    InvalidRequest : there are too many, or one is empty.
+    """
+    if len(texts) > MAX_INPUTS:
+        raise InvalidRequest(
+            f"{param} holds {len(texts)} texts; at most {MAX_INPUTS} are taken. Send several requests",
+            param=param,
+            code="invalid_value",
+        )
+    for index, text in enumerate(texts):
+        if not text:
+            raise InvalidRequest(
+                f"{param}[{index}] is empty; send some text", param=param, code="invalid_value"
+            )
+
+
+async def embed(
+    services: Services,
+    http: HttpRequest,
+    body: TextsRequest,
+    texts: Sequence[PromptInput],
+    options: EncodeOptions,
+) -> Embedded:
+    """Return the embeddings of texts, all of which are requests of the engine of their own.
+
+    Parameters
+    ----------
+    http : whose answer it is; a client that leaves aborts what still runs.
+    texts : in their order.
+    options : how they become tokens.
+
+    Raises
+    ------
+    InvalidRequest, PromptTooLong : a text is empty, does not fit, or holds unknown tokens.
+    RequestRejected, EngineDead, EngineError : as the engine does.
+    ClientGone : nobody waits for the answer any more.
+    """
+    context = context_of(http.scope)
+    objectives = request_objectives(body, http.headers, context, services.config.slo)
+    choices: list[Choice] = []
+    try:
+        with services.lifecycle.generation():
+            async with cancelled_on_disconnect(http.receive):
+                prompts = await services.encoder.encode_all(texts, options, context.caller)
+                _check_lengths(prompts, services.info.max_model_len, options.param)
+                turns = Turns()
+                for request in _requests(body, prompts, objectives, services.info, context):
+                    index = len(choices)
+                    choices.append(
+                        Choice(index=index, prompt_index=index, request=request, is_streamed=False)
+                    )
+                    await turns.rest()
+                async with aclosing(services.generator.run(choices, TextOptions())) as deltas:
+                    async for _ in deltas:
+                        await turns.rest()
+    except OnbeatError as error:
+        context.error_code = error_reply(error).code
+        raise
+    finally:
+        if choices:
+            note_choices(choices, context)
+    reports = [slo_report(choice, services.config.slo.mode) for choice in choices]
+    num_tokens = sum(map(len, prompts))
+    return Embedded(
+        choices=choices,
+        usage={"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        slo=worst_report([report for report in reports if report is not None]),
+    )
+
+
+def encode_options(
+    body: TextsRequest, max_model_len: int, *, param: str, special: bool = True
+) -> EncodeOptions:
+    """Return how texts become tokens.
+
+    Parameters
+    ----------
+    param : the field that errors name.
+    special : whether the model's own start and end tokens are added, unless the body says.
+
+    Raises
+    ------
+    InvalidRequest : truncation leaves nothing of them.
+    """
+    asked = body.truncate_prompt_tokens
+    return EncodeOptions(
+        add_special_tokens=special if body.add_special_tokens is None else body.add_special_tokens,
+        # there is no answer to leave room for
+        truncate_to=truncate_to(asked, max_tokens=1, max_model_len=max_model_len + 1),
+        param=param,
+    )
+
+
+def _check_lengths(prompts: Sequence[list[int]], max_model_len: int, param: str) -> None:
+    """Refuse texts that do not fit the context, before any of them is computed."""
+    for index, token_ids in enumerate(prompts):
+        if len(token_ids) > max_model_len:
+            raise PromptTooLong(
+                f"{param}[{index}] has {len(token_ids)} tokens; this model takes at most {max_model_len}. "
+                "Shorten it, or set truncate_prompt_tokens to -1 to keep the last tokens that fit",
+                param=param,
+            )
+
+
+def _requests(
+    body: TextsRequest,
+    prompts: Sequence[list[int]],
+    objectives: RequestObjectives,
+    info: EngineInfo,
+    context: HttpContext,
+) -> Iterator[Request]:
+    """Yield the engine's requests, one for each text."""
+    whole = None
+    if len(prompts) > 1:
+        num_at_once = min(len(prompts), MOST_EMBEDDED)
+        whole = WholeRequest(context.completion_id, num_at_once, sum(map(len, prompts)))
+    for index, token_ids in enumerate(prompts):
+        yield Request(
+            request_id=context.completion_id if whole is None else f"{context.completion_id}-{index}",
+            prompt_token_ids=tuple(token_ids),
+            sampling=_NO_SAMPLING,
+            pooling=info.pooling,
+            arrival=context.arrival,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+            slo=objectives.slo,
+            slo_class=objectives.slo_class,
+            weight=objectives.weight,
+            tenant=objectives.tenant,
+            shed=objectives.shed,
+            whole=whole,
+            resumes=objectives.resumes,
+        )

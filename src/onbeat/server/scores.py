@@ -1,0 +1,161 @@
+"""POST /v1/rerank and /score: how near texts are to one another, as the cosines of their embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+import orjson
+from fastapi import APIRouter
+from pydantic import Field, PlainValidator, WithJsonSchema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from onbeat.core.errors import InvalidRequest
+from onbeat.server.answer import prediction_header
+from onbeat.server.answer_format import AnswerHead, new_head
+from onbeat.server.body import WHOLE, Flag, read_body
+from onbeat.server.embedding_request import (
+    Embedded,
+    TextsRequest,
+    check_embeds,
+    check_texts,
+    embed,
+    encode_options,
+)
+from onbeat.server.middleware import context_of
+from onbeat.server.openapi import Ranking, ScoreList, embedding_route
+from onbeat.server.services import Services
+
+RERANK_PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")
+"""Jina's path, vLLM's and Cohere's."""
+SCORE_PATHS = ("/score", "/v1/score")
+
+
+def _checked_text(value: Any) -> str:
+    """Return a text, which Cohere and Jina also write as an object."""
+    text = value.get("text") if isinstance(value, dict) else value
+    if not isinstance(text, str):
+        raise ValueError("a text must be a string, or an object with the field text")  # noqa: TRY004
+    return text
+
+
+_TEXT_OBJECT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+_TEXT_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, _TEXT_OBJECT]}
+_Text = Annotated[str, PlainValidator(_checked_text), WithJsonSchema(_TEXT_SCHEMA)]
+_Texts = Annotated[list[_Text], Field(min_length=1, fail_fast=True)]
+_OneOrMore = str | Annotated[list[str], Field(min_length=1, fail_fast=True)]
+
+
+_Body = TypeVar("_Body", bound=TextsRequest)
+
+
+class RerankRequest(TextsRequest):
+    """Documents that are to be ordered by how near they are to a query (Jina's and Cohere's)."""
+
+    query: _Text
+    documents: _Texts
+    top_n: Annotated[int, Field(ge=0), WHOLE] | None = None
+    """Give the nearest documents alone, as many as this; 0 and none give all."""
+    return_documents: Flag | None = None
+    """Put their texts into the answer; true if absent."""
+
+
+class ScoreRequest(TextsRequest):
+    """Pairs of texts: one with each of many, or pair by pair (vLLM's)."""
+
+    text_1: _OneOrMore
+    text_2: _OneOrMore
+
+
+def score_routes(services: Services) -> APIRouter:
+    """Return the routes of reranking and of scores."""
+    router = APIRouter()
+
+    async def rerank(request: Request) -> Response:
+        """Order documents by how near they are to a query."""
+        body, head = await _read(request, RerankRequest, services)
+        embedded = await _embed(services, request, body, {"query": [body.query], "documents": body.documents})
+        return _answer(_ranking(body, head, embedded), embedded)
+
+    async def score(request: Request) -> Response:
+        """Tell how near texts are to one another."""
+        body, head = await _read(request, ScoreRequest, services)
+        first, second = _pairs(body)
+        embedded = await _embed(services, request, body, {"text_1": first, "text_2": second})
+        return _answer(_scores(len(first), head, embedded), embedded)
+
+    for path in RERANK_PATHS:
+        router.add_api_route(path, rerank, methods=["POST"], **embedding_route(RerankRequest, Ranking))
+    for path in SCORE_PATHS:
+        router.add_api_route(path, score, methods=["POST"], **embedding_route(ScoreRequest, ScoreList))
+    return router
+
+
+async def _read(request: Request, kind: type[_Body], services: Services) -> tuple[_Body, AnswerHead]:
+    services.lifecycle.check_open()
+    body = await read_body(request, kind)
+    head = new_head("score", services.check_model(body.model))
+    context_of(request.scope).completion_id = head.completion_id
+    check_embeds(body, services.info)
+    return body, head
+
+
+async def _embed(
+    services: Services, request: Request, body: TextsRequest, fields: dict[str, Sequence[str]]
+) -> Embedded:
+    """Return the embeddings of the texts of some fields, one field after the other."""
+    for param, texts in fields.items():
+        check_texts(texts, param)
+    *_, last = fields
+    together = [text for texts in fields.values() for text in texts]
+    options = encode_options(body, services.info.max_model_len, param=last)
+    return await embed(services, request, body, together, options)
+
+
+def _pairs(body: ScoreRequest) -> tuple[list[str], list[str]]:
+    """Return the texts of both sides: one, or as many as the other side has."""
+    first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
+    if len(first) not in (1, len(second)):
+        raise InvalidRequest(
+            f"text_1 holds {len(first)} texts and text_2 {len(second)}; give one, or as many as text_2 has",
+            param="text_1",
+            code="invalid_value",
+        )
+    return first, second
+
+
+def _cosines(embedded: Embedded, num_first: int) -> list[float]:
+    """Return how near each later text is to the first one, or to its own of the first ones: -1 to 1."""
+    vectors = np.stack(embedded.vectors()).astype(np.float64)
+    cosines: list[float] = (vectors[:num_first] * vectors[num_first:]).sum(axis=1).clip(-1, 1).tolist()
+    return cosines
+
+
+def _ranking(body: RerankRequest, head: AnswerHead, embedded: Embedded) -> dict[str, Any]:
+    cosines = _cosines(embedded, 1)
+    order = sorted(range(len(cosines)), key=lambda index: -cosines[index])[: body.top_n or None]
+    shows = body.return_documents is not False
+    results = [
+        {"index": index, "relevance_score": cosines[index]}
+        | ({"document": {"text": body.documents[index]}} if shows else {})
+        for index in order
+    ]
+    return {"id": head.completion_id, "model": head.model, "results": results}
+
+
+def _scores(num_first: int, head: AnswerHead, embedded: Embedded) -> dict[str, Any]:
+    data = [
+        {"index": index, "object": "score", "score": cosine}
+        for index, cosine in enumerate(_cosines(embedded, num_first))
+    ]
+    fields = {key: value for key, value in head.fields("list").items() if key != "system_fingerprint"}
+    return fields | {"data": data}
+
+
+def _answer(content: dict[str, Any], embedded: Embedded) -> Response:
+    content |= embedded.rest
+    return Response(
+        orjson.dumps(content), headers=prediction_header(embedded.choices), media_type="application/json"
+    )
