@@ -30,7 +30,7 @@ from onbeat.server.embedding_request import (
     encode_options,
 )
 from onbeat.server.middleware import context_of
-from onbeat.server.openapi import EmbeddingList, embedding_route
+from onbeat.server.openapi_embeddings import EmbeddingList, embedding_route
 from onbeat.server.pieces import Piece, PiecesResponse
 from onbeat.server.prompts import PromptInput
 from onbeat.server.services import Services

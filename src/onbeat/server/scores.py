@@ -25,7 +25,7 @@ from onbeat.server.embedding_request import (
     encode_options,
 )
 from onbeat.server.middleware import context_of
-from onbeat.server.openapi import Ranking, ScoreList, embedding_route
+from onbeat.server.openapi_embeddings import Ranking, ScoreList, embedding_route
 from onbeat.server.services import Services
 
 RERANK_PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")
