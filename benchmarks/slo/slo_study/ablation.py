@@ -25,7 +25,7 @@ from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.rules import SPENT_SHARE, StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
-from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
+from onbeat.scheduler.replica.slo.work import LEAST_SHARE, PrefillShare
 
 Split = tuple[list[PromptJob], list[PromptJob]]
 
@@ -33,22 +33,22 @@ Split = tuple[list[PromptJob], list[PromptJob]]
 class ByDeadline(StepRules):
     """No triage: whoever is due first is served first."""
 
-    def split(self, jobs: Sequence[PromptJob], room: Room, now: float) -> Split:  # noqa: ARG002
+    def split(self, jobs: Sequence[PromptJob], prefill: PrefillShare, now: float) -> Split:  # noqa: ARG002
         return list(jobs), []
 
 
 class EndsInProportion(StepRules):
     """Prompts are planned to end where their share of the time is over, whatever their last steps cost."""
 
-    def split(self, jobs: Sequence[PromptJob], room: Room, now: float) -> Split:
-        return super().split(jobs, room, now - room.fixed_seconds)
+    def split(self, jobs: Sequence[PromptJob], prefill: PrefillShare, now: float) -> Split:
+        return super().split(jobs, prefill, now - prefill.fixed_seconds)
 
 
 class InProportion(StepRules):
     """A step that the limit cuts short is counted on to hold as much of its chunk as of its time."""
 
-    def room(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> Room:
-        free = super().room(decodes, inf, jobs)
+    def prefill_share(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> PrefillShare:
+        free = super().prefill_share(decodes, inf, jobs)
         if free.length <= limit:
             return free
         share = 1 - free.length * (1 - free.share) / limit
@@ -121,14 +121,14 @@ class AnyGap(StepRules):
 class EfficientChunk(StepRules):
     """No step holds more than an efficient chunk."""
 
-    def room(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> Room:  # noqa: ARG002
-        return self.work.room_beside(decodes, limit, inf)
+    def prefill_share(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> PrefillShare:  # noqa: ARG002
+        return self.work.prefill_share(decodes, limit, inf)
 
 
 class NoPreemption(StepRules):
     """A prompt that lacks a slot or memory waits."""
 
-    def is_late_if_it_waits(self, kept: Sequence[PromptJob], room: Room, now: float) -> bool:  # noqa: ARG002
+    def is_late_if_it_waits(self, kept: Sequence[PromptJob], prefill: PrefillShare, now: float) -> bool:  # noqa: ARG002
         return False
 
 

@@ -32,7 +32,7 @@ from onbeat.scheduler.replica.policies import POLICIES, slo_composition
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.rules import StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob
-from onbeat.scheduler.replica.slo.work import PrefillWork, Room
+from onbeat.scheduler.replica.slo.work import PrefillShare, PrefillWork
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 
@@ -65,15 +65,17 @@ class Foresight(StepRules):
     """(arrival, deadline, prompt tokens, cached tokens) of each request of the load, by arrival."""
 
     def split(
-        self, jobs: Sequence[PromptJob], room: Room, now: float
+        self, jobs: Sequence[PromptJob], prefill: PrefillShare, now: float
     ) -> tuple[list[PromptJob], list[PromptJob]]:
-        dropped = self._dropped(jobs, room, now + room.fixed_seconds, now)
+        dropped = self._dropped(jobs, prefill, now + prefill.fixed_seconds, now)
         if not dropped:
-            return super().split(jobs, room, now)
+            return super().split(jobs, prefill, now)
         kept = [job for job in jobs if id(job.state) not in dropped]
         return kept, [job for job in jobs if id(job.state) in dropped]
 
-    def _dropped(self, jobs: Sequence[PromptJob], room: Room, start: float, now: float) -> set[int]:
+    def _dropped(
+        self, jobs: Sequence[PromptJob], prefill: PrefillShare, start: float, now: float
+    ) -> set[int]:
         """Return ids of the states to leave behind, so that they and those who come can all be in time.
 
         Served by deadline, each from its arrival on. Whenever one would be late, the one that costs most of
@@ -82,7 +84,7 @@ class Foresight(StepRules):
         last = max((job.deadline for job in jobs), default=-inf)
         releases = [start] * len(jobs) + (coming := self._coming(now, last, self.work))[0]
         dues = [job.deadline for job in jobs] + coming[1]
-        seconds = [job.seconds / room.share for job in jobs] + [each / room.share for each in coming[2]]
+        seconds = [job.seconds / prefill.share for job in jobs] + [each / prefill.share for each in coming[2]]
         alive = set(range(len(dues)))
         while (found := _first_late(releases, dues, seconds, alive)) is not None:
             alive.discard(max(found, key=lambda each: (seconds[each], each)))

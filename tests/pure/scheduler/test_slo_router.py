@@ -16,7 +16,7 @@ from onbeat.scheduler.cluster.load_view import LoadView
 from onbeat.scheduler.cluster.routing import RoutingRequest
 from onbeat.scheduler.cluster.slo_router import SLORouter
 from onbeat.scheduler.replica.admission import admission
-from onbeat.scheduler.replica.slo.work import PrefillWork, Room
+from onbeat.scheduler.replica.slo.work import PrefillShare, PrefillWork
 from tests.pure.scheduler.test_prefix_memory import held
 from tests.pure.scheduler.timed import make_request
 from tests.pure.scheduler.watch import Watch
@@ -76,22 +76,24 @@ def test_it_predicts_what_the_replica_does(queue, own, num_steps):
         driver.step()
     scheduler = driver.scheduler
     report = replace(scheduler.load(driver.now), decode_seconds=0.0)
-    rooms = []
-    room_beside = PrefillWork.room_beside
+    shares = []
+    prefill_share = PrefillWork.prefill_share
 
     def watched(*args):
-        rooms.append(room_beside(*args))
-        return rooms[-1]
+        shares.append(prefill_share(*args))
+        return shares[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrefillWork, "room_beside", watched)
+        patch.setattr(PrefillWork, "prefill_share", watched)
         patch.setattr(admission, "drain_seconds", lambda *args: -inf)
         num_tokens, ttft = own
         slo = None if ttft is None else SLO(ttft=ttft)
         arrival = make_request("own", num_tokens, 2, slo=slo, shed=ShedMode.RELEGATE, arrival=driver.now)
         state, plan = scheduler._new_state(arrival, driver.now), scheduler._new_plan(driver.now)
         wait, _ = scheduler.policy.admission._predict(state, plan, driver.now)
-        patch.setattr(LoadView, "_room", lambda *args: rooms[-1] if rooms else Room(0, 1.0, 1.0))
+        patch.setattr(
+            LoadView, "_prefill_share", lambda *args: shares[-1] if shares else PrefillShare(0, 1.0, 1.0)
+        )
         view = LoadView(limits())
         view.on_report(report, driver.now)
         assert report.costs is not None
@@ -190,9 +192,9 @@ def view_of_full_slots(*, num_waiting: int, until: float) -> LoadView:
 def test_a_wait_for_a_slot_is_known_from_the_pace():
     view = view_of_full_slots(num_waiting=3, until=0.5)
     fourth, first = (4 - 1 / 3) / 20, (1 - 1 / 3) / 20
-    assert view.room_wait(5.0, 0, 1.0) == pytest.approx(fourth, rel=0.2)
-    assert view.room_wait(1.4, 0, 1.0) == pytest.approx(first, rel=0.2)  # before those that wait
-    assert view.room_wait(5.0, 0, 1.1) == pytest.approx(fourth - 0.1, rel=0.2)
+    assert view.capacity_wait(5.0, 0, 1.0) == pytest.approx(fourth, rel=0.2)
+    assert view.capacity_wait(1.4, 0, 1.0) == pytest.approx(first, rel=0.2)  # before those that wait
+    assert view.capacity_wait(5.0, 0, 1.1) == pytest.approx(fourth - 0.1, rel=0.2)
 
 
 def test_a_slot_that_is_kept_is_not_free():
@@ -204,13 +206,13 @@ def test_a_slot_that_is_kept_is_not_free():
     view = LoadView(limits(max_num_seqs=2))
     view.on_report(told, driver.now)
     view.on_report(told, driver.now + 0.5)
-    assert view.room_wait(5.0, 2, driver.now + 0.5) > 0.0
+    assert view.capacity_wait(5.0, 2, driver.now + 0.5) > 0.0
 
 
 def test_of_requests_that_are_added_up_each_takes_a_slot():
     view = view_of_full_slots(num_waiting=0, until=0.5)
     view.on_report(load(num_running=64, num_decodes=64, num_waiting=9, backlog=((0.9, 0.09, 9),)), 1.0)
-    assert view.room_wait(5.0, 0, 1.0) == pytest.approx((10 - 1 / 3) / 20, rel=0.2)
+    assert view.capacity_wait(5.0, 0, 1.0) == pytest.approx((10 - 1 / 3) / 20, rel=0.2)
 
 
 def test_slots_come_free_sooner_where_more_streams_run():
@@ -222,25 +224,25 @@ def test_slots_come_free_sooner_where_more_streams_run():
             view.on_report(load(num_running=16, num_decodes=16), 0.1 * index)
         view.on_report(load(num_running=num_running, num_decodes=num_running), 1.0)
         view.limits = limits(max_num_seqs=num_running)
-        waits.append(view.room_wait(5.0, 0, 1.0))
+        waits.append(view.capacity_wait(5.0, 0, 1.0))
     assert waits[1] == pytest.approx(waits[0] / 4)
 
 
 def test_under_a_policy_that_goes_by_arrival_all_that_wait_are_ahead():
     view = view_of_full_slots(num_waiting=0, until=0.5)
     view.on_report(load(num_running=64, num_decodes=64, num_waiting=9, backlog=((0.0, 0.09, 9),)), 1.0)
-    assert view.room_wait(5.0, 0, 1.0) == pytest.approx((10 - 1 / 3) / 20, rel=0.2)
+    assert view.capacity_wait(5.0, 0, 1.0) == pytest.approx((10 - 1 / 3) / 20, rel=0.2)
 
 
 def test_those_that_a_slot_comes_too_late_for_are_given_up():
     view = view_of_full_slots(num_waiting=12, until=0.15)
-    assert view.room_wait(5.0, 0, 1.0) == pytest.approx((4 - 1 / 3) / 20, rel=0.2)
+    assert view.capacity_wait(5.0, 0, 1.0) == pytest.approx((4 - 1 / 3) / 20, rel=0.2)
 
 
 def test_prompts_that_have_a_slot_are_not_ahead_of_one_that_has_none():
     view = view_of_full_slots(num_waiting=0, until=0.5)
     view.on_report(load(num_running=64, num_decodes=61, backlog=((0.5, 0.01, 0),) * 3), 1.0)
-    assert view.room_wait(5.0, 0, 1.0) == pytest.approx((1 - 1 / 3) / 20, rel=0.2)
+    assert view.capacity_wait(5.0, 0, 1.0) == pytest.approx((1 - 1 / 3) / 20, rel=0.2)
 
 
 def test_a_predicted_first_token_waits_for_a_slot():
@@ -286,15 +288,15 @@ def wait_for_ends(number: float) -> object:
 
 @pytest.mark.parametrize(("num_blocks", "num_ends"), [(100, 0), (130, 1), (400, 10)])
 def test_a_prompt_waits_until_streams_have_given_back_its_blocks(num_blocks, num_ends):
-    assert view_of_short_memory().room_wait(5.0, num_blocks, 1.0) == wait_for_ends(num_ends)
+    assert view_of_short_memory().capacity_wait(5.0, num_blocks, 1.0) == wait_for_ends(num_ends)
 
 
 def test_blocks_of_prompts_that_wait_are_not_free():
     waiting = view_of_short_memory(num_waiting=3, backlog=((0.5, 0.3, 3),), num_queued_blocks=90)
-    assert waiting.room_wait(5.0, 70, 1.0) == wait_for_ends(2)
-    assert waiting.room_wait(1.4, 70, 1.0) == 0.0  # it is due before them
+    assert waiting.capacity_wait(5.0, 70, 1.0) == wait_for_ends(2)
+    assert waiting.capacity_wait(1.4, 70, 1.0) == 0.0  # it is due before them
     waiting.send(1.3, 0.1, 60, "sent")
-    assert waiting.room_wait(1.4, 70, 1.0) == wait_for_ends(1)
+    assert waiting.capacity_wait(1.4, 70, 1.0) == wait_for_ends(1)
 
 
 def test_a_long_prompt_goes_where_it_finds_blocks():
@@ -317,7 +319,7 @@ def test_a_replica_that_is_full_of_streams_that_do_not_end_has_a_long_wait():
     view = LoadView(limits())
     for index in range(1, 40):
         view.on_report(load(num_running=64, num_decodes=64), 0.1 * index)
-    assert view.room_wait(9.0, 0, 4.0) > 2.0
+    assert view.capacity_wait(9.0, 0, 4.0) > 2.0
 
 
 def test_a_report_ages():

@@ -13,7 +13,7 @@ from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.admission.first_token import drain_seconds
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.view import RunningView
-from onbeat.scheduler.replica.slo.work import LEAST_SHARE, PrefillWork, Room
+from onbeat.scheduler.replica.slo.work import LEAST_SHARE, PrefillShare, PrefillWork
 from tests.examples import examples
 from tests.pure.scheduler.timed import FakeStepTime, make_request, make_state
 
@@ -159,48 +159,48 @@ limits = st.floats(1e-3, 10.0) | st.just(inf)
 ttfts = st.floats(1e-2, 100.0) | st.just(inf)
 
 
-class TestRoom:
+class TestPrefillShare:
     @given(models, st.integers(0, 300), limits, ttfts)
     @examples(100)
     def test_is_a_share_of_a_step_within_the_limit_with_at_least_an_efficient_chunk(
         self, model, num, limit, ttft
     ):
         work = work_of(model)
-        room = work.room_beside(decodes(num), limit, ttft)
-        assert LEAST_SHARE <= room.share <= 1.0
-        assert 0 < room.length <= limit
-        assert room.chunk >= work.efficient_chunk
+        prefill = work.prefill_share(decodes(num), limit, ttft)
+        assert LEAST_SHARE <= prefill.share <= 1.0
+        assert 0 < prefill.length <= limit
+        assert prefill.chunk >= work.efficient_chunk
 
     @pytest.mark.parametrize("ttft", [0.1, inf])
     def test_an_efficient_chunk_is_enough_where_nothing_asks_for_more(self, ttft):
         model = FakeStepTime(per_pair=0.0, per_context=0.0)
         work = work_of(model)
-        room = work.room_beside(decodes(10), inf, ttft)
-        assert room.chunk == work.efficient_chunk
+        prefill = work.prefill_share(decodes(10), inf, ttft)
+        assert prefill.chunk == work.efficient_chunk
         step = decodes(10)
-        step.add(0, room.chunk, samples=True)
-        assert room.length == model.step_time(step)
-        assert room.share == pytest.approx(room.chunk * model.per_token / room.length)
+        step.add(0, prefill.chunk, samples=True)
+        assert prefill.length == model.step_time(step)
+        assert prefill.share == pytest.approx(prefill.chunk * model.per_token / prefill.length)
 
     @pytest.mark.parametrize("ttft", [50.0, 200.0])
     def test_steps_grow_with_the_root_of_what_arrivals_can_wait(self, ttft):
         """There the time lost to what each step costs, and the wait of arrivals, are least together."""
         model = FakeStepTime(fixed=1e-2, per_token=1e-4, per_pair=0.0, per_context=0.0)
         work = work_of(model)
-        room = work.room_beside(decodes(0), inf, ttft)
-        assert room.length == pytest.approx(sqrt(1e-2 * ttft), rel=0.01)
-        assert chunk_seconds(model, 0, room.chunk) == pytest.approx(room.length, rel=0.01)
+        prefill = work.prefill_share(decodes(0), inf, ttft)
+        assert prefill.length == pytest.approx(sqrt(1e-2 * ttft), rel=0.01)
+        assert chunk_seconds(model, 0, prefill.chunk) == pytest.approx(prefill.length, rel=0.01)
 
         def lost(length: float) -> float:
             return float(work.costs.step / length + length / ttft)
 
-        assert all(lost(room.length) <= lost(factor * room.length) for factor in (0.5, 0.9, 1.1, 2.0))
+        assert all(lost(prefill.length) <= lost(factor * prefill.length) for factor in (0.5, 0.9, 1.1, 2.0))
 
     @pytest.mark.parametrize("limit", [5e-3, 2e-2])
     def test_a_limit_makes_them_shorter_and_the_share_less(self, limit):
         model = FakeStepTime(per_pair=0.0, per_context=0.0)
         work = work_of(model)
-        free, bound = (work.room_beside(decodes(10), each, inf) for each in (inf, limit))
+        free, bound = (work.prefill_share(decodes(10), each, inf) for each in (inf, limit))
         assert bound.length == limit < free.length
         assert bound.share == pytest.approx(1 - model.step_time(decodes(10)) / limit, rel=0.02)
         assert bound.share < free.share
@@ -213,49 +213,49 @@ class TestRoom:
                 return 0.1 + 1e-4 * max(0, shape.num_new_tokens - 512)
 
         work = work_of(ReadsWeights())
-        room = work.room_beside(decodes(10), 0.11, inf)
-        assert room.length == 0.11
+        prefill = work.prefill_share(decodes(10), 0.11, inf)
+        assert prefill.length == 0.11
         fits = 512 + 100 - 10
-        assert room.share == pytest.approx(work.seconds(fits, 0) / 0.11, rel=0.01)
+        assert prefill.share == pytest.approx(work.seconds(fits, 0) / 0.11, rel=0.01)
 
     @pytest.mark.parametrize(("cap", "ttft"), [(64, inf), (64, 2.0), (600, inf), (600, 50.0)])
     def test_a_cap_of_tokens_bounds_a_step_as_a_limit_does(self, cap, ttft):
         """Such a step takes as long as the model says, whatever would be better without the cap."""
         model = FakeStepTime(fixed=1e-2, per_token=1e-4, per_pair=0.0, per_context=0.0)
-        room = PrefillWork(model, None, cap).room_beside(decodes(10), inf, ttft)
-        assert room.chunk == cap - 10
-        assert room.length == pytest.approx(1e-2 + 1e-4 * cap)
-        assert room.share == pytest.approx(1e-4 * (cap - 10) / room.length)
+        prefill = PrefillWork(model, None, cap).prefill_share(decodes(10), inf, ttft)
+        assert prefill.chunk == cap - 10
+        assert prefill.length == pytest.approx(1e-2 + 1e-4 * cap)
+        assert prefill.share == pytest.approx(1e-4 * (cap - 10) / prefill.length)
 
     def test_a_cap_that_nothing_reaches_changes_nothing(self):
         work = PrefillWork(FakeStepTime(), None, 8192)
-        assert work.room_beside(decodes(10), inf, 0.5) == work_of(FakeStepTime()).room_beside(
+        assert work.prefill_share(decodes(10), inf, 0.5) == work_of(FakeStepTime()).prefill_share(
             decodes(10), inf, 0.5
         )
 
     def test_some_time_is_counted_on_however_little_is_left(self):
         model = FakeStepTime(per_context=0.0)
         shape = decodes(50)
-        assert work_of(model).room_beside(shape, model.step_time(shape), inf).share == LEAST_SHARE
+        assert work_of(model).prefill_share(shape, model.step_time(shape), inf).share == LEAST_SHARE
 
     @given(models, st.integers(1, 200), limits, st.floats(1.0, 3.0))
     @examples(50)
     def test_a_longer_step_leaves_a_larger_share_and_more_decodes_a_smaller(self, model, num, limit, factor):
         work = work_of(model)
-        share = work.room_beside(decodes(num), limit, inf).share
-        assert work.room_beside(decodes(num), factor * limit, inf).share >= share - 1e-12
-        assert work.room_beside(decodes(2 * num), limit, inf).share <= share + 1e-12
+        share = work.prefill_share(decodes(num), limit, inf).share
+        assert work.prefill_share(decodes(num), factor * limit, inf).share >= share - 1e-12
+        assert work.prefill_share(decodes(2 * num), limit, inf).share <= share + 1e-12
 
     @given(st.floats(1e-4, 10.0), st.floats(1e-3, 1.0), st.floats(0.05, 1.0))
     def test_work_is_done_by_its_share_of_the_time_and_one_fixed_part_more(self, seconds, length, share):
-        room = Room(100, length, share)
-        latest = seconds / share + room.fixed_seconds
-        assert seconds / share * (1 - 1e-9) <= drain_seconds(room, seconds) <= latest * (1 + 1e-9)
+        prefill = PrefillShare(100, length, share)
+        latest = seconds / share + prefill.fixed_seconds
+        assert seconds / share * (1 - 1e-9) <= drain_seconds(prefill, seconds) <= latest * (1 + 1e-9)
 
     def test_draining_counts_each_step_that_it_takes(self):
-        assert drain_seconds(Room(100, 0.1, 0.5), 0.5) == pytest.approx(0.5 + 10 * 0.05)
-        assert drain_seconds(Room(100, 0.1, 0.5), 0.51) == pytest.approx(0.51 + 11 * 0.05)
-        assert drain_seconds(Room(100, 0.1, 1.0), 0.5) == pytest.approx(0.5)
+        assert drain_seconds(PrefillShare(100, 0.1, 0.5), 0.5) == pytest.approx(0.5 + 10 * 0.05)
+        assert drain_seconds(PrefillShare(100, 0.1, 0.5), 0.51) == pytest.approx(0.51 + 11 * 0.05)
+        assert drain_seconds(PrefillShare(100, 0.1, 1.0), 0.5) == pytest.approx(0.5)
 
 
 class TestRunningView:

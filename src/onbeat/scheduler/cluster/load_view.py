@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.scheduler.replica.admission.first_token import (
+    Capacity,
+    Demand,
     Ends,
-    Held,
-    Wanted,
+    capacity_wait,
     finish_seconds,
-    room_wait,
     seconds_before,
 )
 from onbeat.scheduler.replica.slo.triage import Job, select_feasible
-from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
+from onbeat.scheduler.replica.slo.work import LEAST_SHARE, PrefillShare
 
 _A_BIT_LESS = 1 - 1e-9
 """So that a sum that is rounded is no less than a bound of it."""
@@ -35,23 +35,23 @@ class FirstToken(NamedTuple):
 
     turn: float
     """By the work that is done before."""
-    room: float
+    capacity: float
     """By when it gets a slot and blocks; 0 where they are free."""
     is_lost_if_late: bool
-    """Whether room that comes too late is of no use: the request is then served behind all others."""
+    """Whether capacity that comes too late is of no use: the request is then served behind all others."""
     left: float
     """Until it is due."""
 
     @property
     def seconds(self) -> float:
         """Until the first token, late or not."""
-        return max(self.turn, self.room)
+        return max(self.turn, self.capacity)
 
     @property
     def likely(self) -> float:
-        """Until the first token, if room comes in time: else it comes at a time that nothing here tells."""
-        room = min(self.room, max(self.left, 0.0)) if self.is_lost_if_late else self.room
-        return max(self.turn, room)
+        """Until the first token, if that comes in time: else it comes at a time that nothing here tells."""
+        capacity = min(self.capacity, max(self.left, 0.0)) if self.is_lost_if_late else self.capacity
+        return max(self.turn, capacity)
 
 
 class Sent(NamedTuple):
@@ -114,8 +114,8 @@ class LoadView:
         """Requests that run, wait or are on their way."""
         return self.load.num_running + self.load.num_waiting + len(self.sent)
 
-    def room_wait(self, deadline: float, num_blocks: int, now: float) -> float:
-        """Return the seconds until a request gets a slot and its blocks; see `triage.room_wait`.
+    def capacity_wait(self, deadline: float, num_blocks: int, now: float) -> float:
+        """Return the seconds until a request gets a slot and its blocks; see `first_token.capacity_wait`.
 
         Parameters
         ----------
@@ -130,12 +130,12 @@ class LoadView:
             return 0.0
         num_held = self.limits.num_blocks + num_lacking
         wanted = load.num_queued_blocks / max(num_waiting, 1)
-        ahead = [Wanted(self.reported + until, num, wanted) for until, _, num in load.backlog if num]
+        ahead = [Demand(self.reported + until, num, wanted) for until, _, num in load.backlog if num]
         if sent:
-            ahead = sorted((*ahead, *(Wanted(each.deadline, 1, each.num_blocks) for each in sent)))
+            ahead = sorted((*ahead, *(Demand(each.deadline, 1, each.num_blocks) for each in sent)))
         given_back = max(num_held / max(load.num_running + num_waiting, 1), 1.0)
-        held = Held(num_free, load.num_free_blocks, given_back, self.ends.gap(load.num_running))
-        wait = room_wait(ahead, Wanted(deadline, 1, num_blocks), held, self.reported)
+        capacity = Capacity(num_free, load.num_free_blocks, given_back, self.ends.gap(load.num_running))
+        wait = capacity_wait(ahead, Demand(deadline, 1, num_blocks), capacity, self.reported)
         return max(0.0, self.reported + wait - now) if wait else 0.0
 
     def work_left(self, now: float) -> float:
@@ -182,21 +182,23 @@ class LoadView:
         jobs, best_effort = self._jobs(now)
         total = sum([job.seconds for job in jobs])
         num_ahead = bisect_right(jobs, deadline, key=_deadline)
-        room = self._room(costs, num_ahead, objective)
+        prefill = self._prefill_share(costs, num_ahead, objective)
         before = None
         if deadline < inf:
             own: PromptJob = Job(deadline, seconds, state=False)
             due_before = sum([job.seconds for job in jobs[:num_ahead]])
             jobs.insert(num_ahead, own)
-            late = select_feasible(jobs, start=start + room.fixed_seconds, share=room.share, cost=_cost)[1]
+            late = select_feasible(
+                jobs, start=start + prefill.fixed_seconds, share=prefill.share, cost=_cost
+            )[1]
             before = seconds_before(own, late, by_deadline=due_before)
         if before is None:  # behind all
             before = total + best_effort
         shortest = self.load.decode_seconds
-        turn = start - now + max(finish_seconds(room, before + seconds, seconds + total), shortest)
-        wait = self.room_wait(deadline, num_blocks, now)
-        if wait:  # room comes free at the end of a step
-            wait += 0.5 * shortest + max(finish_seconds(room, seconds, seconds), shortest)
+        turn = start - now + max(finish_seconds(prefill, before + seconds, seconds + total), shortest)
+        wait = self.capacity_wait(deadline, num_blocks, now)
+        if wait:  # capacity comes free at the end of a step
+            wait += 0.5 * shortest + max(finish_seconds(prefill, seconds, seconds), shortest)
         return FirstToken(turn, wait, self.load.gives_up, deadline - now)
 
     def _jobs(self, now: float) -> tuple[list[PromptJob], float]:
@@ -219,7 +221,7 @@ class LoadView:
             jobs.sort(key=_deadline)
         return jobs, best_effort
 
-    def _room(self, costs: PrefillCosts, num_more: int, objective: float) -> Room:
+    def _prefill_share(self, costs: PrefillCosts, num_more: int, objective: float) -> PrefillShare:
         """Return what prompts get of a step beside the streams and so many more decodes."""
         load = self.load
         fixed = load.full_seconds * (1 - load.prefill_share) + costs.decode * num_more
@@ -227,7 +229,7 @@ class LoadView:
         if objective < inf:
             length = max(length, sqrt(costs.step * objective))
         length = max(length, fixed, _SHORTEST_STEP)
-        return Room(0, length, max(1 - fixed / length, LEAST_SHARE))
+        return PrefillShare(0, length, max(1 - fixed / length, LEAST_SHARE))
 
 
 def _deadline(job: PromptJob) -> float:

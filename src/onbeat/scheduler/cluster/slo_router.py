@@ -229,7 +229,7 @@ class SLORouter:
             wait = first_token.seconds
         else:
             wait = view.num_requests / view.limits.max_num_seqs
-            wait += view.room_wait(asked.deadline, bid.num_blocks, now)
+            wait += view.capacity_wait(asked.deadline, bid.num_blocks, now)
         last_choice = self._last_choices.get(number, -1)
         return _Offer(bid.work + _PRICE * wait, view.num_requests, last_choice, number, first_token)
 

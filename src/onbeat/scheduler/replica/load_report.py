@@ -187,8 +187,8 @@ class LoadReporter:
         """Return the time of a step with prompts beside so many decodes, and the share that these take."""
         if self._slo is not None:
             decodes = BatchShape.of_decodes(num_decodes, num_context)
-            room = work.room_beside(decodes, self._slo.rules.tightest_limit(tightest), inf)
-            return room.length, room.share
+            prefill = work.prefill_share(decodes, self._slo.rules.tightest_limit(tightest), inf)
+            return prefill.length, prefill.share
         seconds = work.seconds(max(self._budget - num_decodes, 1), 0)
         length = seconds + work.costs.step + num_decodes * work.costs.decode
         return length, max(seconds / length, LEAST_SHARE) if length > 0 else 1.0

@@ -13,12 +13,12 @@ from onbeat.core.slo import ShedMode
 from onbeat.core.step import SchedulerState
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.admission.first_token import (
+    Capacity,
+    Demand,
     Ends,
-    Held,
-    Wanted,
+    capacity_wait,
     drain_seconds,
     finish_seconds,
-    room_wait,
     seconds_before,
 )
 from onbeat.scheduler.replica.admission.queue_bound import SHORTEST_RETRY, QueueBound
@@ -27,7 +27,7 @@ from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.filler import RESERVATION
 from onbeat.scheduler.replica.slo.triage import Job
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
-from onbeat.scheduler.replica.slo.work import Room
+from onbeat.scheduler.replica.slo.work import PrefillShare
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 _TRY_AGAIN_SECONDS = 30.0
@@ -39,7 +39,7 @@ class Admission:
     """Rejects arrivals that ask to be rejected rather than served late, and those who would wait too long.
 
     A TTFT is predicted by fluid replay, only for who needs it: the prompts ahead, in the policy's own order,
-    drain at the rate that the running streams leave to prefill, and room comes at the pace at which requests
+    drain at the rate that the running streams leave to prefill, and slots and blocks come free at the pace at which requests
     ended of late.
 
     Parameters
@@ -177,32 +177,37 @@ class Admission:
         # By the time that it is served, those ahead of it decode, too.
         decodes = view.decode_shape([job.state for job in jobs[:index]])
         limit = rules.limit(view, work.of(decodes), start) if view.streams else inf
-        room = work.room_beside(decodes, limit, deadline - state.request.arrival)
+        prefill = work.prefill_share(decodes, limit, deadline - state.request.arrival)
         before = sum([job.seconds for job in jobs[:index]])
         is_cut = waiting.ranked.num_requests > MOST_JOBS  # more wait than a plan looks at
         if index == len(jobs) and is_cut:
             running = sum(job.seconds for job in jobs if job.state.block_ids)
             before = running + work.of_sums(*waiting.work_below(nextafter(state.slo.rank, inf)))
 
-        late = rules.split([*jobs[:index], own, *jobs[index:]], room, start)[1]
+        late = rules.split([*jobs[:index], own, *jobs[index:]], prefill, start)[1]
         turn, delays_others = seconds_before(own, late, by_deadline=before), False
         if state.request.shed is ShedMode.REJECT and late:
             # Accepted requests stay: the arrival must find its place among them.
-            others = {id(job.state) for job in rules.split(jobs, room, start)[1]}
+            others = {id(job.state) for job in rules.split(jobs, prefill, start)[1]}
             delays_others = any(id(job.state) not in others for job in late)
             turn = before if turn is None else turn
         if turn is None:
             return inf, False
         until_done = turn + seconds
-        wait = finish_seconds(room, until_done, seconds + sum([job.seconds for job in jobs]))
+        wait = finish_seconds(prefill, until_done, seconds + sum([job.seconds for job in jobs]))
         if plan.running or jobs:  # later arrivals fill the last step
-            wait = max(wait, 0.5 * room.length + drain_seconds(room, until_done))
+            wait = max(wait, 0.5 * prefill.length + drain_seconds(prefill, until_done))
         ahead = [job for job in jobs[:index] if not job.state.block_ids]
-        wait = max(wait, self._until_room(own, ahead, plan, room, work.of(view.decode_shape())))
+        wait = max(wait, self._until_capacity(own, ahead, plan, prefill, work.of(view.decode_shape())))
         return start - state.request.arrival + wait, delays_others
 
-    def _until_room(
-        self, own: PromptJob, ahead: list[PromptJob], plan: StepPlan, room: Room, step_seconds: float
+    def _until_capacity(
+        self,
+        own: PromptJob,
+        ahead: list[PromptJob],
+        plan: StepPlan,
+        prefill: PrefillShare,
+        step_seconds: float,
     ) -> float:
         """Return the seconds until an arrival that lacks a slot or blocks is done; 0 where these are there.
 
@@ -212,7 +217,7 @@ class Admission:
         staying = [state for state in plan.running if state.num_preemptions or state.slo.has_objective]
         given_back = max(num_held / max(num_running, 1), 1.0)
         usual = self._tracker.lengths.remaining(None, 0, q=0.5, limit=own.state.max_total_tokens)
-        held = Held(
+        capacity = Capacity(
             num_free_slots=plan.max_num_seqs - len(staying),
             num_free_blocks=plan.num_blocks_left
             - RESERVATION.num_spare_blocks(plan.num_blocks)
@@ -220,11 +225,13 @@ class Admission:
             given_back=given_back,
             gap=self._ends_until(plan.now).gap(len(staying), step_seconds * usual),
         )
-        wanted = [Wanted(job.deadline, 1, -(-job.state.queued_work[0] // plan.block_size)) for job in ahead]
+        wanted = [Demand(job.deadline, 1, -(-job.state.queued_work[0] // plan.block_size)) for job in ahead]
         num_blocks = plan.num_blocks_wanted(own.state, RESERVATION)
-        wait = room_wait(wanted, Wanted(own.deadline, 1, num_blocks), held, plan.now)
-        # Room comes free at the end of a step.
-        return wait + finish_seconds(room, own.seconds, own.seconds) + 0.5 * room.length if wait else 0.0
+        wait = capacity_wait(wanted, Demand(own.deadline, 1, num_blocks), capacity, plan.now)
+        # Capacity comes free at the end of a step.
+        return (
+            wait + finish_seconds(prefill, own.seconds, own.seconds) + 0.5 * prefill.length if wait else 0.0
+        )
 
     def _ends_until(self, now: float) -> Ends:
         """Return the ends with the time counted in which none came since the last."""

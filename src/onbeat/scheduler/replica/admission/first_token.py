@@ -11,30 +11,30 @@ from math import ceil, exp
 from typing import NamedTuple
 
 from onbeat.scheduler.replica.slo.triage import Job, StateT
-from onbeat.scheduler.replica.slo.work import Room
+from onbeat.scheduler.replica.slo.work import PrefillShare
 
 _MEMORY_SECONDS = 10.0
 """Time constant of the pace at which requests end."""
 _MEDIAN_SOONER = 1 / 3
-"""Of mean gaps, how much sooner than the mean the median of events at random is: see `room_wait`."""
+"""Of mean gaps, how much sooner than the mean the median of events at random is: see `capacity_wait`."""
 
 
-def drain_seconds(room: Room, seconds: float) -> float:
+def drain_seconds(prefill: PrefillShare, seconds: float) -> float:
     """Return how long so much prefill work takes in such steps."""
-    return seconds + _num_steps(room, seconds) * room.fixed_seconds
+    return seconds + _num_steps(prefill, seconds) * prefill.fixed_seconds
 
 
-def finish_seconds(room: Room, seconds: float, all_seconds: float) -> float:
+def finish_seconds(prefill: PrefillShare, seconds: float, all_seconds: float) -> float:
     """Return when the first so much of all work is done: at the end of its last step.
 
     That step holds what comes behind, too, as far as there is anything.
     """
-    latest = drain_seconds(room, max(seconds, all_seconds))
-    return min(_num_steps(room, seconds) * room.length, latest)
+    latest = drain_seconds(prefill, max(seconds, all_seconds))
+    return min(_num_steps(prefill, seconds) * prefill.length, latest)
 
 
-def _num_steps(room: Room, seconds: float) -> int:
-    return ceil(seconds / (room.length * room.share))
+def _num_steps(prefill: PrefillShare, seconds: float) -> int:
+    return ceil(seconds / (prefill.length * prefill.share))
 
 
 def seconds_before(
@@ -78,7 +78,7 @@ class Ends:
         return (self.stream_seconds + usual) / max(self.num + (usual > 0), 1.0) / max(num_running, 1)
 
 
-class Held(NamedTuple):
+class Capacity(NamedTuple):
     """What there is for those who wait, and how it comes free."""
 
     num_free_slots: int
@@ -89,7 +89,7 @@ class Held(NamedTuple):
     """Seconds between two ends."""
 
 
-class Wanted(NamedTuple):
+class Demand(NamedTuple):
     """Prompts that wait for a slot and blocks, as one."""
 
     due: float
@@ -98,7 +98,7 @@ class Wanted(NamedTuple):
     """Of each."""
 
 
-def room_wait(ahead: Iterable[Wanted], own: Wanted, held: Held, start: float) -> float:
+def capacity_wait(ahead: Iterable[Demand], own: Demand, capacity: Capacity, start: float) -> float:
     """Return the seconds from `start` until a prompt gets a slot and its blocks, by the pace of ends.
 
     One that ends gives back a slot, and as many blocks as streams and prompts have on average. Those that are
@@ -110,7 +110,7 @@ def room_wait(ahead: Iterable[Wanted], own: Wanted, held: Held, start: float) ->
     ----------
     ahead : by deadline.
     """
-    num_free_slots, num_free_blocks, given_back, gap = held
+    num_free_slots, num_free_blocks, given_back, gap = capacity
     num_ends, num_lacking = 1.0 - num_free_slots, -num_free_blocks
     for due, num, each in ahead:
         if due > own.due:

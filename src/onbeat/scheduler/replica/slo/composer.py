@@ -18,7 +18,7 @@ from onbeat.scheduler.replica.slo.filler import RESERVATION, StepFiller, free_bl
 from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE, StepRules
 from onbeat.scheduler.replica.slo.tracker import SLOTracker
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView, decode_shape, prefill_jobs
-from onbeat.scheduler.replica.slo.work import PrefillWork, Room
+from onbeat.scheduler.replica.slo.work import PrefillShare, PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 MOST_BEST_EFFORT = 32
@@ -82,15 +82,15 @@ class StepComposition:
         due: dict[str, float] = {}
         chunk = self._work.efficient_chunk
         if jobs:
-            room = rules.room(shape, limit, jobs)
-            kept, left_behind = rules.split(jobs, room, plan.now)
+            prefill = rules.prefill_share(shape, limit, jobs)
+            kept, left_behind = rules.split(jobs, prefill, plan.now)
             # Time that the others leave is theirs before it is best effort's.
-            in_turn, chunk, due = kept + left_behind, room.chunk, rules.due(kept, plan.now)
-            plan.predicted_wait = sum([job.seconds for job in jobs]) / room.share
-            self._make_room(kept, room, best_effort)
+            in_turn, chunk, due = kept + left_behind, prefill.chunk, rules.due(kept, plan.now)
+            plan.predicted_wait = sum([job.seconds for job in jobs]) / prefill.share
+            self._preempt_for(kept, prefill, best_effort)
             rows = self._not_victims(rows)
             if left_behind and self._can_admit_all(jobs):
-                rows, sitting_out = self._split(rows, room)
+                rows, sitting_out = self._split(rows, prefill)
             if sitting_out or plan.victims:
                 shape = decode_shape(rows)
         shape = self._decode(rows, shape)
@@ -125,7 +125,9 @@ class StepComposition:
         ]
         return running + waiting + left_over
 
-    def _make_room(self, kept: list[PromptJob], room: Room, best_effort: list[RequestState]) -> None:
+    def _preempt_for(
+        self, kept: list[PromptJob], prefill: PrefillShare, best_effort: list[RequestState]
+    ) -> None:
         """Preempt requests without objectives for the first prompt that lacks a slot or blocks.
 
         Only once it, or one behind it, cannot wait for another step: until then somebody may end, and what is
@@ -142,7 +144,7 @@ class StepComposition:
             first is not None
             and pool
             and not (plan.num_slots_left > 0 and plan.has_blocks_for(first, RESERVATION))
-            and self._rules.is_late_if_it_waits(kept, room, plan.now)
+            and self._rules.is_late_if_it_waits(kept, prefill, plan.now)
         ):
             preempt_for(plan, first, pool, self._loss)
 
@@ -151,14 +153,16 @@ class StepComposition:
         waiting = [job.state for job in jobs if not job.state.block_ids]
         return len(waiting) <= self._plan.num_slots_left and self._plan.has_blocks_for_all(waiting)
 
-    def _split(self, rows: list[RequestState], room: Room) -> tuple[list[RequestState], list[RequestState]]:
+    def _split(
+        self, rows: list[RequestState], prefill: PrefillShare
+    ) -> tuple[list[RequestState], list[RequestState]]:
         """Return the rows that decode and those that may sit out.
 
         Of streams only those with the tightest objective may: a stream that went at a slower pace of its own
         would hold its slot and memory for that much longer.
         """
         view, may_sit_out = self._view, self._rules.may_sit_out
-        end = self._plan.now + room.length
+        end = self._plan.now + prefill.length
         away = {
             id(state)
             for state, due in zip(view.streams, view.deadlines, strict=True)
@@ -228,7 +232,7 @@ class SLOComposer:
     4. All streams decode. Where even that does not fit, those with the most slack sit out; and where prompts
        are left behind although there are slots and memory for them, those that have plenty. Where blocks run
        short, those are preempted that lose least.
-    5. A step holds an efficient chunk, or what `PrefillWork.room_beside` finds best; more gains nothing. One
+    5. A step holds an efficient chunk, or what `PrefillWork.prefill_share` finds best; more gains nothing. One
        that ends a prompt holds no more than lets it be in time.
     6. Best effort that has begun and had no token for too long goes first; who has not begun is ended then.
 

@@ -12,7 +12,7 @@ from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.triage import select_feasible
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
-from onbeat.scheduler.replica.slo.work import CERTAIN, PrefillWork, Room
+from onbeat.scheduler.replica.slo.work import CERTAIN, PrefillShare, PrefillWork
 
 GAP_QUANTILE = CERTAIN
 """Of the step time, to plan with in `gap` mode: nothing earned makes up for a longer step there, and one in a
@@ -118,17 +118,17 @@ class StepRules:
         """
         return tightest if self.mode == "gap" else tightest * (1 - self.earned)
 
-    def room(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> Room:
+    def prefill_share(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> PrefillShare:
         """Return what prompts get of a step beside some decodes, within a limit."""
         ttfts = [job.state.slo.ttft_deadline - job.state.request.arrival for job in jobs]
-        return self.work.room_beside(decodes, limit, min(ttfts, default=inf))
+        return self.work.prefill_share(decodes, limit, min(ttfts, default=inf))
 
     def split(
-        self, jobs: Sequence[PromptJob], room: Room, now: float
+        self, jobs: Sequence[PromptJob], prefill: PrefillShare, now: float
     ) -> tuple[list[PromptJob], list[PromptJob]]:
         """Return the prompts that can all be in time, and those to leave behind, by deadline both."""
-        start = now + room.fixed_seconds  # whatever part of its last step a prompt needs
-        return select_feasible(jobs, start=start, share=room.share, cost=partial(self.cost, start=start))
+        start = now + prefill.fixed_seconds  # whatever part of its last step a prompt needs
+        return select_feasible(jobs, start=start, share=prefill.share, cost=partial(self.cost, start=start))
 
     def cost(self, job: PromptJob, start: float) -> float | None:
         """Return what a prompt costs others: the greatest is the first to be left behind; None is never."""
@@ -156,16 +156,16 @@ class StepRules:
         spare = self.spare_tokens * state.slo.tbt + self.reserve(start)
         return due - start > spare and slo is not None and slo.e2e is None
 
-    def is_late_if_it_waits(self, kept: Sequence[PromptJob], room: Room, now: float) -> bool:
+    def is_late_if_it_waits(self, kept: Sequence[PromptJob], prefill: PrefillShare, now: float) -> bool:
         """Whether one of the prompts that wait is late if they do for another step.
 
         Parameters
         ----------
         kept : prompts that can all be in time, in the order of their deadlines.
         """
-        end = now + room.length
+        end = now + prefill.length
         for deadline, seconds, state in kept:
-            end += seconds / room.share
+            end += seconds / prefill.share
             if end >= deadline and not state.block_ids:
                 return True
         return False

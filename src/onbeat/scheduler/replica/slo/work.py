@@ -25,7 +25,7 @@ LEAST_SHARE = 0.05
 bound the predicted wait would be infinite."""
 
 
-class Room(NamedTuple):
+class PrefillShare(NamedTuple):
     """What prompts get of a step."""
 
     chunk: int
@@ -146,7 +146,7 @@ class PrefillWork:
         """Return about how long the tokens take where nothing else runs."""
         return self.costs.step + self.seconds(num_tokens, num_cached_tokens)
 
-    def room_beside(self, decodes: BatchShape, limit: float, ttft: float) -> Room:
+    def prefill_share(self, decodes: BatchShape, limit: float, ttft: float) -> PrefillShare:
         """Return what prompts get of a step beside some decodes.
 
         A step of length L spends `costs.step` / L of the time on what each step costs, and lets whoever
@@ -170,7 +170,7 @@ class PrefillWork:
         length = self.of(trial)
         if length > limit:
             work = self.seconds(self.max_chunk(decodes, 0, limit), 0)
-            return Room(chunk, limit, min(max(work / limit if limit > 0 else 0.0, LEAST_SHARE), 1.0))
+            return PrefillShare(chunk, limit, min(max(work / limit if limit > 0 else 0.0, LEAST_SHARE), 1.0))
         work = self.seconds(chunk, 0)
         fixed = max(0.0, length - work)
         best = sqrt(self.costs.step * ttft) if ttft < inf else 0.0
@@ -179,7 +179,7 @@ class PrefillWork:
             length = best if longer <= most else length + (most - chunk) * work / chunk
             chunk = int(min(longer, most))
         length = min(length, limit)
-        return Room(chunk, length, max(1 - fixed / length if length > 0 else 0.0, LEAST_SHARE))
+        return PrefillShare(chunk, length, max(1 - fixed / length if length > 0 else 0.0, LEAST_SHARE))
 
 
 def _chunk(num_tokens: int, num_cached_tokens: int = 0) -> BatchShape:
