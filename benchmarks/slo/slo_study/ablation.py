@@ -23,9 +23,9 @@ from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES, slo_composition
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.composer import SLOComposer
+from onbeat.scheduler.replica.slo.cost_model import LEAST_SHARE, PrefillShare
 from onbeat.scheduler.replica.slo.rules import SPENT_SHARE, StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
-from onbeat.scheduler.replica.slo.work import LEAST_SHARE, PrefillShare
 
 Split = tuple[list[PromptJob], list[PromptJob]]
 
@@ -122,7 +122,7 @@ class EfficientChunk(StepRules):
     """No step holds more than an efficient chunk."""
 
     def prefill_share(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> PrefillShare:  # noqa: ARG002
-        return self.work.prefill_share(decodes, limit, inf)
+        return self.cost_model.prefill_share(decodes, limit, inf)
 
 
 class NoPreemption(StepRules):

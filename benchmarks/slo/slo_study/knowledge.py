@@ -30,9 +30,9 @@ from benchmarks.slo.slo_study.tasks import SHARES
 from benchmarks.slo.slo_study.trial import Question, Runner, longest_request
 from onbeat.scheduler.replica.policies import POLICIES, slo_composition
 from onbeat.scheduler.replica.slo.composer import SLOComposer
+from onbeat.scheduler.replica.slo.cost_model import CostModel, PrefillShare
 from onbeat.scheduler.replica.slo.rules import StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob
-from onbeat.scheduler.replica.slo.work import PrefillShare, PrefillWork
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 
@@ -82,7 +82,7 @@ class Foresight(StepRules):
         those that were served since the machine was last idle is left behind.
         """
         last = max((job.deadline for job in jobs), default=-inf)
-        releases = [start] * len(jobs) + (coming := self._coming(now, last, self.work))[0]
+        releases = [start] * len(jobs) + (coming := self._coming(now, last, self.cost_model))[0]
         dues = [job.deadline for job in jobs] + coming[1]
         seconds = [job.seconds / prefill.share for job in jobs] + [each / prefill.share for each in coming[2]]
         alive = set(range(len(dues)))
@@ -91,7 +91,7 @@ class Foresight(StepRules):
         return {id(job.state) for index, job in enumerate(jobs) if index not in alive}
 
     def _coming(
-        self, now: float, last: float, work: PrefillWork
+        self, now: float, last: float, cost_model: CostModel
     ) -> tuple[list[float], list[float], list[float]]:
         """Return releases, deadlines and seconds of those who come before the last deadline."""
         first = bisect_right(self.to_come, (now, inf, 0, 0))
@@ -100,7 +100,7 @@ class Foresight(StepRules):
             if arrival >= last:
                 break
             if due <= last:  # those due later can go last
-                found.append((arrival, due, work.seconds(num_tokens - num_cached, num_cached)))
+                found.append((arrival, due, cost_model.seconds(num_tokens - num_cached, num_cached)))
         return [each[0] for each in found], [each[1] for each in found], [each[2] for each in found]
 
 

@@ -13,23 +13,23 @@ from onbeat.core.fleet import MOST_BACKLOG_ENTRIES, ReplicaLoad
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.scheduler.replica.slo.work import PrefillWork
+from onbeat.scheduler.replica.slo.cost_model import CostModel
 from tests.examples import examples
 from tests.pure.scheduler import timed
 from tests.pure.scheduler.driver import POLICY_NAMES, Driver, make_config, make_request, sent_tokens
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver
 
-WORK = PrefillWork(FakeStepTime(), None)
+COST_MODEL = CostModel(FakeStepTime(), None)
 SLOS = (SLO(ttft=0.3, tbt=0.05), None, SLO(ttft=5.0), SLO(tbt=0.02), SLO(ttft=1e-3, tbt=0.1))
 
 
 def all_work(driver: Driver) -> float:
     """Return the seconds of prefill work of all that waits, as it was queued, or is in its prompt."""
     scheduler = driver.scheduler
-    waiting = sum(WORK.of_sums(*state.queued_work) for state in scheduler.waiting)
+    waiting = sum(COST_MODEL.of_sums(*state.queued_work) for state in scheduler.waiting)
     running = [(state.num_wanted_tokens, state.num_computed_tokens) for state in scheduler.running]
     prompts = [(num_new, num_cached) for num_new, num_cached in running if num_new > 1]
-    return waiting + sum(WORK.seconds(*prompt) for prompt in prompts)
+    return waiting + sum(COST_MODEL.seconds(*prompt) for prompt in prompts)
 
 
 def told_work(load: ReplicaLoad) -> float:
@@ -121,7 +121,7 @@ def test_who_goes_by_arrival_has_all_of_it_before_the_next():
     for index in range(30):
         driver.add(timed.make_request(f"r{index}", 100, 4, slo=SLO(ttft=1.0 + index)))
     load = driver.scheduler.load(0.0)
-    assert load.backlog == ((0.0, pytest.approx(30 * WORK.seconds(100, 0)), 30),)
+    assert load.backlog == ((0.0, pytest.approx(30 * COST_MODEL.seconds(100, 0)), 30),)
     assert load.best_effort_work == 0.0
 
 
@@ -134,9 +134,9 @@ def test_work_is_told_by_deadline(num_prompts):
         driver.add(timed.make_request(f"r{index}", 100, 4, slo=slo, arrival=1.0, shed=ShedMode.OFF))
     driver.add(timed.make_request("none", 200, 4, arrival=1.0))
     load = driver.scheduler.load(3.0)
-    each = WORK.seconds(100, 0)
-    assert load.best_effort_work == pytest.approx(WORK.seconds(200, 0))
-    assert told_work(load) == pytest.approx(num_prompts * each + WORK.seconds(200, 0))
+    each = COST_MODEL.seconds(100, 0)
+    assert load.best_effort_work == pytest.approx(COST_MODEL.seconds(200, 0))
+    assert told_work(load) == pytest.approx(num_prompts * each + COST_MODEL.seconds(200, 0))
     if num_prompts == 10:
         assert load.backlog == tuple((98.0 + index, pytest.approx(each), 1) for index in range(10))
     due = 98.0 + 20

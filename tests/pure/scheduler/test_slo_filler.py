@@ -7,7 +7,7 @@ import pytest
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import SchedulerOutput
-from onbeat.scheduler.replica.slo.work import PrefillWork
+from onbeat.scheduler.replica.slo.cost_model import CostModel
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
 
 
@@ -29,7 +29,7 @@ class Watch(TimedDriver):
 
 
 def efficient_chunk(model: FakeStepTime) -> int:
-    return PrefillWork(model, None).efficient_chunk
+    return CostModel(model, None).efficient_chunk
 
 
 class TestChunks:

@@ -16,7 +16,7 @@ from onbeat.scheduler.cluster.load_view import LoadView
 from onbeat.scheduler.cluster.routing import RoutingRequest
 from onbeat.scheduler.cluster.slo_router import SLORouter
 from onbeat.scheduler.replica.admission import admission
-from onbeat.scheduler.replica.slo.work import PrefillShare, PrefillWork
+from onbeat.scheduler.replica.slo.cost_model import CostModel, PrefillShare
 from tests.pure.scheduler.test_prefix_memory import held
 from tests.pure.scheduler.timed import make_request
 from tests.pure.scheduler.watch import Watch
@@ -77,14 +77,14 @@ def test_it_predicts_what_the_replica_does(queue, own, num_steps):
     scheduler = driver.scheduler
     report = replace(scheduler.load(driver.now), decode_seconds=0.0)
     shares = []
-    prefill_share = PrefillWork.prefill_share
+    prefill_share = CostModel.prefill_share
 
     def watched(*args):
         shares.append(prefill_share(*args))
         return shares[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrefillWork, "prefill_share", watched)
+        patch.setattr(CostModel, "prefill_share", watched)
         patch.setattr(admission, "drain_seconds", lambda *args: -inf)
         num_tokens, ttft = own
         slo = None if ttft is None else SLO(ttft=ttft)

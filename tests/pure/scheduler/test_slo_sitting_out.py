@@ -10,8 +10,8 @@ from onbeat.core.slo import SLO, SLO_MODES, ShedMode
 from onbeat.core.step import SchedulerOutput
 from onbeat.scheduler.replica.slo import composer as composition
 from onbeat.scheduler.replica.slo import rules
+from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.view import RunningView, prefill_jobs
-from onbeat.scheduler.replica.slo.work import PrefillWork
 from tests.pure.scheduler.slo_watch import Watch
 from tests.pure.scheduler.timed import FakeStepTime, make_config, make_request
 
@@ -95,7 +95,7 @@ class TestStalls:
     @pytest.mark.parametrize(("mode", "reserve"), [("stream", 0.95), ("gap", 0.0)])
     def test_streams_earn_more_for_a_while(self, mode, reserve):
         step_rules = rules.StepRules(
-            make_config(slo_mode=mode), PrefillWork(FakeStepTime(), None), lambda _: 1.0
+            make_config(slo_mode=mode), CostModel(FakeStepTime(), None), lambda _: 1.0
         )
         view = RunningView([], 0.0, 0.0)
         view.tightest, view.due = 0.1, 2.0

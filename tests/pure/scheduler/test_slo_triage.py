@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from onbeat.core.slo import ShedMode, ShedOrder
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.rules import StepRules
 from onbeat.scheduler.replica.slo.triage import Job, select_feasible
-from onbeat.scheduler.replica.slo.work import PrefillWork
 from tests.pure.scheduler.timed import FakeStepTime, make_config, make_request, make_state
 
 sizes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 15)), max_size=8)
@@ -29,8 +29,8 @@ def make_jobs(pairs, *, weights=None, shed=ShedMode.RELEGATE) -> list[Job[Reques
 
 
 def cost_of(job: Job[RequestState], order: ShedOrder = "most") -> float | None:
-    work = PrefillWork(FakeStepTime(), None)
-    rules = StepRules(make_config(shed_order=order), work, lambda state: state.request.weight)
+    cost_model = CostModel(FakeStepTime(), None)
+    rules = StepRules(make_config(shed_order=order), cost_model, lambda state: state.request.weight)
     return rules.cost(job, 10.0)
 
 

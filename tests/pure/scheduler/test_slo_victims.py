@@ -10,19 +10,19 @@ import pytest
 from onbeat.core.request import Request
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.filler import RESERVATION, Loss, free_blocks, preempt_for
 from onbeat.scheduler.replica.slo.rules import StepRules
-from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request, make_state
 
 MODEL = FakeStepTime(fixed=0.05, per_token=1e-4, per_context=0.0, per_pair=0.0)
 """All prompts here run in one step."""
-WORK = PrefillWork(MODEL, None)
+COST_MODEL = CostModel(MODEL, None)
 
 
 def loss_of(plan: StepPlan) -> Loss:
-    rules = StepRules(make_config(max_queue_seconds=0.1), WORK, lambda state: state.request.weight)
+    rules = StepRules(make_config(max_queue_seconds=0.1), COST_MODEL, lambda state: state.request.weight)
     return lambda state: rules.loss(state, plan.now)
 
 

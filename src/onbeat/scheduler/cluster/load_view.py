@@ -17,8 +17,8 @@ from onbeat.scheduler.replica.admission.first_token import (
     finish_seconds,
     seconds_before,
 )
+from onbeat.scheduler.replica.slo.cost_model import LEAST_SHARE, PrefillShare
 from onbeat.scheduler.replica.slo.triage import Job, select_feasible
-from onbeat.scheduler.replica.slo.work import LEAST_SHARE, PrefillShare
 
 _A_BIT_LESS = 1 - 1e-9
 """So that a sum that is rounded is no less than a bound of it."""

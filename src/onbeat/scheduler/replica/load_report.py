@@ -11,9 +11,9 @@ from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.request_table import RequestTable
+from onbeat.scheduler.replica.slo.cost_model import LEAST_SHARE, CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.view import MOST_JOBS
-from onbeat.scheduler.replica.slo.work import LEAST_SHARE, PrefillWork
 
 _NO_DEADLINE = BEST_EFFORT_RANK / 2
 """Ranks from here on are no deadlines."""
@@ -41,7 +41,7 @@ class LoadReporter:
         self._slo = policy.slo
         self._has_deadlines = policy.known.order is not None
         self._budget = config.max_num_batched_tokens
-        self._own_work = None if model is None or policy.slo is not None else PrefillWork(model, None)
+        self._own_cost_model = None if model is None or policy.slo is not None else CostModel(model, None)
 
     def take(self, now: float, *, num_taken: int, busy: float, num_kept_slots: int = 0) -> ReplicaLoad:
         """Return how things stand.
@@ -52,12 +52,12 @@ class LoadReporter:
         busy : seconds until the step under way is expected to end.
         num_kept_slots : of the batch, for requests on their way.
         """
-        work = self._work()
+        cost_model = self._cost_model()
         table = self._table
         running, waiting, kv = table.running, table.waiting, table.kv
         num_decodes = num_context = 0
         num_free = kv.pool.num_free_blocks
-        tightest, shortest = inf, 0.0 if work is None else work.alone_seconds
+        tightest, shortest = inf, 0.0 if cost_model is None else cost_model.alone_seconds
         prefills: list[RequestState] = []
         for state in running:
             num_computed = state.num_computed_tokens
@@ -72,14 +72,14 @@ class LoadReporter:
                 prefills.append(state)
         backlog: tuple[Entry, ...] = ((0.0, 0.0, len(waiting)),) if waiting else ()
         best_effort = 0.0
-        if work is not None:
-            backlog, best_effort = self._prompts(work, prefills, now, busy)
+        if cost_model is not None:
+            backlog, best_effort = self._prompts(cost_model, prefills, now, busy)
         decode_seconds, full_seconds, share = 0.0, 0.0, 1.0
-        if work is not None:
+        if cost_model is not None:
             # Of a step without decodes there is nothing to predict; that of one reads the weights as all do.
             decodes = BatchShape.of_decodes(max(num_decodes, 1), max(num_context, 1))
-            decode_seconds = work.of(decodes)
-            full_seconds, share = self._full_step(work, num_decodes, num_context, tightest)
+            decode_seconds = cost_model.of(decodes)
+            full_seconds, share = self._full_step(cost_model, num_decodes, num_context, tightest)
         head = waiting.peek()
         num_lacking, blocked = 0, ""
         if head is not None:
@@ -105,28 +105,28 @@ class LoadReporter:
             gives_up=self._slo is not None,
             backlog=backlog,
             best_effort_work=best_effort,
-            costs=None if work is None else work.costs,
+            costs=None if cost_model is None else cost_model.costs,
         )
 
-    def _work(self) -> PrefillWork | None:
+    def _cost_model(self) -> CostModel | None:
         """Return what prompts cost now."""
         if self._slo is not None:
-            return self._slo.work
-        if self._own_work is not None:
-            self._own_work.count()
-        return self._own_work
+            return self._slo.cost_model
+        if self._own_cost_model is not None:
+            self._own_cost_model.count()
+        return self._own_cost_model
 
     def _prompts(
-        self, work: PrefillWork, prefills: list[RequestState], now: float, busy: float
+        self, cost_model: CostModel, prefills: list[RequestState], now: float, busy: float
     ) -> tuple[tuple[Entry, ...], float]:
         """Return the work of prompts with deadlines, and that of the others."""
         waiting = self._table.waiting
-        best_effort = work.of_sums(waiting.best_effort.num_tokens, waiting.best_effort.num_pairs)
-        ranked = work.of_sums(waiting.ranked.num_tokens, waiting.ranked.num_pairs)
-        earliest = now + busy + work.costs.step
+        best_effort = cost_model.of_sums(waiting.best_effort.num_tokens, waiting.best_effort.num_pairs)
+        ranked = cost_model.of_sums(waiting.ranked.num_tokens, waiting.ranked.num_pairs)
+        earliest = now + busy + cost_model.costs.step
         entries: list[Entry] = []
         for state in prefills:
-            seconds = work.seconds(state.num_wanted_tokens, state.num_computed_tokens)
+            seconds = cost_model.seconds(state.num_wanted_tokens, state.num_computed_tokens)
             if not self._has_deadlines:
                 ranked += seconds
             elif (due := state.slo.next_deadline) < inf and not (
@@ -138,14 +138,14 @@ class LoadReporter:
         if not self._has_deadlines:
             return ((0.0, ranked, len(waiting)),) if ranked else (), best_effort
         if ranked:
-            queued, others = self._queued(work, ranked, now, earliest)
+            queued, others = self._queued(cost_model, ranked, now, earliest)
             entries += _grouped(queued, max(1, MOST_BACKLOG_ENTRIES - len(entries)))
             best_effort += others
         entries.sort(key=_due)  # equal ones in the order that plans have them in
         return tuple(_grouped(entries, MOST_BACKLOG_ENTRIES)), best_effort
 
     def _queued(
-        self, work: PrefillWork, ranked: float, now: float, earliest: float
+        self, cost_model: CostModel, ranked: float, now: float, earliest: float
     ) -> tuple[list[Entry], float]:
         """Return the waiting prompts with deadlines that can be met, and the work of the others.
 
@@ -157,7 +157,7 @@ class LoadReporter:
         earliest : when a prompt without any work would be done, seconds.
         """
         states = self._table.waiting.first_below(_NO_DEADLINE, MOST_JOBS)
-        token, pair = work.costs.token, work.costs.pair
+        token, pair = cost_model.costs.token, cost_model.costs.pair
         entries: list[Entry] = []
         left = ranked
         for state in states:
@@ -182,15 +182,15 @@ class LoadReporter:
         return self._slo is not None and not state.keeps_turn
 
     def _full_step(
-        self, work: PrefillWork, num_decodes: int, num_context: int, tightest: float
+        self, cost_model: CostModel, num_decodes: int, num_context: int, tightest: float
     ) -> tuple[float, float]:
         """Return the time of a step with prompts beside so many decodes, and the share that these take."""
         if self._slo is not None:
             decodes = BatchShape.of_decodes(num_decodes, num_context)
-            prefill = work.prefill_share(decodes, self._slo.rules.tightest_limit(tightest), inf)
+            prefill = cost_model.prefill_share(decodes, self._slo.rules.tightest_limit(tightest), inf)
             return prefill.length, prefill.share
-        seconds = work.seconds(max(self._budget - num_decodes, 1), 0)
-        length = seconds + work.costs.step + num_decodes * work.costs.decode
+        seconds = cost_model.seconds(max(self._budget - num_decodes, 1), 0)
+        length = seconds + cost_model.costs.step + num_decodes * cost_model.costs.decode
         return length, max(seconds / length, LEAST_SHARE) if length > 0 else 1.0
 
 

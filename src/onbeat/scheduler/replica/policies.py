@@ -29,8 +29,8 @@ from onbeat.scheduler.replica.parts import (
     WholePrompts,
 )
 from onbeat.scheduler.replica.slo.composer import SLOComposer
+from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import EarliestDeadline
-from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.token_budget import DEFAULT_TILE, LARGEST_BUDGET
 
 Compose = Callable[[SchedulerConfig, StepTimeModel | None], Composer]
@@ -297,6 +297,8 @@ def largest_step(model: StepTimeModel | None, max_num_seqs: int) -> int:
     """
     if model is None:
         return max(LARGEST_BUDGET, max_num_seqs)
-    work = PrefillWork(model, None)
-    num_tokens = max(work.efficient_chunk + max_num_seqs, work.max_chunk(BatchShape(), 0, LONGEST_STEP))
+    cost_model = CostModel(model, None)
+    num_tokens = max(
+        cost_model.efficient_chunk + max_num_seqs, cost_model.max_chunk(BatchShape(), 0, LONGEST_STEP)
+    )
     return max(min(-(-num_tokens // DEFAULT_TILE) * DEFAULT_TILE, LARGEST_BUDGET), max_num_seqs)

@@ -208,7 +208,7 @@ class SteadyRun:
         rules, learner = feedback.rules, self._learner
         while ends:
             some = (
-                ends if rules is None else ends[: rules.work.num_left]
+                ends if rules is None else ends[: rules.cost_model.num_left]
             )  # no more than until costs are taken anew
             ends = ends[len(some) :]
             if learner is None:

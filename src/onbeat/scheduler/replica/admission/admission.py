@@ -24,10 +24,10 @@ from onbeat.scheduler.replica.admission.first_token import (
 from onbeat.scheduler.replica.admission.queue_bound import SHORTEST_RETRY, QueueBound
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.composer import SLOComposer
+from onbeat.scheduler.replica.slo.cost_model import PrefillShare
 from onbeat.scheduler.replica.slo.filler import RESERVATION
 from onbeat.scheduler.replica.slo.triage import Job
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
-from onbeat.scheduler.replica.slo.work import PrefillShare
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 _TRY_AGAIN_SECONDS = 30.0
@@ -39,8 +39,8 @@ class Admission:
     """Rejects arrivals that ask to be rejected rather than served late, and those who would wait too long.
 
     A TTFT is predicted by fluid replay, only for who needs it: the prompts ahead, in the policy's own order,
-    drain at the rate that the running streams leave to prefill, and slots and blocks come free at the pace at which requests
-    ended of late.
+    drain at the rate that the running streams leave to prefill. Slots and blocks come free at the pace at
+    which requests ended of late.
 
     Parameters
     ----------
@@ -54,9 +54,9 @@ class Admission:
     """
 
     def __init__(self, config: SchedulerConfig, slo: SLOComposer) -> None:
-        self.bound = QueueBound(slo.work, slo.rules.longest_wait, config.max_num_seqs)
+        self.bound = QueueBound(slo.cost_model, slo.rules.longest_wait, config.max_num_seqs)
         self.num_rejected: Counter[str] = Counter()
-        self._slo, self._tracker, self._rules, self._work = slo, slo.tracker, slo.rules, slo.work
+        self._slo, self._tracker, self._rules, self._cost_model = slo, slo.tracker, slo.rules, slo.cost_model
         self._last_try = -inf
         self._ends, self._num_ended, self._num_running = Ends(), 0, 0
         self._last_change = 0.0
@@ -97,7 +97,7 @@ class Admission:
         ----------
         plan : the queues as they are, at the time when the next step may start.
         """
-        view = RunningView(plan.running, plan.now, self._work.alone_seconds)
+        view = RunningView(plan.running, plan.now, self._cost_model.alone_seconds)
         waiting = plan.waiting
         return SchedulerState(
             num_best_effort=waiting.best_effort.num_requests
@@ -113,7 +113,7 @@ class Admission:
 
     def _decide(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
         """Raise where an arrival is not taken."""
-        slo, work = state.slo, self._work
+        slo, cost_model = state.slo, self._cost_model
         objective = slo.ttft_deadline - state.request.arrival
         keeps_turn = state.request.shed is ShedMode.OFF and objective < inf
         refusal = self.bound.refusal(plan.waiting, keeps_turn=keeps_turn)
@@ -127,7 +127,7 @@ class Admission:
             raise refusal
         if not rejects:
             return
-        is_out_of_reach = _will_stream(state) and slo.tbt_objective < work.alone_seconds
+        is_out_of_reach = _will_stream(state) and slo.tbt_objective < cost_model.alone_seconds
         if not (plan.running or plan.waiting) and plan.now - self._last_try > _TRY_AGAIN_SECONDS:
             if ttft > objective or is_out_of_reach:
                 self._last_try = plan.now
@@ -135,7 +135,7 @@ class Admission:
             return
         if is_out_of_reach:
             self._refuse(
-                f"a step of one token takes {work.alone_seconds * 1e3:.3g} ms, longer than the TBT "
+                f"a step of one token takes {cost_model.alone_seconds * 1e3:.3g} ms, longer than the TBT "
                 f"objective of {slo.tbt_objective * 1e3:.3g} ms",
                 ttft,
                 retry_after=_TRY_AGAIN_SECONDS,
@@ -166,23 +166,28 @@ class Admission:
 
         Infinite where it would be served as best effort.
         """
-        work, rules, waiting, deadline = self._work, self._rules, plan.waiting, state.slo.ttft_deadline
+        cost_model, rules, waiting, deadline = (
+            self._cost_model,
+            self._rules,
+            plan.waiting,
+            state.slo.ttft_deadline,
+        )
         if deadline == inf:
             return inf, False
-        view = RunningView(plan.running, start, work.alone_seconds)
-        jobs, _ = prefill_jobs(plan, start, view.prefills, work)
-        seconds = work.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
+        view = RunningView(plan.running, start, cost_model.alone_seconds)
+        jobs, _ = prefill_jobs(plan, start, view.prefills, cost_model)
+        seconds = cost_model.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
         own = Job(deadline, seconds, state)
         index = bisect_right(jobs, deadline, key=_deadline)
         # By the time that it is served, those ahead of it decode, too.
         decodes = view.decode_shape([job.state for job in jobs[:index]])
-        limit = rules.limit(view, work.of(decodes), start) if view.streams else inf
-        prefill = work.prefill_share(decodes, limit, deadline - state.request.arrival)
+        limit = rules.limit(view, cost_model.of(decodes), start) if view.streams else inf
+        prefill = cost_model.prefill_share(decodes, limit, deadline - state.request.arrival)
         before = sum([job.seconds for job in jobs[:index]])
         is_cut = waiting.ranked.num_requests > MOST_JOBS  # more wait than a plan looks at
         if index == len(jobs) and is_cut:
             running = sum(job.seconds for job in jobs if job.state.block_ids)
-            before = running + work.of_sums(*waiting.work_below(nextafter(state.slo.rank, inf)))
+            before = running + cost_model.of_sums(*waiting.work_below(nextafter(state.slo.rank, inf)))
 
         late = rules.split([*jobs[:index], own, *jobs[index:]], prefill, start)[1]
         turn, delays_others = seconds_before(own, late, by_deadline=before), False
@@ -198,7 +203,7 @@ class Admission:
         if plan.running or jobs:  # later arrivals fill the last step
             wait = max(wait, 0.5 * prefill.length + drain_seconds(prefill, until_done))
         ahead = [job for job in jobs[:index] if not job.state.block_ids]
-        wait = max(wait, self._until_capacity(own, ahead, plan, prefill, work.of(view.decode_shape())))
+        wait = max(wait, self._until_capacity(own, ahead, plan, prefill, cost_model.of(view.decode_shape())))
         return start - state.request.arrival + wait, delays_others
 
     def _until_capacity(
@@ -241,13 +246,13 @@ class Admission:
 
     def _slows_streams(self, state: RequestState, plan: StepPlan) -> bool:
         """Whether one more stream breaks the tightest TBT objective."""
-        view = RunningView(plan.running, plan.now, self._work.alone_seconds)
+        view = RunningView(plan.running, plan.now, self._cost_model.alone_seconds)
         tightest = min(view.tightest, state.slo.tbt_objective)
         if tightest == inf or not (view.streams and _will_stream(state)):
             return False
         shape = decode_shape(view.streams)
         shape.add(state.num_tokens, 1, samples=True)
-        return self._work.of(shape) > tightest
+        return self._cost_model.of(shape) > tightest
 
 
 def _deadline(job: PromptJob) -> float:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import ceil, exp
 from typing import NamedTuple
 
+from onbeat.scheduler.replica.slo.cost_model import PrefillShare
 from onbeat.scheduler.replica.slo.triage import Job, StateT
-from onbeat.scheduler.replica.slo.work import PrefillShare
 
 _MEMORY_SECONDS = 10.0
 """Time constant of the pace at which requests end."""

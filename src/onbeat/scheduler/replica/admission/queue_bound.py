@@ -6,9 +6,9 @@ from math import exp, inf
 
 from onbeat.core.errors import Overloaded
 from onbeat.scheduler.replica.queues import QueuedWork, WaitingQueue
+from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.rules import OVERDUE
-from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 REFUSED = "queue_too_long"
@@ -70,8 +70,8 @@ class QueueBound:
     num_slots : with fewer requests waiting, one is taken whatever is predicted.
     """
 
-    def __init__(self, work: PrefillWork, longest: float, num_slots: int) -> None:
-        self._work = work
+    def __init__(self, cost_model: CostModel, longest: float, num_slots: int) -> None:
+        self._cost_model = cost_model
         self._longest, self._num_slots = longest, num_slots
         self._all, self._best_effort = _Pace(), _Pace()
 
@@ -80,7 +80,7 @@ class QueueBound:
         begun = begun_best_effort = 0.0
         num_best_effort = plan.waiting.best_effort.num_requests
         for admission in plan.admissions:
-            seconds = self._work.of_sums(*admission.state.queued_work)
+            seconds = self._cost_model.of_sums(*admission.state.queued_work)
             begun += seconds
             if admission.state.sort_key[0] >= BEST_EFFORT_RANK:
                 begun_best_effort += seconds
@@ -140,5 +140,5 @@ class QueueBound:
         retry_after = max(min(wait - self._longest, until_short), SHORTEST_RETRY)
         return Overloaded(message, code="server_overloaded", retry_after=retry_after, reason=REFUSED)
 
-    def _seconds(self, work: QueuedWork) -> float:
-        return self._work.of_sums(work.num_tokens, work.num_pairs)
+    def _seconds(self, queued: QueuedWork) -> float:
+        return self._cost_model.of_sums(queued.num_tokens, queued.num_pairs)

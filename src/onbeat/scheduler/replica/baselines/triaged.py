@@ -8,11 +8,11 @@ from onbeat.core.slo import ShedMode
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.baselines.runnable import decode, split_running
 from onbeat.scheduler.replica.parts import QueueOrder
+from onbeat.scheduler.replica.slo.cost_model import LEAST_SHARE, CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.filler import StepFiller
 from onbeat.scheduler.replica.slo.triage import select_feasible
 from onbeat.scheduler.replica.slo.view import decode_shape, prefill_jobs
-from onbeat.scheduler.replica.slo.work import LEAST_SHARE, PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 
@@ -30,24 +30,24 @@ class TriagedBudget:
     def __init__(self, model: StepTimeModel, *, by_time: bool, by_deadline: bool) -> None:
         self._by_time = by_time
         self._by_deadline = by_deadline
-        self._work = PrefillWork(model, None)
+        self._cost_model = CostModel(model, None)
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (it has but one order)
-        work = self._work
+        cost_model = self._cost_model
         decodes, prefills = split_running(plan.running)
-        jobs, plan.infeasible = prefill_jobs(plan, plan.now, prefills, work)
+        jobs, plan.infeasible = prefill_jobs(plan, plan.now, prefills, cost_model)
         decode(plan, decodes, victims=plan.running)
         shape = decode_shape(plan.decodes)
         limit, chunk = inf, plan.num_tokens_left
         if self._by_time:
             limit = min([state.slo.tbt for state in decodes if state.slo.next_deadline < inf], default=inf)
-            chunk = work.efficient_chunk
+            chunk = cost_model.efficient_chunk
         share = 1.0
         if chunk > 0:
             step = shape.copy()
             step.add(0, chunk, samples=True)
-            seconds = work.of(step)
-            share = 1 - max(0.0, seconds - work.seconds(chunk, 0)) / min(limit, seconds)
+            seconds = cost_model.of(step)
+            share = 1 - max(0.0, seconds - cost_model.seconds(chunk, 0)) / min(limit, seconds)
         kept, left_behind = select_feasible(
             jobs,
             start=plan.now,
@@ -66,9 +66,9 @@ class TriagedBudget:
             if not state.block_ids and state.request.shed is not ShedMode.REJECT
         ]
         prompts += plan.waiting.first_from(BEST_EFFORT_RANK, plan.max_num_seqs)
-        filler = StepFiller(plan, work, shape, limit=limit, most_chunk_tokens=chunk)
+        filler = StepFiller(plan, cost_model, shape, limit=limit, most_chunk_tokens=chunk)
         filler.fill([state for state in prompts if state not in plan.victims])
 
     def commit(self, plan: StepPlan) -> None:  # noqa: ARG002 (what it has learnt of)
         """Take what the model has learnt."""
-        self._work.count()
+        self._cost_model.count()

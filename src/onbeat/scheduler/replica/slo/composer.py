@@ -13,12 +13,12 @@ from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.parts import QueueOrder
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.cost_model import CostModel, PrefillShare
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.filler import RESERVATION, StepFiller, free_blocks, preempt_for
 from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE, StepRules
 from onbeat.scheduler.replica.slo.tracker import SLOTracker
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView, decode_shape, prefill_jobs
-from onbeat.scheduler.replica.slo.work import PrefillShare, PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 MOST_BEST_EFFORT = 32
@@ -36,9 +36,9 @@ class StepComposition:
     def __init__(self, plan: StepPlan, rules: StepRules) -> None:
         self._plan = plan
         self._rules = rules
-        self._work = work = rules.work
-        self._view = RunningView(plan.running, plan.now, work.alone_seconds)
-        self._jobs, plan.infeasible = prefill_jobs(plan, plan.now, self._view.prefills, work)
+        self._cost_model = cost_model = rules.cost_model
+        self._view = RunningView(plan.running, plan.now, cost_model.alone_seconds)
+        self._jobs, plan.infeasible = prefill_jobs(plan, plan.now, self._view.prefills, cost_model)
 
     def compose(self) -> None:
         plan, rules, view, jobs = self._plan, self._rules, self._view, self._jobs
@@ -48,7 +48,7 @@ class StepComposition:
         plan.tightest = view.tightest
         limit, seconds = inf, 0.0
         if view.due_state is not None:  # else nothing is due, and nobody asks how long the decodes take
-            seconds = self._work.of(shape)
+            seconds = self._cost_model.of(shape)
             limit = rules.limit(view, seconds, plan.now, queue_grows=bool(best_effort))
             plan.budget, plan.budget_request_id = limit, view.due_state.request_id
             first, end = view.due, plan.now + seconds
@@ -80,7 +80,7 @@ class StepComposition:
         sitting_out: list[RequestState] = []
         in_turn: list[PromptJob] = []
         due: dict[str, float] = {}
-        chunk = self._work.efficient_chunk
+        chunk = self._cost_model.efficient_chunk
         if jobs:
             prefill = rules.prefill_share(shape, limit, jobs)
             kept, left_behind = rules.split(jobs, prefill, plan.now)
@@ -98,7 +98,7 @@ class StepComposition:
         others = [state for state in best_effort if state not in starved]
         prompts = starved + [job.state for job in in_turn] + others
         # Decodes alone may take longer than the limit: prompts then get nothing.
-        filler = StepFiller(plan, self._work, shape, limit=limit, most_chunk_tokens=chunk, due=due)
+        filler = StepFiller(plan, self._cost_model, shape, limit=limit, most_chunk_tokens=chunk, due=due)
         filler.fill(self._not_victims(prompts))
         if sitting_out and not (plan.chunks or plan.admissions):  # in vain
             self._decode(self._not_victims(sitting_out), shape)
@@ -181,7 +181,7 @@ class StepComposition:
         others = [state for state in view.best_effort_decodes if not self._is_starved(state)]
         rows = [*starved, *by_due, *others][: plan.max_rows]
         num = bisect_right(
-            range(1, len(rows) + 1), limit, key=lambda num: self._work.of(decode_shape(rows[:num]))
+            range(1, len(rows) + 1), limit, key=lambda num: self._cost_model.of(decode_shape(rows[:num]))
         )
         rows = rows[: max(num, 1)]
         return rows, decode_shape(rows)
@@ -232,11 +232,11 @@ class SLOComposer:
     4. All streams decode. Where even that does not fit, those with the most slack sit out; and where prompts
        are left behind although there are slots and memory for them, those that have plenty. Where blocks run
        short, those are preempted that lose least.
-    5. A step holds an efficient chunk, or what `PrefillWork.prefill_share` finds best; more gains nothing. One
+    5. A step holds an efficient chunk, or what `CostModel.prefill_share` finds best; more gains nothing. One
        that ends a prompt holds no more than lets it be in time.
     6. Best effort that has begun and had no token for too long goes first; who has not begun is ended then.
 
-    Plans keep nothing: what is learnt is learnt between them (`SLOTracker`, `StepRules`, `PrefillWork`).
+    Plans keep nothing: what is learnt is learnt between them (`SLOTracker`, `StepRules`, `CostModel`).
 
     Parameters
     ----------
@@ -248,7 +248,7 @@ class SLOComposer:
     rules : what a step may take, and what prompts get of it.
     tracker : requests and tenants from arrival to end.
     quantile : of the step time, to plan with; None is the mean.
-    work : what prompts cost.
+    cost_model : what prompts cost.
     predicted_wait : seconds until a prompt that comes after the last plan would be begun.
 
     References
@@ -264,8 +264,8 @@ class SLOComposer:
         self.quantile = GAP_QUANTILE if self._mode == "gap" else None
         self.tracker = SLOTracker()
         self.predicted_wait = 0.0
-        self.work = PrefillWork(model, self.quantile, config.max_num_batched_tokens)
-        self.rules = make_rules(config, self.work, self.tracker.worth)
+        self.cost_model = CostModel(model, self.quantile, config.max_num_batched_tokens)
+        self.rules = make_rules(config, self.cost_model, self.tracker.worth)
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (deadlines are the order)
         """Fill a plan; nothing else changes."""
@@ -286,9 +286,9 @@ class SLOComposer:
         ----------
         plan : the queues as they are, at the time of the arrival.
         """
-        work, tracker = self.work, self.tracker
+        cost_model, tracker = self.cost_model, self.tracker
         if not plan.running:
-            work.catch_up()
+            cost_model.catch_up()
         state.note_hits(len(plan.match(state)) * plan.block_size)
         if not state.slo.has_objective:
             return
@@ -301,5 +301,6 @@ class SLOComposer:
             now=plan.now,
             max_output_tokens=num_sent + longest,
             num_left=tracker.tokens_left(state) if state.slo.end < inf else None,
-            longest_pace=work.idle_seconds(work.efficient_chunk, 0) + len(plan.running) * work.costs.decode,
+            longest_pace=cost_model.idle_seconds(cost_model.efficient_chunk, 0)
+            + len(plan.running) * cost_model.costs.decode,
         )

@@ -8,7 +8,7 @@ from math import inf
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.parts import ReservePrompt
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.slo.work import PrefillWork
+from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
 
 RESERVATION = ReservePrompt()
@@ -29,7 +29,7 @@ class StepFiller:
     def __init__(
         self,
         plan: StepPlan,
-        work: PrefillWork,
+        cost_model: CostModel,
         shape: BatchShape,
         *,
         limit: float,
@@ -37,7 +37,7 @@ class StepFiller:
         due: Mapping[str, float] | None = None,
     ) -> None:
         self._plan = plan
-        self._work = work
+        self._cost_model = cost_model
         self._shape = shape.copy()
         self._limit = limit
         self._due = due or {}
@@ -100,8 +100,8 @@ class StepFiller:
             scores = state.scores_prompt
             trial = self._shape.copy()
             trial.add(num_cached, most, samples=most if scores else 1)
-            if self._work.of(trial) > self._limit:
-                longest = self._work.max_chunk(self._shape, num_cached, self._limit, scores=scores)
+            if self._cost_model.of(trial) > self._limit:
+                longest = self._cost_model.max_chunk(self._shape, num_cached, self._limit, scores=scores)
                 most = min(most, longest)
         return most
 
@@ -111,7 +111,7 @@ class StepFiller:
         due = self._due.get(state.request_id, inf)
         if due < self._limit and num_cached + num_new == state.num_tokens:
             # Its token comes with the step's end: what else goes into the step must not make it late.
-            self._limit = max(due, self._work.of(self._shape))
+            self._limit = max(due, self._cost_model.of(self._shape))
 
 
 Loss = Callable[[RequestState], tuple[float, ...]]

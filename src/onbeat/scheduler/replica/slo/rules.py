@@ -10,9 +10,9 @@ from onbeat.core.slo import DEFAULT_QUEUE_SECONDS
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.cost_model import CERTAIN, CostModel, PrefillShare
 from onbeat.scheduler.replica.slo.triage import select_feasible
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
-from onbeat.scheduler.replica.slo.work import CERTAIN, PrefillShare, PrefillWork
 
 GAP_QUANTILE = CERTAIN
 """Of the step time, to plan with in `gap` mode: nothing earned makes up for a longer step there, and one in a
@@ -43,7 +43,7 @@ class StepRules:
     Parameters
     ----------
     config : what keeping a TBT objective means, whom to leave behind, and how long best effort may wait.
-    work : what prompts cost.
+    cost_model : what prompts cost.
     worth : of keeping a request's objective.
 
     Attributes
@@ -55,9 +55,9 @@ class StepRules:
     spent, spent_while_it_grows, longest_gap = SPENT_SHARE, SPENT_WHILE_IT_GROWS, LONGEST_GAP
 
     def __init__(
-        self, config: SchedulerConfig, work: PrefillWork, worth: Callable[[RequestState], float]
+        self, config: SchedulerConfig, cost_model: CostModel, worth: Callable[[RequestState], float]
     ) -> None:
-        self.work, self.worth = work, worth
+        self.cost_model, self.worth = cost_model, worth
         self.mode, self.shed_order = config.slo_mode, config.shed_order
         self.longest_wait = inf if config.max_queue_seconds is None else config.max_queue_seconds
         self.tightest = inf
@@ -70,7 +70,7 @@ class StepRules:
 
         Parameters
         ----------
-        begun, ends : when the first began, and when each of them ended; no more than `work.num_left`.
+        begun, ends : when the first began, and when each of them ended; no more than `cost_model.num_left`.
         """
         longest = (1 + self.longest_gap) * self.tightest
         if ends[-1] - begun > longest and self.mode == "stream":
@@ -78,10 +78,10 @@ class StepRules:
                 beyond = end - start - self.tightest
                 if end - start > longest and beyond <= LONGEST_STALL * self.tightest:
                     self._reserve, self._stalled_until = beyond, end + STALL_MEMORY * beyond
-        work = self.work
-        work.num_left -= len(ends)  # as `count`, whose call would be one more a step
-        if not work.num_left:
-            work.take()
+        cost_model = self.cost_model
+        cost_model.num_left -= len(ends)  # as `count`, whose call would be one more a step
+        if not cost_model.num_left:
+            cost_model.take()
 
     def reserve(self, start: float) -> float:
         """Return what streams should have in hand for the next stall, seconds."""
@@ -121,7 +121,7 @@ class StepRules:
     def prefill_share(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> PrefillShare:
         """Return what prompts get of a step beside some decodes, within a limit."""
         ttfts = [job.state.slo.ttft_deadline - job.state.request.arrival for job in jobs]
-        return self.work.prefill_share(decodes, limit, min(ttfts, default=inf))
+        return self.cost_model.prefill_share(decodes, limit, min(ttfts, default=inf))
 
     def split(
         self, jobs: Sequence[PromptJob], prefill: PrefillShare, now: float
@@ -202,7 +202,11 @@ class StepRules:
         slo, arrival = state.slo, state.request.arrival
         if slo.runs_as_best_effort:
             return (-1.0 if self.is_starved(state, start) else 2.0, 0.0, arrival)
-        slack = slo.due(state.num_certain_tokens, start) - start - self.work.idle_seconds(state.num_tokens, 0)
+        slack = (
+            slo.due(state.num_certain_tokens, start)
+            - start
+            - self.cost_model.idle_seconds(state.num_tokens, 0)
+        )
         return (1.0, slack, arrival) if slack >= 0 else (0.0, -self.worth(state), arrival)
 
 

@@ -8,9 +8,9 @@ from operator import itemgetter
 
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.triage import Job
-from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 MOST_JOBS = 128
@@ -114,7 +114,7 @@ def decode_shape(states: Iterable[RequestState]) -> BatchShape:
 
 
 def prefill_jobs(
-    plan: StepPlan, now: float, prefills: Sequence[RequestState], work: PrefillWork
+    plan: StepPlan, now: float, prefills: Sequence[RequestState], cost_model: CostModel
 ) -> tuple[list[PromptJob], list[RequestState]]:
     """Return the prompts with deadlines in their order, and those that cannot be in time any more.
 
@@ -132,8 +132,8 @@ def prefill_jobs(
     late: list[RequestState] = []
     if not (prefills or len(waiting)):
         return jobs, late
-    token, pair = work.costs.token, work.costs.pair
-    earliest = now + work.costs.step
+    token, pair = cost_model.costs.token, cost_model.costs.pair
+    earliest = now + cost_model.costs.step
     started = [state for state in prefills if state.slo.next_deadline < inf]
     for state in (*started, *waiting.first_below(BEST_EFFORT_RANK, MOST_JOBS)):
         num_cached = state.num_computed_tokens or state.num_hit_tokens
@@ -144,7 +144,7 @@ def prefill_jobs(
             num_found = 0 if state.block_ids else len(plan.match(state)) * plan.block_size
             if num_found > num_cached:
                 plan.num_hit_tokens[state.request_id] = num_found
-                seconds = work.seconds(state.num_tokens - num_found, num_found)
+                seconds = cost_model.seconds(state.num_tokens - num_found, num_found)
             if num_found <= num_cached or earliest + seconds > deadline:
                 late.append(state)
                 continue

@@ -45,7 +45,7 @@ class PrefillShare(NamedTuple):
         return self.length * (1 - self.share)
 
 
-class PrefillWork:
+class CostModel:
     """Seconds of prefill work: `token n + pair (n h + n^2 / 2)` for n tokens after h cached ones.
 
     This is what a prompt adds to steps that are long enough to be bound by arithmetic, beside
@@ -169,14 +169,14 @@ class PrefillWork:
         trial.add(0, chunk, samples=True)
         length = self.of(trial)
         if length > limit:
-            work = self.seconds(self.max_chunk(decodes, 0, limit), 0)
-            return PrefillShare(chunk, limit, min(max(work / limit if limit > 0 else 0.0, LEAST_SHARE), 1.0))
-        work = self.seconds(chunk, 0)
-        fixed = max(0.0, length - work)
+            done = self.seconds(self.max_chunk(decodes, 0, limit), 0)
+            return PrefillShare(chunk, limit, min(max(done / limit if limit > 0 else 0.0, LEAST_SHARE), 1.0))
+        done = self.seconds(chunk, 0)
+        fixed = max(0.0, length - done)
         best = sqrt(self.costs.step * ttft) if ttft < inf else 0.0
         if best > length:
-            longer = chunk + int((best - length) * chunk / work)
-            length = best if longer <= most else length + (most - chunk) * work / chunk
+            longer = chunk + int((best - length) * chunk / done)
+            length = best if longer <= most else length + (most - chunk) * done / chunk
             chunk = int(min(longer, most))
         length = min(length, limit)
         return PrefillShare(chunk, length, max(1 - fixed / length if length > 0 else 0.0, LEAST_SHARE))

@@ -12,8 +12,8 @@ from onbeat.core.slo import SLO, SLOMode
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.admission.first_token import drain_seconds
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.cost_model import LEAST_SHARE, CostModel, PrefillShare
 from onbeat.scheduler.replica.slo.view import RunningView
-from onbeat.scheduler.replica.slo.work import LEAST_SHARE, PrefillShare, PrefillWork
 from tests.examples import examples
 from tests.pure.scheduler.timed import FakeStepTime, make_request, make_state
 
@@ -27,8 +27,8 @@ models = st.builds(
 )
 
 
-def work_of(model: FakeStepTime, q: float | None = None) -> PrefillWork:
-    return PrefillWork(model, q)
+def cost_model_of(model: FakeStepTime, q: float | None = None) -> CostModel:
+    return CostModel(model, q)
 
 
 def chunk_seconds(model: FakeStepTime, num_cached: int, num_tokens: int) -> float:
@@ -45,7 +45,7 @@ def decodes(count: int, context: int = 500) -> BatchShape:
     return shape
 
 
-class TestPrefillWork:
+class TestCostModel:
     """`FakeStepTime` is linear in tokens, quadratic in prompts, with a fixed cost a step."""
 
     model = FakeStepTime(per_context=0.0)
@@ -53,19 +53,19 @@ class TestPrefillWork:
     @pytest.mark.parametrize("num_cached", [0, 100, 2048, 10_000])
     @pytest.mark.parametrize("num_tokens", [32, 500, 4096])
     def test_finds_the_cost_of_a_model_with_linear_and_quadratic_parts(self, num_tokens, num_cached):
-        work = work_of(self.model)
+        cost_model = cost_model_of(self.model)
         exact = chunk_seconds(self.model, num_cached, num_tokens)
-        assert work.idle_seconds(num_tokens, num_cached) == pytest.approx(exact, rel=0.02, abs=1e-5)
-        assert work.seconds(num_tokens, num_cached) == pytest.approx(exact - self.model.fixed, rel=0.02)
+        assert cost_model.idle_seconds(num_tokens, num_cached) == pytest.approx(exact, rel=0.02, abs=1e-5)
+        assert cost_model.seconds(num_tokens, num_cached) == pytest.approx(exact - self.model.fixed, rel=0.02)
 
     def test_finds_what_a_step_and_a_decode_cost(self):
         model = FakeStepTime()
-        work = work_of(model)
-        assert work.costs.step == pytest.approx(model.fixed, rel=0.01)
-        assert work.costs.decode == pytest.approx(model.per_token + 2048 * model.per_context, rel=0.01)
+        cost_model = cost_model_of(model)
+        assert cost_model.costs.step == pytest.approx(model.fixed, rel=0.01)
+        assert cost_model.costs.decode == pytest.approx(model.per_token + 2048 * model.per_context, rel=0.01)
 
     def test_times_are_those_of_the_quantile(self):
-        mean, high = work_of(FakeStepTime(spread=0.4)), work_of(FakeStepTime(spread=0.4), 0.5)
+        mean, high = cost_model_of(FakeStepTime(spread=0.4)), cost_model_of(FakeStepTime(spread=0.4), 0.5)
         assert high.seconds(300, 50) == pytest.approx(1.2 * mean.seconds(300, 50))
         assert high.costs.step == pytest.approx(1.2 * mean.costs.step)
         assert high.of(decodes(3)) == pytest.approx(1.2 * mean.of(decodes(3)))
@@ -74,7 +74,7 @@ class TestPrefillWork:
     @pytest.mark.parametrize("ratio", [1, 10, 100])
     def test_a_chunk_is_efficient_where_its_tokens_cost_next_to_the_least(self, ratio):
         model = FakeStepTime(fixed=1e-4 * ratio, per_token=1e-5, per_pair=0.0)
-        chunk = work_of(model).efficient_chunk
+        chunk = cost_model_of(model).efficient_chunk
         per_token = chunk_seconds(model, 0, chunk) / chunk
         best = chunk_seconds(model, 0, 4096) / 4096
         assert per_token <= 1.05 * best
@@ -83,43 +83,43 @@ class TestPrefillWork:
     @given(models, st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 5000))
     @examples(50)
     def test_a_prompt_in_two_pieces_costs_what_it_costs_whole(self, model, num_cached, first, second):
-        work = work_of(model)
-        pieces = work.seconds(first, num_cached) + work.seconds(second, num_cached + first)
-        assert pieces == pytest.approx(work.seconds(first + second, num_cached))
-        assert work.seconds(first, num_cached) >= 0
+        cost_model = cost_model_of(model)
+        pieces = cost_model.seconds(first, num_cached) + cost_model.seconds(second, num_cached + first)
+        assert pieces == pytest.approx(cost_model.seconds(first + second, num_cached))
+        assert cost_model.seconds(first, num_cached) >= 0
 
     def test_a_model_that_learns_is_asked_again(self):
         model = FakeStepTime()
-        work = work_of(model)
-        before = work.seconds(1000, 0)
+        cost_model = cost_model_of(model)
+        before = cost_model.seconds(1000, 0)
         model.per_token *= 2
         model.per_pair *= 2
-        assert work.seconds(1000, 0) == before
+        assert cost_model.seconds(1000, 0) == before
         for _ in range(40):
-            work.count()
-        assert work.seconds(1000, 0) == pytest.approx(2 * before, rel=0.01)
+            cost_model.count()
+        assert cost_model.seconds(1000, 0) == pytest.approx(2 * before, rel=0.01)
 
     def test_it_is_asked_once_in_so_many_steps_or_when_somebody_wants_to_know(self):
         model = CountingModel()
-        work = work_of(model)
+        cost_model = cost_model_of(model)
         num_questions = model.num_asked
-        work.catch_up()
+        cost_model.catch_up()
         assert model.num_asked == num_questions, "it has learnt nothing since"
         for _ in range(8):
-            work.count()
+            cost_model.count()
         assert model.num_asked == num_questions
-        work.catch_up()
+        cost_model.catch_up()
         assert model.num_asked == 2 * num_questions
         for _ in range(15):
-            work.count()
+            cost_model.count()
         assert model.num_asked == 2 * num_questions
-        work.count()
+        cost_model.count()
         assert model.num_asked == 3 * num_questions
 
     @given(st.lists(st.integers(0, 40), max_size=12))
     @examples(50)
     def test_steps_that_are_counted_at_once_count_as_single_ones(self, runs):
-        at_once, singly = work_of(FakeStepTime()), work_of(FakeStepTime())
+        at_once, singly = cost_model_of(FakeStepTime()), cost_model_of(FakeStepTime())
         for num_steps in runs:
             for _ in range(num_steps):
                 singly.count()
@@ -131,13 +131,13 @@ class TestPrefillWork:
     @given(st.integers(0, 100), st.integers(0, 3000), st.floats(0.0, 0.5))
     @examples(50)
     def test_a_chunk_joins_within_the_limit_and_one_token_more_does_not(self, num, num_cached, limit):
-        work, shape = work_of(FakeStepTime(spread=0.3), 0.95), decodes(num)
-        num_tokens = work.max_chunk(shape, num_cached, limit)
+        cost_model, shape = cost_model_of(FakeStepTime(spread=0.3), 0.95), decodes(num)
+        num_tokens = cost_model.max_chunk(shape, num_cached, limit)
 
         def with_chunk(count):
             trial = shape.copy()
             trial.add(num_cached, count, samples=True)
-            return work.of(trial)
+            return cost_model.of(trial)
 
         assert num_tokens == 0 or with_chunk(num_tokens) <= limit
         assert with_chunk(num_tokens + 1) > limit
@@ -165,18 +165,18 @@ class TestPrefillShare:
     def test_is_a_share_of_a_step_within_the_limit_with_at_least_an_efficient_chunk(
         self, model, num, limit, ttft
     ):
-        work = work_of(model)
-        prefill = work.prefill_share(decodes(num), limit, ttft)
+        cost_model = cost_model_of(model)
+        prefill = cost_model.prefill_share(decodes(num), limit, ttft)
         assert LEAST_SHARE <= prefill.share <= 1.0
         assert 0 < prefill.length <= limit
-        assert prefill.chunk >= work.efficient_chunk
+        assert prefill.chunk >= cost_model.efficient_chunk
 
     @pytest.mark.parametrize("ttft", [0.1, inf])
     def test_an_efficient_chunk_is_enough_where_nothing_asks_for_more(self, ttft):
         model = FakeStepTime(per_pair=0.0, per_context=0.0)
-        work = work_of(model)
-        prefill = work.prefill_share(decodes(10), inf, ttft)
-        assert prefill.chunk == work.efficient_chunk
+        cost_model = cost_model_of(model)
+        prefill = cost_model.prefill_share(decodes(10), inf, ttft)
+        assert prefill.chunk == cost_model.efficient_chunk
         step = decodes(10)
         step.add(0, prefill.chunk, samples=True)
         assert prefill.length == model.step_time(step)
@@ -186,21 +186,21 @@ class TestPrefillShare:
     def test_steps_grow_with_the_root_of_what_arrivals_can_wait(self, ttft):
         """There the time lost to what each step costs, and the wait of arrivals, are least together."""
         model = FakeStepTime(fixed=1e-2, per_token=1e-4, per_pair=0.0, per_context=0.0)
-        work = work_of(model)
-        prefill = work.prefill_share(decodes(0), inf, ttft)
+        cost_model = cost_model_of(model)
+        prefill = cost_model.prefill_share(decodes(0), inf, ttft)
         assert prefill.length == pytest.approx(sqrt(1e-2 * ttft), rel=0.01)
         assert chunk_seconds(model, 0, prefill.chunk) == pytest.approx(prefill.length, rel=0.01)
 
         def lost(length: float) -> float:
-            return float(work.costs.step / length + length / ttft)
+            return float(cost_model.costs.step / length + length / ttft)
 
         assert all(lost(prefill.length) <= lost(factor * prefill.length) for factor in (0.5, 0.9, 1.1, 2.0))
 
     @pytest.mark.parametrize("limit", [5e-3, 2e-2])
     def test_a_limit_makes_them_shorter_and_the_share_less(self, limit):
         model = FakeStepTime(per_pair=0.0, per_context=0.0)
-        work = work_of(model)
-        free, bound = (work.prefill_share(decodes(10), each, inf) for each in (inf, limit))
+        cost_model = cost_model_of(model)
+        free, bound = (cost_model.prefill_share(decodes(10), each, inf) for each in (inf, limit))
         assert bound.length == limit < free.length
         assert bound.share == pytest.approx(1 - model.step_time(decodes(10)) / limit, rel=0.02)
         assert bound.share < free.share
@@ -212,39 +212,39 @@ class TestPrefillShare:
             def step_time(self, shape, q=None):
                 return 0.1 + 1e-4 * max(0, shape.num_new_tokens - 512)
 
-        work = work_of(ReadsWeights())
-        prefill = work.prefill_share(decodes(10), 0.11, inf)
+        cost_model = cost_model_of(ReadsWeights())
+        prefill = cost_model.prefill_share(decodes(10), 0.11, inf)
         assert prefill.length == 0.11
         fits = 512 + 100 - 10
-        assert prefill.share == pytest.approx(work.seconds(fits, 0) / 0.11, rel=0.01)
+        assert prefill.share == pytest.approx(cost_model.seconds(fits, 0) / 0.11, rel=0.01)
 
     @pytest.mark.parametrize(("cap", "ttft"), [(64, inf), (64, 2.0), (600, inf), (600, 50.0)])
     def test_a_cap_of_tokens_bounds_a_step_as_a_limit_does(self, cap, ttft):
         """Such a step takes as long as the model says, whatever would be better without the cap."""
         model = FakeStepTime(fixed=1e-2, per_token=1e-4, per_pair=0.0, per_context=0.0)
-        prefill = PrefillWork(model, None, cap).prefill_share(decodes(10), inf, ttft)
+        prefill = CostModel(model, None, cap).prefill_share(decodes(10), inf, ttft)
         assert prefill.chunk == cap - 10
         assert prefill.length == pytest.approx(1e-2 + 1e-4 * cap)
         assert prefill.share == pytest.approx(1e-4 * (cap - 10) / prefill.length)
 
     def test_a_cap_that_nothing_reaches_changes_nothing(self):
-        work = PrefillWork(FakeStepTime(), None, 8192)
-        assert work.prefill_share(decodes(10), inf, 0.5) == work_of(FakeStepTime()).prefill_share(
+        cost_model = CostModel(FakeStepTime(), None, 8192)
+        assert cost_model.prefill_share(decodes(10), inf, 0.5) == cost_model_of(FakeStepTime()).prefill_share(
             decodes(10), inf, 0.5
         )
 
     def test_some_time_is_counted_on_however_little_is_left(self):
         model = FakeStepTime(per_context=0.0)
         shape = decodes(50)
-        assert work_of(model).prefill_share(shape, model.step_time(shape), inf).share == LEAST_SHARE
+        assert cost_model_of(model).prefill_share(shape, model.step_time(shape), inf).share == LEAST_SHARE
 
     @given(models, st.integers(1, 200), limits, st.floats(1.0, 3.0))
     @examples(50)
     def test_a_longer_step_leaves_a_larger_share_and_more_decodes_a_smaller(self, model, num, limit, factor):
-        work = work_of(model)
-        share = work.prefill_share(decodes(num), limit, inf).share
-        assert work.prefill_share(decodes(num), factor * limit, inf).share >= share - 1e-12
-        assert work.prefill_share(decodes(2 * num), limit, inf).share <= share + 1e-12
+        cost_model = cost_model_of(model)
+        share = cost_model.prefill_share(decodes(num), limit, inf).share
+        assert cost_model.prefill_share(decodes(num), factor * limit, inf).share >= share - 1e-12
+        assert cost_model.prefill_share(decodes(2 * num), limit, inf).share <= share + 1e-12
 
     @given(st.floats(1e-4, 10.0), st.floats(1e-3, 1.0), st.floats(0.05, 1.0))
     def test_work_is_done_by_its_share_of_the_time_and_one_fixed_part_more(self, seconds, length, share):
