@@ -27,7 +27,7 @@ _SHORTEST_STEP = 1e-4
 
 
 PromptJob = Job[bool]
-"""Of a prompt no more is known than its work, its deadline, and whether it keeps its turn though late."""
+"""Of a prompt no more is known than its work, its deadline, and whether it is protected."""
 
 
 class FirstToken(NamedTuple):

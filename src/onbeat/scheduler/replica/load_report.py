@@ -179,7 +179,7 @@ class LoadReporter:
 
     def _gives_up(self, state: RequestState) -> bool:
         """Whether the policy gives a prompt up that cannot be in time."""
-        return self._slo is not None and not state.keeps_turn
+        return self._slo is not None and not state.is_protected
 
     def _full_step(
         self, cost_model: CostModel, num_decodes: int, num_context: int, tightest: float

@@ -137,7 +137,7 @@ class RequestState:
         """Seconds; of a stream that came from elsewhere before this clock began, if need be."""
 
     @property
-    def keeps_turn(self) -> bool:
+    def is_protected(self) -> bool:
         """Whether it goes by the deadline of its next token even where that cannot be met.
 
         Nobody may judge it, or it has delivered tokens: a stream that was preempted, or came here to go on.

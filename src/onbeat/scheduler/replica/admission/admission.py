@@ -115,14 +115,14 @@ class Admission:
         """Raise where an arrival is not taken."""
         slo, cost_model = state.slo, self._cost_model
         objective = slo.ttft_deadline - state.request.arrival
-        keeps_turn = state.request.shed is ShedMode.OFF and objective < inf
-        refusal = self.bound.refusal(plan.waiting, keeps_turn=keeps_turn)
+        is_protected = state.request.shed is ShedMode.OFF and objective < inf
+        refusal = self.bound.refusal(plan.waiting, is_protected=is_protected)
         rejects = state.request.shed is ShedMode.REJECT
         if refusal is None and not (rejects and slo.has_objective):
             return
         ttft, delays_others = self._predict(state, plan, max(plan.now, busy_until))
         slo.predicted_ttft = None if ttft == inf else ttft
-        if refusal is not None and (ttft == inf or (keeps_turn and ttft > objective)):
+        if refusal is not None and (ttft == inf or (is_protected and ttft > objective)):
             self.num_rejected[refusal.reason] += 1
             raise refusal
         if not rejects:

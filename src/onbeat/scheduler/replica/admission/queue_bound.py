@@ -99,23 +99,23 @@ class QueueBound:
         if not waiting:
             self._all.forget(now)
 
-    def wait(self, waiting: WaitingQueue, *, keeps_turn: bool = False) -> float:
+    def wait(self, waiting: WaitingQueue, *, is_protected: bool = False) -> float:
         """Return how long an arrival would wait until it is begun, seconds.
 
         Parameters
         ----------
-        keeps_turn : whether it goes by its deadline even once that has passed; else as best effort.
+        is_protected : whether it goes by its deadline even once that has passed; else as best effort.
         """
         best_effort, ranked = self._seconds(waiting.best_effort), self._seconds(waiting.ranked)
-        if keeps_turn:
+        if is_protected:
             return ranked / self._all.rate
         return max(best_effort / self._best_effort.rate, (best_effort + ranked) / self._all.rate)
 
-    def refusal(self, waiting: WaitingQueue, *, keeps_turn: bool = False) -> Overloaded | None:
+    def refusal(self, waiting: WaitingQueue, *, is_protected: bool = False) -> Overloaded | None:
         """Return why another is not taken that would be late; None where it is."""
         if len(waiting) < self._num_slots or self._longest == inf:
             return None
-        wait = self.wait(waiting, keeps_turn=keeps_turn)
+        wait = self.wait(waiting, is_protected=is_protected)
         if wait <= self._longest:
             return None
         return self._overloaded(

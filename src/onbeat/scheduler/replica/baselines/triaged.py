@@ -52,7 +52,7 @@ class TriagedBudget:
             jobs,
             start=plan.now,
             share=max(share, LEAST_SHARE),
-            cost=lambda job: None if job.state.keeps_turn else job.seconds / job.state.request.weight,
+            cost=lambda job: None if job.state.is_protected else job.seconds / job.state.request.weight,
         )
         if not self._by_deadline:
             kept.sort(key=lambda job: job.state.request.arrival)

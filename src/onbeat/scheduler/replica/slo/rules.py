@@ -133,7 +133,7 @@ class StepRules:
     def cost(self, job: PromptJob, start: float) -> float | None:
         """Return what a prompt costs others: the greatest is the first to be left behind; None is never."""
         state = job.state
-        if state.keeps_turn:
+        if state.is_protected:
             return None
         if self.shed_order == "most":
             return job.seconds / self.worth(state)

@@ -119,7 +119,7 @@ def prefill_jobs(
     """Return the prompts with deadlines in their order, and those that cannot be in time any more.
 
     A prompt is late for certain once not even an idle machine would be in time, which counts what others have
-    left in the prefix cache since it arrived. One that keeps its turn is not given up.
+    left in the prefix cache since it arrived. One that is protected is not given up.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ def prefill_jobs(
         num_tokens = state.num_tokens + state.num_in_flight_tokens - num_cached
         seconds = num_tokens * (token + pair * (num_cached + 0.5 * num_tokens))
         deadline = state.slo.next_deadline
-        if earliest + seconds > deadline and not state.keeps_turn:
+        if earliest + seconds > deadline and not state.is_protected:
             num_found = 0 if state.block_ids else len(plan.match(state)) * plan.block_size
             if num_found > num_cached:
                 plan.num_hit_tokens[state.request_id] = num_found
