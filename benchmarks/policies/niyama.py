@@ -28,7 +28,7 @@ from onbeat.scheduler.replica.parts import QueueOrder, ReservePrompt
 from onbeat.scheduler.replica.policies import Composition, needed_model
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, due_times
+from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, deadline_and_pace
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 CANDIDATES = (128, *range(256, 2049, 256), 2552)
@@ -55,7 +55,7 @@ class HybridPriority:
     preempts = False
 
     def rank(self, request: Request) -> float:
-        due = due_times(request)[0] + SECONDS_PER_TOKEN * len(request.prompt_token_ids)
+        due = deadline_and_pace(request)[0] + SECONDS_PER_TOKEN * len(request.prompt_token_ids)
         return min(due, NO_DEADLINE_RANK)
 
 

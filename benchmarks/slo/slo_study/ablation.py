@@ -58,20 +58,20 @@ class InProportion(StepRules):
 class EndsByTBTAlone(StepRules):
     """A step that ends a prompt is as long as any other, whether the prompt is late by it or not."""
 
-    def due(self, kept: Sequence[PromptJob], now: float) -> dict[str, float]:  # noqa: ARG002
+    def ends_by(self, kept: Sequence[PromptJob], now: float) -> dict[str, float]:  # noqa: ARG002
         return {}
 
 
 class NeverSitsOut(StepRules):
     """All streams decode in each step."""
 
-    spare_tokens = inf
+    slack_tokens = inf
 
 
 class SitsOutSoon(StepRules):
-    """Streams sit out that have the time of one token in hand."""
+    """Streams sit out that have the slack of one token."""
 
-    spare_tokens = 1
+    slack_tokens = 1
 
 
 class ByTightestTBT(StepRules):
@@ -107,13 +107,13 @@ class SpendsNothing(StepRules):
 
 
 class SpendsHalf(StepRules):
-    """In `stream` mode a step may take half of the time that the most urgent stream has in hand."""
+    """In `stream` mode a step may take half of the slack of the most urgent stream."""
 
     spent = 0.5
 
 
 class AnyGap(StepRules):
-    """A step may take a quarter of the time in hand, however long that is."""
+    """A step may take a quarter of the slack, however long that is."""
 
     longest_gap = inf
 
@@ -147,12 +147,12 @@ class LastComeVictims(StepRules):
 class ForgetsStalls(StepRules):
     """Streams earn no more after a stall than before."""
 
-    def reserve(self, start: float) -> float:  # noqa: ARG002
+    def slack_reserve(self, start: float) -> float:  # noqa: ARG002
         return 0.0
 
 
 class KeepsSlackWhileTheQueueGrows(StepRules):
-    """A step takes no more of the time in hand where work is short."""
+    """A step takes no more of the slack where work is short."""
 
     spent_while_it_grows = SPENT_SHARE
 

@@ -277,8 +277,8 @@ class TestRunningView:
         late = self.make_stream("late", SLO(ttft=1.0, tbt=0.1))
         last = self.make_stream("last", SLO(ttft=3.0, tbt=0.05))
         view = RunningView([last, late], 1.5, 0.0)
-        assert view.due == pytest.approx(1.1)
-        assert view.due_state is late
+        assert view.deadline == pytest.approx(1.1)
+        assert view.urgent is late
         assert view.tightest == 0.05
         assert view.streams == [last, late]
         assert view.deadlines == pytest.approx([3.05, 1.1])
@@ -305,14 +305,14 @@ class TestRunningView:
         prefill.num_computed_tokens = 3
         view = RunningView([loose, prefill, missed], 0.0, 0.0)
         assert (view.streams, view.best_effort_decodes, view.prefills) == ([], [loose, missed], [prefill])
-        assert view.due == view.tightest == inf
-        assert view.due_state is None
+        assert view.deadline == view.tightest == inf
+        assert view.urgent is None
 
     @pytest.mark.parametrize(("mode", "due"), [("stream", 1.2), ("gap", 0.65)])
     def test_a_token_in_flight_counts_as_delivered_when_the_step_starts(self, mode, due):
         state = self.make_stream("a", SLO(ttft=1.0, tbt=0.1), mode=mode, delivered=0.5)
         state.num_in_flight_tokens, state.num_computed_tokens = 1, 11
-        assert RunningView([state], 0.55, 0.0).due == pytest.approx(due)
+        assert RunningView([state], 0.55, 0.0).deadline == pytest.approx(due)
 
     @pytest.mark.parametrize(("mode", "due"), [("stream", 1.2), ("gap", 0.65)])
     def test_drafts_in_flight_do_not(self, mode, due):
@@ -320,7 +320,7 @@ class TestRunningView:
         state = self.make_stream("a", SLO(ttft=1.0, tbt=0.1), mode=mode, delivered=0.5)
         state.num_in_flight_tokens, state.num_in_flight_drafts = 4, 3
         state.num_computed_tokens = 14
-        assert RunningView([state], 0.55, 0.0).due == pytest.approx(due)
+        assert RunningView([state], 0.55, 0.0).deadline == pytest.approx(due)
 
     def test_whoever_waits_for_its_step_or_has_its_last_token_in_flight_is_left_out(self):
         held, full = (self.make_stream(name, SLO(tbt=0.1)) for name in ("held", "full"))

@@ -15,7 +15,7 @@ from onbeat.scheduler.replica.slo.deadlines import (
     USUAL_OUTPUT_TOKENS,
     EarliestDeadline,
     SLOState,
-    due_times,
+    deadline_and_pace,
 )
 from onbeat.scheduler.replica.steady import note_deliveries
 from tests.pure.scheduler import timed
@@ -80,37 +80,37 @@ class TestDueTimes:
         ],
     )
     def test_ttft_and_tbt_as_stated(self, slo, expected):
-        assert due_times(make_request("r", 100, 10, slo=slo, arrival=ARRIVAL)) == expected
+        assert deadline_and_pace(make_request("r", 100, 10, slo=slo, arrival=ARRIVAL)) == expected
 
     def test_an_e2e_objective_alone_gives_a_third_to_the_prompt_and_two_thirds_to_the_tokens(self):
         request = make_request("r", 100, 41, slo=SLO(e2e=6.0), arrival=ARRIVAL)
-        assert due_times(request) == (pytest.approx(ARRIVAL + 2.0), pytest.approx(0.1))
+        assert deadline_and_pace(request) == (pytest.approx(ARRIVAL + 2.0), pytest.approx(0.1))
 
     def test_a_single_token_may_take_all_of_the_e2e_objective(self):
         request = make_request("r", 100, 1, slo=SLO(e2e=6.0), arrival=ARRIVAL)
-        assert due_times(request)[0] == pytest.approx(ARRIVAL + 6.0)
+        assert deadline_and_pace(request)[0] == pytest.approx(ARRIVAL + 6.0)
 
     def test_what_the_tokens_of_a_short_answer_cannot_need_is_the_prompts(self):
         request = make_request("r", 100, 5, slo=SLO(e2e=6.0), arrival=ARRIVAL)
-        assert due_times(request, longest_pace=0.1) == (pytest.approx(ARRIVAL + 5.6), 0.1)
+        assert deadline_and_pace(request, longest_pace=0.1) == (pytest.approx(ARRIVAL + 5.6), 0.1)
 
     def test_expected_lengths_are_better_than_the_most_that_is_allowed(self):
         request = make_request("r", 100, 40, slo=SLO(e2e=6.0), arrival=ARRIVAL)
-        assert due_times(request, 9) == (pytest.approx(ARRIVAL + 2.0), pytest.approx(0.5))
+        assert deadline_and_pace(request, 9) == (pytest.approx(ARRIVAL + 2.0), pytest.approx(0.5))
 
     def test_a_request_that_may_go_on_for_ever_is_taken_to_be_usual(self):
         request = make_request("r", 100, 1_000_000, slo=SLO(e2e=6.0), arrival=ARRIVAL)
-        assert due_times(request)[1] == pytest.approx(4.0 / (USUAL_OUTPUT_TOKENS - 1))
+        assert deadline_and_pace(request)[1] == pytest.approx(4.0 / (USUAL_OUTPUT_TOKENS - 1))
 
     def test_a_tighter_tbt_leaves_more_of_the_e2e_to_the_prompt(self):
         request = make_request("r", 100, 41, slo=SLO(tbt=0.05, e2e=8.0), arrival=ARRIVAL)
-        assert due_times(request) == (pytest.approx(ARRIVAL + 8.0 - 40 * 0.05), 0.05)
+        assert deadline_and_pace(request) == (pytest.approx(ARRIVAL + 8.0 - 40 * 0.05), 0.05)
 
     def test_of_two_deadlines_the_earlier_counts(self):
         ttft_first = SLO(ttft=1.0, tbt=5.0, e2e=6.0)  # the answer has the 5 s behind it
         e2e_first = SLO(ttft=7.0, tbt=0.14, e2e=6.0)
-        assert due_times(make_request("r", 100, 41, slo=ttft_first)) == (1.0, pytest.approx(0.125))
-        assert due_times(make_request("r", 100, 41, slo=e2e_first)) == (
+        assert deadline_and_pace(make_request("r", 100, 41, slo=ttft_first)) == (1.0, pytest.approx(0.125))
+        assert deadline_and_pace(make_request("r", 100, 41, slo=e2e_first)) == (
             pytest.approx(2.0),
             pytest.approx(0.1),
         )
@@ -118,7 +118,7 @@ class TestDueTimes:
     @pytest.mark.parametrize("tbt", [None, 0.125])
     def test_tokens_are_due_no_sooner_than_is_asked_for_however_soon_they_could_come(self, tbt):
         request = make_request("r", 100, 41, slo=SLO(ttft=1.0, tbt=tbt, e2e=6.0), arrival=ARRIVAL)
-        assert due_times(request, longest_pace=0.01) == (ARRIVAL + 1.0, 0.125)
+        assert deadline_and_pace(request, longest_pace=0.01) == (ARRIVAL + 1.0, 0.125)
 
     @given(
         ttft=st.none() | st.floats(1e-3, 100),
@@ -131,7 +131,7 @@ class TestDueTimes:
         self, ttft, tbt, e2e, num_tokens, longest_pace
     ):
         request = make_request("r", 10, num_tokens, slo=SLO(ttft=ttft, tbt=tbt, e2e=e2e), arrival=ARRIVAL)
-        first, gap = due_times(request, num_tokens, longest_pace)
+        first, gap = deadline_and_pace(request, num_tokens, longest_pace)
         assert first + gap * (num_tokens - 1) <= (ARRIVAL + e2e) * (1 + 1e-12)
         assert ttft is None or first <= ARRIVAL + ttft
         assert tbt is None or gap <= tbt
@@ -198,29 +198,31 @@ class TestDueWithTokensInFlight:
     @pytest.mark.parametrize("mode", SLO_MODES)
     def test_without_any_it_is_the_next_deadline_whenever_the_step_starts(self, mode):
         state = make_state(self.slo, mode)
-        assert state.due(0, 10.0) == state.due(0, 99.0) == 12.0
+        assert state.deadline_after(0, 10.0) == state.deadline_after(0, 99.0) == 12.0
         state.note_delivery(10.5)
-        assert state.due(0, 10.0) == state.due(0, 99.0) == state.next_deadline
+        assert state.deadline_after(0, 10.0) == state.deadline_after(0, 99.0) == state.next_deadline
 
     @pytest.mark.parametrize("num_in_flight", [1, 2, 3])
     def test_in_stream_mode_each_moves_it_on_by_an_interval(self, num_in_flight):
         state = make_state(self.slo, "stream")
         assert deadlines_after(state, 10.5) == pytest.approx([12.1])
-        assert state.due(num_in_flight, 10.52) == pytest.approx(12.1 + 0.1 * num_in_flight)
+        assert state.deadline_after(num_in_flight, 10.52) == pytest.approx(12.1 + 0.1 * num_in_flight)
 
     @pytest.mark.parametrize("num_in_flight", [1, 2, 3])
     def test_in_gap_mode_it_is_an_interval_after_those_have_come_however_early_they_are(self, num_in_flight):
         state = make_state(self.slo, "gap")
         assert deadlines_after(state, 10.5) == pytest.approx([10.6])
-        assert state.due(num_in_flight, 10.52) == pytest.approx(10.62)
-        assert state.due(num_in_flight, 10.7) == pytest.approx(10.8), "though the one in flight will be late"
+        assert state.deadline_after(num_in_flight, 10.52) == pytest.approx(10.62)
+        assert state.deadline_after(num_in_flight, 10.7) == pytest.approx(10.8), (
+            "though the one in flight will be late"
+        )
 
     @given(first=st.floats(0.0, 2.0), seconds=st.floats(1e-3, 0.2), tbt=st.floats(1e-3, 0.5))
     def test_in_gap_mode_it_is_what_it_will_be_once_the_token_in_flight_has_come(self, first, seconds, tbt):
         state = make_state(SLO(ttft=2.0, tbt=tbt), "gap", max_tokens=1000)
         state.note_delivery(ARRIVAL + first)
         end = ARRIVAL + first + seconds
-        expected = state.due(1, end)
+        expected = state.deadline_after(1, end)
         state.note_delivery(end)
         assert state.next_deadline == pytest.approx(expected)
 
@@ -228,7 +230,7 @@ class TestDueWithTokensInFlight:
     def test_in_stream_mode_too(self, first, seconds, tbt):
         state = make_state(SLO(ttft=2.0, tbt=tbt), "stream", max_tokens=1000)
         state.note_delivery(ARRIVAL + first)
-        expected = state.due(1, ARRIVAL + first + seconds)
+        expected = state.deadline_after(1, ARRIVAL + first + seconds)
         state.note_delivery(ARRIVAL + first + seconds)
         assert state.next_deadline == pytest.approx(expected)
 
@@ -236,10 +238,10 @@ class TestDueWithTokensInFlight:
     def test_nothing_is_due_of_best_effort_or_without_an_objective(self, mode):
         state = make_state(self.slo, mode)
         state.relegate()
-        assert state.due(1, 10.0) == make_state(None, mode).due(1, 10.0) == inf
+        assert state.deadline_after(1, 10.0) == make_state(None, mode).deadline_after(1, 10.0) == inf
         no_tbt = make_state(SLO(ttft=2.0), mode)
         no_tbt.note_delivery(11.0)
-        assert no_tbt.due(1, 12.0) == inf
+        assert no_tbt.deadline_after(1, 12.0) == inf
 
 
 class TestGivingUp:
@@ -338,7 +340,9 @@ class TestTbtBesideE2e:
         state = make_state(self.SLO, mode, max_tokens=4000)
         times = [ARRIVAL + 0.5 + 0.09 * k for k in range(150)]
         assert not any(state.note_delivery(time) for time in times)
-        assert state.objective_due == pytest.approx(ARRIVAL + 17.0 if mode == "stream" else times[-1] + 0.1)
+        assert state.objective_deadline == pytest.approx(
+            ARRIVAL + 17.0 if mode == "stream" else times[-1] + 0.1
+        )
         assert state.num_late_tokens == 0
 
     def test_it_goes_on_so_on_another_replica(self):
@@ -347,7 +351,7 @@ class TestTbtBesideE2e:
             there.note_delivery(ARRIVAL + 0.5 + 0.09 * k)
         here.go_on(there.deadlines())
         here.note_delivery(ARRIVAL + 14.0)
-        assert (here.objective_due, here.is_best_effort) == (ARRIVAL + 14.1, False)
+        assert (here.objective_deadline, here.is_best_effort) == (ARRIVAL + 14.1, False)
 
     def test_who_has_no_tbt_is_best_effort_then(self):
         state = make_state(SLO(e2e=15.0), max_tokens=4000)

@@ -45,7 +45,7 @@ class TestSittingOut:
         driver, steps = self.serve(0.38)
         assert len(steps) > 2
         assert self.num_good(driver) == 4
-        monkeypatch.setattr(rules.StepRules, "spare_tokens", inf)
+        monkeypatch.setattr(rules.StepRules, "slack_tokens", inf)
         driver, steps = self.serve(0.38)
         assert steps == []
         assert self.num_good(driver) < 4
@@ -57,7 +57,7 @@ class TestSittingOut:
             planned = driver.planned_at[step.step_id]
             num_out = sum(time <= planned for time in driver.times["fresh"])
             in_hand = 0.52 + num_out * 0.05 - planned
-            if in_hand <= rules.SPARE_TOKENS * 0.05:
+            if in_hand <= rules.SLACK_TOKENS * 0.05:
                 num_close += 1
                 assert "fresh" in {row.request_id for row in step.rows}
         assert num_close > 2
@@ -98,15 +98,15 @@ class TestStalls:
             make_config(slo_mode=mode), CostModel(FakeStepTime(), None), lambda _: 1.0
         )
         view = RunningView([], 0.0, 0.0)
-        view.tightest, view.due = 0.1, 2.0
+        view.tightest, view.deadline = 0.1, 2.0
         step_rules.tightest = view.tightest
         before = step_rules.limit(view, 0.01, 1.5)
         step_rules.note_steps(0.0, [0.05, 1.1, 1.15])
-        assert step_rules.reserve(1.5) == pytest.approx(reserve)
+        assert step_rules.slack_reserve(1.5) == pytest.approx(reserve)
         after = step_rules.limit(view, 0.01, 1.5)
         assert after == pytest.approx(0.075 if reserve else before)
         assert step_rules.limit(view, 0.09, 1.5) > 0.09, "decodes never sit out for it"
-        assert step_rules.reserve(1.1 + rules.STALL_MEMORY) == 0.0
+        assert step_rules.slack_reserve(1.1 + rules.STALL_MEMORY) == 0.0
 
 
 class TestClasses:

@@ -247,16 +247,16 @@ def note_deliveries(slo: SLOState, ends: Sequence[float]) -> bool:
 
     Comes to `note_delivery` of each, for many tokens in little time.
     """
-    has_missed, due, tbt = False, slo.objective_due, slo.tbt_objective
+    has_missed, due, tbt = False, slo.objective_deadline, slo.tbt_objective
     is_slow = slo.is_gap_mode or slo.end < inf
     for now in ends:
         if is_slow or now > due + TOLERANCE:
-            slo.objective_due = due
+            slo.objective_deadline = due
             has_missed |= slo.note_delivery(now)
-            due, is_slow = slo.objective_due, slo.is_gap_mode or slo.end < inf
+            due, is_slow = slo.objective_deadline, slo.is_gap_mode or slo.end < inf
         else:
             due += tbt
     if not (is_slow or slo.is_best_effort):
-        slo.objective_due = slo.next_deadline = due
+        slo.objective_deadline = slo.next_deadline = due
     slo.last_delivery = ends[-1]
     return has_missed

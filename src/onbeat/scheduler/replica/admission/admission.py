@@ -108,7 +108,7 @@ class Admission:
             num_rejected=dict(self.num_rejected),
             predicted_wait=self._slo.predicted_wait,
             queue_seconds=self.bound.wait(waiting),
-            decode_slacks=[due - plan.now for due in view.deadlines],
+            decode_slacks=[deadline - plan.now for deadline in view.deadlines],
         )
 
     def _decide(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:

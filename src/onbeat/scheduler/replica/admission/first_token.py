@@ -92,7 +92,7 @@ class Capacity(NamedTuple):
 class Demand(NamedTuple):
     """Prompts that wait for a slot and blocks, as one."""
 
-    due: float
+    deadline: float
     num: int
     num_blocks: float
     """Of each."""
@@ -112,13 +112,13 @@ def capacity_wait(ahead: Iterable[Demand], own: Demand, capacity: Capacity, star
     """
     num_free_slots, num_free_blocks, given_back, gap = capacity
     num_ends, num_lacking = 1.0 - num_free_slots, -num_free_blocks
-    for due, num, each in ahead:
-        if due > own.due:
+    for deadline, num, each in ahead:
+        if deadline > own.deadline:
             break
         for _ in range(num):
             before = max(num_ends, (num_lacking + each) / given_back)
-            is_late = before > 0 and start + (before - _MEDIAN_SOONER) * gap > due
-            if not is_late or due <= start:  # what is late and still there keeps its turn
+            is_late = before > 0 and start + (before - _MEDIAN_SOONER) * gap > deadline
+            if not is_late or deadline <= start:  # what is late and still there is protected
                 num_ends += 1
                 num_lacking += each
     num_ends = max(num_ends, ceil((num_lacking + own.num_blocks) / given_back))

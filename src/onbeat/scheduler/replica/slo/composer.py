@@ -47,13 +47,13 @@ class StepComposition:
         rows, shape = view.decodes, view.decode_shape()
         plan.tightest = view.tightest
         limit, seconds = inf, 0.0
-        if view.due_state is not None:  # else nothing is due, and nobody asks how long the decodes take
+        if view.urgent is not None:  # else nothing is due, and nobody asks how long the decodes take
             seconds = self._cost_model.of(shape)
             limit = rules.limit(view, seconds, plan.now, queue_grows=bool(best_effort))
-            plan.budget, plan.budget_request_id = limit, view.due_state.request_id
-            first, end = view.due, plan.now + seconds
+            plan.budget, plan.budget_request_id = limit, view.urgent.request_id
+            first, end = view.deadline, plan.now + seconds
             if first < end:  # whoever is late already is so by less, the more tokens a step brings
-                first = min([due for due in view.deadlines if due >= end], default=inf)
+                first = min([each for each in view.deadlines if each >= end], default=inf)
             plan.slack = max(limit, first - plan.now)
         if seconds > limit or len(rows) > plan.max_rows:
             rows, shape = self._fit_decodes(limit)
@@ -78,14 +78,14 @@ class StepComposition:
         """
         plan, rules, jobs = self._plan, self._rules, self._jobs
         sitting_out: list[RequestState] = []
-        in_turn: list[PromptJob] = []
-        due: dict[str, float] = {}
+        ordered: list[PromptJob] = []
+        ends_by: dict[str, float] = {}
         chunk = self._cost_model.efficient_chunk
         if jobs:
             prefill = rules.prefill_share(shape, limit, jobs)
             kept, left_behind = rules.split(jobs, prefill, plan.now)
             # Time that the others leave is theirs before it is best effort's.
-            in_turn, chunk, due = kept + left_behind, prefill.chunk, rules.due(kept, plan.now)
+            ordered, chunk, ends_by = kept + left_behind, prefill.chunk, rules.ends_by(kept, plan.now)
             plan.predicted_wait = sum([job.seconds for job in jobs]) / prefill.share
             self._preempt_for(kept, prefill, best_effort)
             rows = self._not_victims(rows)
@@ -96,9 +96,11 @@ class StepComposition:
         shape = self._decode(rows, shape)
         starved = [state for state in best_effort if self._is_starved(state)][:1]
         others = [state for state in best_effort if state not in starved]
-        prompts = starved + [job.state for job in in_turn] + others
+        prompts = starved + [job.state for job in ordered] + others
         # Decodes alone may take longer than the limit: prompts then get nothing.
-        filler = StepFiller(plan, self._cost_model, shape, limit=limit, most_chunk_tokens=chunk, due=due)
+        filler = StepFiller(
+            plan, self._cost_model, shape, limit=limit, most_chunk_tokens=chunk, ends_by=ends_by
+        )
         filler.fill(self._not_victims(prompts))
         if sitting_out and not (plan.chunks or plan.admissions):  # in vain
             self._decode(self._not_victims(sitting_out), shape)
@@ -165,8 +167,8 @@ class StepComposition:
         end = self._plan.now + prefill.length
         away = {
             id(state)
-            for state, due in zip(view.streams, view.deadlines, strict=True)
-            if state.slo.tbt <= view.tightest and may_sit_out(state, due, end)
+            for state, deadline in zip(view.streams, view.deadlines, strict=True)
+            if state.slo.tbt <= view.tightest and may_sit_out(state, deadline, end)
         }
         staying = [state for state in rows if id(state) not in away]
         return staying, [state for state in rows if id(state) in away]
@@ -174,12 +176,10 @@ class StepComposition:
     def _fit_decodes(self, limit: float) -> tuple[list[RequestState], BatchShape]:
         """Return the rows that fit a limit, those with the most slack left out, and their shape."""
         view, plan = self._view, self._plan
-        by_due = [
-            state for _, state in sorted(zip(view.deadlines, view.streams, strict=True), key=itemgetter(0))
-        ]
+        by_deadline = sorted(zip(view.deadlines, view.streams, strict=True), key=itemgetter(0))
         starved = [state for state in view.best_effort_decodes if self._is_starved(state)]
         others = [state for state in view.best_effort_decodes if not self._is_starved(state)]
-        rows = [*starved, *by_due, *others][: plan.max_rows]
+        rows = [*starved, *(state for _, state in by_deadline), *others][: plan.max_rows]
         num = bisect_right(
             range(1, len(rows) + 1), limit, key=lambda num: self._cost_model.of(decode_shape(rows[:num]))
         )

@@ -54,7 +54,7 @@ class SLOState:
     num_late_allowed: int = 0
     is_gap_mode: bool = False
     """Whether gaps are held to the TBT objective, each by itself."""
-    objective_due: float = inf
+    objective_deadline: float = inf
     """When its next token is due by its TTFT and TBT objectives alone."""
 
     def begin(
@@ -75,18 +75,18 @@ class SLOState:
         ----------
         now : seconds.
         max_output_tokens : that it will have for nearly certain: one in a hundred of so many may be late.
-        num_left, longest_pace : see `due_times`.
+        num_left, longest_pace : see `deadline_and_pace`.
         """
         slo = request.slo
         self.is_best_effort, self.is_gap_mode = False, mode == "gap"
         self.num_late_allowed = max_output_tokens // LATE_TOKENS_IN
         self.num_left = float(num_left or usual_tokens(request))
-        self.ttft_deadline, self.tbt = due_times(request, num_left, longest_pace)
+        self.ttft_deadline, self.tbt = deadline_and_pace(request, num_left, longest_pace)
         self.next_deadline, self.tbt_objective = self.ttft_deadline, inf
         if slo is not None:
             self.tbt_objective = inf if slo.tbt is None else slo.tbt
             self.end = inf if slo.e2e is None else request.arrival + slo.e2e
-            self.objective_due = inf if slo.ttft is None else request.arrival + slo.ttft
+            self.objective_deadline = inf if slo.ttft is None else request.arrival + slo.ttft
         if request.resumed_token_ids:
             self._resume(request, now)
 
@@ -96,16 +96,16 @@ class SLOState:
         Which of them were late is not known, save for the first. In `gap` mode the last of them came before
         now, and the next is due a `tbt` after now at the latest.
         """
-        due, first = self.objective_due, request.first_token_time
+        deadline, first = self.objective_deadline, request.first_token_time
         if first is None:
-            first = request.arrival if due == inf else due
+            first = request.arrival if deadline == inf else deadline
         self.first_delivery = self.last_delivery = first
-        if first > due + TOLERANCE:
+        if first > deadline + TOLERANCE:
             self.relegate()
             return
-        start = due if first < due < inf else first
+        start = deadline if first < deadline < inf else first
         num_sent = len(request.resumed_token_ids)
-        self.objective_due = (
+        self.objective_deadline = (
             now + self.tbt_objective if self.is_gap_mode else start + num_sent * self.tbt_objective
         )
         self._repace(now)
@@ -124,7 +124,7 @@ class SLOState:
             if each.name != "is_paced" and value is not None:
                 setattr(self, each.name, value)
         if not deadlines.is_paced:
-            self.objective_due = self.next_deadline
+            self.objective_deadline = self.next_deadline
 
     @property
     def has_objective(self) -> bool:
@@ -141,7 +141,7 @@ class SLOState:
         """Its place in a queue by deadlines: best effort behind all others."""
         return BEST_EFFORT_RANK if self.is_best_effort else min(self.next_deadline, BEST_EFFORT_RANK)
 
-    def due(self, num_in_flight: int, start: float) -> float:
+    def deadline_after(self, num_in_flight: int, start: float) -> float:
         """Return when the next token to plan is due, those in flight counted as delivered.
 
         In `gap` mode a token in flight comes when the step to plan starts, and the next one is due a `tbt`
@@ -164,13 +164,13 @@ class SLOState:
         `stream` is `D_k = max(arrival + ttft, first token) + k tbt`: a stream that is ahead keeps its slack.
         In `gap` mode each delivery is due `tbt` after the one before, however many tokens it has.
         """
-        is_first, due = self.last_delivery == -inf, self.objective_due
+        is_first, deadline = self.last_delivery == -inf, self.objective_deadline
         self.last_delivery = now
         if is_first:
             self.first_delivery = now
         if self.is_best_effort:
             return False
-        is_late = now > due + TOLERANCE
+        is_late = now > deadline + TOLERANCE
         if is_late:
             self.num_late_tokens += self._num_late_of(now, num_tokens)
         # No later token can make up for the first, nor for what comes after the end.
@@ -179,17 +179,17 @@ class SLOState:
             self.relegate()
             return True
         if self.is_gap_mode:
-            due = now
+            deadline = now
         elif is_first:
-            due = due if now < due < inf else now
-        self.objective_due = due + (1 if self.is_gap_mode else num_tokens) * self.tbt_objective
+            deadline = deadline if now < deadline < inf else now
+        self.objective_deadline = deadline + (1 if self.is_gap_mode else num_tokens) * self.tbt_objective
         self.num_left = max(self.num_left - num_tokens, 1.0)
         self._repace(now)
         return False
 
     def _repace(self, now: float) -> None:
         """Spread what is left of an e2e objective over the tokens that are expected still."""
-        self.tbt, self.next_deadline = self.tbt_objective, self.objective_due
+        self.tbt, self.next_deadline = self.tbt_objective, self.objective_deadline
         if self.end < inf:
             pace = max(self.end - now, 0.0) / self.num_left
             self.tbt, self.next_deadline = min(self.tbt, pace), min(self.next_deadline, now + pace)
@@ -197,14 +197,14 @@ class SLOState:
     def relegate(self) -> None:
         """Serve it as best effort from now on: nothing can make it keep its objective."""
         self.is_best_effort = True
-        self.next_deadline = self.objective_due = inf
+        self.next_deadline = self.objective_deadline = inf
 
     def _num_late_of(self, now: float, num_tokens: int) -> int:
         """Return how many tokens of a late delivery are late."""
         if num_tokens == 1 or self.is_gap_mode or not 0 < self.tbt_objective < inf:
             return 1
         # The k-th token of the delivery was due k - 1 objectives later.
-        late = now - self.objective_due - TOLERANCE
+        late = now - self.objective_deadline - TOLERANCE
         return min(num_tokens, max(1, ceil(late / self.tbt_objective)))
 
 
@@ -213,7 +213,7 @@ def usual_tokens(request: Request) -> int:
     return min(request.sampling.max_tokens, USUAL_OUTPUT_TOKENS)
 
 
-def due_times(
+def deadline_and_pace(
     request: Request, num_tokens: int | None = None, longest_pace: float = inf
 ) -> tuple[float, float]:
     """Return when the first token is due and the seconds from each deadline to the next; infinite for none.
@@ -249,4 +249,4 @@ class EarliestDeadline:
     preempts = False
 
     def rank(self, request: Request) -> float:
-        return min(due_times(request)[0], BEST_EFFORT_RANK)
+        return min(deadline_and_pace(request)[0], BEST_EFFORT_RANK)

@@ -23,7 +23,7 @@ class StepFiller:
     shape : the decodes.
     limit : seconds that the step may take.
     most_chunk_tokens : of all prompts together.
-    due : request id -> seconds after which a step that ends this prompt is too long for it.
+    ends_by : request id -> seconds after which a step that ends this prompt is too long for it.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class StepFiller:
         *,
         limit: float,
         most_chunk_tokens: int,
-        due: Mapping[str, float] | None = None,
+        ends_by: Mapping[str, float] | None = None,
     ) -> None:
         self._plan = plan
         self._cost_model = cost_model
         self._shape = shape.copy()
         self._limit = limit
-        self._due = due or {}
+        self._ends_by = ends_by or {}
         self._num_left = min(most_chunk_tokens, plan.num_tokens_left)
         self._is_blocked = plan.ran_out_of_blocks
         """Whether a prompt waits for a slot or for memory."""
@@ -108,10 +108,10 @@ class StepFiller:
     def _count(self, state: RequestState, num_cached: int, num_new: int) -> None:
         self._shape.add(num_cached, num_new, samples=num_new if state.scores_prompt else 1)
         self._num_left -= num_new
-        due = self._due.get(state.request_id, inf)
-        if due < self._limit and num_cached + num_new == state.num_tokens:
+        ends_by = self._ends_by.get(state.request_id, inf)
+        if ends_by < self._limit and num_cached + num_new == state.num_tokens:
             # Its token comes with the step's end: what else goes into the step must not make it late.
-            self._limit = max(due, self._cost_model.of(self._shape))
+            self._limit = max(ends_by, self._cost_model.of(self._shape))
 
 
 Loss = Callable[[RequestState], tuple[float, ...]]

@@ -21,17 +21,17 @@ EARNED_SHARE = 1 / 32
 """Of a TBT objective that a step leaves to its streams: they earn the time to outlast a stall."""
 EARNED_AFTER_STALL, STALL_MEMORY = 1 / 4, 100.0
 """The same after a step that took longer than any is planned to: for so many times the time that it took
-beyond an objective, which streams then keep in hand."""
+beyond an objective, which streams then keep as slack."""
 LONGEST_STALL = 32
 """TBT objectives, what streams then earn in 128 tokens: most answers end before they have earned more."""
 SPENT_SHARE, SPENT_WHILE_IT_GROWS = 1 / 4, 1 / 2
-"""Of the time that the most urgent stream has in hand, what one step may take; and while the queue grows."""
+"""Of the slack of the most urgent stream, what one step may take; and while the queue grows."""
 LONGEST_GAP = 2.0
-"""The longest step that time in hand may be spent on, TBT objectives."""
+"""The longest step that slack may be spent on, TBT objectives."""
 PACED_SHARE = 2 / 5
 """Of a step, what is left to prompts whatever e2e objectives ask for: a prompt that waits has one too."""
-SPARE_TOKENS = 20
-"""A stream that has the time of so many tokens in hand may sit out a step for prompts that would be late."""
+SLACK_TOKENS = 20
+"""A stream that has the slack of so many tokens may sit out a step for prompts that would be late."""
 OVERDUE = 1.5
 """Times the bound that a request waits before it is ended. Above the errors of predictions: only requests
 that prompts with deadlines have overtaken wait so long."""
@@ -51,7 +51,7 @@ class StepRules:
     tightest : the shortest TBT objective of the streams of the last step, seconds; infinite without any.
     """
 
-    earned, spare_tokens = EARNED_SHARE, SPARE_TOKENS
+    earned, slack_tokens = EARNED_SHARE, SLACK_TOKENS
     spent, spent_while_it_grows, longest_gap = SPENT_SHARE, SPENT_WHILE_IT_GROWS, LONGEST_GAP
 
     def __init__(
@@ -61,7 +61,7 @@ class StepRules:
         self.mode, self.shed_order = config.slo_mode, config.shed_order
         self.longest_wait = inf if config.max_queue_seconds is None else config.max_queue_seconds
         self.tightest = inf
-        self._reserve, self._stalled_until = 0.0, -inf
+        self._slack_reserve, self._stalled_until = 0.0, -inf
 
     def note_steps(self, begun: float, ends: Sequence[float]) -> None:
         """Hear of steps that followed one another: costs are taken anew now and then, and stalls noted.
@@ -77,15 +77,15 @@ class StepRules:
             for start, end in zip((begun, *ends), ends, strict=False):
                 beyond = end - start - self.tightest
                 if end - start > longest and beyond <= LONGEST_STALL * self.tightest:
-                    self._reserve, self._stalled_until = beyond, end + STALL_MEMORY * beyond
+                    self._slack_reserve, self._stalled_until = beyond, end + STALL_MEMORY * beyond
         cost_model = self.cost_model
         cost_model.num_left -= len(ends)  # as `count`, whose call would be one more a step
         if not cost_model.num_left:
             cost_model.take()
 
-    def reserve(self, start: float) -> float:
-        """Return what streams should have in hand for the next stall, seconds."""
-        return self._reserve if start < self._stalled_until else 0.0
+    def slack_reserve(self, start: float) -> float:
+        """Return the slack that streams should keep for the next stall, seconds."""
+        return self._slack_reserve if start < self._stalled_until else 0.0
 
     def limit(
         self, view: RunningView, decode_seconds: float, start: float, *, queue_grows: bool = False
@@ -96,21 +96,20 @@ class StepRules:
         ----------
         queue_grows : whether some wait that cannot be in time: then work is short, not slack.
         """
-        ahead = view.due - start
+        slack = view.deadline - start
         objective = self.tightest_limit(view.tightest)
         if self.mode == "stream" and objective < inf:
-            reserve = self.reserve(start)
+            reserve = self.slack_reserve(start)
             if reserve:  # not at once: streams that were begun with longer steps would leave prompts nothing
                 earned = (1 - EARNED_AFTER_STALL) * view.tightest
                 objective = min(objective, max(earned, (objective + decode_seconds) / 2))
             spent = self.spent_while_it_grows if queue_grows else self.spent
-            in_hand = spent * (ahead - reserve)
-            objective = max(objective, min(in_hand, self.longest_gap * view.tightest))
+            objective = max(objective, min(spent * (slack - reserve), self.longest_gap * view.tightest))
         pace = max(view.pace, decode_seconds / (1 - PACED_SHARE))
-        return min(objective, max(ahead, decode_seconds), pace)
+        return min(objective, max(slack, decode_seconds), pace)
 
     def tightest_limit(self, tightest: float) -> float:
-        """Return what TBT objectives allow without time in hand, seconds; infinite without any.
+        """Return what TBT objectives allow without slack, seconds; infinite without any.
 
         Parameters
         ----------
@@ -139,22 +138,22 @@ class StepRules:
             return job.seconds / self.worth(state)
         return (state.request.arrival - start) * self.worth(state)
 
-    def due(self, kept: Sequence[PromptJob], now: float) -> dict[str, float]:
+    def ends_by(self, kept: Sequence[PromptJob], now: float) -> dict[str, float]:
         """Return by when a step has to end that ends one of these prompts: request id -> seconds from now."""
         return {job.state.request_id: job.deadline - now for job in kept}
 
-    def may_sit_out(self, state: RequestState, due: float, start: float) -> bool:
+    def may_sit_out(self, state: RequestState, deadline: float, start: float) -> bool:
         """Whether a stream has the time to let prompts go first.
 
         Parameters
         ----------
-        due : the deadline of its next token, seconds. An e2e objective makes it for an answer of usual
+        deadline : of its next token, seconds. An e2e objective makes it for an answer of usual
             length, and what a stream is ahead of it a longer answer needs: then it never sits out.
         start : when the next step may start, seconds.
         """
         slo = state.request.slo
-        spare = self.spare_tokens * state.slo.tbt + self.reserve(start)
-        return due - start > spare and slo is not None and slo.e2e is None
+        needed = self.slack_tokens * state.slo.tbt + self.slack_reserve(start)
+        return deadline - start > needed and slo is not None and slo.e2e is None
 
     def is_late_if_it_waits(self, kept: Sequence[PromptJob], prefill: PrefillShare, now: float) -> bool:
         """Whether one of the prompts that wait is late if they do for another step.
@@ -193,7 +192,7 @@ class StepRules:
         """Return a key of running requests: the greatest is the first to be preempted.
 
         Best effort goes first, but last if it is starved; then streams that have the time to be computed
-        again before their next deadline, the one with most to spare first; then those that are worth least.
+        again before their next deadline, the one with most slack first; then those that are worth least.
 
         Parameters
         ----------
@@ -202,15 +201,12 @@ class StepRules:
         slo, arrival = state.slo, state.request.arrival
         if slo.runs_as_best_effort:
             return (-1.0 if self.is_starved(state, start) else 2.0, 0.0, arrival)
-        slack = (
-            slo.due(state.num_certain_tokens, start)
-            - start
-            - self.cost_model.idle_seconds(state.num_tokens, 0)
-        )
+        deadline = slo.deadline_after(state.num_certain_tokens, start)
+        slack = deadline - start - self.cost_model.idle_seconds(state.num_tokens, 0)
         return (1.0, slack, arrival) if slack >= 0 else (0.0, -self.worth(state), arrival)
 
 
 def _waits_since(state: RequestState) -> float:
     """Return when its wait as best effort has begun: at its arrival, or when its objective passed."""
-    due = state.slo.ttft_deadline
-    return state.request.arrival if due == inf else due
+    deadline = state.slo.ttft_deadline
+    return state.request.arrival if deadline == inf else deadline

@@ -39,8 +39,8 @@ class RunningView:
     best_effort_decodes : requests that want one token and have none: no objective, one that was missed, or
         one that cannot be kept.
     prefills : requests in the middle of their prompt.
-    due : the earliest deadline of `streams` with a TBT objective, even a passed one; infinite without any.
-    due_state : the stream that is due first, by its pace or its objective.
+    deadline : the earliest of `streams` with a TBT objective, even a passed one; infinite without any.
+    urgent : the stream that is due first, by its pace or its objective.
     tightest : the shortest TBT objective of `streams` that a step can keep; infinite without any.
     pace : the shortest time between tokens that e2e objectives ask for, and TBT objectives do not; infinite
         without any.
@@ -52,8 +52,8 @@ class RunningView:
         self.deadlines: list[float] = []
         self.best_effort_decodes: list[RequestState] = []
         self.prefills: list[RequestState] = []
-        self.due = self.tightest = self.pace = inf
-        self.due_state: RequestState | None = None
+        self.deadline = self.tightest = self.pace = inf
+        self.urgent: RequestState | None = None
         self.context_tokens = 0
         self._look(running, start, shortest)
 
@@ -70,7 +70,7 @@ class RunningView:
 
     def _look(self, running: Iterable[RequestState], start: float, shortest: float) -> None:
         streams, best_effort_decodes = self.streams, self.best_effort_decodes
-        due, tightest = self.due, self.tightest
+        earliest, tightest = self.deadline, self.tightest
         deadlines, first, pace, context = self.deadlines, inf, inf, 0
         for state in running:
             num_in_flight = state.num_in_flight_tokens
@@ -87,7 +87,7 @@ class RunningView:
             slo = state.slo
             deadline = slo.next_deadline
             if num_in_flight:
-                deadline = slo.due(state.num_certain_tokens, start)
+                deadline = slo.deadline_after(state.num_certain_tokens, start)
             objective = slo.tbt_objective
             if deadline == inf or (objective < shortest and slo.tbt == objective):
                 best_effort_decodes.append(state)
@@ -95,13 +95,13 @@ class RunningView:
             streams.append(state)
             deadlines.append(deadline)
             if deadline < first:
-                first, self.due_state = deadline, state
-            due = min(due, deadline) if objective < inf else due
+                first, self.urgent = deadline, state
+            earliest = min(earliest, deadline) if objective < inf else earliest
             if slo.tbt < pace and slo.tbt < objective:
                 pace = slo.tbt
             if shortest <= objective < tightest:
                 tightest = objective
-        self.due, self.tightest, self.pace, self.context_tokens = due, tightest, pace, context
+        self.deadline, self.tightest, self.pace, self.context_tokens = earliest, tightest, pace, context
 
 
 def decode_shape(states: Iterable[RequestState]) -> BatchShape:
