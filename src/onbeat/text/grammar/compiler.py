@@ -66,8 +66,9 @@ class Vocabulary:
 class _LibraryTokenizer:
     """A tokenizer as the library asks for it."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.tokens = vocabulary.token_bytes
+    def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
+        # An id that it does not know would break a guide for good; one without text is merely refused.
+        self.tokens = vocabulary.token_bytes + [b""] * (vocab_size - len(vocabulary.token_bytes))
         self.special_token_ids = vocabulary.special_token_ids
         # It must have one; a model without gets a token that no text needs.
         self.eos_token_id = (vocabulary.eos_token_ids or vocabulary.special_token_ids or [0])[0]
@@ -91,7 +92,7 @@ class GrammarCompiler:
     def __init__(
         self, vocabulary: Vocabulary, vocab_size: int, encode: Callable[[str], list[int]] = lambda _: []
     ) -> None:
-        wrapper: Any = TokenizerWrapper(_LibraryTokenizer(vocabulary))
+        wrapper: Any = TokenizerWrapper(_LibraryTokenizer(vocabulary, vocab_size))
         eos: Any = vocabulary.eos_token_ids or None
         self._tokenizer = LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=eos)
         self._tokens = TokenRules(vocab_size, frozenset(vocabulary.eos_token_ids), encode)

@@ -1,0 +1,167 @@
+"""To sample first and ask the grammar afterwards is to mask first."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onbeat.core.request import SamplingParams
+from onbeat.engine.guided_draw import DEAD_END, allowed_ids
+from onbeat.engine.sampler import Sampler
+from onbeat.engine.sampling_row import SamplingRow
+from onbeat.text.grammar.source import choice_grammar, json_grammar, regex_grammar
+from tests.cpu.sampler.grammars import EOS, VOCAB_SIZE, guided_row, make_compiler
+
+CPU = torch.device("cpu")
+COMPILER = make_compiler()
+GRAMMARS = [
+    json_grammar(True),
+    json_grammar({"type": "object", "properties": {"ab": {"type": "boolean"}}, "required": ["ab"]}),
+    json_grammar({"enum": ["ab", 12, None, "a,b"]}),
+    regex_grammar(r"(ab|a{2,4}|12+)*x?"),
+    choice_grammar(["abc", "abd", "b", "12"]),
+]
+NUM_DRAWS = 4000
+MOST_SIGMAS = 4.0
+
+
+def logits_of(seed: int, num_rows: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, VOCAB_SIZE, generator=generator).repeat(num_rows, 1) * 2
+
+
+@given(
+    grammar=st.sampled_from(GRAMMARS), seed=st.integers(0, 10**6), num_steps=st.integers(0, 6), data=st.data()
+)
+def test_greedy_is_the_best_allowed_token(grammar, seed, num_steps, data):
+    row = guided_row(COMPILER, grammar, temperature=0.0, max_tokens=100)
+    for step in range(num_steps):
+        if row.guide.is_complete:
+            return
+        row.output_token_ids.append(int(data.draw(st.sampled_from(row.guide.allowed().tolist()))))
+        assert row.guide.accepts(row.output_token_ids[-1]), step
+    if row.guide.is_complete:
+        return
+    allowed = allowed_ids(row)
+    logits = logits_of(seed)
+    expected = int(allowed[logits[0].numpy()[allowed].argmax()])
+    sampled = Sampler(VOCAB_SIZE, CPU).sample(logits.clone(), [row])
+    assert sampled.token_ids == [expected]
+    assert not sampled.errors
+
+
+def masked(logits: torch.Tensor, allowed: np.ndarray) -> torch.Tensor:
+    """Return logits as a mask before the draw leaves them."""
+    kept = torch.full_like(logits, -torch.inf)
+    kept[:, allowed] = logits[:, allowed]
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("grammar", "before"),
+    [(GRAMMARS[0], b""), (GRAMMARS[0], b'{"a'), (GRAMMARS[2], b""), (GRAMMARS[3], b"ab"), (GRAMMARS[4], b"a")],
+)
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_random_tokens_have_the_masked_distribution(grammar, before, temperature):
+    rows = [
+        guided_row(COMPILER, grammar, before, temperature=temperature, seed=seed, max_tokens=100)
+        for seed in range(NUM_DRAWS)
+    ]
+    allowed = allowed_ids(rows[0])
+    logits = logits_of(7, NUM_DRAWS)
+    expected = torch.softmax(masked(logits[:1], allowed)[0].double() / temperature, dim=0).numpy()
+    tokens = Sampler(VOCAB_SIZE, CPU).sample(logits, rows).token_ids
+    counts = np.bincount(tokens, minlength=VOCAB_SIZE)
+    assert set(np.flatnonzero(counts)) <= set(allowed.tolist())
+    for token_id in np.flatnonzero(expected > 2e-3):
+        mean, share = NUM_DRAWS * expected[token_id], expected[token_id]
+        assert abs(counts[token_id] - mean) <= MOST_SIGMAS * math.sqrt(mean * (1 - share)) + 1, token_id
+
+
+@pytest.mark.parametrize("params", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.9}])
+def test_truncated_draws_stay_allowed(params):
+    rows = [
+        guided_row(COMPILER, GRAMMARS[0], b"", temperature=1.0, seed=seed, max_tokens=100, **params)
+        for seed in range(300)
+    ]
+    allowed = set(allowed_ids(rows[0]).tolist())
+    sampled = Sampler(VOCAB_SIZE, CPU).sample(logits_of(3, 300), rows)
+    assert set(sampled.token_ids) <= allowed
+    assert not sampled.errors
+
+
+def test_free_rows_keep_their_tokens_beside_guided_ones():
+    free = [SamplingRow(SamplingParams(temperature=t, seed=s), (), []) for t in (0.0, 1.0) for s in range(20)]
+    sampler = Sampler(VOCAB_SIZE, CPU)
+    alone = sampler.sample(logits_of(11, len(free)), free).token_ids
+    guided = [guided_row(COMPILER, GRAMMARS[2], temperature=1.0, seed=s, max_tokens=9) for s in range(40)]
+    mixed = [row for pair in zip(free, guided, strict=True) for row in pair]
+    assert sampler.sample(logits_of(11, len(mixed)), mixed).token_ids[::2] == alone
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    def row(seed: int) -> SamplingRow:
+        return guided_row(COMPILER, GRAMMARS[0], temperature=1.0, seed=seed, max_tokens=9)
+
+    sampler = Sampler(VOCAB_SIZE, CPU)
+    together = sampler.sample(logits_of(5, 30), [row(seed) for seed in range(30)]).token_ids
+    assert together == [sampler.sample(logits_of(5), [row(seed)]).token_ids[0] for seed in range(30)]
+
+
+def test_an_end_is_sampled_only_where_the_grammar_may_end():
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, EOS] = 10.0
+    sampler = Sampler(VOCAB_SIZE, CPU)
+    open_row = guided_row(COMPILER, GRAMMARS[3], b"", temperature=0.0)
+    assert sampler.sample(logits.clone(), [open_row]).token_ids == [EOS]
+    inside = guided_row(COMPILER, GRAMMARS[1], b'{"ab', temperature=0.0)
+    assert sampler.sample(logits.clone(), [inside]).token_ids != [EOS]
+    held = guided_row(COMPILER, GRAMMARS[3], b"", temperature=0.0, min_tokens=3)
+    assert sampler.sample(logits.clone(), [held]).token_ids != [EOS]
+
+
+def test_log_probabilities_are_those_of_the_model():
+    row = guided_row(COMPILER, GRAMMARS[4], temperature=0.0, num_logprobs=2)
+    logits = logits_of(2)
+    expected = torch.log_softmax(logits[0], dim=0)
+    sampled = Sampler(VOCAB_SIZE, CPU).sample(logits.clone(), [row])
+    (report,) = sampled.logprobs
+    assert report.token_id == sampled.token_ids[0]
+    assert report.logprob == pytest.approx(float(expected[report.token_id]), abs=1e-5)
+    assert report.top_token_ids[0] == int(expected.argmax())
+
+
+def test_a_dead_end_is_the_fault_of_its_request_alone():
+    dead = guided_row(COMPILER, GRAMMARS[4], temperature=0.0, allowed_token_ids=(ord("z"),))
+    other = guided_row(COMPILER, GRAMMARS[4], temperature=0.0)
+    sampled = Sampler(VOCAB_SIZE, CPU).sample(logits_of(1, 2), [dead, other])
+    assert sampled.errors == {0: DEAD_END}
+    assert sampled.guides.faults == {0: DEAD_END}
+    assert sampled.guides.num_tokens == 2
+
+
+def test_a_complete_row_is_left_alone():
+    row = guided_row(COMPILER, GRAMMARS[4], b"12", temperature=0.0)
+    assert row.guide.is_complete
+    sampled = Sampler(VOCAB_SIZE, CPU).sample(logits_of(4), [row])
+    assert not sampled.errors
+    assert row.guide.is_complete
+
+
+@given(grammar=st.sampled_from(GRAMMARS), seed=st.integers(0, 10**6))
+def test_what_is_asked_is_what_is_masked(grammar, seed):
+    """The library's two answers agree, on which the rule depends."""
+    generator = np.random.default_rng(seed)
+    guide = COMPILER.compile(grammar)
+    for _ in range(int(generator.integers(0, 6))):
+        if guide.is_complete:
+            return
+        assert guide.accepts(int(generator.choice(guide.allowed())))
+    if not guide.is_complete:
+        asked = [token_id for token_id in range(VOCAB_SIZE - 2) if guide.copy().accepts(token_id)]
+        assert asked == guide.allowed().tolist()
