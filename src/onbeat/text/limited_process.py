@@ -25,7 +25,17 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Ended(Exception):
-    """The process is gone; says what was done there, as the end of a sentence."""
+    """The process is gone; says what was done there, as the end of a sentence.
+
+    Parameters
+    ----------
+    message : what was done.
+    was_killed : whether somebody else ended it, so that the question may not be at fault.
+    """
+
+    def __init__(self, message: str, *, was_killed: bool = False) -> None:
+        super().__init__(message)
+        self.was_killed = was_killed
 
 
 class LimitedProcess:
@@ -103,7 +113,8 @@ class LimitedProcess:
             raise Ended(
                 f"takes more than {self._max_seconds:g} s of processor time"
                 if code == -signal.SIGPROF
-                else f"ended its process (exit code {code})"
+                else f"ended its process (exit code {code})",
+                was_killed=code == -signal.SIGKILL,
             )
         content: dict[str, Any] = json.loads(reply)
         return content

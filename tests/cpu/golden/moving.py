@@ -12,6 +12,7 @@ from typing import Any
 from onbeat.core.request import FinishReason, Request
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.guided_rows import Guides
 from onbeat.engine.kv_access import BlockMemory, KVLayout, block_bytes_of, giving_kv
 from onbeat.engine.kv_handover import KVHandover
 from onbeat.engine.kv_transfer.source import KVSource
@@ -42,6 +43,7 @@ def make_core(
     make_proposer: Callable[[], Proposer] | None = None,
     recorder: Any = None,
     model: str = "tiny",
+    guides: Guides | None = None,
     **limits: Any,
 ) -> EngineCore:
     """Build an engine whose KV can be handed over."""
@@ -49,6 +51,7 @@ def make_core(
     forward = make_forward(num_blocks=config.num_blocks, block_size=config.block_size)
     sampler = Sampler(forward.config.vocab_size, forward.device)
     runner = ModelRunner.within(config, forward, sampler, make_proposer and make_proposer())
+    runner.guides = guides
     layout = KVLayout(
         model=model,
         weights="plain",

@@ -15,7 +15,7 @@ from onbeat.engine.guided_draw import DEAD_END, allowed_ids
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.text.grammar.source import choice_grammar, json_grammar, regex_grammar
-from tests.cpu.sampler.grammars import EOS, VOCAB_SIZE, guided_row, make_compiler
+from tests.grammars import EOS, VOCAB_SIZE, make_compiler
 
 CPU = torch.device("cpu")
 COMPILER = make_compiler()
@@ -28,6 +28,14 @@ GRAMMARS = [
 ]
 NUM_DRAWS = 4000
 MOST_SIGMAS = 4.0
+
+
+def guided_row(compiler, grammar, before: bytes = b"", **params) -> SamplingRow:
+    """Return a row whose answer so far is some bytes."""
+    row = SamplingRow(SamplingParams(grammar=grammar, stop_token_ids=(EOS,), **params), (), list(before))
+    row.guide = compiler.compile(grammar)
+    assert row.guide.consume(list(before)) == len(before)
+    return row
 
 
 def logits_of(seed: int, num_rows: int = 1) -> torch.Tensor:
@@ -64,7 +72,13 @@ def masked(logits: torch.Tensor, allowed: np.ndarray) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("grammar", "before"),
-    [(GRAMMARS[0], b""), (GRAMMARS[0], b'{"a'), (GRAMMARS[2], b""), (GRAMMARS[3], b"ab"), (GRAMMARS[4], b"a")],
+    [
+        (GRAMMARS[0], b""),
+        (GRAMMARS[0], b'{"a'),
+        (GRAMMARS[2], b""),
+        (GRAMMARS[3], b"ab"),
+        (GRAMMARS[4], b"a"),
+    ],
 )
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 def test_random_tokens_have_the_masked_distribution(grammar, before, temperature):

@@ -13,6 +13,7 @@ from onbeat.core.request import FinishReason, Request, SamplingParams, TokenLogp
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import DoneStep, ThreadExecutor
+from onbeat.engine.guided_rows import Guides
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler, SamplingRow
 from onbeat.engine.speculation.config import read_speculative_config
@@ -114,6 +115,7 @@ def run(
     overlapped: bool = False,
     later: Iterable[Request] = (),
     sampler: Any = None,
+    guides: Guides | None = None,
     **limits: Any,
 ) -> Run:
     """Serve requests to their ends, `later` ones once all others have ended; check that nothing is left."""
@@ -124,6 +126,7 @@ def run(
             config, forward, sampler or Sampler(forward.config.vocab_size, forward.device), proposer
         )
     )
+    runner.runner.guides = guides
     ticks = itertools.count()
     core = EngineCore(
         Scheduler(config, LinearStepTime()),

@@ -76,7 +76,18 @@ class GrammarGuard:
 
     def check(self, grammar: Grammar) -> Verdict:
         """Try a grammar, unless it is known; takes some milliseconds, with the first one a second."""
-        return self.known(grammar) or self._keep(grammar, self._tried(grammar))
+        verdict = self.known(grammar)
+        if verdict is None:
+            try:
+                verdict = self._keep(grammar, self._tried(grammar))
+            except Ended as error:
+                verdict = Verdict(
+                    problem=f"the grammar is too complex: trying it {error}. Make it simpler",
+                    code="grammar_too_complex",
+                )
+                if not error.was_killed:
+                    self._keep(grammar, verdict)
+        return verdict
 
     def close(self) -> None:
         """End the process."""
@@ -96,11 +107,6 @@ class GrammarGuard:
             reply = self._started().ask(grammar.text.encode("utf-8", "surrogatepass"))
         except TooComplex as error:
             return Verdict(problem=str(error), code=error.code)
-        except Ended as error:
-            return Verdict(
-                problem=f"the grammar is too complex: trying it {error}. Make it simpler",
-                code="grammar_too_complex",
-            )
         return Verdict(tuple(reply["ignored"]), reply["problem"], reply["code"])
 
     def _started(self) -> LimitedProcess:

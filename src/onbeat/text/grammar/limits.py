@@ -27,6 +27,7 @@ MOST_TOGETHER = 8
 LARGEST_MULTIPLE = 10_000
 
 _JSON = re.compile(r"%json\s*")
+_OPTIONS = re.compile(r"%llguidance\s*\{[^}]*\}")
 _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"i?')
 _PATTERN = re.compile(r"/(?:\\.|[^/\\\n])+/")
 _RULE = re.compile(r"^\s*[?!]?([A-Za-z_]\w*)\s*(?:\[[^\]\n]*\]|\.-?\d+)*\s*:", re.MULTILINE)
@@ -63,7 +64,7 @@ def check_limits(text: str) -> None:
     counts = _Counts()
     for schema in schemas:
         counts.add(schema)
-    rest, num_texts = _QUOTED.subn('""', rest)
+    rest, num_texts = _QUOTED.subn('""', _OPTIONS.sub("", rest))
     _at_most(counts.num_values + num_texts, MOST_VALUES, "values of enum, choices and texts")
     patterns = [*counts.patterns, *_PATTERN.findall(rest)]
     _at_most(len(patterns), MOST_PATTERNS, "patterns")
@@ -185,8 +186,9 @@ def _check_rules(text: str) -> None:
     _at_most(len(found), MOST_RULES, "rules")
     names = {rule.group(1) for rule in found}
     uses: dict[str, list[str]] = {}
-    for rule, after in zip(found, [*(rule.start() for rule in found[1:]), len(text)], strict=True):
-        body = _NAME.findall(text, rule.end(), after)
+    ends = [*(rule.start() for rule in found), len(text)][1:]
+    for rule, end in zip(found, ends, strict=True):
+        body = _NAME.findall(text, rule.end(), end)
         uses.setdefault(rule.group(1), []).extend(name for name in body if name in names)
     if "start" in uses:
         _check_chain(uses, "start", "rules")
