@@ -13,9 +13,11 @@ from onbeat.recording.log import DEADLINES, RecordedAdoption
 
 
 def put_kv(call: dict[str, Any], request: Request, adoption: RecordedAdoption | None) -> None:
-    """Put in what comes from another replica, and whether nothing may come from the prefix cache."""
+    """Put in what comes from another replica, and what says how the prefix cache is used."""
     if request.num_prompt_logprobs is not None:
         call["is_scored"] = True
+    if request.pooling is not None:
+        call["pooling"] = request.pooling
     if request.num_external_tokens:
         call["num_external_tokens"] = request.num_external_tokens
     if adoption is not None:

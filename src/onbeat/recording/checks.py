@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from onbeat.core.errors import quoted
-from onbeat.core.request import FinishReason
+from onbeat.core.request import FinishReason, Pooling
 from onbeat.recording.log import (
     AbortCall,
     AddCall,
@@ -76,6 +76,7 @@ _FIELDS: Mapping[str, _Check] = {
     **dict.fromkeys(("slo_class", "tenant"), _optional(_is_text)),
     **dict.fromkeys(("requests", "expired", "failed"), _are_counts),
     **dict.fromkeys(("counts", "drafted", "available", "block_ids"), _optional(_are_counts)),
+    "pooling": (None, *get_args(Pooling)).__contains__,
     "priority": lambda value: type(value) is int and abs(value) < MOST,
     "slo": _optional(_row_of(*3 * (lambda value: value is None or (_is_number(value) and value > 0),))),
     "refused": _optional(

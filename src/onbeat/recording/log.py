@@ -29,6 +29,7 @@ not.
    (`StreamDeadlines.num_late_allowed`)
 7  ``add`` of one of several choices, which the queue takes or refuses together (`AddCall.whole`)
 8  ``add`` of a request whose prompt is scored, and takes nothing from the prefix cache (`AddCall.is_scored`)
+9  ``add`` of a request that has an embedding in place of output tokens (`AddCall.pooling`)
 == ==================================================================================================
 """
 
@@ -39,13 +40,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from onbeat.core.handover import StreamDeadlines
-from onbeat.core.request import WholeRequest
+from onbeat.core.request import Pooling, WholeRequest
 from onbeat.core.slo import ShedMode
 
 DEADLINES = tuple(each.name for each in fields(StreamDeadlines))
 """Of `RecordedAdoption.deadlines`, in the order in which a file has them."""
 FILE_KIND = "onbeat-record"
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 READABLE_VERSIONS = tuple(range(1, SCHEMA_VERSION + 1))
 TRAILER = "end"
 
@@ -124,6 +125,8 @@ class AddCall:
     """None of a request that was added."""
     is_scored: bool = False
     """Whether log-probabilities of its prompt were asked for."""
+    pooling: Pooling | None = None
+    """How its prompt became its embedding; None where it has output tokens."""
 
 
 @dataclass(frozen=True, slots=True)

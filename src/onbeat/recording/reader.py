@@ -207,6 +207,7 @@ def _add_call(values: Mapping[str, Any]) -> AddCall:
         num_external_tokens=values.get("num_external_tokens", 0),
         adoption=None if (adoption := values.get("adoption")) is None else _adoption(*adoption),
         is_scored=values.get("is_scored", False),
+        pooling=values.get("pooling"),
     )
 
 

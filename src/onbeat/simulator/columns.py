@@ -77,6 +77,7 @@ class RecordColumns:
                     slo=None if request_class is None else request_class.slo,
                     tenant=load.tenant(row),
                     offered_output_tokens=int(load.num_output_tokens[row]),
+                    is_embedding=not load.num_output_tokens[row],
                     replica=self.replica,
                     scheduled=_or_none(self.scheduled[place]),
                     delivery_times=self.delivery_times[start:stop],

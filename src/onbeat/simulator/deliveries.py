@@ -142,8 +142,9 @@ class Deliveries:
         assert reason is not None
         if not self._has_drafts:
             num_tokens = len(record.delivery_times)
-            record.delivery_sizes = array("B", b"\x01" * num_tokens)
-            record.num_output_tokens = num_tokens
+            size = 0 if record.is_embedding else 1
+            record.delivery_sizes = array("B", bytes((size,)) * num_tokens)
+            record.num_output_tokens = size * num_tokens
         if record.scheduled is None and output.scheduled_time >= 0:
             record.scheduled = output.scheduled_time
         record.num_cached_tokens = output.num_cached_tokens

@@ -107,6 +107,7 @@ class Clients:
             tenant=tenant,
             shed=self._shed,
             priority=0 if load.priorities is None else int(load.priorities[index]),
+            pooling=None if num_output_tokens else "last",
         )
         record = RequestRecord(
             request_id=request_id,
@@ -116,6 +117,7 @@ class Clients:
             request_class=name,
             slo=slo,
             tenant=tenant,
+            is_embedding=not num_output_tokens,
         )
         return OfferedRequest(index, request, record)
 
@@ -158,10 +160,12 @@ def _sampling(num_output_tokens: int, declared_max_tokens: int | None) -> Sampli
 
     Parameters
     ----------
-    num_output_tokens : what the model will have generated when it stops.
+    num_output_tokens : what the model will have generated when it stops; 0 of a request with an embedding.
     declared_max_tokens : the client's `max_tokens`, which is all that a scheduler can know beforehand; None,
         or no more than the output: the output ends because it is that long.
     """
+    if not num_output_tokens:
+        return SamplingParams(max_tokens=1)
     if declared_max_tokens is None or declared_max_tokens <= num_output_tokens:
         return SamplingParams(max_tokens=num_output_tokens)
     return SamplingParams(max_tokens=declared_max_tokens, stop_token_ids=(STOP,))

@@ -46,6 +46,7 @@ class OfferedLoad:
     name: str
     num_prompt_tokens: NDArray[np.int64]
     num_output_tokens: NDArray[np.int64]
+    """0 where a request wants an embedding, not an answer."""
     arrivals: NDArray[np.float64] | None = None
     """Seconds from the start of the run, ascending; None is a closed loop, where each request waits for
     an earlier one to end."""
@@ -218,12 +219,15 @@ class OfferedLoad:
                 )
 
     def _check_lengths(self) -> None:
-        for what, lengths in (("prompt", self.num_prompt_tokens), ("output", self.num_output_tokens)):
-            if int(lengths.min()) < 1:
-                first = int(np.argmax(lengths < 1))
+        for what, lengths, least in (
+            ("prompt", self.num_prompt_tokens, 1),
+            ("output", self.num_output_tokens, 0),
+        ):
+            if int(lengths.min()) < least:
+                first = int(np.argmax(lengths < least))
                 raise ConfigError(
                     f"the {what} of request {first} has {int(lengths[first])} tokens; "
-                    f"every length must be at least 1"
+                    f"every {what} must have at least {least}"
                 )
         if self.block_size < 1:
             raise ConfigError(f"a block must have at least 1 token, got {self.block_size}")

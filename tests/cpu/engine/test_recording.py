@@ -113,6 +113,39 @@ def test_a_long_run_replays_identically(tmp_path: Path, policy: str, depth: int)
         assert result.num_preemptions > 20
 
 
+@pytest.mark.parametrize("policy", ["sarathi", "prefill-first", "static"])
+def test_embeddings_replay_identically(tmp_path: Path, policy: str) -> None:
+    config = SchedulerConfig(
+        policy=policy, num_blocks=64, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=512
+    )
+    path = tmp_path / "run.gz"
+    core = recorded_core(path, config)
+    for number in range(200):
+        request = Request(
+            request_id=f"r{number}",
+            prompt_token_ids=tuple(range(number % 7, number % 7 + 1 + 17 * number % 300)),
+            sampling=SamplingParams(max_tokens=1 if number % 2 else 1 + number % 30),
+            arrival=core._clock(),
+            pooling=(None, "last", None, "mean")[number % 4],
+            slo=SLO(ttft=60.0) if number % 3 else None,
+        )
+        core.add(request)
+        core.step()
+    while core.has_work:
+        core.step()
+    core.scheduler.check_invariants()
+    core.shutdown()
+    recording = Recording(path)
+    replay = Replay(recording)
+    result = replay.run()
+    assert result.difference is None
+    assert result.num_requests == 200
+    history = read_history(recording)
+    sizes = [list(each.record.delivery_sizes) for each in history.requests if each.record.is_embedding]
+    assert sizes == [[0]] * 100
+    assert {each.record.finish_reason for each in history.requests} == {"stop", "length"}
+
+
 def test_the_history_tells_what_the_replay_delivers(tmp_path: Path) -> None:
     config = SchedulerConfig(
         policy="sarathi", num_blocks=64, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128

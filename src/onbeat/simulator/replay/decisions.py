@@ -182,6 +182,7 @@ class Replay:
             whole=call.whole,
             num_external_tokens=call.num_external_tokens,
             num_prompt_logprobs=0 if call.is_scored else None,
+            pooling=call.pooling,
         )
         if call.adoption is not None:
             self._adopt(call, call.adoption, request)

@@ -143,7 +143,9 @@ class _Run:
             name="recorded",
             arrivals=np.maximum(times, 0.0),
             num_prompt_tokens=np.array([record.num_prompt_tokens for record in self._records]),
-            num_output_tokens=np.array([max(record.num_output_tokens, 1) for record in self._records]),
+            num_output_tokens=np.array(
+                [max(record.num_output_tokens, not record.is_embedding) for record in self._records]
+            ),
             block_ids=tuple(tuple(ids.setdefault(each, len(ids)) for each in hashes) for hashes in blocks),
             block_size=recording.header.scheduler["block_size"],
             ids_cover_output=True,

@@ -138,6 +138,7 @@ class _HistoryReader:
             request_class=call.slo_class,
             slo=recorded_slo(call),
             tenant=call.tenant,
+            is_embedding=call.pooling is not None,
         )
         self._adds.append(call)
         self._records.append(record)
@@ -194,6 +195,9 @@ class _HistoryReader:
                 record.delivery_sizes.append(count)
                 record.num_output_tokens += count
         for request, reason in call.finished.items():
+            if self._records[request].is_embedding:
+                self._records[request].delivery_times.append(call.now)
+                self._records[request].delivery_sizes.append(0)
             self._end(request, call.now, FinishReason(reason))
         for request in call.failed:
             self._end(request, call.now, FinishReason.ERROR)
