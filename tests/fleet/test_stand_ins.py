@@ -141,3 +141,28 @@ def busiest(server: ServerProgram) -> dict[str, Any]:
 
 def row(server: ServerProgram, replica: str) -> dict[str, Any]:
     return next(each for each in rows(server) if each["replica"] == replica)
+
+
+@pytest.mark.slow
+def test_embeddings_are_the_same_through_a_death(server: ServerProgram, record: Path) -> None:
+    texts = [f"{number} " * 400 for number in range(2000)]
+
+    def embed() -> list[list[float]]:
+        body = {"input": texts, "dimensions": 32, "truncate_prompt_tokens": 1000}
+        reply = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=120)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["usage"]["prompt_tokens"] > 2000 * 400
+        return [each["embedding"] for each in reply.json()["data"]]
+
+    whole = embed()
+    assert len({tuple(vector) for vector in whole}) == 2000
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(embed)
+        wait_for(lambda: min(row["requests"] for row in rows(server)) >= 1)
+        os.kill(rows(server)[0]["process_id"], signal.SIGKILL)
+        assert running.result() == whole
+    wait_for(lambda: all(row["state"] == "ready" for row in rows(server)), timeout=60)
+    server.send_signal(signal.SIGTERM)
+    assert server.exit_code(30) == 0
+    replay = run_program("replay", record)
+    assert "decisions: identical" in replay.stdout, replay.stdout + replay.stderr

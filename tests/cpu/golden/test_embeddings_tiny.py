@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from onbeat.core.errors import ConfigError, ModelLoadError
 from onbeat.core.request import FinishReason, Pooling, Request, SamplingParams
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.models.registry import build_model
+from onbeat.engine.pooling import choose_pooling
 from onbeat.engine.sampler import Sampler
+from onbeat.engine.weights import open_checkpoint
+from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
 from tests.cpu.engine.engines import NativeEngine, TinyEngine, TorchEngine
-from tests.cpu.engine.forwards import MakeForward
-from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
+from tests.cpu.engine.forwards import MakeForward, on_torch
+from tests.cpu.engine.tiny_models import FAMILIES, hf_tiny_model, random_prompt, tiny_model
 from tests.cpu.golden.engine_run import PredictedTime
 from tests.fake_step_time import LinearStepTime
 
@@ -171,3 +178,39 @@ def test_last_reads_the_prefix_cache_and_neither_writes_it(engine: TinyEngine, p
     served = serve(forward, [chat(prompt, "c"), *embeds[:1]], policy="sarathi", max_num_seqs=1)
     assert served.num_hits == hits
     check(served, "qwen3", pooling, [prompt])
+
+
+def saved(path: Path, **pooling: object) -> ModelFiles:
+    """Write a model without its head, as embedding models are saved, and how it pools."""
+    hf_tiny_model("qwen3", torch.float64).model.save_pretrained(path)
+    kinds = ("Transformer", "Pooling", "Normalize")
+    modules = [{"idx": 0, "type": f"sentence_transformers.models.{kind}"} for kind in kinds]
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return ModelFiles(kind="hf", path=path, name="tiny")
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3Model", "Qwen3ForCausalLM"])
+def test_a_checkpoint_saved_without_its_head(tmp_path: Path, architecture: str):
+    files = saved(tmp_path, pooling_mode_mean_tokens=True, pooling_mode_lasttoken=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    checkpoint = open_checkpoint(files)
+    assert not checkpoint.config.has_head
+    assert choose_pooling("auto", checkpoint.config) == "mean"
+    assert choose_pooling("last", checkpoint.config) == "last"
+    model = build_model(checkpoint, dtype=torch.float64, device=torch.device("cpu"))
+    prompts = [random_prompt(length) for length in (5, 40)]
+    requests = [to_embed(prompt, "mean", f"e{index}") for index, prompt in enumerate(prompts)]
+    check(serve(on_torch(model), requests, policy="sarathi"), "qwen3", "mean", prompts)
+
+
+def test_pooling_that_is_not_supported_is_refused(tmp_path: Path):
+    checkpoint = open_checkpoint(saved(tmp_path, pooling_mode_cls_token=True))
+    with pytest.raises(ConfigError, match="'cls', which is not supported; choose --pooling last"):
+        choose_pooling("auto", checkpoint.config)
+    modules = [{"type": "sentence_transformers.models.Dense"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ModelLoadError, match="a module 'Dense' behind the model"):
+        open_checkpoint(ModelFiles(kind="hf", path=tmp_path, name="tiny"))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.files import read_json
+from onbeat.files import read_json, read_yaml
 
 _NAMES = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
 _HARMLESS = ("Transformer", "Pooling", "Normalize")
@@ -21,7 +21,9 @@ def hf_pooling(directory: Path) -> str | None:
     ModelLoadError : `modules.json` puts more behind the model than pooling and a norm.
     """
     modules = directory / "modules.json"
-    found: Any = read_json(modules) if modules.is_file() else []
+    found: Any = read_yaml(modules) if modules.is_file() else []  # JSON is YAML, and this is a list
+    if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
+        raise ModelLoadError(f"{modules} is no list of modules; fetch the model again")
     for module in found:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in _HARMLESS:
