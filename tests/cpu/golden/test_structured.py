@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.schemas import SCHEMAS
 
 pytestmark = pytest.mark.golden
 
-LIMITS_HERE = {"max_model_len": 512, "num_blocks": 256, "max_num_seqs": 16}
+LIMITS_HERE: dict[str, Any] = {"max_model_len": 512, "num_blocks": 256, "max_num_seqs": 16}
 PORT = GrammarPort(make_tiny_compiler)
 
 
