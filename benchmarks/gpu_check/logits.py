@@ -15,7 +15,7 @@ from gpu_check.models import model_config
 from gpu_check.record import DEVICE, IS_REHEARSAL, expect, note
 from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.models.registry import build_model
+from onbeat.engine.models.model import build_model
 from onbeat.engine.weights.dummy import DummyCheckpoint
 from tests.cpu.engine.forwards import MakeForward, on_torch
 from tests.gpu.engines import on_gpu_engine, relative_error, run_fixed

@@ -21,7 +21,7 @@ from gpu_check.timing import (
     wall_ms,
 )
 from onbeat.engine.forward import TorchForward
-from onbeat.engine.models.registry import build_model
+from onbeat.engine.models.model import build_model
 from onbeat.engine.weights.dummy import DummyCheckpoint
 
 CASES = (

@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define OB_ABI_VERSION 10
+#define OB_ABI_VERSION 11
 
 /* What a call returns that can fail. No exception leaves the library. */
 enum {
@@ -106,16 +106,19 @@ typedef struct {
     const ob_matrix* qkv[3];  /* [(N + 2K) H, D]: query, key and value heads one after the other, in one matrix or,
                                * where their stores differ, in several; NULL behind the last */
     const ob_matrix* o;       /* [D, N H] */
-    const ob_matrix* gate_up; /* [2 F, D]: 16 rows of gate, 16 of up, and so on; F padded to 16 */
-    const ob_matrix* down;    /* [D, F] */
+    const ob_matrix* gate_up; /* [2 F, D]: 16 rows of gate, 16 of up, and so on; F padded to 16. NULL with experts */
+    const ob_matrix* down;    /* [D, F]; NULL with experts */
+    const ob_matrix* router;  /* [experts, D], or NULL: the layer has no experts */
+    const ob_matrix* const* expert_gate_up; /* of each expert, as above, with the experts' own width */
+    const ob_matrix* const* expert_down;
     const float* qkv_bias;    /* or NULL */
     const float* o_bias;      /* or NULL */
-    const float* attention_norm; /* [D], what the norm multiplies by (an offset is already added) */
-    const float* mlp_norm;
+    const float* attention_norm; /* [D], what the norm multiplies by (an offset is already added); or NULL */
+    const float* mlp_norm;       /* or NULL */
     const float* after_attention_norm; /* [D], on what attention adds to the residual; or NULL */
     const float* after_mlp_norm;       /* or NULL */
-    const float* query_norm;           /* [H] or NULL */
-    const float* key_norm;             /* [H] or NULL */
+    const float* query_norm;           /* [H], or [N H] where norms span all heads; or NULL */
+    const float* key_norm;             /* likewise */
     int64_t window;                    /* tokens that a token sees, itself included; 0: all */
     int64_t rope;                      /* index into `rope_frequencies` */
 } ob_layer;
@@ -132,13 +135,20 @@ typedef struct {
      * how many threads there are: products add up in one order for all numbers of rows (bytes, where weights are
      * quantized and OB_ACTIVATIONS_AUTO leaves the choice), and no context is divided. Copies are not read. */
     int32_t batch_invariant;
+    int32_t rotary_dim;      /* of a head, its first dimensions, which the rotary embedding turns; even */
+    int32_t norms_span_heads; /* not 0: norms of queries and keys span all heads, else each by itself */
+    int32_t num_experts, experts_per_token, expert_size; /* 0 where no layer has experts; the size padded to 16 */
+    int32_t normalizes_experts; /* not 0: shares of a token's experts sum up to 1; else they are parts of all's */
     int64_t copy_rows; /* fewest tokens (samples) of a step whose products read copies where there are any; 0: none do */
     float rms_norm_eps, attention_scale, embedding_scale;
+    float rotary_scale;   /* of what has turned, queries and keys */
+    float residual_scale; /* of what attention and feed-forward add to the residual */
     const ob_matrix* embedding; /* [V, D] */
     const ob_matrix* lm_head;   /* [V, D]; may be the embedding */
     const float* final_norm;    /* [D] */
+    const float* head_norm;     /* [D]: the final norm over what the family divides logits by */
     const ob_layer* layers;
-    const float* const* rope_frequencies; /* each [H / 2], angle per position */
+    const float* const* rope_frequencies; /* each [rotary_dim / 2], angle per position */
 } ob_model;
 
 typedef struct ob_engine ob_engine;

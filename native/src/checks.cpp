@@ -46,10 +46,18 @@ std::string fault_of(const ob_model& model) {
         model.vocab_size < 1 || model.num_heads < 1) {
         return "a size is below 1";
     }
-    if (model.layers == nullptr || model.rope_frequencies == nullptr || model.final_norm == nullptr) {
+    if (model.layers == nullptr || model.rope_frequencies == nullptr || model.final_norm == nullptr ||
+        model.head_norm == nullptr) {
         return "layers, frequencies or the final norm are missing";
     }
     if (model.head_dim % 2) return "the head width is odd";
+    if (model.rotary_dim < 2 || model.rotary_dim % 2 || model.rotary_dim > model.head_dim) {
+        return "the part of a head that turns is no even part of it";
+    }
+    if (model.num_experts < 0 || (model.num_experts > 0 && (model.experts_per_token < 1 || model.expert_size < 1 ||
+                                                           model.experts_per_token > model.num_experts))) {
+        return "a size of the experts is out of its range";
+    }
     if (model.num_kv_heads < 1 || model.num_heads % model.num_kv_heads) return "heads do not divide into KV heads";
     if (model.num_threads < 1) return "no threads";
     if (model.copy_rows < 0) return "copies are read from a negative number of rows on";
@@ -75,6 +83,21 @@ std::string fault_of(const ob_model& model) {
         }
         if (qkv_outputs != count_qkv_outputs(model)) return "qkv has the wrong shape or type";
         if (!suits(layer.o, model.hidden_size, queries)) return "o has the wrong shape or type";
+        if (layer.router != nullptr) {
+            if (!suits(layer.router, model.num_experts, model.hidden_size)) {
+                return "a router has the wrong shape or type";
+            }
+            if (layer.after_mlp_norm != nullptr) return "a norm behind experts is not supported";
+            if (layer.expert_gate_up == nullptr || layer.expert_down == nullptr) return "experts are missing";
+            const int64_t width = round_up(model.expert_size, 16);
+            for (int64_t expert = 0; expert < model.num_experts; ++expert) {
+                if (!suits(layer.expert_gate_up[expert], 2 * width, model.hidden_size) ||
+                    !suits(layer.expert_down[expert], model.hidden_size, model.expert_size)) {
+                    return "an expert has the wrong shape or type";
+                }
+            }
+            continue;
+        }
         if (!suits(layer.gate_up, 2 * gated, model.hidden_size)) return "gate_up has the wrong shape or type";
         if (!suits(layer.down, model.hidden_size, model.intermediate_size)) return "down has the wrong shape or type";
     }

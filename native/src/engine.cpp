@@ -32,7 +32,9 @@ int64_t most_inputs(const ob_model& model) {
     int64_t most = 0;
     for (int64_t layer = 0; layer < model.num_layers; ++layer) {
         const ob_layer& own = model.layers[layer];
-        for (const ob_matrix* matrix : {own.qkv[0], own.o, own.gate_up, own.down}) {
+        const bool has_experts = own.router != nullptr;
+        for (const ob_matrix* matrix : {own.qkv[0], own.o, has_experts ? own.expert_gate_up[0] : own.gate_up,
+                                        has_experts ? own.expert_down[0] : own.down}) {
             most = std::max(most, matrix->padded_inputs);
         }
     }
@@ -72,6 +74,7 @@ struct ob_engine {
     void plan_attention(const ob_step& step);
     void plan_row(const ob_step& step, int64_t row, int64_t first_token, int64_t num_pieces);
     ob::StepContext prepare(const ob_step& step);
+    void prepare_experts(ob::StepContext& context);
     void run(ob_step& step);
 
     ob_model model;
@@ -89,6 +92,7 @@ struct ob_engine {
     std::vector<int64_t> taken;
     std::vector<ob::Best> best;
     ob::Buffer hidden, branch, qkv, angles, normed, queries, mixed, gated, quantized, partials, scratch;
+    ob::Buffer router_logits, chosen, shares, expert_order, gathered, expert_gated;
 };
 
 void ob_engine::plan_row(const ob_step& step, int64_t row, int64_t first_token, int64_t pieces) {
@@ -158,9 +162,10 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     context.num_items = static_cast<int64_t>(items.size());
     context.merges = merges.data();
     context.num_merges = static_cast<int64_t>(merges.size());
-    taken.assign(static_cast<size_t>(2 * model.num_layers + 1), 0);
+    taken.assign(static_cast<size_t>(3 * model.num_layers + 1), 0);
     context.taken = taken.data();
     context.taken_chunks = taken.data() + model.num_layers;
+    context.taken_routes = taken.data() + 2 * model.num_layers + 1;
     // A thread that is held up shall be able to take fewer chunks, but each reads all weights once more.
     constexpr int64_t kMostChunks = 8;
     const int64_t share = (step.num_tokens + model.num_threads - 1) / model.num_threads;
@@ -194,6 +199,8 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     context.quantized = quantized.at_least(static_cast<size_t>(quantized_rows));
     context.gated = gated.at_least(static_cast<size_t>(rows * context.gated_stride * bytes));
 
+    if (model.num_experts > 0) prepare_experts(context);
+
     const int64_t head = ob::padded_head(model);
     const int64_t attention = context.attention_rows * (head * 8 + ob::kChunkTokens * 8 + 12) + 8 * 64;
     // A panel of floats, or the inputs of few rows in integers with their scales.
@@ -205,6 +212,23 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     context.best = best.data();
     context.kv_cache = kv_cache;
     return context;
+}
+
+void ob_engine::prepare_experts(ob::StepContext& context) {
+    const int64_t rows = context.step->num_tokens, chosen_rows = rows * model.experts_per_token;
+    context.router_stride = round_up(model.num_experts, kPanelOutputs);
+    context.expert_stride = round_up(model.expert_size, kInputMultiple);
+    const auto take = [](ob::Buffer& buffer, int64_t count, int64_t bytes) {
+        return buffer.at_least(static_cast<size_t>(count * bytes));
+    };
+    context.router_logits = reinterpret_cast<float*>(take(router_logits, rows * context.router_stride, sizeof(float)));
+    context.chosen = reinterpret_cast<int32_t*>(take(chosen, chosen_rows, sizeof(int32_t)));
+    context.shares = reinterpret_cast<float*>(take(shares, chosen_rows, sizeof(float)));
+    context.expert_order = reinterpret_cast<int32_t*>(
+        take(expert_order, model.num_threads * (chosen_rows + model.num_experts + 1), sizeof(int32_t)));
+    context.gathered =
+        take(gathered, model.num_threads * ob::kMostColumnRows * context.hidden_stride, number_bytes());
+    context.expert_gated = take(expert_gated, chosen_rows * context.expert_stride, number_bytes());
 }
 
 void ob_engine::run(ob_step& step) {

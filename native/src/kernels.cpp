@@ -5,6 +5,8 @@
 // all that a token needs between two attentions is one thread's own, they meet around attention only, and a
 // thread that shares its core takes fewer chunks.
 #include "attention.h"
+#include "experts.h"
+#include "heads.h"
 #include "linear.h"
 #include "rows.h"
 
@@ -56,10 +58,12 @@ private:
     void run_by_rows() {
         for (int64_t layer = 0;; ++layer) {
             const bool is_last = layer == model_.num_layers;
-            for (Range chunk; take_chunk(layer, chunk);) {
+            const bool had_experts = layer > 0 && model_.layers[layer - 1].router != nullptr;
+            if (had_experts) run_experts_by_rows(layer - 1);
+            for (Range chunk; take_chunk(context_.taken_chunks + layer, chunk);) {
                 own_ = rows_ = chunk;
                 if (layer == 0) begin();
-                if (layer > 0) finish(layer - 1);
+                if (layer > 0 && !had_experts) finish(layer - 1);
                 if (!is_last) project(layer);
             }
             meet();
@@ -69,8 +73,19 @@ private:
         }
     }
 
-    bool take_chunk(int64_t layer, Range& chunk) {
-        const int64_t index = __atomic_fetch_add(context_.taken_chunks + layer, 1, __ATOMIC_RELAXED);
+    void run_experts_by_rows(int64_t index) {
+        for (Range chunk; take_chunk(context_.taken_routes + index, chunk);) {
+            own_ = rows_ = chunk;
+            add_mixed(index);
+            route(index);
+        }
+        meet();
+        experts(index, {normed_, input_stride_}).run();
+        meet();
+    }
+
+    bool take_chunk(int64_t* taken, Range& chunk) {
+        const int64_t index = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
         chunk.first = index * context_.chunk_rows;
         chunk.end = chunk.first + context_.chunk_rows;
         if (chunk.end > step_.num_tokens) chunk.end = step_.num_tokens;
@@ -79,7 +94,7 @@ private:
 
     void begin() {
         embed();
-        for (int64_t rope = 0; rope < context_.num_ropes; ++rope) find_angles(rope);
+        for (int64_t rope = 0; rope < context_.num_ropes; ++rope) find_angles(context_, rope, own_);
     }
 
     // From the residual to queries, and keys and values in the cache.
@@ -100,16 +115,31 @@ private:
             if (bias != nullptr) bias += num_outputs;
         }
         meet_if_divided_by_columns();
-        for (int64_t token = own_.first; token < own_.end; ++token) rotate_and_store(index, token);
+        for (int64_t token = own_.first; token < own_.end; ++token)
+            rotate_and_store<E>(context_, index, token);
     }
 
     // From what attention mixed to the residual after the layer.
     void finish(int64_t index) {
+        add_mixed(index);
+        if (model_.layers[index].router == nullptr) return feed_forward(index);
+        route(index);
+        meet();
+        experts(index, {normed_, input_stride_}).run();
+        meet();
+    }
+
+    void add_mixed(int64_t index) {
         const ob_layer& layer = model_.layers[index];
         const Inputs<E> mixed = {(const Number*)context_.mixed, context_.mixed_stride, mixed_bytes(layer)};
-        add(reads(layer.o), mixed, layer.o_bias, layer.after_attention_norm, reads(layer.gate_up));
-        feed_forward(index);
+        const ob_matrix& after = layer.router != nullptr ? *layer.router : reads(layer.gate_up);
+        add(reads(layer.o), mixed, layer.o_bias, layer.after_attention_norm, after);
     }
+
+    SparseFeedForward<E> experts(int64_t index, Inputs<E> inputs) {
+        return {context_, model_.layers[index], thread_, inputs, scratch_, arithmetic_};
+    }
+    void route(int64_t index) { experts(index, normed(rows_, model_.layers[index].mlp_norm)).route(own_); }
 
     void meet() { wait_for_all(*context_.pool); }
     void meet_if_divided_by_columns() {
@@ -118,9 +148,6 @@ private:
 
     float* hidden(int64_t row) const { return context_.hidden + row * context_.hidden_stride; }
     float* branch(int64_t row) const { return context_.branch + row * context_.hidden_stride; }
-    float* angles(int64_t rope, int64_t token) const {
-        return context_.angles + (rope * step_.num_tokens + token) * model_.head_dim;
-    }
 
     // What products of a matrix read: its copy in plain numbers where there is one and rows are many.
     const ob_matrix& reads(const ob_matrix* w, int64_t num_rows) const {
@@ -148,22 +175,11 @@ private:
         }
     }
 
-    void find_angles(int64_t rope) {
-        const float* frequencies = model_.rope_frequencies[rope];
-        const int64_t half = model_.head_dim / 2;
-        for (int64_t token = own_.first; token < own_.end; ++token) {
-            float* to = angles(rope, token);
-            for (int64_t i = 0; i < half; ++i) {
-                const float angle = (float)step_.positions[token] * frequencies[i];
-                __builtin_sincosf(angle, to + half + i, to + i);
-            }
-        }
-    }
-
     Inputs<E> normed(Range rows, const float* weight) {
         for (int64_t row = rows.first; row < rows.end; ++row) {
-            normalise<E>(hidden(row), weight, model_.hidden_size, model_.rms_norm_eps,
-                         normed_ + row * input_stride_);
+            Number* to = normed_ + row * input_stride_;
+            if (weight == nullptr) convert(to, hidden(row), model_.hidden_size);
+            else normalise<E>(hidden(row), weight, model_.hidden_size, model_.rms_norm_eps, to);
         }
         return {normed_, input_stride_};
     }
@@ -205,38 +221,14 @@ private:
         for (int64_t merge = own.first; merge < own.end; ++merge) attention.merge(context_.merges[merge]);
     }
 
-    void rotate_and_store(int64_t index, int64_t token) {
-        const ob_layer& layer = model_.layers[index];
-        const int64_t dim = model_.head_dim;
-        float* heads = context_.qkv + token * context_.qkv_stride;
-        float* keys = heads + (int64_t)model_.num_heads * dim;
-        float* values = keys + (int64_t)model_.num_kv_heads * dim;
-        const float* turn = angles(layer.rope, token);
-        Number* queries = (Number*)context_.queries + token * model_.num_heads * dim;
-        for (int64_t head = 0; head < model_.num_heads; ++head, heads += dim, queries += dim) {
-            if (layer.query_norm != nullptr) normalise_in_place(heads, layer.query_norm, dim, model_.rms_norm_eps);
-            rotate(heads, turn, dim, model_.attention_scale);
-            convert(queries, heads, dim);
-        }
-        const int64_t slot = step_.slot_mapping[token];
-        const int64_t block = slot / model_.block_size, offset = slot % model_.block_size;
-        for (int64_t head = 0; head < model_.num_kv_heads; ++head, keys += dim, values += dim) {
-            if (layer.key_norm != nullptr) normalise_in_place(keys, layer.key_norm, dim, model_.rms_norm_eps);
-            rotate(keys, turn, dim, 1.0f);
-            Number* page = (Number*)context_.kv_cache +
-                           page_numbers(model_) * page_index(model_, index, block, head, offset);
-            store_key<E>(page, keys, dim, offset % kPageTokens);
-            store_value<E>(page + kPageTokens * dim, values, dim, padded_head(model_), offset % kPageTokens);
-        }
-    }
-
     // Adds a product to the residual, past a norm where the family has one there.
     void add(const ob_matrix& w, Inputs<E> inputs, const float* bias, const float* norm, const ob_matrix& after) {
         const int64_t stride = context_.hidden_stride, width = model_.hidden_size;
+        const float scale = model_.residual_scale;
         if (norm == nullptr) {
             float* to = context_.hidden;
             product(w, inputs, after, [=](int64_t row, int64_t panel, const float* sums) {
-                add_panel(to + row * stride, panel, width, sums, bias);
+                add_panel(to + row * stride, panel, width, sums, bias, scale);
             });
             meet_if_divided_by_columns();
             return;
@@ -248,7 +240,7 @@ private:
         meet_if_divided_by_columns();
         for (int64_t row = own_.first; row < own_.end; ++row) {
             normalise_in_place(branch(row), norm, width, model_.rms_norm_eps);
-            for (int64_t i = 0; i < width; ++i) hidden(row)[i] += branch(row)[i];
+            for (int64_t i = 0; i < width; ++i) hidden(row)[i] += scale * branch(row)[i];
         }
         meet_if_divided_by_columns();
     }
@@ -308,7 +300,7 @@ private:
         // Each thread has its own copy of the sampled rows, and part of the vocabulary.
         Number* inputs = (Number*)context_.normed + thread_ * context_.normed_rows * input_stride_;
         for (int64_t sample = 0; sample < num_samples; ++sample) {
-            normalise<E>(hidden(step_.sample_tokens[sample]), model_.final_norm, model_.hidden_size,
+            normalise<E>(hidden(step_.sample_tokens[sample]), model_.head_norm, model_.hidden_size,
                          model_.rms_norm_eps, inputs + sample * input_stride_);
         }
         LargestLogit* largest = (LargestLogit*)(scratch_ + context_.scratch_bytes) - num_samples;

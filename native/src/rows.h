@@ -43,15 +43,17 @@ OB_INLINE void normalise_in_place(float* x, const float* weight, int64_t count, 
     for (int64_t i = 0; i < count; ++i) x[i] = x[i] * factor * weight[i];
 }
 
-// Rotary embedding: pairs (i, i + H/2) turn by their angle. `turn` has H/2 cosines, then H/2 sines.
-OB_INLINE void rotate(float* head, const float* turn, int64_t dim, float scale) {
-    const int64_t half = dim / 2;
+// Rotary embedding: of the first `turning` dimensions P, pairs (i, i + P/2) turn by their angle. `turn` has P/2 cosines,
+// then P/2 sines. All dimensions are scaled.
+OB_INLINE void rotate(float* head, const float* turn, int64_t turning, int64_t dim, float scale) {
+    const int64_t half = turning / 2;
     for (int64_t i = 0; i < half; ++i) {
         const float cosine = turn[i] * scale, sine = turn[half + i] * scale;
         const float low = head[i], high = head[half + i];
         head[i] = low * cosine - high * sine;
         head[half + i] = high * cosine + low * sine;
     }
+    for (int64_t i = turning; i < dim; ++i) head[i] *= scale;
 }
 
 template <class E>
@@ -87,15 +89,16 @@ OB_INLINE void copy_panel(float* row, int64_t panel, int64_t num_outputs, const 
     for (int64_t i = 0; i < count; ++i) row[first + i] = sums[i] + (bias ? bias[first + i] : 0.0f);
 }
 
-OB_INLINE void add_panel(float* row, int64_t panel, int64_t num_outputs, const float* sums, const float* bias) {
+OB_INLINE void add_panel(float* row, int64_t panel, int64_t num_outputs, const float* sums, const float* bias,
+                         float scale) {
     const int64_t first = panel * kPanelOutputs;
     if (bias == nullptr && first + kPanelOutputs <= num_outputs) {
-        store(row + first, load(row + first) + load(sums));
-        store(row + first + 16, load(row + first + 16) + load(sums + 16));
+        store(row + first, load(row + first) + splat(scale) * load(sums));
+        store(row + first + 16, load(row + first + 16) + splat(scale) * load(sums + 16));
         return;
     }
     const int64_t count = num_outputs - first < kPanelOutputs ? num_outputs - first : kPanelOutputs;
-    for (int64_t i = 0; i < count; ++i) row[first + i] += sums[i] + (bias ? bias[first + i] : 0.0f);
+    for (int64_t i = 0; i < count; ++i) row[first + i] += scale * (sums[i] + (bias ? bias[first + i] : 0.0f));
 }
 
 // A row of a float matrix out of its panels: what embeddings look up.

@@ -58,6 +58,7 @@ struct StepContext {
     int64_t num_merges;
     int64_t* taken;         // [layers]: how many items of a layer have been taken
     int64_t* taken_chunks;  // [layers + 1]: how many chunks of rows before a layer's attention
+    int64_t* taken_routes;  // [layers]: how many chunks of rows before a layer's experts
     int64_t chunk_rows;
 
     // Memory, grown to the largest step so far. Padding behind a row of products' inputs is zero and stays so.
@@ -70,6 +71,15 @@ struct StepContext {
     uint8_t* mixed;
     uint8_t* gated;
     uint8_t* quantized;  // inputs of a product in bytes, of few rows, for all threads
+    // Of layers with experts.
+    float* router_logits;   // [T, experts padded]
+    int32_t* chosen;        // [T, experts of a token]
+    float* shares;          // [T, experts of a token]
+    int32_t* expert_order;  // [threads, what `SparseFeedForward` sorts]
+    uint8_t* gathered;      // [threads, kMostColumnRows, D padded], rows of an expert
+    uint8_t* expert_gated;  // [T * experts of a token, width of an expert padded], sorted by experts
+    int64_t router_stride, expert_stride;
+
     float* partials; // [pieces, rows of an item, H padded + 2]
     uint8_t* scratch;
     int64_t scratch_bytes;  // of each thread; its end is for the largest logits of each sample

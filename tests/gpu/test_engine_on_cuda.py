@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onbeat.engine.device import detect_device, free_memory
-from onbeat.engine.models.registry import build_model
+from onbeat.engine.models.model import build_model
 from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.naive_attention import Case, Row, naive_attention, run_backend
 from tests.cpu.engine.step_driver import StepDriver

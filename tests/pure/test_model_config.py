@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.engine.model_config import RopeConfig, model_config_from_gguf, model_config_from_hf
+from onbeat.engine.model_config import RopeConfig, RopeFactors, model_config_from_gguf, model_config_from_hf
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -209,9 +209,9 @@ def test_gguf_llama() -> None:
     assert config.rope == RopeConfig(theta=100000.0)
     assert not config.tie_word_embeddings
     assert config.attention_bias
-    other = GGUF | {"general.architecture": "phi3"}
+    other = GGUF | {"general.architecture": "mamba"}
     with pytest.raises(
-        ModelLoadError, match=r"GGUF file's architecture 'phi3' is .* supported: gemma3, llama, qwen2, qwen3$"
+        ModelLoadError, match=r"GGUF file's architecture 'mamba' is .* supported: gemma3, granite, llama, "
     ):
         model_config_from_gguf(other, tensor_names=())
     tied = model_config_from_gguf(GGUF, tensor_names=())
@@ -221,9 +221,9 @@ def test_gguf_llama() -> None:
 
 
 def test_gguf_rope_scaling() -> None:
-    def rope(factors: tuple[float, ...] | None = None, **changes: Any) -> RopeConfig:
+    def rope(factors: tuple[float, ...] = (), **changes: Any) -> RopeConfig:
         table = gguf_of("llama", **changes)
-        return model_config_from_gguf(table, tensor_names=(), rope_frequency_factors=factors).rope
+        return model_config_from_gguf(table, tensor_names=(), rope_factors=RopeFactors(factors)).rope
 
     assert rope(rope__scaling__type="linear", rope__scaling__factor=4.0).factor == 4.0
     assert rope(rope__scale_linear=2.0).kind == "linear"
@@ -254,11 +254,13 @@ def test_gguf_gemma3_constants_that_the_format_leaves_out() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"expert_count": 8}, r"llama\.expert_count to 8"),
+        ({"expert_count": 8}, r"lacks llama\.expert_used_count"),
+        ({"expert_count": 2, "expert_used_count": 3}, "3 experts of 2"),
+        ({"expert_count": 8, "expert_gating_func": 2}, "expert_gating_func to 2"),
         ({"attention__head_count_kv": [3, 1]}, "the same for every layer"),
         ({"rope__dimension_count": 32}, "rope.dimension_count"),
         ({"attention__value_length": 32}, "value_length"),
-        ({"attention__sliding_window": 512}, "supported for gemma3 only"),
+        ({"attention__sliding_window": 512}, "supported for gemma3 and phi3 only"),
         ({"block_count": None}, r"lacks llama\.block_count"),
     ],
 )

@@ -15,7 +15,7 @@ from onbeat.engine.cuda.backend import CudaBackend, SettleLimits, fast_kernels, 
 from onbeat.engine.device import DeviceConfig, device_name
 from onbeat.engine.forward import ForwardPass, TorchForward
 from onbeat.engine.kv_cache import KVCacheSpec
-from onbeat.engine.models.registry import build_model
+from onbeat.engine.models.model import build_model
 from onbeat.engine.native.forward import NativeForward, NativeOptions
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS, WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, NotLoaded, load_library
@@ -24,7 +24,6 @@ from onbeat.engine.native.set_timer import choose_instruction_set
 from onbeat.engine.native.weights_copy import NONE, CopyChoice, choose_copy, make_copy, why_no_copy
 from onbeat.engine.parallel.backend import ParallelBackend
 from onbeat.engine.weights import Checkpoint, parameter_shapes
-from onbeat.engine.weights.layer_norms import LAYER_NORMS
 from onbeat.perfmodel.profile_file import cache_dir
 from onbeat.scheduler.config import SchedulerConfig
 
@@ -333,8 +332,6 @@ def _make_native(config: EngineConfig, checkpoint: Checkpoint, device: DeviceCon
         return f"it runs on the CPU, not on {device.device}"
     if device.dtype not in PLAIN_LAYOUTS:
         return f"it does not compute in {device.dtype_name}"
-    if checkpoint.config.family not in LAYER_NORMS:
-        return f"it does not run models of the family {checkpoint.config.family}"
     library = load_library()
     if isinstance(library, NotLoaded):
         return library.reason

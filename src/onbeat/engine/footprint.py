@@ -51,7 +51,10 @@ class Footprint:
         """Return what a model will take, and what its backend and a proposer will."""
         largest = max(math.prod(shape) for shape in parameter_shapes(config).values())
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        numbers = 3 * config.hidden_size + 2 * heads + 2 * config.intermediate_size
+        experts = config.experts
+        # What an expert's rows are is kept for all experts of a token at once.
+        width = 0 if experts is None else experts.num_per_token * experts.intermediate_size
+        numbers = 3 * config.hidden_size + 2 * heads + 2 * max(config.intermediate_size, width)
         return cls(
             kv_cache=backend.kv_cache_spec(block_size),
             draft_block_bytes=0 if proposer is None else proposer.block_bytes(block_size),

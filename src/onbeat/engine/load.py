@@ -283,9 +283,10 @@ def open_weights(config: EngineConfig) -> Checkpoint:
     ------
     ModelLoadError : naming the file and the tensor at fault.
     """
+    served_len = config.limits.max_model_len
     if config.load_format == "dummy":
-        return DummyCheckpoint(read_model_config(config.model), seed=config.seed)
-    return open_checkpoint(config.model)
+        return DummyCheckpoint(read_model_config(config.model, served_len=served_len), seed=config.seed)
+    return open_checkpoint(config.model, served_len=served_len)
 
 
 def _describe_proposer(proposer: ProposerBuilder, limits: SchedulerConfig) -> str:

@@ -36,7 +36,7 @@ QUANTIZED_GROUP = 32
 
 def model_spec_of(config: ModelConfig, name: str) -> ModelSpec:
     """Return the sizes that determine step times."""
-    num_sliding = sum(config.sliding_layers)
+    num_sliding, experts = sum(config.sliding_layers), config.experts
     return ModelSpec(
         name=name,
         num_layers=config.num_layers,
@@ -50,6 +50,10 @@ def model_spec_of(config: ModelConfig, name: str) -> ModelSpec:
         ties_embeddings=config.tie_word_embeddings,
         sliding_window=config.sliding_window if num_sliding else None,
         num_sliding_layers=num_sliding,
+        num_experts=0 if experts is None else experts.num_experts,
+        num_experts_per_token=0 if experts is None else experts.num_per_token,
+        moe_intermediate_size=0 if experts is None else experts.intermediate_size,
+        num_moe_layers=config.num_expert_layers,
     )
 
 

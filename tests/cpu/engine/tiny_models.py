@@ -10,20 +10,32 @@ import torch
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from onbeat.engine.model_config import model_config_from_hf
-from onbeat.engine.models.model import Model
-from onbeat.engine.models.registry import build_model
+from onbeat.engine.models.model import Model, build_model
 from onbeat.engine.weights import parameter_shapes
+from onbeat.engine.weights.fused import find_rows
 
 SIZES: dict[str, Any] = {
     "vocab_size": 211,
@@ -75,6 +87,63 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "query_pre_attn_scalar": 48,
         },
     ),
+    "phi3": (
+        Phi3ForCausalLM,
+        Phi3Config,
+        {
+            "sliding_window": 30,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "phi3-longrope": (
+        Phi3ForCausalLM,
+        Phi3Config,
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + 0.1 * index for index in range(12)],
+                "long_factor": [2.0 + index for index in range(12)],
+                "attention_factor": 1.19,
+            },
+        },
+    ),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
+    "smollm3": (
+        SmolLM3ForCausalLM,
+        SmolLM3Config,
+        {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
+    ),
+    "granite": (
+        GraniteForCausalLM,
+        GraniteConfig,
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 5.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {
+            "head_dim": 24,
+            "num_hidden_layers": 3,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+        },
+    ),
 }
 
 
@@ -84,12 +153,17 @@ class StateCheckpoint:
     def __init__(self, hf_model: Any) -> None:
         self.config = model_config_from_hf(hf_model.config.to_dict())
         self.state = hf_model.state_dict()
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.state.items()}
+        self.rows = find_rows(shapes, parameter_shapes(self.config), self.config)
 
     def names(self) -> list[str]:
         return list(parameter_shapes(self.config))
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        tensor: torch.Tensor = self.state[name]
+        rows = self.rows[name]
+        tensor: torch.Tensor = self.state[rows.tensor]
+        if rows.tensor != name:
+            tensor = tensor.flatten(0, -2)[rows.first : rows.end]
         return tensor.to(dtype)
 
 
@@ -119,14 +193,14 @@ class TinyModel:
 def hf_tiny_model(name: str, dtype: torch.dtype) -> Any:
     """Return a random reference model, the same for the same name."""
     model_class, config_class, options = FAMILIES[name]
-    config = config_class(**{**SIZES, **options}, attn_implementation="sdpa")
+    config = config_class(**{**SIZES, **options}, attn_implementation="sdpa", experts_implementation="eager")
     config.architectures = [model_class.__name__]
     torch.manual_seed(len(name))
     hf_model = model_class(config).to(torch.float64)
     with torch.no_grad():
         for parameter_name, parameter in hf_model.named_parameters():
             # Matrices that keep activations at their size, norms and biases that are not the identity.
-            is_matrix = parameter.dim() == 2
+            is_matrix = parameter.dim() >= 2
             parameter.normal_(0.0, parameter.shape[-1] ** -0.5 if is_matrix else 0.3)
             if "norm" in parameter_name and "gemma" not in name:
                 parameter.add_(1.0)

@@ -15,7 +15,7 @@ from onbeat.core.request import FinishReason, Pooling, Request, SamplingParams
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.models.registry import build_model
+from onbeat.engine.models.model import build_model
 from onbeat.engine.pooling import choose_pooling
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.weights import open_checkpoint

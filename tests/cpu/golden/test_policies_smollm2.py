@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from onbeat.engine.models.registry import build_model
+from onbeat.engine.models.model import build_model
 from onbeat.engine.weights import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES

@@ -45,6 +45,8 @@ class Sizes:
     num_kv_heads: int
     head_dim: int
     intermediate: int
+    num_experts: int
+    expert_size: int
     vocab: int
     block_size: int
     num_blocks: int
@@ -59,12 +61,15 @@ def draw_sizes(rng: np.random.Generator) -> Sizes:
     layout = LAYOUTS[rng.integers(len(LAYOUTS))]
     unit = layout.group or 1
     num_kv_heads = int(rng.integers(1, 4))
+    num_experts = int(rng.choice([0, 0, 1, 3, 8]))
     return Sizes(
         hidden=max(unit, 8) * int(rng.integers(1, 6)),
         num_heads=num_kv_heads * int(rng.integers(1, 5)),
         num_kv_heads=num_kv_heads,
         head_dim=32 * int(rng.integers(1, 5)) if layout.group else 2 * int(rng.integers(4, 65)),
         intermediate=32 * int(rng.integers(1, 6)) if layout.group else 16 * int(rng.integers(1, 10)),
+        num_experts=num_experts,
+        expert_size=0 if num_experts == 0 else 32 * int(rng.integers(1, 4)),
         vocab=int(rng.integers(3, 300)),
         block_size=16 * int(rng.integers(1, 5)),
         num_blocks=int(rng.integers(12, 60)),
@@ -85,20 +90,21 @@ class Engine:
         self._kept: list[Any] = []
         self._functions = library.functions
         query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+        spans_heads = bool(rng.integers(2))
         layers = [
             LayerStructure(
                 qkv=self._qkv(query, kv, sizes.hidden),
                 o=self._matrix(sizes.hidden, query),
-                gate_up=self._matrix(2 * sizes.intermediate, sizes.hidden),
-                down=self._matrix(sizes.hidden, sizes.intermediate),
+                **self._feed_forward(sizes, has_experts=bool(index % 2) and sizes.num_experts > 0),
                 qkv_bias=self._vector(query + 2 * kv) if rng.integers(2) else None,
                 o_bias=self._vector(sizes.hidden) if rng.integers(2) else None,
-                attention_norm=self._vector(sizes.hidden),
-                mlp_norm=self._vector(sizes.hidden),
+                attention_norm=self._vector(sizes.hidden) if rng.integers(3) else None,
+                mlp_norm=self._vector(sizes.hidden) if rng.integers(3) else None,
                 after_attention_norm=self._vector(sizes.hidden) if rng.integers(2) else None,
-                after_mlp_norm=self._vector(sizes.hidden) if rng.integers(2) else None,
-                query_norm=self._vector(sizes.head_dim) if rng.integers(2) else None,
-                key_norm=self._vector(sizes.head_dim) if rng.integers(2) else None,
+                query_norm=self._vector(query if spans_heads else sizes.head_dim)
+                if rng.integers(2)
+                else None,
+                key_norm=self._vector(kv if spans_heads else sizes.head_dim) if rng.integers(2) else None,
                 window=sizes.window * (index % 2),
                 rope=0,
             )
@@ -122,13 +128,22 @@ class Engine:
             num_threads=int(rng.integers(1, 5)),
             activation_quantization=int(rng.choice(list(ACTIVATION_QUANTIZATIONS.values()))),
             batch_invariant=int(rng.integers(2)),
+            rotary_dim=2 * int(rng.integers(1, sizes.head_dim // 2 + 1)),
+            norms_span_heads=spans_heads,
+            num_experts=sizes.num_experts,
+            experts_per_token=int(rng.integers(1, sizes.num_experts + 1)) if sizes.num_experts else 0,
+            expert_size=sizes.expert_size,
+            normalizes_experts=int(rng.integers(2)),
             copy_rows=int(rng.choice([0, 1, 20])),
             rms_norm_eps=1e-5,
             attention_scale=0.1,
             embedding_scale=1.0,
+            rotary_scale=1.0,
+            residual_scale=0.5,
             embedding=embedding,
             lm_head=embedding if rng.integers(2) else self._matrix(sizes.vocab, sizes.hidden),
             final_norm=self._vector(sizes.hidden),
+            head_norm=self._vector(sizes.hidden),
             layers=ctypes.addressof(self._layers),
             rope_frequencies=ctypes.addressof(self._ropes),
         )
@@ -157,6 +172,29 @@ class Engine:
         for kept in self._kept:
             if isinstance(kept, PackedMatrix):
                 kept.free()
+
+    def _feed_forward(self, sizes: Sizes, *, has_experts: bool) -> dict[str, Any]:
+        if not has_experts:
+            return {
+                "gate_up": self._matrix(2 * sizes.intermediate, sizes.hidden),
+                "down": self._matrix(sizes.hidden, sizes.intermediate),
+                "after_mlp_norm": self._vector(sizes.hidden) if self._rng.integers(2) else None,
+            }
+        gate_up, down = (
+            (ctypes.c_void_p * sizes.num_experts)(
+                *(self._matrix(num_outputs, num_inputs) for _ in range(sizes.num_experts))
+            )
+            for num_outputs, num_inputs in (
+                (2 * sizes.expert_size, sizes.hidden),
+                (sizes.hidden, sizes.expert_size),
+            )
+        )
+        self._kept += [gate_up, down]
+        return {
+            "router": self._matrix(sizes.num_experts, sizes.hidden),
+            "expert_gate_up": ctypes.addressof(gate_up),
+            "expert_down": ctypes.addressof(down),
+        }
 
     def _qkv(self, query: int, kv: int, num_inputs: int) -> Any:
         """Return one to three matrices."""

@@ -11,7 +11,7 @@ import torch
 
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_config.config import RopeConfig
-from onbeat.engine.models.registry import build_model
+from onbeat.engine.models.model import build_model
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.weights import DummyCheckpoint
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch

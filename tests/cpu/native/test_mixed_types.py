@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from onbeat.engine.config import ActivationQuantization, Quantization
-from onbeat.engine.models.registry import build_model
+from onbeat.engine.models.model import build_model
 from onbeat.engine.native.layouts import NATURAL_LAYOUTS, PLAIN_LAYOUTS
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.weights import Checkpoint, open_checkpoint

@@ -17,9 +17,10 @@ from onbeat.engine.model_config import ModelConfig, model_config_from_hf
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.matrix import PackedMatrix
-from onbeat.engine.native.packing import NativeWeights
+from onbeat.engine.native.packing import GatedWeights, NativeWeights
 from onbeat.engine.native.structures import Store
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint
+from onbeat.engine.weights.layer_norms import LAYER_NORMS
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import pack
 from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model
@@ -44,15 +45,31 @@ def packed_layer(checkpoint: Checkpoint, weights: NativeWeights, index: int) -> 
     config, layer = checkpoint.config, weights.layers[index]
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     parts = np.split(np.concatenate([rows_of(matrix) for matrix in layer.qkv]), [query, query + kv])
-    gate_up = rows_of(layer.gate_up).reshape(-1, 2, 16, config.hidden_size)
-    gate, up = (gate_up[:, part].reshape(-1, config.hidden_size) for part in range(2))
     names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    matrices = dict(zip(names, [*parts, rows_of(layer.o)], strict=True))
+    if isinstance(layer.feed_forward, GatedWeights):
+        return matrices | packed_mlp("mlp", layer.feed_forward)
+    matrices["mlp.gate"] = rows_of(layer.feed_forward.router)
+    for expert, weights_of_it in enumerate(layer.feed_forward.experts):
+        matrices |= packed_mlp(f"mlp.experts.{expert}", weights_of_it)
+    return matrices
+
+
+def packed_mlp(name: str, weights: GatedWeights) -> dict[str, Numbers]:
+    gate_up = rows_of(weights.gate_up)
+    gate, up = np.split(gate_up.reshape(-1, 2, 16, gate_up.shape[1]), 2, axis=1)
     return {
-        **dict(zip(names, [*parts, rows_of(layer.o)], strict=True)),
-        "mlp.gate_proj": gate,
-        "mlp.up_proj": up,
-        "mlp.down_proj": rows_of(layer.down),
+        f"{name}.gate_proj": gate.reshape(-1, gate_up.shape[1]),
+        f"{name}.up_proj": up.reshape(-1, gate_up.shape[1]),
+        f"{name}.down_proj": rows_of(weights.down),
     }
+
+
+def gated(weights: NativeWeights) -> GatedWeights:
+    """The first layer's feed-forward, which has no experts."""
+    feed_forward = weights.layers[0].feed_forward
+    assert isinstance(feed_forward, GatedWeights)
+    return feed_forward
 
 
 def assert_layers_equal(checkpoint: Checkpoint, weights: NativeWeights, error: float) -> None:
@@ -76,13 +93,16 @@ def test_all_parameters_of_every_family(native_library: NativeLibrary, name: str
     )
     assert (weights.lm_head is weights.embedding) == config.tie_word_embeddings
     offset = 1.0 if name == "gemma3" else 0.0
-    np.testing.assert_array_equal(weights.final_norm, parameter(checkpoint, "model.norm.weight") + offset)
+    final_norm = parameter(checkpoint, "model.norm.weight") + offset
+    np.testing.assert_array_equal(weights.final_norm, final_norm)
+    np.testing.assert_array_equal(weights.head_norm, final_norm / np.float32(config.logits_divisor))
     layer = weights.layers[1]
+    norms = LAYER_NORMS[config.norms]
     for actual, norm in (
-        (layer.attention_norm, "input_layernorm"),
-        (layer.mlp_norm, "pre_feedforward_layernorm" if offset else "post_attention_layernorm"),
-        (layer.after_attention_norm, "post_attention_layernorm" if offset else None),
-        (layer.after_mlp_norm, "post_feedforward_layernorm" if offset else None),
+        (layer.attention_norm, norms.attention),
+        (layer.mlp_norm, norms.mlp),
+        (layer.after_attention_norm, norms.after_attention),
+        (layer.after_mlp_norm, norms.after_mlp),
         (layer.query_norm, "self_attn.q_norm" if config.qk_norm else None),
         (layer.key_norm, "self_attn.k_norm" if config.qk_norm else None),
     ):
@@ -104,7 +124,7 @@ def test_a_ragged_feed_forward_width_is_padded_with_zeros(
     checkpoint = DummyCheckpoint(small_config(intermediate_size=41))
     weights = pack(native_library, checkpoint, quantization=quantization)
     assert weights.intermediate_size == padded
-    assert weights.layers[0].down.num_inputs == padded
+    assert gated(weights).down.num_inputs == padded
     assert_layers_equal(checkpoint, weights, 0.01)
 
 
@@ -178,7 +198,7 @@ def test_int8_of_a_quantized_file(native_library: NativeLibrary, tmp_path: Path)
     assert weights.stores == "q8"
     assert_layers_equal(checkpoint, weights, 0.01)
     down = parameter(checkpoint, "model.layers.0.mlp.down_proj.weight")
-    np.testing.assert_allclose(rows_of(weights.layers[0].down), down, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(rows_of(gated(weights).down), down, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +222,8 @@ def test_parts_of_different_types_lose_nothing(
     weights = pack(native_library, checkpoint, quantization="auto")
     layer = weights.layers[0]
     found = [matrix.layout.store for matrix in layer.qkv]
-    assert (found, layer.gate_up.layout.store, layer.down.layout.store) == stores
+    feed_forward = gated(weights)
+    assert (found, feed_forward.gate_up.layout.store, feed_forward.down.layout.store) == stores
     assert_layers_equal(checkpoint, weights, 1e-3)
 
 

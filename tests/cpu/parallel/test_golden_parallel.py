@@ -21,7 +21,7 @@ SHORT_OF_MEMORY_LENGTHS = (30, 31, 28, 61, 60, 29, 14, 15, 16, 44)
 """Together with 12 tokens of output they outgrow 18 blocks."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "olmo2"])  # see test_shards
 def test_tokens_equal_those_of_the_whole_model(make_split: MakeSplit, name: str) -> None:
     prompts = [random_prompt(length) for length in PROMPT_LENGTHS]
 

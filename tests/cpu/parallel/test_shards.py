@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.model_config import ModelConfig, RopeConfig
+from onbeat.engine.model_config import Experts, ModelConfig, RopeConfig
 from onbeat.engine.parallel.shards import (
     Shard,
     ShardedCheckpoint,
@@ -36,7 +36,7 @@ CONFIG = ModelConfig(
     rope=RopeConfig(theta=10000.0),
     attention_bias=True,
     attention_output_bias=True,
-    qk_norm=True,
+    qk_norm="head",
 )
 CHECKPOINT = DummyCheckpoint(CONFIG, seed=1)
 LAYER = "model.layers.0"
@@ -133,6 +133,17 @@ def test_a_size_that_does_not_divide_is_refused_with_those_that_do(changes, size
     with pytest.raises(ConfigError) as caught:
         check_degree(replace(CONFIG, **changes), size)
     assert message in str(caught.value)
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    with pytest.raises(ConfigError, match="span all heads; leave --tensor-parallel-size out"):
+        check_degree(replace(CONFIG, qk_norm="all"), 2)
+    experts = Experts(num_experts=4, num_per_token=2, intermediate_size=30)
+    with pytest.raises(ConfigError, match="30 columns of an expert; sizes that do: 1, 2, 3, 6"):
+        check_degree(replace(CONFIG, experts=experts), 4)
+    assert config_of_rank(replace(CONFIG, experts=experts), Shard(0, 2)).experts == replace(
+        experts, intermediate_size=15
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])

@@ -14,8 +14,7 @@ from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.forward import ForwardPass, StepLogits, TorchForward
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.models.model import Model
-from onbeat.engine.models.registry import build_model
+from onbeat.engine.models.model import Model, build_model
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.draft_model import DraftModelProposer

@@ -13,7 +13,7 @@ import torch
 
 from onbeat.core.request import Request
 from onbeat.engine.config import Quantization
-from onbeat.engine.models.registry import build_model
+from onbeat.engine.models.model import build_model
 from onbeat.engine.weights import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.text.tokenizer import load_tokenizer

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from onbeat.core.errors import ModelLoadError
+from onbeat.engine.model_config import model_config_from_hf
 from onbeat.engine.weights import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from tests.cpu.weights.tiny_models import (
@@ -45,6 +47,30 @@ def test_equals_the_model_that_was_converted(family: str, tmp_path: Path) -> Non
     assert config.vocab_size == model.config.vocab_size
     assert config.tie_word_embeddings == ("lm_head.weight" not in expected)
     assert config.head_dim == head_dim(model.config)
+    # The format has fewer digits, and none of these.
+    theirs = model_config_from_hf(model.config.to_dict())
+    assert config == replace(
+        theirs,
+        architecture=config.architecture,
+        rms_norm_eps=config.rms_norm_eps,
+        dtype=None,
+        bos_token_id=None,
+        eos_token_ids=(),
+    )
+
+
+def test_longrope_goes_by_the_context_that_is_served(tmp_path: Path) -> None:
+    """A file of a model whose context was made four times longer, served short and long."""
+    model = tiny_model("phi3")
+    model.config.original_max_position_embeddings = 64
+    model.save_pretrained(tmp_path)
+    write_gguf(tmp_path / "model.gguf", model)
+    for files in (gguf_files(tmp_path / "model.gguf"), ModelFiles(kind="hf", path=tmp_path, name="phi3")):
+        short = open_checkpoint(files, served_len=64).config.rope.frequency_factors
+        long = open_checkpoint(files, served_len=65).config.rope.frequency_factors
+        assert short == tuple(1.0 + index for index in range(6))
+        assert long == tuple(2.0 + index for index in range(6))
+        assert open_checkpoint(files).config.rope.frequency_factors == long
 
 
 @pytest.mark.parametrize("name", QUANTIZABLE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,10 @@ import gguf
 import numpy as np
 import torch
 import transformers
+
+from onbeat.engine.model_config import model_config_from_hf
+from onbeat.engine.weights import parameter_shapes
+from onbeat.engine.weights.fused import find_rows
 
 COMMON: dict[str, Any] = dict(  # noqa: C408 -- as at the call
     vocab_size=96,
@@ -19,13 +24,48 @@ COMMON: dict[str, Any] = dict(  # noqa: C408 -- as at the call
     num_key_value_heads=2,
     max_position_embeddings=256,
 )
+NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 FAMILIES: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**COMMON, tie_word_embeddings=False),
     "llama-bias": lambda: transformers.LlamaConfig(**COMMON, attention_bias=True, tie_word_embeddings=True),
     "mistral": lambda: transformers.MistralConfig(**COMMON, sliding_window=None),
     "qwen2": lambda: transformers.Qwen2Config(**COMMON),
     "qwen3": lambda: transformers.Qwen3Config(**COMMON, head_dim=32),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**COMMON, head_dim=32, sliding_window=16),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **COMMON, head_dim=32, sliding_window=16, query_pre_attn_scalar=32
+    ),
+    "phi3": lambda: transformers.Phi3Config(
+        **COMMON,
+        **NO_TOKENS,
+        sliding_window=100,
+        original_max_position_embeddings=256,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0 + index for index in range(6)],
+            "long_factor": [2.0 + index for index in range(6)],
+        },
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**COMMON, **NO_TOKENS),
+    "smollm3": lambda: transformers.SmolLM3Config(
+        **COMMON | {"num_hidden_layers": 4}, **NO_TOKENS, no_rope_layer_interval=4
+    ),
+    "granite": lambda: transformers.GraniteConfig(
+        **COMMON,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.25,
+        residual_multiplier=0.5,
+        logits_scaling=5.0,
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3-moe": lambda: transformers.Qwen3MoeConfig(
+        **COMMON | {"head_dim": 32},
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+        norm_topk_prob=True,
+    ),
 }
 GGUF_ARCHITECTURES = {
     "llama": "llama",
@@ -33,7 +73,15 @@ GGUF_ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "gemma3_text": "gemma3",
+    "phi3": "phi3",
+    "olmo2": "olmo2",
+    "smollm3": "smollm3",
+    "granite": "granite",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
 }
+PERMUTED = ("llama", "smollm3", "granite")
+"""Architectures whose queries and keys the converter puts in another order."""
 
 _RENAMED = {
     "model.embed_tokens": "token_embd",
@@ -41,16 +89,21 @@ _RENAMED = {
     "lm_head": "output",
     "model.layers.": "blk.",
     "input_layernorm": "attn_norm",
+    "self_attn.qkv_proj": "attn_qkv",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_up_proj": "ffn_up",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate.": "ffn_gate_inp.",
 }
+_AROUND = ("gemma3_text", "olmo2")
+"""Models that have norms after attention and feed-forward."""
 
 
 def tiny_model(family: str) -> Any:
@@ -65,8 +118,16 @@ def tiny_model(family: str) -> Any:
 
 
 def parameters(model: Any) -> dict[str, torch.Tensor]:
-    """Return a model's parameters by name, a tied head left out."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """Return a model's parameters by onbeat's names, a tied head left out."""
+    found = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    config = model_config_from_hf(model.config.to_dict())
+    rows = find_rows(
+        {name: tuple(tensor.shape) for name, tensor in found.items()}, parameter_shapes(config), config
+    )
+    return {
+        name: found[tensor] if tensor == name else found[tensor].flatten(0, -2)[first:end]
+        for name, (tensor, first, end) in rows.items()
+    }
 
 
 def write_gguf(path: Path, model: Any, types: dict[str, gguf.GGMLQuantizationType] | None = None) -> None:
@@ -75,11 +136,29 @@ def write_gguf(path: Path, model: Any, types: dict[str, gguf.GGMLQuantizationTyp
     architecture = GGUF_ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
     write_metadata(writer, config)
-    for name, tensor in parameters(model).items():
-        short, values = to_gguf(name, tensor.numpy(), config)
+    for short, values in gguf_tensors(model):
         kind = (types or {}).get(short, gguf.GGMLQuantizationType.F32)
         writer.add_tensor(short, gguf.quants.quantize(values, kind), raw_dtype=kind)
     finish(writer)
+
+
+def gguf_tensors(model: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield a model's tensors as llama.cpp's converter writes them: all experts of a layer in one."""
+    for name, tensor in model.named_parameters():
+        values = tensor.detach().numpy()
+        prefix = name.split(".mlp.")[0].replace("model.layers.", "blk.")
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = np.split(values, 2, axis=1)
+            yield f"{prefix}.ffn_gate_exps.weight", gate
+            yield f"{prefix}.ffn_up_exps.weight", up
+        elif name.endswith("experts.down_proj"):
+            yield f"{prefix}.ffn_down_exps.weight", values
+        else:
+            yield to_gguf(name, values, model.config)
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        for length in ("long", "short"):
+            yield f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], dtype=np.float32)
 
 
 def write_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -96,13 +175,30 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_token_list([f"token {i} é" for i in range(config.vocab_size)])
     writer.add_token_types([1] * config.vocab_size)
     writer.add_array("general.languages", ["en"])
-    if config.model_type == "gemma3_text":
+    if config.model_type in ("gemma3_text", "phi3"):
         writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "phi3":
+        rope = config.rope_parameters
+        writer.add_rope_dimension_count(int(rope["partial_rotary_factor"] * head_dim(config)))
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        writer.add_rope_scaling_attn_factors(rope.get("attention_factor") or 1.0)
+    if config.model_type == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if config.model_type in ("mixtral", "qwen3_moe"):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type != "gemma3_text":
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
 
 
 def head_dim(config: Any) -> int:
     """Return the width of a head; Qwen2's configuration does not name it."""
-    return int(getattr(config, "head_dim", config.hidden_size // config.num_attention_heads))
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
@@ -116,7 +212,7 @@ def to_gguf(name: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarray
     """Return a parameter's GGUF name, and its values as llama.cpp's converter writes them."""
     is_gemma = config.model_type == "gemma3_text"
     short = name
-    if is_gemma:
+    if config.model_type in _AROUND:
         short = short.replace("post_attention_layernorm", "post_attention_norm")
         short = short.replace("pre_feedforward_layernorm", "ffn_norm")
         short = short.replace("post_feedforward_layernorm", "post_ffw_norm")
@@ -125,7 +221,7 @@ def to_gguf(name: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarray
         short = short.replace(long_name, short_name)
     if is_gemma and "norm" in name:
         values = values + np.float32(1)
-    if GGUF_ARCHITECTURES[config.model_type] == "llama":
+    if GGUF_ARCHITECTURES[config.model_type] in PERMUTED:
         for part, num_heads in (
             ("q_proj", config.num_attention_heads),
             ("k_proj", config.num_key_value_heads),

@@ -44,6 +44,8 @@ def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int) -> st
         return f"heads of {head_dim} are not supported; 64, 128 and 256 are"
     if block_size not in BLOCK_SIZES:
         return f"block_size is {block_size}; it needs 16, 32, 64 or 128"
+    if feature := missing_feature(checkpoint.config):
+        return f"it has no {feature}"
     capability = compute_capability(device.device)
     if capability < OLDEST_CAPABILITY:
         return f"it needs compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
@@ -53,6 +55,19 @@ def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int) -> st
     if kernel is not None:
         return f"the kernel {kernel} is neither ready-made nor can it be built here: nvcc is not found"
     return None
+
+
+def missing_feature(config: ModelConfig) -> str | None:
+    """Return what a model's layers need that the engine's one layer lacks; None where it has all."""
+    ropes = [config.layer_rope(index) for index in range(config.num_layers)]
+    features = {
+        "layers of experts": config.experts is not None,
+        "layers without norms before attention and feed-forward": config.norms == "after",
+        "norms of queries and keys over all heads": config.qk_norm == "all",
+        "rotary embedding of a part of each head": any(rope.rotary_dim is not None for rope in ropes),
+        "factor on rotated queries and keys (LongRoPE)": any(rope.attention_factor != 1.0 for rope in ropes),
+    }
+    return next((feature for feature, is_needed in features.items() if is_needed), None)
 
 
 def missing_kernel(config: ModelConfig) -> str | None:

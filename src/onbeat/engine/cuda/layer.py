@@ -49,13 +49,13 @@ def run_layers(weights: CudaWeights, kernels: Kernels, ids_T: Tensor, step: Laye
     for layer, kv in zip(weights.layers, step.kv, strict=True):
         kernels.add_norm(x_TD, residual_TD, layer.attention_norm, normed_TD)
         x_TD = _attention(kernels, layer, normed_TD, step, kv)
-        _norm_in_place(kernels, x_TD, layer.after_attention_norm)
+        _finish_branch(kernels, weights, x_TD, layer.after_attention_norm)
         kernels.add_norm(x_TD, residual_TD, layer.mlp_norm, normed_TD)
         gate_up_TF2 = step.multiply(normed_TD, layer.gate_up_FD, None)
         activated_TF = gate_up_TF2.new_empty(len(gate_up_TF2), gate_up_TF2.shape[1] // 2)
         kernels.act_mul(gate_up_TF2, weights.config.hidden_activation, activated_TF)
         x_TD = step.multiply(activated_TF, layer.down_DF, None)
-        _norm_in_place(kernels, x_TD, layer.after_mlp_norm)
+        _finish_branch(kernels, weights, x_TD, layer.after_mlp_norm)
     assert x_TD is not None, "a model has layers"
     return Hidden(x_TD, residual_TD)
 
@@ -71,6 +71,8 @@ def write_logits(weights: CudaWeights, kernels: Kernels, hidden: Hidden, logits_
         torch.mm(x_TD, head_DV, out_dtype=logits_TV.dtype, out=logits_TV)
     else:
         logits_TV.copy_(x_TD @ head_DV)
+    if weights.config.logits_divisor != 1.0:
+        logits_TV.div_(weights.config.logits_divisor)
 
 
 def first_of_windows(weights: CudaWeights) -> dict[int | None, LayerSpec]:
@@ -94,6 +96,9 @@ def _attention(
     return step.multiply(mixed_TNH.view(num_tokens, -1), layer.o_DX, layer.o_bias_D)
 
 
-def _norm_in_place(kernels: Kernels, x_TD: Tensor, norm: Norm | None) -> None:
+def _finish_branch(kernels: Kernels, weights: CudaWeights, x_TD: Tensor, norm: Norm | None) -> None:
+    """Do in place what a family does to what attention or feed-forward adds to the residual."""
     if norm is not None:
         kernels.add_norm(None, x_TD, norm, x_TD)
+    if weights.config.residual_scale != 1.0:
+        x_TD.mul_(weights.config.residual_scale)

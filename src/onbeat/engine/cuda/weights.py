@@ -94,7 +94,9 @@ class _Loader:
     def _layer(self, index: int) -> CudaLayer:
         config, prefix = self._config, f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        names = LAYER_NORMS[config.family]
+        names = LAYER_NORMS[config.norms]
+        assert names.attention is not None, "see `missing_feature`"
+        assert names.mlp is not None, "see `missing_feature`"
         projections = [f"{attention}.{part}_proj" for part in "qkv"]
         after_attention, after_mlp = (
             None if name is None else self._norm(f"{prefix}.{name}")
@@ -131,8 +133,8 @@ class _Loader:
     def _norm(self, name: str) -> Norm:
         scale_D = self._joined(f"{name}.weight")
         offset = self._config.norm_weight_offset
-        if not offset:
-            return Norm(scale_D, self._config.rms_norm_eps, scales_rounded=True)
+        if not self._config.norm_rounds_once:
+            return Norm(scale_D + offset, self._config.rms_norm_eps, scales_rounded=True)
         return Norm(scale_D.float() + offset, self._config.rms_norm_eps, scales_rounded=False)
 
     def _joined(self, *names: str) -> Tensor:

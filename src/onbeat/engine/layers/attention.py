@@ -1,4 +1,4 @@
-"""The attention block of a layer: projections, optional head norms, rotation, paged attention.
+"""The attention block of a layer: projections, optional norms, rotation, paged attention.
 
 Legend: T tokens, D model width, N query heads, K KV heads, H head width.
 """
@@ -25,11 +25,16 @@ class HeadLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """Norms of each head's query and key."""
+class QKNorms:
+    """Norms of queries and keys."""
 
     query: RMSNorm
     key: RMSNorm
+    spans_all: bool = False
+    """Whether they span all heads of a token together, else each by itself."""
+
+    def apply(self, norm: RMSNorm, x_TNH: Tensor) -> Tensor:
+        return norm(x_TNH.flatten(1)).view(x_TNH.shape) if self.spans_all else norm(x_TNH)
 
 
 class SelfAttention:
@@ -44,7 +49,7 @@ class SelfAttention:
     """
 
     def __init__(
-        self, layer_index: int, heads: HeadLayout, *, qkv: Linear, output: Linear, norms: HeadNorms | None
+        self, layer_index: int, heads: HeadLayout, *, qkv: Linear, output: Linear, norms: QKNorms | None
     ) -> None:
         self.layer_index = layer_index
         self.heads = heads
@@ -61,7 +66,9 @@ class SelfAttention:
             rotated_THH = rotation.apply(heads_THH[:, : num_heads + num_kv_heads])
             q_TNH, k_TKH = rotated_THH[:, :num_heads], rotated_THH[:, num_heads:]
         else:
-            q_TNH = rotation.apply(self.norms.query(heads_THH[:, :num_heads]))
-            k_TKH = rotation.apply(self.norms.key(heads_THH[:, num_heads : num_heads + num_kv_heads]))
+            norms = self.norms
+            q_TNH = rotation.apply(norms.apply(norms.query, heads_THH[:, :num_heads]))
+            k_TKH = heads_THH[:, num_heads : num_heads + num_kv_heads]
+            k_TKH = rotation.apply(norms.apply(norms.key, k_TKH))
         mixed_TNH = context.attention.run(self.layer_index, q_TNH, k_TKH, v_TKH, context.metadata)
         return self.output(mixed_TNH.flatten(1))

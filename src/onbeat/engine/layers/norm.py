@@ -17,18 +17,24 @@ class RMSNorm:
     ----------
     weight_D : the scale, in the model's type.
     eps : added to the mean square.
-    offset : added to the weight (Gemma stores `scale - 1`); then the product is taken in float32 before
-        rounding, as Gemma's reference does, else after rounding, as Llama's does.
+    offset : added to the weight in float32 (Gemma stores `scale - 1`).
+    rounds_once : the product is taken in float32 before rounding, as Gemma's and OLMo's references do, else
+        after rounding, as Llama's does.
     """
 
-    def __init__(self, weight_D: Tensor, eps: float, offset: float = 0.0) -> None:
+    def __init__(
+        self, weight_D: Tensor, eps: float, offset: float = 0.0, *, rounds_once: bool = False
+    ) -> None:
         self.shape = tuple(weight_D.shape)
         self.eps = eps
         self.dtype = weight_D.dtype
         self.scale_D = weight_D.float() + offset if offset else weight_D
-        self._apply = self._fused_float32 if offset else self._fused
+        self._apply = self._fused
         if self.dtype == torch.float64:
-            self._apply = self._by_steps_offset if offset else self._by_steps
+            self._apply = self._by_steps_once if rounds_once else self._by_steps
+        elif rounds_once:
+            self.scale_D = self.scale_D.float()
+            self._apply = self._fused_float32
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._apply(x)
@@ -44,7 +50,7 @@ class RMSNorm:
     def _by_steps(self, x: Tensor) -> Tensor:
         return self.scale_D * self._normalise_float32(x).to(self.dtype)
 
-    def _by_steps_offset(self, x: Tensor) -> Tensor:
+    def _by_steps_once(self, x: Tensor) -> Tensor:
         return (self._normalise_float32(x) * self.scale_D).to(self.dtype)
 
     def _normalise_float32(self, x: Tensor) -> Tensor:

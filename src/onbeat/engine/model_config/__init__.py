@@ -1,22 +1,23 @@
 """What a model is made of, read from a Hugging Face config.json or a GGUF file. No torch."""
 
 from onbeat.engine.model_config.config import (
-    ARCHITECTURES,
     Activation,
-    Family,
+    Experts,
     ModelConfig,
+    NormPlaces,
     RopeConfig,
     RopeKind,
 )
-from onbeat.engine.model_config.gguf import model_config_from_gguf
+from onbeat.engine.model_config.gguf import RopeFactors, model_config_from_gguf
 from onbeat.engine.model_config.hf import model_config_from_hf
 
 __all__ = [
-    "ARCHITECTURES",
     "Activation",
-    "Family",
+    "Experts",
     "ModelConfig",
+    "NormPlaces",
     "RopeConfig",
+    "RopeFactors",
     "RopeKind",
     "model_config_from_gguf",
     "model_config_from_hf",

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from onbeat.core.errors import ModelLoadError
 
-Family = Literal["llama", "qwen2", "qwen3", "gemma3"]
 Activation = Literal["silu", "gelu_pytorch_tanh"]
-RopeKind = Literal["default", "linear", "llama3", "factors"]
-
-ARCHITECTURES: Mapping[str, Family] = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Gemma3ForCausalLM": "gemma3",
-}
-"""Supported `architectures` entries of a config.json."""
+RopeKind = Literal["none", "default", "linear", "llama3", "factors"]
+NormPlaces = Literal["before", "after", "around"]
+"""Where a layer's norms are: before attention and feed-forward (Llama), after them (OLMo 2), both (Gemma)."""
+QKNorm = Literal["head", "all"]
+"""What a norm of queries and keys spans: each head by itself (Qwen 3), or all heads together (OLMo 2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding of one kind of layer.
 
-    The unscaled frequencies are `theta ** (-2i / head_dim)`; `kind` says how they are scaled.
+    The unscaled frequencies are `theta ** (-2i / rotary_dim)`; `kind` says how they are scaled. With the kind
+    `none` nothing turns: all frequencies are 0.
     """
 
     theta: float
@@ -41,7 +36,40 @@ class RopeConfig:
     original_max_position_embeddings: int = 8192
     """llama3: the context length of pre-training."""
     frequency_factors: tuple[float, ...] | None = None
-    """factors: one divisor for each of the head_dim / 2 frequencies (how GGUF files store llama3 scaling)."""
+    """factors: one divisor for each of the rotary_dim / 2 frequencies (LongRoPE; llama3 in GGUF files)."""
+    rotary_dim: int | None = None
+    """Dimensions of a head that turn, its first ones; None: all."""
+    attention_factor: float = 1.0
+    """Factor on what has turned, of queries and keys alike (LongRoPE)."""
+
+
+NO_ROPE = RopeConfig(theta=1.0, kind="none")
+"""Of layers that know no positions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A feed-forward of which each token passes a few parts.
+
+    A router's softmax over all experts gives their weights; the largest `num_per_token` count.
+
+    Raises
+    ------
+    ModelLoadError : more experts a token than there are.
+    """
+
+    num_experts: int
+    num_per_token: int
+    intermediate_size: int
+    """Of one expert."""
+    normalizes: bool = True
+    """Whether the weights that count are divided by their sum."""
+    layers: tuple[bool, ...] = ()
+    """For each layer whether it has experts; empty means that all have."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_per_token <= self.num_experts:
+            raise ModelLoadError(f"each token takes {self.num_per_token} experts of {self.num_experts}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +81,7 @@ class ModelConfig:
     ModelLoadError : sizes that do not fit together.
     """
 
-    family: Family
+    family: str
     architecture: str
     """The Hugging Face class name, such as `LlamaForCausalLM`."""
     vocab_size: int
@@ -77,18 +105,31 @@ class ModelConfig:
     """Whether q, k and v projections have a bias."""
     attention_output_bias: bool = False
     """Whether the output projection of attention has a bias."""
-    qk_norm: bool = False
-    """Whether each head's query and key pass an RMSNorm before the rotary embedding."""
+    norms: NormPlaces = "before"
+    qk_norm: QKNorm | None = None
+    """Whether queries and keys pass an RMSNorm before the rotary embedding, and what it spans."""
+    nope_layers: tuple[bool, ...] = ()
+    """For each layer whether it has no rotary embedding; empty means that all have one."""
+    experts: Experts | None = None
+    """None: a token passes the whole feed-forward."""
     sliding_window: int | None = None
     """A sliding layer's token sees itself and the `sliding_window - 1` tokens before it."""
     sliding_layers: tuple[bool, ...] = ()
     """For each layer whether it slides; empty means that none does."""
     query_pre_attn_scalar: float | None = None
     """Attention scores are scaled by its inverse square root; None stands for `head_dim`."""
+    attention_multiplier: float | None = None
+    """Attention scores are scaled by this, where it is set."""
+    residual_scale: float = 1.0
+    """Factor on what attention and feed-forward add to the residual stream."""
+    logits_divisor: float = 1.0
+    """Logits are divided by this."""
     embedding_scale: float = 1.0
     """Factor on embeddings at the input (not on a tied output head)."""
     norm_weight_offset: float = 0.0
     """RMSNorm multiplies by `weight + norm_weight_offset` (Gemma: 1)."""
+    norm_rounds_once: bool = False
+    """Whether RMSNorm multiplies before it rounds to the model's type (Gemma, OLMo 2), else after (Llama)."""
     dtype: str | None = None
     """The checkpoint's own type, such as `bfloat16`; None where it does not say or has several."""
     bos_token_id: int | None = None
@@ -107,17 +148,40 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ModelLoadError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
-        if self.sliding_layers and len(self.sliding_layers) != self.num_layers:
-            raise ModelLoadError(
-                f"the layer pattern names {len(self.sliding_layers)} layers, the model has {self.num_layers}"
-            )
+        expert_layers = () if self.experts is None else self.experts.layers
+        for pattern in (self.sliding_layers, self.nope_layers, expert_layers):
+            if pattern and len(pattern) != self.num_layers:
+                raise ModelLoadError(
+                    f"the layer pattern names {len(pattern)} layers, the model has {self.num_layers}"
+                )
         if any(self.sliding_layers) and self.sliding_window is None:
             raise ModelLoadError("the layer pattern has sliding layers, but sliding_window is not set")
 
     @property
     def attention_scale(self) -> float:
         """Factor on the scores q.k."""
-        return 1.0 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
+        return self.attention_multiplier or 1.0 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
+
+    def has_experts(self, layer_index: int) -> bool:
+        """Whether a layer's feed-forward is made of experts."""
+        experts = self.experts
+        return experts is not None and (not experts.layers or experts.layers[layer_index])
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Layers with experts."""
+        return sum(map(self.has_experts, range(self.num_layers)))
+
+    def first_layers(self, num_layers: int) -> ModelConfig:
+        """Return a model of the first layers alone."""
+        experts = self.experts
+        return replace(
+            self,
+            num_layers=num_layers,
+            sliding_layers=self.sliding_layers[:num_layers],
+            nope_layers=self.nope_layers[:num_layers],
+            experts=None if experts is None else replace(experts, layers=experts.layers[:num_layers]),
+        )
 
     def is_sliding(self, layer_index: int) -> bool:
         """Whether a layer attends to the sliding window only."""
@@ -129,6 +193,8 @@ class ModelConfig:
 
     def layer_rope(self, layer_index: int) -> RopeConfig:
         """Return the rotary embedding of a layer."""
+        if self.nope_layers and self.nope_layers[layer_index]:
+            return NO_ROPE
         return self.local_rope if self.local_rope is not None and self.is_sliding(layer_index) else self.rope
 
 

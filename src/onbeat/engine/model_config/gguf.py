@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.engine.model_config.config import ModelConfig, RopeConfig, unsupported_architecture
+from onbeat.engine.model_config.config import Experts, ModelConfig, RopeConfig, unsupported_architecture
+from onbeat.engine.model_config.families import GGUF_FAMILIES
+from onbeat.engine.model_config.hf_rope import RopeSizes, longrope
 from onbeat.engine.model_config.values import Values
 
-GGUF_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-}
 _MUST_BE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "expert_count": (0,),
     "attn_logit_softcapping": (),
@@ -30,16 +27,30 @@ _MUST_BE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 _POOLING = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
 """llama.cpp's numbers (`llama_pooling_type`); 0 is none."""
+_SOFTMAX = 1
+"""llama.cpp's number for a router whose weights are a softmax."""
 
-_GEMMA_27B_LAYERS = 62
-"""The one Gemma 3 size whose query scalar is hidden_size / num_heads, not head_dim."""
+
+class RopeFactors(NamedTuple):
+    """What a file's own tensors divide frequencies by; empty where there are none."""
+
+    all_contexts: tuple[float, ...] = ()
+    """`rope_freqs.weight`: Llama 3.1's scaling."""
+    short: tuple[float, ...] = ()
+    """`rope_factors_short.weight`: LongRoPE's, for contexts as long as in pre-training."""
+    long: tuple[float, ...] = ()
+    """`rope_factors_long.weight`: for longer ones."""
+
+
+_NO_FACTORS = RopeFactors()
 
 
 def model_config_from_gguf(
     metadata: Mapping[str, Any],
     *,
     tensor_names: Collection[str],
-    rope_frequency_factors: tuple[float, ...] | None = None,
+    rope_factors: RopeFactors = _NO_FACTORS,
+    served_len: int | None = None,
 ) -> ModelConfig:
     """Read the metadata of a GGUF file.
 
@@ -48,30 +59,38 @@ def model_config_from_gguf(
     metadata : key to plain value. `<architecture>.vocab_size` must be there (many files leave it to the
         embedding's rows: the caller puts it in).
     tensor_names : the file's own tensor names; they tell what metadata leaves out (tied head, biases).
-    rope_frequency_factors : the values of `rope_freqs.weight`, where the file has it (Llama 3.1's scaling).
+    rope_factors : the values of the file's tensors for its rotary embedding.
+    served_len : longest context that will be served, tokens; None: as long as the model allows. LongRoPE
+        turns by other angles for long contexts.
 
     Raises
     ------
     ModelLoadError : an unsupported architecture or option, or a missing or wrong value.
     """
     name = metadata.get("general.architecture")
-    if name not in GGUF_ARCHITECTURES:
-        raise unsupported_architecture(name, GGUF_ARCHITECTURES, source="the GGUF file")
-    architecture = GGUF_ARCHITECTURES[name]
+    if not isinstance(name, str) or name not in GGUF_FAMILIES:
+        raise unsupported_architecture(name, GGUF_FAMILIES, source="the GGUF file")
+    family = GGUF_FAMILIES[name]
+    rules = family.gguf
+    assert rules is not None, "the table has no others"
     values = Values(metadata, source="the GGUF file", prefix=f"{name}.")
     for key, neutral in _MUST_BE_NEUTRAL.items():
-        values.refuse_unless(key, *neutral)
+        if key not in rules.reads:
+            values.refuse_unless(key, *neutral)
     hidden_size, num_heads = values.size("embedding_length"), _per_layer(values, "attention.head_count")
     head_dim = values.size("attention.key_length", hidden_size // num_heads)
     values.refuse_unless("attention.value_length", head_dim)
-    values.refuse_unless("rope.dimension_count", head_dim)
-    is_gemma = name == "gemma3"
-    sliding_window, sliding_layers = _sliding(values, name)
+    if "rope.dimension_count" not in rules.reads:
+        values.refuse_unless("rope.dimension_count", head_dim)
+    if "attention.sliding_window" not in rules.reads:
+        _refuse_window(values, name)
+    context = values.size("context_length")
+    sizes = RopeSizes(head_dim=head_dim, context=context, served=min(served_len or context, context))
     pooling = _POOLING.get(values.raw("pooling_type"))
     tokens = Values(metadata, source="the GGUF file", prefix="tokenizer.ggml.")
-    return ModelConfig(
-        family=name,
-        architecture=architecture,
+    common = ModelConfig(
+        family=family.name,
+        architecture=family.architecture,
         vocab_size=values.size("vocab_size"),
         hidden_size=hidden_size,
         num_layers=values.num_layers("block_count"),
@@ -79,27 +98,34 @@ def model_config_from_gguf(
         num_kv_heads=_per_layer(values, "attention.head_count_kv", num_heads),
         head_dim=head_dim,
         intermediate_size=_per_layer(values, "feed_forward_length"),
-        max_position_embeddings=values.size("context_length"),
+        max_position_embeddings=context,
         rms_norm_eps=values.number("attention.layer_norm_rms_epsilon"),
-        rope=_rope(values, 1_000_000.0 if is_gemma else 10_000.0, rope_frequency_factors),
-        local_rope=RopeConfig(theta=values.number("rope.freq_base_swa", 10_000.0)) if is_gemma else None,
-        hidden_activation="gelu_pytorch_tanh" if is_gemma else "silu",
+        rope=_rope(values, rules.theta, rope_factors, sizes),
         tie_word_embeddings="output.weight" not in tensor_names,
         has_head=pooling is None or "output.weight" in tensor_names,
         pooling=pooling,
         attention_bias="blk.0.attn_q.bias" in tensor_names,
         attention_output_bias="blk.0.attn_output.bias" in tensor_names,
-        qk_norm=name in ("qwen3", "gemma3"),
-        sliding_window=sliding_window,
-        sliding_layers=sliding_layers,
-        query_pre_attn_scalar=_gemma_query_scalar(values, head_dim, hidden_size / num_heads)
-        if is_gemma
-        else None,
-        embedding_scale=hidden_size**0.5 if is_gemma else 1.0,
-        norm_weight_offset=1.0 if is_gemma else 0.0,
+        experts=_experts(values),
         bos_token_id=next(iter(tokens.token_ids("bos_token_id")), None),
         eos_token_ids=tuple(
             dict.fromkeys(tokens.token_ids("eos_token_id") + tokens.token_ids("eot_token_id")),
+        ),
+    )
+    return rules.complete(common, values)
+
+
+def _experts(values: Values) -> Experts | None:
+    if not values.raw("expert_count"):
+        return None
+    if not values.flag("expert_weights_norm", default=True):
+        raise values.wrong("expert_weights_norm", values.raw("expert_weights_norm"), "true")
+    values.refuse_unless("expert_gating_func", _SOFTMAX)
+    return Experts(
+        num_experts=values.size("expert_count"),
+        num_per_token=values.size("expert_used_count"),
+        intermediate_size=values.size(
+            "expert_feed_forward_length", _per_layer(values, "feed_forward_length")
         ),
     )
 
@@ -114,49 +140,49 @@ def _per_layer(values: Values, key: str, default: int | None = None) -> int:
     return Values({key: value[0]}, source="the GGUF file").size(key)
 
 
-def _rope(values: Values, default_theta: float, frequency_factors: tuple[float, ...] | None) -> RopeConfig:
-    theta = values.number("rope.freq_base", default_theta)
+def _rope(values: Values, default_theta: float, factors: RopeFactors, sizes: RopeSizes) -> RopeConfig:
+    rotary_dim = values.size("rope.dimension_count", sizes.head_dim)
+    rope = RopeConfig(
+        theta=values.number("rope.freq_base", default_theta),
+        rotary_dim=None if rotary_dim == sizes.head_dim else rotary_dim,
+    )
     kind = values.raw("rope.scaling.type")
     # Files older than `rope.scaling.*` have `rope.scale_linear`.
     factor_key = "rope.scaling.factor" if "rope.scaling.factor" in values else "rope.scale_linear"
     factor = values.raw(factor_key)
+    if factors.short and factors.long:
+        original = values.size("rope.scaling.original_context_length")
+        return longrope(
+            rope,
+            factors.short if sizes.served <= original else factors.long,
+            attention_factor=values.number("rope.scaling.attn_factor", 1.0),
+            num_frequencies=rotary_dim // 2,
+        )
     if kind not in (None, "none", "linear"):
         raise ModelLoadError(
             f"the GGUF file asks for RoPE scaling of kind {kind!r}, which is not supported; "
             "supported: none, linear, and llama3 as a rope_freqs.weight tensor"
         )
     is_linear = kind != "none" and factor not in (None, 0.0, 1.0)
-    if frequency_factors is not None:
+    if factors.all_contexts:
         if is_linear:
             raise ModelLoadError(
                 "the GGUF file has both linear RoPE scaling and rope_freqs.weight; only one can hold"
             )
-        return RopeConfig(theta=theta, kind="factors", frequency_factors=frequency_factors)
+        return replace(rope, kind="factors", frequency_factors=factors.all_contexts)
     if is_linear:
-        return RopeConfig(theta=theta, kind="linear", factor=values.number(factor_key))
-    return RopeConfig(theta=theta)
+        return replace(rope, kind="linear", factor=values.number(factor_key))
+    return rope
 
 
-def _sliding(values: Values, name: str) -> tuple[int | None, tuple[bool, ...]]:
-    if name != "gemma3":
-        # llama.cpp computes these architectures without a window, whatever the file says; a window that is
-        # shorter than the context would make our output differ from one or the other.
-        window = values.raw("attention.sliding_window")
-        if window is not None and 0 < window < values.size("context_length"):
-            raise ModelLoadError(
-                f"the GGUF file sets {name}.attention.sliding_window to {window}, which is supported for "
-                "gemma3 only; serve the Hugging Face checkpoint of this model instead"
-            )
-        return None, ()
-    num_layers = values.num_layers("block_count")
-    pattern = values.raw("attention.sliding_window_pattern")
-    if isinstance(pattern, list):
-        return values.size("attention.sliding_window"), tuple(bool(slides) for slides in pattern)
-    period = values.size("attention.sliding_window_pattern", 6)
-    return values.size("attention.sliding_window"), tuple(
-        (index + 1) % period != 0 for index in range(num_layers)
-    )
+def _refuse_window(values: Values, name: str) -> None:
+    """Refuse a window in a family for which llama.cpp has none.
 
-
-def _gemma_query_scalar(values: Values, head_dim: int, head_share: float) -> float:
-    return head_share if values.num_layers("block_count") == _GEMMA_27B_LAYERS else float(head_dim)
+    A window that is shorter than the context would make our output differ from llama.cpp's or the model's.
+    """
+    window = values.raw("attention.sliding_window")
+    if window is not None and 0 < window < values.size("context_length"):
+        raise ModelLoadError(
+            f"the GGUF file sets {name}.attention.sliding_window to {window}, which is supported for "
+            "gemma3 and phi3 only; serve the Hugging Face checkpoint of this model instead"
+        )

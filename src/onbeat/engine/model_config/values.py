@@ -57,6 +57,13 @@ class Values:
             raise self.wrong(key, value, "a positive number")
         return float(value)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Return a list of positive numbers."""
+        value = self._required(key, None)
+        if not isinstance(value, list):
+            raise self.wrong(key, value, "a list of numbers")
+        return tuple(Values({key: item}, source=self._source).number(key) for item in value)
+
     def flag(self, key: str, *, default: bool) -> bool:
         """Return true or false."""
         value = self._required(key, default)

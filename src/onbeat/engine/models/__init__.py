@@ -1,1 +1,1 @@
-"""Model families, one file each, and the table of them."""
+"""The model in torch operators: one layer for all families, and the reference of the other engines."""

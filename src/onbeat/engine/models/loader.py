@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onbeat.engine.layers.attention import HeadLayout, HeadNorms, SelfAttention
+from onbeat.engine.layers.attention import HeadLayout, QKNorms, SelfAttention
 from onbeat.engine.layers.embedding import Embedding
+from onbeat.engine.layers.experts import SparseMLP
 from onbeat.engine.layers.linear import Linear, select_linear_kernel
 from onbeat.engine.layers.mlp import GatedMLP
 from onbeat.engine.layers.norm import RMSNorm
@@ -57,8 +58,12 @@ class LayerLoader:
         return self.linear_kernel(weight_OI, bias_O)
 
     def norm(self, name: str) -> RMSNorm:
+        config = self.config
         return RMSNorm(
-            self.tensor(f"{name}.weight"), self.config.rms_norm_eps, self.config.norm_weight_offset
+            self.tensor(f"{name}.weight"),
+            config.rms_norm_eps,
+            config.norm_weight_offset,
+            rounds_once=config.norm_rounds_once,
         )
 
     def embedding(self) -> Embedding:
@@ -78,7 +83,7 @@ class LayerLoader:
     def self_attention(self, layer_index: int) -> SelfAttention:
         config, prefix = self.config, f"model.layers.{layer_index}.self_attn"
         norms = (
-            HeadNorms(self.norm(f"{prefix}.q_norm"), self.norm(f"{prefix}.k_norm"))
+            QKNorms(self.norm(f"{prefix}.q_norm"), self.norm(f"{prefix}.k_norm"), config.qk_norm == "all")
             if config.qk_norm
             else None
         )
@@ -91,10 +96,19 @@ class LayerLoader:
         )
 
     def mlp(self, layer_index: int) -> GatedMLP:
-        prefix = f"model.layers.{layer_index}.mlp"
+        return self._mlp(f"model.layers.{layer_index}.mlp", self.ranks)
+
+    def experts(self, layer_index: int) -> Linear:
+        """Return a feed-forward of experts; ranks add up their sum, not each of them."""
+        prefix, sizes = f"model.layers.{layer_index}.mlp", self.config.experts
+        assert sizes is not None, "the layer has experts"
+        experts = [self._mlp(f"{prefix}.experts.{index}", ONE_RANK) for index in range(sizes.num_experts)]
+        return self.ranks.sum_up(SparseMLP(self.linear(f"{prefix}.gate"), experts, sizes))
+
+    def _mlp(self, prefix: str, ranks: Ranks) -> GatedMLP:
         return GatedMLP(
             self.linear(f"{prefix}.gate_proj", f"{prefix}.up_proj"),
-            self.ranks.sum_up(self.linear(f"{prefix}.down_proj")),
+            ranks.sum_up(self.linear(f"{prefix}.down_proj")),
             self.config.hidden_activation,
         )
 

@@ -5,40 +5,33 @@ Legend: T tokens of the step, R sampling rows, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from onbeat.engine.attention.base import ForwardContext
-from onbeat.engine.layers.rotary import RotaryEmbedding, Rotation
+from onbeat.engine.layers.ranks import ONE_RANK, Ranks
+from onbeat.engine.layers.rotary import RotaryEmbedding
 from onbeat.engine.model_config import ModelConfig, RopeConfig
+from onbeat.engine.models.layer import DecoderLayer
 from onbeat.engine.models.loader import LayerLoader
-
-
-class DecoderLayer(Protocol):
-    """One layer; adds to the residual stream."""
-
-    def __call__(self, hidden_TD: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor: ...
+from onbeat.engine.weights import Checkpoint
 
 
 class Model:
-    """A family's layers between embedding and output projection.
+    """Layers between embedding and output projection.
 
     Parameters
     ----------
-    loader : source of the shared parts.
-    build_layer : makes the layer of an index.
+    loader : source of the parts.
     """
 
-    def __init__(self, loader: LayerLoader, build_layer: Callable[[LayerLoader, int], DecoderLayer]) -> None:
+    def __init__(self, loader: LayerLoader) -> None:
         config = loader.config
         self.config: ModelConfig = config
         self.dtype = loader.dtype
         self.device = loader.device
         self.embedding = loader.embedding()
-        self.layers = [build_layer(loader, index) for index in range(config.num_layers)]
+        self.layers = [DecoderLayer(loader, index) for index in range(config.num_layers)]
         self.layer_ropes: list[RopeConfig] = [config.layer_rope(index) for index in range(config.num_layers)]
         self.rotaries: dict[RopeConfig, RotaryEmbedding] = {
             rope: loader.rotary(rope) for rope in dict.fromkeys(self.layer_ropes)
@@ -64,4 +57,26 @@ class Model:
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return logits of rows of `forward`'s result, [R, V], float32 (float64 in a float64 model)."""
         logits_RV = self.lm_head(self.norm(hidden_RD))
+        if self.config.logits_divisor != 1.0:
+            logits_RV = logits_RV / self.config.logits_divisor
         return logits_RV if self.dtype == torch.float64 else logits_RV.float()
+
+
+def build_model(
+    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK
+) -> Model:
+    """Build a model and load its weights.
+
+    Parameters
+    ----------
+    checkpoint : configuration and weights.
+    dtype : of weights and activations: float32, bfloat16 or float64.
+    device : where it runs.
+    ranks : the processes that it is split among; the checkpoint then has this rank's parts.
+
+    Raises
+    ------
+    ModelLoadError : a weight is missing or cannot be read.
+    """
+    with torch.inference_mode():
+        return Model(LayerLoader(checkpoint, dtype=dtype, device=device, ranks=ranks))

@@ -25,7 +25,14 @@ from onbeat.engine.layers.rotary import inverse_frequencies
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS
 from onbeat.engine.native.library import ERROR_BYTES, NativeLibrary, address
-from onbeat.engine.native.packing import FloatArray, LayerWeights, NativeWeights
+from onbeat.engine.native.matrix import PackedMatrix
+from onbeat.engine.native.packing import (
+    ExpertWeights,
+    FloatArray,
+    GatedWeights,
+    LayerWeights,
+    NativeWeights,
+)
 from onbeat.engine.native.structures import (
     ACTIVATION_QUANTIZATIONS,
     ACTIVATIONS,
@@ -194,7 +201,7 @@ def first_layers(
 ) -> tuple[ModelConfig, NativeWeights]:
     """Return a model of the first layers alone; it shares their weights."""
     return (
-        replace(config, num_layers=num_layers, sliding_layers=config.sliding_layers[:num_layers]),
+        config.first_layers(num_layers),
         replace(weights, layers=weights.layers[:num_layers]),
     )
 
@@ -209,7 +216,7 @@ class _FirstLayer:
         self, library: NativeLibrary, config: ModelConfig, weights: NativeWeights, options: NativeOptions
     ) -> None:
         layer = weights.layers[0]
-        self.flops_per_row = 2.0 * sum(matrix.num_outputs * matrix.num_inputs for matrix in layer.matrices)
+        self.flops_per_row = 2.0 * layer.numbers_per_token
         self.num_bytes = sum(matrix.num_bytes for matrix in layer.matrices)
         self._forward = NativeForward(
             library,
@@ -260,9 +267,10 @@ class _EngineStructures:
             for rope in ropes
         ]
         self._frequency_pointers = _pointers(self._frequencies)
+        self._expert_pointers: list[Any] = []
         self._layers = (LayerStructure * config.num_layers)(
             *(
-                _layer_structure(
+                self._layer(
                     layer,
                     window=config.layer_window(index) or 0,
                     rope=ropes.index(config.layer_rope(index)),
@@ -270,6 +278,7 @@ class _EngineStructures:
                 for index, layer in enumerate(weights.layers)
             )
         )
+        experts = config.experts
         # The factor is rounded to the model's type first, as the reference does.
         embedding_scale = float(torch.tensor(config.embedding_scale, dtype=options.dtype))
         self.model = ModelStructure(
@@ -287,33 +296,56 @@ class _EngineStructures:
             num_threads=options.num_threads,
             activation_quantization=ACTIVATION_QUANTIZATIONS[options.activation_quantization],
             batch_invariant=options.batch_invariant,
+            rotary_dim=config.rope.rotary_dim or config.head_dim,
+            norms_span_heads=config.qk_norm == "all",
+            num_experts=0 if experts is None else experts.num_experts,
+            experts_per_token=0 if experts is None else experts.num_per_token,
+            expert_size=weights.expert_size,
+            normalizes_experts=experts is not None and experts.normalizes,
             copy_rows=options.copy_rows,
             rms_norm_eps=config.rms_norm_eps,
             attention_scale=config.attention_scale,
             embedding_scale=embedding_scale,
+            rotary_scale=config.rope.attention_factor,
+            residual_scale=config.residual_scale,
             embedding=weights.embedding.handle,
             lm_head=weights.lm_head.handle,
             final_norm=address(weights.final_norm, np.float32),
+            head_norm=address(weights.head_norm, np.float32),
             layers=ctypes.addressof(self._layers),
             rope_frequencies=ctypes.addressof(self._frequency_pointers),
         )
+
+    def _layer(self, layer: LayerWeights, *, window: int, rope: int) -> LayerStructure:
+        vectors = (
+            *("qkv_bias", "o_bias", "attention_norm", "mlp_norm", "after_attention_norm", "after_mlp_norm"),
+            *("query_norm", "key_norm"),
+        )
+        return LayerStructure(
+            qkv=_handles(layer.qkv, MOST_QKV),
+            o=layer.o.handle,
+            window=window,
+            rope=rope,
+            **self._feed_forward(layer.feed_forward),
+            **{name: address(getattr(layer, name), np.float32) for name in vectors},
+        )
+
+    def _feed_forward(self, weights: GatedWeights | ExpertWeights) -> dict[str, Any]:
+        if isinstance(weights, GatedWeights):
+            return {"gate_up": weights.gate_up.handle, "down": weights.down.handle}
+        gate_up = _handles([expert.gate_up for expert in weights.experts], len(weights.experts))
+        down = _handles([expert.down for expert in weights.experts], len(weights.experts))
+        self._expert_pointers += [gate_up, down]
+        return {
+            "router": weights.router.handle,
+            "expert_gate_up": ctypes.addressof(gate_up),
+            "expert_down": ctypes.addressof(down),
+        }
 
 
 def _pointers(arrays: Sequence[FloatArray]) -> Any:
     return (ctypes.c_void_p * len(arrays))(*(address(array, np.float32) for array in arrays))
 
 
-def _layer_structure(layer: LayerWeights, *, window: int, rope: int) -> LayerStructure:
-    vectors = (
-        *("qkv_bias", "o_bias", "attention_norm", "mlp_norm", "after_attention_norm", "after_mlp_norm"),
-        *("query_norm", "key_norm"),
-    )
-    return LayerStructure(
-        qkv=(ctypes.c_void_p * MOST_QKV)(*(matrix.handle for matrix in layer.qkv)),
-        o=layer.o.handle,
-        gate_up=layer.gate_up.handle,
-        down=layer.down.handle,
-        window=window,
-        rope=rope,
-        **{name: address(getattr(layer, name), np.float32) for name in vectors},
-    )
+def _handles(matrices: Sequence[PackedMatrix], length: int) -> Any:
+    return (ctypes.c_void_p * length)(*(matrix.handle for matrix in matrices))

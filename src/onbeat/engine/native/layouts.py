@@ -27,7 +27,7 @@ NATURAL_LAYOUTS: Mapping[str, MatrixLayout] = {
     "Q4_K": MatrixLayout(Store.Q4, 32),
 }
 """GGUF type to the store that holds its numbers as they are. Other quantized types become plain numbers."""
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, LM_HEAD, ROUTER = "model.embed_tokens.weight", "lm_head.weight", ".mlp.gate.weight"
 _FORMATS = {Store.F32: "fp32", Store.BF16: "bf16", Store.Q8: "int8", Store.Q4: "int4"}
 
 
@@ -49,8 +49,11 @@ class WeightLayouts:
         self._config = checkpoint.config
         # Rows of 16 gates and 16 ups lie in turn, and a scale is shared by 32 inputs of the next matrix.
         multiple = INT8_LAYOUT.group if quantization == "int8" else 16
+        experts = self._config.experts
         self.intermediate_size = -(-self._config.intermediate_size // multiple) * multiple
         """Width of the feed-forward layer, padded with zeros."""
+        self.expert_size = 0 if experts is None else -(-experts.intermediate_size // multiple) * multiple
+        """Likewise of an expert; 0 without any."""
 
     def quantized_rows(self, name: str) -> QuantizedRows | None:
         """Return a parameter as the file has it, where it is packed so."""
@@ -70,6 +73,8 @@ class WeightLayouts:
         holds either as it is; where that cannot be, or a part is of a type without a store, into plain
         numbers. Neither loses anything noticeable, as quantizing numbers a second time would.
         """
+        if names[0].endswith(ROUTER):
+            return (self.plain,)  # small, and a coarse number would choose another expert
         if self.quantization == "int8":
             return (INT8_LAYOUT,)
         rows = [self.quantized_rows(name) for name in names]
@@ -125,9 +130,16 @@ class WeightLayouts:
             matrices += [
                 *self.split([f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv"]),
                 (f"{prefix}.self_attn.o_proj.weight",),
-                tuple(f"{prefix}.mlp.{part}_proj.weight" for part in ("gate", "up")),
-                (f"{prefix}.mlp.down_proj.weight",),
             ]
+            blocks, experts = [f"{prefix}.mlp"], self._config.experts
+            if experts is not None and self._config.has_experts(index):
+                matrices.append((f"{prefix}{ROUTER}",))
+                blocks = [f"{prefix}.mlp.experts.{expert}" for expert in range(experts.num_experts)]
+            for block in blocks:
+                matrices += [
+                    tuple(f"{block}.{part}_proj.weight" for part in ("gate", "up")),
+                    (f"{block}.down_proj.weight",),
+                ]
         if not self._config.tie_word_embeddings:
             matrices.append((LM_HEAD,))
         return matrices

@@ -29,19 +29,52 @@ INTERLEAVED_ROWS = 16
 """Rows of the gate, then as many of the up projection: what one product of the kernel needs of both."""
 
 
+@dataclass(frozen=True, slots=True)
+class GatedWeights:
+    """A feed-forward, or an expert."""
+
+    gate_up: PackedMatrix
+    down: PackedMatrix
+
+    @property
+    def matrices(self) -> tuple[PackedMatrix, ...]:
+        return self.gate_up, self.down
+
+    @property
+    def numbers_per_token(self) -> float:
+        return sum(matrix.num_outputs * matrix.num_inputs for matrix in self.matrices)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """A feed-forward of experts."""
+
+    router: PackedMatrix
+    experts: tuple[GatedWeights, ...]
+    num_per_token: int
+
+    @property
+    def matrices(self) -> tuple[PackedMatrix, ...]:
+        return self.router, *(matrix for expert in self.experts for matrix in expert.matrices)
+
+    @property
+    def numbers_per_token(self) -> float:
+        router = self.router.num_outputs * self.router.num_inputs
+        return router + self.num_per_token * self.experts[0].numbers_per_token
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer; None where the family has no such vector."""
+    """One layer; None where the family has no such thing."""
 
     qkv: tuple[PackedMatrix, ...]
     """Queries, keys and values, one after the other: in one matrix, or more where their stores differ."""
     o: PackedMatrix
-    gate_up: PackedMatrix
-    down: PackedMatrix
+    feed_forward: GatedWeights | ExpertWeights
     qkv_bias: FloatArray | None
     o_bias: FloatArray | None
-    attention_norm: FloatArray
-    mlp_norm: FloatArray
+    attention_norm: FloatArray | None
+    mlp_norm: FloatArray | None
     after_attention_norm: FloatArray | None
     after_mlp_norm: FloatArray | None
     query_norm: FloatArray | None
@@ -49,7 +82,13 @@ class LayerWeights:
 
     @property
     def matrices(self) -> tuple[PackedMatrix, ...]:
-        return *self.qkv, self.o, self.gate_up, self.down
+        return *self.qkv, self.o, *self.feed_forward.matrices
+
+    @property
+    def numbers_per_token(self) -> float:
+        """Numbers of its matrices that a token is multiplied with."""
+        sizes = (matrix.num_outputs * matrix.num_inputs for matrix in (*self.qkv, self.o))
+        return sum(sizes) + self.feed_forward.numbers_per_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +99,13 @@ class NativeWeights:
     lm_head: PackedMatrix
     """The embedding itself where they are tied."""
     final_norm: FloatArray
+    head_norm: FloatArray
+    """The final norm over what logits are divided by: the head multiplies what comes out of it."""
     layers: Sequence[LayerWeights]
     intermediate_size: int
     """With its padding."""
+    expert_size: int
+    """Likewise; 0 without experts."""
 
     @property
     def matrices(self) -> list[PackedMatrix]:
@@ -124,22 +167,23 @@ class WeightPacker:
         ModelLoadError : a parameter cannot be read, memory is short, or sizes do not suit the quantization.
         """
         config = self._config
-        embedding = self._rows("model.embed_tokens.weight")
+        embedding, final_norm = self._rows("model.embed_tokens.weight"), self._norm("model.norm")
         return NativeWeights(
             embedding=embedding,
             layers=[self._layer(index) for index in range(config.num_layers)],
             lm_head=embedding if config.tie_word_embeddings else self._rows("lm_head.weight"),
-            final_norm=self._norm("model.norm"),
+            final_norm=final_norm,
+            head_norm=final_norm / np.float32(config.logits_divisor),
             intermediate_size=self._layouts.intermediate_size,
+            expert_size=self._layouts.expert_size,
         )
 
     def _layer(self, index: int) -> LayerWeights:
         config, prefix = self._config, f"model.layers.{index}"
-        attention, names = f"{prefix}.self_attn", LAYER_NORMS[self._config.family]
+        attention = f"{prefix}.self_attn"
         projections = [f"{attention}.{part}_proj" for part in "qkv"]
-        after_attention, after_mlp = (
-            None if name is None else self._norm(f"{prefix}.{name}")
-            for name in (names.after_attention, names.after_mlp)
+        attention_norm, after_attention_norm, mlp_norm, after_mlp_norm = (
+            None if name is None else self._norm(f"{prefix}.{name}") for name in LAYER_NORMS[config.norms]
         )
         return LayerWeights(
             qkv=tuple(
@@ -147,14 +191,15 @@ class WeightPacker:
                 for names in self._layouts.split([f"{name}.weight" for name in projections])
             ),
             o=self._rows(f"{attention}.o_proj.weight"),
-            gate_up=self._gate_up(f"{prefix}.mlp"),
-            down=self._rows(f"{prefix}.mlp.down_proj.weight", num_inputs=self._layouts.intermediate_size),
+            feed_forward=self._experts(f"{prefix}.mlp")
+            if config.has_experts(index)
+            else self._gated(f"{prefix}.mlp", self._layouts.intermediate_size),
             qkv_bias=self._bias(*projections) if config.attention_bias else None,
             o_bias=self._bias(f"{attention}.o_proj") if config.attention_output_bias else None,
-            attention_norm=self._norm(f"{prefix}.{names.attention}"),
-            mlp_norm=self._norm(f"{prefix}.{names.mlp}"),
-            after_attention_norm=after_attention,
-            after_mlp_norm=after_mlp,
+            attention_norm=attention_norm,
+            mlp_norm=mlp_norm,
+            after_attention_norm=after_attention_norm,
+            after_mlp_norm=after_mlp_norm,
             query_norm=self._norm(f"{attention}.q_norm") if config.qk_norm else None,
             key_norm=self._norm(f"{attention}.k_norm") if config.qk_norm else None,
         )
@@ -168,7 +213,19 @@ class WeightPacker:
             start = end
         return self._fuse(parts, start, num_inputs or self._shapes[names[0]][1])
 
-    def _gate_up(self, prefix: str) -> PackedMatrix:
+    def _experts(self, prefix: str) -> ExpertWeights:
+        sizes = self._config.experts
+        assert sizes is not None, "the layer has experts"
+        return ExpertWeights(
+            self._rows(f"{prefix}.gate.weight"),
+            tuple(
+                self._gated(f"{prefix}.experts.{index}", self._layouts.expert_size)
+                for index in range(sizes.num_experts)
+            ),
+            sizes.num_per_token,
+        )
+
+    def _gated(self, prefix: str, padded_size: int) -> GatedWeights:
         size, num_inputs = self._shapes[f"{prefix}.gate_proj.weight"]
         blocks, offsets = np.divmod(np.arange(size), INTERLEAVED_ROWS)
         gates = 2 * INTERLEAVED_ROWS * blocks + offsets
@@ -176,7 +233,10 @@ class WeightPacker:
             Part(f"{prefix}.gate_proj.weight", gates),
             Part(f"{prefix}.up_proj.weight", gates + INTERLEAVED_ROWS),
         ]
-        return self._fuse(parts, 2 * self._layouts.intermediate_size, num_inputs)
+        return GatedWeights(
+            self._fuse(parts, 2 * padded_size, num_inputs),
+            self._rows(f"{prefix}.down_proj.weight", num_inputs=padded_size),
+        )
 
     def _fuse(self, parts: Sequence[Part], num_outputs: int, num_inputs: int) -> PackedMatrix:
         """Pack parts in the first layout that takes them all."""

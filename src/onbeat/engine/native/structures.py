@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from onbeat.engine.config import ActivationQuantization
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 
 
 class Status(IntEnum):
@@ -60,6 +60,9 @@ class LayerStructure(Structure):
         ("o", c_void_p),
         ("gate_up", c_void_p),
         ("down", c_void_p),
+        ("router", c_void_p),
+        ("expert_gate_up", c_void_p),
+        ("expert_down", c_void_p),
         ("qkv_bias", c_void_p),
         ("o_bias", c_void_p),
         ("attention_norm", c_void_p),
@@ -91,13 +94,22 @@ class ModelStructure(Structure):
         ("num_threads", c_int32),
         ("activation_quantization", c_int32),
         ("batch_invariant", c_int32),
+        ("rotary_dim", c_int32),
+        ("norms_span_heads", c_int32),
+        ("num_experts", c_int32),
+        ("experts_per_token", c_int32),
+        ("expert_size", c_int32),
+        ("normalizes_experts", c_int32),
         ("copy_rows", c_int64),
         ("rms_norm_eps", c_float),
         ("attention_scale", c_float),
         ("embedding_scale", c_float),
+        ("rotary_scale", c_float),
+        ("residual_scale", c_float),
         ("embedding", c_void_p),
         ("lm_head", c_void_p),
         ("final_norm", c_void_p),
+        ("head_norm", c_void_p),
         ("layers", c_void_p),
         ("rope_frequencies", c_void_p),
     )

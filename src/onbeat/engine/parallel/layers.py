@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from onbeat.engine.forward import TorchForward
 from onbeat.engine.layers.linear import Linear
-from onbeat.engine.models.registry import build_model
+from onbeat.engine.models.model import build_model
 from onbeat.engine.parallel.group import RankGroup
 from onbeat.engine.parallel.messages import RankJob
 from onbeat.engine.parallel.shards import ShardedCheckpoint, vocabulary_rows

@@ -39,16 +39,17 @@ def check_degree(config: ModelConfig, size: int) -> None:
     ------
     ConfigError : it cannot; the message names the degrees that work.
     """
-    odd = [
-        f"{count} {what}"
-        for count, what in (
-            (config.num_heads, "query heads"),
-            (config.intermediate_size, "feed-forward columns"),
+    if config.qk_norm == "all" and size > 1:
+        raise ConfigError(
+            f"{config.architecture} cannot be split among {size} ranks: its norms of queries and keys "
+            "span all heads; leave --tensor-parallel-size out"
         )
-        if count % size
-    ]
+    counts = {"query heads": config.num_heads, "feed-forward columns": config.intermediate_size}
+    if config.experts is not None:
+        counts["columns of an expert"] = config.experts.intermediate_size
+    odd = [f"{count} {what}" for what, count in counts.items() if count % size]
     if odd:
-        common = math.gcd(config.num_heads, config.intermediate_size)
+        common = math.gcd(*counts.values())
         degrees = ", ".join(str(degree) for degree in range(1, common + 1) if common % degree == 0)
         raise ConfigError(
             f"a tensor-parallel size of {size} does not divide this model's {' and '.join(odd)}; "
@@ -72,11 +73,15 @@ def kv_heads_of(config: ModelConfig, shard: Shard) -> tuple[int, ...]:
 
 def config_of_rank(config: ModelConfig, shard: Shard) -> ModelConfig:
     """Return the model as a rank sees it: fewer heads and feed-forward columns, everything else the same."""
+    experts = config.experts
     return replace(
         config,
         num_heads=config.num_heads // shard.size,
         num_kv_heads=len(kv_heads_of(config, shard)),
         intermediate_size=config.intermediate_size // shard.size,
+        experts=None
+        if experts is None
+        else replace(experts, intermediate_size=experts.intermediate_size // shard.size),
     )
 
 

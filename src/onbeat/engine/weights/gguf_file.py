@@ -8,12 +8,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.engine.model_config import ModelConfig, model_config_from_gguf
+from onbeat.engine.model_config import ModelConfig, RopeFactors, model_config_from_gguf
 from onbeat.engine.weights.checkpoint import QuantizedRows, check_parameters
 from onbeat.engine.weights.dequantize import PLAIN_TYPES, dequantize_rows
-from onbeat.engine.weights.gguf_names import ROPE_FACTORS, hf_name, stored_offset, unpermute_rows
+from onbeat.engine.weights.fused import find_rows, shapes_of
+from onbeat.engine.weights.gguf_names import (
+    ROPE_FREQS,
+    ROPE_LONG,
+    ROPE_SHORT,
+    ROPE_TENSORS,
+    hf_name,
+    stored_offset,
+    unpermute_rows,
+)
 from onbeat.engine.weights.gguf_reader import TensorReader
 from onbeat.engine.weights.parameters import parameter_shapes
 
@@ -24,6 +34,7 @@ class GgufCheckpoint:
     Parameters
     ----------
     path : the file.
+    served_len : see `model_config_from_gguf`.
 
     Raises
     ------
@@ -31,19 +42,20 @@ class GgufCheckpoint:
         a tensor is missing or of the wrong shape.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, served_len: int | None = None) -> None:
         reader = TensorReader(path)
         _refuse_split(reader.metadata, path)
         by_gguf_name = {tensor.name: tensor for tensor in reader.tensors}
-        self._config = _read_config(reader.metadata, by_gguf_name)
+        self._config = _read_config(reader.metadata, by_gguf_name, served_len)
         self._shapes = parameter_shapes(self._config)
         self._tensors = {
             hf_name(name, self._config): tensor
             for name, tensor in by_gguf_name.items()
-            if name != ROPE_FACTORS
+            if name not in ROPE_TENSORS
         }
         found = {name: _shape(tensor) for name, tensor in self._tensors.items()}
-        check_parameters(self._shapes, found, f"the GGUF file {path}")
+        self._rows = find_rows(found, self._shapes, self._config)
+        check_parameters(self._shapes, shapes_of(self._rows, found), f"the GGUF file {path}")
 
     @property
     def config(self) -> ModelConfig:
@@ -56,24 +68,27 @@ class GgufCheckpoint:
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a parameter; see `Checkpoint.get`."""
-        tensor = self._tensor(name)
+        data, kind = self._stored(name)
         shape, minus = self._shapes[name], stored_offset(name, self._config)
-        values = dequantize_rows(tensor.data, shape, tensor.tensor_type, dtype, minus=minus)
+        values = dequantize_rows(data, shape, kind, dtype, minus=minus)
         return unpermute_rows(name, values, self._config)
 
     def quantized_rows(self, name: str) -> QuantizedRows | None:
         """Return a matrix as it is in the file; see `QuantizedSource.quantized_rows`."""
-        tensor, shape = self._tensor(name), self._shapes[name]
-        if tensor.tensor_type in PLAIN_TYPES or len(shape) != 2:
+        (data, kind), shape = self._stored(name), self._shapes[name]
+        if kind in PLAIN_TYPES or len(shape) != 2:
             return None
         from_rows = unpermute_rows(name, torch.arange(shape[0]), self._config).numpy()
-        return QuantizedRows(tensor.tensor_type.name, tensor.data, np.argsort(from_rows))
+        return QuantizedRows(kind.name, data, np.argsort(from_rows))
 
-    def _tensor(self, name: str) -> Any:
-        tensor = self._tensors.get(name)
-        if tensor is None:
+    def _stored(self, name: str) -> tuple[Any, GGMLQuantizationType]:
+        """Return a parameter's rows as the file has them, and their type."""
+        rows = self._rows.get(name)
+        if rows is None:
             raise ModelLoadError(f"the {self._config.architecture} model has no parameter {name!r}")
-        return tensor
+        tensor = self._tensors[rows.tensor]
+        data = tensor.data.reshape(-1, tensor.data.shape[-1])
+        return data[rows.first : rows.end], tensor.tensor_type
 
 
 def _refuse_split(metadata: dict[str, Any], path: Path) -> None:
@@ -85,24 +100,25 @@ def _refuse_split(metadata: dict[str, Any], path: Path) -> None:
         )
 
 
-def _read_config(metadata: dict[str, Any], tensors: dict[str, Any]) -> ModelConfig:
+def _read_config(metadata: dict[str, Any], tensors: dict[str, Any], served_len: int | None) -> ModelConfig:
     vocab_key = f"{metadata.get('general.architecture')}.vocab_size"
     if "token_embd.weight" in tensors:
         # The embedding's rows count: many files leave the key out.
         metadata = {vocab_key: _shape(tensors["token_embd.weight"])[0], **metadata}
-    factors = tensors.get(ROPE_FACTORS)
     return model_config_from_gguf(
         metadata,
         tensor_names=tensors.keys(),
-        rope_frequency_factors=None if factors is None else tuple(_factors(factors)),
+        rope_factors=RopeFactors(
+            *(_factors(tensors.get(name)) for name in (ROPE_FREQS, ROPE_SHORT, ROPE_LONG))
+        ),
+        served_len=served_len,
     )
 
 
-def _factors(tensor: Any) -> list[float]:
-    values: list[float] = dequantize_rows(
-        tensor.data, _shape(tensor), tensor.tensor_type, torch.float32
-    ).tolist()
-    return values
+def _factors(tensor: Any) -> tuple[float, ...]:
+    if tensor is None:
+        return ()
+    return tuple(dequantize_rows(tensor.data, _shape(tensor), tensor.tensor_type, torch.float32).tolist())
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

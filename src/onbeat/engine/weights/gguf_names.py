@@ -12,9 +12,12 @@ from collections.abc import Mapping
 import torch
 
 from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config.families import FAMILIES, GgufRules
 
-ROPE_FACTORS = "rope_freqs.weight"
-"""Not a parameter: Llama 3.1's frequency factors, which the configuration takes in."""
+ROPE_FREQS = "rope_freqs.weight"
+ROPE_SHORT, ROPE_LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+ROPE_TENSORS = frozenset({ROPE_FREQS, ROPE_SHORT, ROPE_LONG})
+"""No parameters: frequency factors, which the configuration takes in."""
 
 _GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -29,13 +32,21 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-}
-_GEMMA_LAYER = _LAYER | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 _PATTERN = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>weight|bias)")
+
+
+def rules_of(config: ModelConfig) -> GgufRules:
+    """Return how files of a model's family are written; several architectures may share a family's."""
+    return next(
+        family.gguf
+        for family in FAMILIES.values()
+        if family.name == config.family and family.gguf is not None
+    )
 
 
 def hf_name(gguf_name: str, config: ModelConfig) -> str:
@@ -46,7 +57,7 @@ def hf_name(gguf_name: str, config: ModelConfig) -> str:
     layer, part, kind = match["layer"], match["part"], match["kind"]
     names: Mapping[str, str] = _GLOBAL
     if layer is not None:
-        names = _GEMMA_LAYER if config.family == "gemma3" else _LAYER
+        names = {**_LAYER, **rules_of(config).names}
     if part not in names:
         return gguf_name
     prefix = "" if layer is None else f"model.layers.{int(layer)}."
@@ -61,7 +72,7 @@ def unpermute_rows(name: str, values: torch.Tensor, config: ModelConfig) -> torc
     name : Hugging Face name of the tensor.
     values : `[rows, ...]`.
     """
-    if config.family != "llama" or ".self_attn." not in name:
+    if not rules_of(config).permutes or ".self_attn." not in name:
         return values
     if ".q_proj." in name:
         num_heads = config.num_heads

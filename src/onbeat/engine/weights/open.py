@@ -16,30 +16,40 @@ from onbeat.files import read_json
 from onbeat.hub.files import ModelFiles
 
 
-def open_checkpoint(files: ModelFiles) -> Checkpoint:
+def open_checkpoint(files: ModelFiles, *, served_len: int | None = None) -> Checkpoint:
     """Open a model's weights and check that all are there in their right shapes; read none of them yet.
+
+    Parameters
+    ----------
+    served_len : longest context that will be served, tokens; None: as long as the model allows.
 
     Raises
     ------
     ModelLoadError : naming the file and the tensor at fault.
     """
     if files.kind == "gguf":
-        return GgufCheckpoint(files.path)
-    return SafetensorsCheckpoint(files.path, read_model_config(files))
+        return GgufCheckpoint(files.path, served_len)
+    return SafetensorsCheckpoint(files.path, read_model_config(files, served_len=served_len))
 
 
-def read_model_config(files: ModelFiles) -> ModelConfig:
+def read_model_config(files: ModelFiles, *, served_len: int | None = None) -> ModelConfig:
     """Read a model's configuration alone; its weights need not be there.
+
+    Parameters
+    ----------
+    served_len : longest context that will be served, tokens; None: as long as the model allows.
 
     Raises
     ------
     ModelLoadError : the configuration is missing, damaged or not supported.
     """
     if files.kind == "gguf":
-        return GgufCheckpoint(files.path).config
+        return GgufCheckpoint(files.path, served_len).config
     generation = files.path / "generation_config.json"
     config = model_config_from_hf(
-        _read_json(files.path / "config.json"), _read_json(generation) if generation.exists() else None
+        _read_json(files.path / "config.json"),
+        _read_json(generation) if generation.exists() else None,
+        served_len=served_len,
     )
     return replace(config, pooling=hf_pooling(files.path))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.weights.layer_norms import LAYER_NORMS
 
 Shape = tuple[int, ...]
 
@@ -14,7 +15,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     """
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
-        for name, shape in _layer_shapes(config).items():
+        for name, shape in _layer_shapes(config, index).items():
             shapes[f"model.layers.{index}.{name}"] = shape
     shapes["model.norm.weight"] = (config.hidden_size,)
     if not config.tie_word_embeddings:
@@ -22,19 +23,25 @@ def parameter_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,)}
-    shapes |= _attention_shapes(config)
-    shapes["post_attention_layernorm.weight"] = (hidden,)
-    if config.family == "gemma3":
-        # Gemma 3 has a norm before and after each half; the "post attention" one is then really after it.
-        shapes["pre_feedforward_layernorm.weight"] = (hidden,)
-        shapes["post_feedforward_layernorm.weight"] = (hidden,)
-    shapes["mlp.gate_proj.weight"] = (intermediate, hidden)
-    shapes["mlp.up_proj.weight"] = (intermediate, hidden)
-    shapes["mlp.down_proj.weight"] = (hidden, intermediate)
+def _layer_shapes(config: ModelConfig, index: int) -> dict[str, Shape]:
+    norms = {name: (config.hidden_size,) for name in LAYER_NORMS[config.norms] if name is not None}
+    shapes: dict[str, Shape] = _attention_shapes(config)
+    shapes |= {f"{name}.weight": shape for name, shape in norms.items()}
+    experts = config.experts
+    if experts is None or not config.has_experts(index):
+        return shapes | _mlp_shapes("mlp", config.hidden_size, config.intermediate_size)
+    shapes["mlp.gate.weight"] = (experts.num_experts, config.hidden_size)
+    for expert in range(experts.num_experts):
+        shapes |= _mlp_shapes(f"mlp.experts.{expert}", config.hidden_size, experts.intermediate_size)
     return shapes
+
+
+def _mlp_shapes(prefix: str, hidden: int, intermediate: int) -> dict[str, Shape]:
+    return {
+        f"{prefix}.gate_proj.weight": (intermediate, hidden),
+        f"{prefix}.up_proj.weight": (intermediate, hidden),
+        f"{prefix}.down_proj.weight": (hidden, intermediate),
+    }
 
 
 def _attention_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -49,6 +56,7 @@ def _attention_shapes(config: ModelConfig) -> dict[str, Shape]:
     if config.attention_output_bias:
         shapes["self_attn.o_proj.bias"] = (config.hidden_size,)
     if config.qk_norm:
-        shapes["self_attn.q_norm.weight"] = (config.head_dim,)
-        shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+        spans_all = config.qk_norm == "all"
+        shapes["self_attn.q_norm.weight"] = (query_size if spans_all else config.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (kv_size if spans_all else config.head_dim,)
     return shapes

@@ -13,7 +13,9 @@ from safetensors import SafetensorError, safe_open
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config.families import FAMILIES
 from onbeat.engine.weights.checkpoint import check_parameters
+from onbeat.engine.weights.fused import find_rows, shapes_of
 from onbeat.engine.weights.parameters import parameter_shapes
 from onbeat.hub.files import WEIGHT_INDEX, indexed_files
 
@@ -42,19 +44,20 @@ class SafetensorsCheckpoint:
     """
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
-        self._files: dict[str, Any] = {}
+        self._renamed = FAMILIES[config.architecture].hf_names
+        self._stored: dict[str, tuple[str, Any]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for path in weight_files(directory):
             shapes |= self._open(path)
-        self._prefix = ""
-        """That parameters' names have and the file's do not."""
         if shapes and not any(name.startswith(_PREFIX) for name in shapes) and "lm_head.weight" not in shapes:
-            self._prefix = _PREFIX
             shapes = {_PREFIX + name: shape for name, shape in shapes.items()}
+            self._stored = {_PREFIX + name: stored for name, stored in self._stored.items()}
             config = replace(config, tie_word_embeddings=True, has_head=False)
         self._config = config
         self._shapes = parameter_shapes(config)
-        check_parameters(self._shapes, self._used(shapes), f"the checkpoint {directory}")
+        used = self._used(shapes)
+        self._rows = find_rows(used, self._shapes, config)
+        check_parameters(self._shapes, shapes_of(self._rows, used), f"the checkpoint {directory}")
 
     @property
     def config(self) -> ModelConfig:
@@ -69,8 +72,12 @@ class SafetensorsCheckpoint:
         """Return a parameter; see `Checkpoint.get`."""
         if name not in self._shapes:
             raise ModelLoadError(f"the {self._config.architecture} model has no parameter {name!r}")
-        stored = name.removeprefix(self._prefix)
-        tensor: torch.Tensor = self._files[stored].get_tensor(stored)
+        stored, first, end = self._rows[name]
+        stored_name, file = self._stored[stored]
+        is_part = stored != name
+        tensor: torch.Tensor = (
+            file.get_slice(stored_name)[first:end] if is_part else file.get_tensor(stored_name)
+        )
         return tensor.to(dtype)
 
     def _open(self, path: Path) -> dict[str, tuple[int, ...]]:
@@ -83,16 +90,22 @@ class SafetensorsCheckpoint:
                 f"the weight file {path} is cut short or damaged ({error}); fetch the model again"
             ) from error
         shapes = {}
-        for name in file.keys():  # noqa: SIM118 -- no mapping
-            view = file.get_slice(name)
+        for stored in file.keys():  # noqa: SIM118 -- no mapping
+            name, view = self._own_name(stored), file.get_slice(stored)
             if view.get_dtype() not in _FLOAT_TYPES:
                 raise ModelLoadError(
-                    f"{path}: tensor {name} is of type {view.get_dtype()}, which is not supported; "
+                    f"{path}: tensor {stored} is of type {view.get_dtype()}, which is not supported; "
                     f"supported: {', '.join(sorted(_FLOAT_TYPES))}"
                 )
             shapes[name] = tuple(view.get_shape())
-            self._files[name] = file
+            self._stored[name] = stored, file
         return shapes
+
+    def _own_name(self, stored: str) -> str:
+        """Return what a tensor is called here, where its family's files have other names."""
+        for theirs, ours in self._renamed:
+            stored = stored.replace(theirs, ours)
+        return stored
 
     def _used(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         unused = {name for name in shapes if _DERIVED.search(name)}

@@ -1,0 +1,141 @@
+// A feed-forward of experts: a router gives each token a few of them, and the rows that an expert got are multiplied
+// together, so that its weights are read once.
+//
+// The threads divide the outputs of every product, for any number of tokens: no two add to the same number, and each adds
+// a token's experts up in the same order.
+#pragma once
+
+#include "linear.h"
+#include "rows.h"
+
+namespace ob {
+namespace OB_NAMESPACE {
+
+// The largest numbers' places, the largest first; the lowest of equals. They differ also where there are NaNs.
+inline void find_largest(const float* values, int64_t count, int64_t num_wanted, int32_t* places) {
+    int64_t num_found = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        if (num_found == num_wanted && !(values[i] > values[places[num_found - 1]])) continue;
+        int64_t at = num_found < num_wanted ? num_found++ : num_found - 1;
+        for (; at > 0 && values[i] > values[places[at - 1]]; --at) places[at] = places[at - 1];
+        places[at] = (int32_t)i;
+    }
+}
+
+template <class E>
+class SparseFeedForward {
+public:
+    typedef typename E::Number Number;
+
+    // normed: inputs of all tokens, or of those that a call needs.
+    SparseFeedForward(const StepContext& context, const ob_layer& layer, int thread, Inputs<E> normed,
+                      uint8_t* scratch, Arithmetic arithmetic)
+        : context_(context),
+          model_(*context.model),
+          layer_(layer),
+          thread_(thread),
+          normed_(normed),
+          scratch_(scratch),
+          arithmetic_(arithmetic),
+          num_chosen_(model_.experts_per_token),
+          order_(context.expert_order +
+                 thread * (context.step->num_tokens * num_chosen_ + model_.num_experts + 1)),
+          starts_(order_ + context.step->num_tokens * num_chosen_) {}
+
+    // Chooses experts for some tokens; their shares are the router's softmax, as far as it is theirs.
+    void route(Range tokens) {
+        const int64_t stride = context_.router_stride, count = model_.num_experts;
+        float* logits = context_.router_logits;
+        multiply<E>(*layer_.router, normed_, tokens, {0, layer_.router->num_panels}, nullptr, scratch_, arithmetic_,
+                    [=](int64_t row, int64_t panel, const float* sums) {
+                        copy_panel(logits + row * stride, panel, count, sums, nullptr);
+                    });
+        for (int64_t token = tokens.first; token < tokens.end; ++token) share(token, logits + token * stride);
+    }
+
+    // Adds the experts' results to the residual; all tokens are routed. No thread may need the residual before all are
+    // done.
+    void run() {
+        group();
+        for (int64_t expert = 0; expert < model_.num_experts; ++expert) gate(expert);
+        wait_for_all(*context_.pool);
+        for (int64_t expert = 0; expert < model_.num_experts; ++expert) add(expert);
+    }
+
+private:
+    void share(int64_t token, const float* logits) {
+        int32_t* chosen = context_.chosen + token * num_chosen_;
+        float* shares = context_.shares + token * num_chosen_;
+        find_largest(logits, model_.num_experts, num_chosen_, chosen);
+        const float peak = logits[chosen[0]];
+        float total = 0;
+        for (int64_t k = 0; k < num_chosen_; ++k) total += shares[k] = __builtin_expf(logits[chosen[k]] - peak);
+        if (!model_.normalizes_experts) {
+            total = 0;
+            for (int64_t i = 0; i < model_.num_experts; ++i) total += __builtin_expf(logits[i] - peak);
+        }
+        for (int64_t k = 0; k < num_chosen_; ++k) shares[k] /= total;
+    }
+
+    // Sorts what was chosen by experts; of one expert, the tokens stay in their order.
+    void group() {
+        const int64_t count = context_.step->num_tokens * num_chosen_;
+        for (int64_t expert = 0; expert <= model_.num_experts; ++expert) starts_[expert] = 0;
+        for (int64_t i = 0; i < count; ++i) ++starts_[context_.chosen[i] + 1];
+        for (int64_t expert = 0; expert < model_.num_experts; ++expert) starts_[expert + 1] += starts_[expert];
+        for (int64_t i = 0; i < count; ++i) order_[starts_[context_.chosen[i]]++] = (int32_t)i;
+        for (int64_t expert = model_.num_experts; expert > 0; --expert) starts_[expert] = starts_[expert - 1];
+        starts_[0] = 0;
+    }
+
+    Range rows(int64_t expert) const { return {starts_[expert], starts_[expert + 1]}; }
+    int64_t token(int64_t row) const { return order_[row] / num_chosen_; }
+    const ob_matrix& reads(const ob_matrix* w, Range rows) const {
+        const bool are_many = model_.copy_rows > 0 && rows.size() >= model_.copy_rows && !arithmetic_.is_invariant;
+        return are_many && w->copy != nullptr ? *w->copy : *w;
+    }
+    Range panels(const ob_matrix& w) const { return share_of(w.num_panels, thread_, context_.num_threads); }
+
+    void gate(int64_t expert) {
+        const Range all = rows(expert);
+        const ob_matrix& w = reads(layer_.expert_gate_up[expert], all);
+        Number* gated = (Number*)context_.expert_gated;
+        Number* own = (Number*)context_.gathered + thread_ * kMostColumnRows * context_.hidden_stride;
+        const int64_t stride = context_.expert_stride;
+        const bool is_silu = model_.activation == OB_ACTIVATION_SILU;
+        for (int64_t first = all.first; first < all.end; first += kMostColumnRows) {
+            const Range some = {first, all.end < first + kMostColumnRows ? all.end : first + kMostColumnRows};
+            for (int64_t row = some.first; row < some.end; ++row)
+                memcpy(own + (row - first) * normed_.stride, normed_.row(token(row)), normed_.stride * sizeof(Number));
+            multiply<E>(w, {own, normed_.stride, {}, first}, some, panels(w), nullptr, scratch_, arithmetic_,
+                        [=](int64_t row, int64_t panel, const float* sums) {
+                            const F16 opened = is_silu ? silu(load(sums)) : gelu_tanh(load(sums));
+                            store_as(gated + row * stride + panel * 16, opened * load(sums + 16));
+                        });
+        }
+    }
+
+    void add(int64_t expert) {
+        const ob_matrix& w = reads(layer_.expert_down[expert], rows(expert));
+        const int64_t stride = context_.hidden_stride, width = model_.hidden_size;
+        multiply<E>(w, {(const Number*)context_.expert_gated, context_.expert_stride}, rows(expert), panels(w), nullptr,
+                    scratch_, arithmetic_, [&](int64_t row, int64_t panel, const float* sums) {
+                        const float scale = model_.residual_scale * context_.shares[order_[row]];
+                        add_panel(context_.hidden + token(row) * stride, panel, width, sums, nullptr, scale);
+                    });
+    }
+
+    const StepContext& context_;
+    const ob_model& model_;
+    const ob_layer& layer_;
+    const int thread_;
+    const Inputs<E> normed_;
+    uint8_t* const scratch_;
+    const Arithmetic arithmetic_;
+    const int64_t num_chosen_;
+    int32_t* const order_;   // what was chosen, sorted by experts: token * experts per token + place
+    int32_t* const starts_;  // [experts + 1]
+};
+
+}  // namespace OB_NAMESPACE
+}  // namespace ob

@@ -1,0 +1,63 @@
+// From a token's projections to its queries, and its keys and values in the cache: norms, rotation, stores.
+#pragma once
+
+#include "rows.h"
+
+namespace ob {
+namespace OB_NAMESPACE {
+
+inline float* angles_of(const StepContext& context, int64_t rope, int64_t token) {
+    return context.angles + (rope * context.step->num_tokens + token) * context.model->head_dim;
+}
+
+inline void find_angles(const StepContext& context, int64_t rope, Range tokens) {
+    const ob_model& model = *context.model;
+    const float* frequencies = model.rope_frequencies[rope];
+    const int64_t half = model.rotary_dim / 2;
+    for (int64_t token = tokens.first; token < tokens.end; ++token) {
+        float* to = angles_of(context, rope, token);
+        for (int64_t i = 0; i < half; ++i) {
+            const float angle = (float)context.step->positions[token] * frequencies[i];
+            __builtin_sincosf(angle, to + half + i, to + i);
+        }
+        for (int64_t i = 0; i < 2 * half; ++i) to[i] *= model.rotary_scale;
+    }
+}
+
+inline void normalise_heads(const ob_model& model, float* heads, const float* norm, int64_t num_heads) {
+    if (norm == nullptr) return;
+    const int64_t all = num_heads * model.head_dim, width = model.norms_span_heads ? all : model.head_dim;
+    for (int64_t first = 0; first < all; first += width)
+        normalise_in_place(heads + first, norm, width, model.rms_norm_eps);
+}
+
+template <class E>
+void rotate_and_store(const StepContext& context, int64_t index, int64_t token) {
+    typedef typename E::Number Number;
+    const ob_model& model = *context.model;
+    const ob_layer& layer = model.layers[index];
+    const int64_t dim = model.head_dim, turning = model.rotary_dim;
+    float* heads = context.qkv + token * context.qkv_stride;
+    float* keys = heads + (int64_t)model.num_heads * dim;
+    float* values = keys + (int64_t)model.num_kv_heads * dim;
+    const float* turn = angles_of(context, layer.rope, token);
+    normalise_heads(model, heads, layer.query_norm, model.num_heads);
+    normalise_heads(model, keys, layer.key_norm, model.num_kv_heads);
+    Number* queries = (Number*)context.queries + token * model.num_heads * dim;
+    for (int64_t head = 0; head < model.num_heads; ++head, heads += dim, queries += dim) {
+        rotate(heads, turn, turning, dim, model.attention_scale);
+        convert(queries, heads, dim);
+    }
+    const int64_t slot = context.step->slot_mapping[token];
+    const int64_t block = slot / model.block_size, offset = slot % model.block_size;
+    for (int64_t head = 0; head < model.num_kv_heads; ++head, keys += dim, values += dim) {
+        rotate(keys, turn, turning, dim, 1.0f);
+        Number* page =
+            (Number*)context.kv_cache + page_numbers(model) * page_index(model, index, block, head, offset);
+        store_key<E>(page, keys, dim, offset % kPageTokens);
+        store_value<E>(page + kPageTokens * dim, values, dim, padded_head(model), offset % kPageTokens);
+    }
+}
+
+}  // namespace OB_NAMESPACE
+}  // namespace ob
