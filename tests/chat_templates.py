@@ -118,4 +118,39 @@ SMOLLM2 = (
 )
 """ChatML, with a system message of its own."""
 
+HERMES = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' + (messages[0].content + '\\n\\n' if messages[0].role == 'system' else '') }}
+    {{- 'You may call these:\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}
+    {{- '\\n</tools>\\nCall so: <tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call>' }}
+    {{- '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant' + ('\\n' + message.content if message.content else '') }}
+        {%- for call in message.tool_calls %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking %}{{- '<think>\\n' }}{% endif %}
+{%- endif %}
+"""
+"""Knows tools, in the form that Hermes and Qwen take, and opens reasoning where it is asked to."""
+
+THINKING_HERMES = HERMES + "{# </think> #}"
+"""Speaks of reasoning, so that it is told apart."""
+
 TEMPLATES = {"llama3": LLAMA3, "qwen": QWEN, "qwen3": QWEN3, "gemma": GEMMA, "smollm2": SMOLLM2}

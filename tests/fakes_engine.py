@@ -75,6 +75,8 @@ class Script:
     """What the engine says, and how."""
 
     text: str = "Hello, world!"
+    answers: list[str] = field(default_factory=list)
+    """What it says to one request after another; `text` is then the last of them."""
     end: bool = True
     """Whether an end token follows the text; without, the text starts over."""
     tokens_per_step: int = 1
@@ -194,6 +196,8 @@ class FakeEngine:
         if request.pooling is not None:
             return [([], FinishReason.STOP)]
         sampling = request.sampling
+        if self.script.answers:
+            self.script.text = self.script.answers.pop(0)
         token_ids = list(self.script.text.encode())
         reason = FinishReason.LENGTH
         if self.script.end and EOS in sampling.stop_token_ids:

@@ -62,6 +62,9 @@ FOREIGN_FLAGS = (
     ForeignFlag("--enable-request-id-headers", "answers always have x-request-id", _SWITCH),
     ForeignFlag("--enable-server-load-tracking", "GET /load always tells the load", _SWITCH),
     ForeignFlag("--enable-offline-docs", "/docs never loads anything from elsewhere", _SWITCH),
+    ForeignFlag("--enable-auto-tool-choice", "calls are read unless --tool-call-parser is none", _SWITCH),
+    ForeignFlag("--enable-reasoning", "reasoning is read unless --reasoning-parser is none", _SWITCH),
+    ForeignFlag("--exclude-tools-when-tool-choice-none", "prompts then have no tools anyway", _SWITCH),
     ForeignFlag("--language-model-only", "models take text only", _SWITCH),
     ForeignFlag("--disable-log-stats", "no statistics are logged; GET /metrics has them", _SWITCH),
     ForeignFlag("--swap-space", "nothing is swapped, what is preempted runs again"),
@@ -108,8 +111,6 @@ FOREIGN_FLAGS = (
     ForeignFlag("--root-path", "paths begin at the root; let the proxy strip its prefix", values=("", "/")),
 )
 
-_NO_TOOLS = "no tool calls yet"
-_NO_REASONING = "reasoning is not told apart from the answer yet"
 _NO_LORA = "no LoRA adapters yet"
 _NO_MEDIA = "no images, video or sound yet; prompts are text only"
 _NO_GUIDES = "no structured output yet"
@@ -117,9 +118,7 @@ _NO_PLUGINS = "no code of others is loaded"
 _NO_EXPERTS = "no mixtures of experts yet"
 
 MISSING_FLAGS: Mapping[str, str] = {
-    _NO_TOOLS: "--enable-auto-tool-choice --tool-call-parser --tool-parser-plugin --tool-server "
-    "--exclude-tools-when-tool-choice-none",
-    _NO_REASONING: "--reasoning-parser --reasoning-parser-plugin --enable-reasoning",
+    "the server calls no tools; clients do": "--tool-server",
     _NO_LORA: "--enable-lora --lora-modules --max-loras --max-lora-rank --max-cpu-loras --lora-dtype "
     "--fully-sharded-loras --default-mm-loras --lora-extra-vocab-size --enable-lora-bias",
     _NO_MEDIA: "--mm-processor-kwargs --mm-processor-cache-gb --media-io-kwargs --allowed-local-media-path "
@@ -128,6 +127,7 @@ MISSING_FLAGS: Mapping[str, str] = {
     "no embeddings yet; this server only generates text": "--pooler-config --override-pooler-config",
     _NO_EXPERTS: "--enable-expert-parallel -ep --all2all-backend --enable-eplb --num-redundant-experts",
     _NO_PLUGINS: "--middleware --logits-processors --worker-cls --worker-extension-cls --scheduler-cls "
+    "--tool-parser-plugin --reasoning-parser-plugin "
     "--io-processor-plugin",
     "a model's configuration is taken as it is": "--hf-config-path --rope-scaling --rope-theta",
     _NO_DEFAULTS: "--override-generation-config",

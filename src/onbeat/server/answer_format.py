@@ -242,9 +242,10 @@ class ChunkTemplate:
         return b"".join(parts)
 
 
-def choice_end(delta: ChoiceDelta | WholeChoice) -> bytes:
-    """Return the last fields of a choice: why it ended, if it has."""
+def choice_end(delta: ChoiceDelta | WholeChoice, finish_reason: str | None = None) -> bytes:
+    """Return the last fields of a choice: why it ended, if it has, or in the endpoint's own word."""
     if delta.finish_reason is None:
         return b',"finish_reason":null}'
-    reason, stop = orjson.dumps(delta.finish_reason), orjson.dumps(delta.choice.stop_reason)
+    reason = orjson.dumps(finish_reason or delta.finish_reason)
+    stop = orjson.dumps(delta.choice.stop_reason)
     return b',"finish_reason":' + reason + b',"stop_reason":' + stop + b"}"

@@ -69,9 +69,26 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
+class AnsweredFunction(BaseModel):
+    name: str
+    arguments: str = Field(
+        description="JSON as the model wrote it; not complete where the answer was cut off"
+    )
+
+
+class AnsweredCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
 class AnswerMessage(BaseModel):
     role: str
-    content: str
+    content: str | None = Field(description="Null beside calls without text")
+    reasoning: str | None = Field(None, description="What the model thought before it answered")
+    reasoning_content: str | None = Field(None, description="The same, by its older name")
+    tool_calls: list[AnsweredCall] | None = None
+    function_call: AnsweredFunction | None = Field(None, description="In answers to `functions`")
 
 
 class _Choice(BaseModel):
@@ -82,6 +99,7 @@ class _Choice(BaseModel):
 
 
 class ChatChoice(_Choice):
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]  # type: ignore[assignment]
     message: AnswerMessage
     logprobs: ChatLogprobs | None
 

@@ -36,6 +36,7 @@ from onbeat.server.middleware import (
 )
 from onbeat.server.openapi import describe
 from onbeat.server.prompts import PromptEncoder
+from onbeat.server.reply import reply_style
 from onbeat.server.responses import ResponseRequest, response_routes
 from onbeat.server.scores import RERANK_PATHS, SCORE_PATHS, RerankRequest, ScoreRequest, score_routes
 from onbeat.server.services import Services
@@ -97,6 +98,7 @@ def create_app(
         fleet=fleet,
         tokenizer=tokenizer,
         chat_template=chat_template,
+        reply_style=reply_style(config, chat_template, tokenizer),
         config=config,
         lifecycle=lifecycle,
         encoder=PromptEncoder(tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len),

@@ -31,7 +31,9 @@ from onbeat.server.answer_format import (
 )
 from onbeat.server.answer_models import ChatCompletion
 from onbeat.server.body import WHOLE, Flag, read_body
-from onbeat.server.chat_prompt import ChatMessages, render_chat
+from onbeat.server.chat_messages import ChatMessages
+from onbeat.server.chat_parts import event_delta, finish_reason, whole_message
+from onbeat.server.chat_prompt import continued_text, render_chat
 from onbeat.server.choices import ChoiceDelta, ShownToken, TextOptions
 from onbeat.server.config import ServerConfig
 from onbeat.server.engine_requests import engine_requests
@@ -44,10 +46,12 @@ from onbeat.server.middleware import context_of
 from onbeat.server.objectives import request_objectives
 from onbeat.server.openapi import generation_route
 from onbeat.server.pieces import Piece, json_inside
+from onbeat.server.reply import PromptEnd, read_as
 from onbeat.server.services import Services
+from onbeat.server.tools import ToolFields
 
 
-class ChatCompletionRequest(GenerationRequest):
+class ChatCompletionRequest(ToolFields, GenerationRequest):
     """OpenAI's chat completion, with vLLM's extra fields."""
 
     prompt_field = "messages"
@@ -64,6 +68,8 @@ class ChatCompletionRequest(GenerationRequest):
     """Go on writing the last message instead of answering it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the model's chat template."""
+    include_reasoning: Flag | None = None
+    """False leaves reasoning out of the answer, not out of its tokens."""
 
     @property
     def asked_max_tokens(self) -> int | None:
@@ -137,10 +143,14 @@ async def chat_requests(
     _check_chat(body, config)
     await services.grammars.take(body, context)
     objectives = request_objectives(body, request.headers, context, config.slo)
-    prompt = await chat_prompt(body, request, services)
+    text = await _rendered(body, request, services)
+    place = PromptEnd(text, continued_text(body))
+    hides = body.include_reasoning is False
+    options = read_as(services.reply_style, body.text_options, body.tool_use, place, drops_reasoning=hides)
+    prompt = await _encoded(text, body, request, services)
     eos_token_ids = services.tokenizer.eos_token_ids
     requests = await engine_requests(body, [prompt], objectives, info, eos_token_ids, context)
-    return requests, body.text_options
+    return requests, options
 
 
 async def chat_prompt(body: ChatCompletionRequest, request: Request, services: Services) -> list[int]:
@@ -151,10 +161,19 @@ async def chat_prompt(body: ChatCompletionRequest, request: Request, services: S
     OnbeatError : the template, or the model's context, does not take the chat.
     ClientGone : the caller has left.
     """
-    encoder, caller = services.encoder, context_of(request.scope).caller
+    return await _encoded(await _rendered(body, request, services), body, request, services)
+
+
+async def _rendered(body: ChatCompletionRequest, request: Request, services: Services) -> str:
+    caller = context_of(request.scope).caller
     async with cancelled_on_disconnect(request.receive):
-        text = await render_chat(body, encoder, services.chat_template, caller)
-        return await encoder.encode(text, encode_options(body, services.info.max_model_len), caller)
+        return await render_chat(body, services.encoder, services.chat_template, services.reply_style, caller)
+
+
+async def _encoded(text: str, body: ChatCompletionRequest, request: Request, services: Services) -> list[int]:
+    caller = context_of(request.scope).caller
+    async with cancelled_on_disconnect(request.receive):
+        return await services.encoder.encode(text, encode_options(body, services.info.max_model_len), caller)
 
 
 class TokenWriter:
@@ -200,7 +219,12 @@ class ChatFormat:
         self._role = role
         self._template = ChunkTemplate(head.fields("chat.completion.chunk"), has_usage=body.includes_usage)
         self.end, self.failed = self._template.end, chunks_failed
+        self._tool_use = body.tool_use
         self._started: set[int] = set()
+
+    @property
+    def _is_legacy(self) -> bool:
+        return self._tool_use is not None and self._tool_use.is_legacy
 
     def columns(self, tokens: Sequence[ShownToken]) -> Sequence[bytes]:
         return (b",".join(map(self._writer.entry, tokens)),) if self._has_logprobs else ()
@@ -211,7 +235,7 @@ class ChatFormat:
             return self._template.chunk(self._choice(delta), extras)
         self._started.add(index)
         start = self._start(delta, extras.usage)
-        if not delta.text and delta.finish_reason is None:
+        if not (delta.text or delta.events) and delta.finish_reason is None:
             return start
         return start + self._template.chunk(self._choice(delta), extras)
 
@@ -234,24 +258,25 @@ class ChatFormat:
         return self._template.chunk(orjson.dumps(choice), Extras(usage=usage, prompt_token_ids=ids))
 
     def _choice(self, delta: ChoiceDelta) -> bytes:
-        content = b'{"content":' + orjson.dumps(delta.text) + b"}" if delta.text else b"{}"
+        if delta.events is not None:
+            content = event_delta(delta.events, is_legacy=self._is_legacy)
+        else:
+            content = b'{"content":' + orjson.dumps(delta.text) + b"}" if delta.text else b"{}"
         parts: list[Piece] = [b'{"index":%d,"delta":' % delta.choice.index, content]
         parts += _logprobs(self.columns(delta.tokens) if delta.tokens else ())
         if self._has_token_ids:
             parts += (b',"token_ids":', orjson.dumps(delta.token_ids))
-        return b"".join(parts) + choice_end(delta)
+        return b"".join(parts) + choice_end(delta, finish_reason(delta, self._tool_use))
 
     def _whole(self, finished: WholeChoice) -> Iterator[Piece]:
         # no null `refusal`: clients send the message back, and some make a field of their own out of it
-        start = (finished.choice.index, orjson.dumps(self._role))
-        yield b'{"index":%d,"message":{"role":%b,"content":"' % start
-        yield finished.text
-        yield b'"}'
+        yield b'{"index":%d,"message":' % finished.choice.index
+        yield from whole_message(self._role, finished.parts, is_legacy=self._is_legacy)
         yield from _logprobs(finished.columns)
         if self._has_token_ids:
             yield b',"token_ids":'
             yield orjson.dumps(finished.choice.token_ids)
-        yield choice_end(finished)
+        yield choice_end(finished, finish_reason(finished, self._tool_use))
 
 
 def _logprobs(columns: Sequence[Piece]) -> Iterator[Piece]:

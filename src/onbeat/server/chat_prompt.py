@@ -1,26 +1,22 @@
-"""Chats: the messages that a caller may send, and the text that the model's template makes of them."""
+"""Chats: the text that the model's template makes of them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import orjson
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-)
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.server.config import MAX_MESSAGES, MAX_VARIABLES_BYTES
-from onbeat.server.errors import ApiError, unsupported
-from onbeat.server.fields import ignorable
+from onbeat.server.chat_messages import ChatMessages, MessageReader
+from onbeat.server.config import MAX_VARIABLES_BYTES
+from onbeat.server.errors import ApiError
 from onbeat.server.prompts import PromptEncoder
+from onbeat.server.tool_prompt import without_tools
+from onbeat.server.tools import ToolUse
 from onbeat.server.turns import Turns
 from onbeat.text.chat_template import ChatTemplate
+from onbeat.text.reply.families import FAMILIES
+from onbeat.text.reply.parser import ReplyStyle
 
 _START_MARK = "\ue000onbeat-start\ue000"
 _END_MARK = "\ue000onbeat-continue\ue000"
@@ -28,77 +24,6 @@ _END_MARK = "\ue000onbeat-continue\ue000"
 
 _QUOTED_END = 40
 """Characters of a message and of a prompt that an error shows."""
-
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of content parts that hold text, and the field that does."""
-_PART_FIELDS = frozenset(("type", "text", "refusal", "cache_control", "annotations"))
-
-
-_LACKED = ("tool_calls", "tool_call_id", "function_call", "audio", "images", "prefix", "partial")
-"""What messages may carry elsewhere and must not here: the last are Ollama's, DeepSeek's and Moonshot's."""
-
-
-class ChatMessage(BaseModel):
-    """One message. The fields that only tools or sound use must be empty; others than these are ignored."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: Annotated[
-        str,
-        Field(min_length=1, max_length=64, json_schema_extra={"not": {"enum": ["tool", "function"]}}),
-    ]
-    """The template decides which it takes; those of tools are refused by name."""
-    content: str | Annotated[list[str | dict[str, Any]], Field(fail_fast=True)] | None = None
-    """Text, or content parts of type `text`, which become lines, as vLLM joins them."""
-    name: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    """The same, as vLLM answers it."""
-    refusal: str | None = None
-    annotations: list[Any] | None = None
-    tool_calls: list[Any] | None = None
-    tool_call_id: str | None = None
-    function_call: dict[str, Any] | None = None
-    audio: dict[str, Any] | None = None
-
-
-def _within_count(value: Any) -> Any:
-    """Count before anything is made of a message."""
-    if value == []:
-        raise ValueError("messages is empty; send at least one message")
-    num_messages = len(value) if isinstance(value, list) else 0
-    if 0 < num_messages <= MAX_MESSAGES:
-        contents = [message.get("content") for message in value if isinstance(message, dict)]
-        num_messages += sum(len(content) for content in contents if isinstance(content, list))
-    if num_messages > MAX_MESSAGES:
-        raise ValueError(
-            f"messages holds {num_messages} messages and parts of their contents; at most {MAX_MESSAGES} are "
-            "taken. Join some"
-        )
-    return value
-
-
-def _note_unknown_fields(messages: list[ChatMessage], info: ValidationInfo) -> list[ChatMessage]:
-    """Add the names that no message and no part is known to have to those that are ignored."""
-    extra = [name for message in messages for name in message.model_extra or ()]
-    contents = (message.content for message in messages if isinstance(message.content, list))
-    parts = (part for content in contents for part in content if isinstance(part, dict))
-    of_parts = [name for part in parts for name in part if name not in _PART_FIELDS]
-    ignored_fields = info.context
-    assert isinstance(ignored_fields, list), "`body.read_body` gives it"
-    ignored_fields += ignorable(dict.fromkeys(extra).keys(), ChatMessage.model_fields, where="messages[].")
-    ignored_fields += ignorable(dict.fromkeys(of_parts).keys(), _PART_FIELDS, where="messages[].content[].")
-    return messages
-
-
-ChatMessages = Annotated[
-    list[ChatMessage],
-    Field(max_length=MAX_MESSAGES, fail_fast=True, json_schema_extra={"minItems": 1}),
-    BeforeValidator(_within_count),
-    AfterValidator(_note_unknown_fields),
-]
-"""The messages of a chat: one or more, not too many."""
-
 
 _RESERVED_VARIABLES = frozenset(
     (
@@ -122,6 +47,9 @@ class RenderedChat(Protocol):
 
     @property
     def chat_template_kwargs(self) -> dict[str, Any] | None: ...
+
+    @property
+    def tool_use(self) -> ToolUse | None: ...
 
 
 def _check_rendering(body: RenderedChat) -> None:
@@ -158,7 +86,11 @@ def _check_rendering(body: RenderedChat) -> None:
 
 
 async def render_chat(
-    body: RenderedChat, encoder: PromptEncoder, template: ChatTemplate | None, caller: str
+    body: RenderedChat,
+    encoder: PromptEncoder,
+    template: ChatTemplate | None,
+    style: ReplyStyle,
+    caller: str,
 ) -> str:
     """Return a chat as the text that the model completes.
 
@@ -167,13 +99,14 @@ async def render_chat(
     body : the chat, and how it is to be rendered.
     encoder : has the template rendered.
     template : the model's, if it has one.
+    style : how the model calls tools, which tells it where its template does not.
     caller : who shares the rendering with others (`HttpContext.caller`).
 
     Raises
     ------
     ApiError : the model has no chat template.
     InvalidRequest : fields contradict each other, a message has no content or carries what this server lacks
-        (images, sound, tool calls), or the template refuses the chat or rewrites what it is to continue.
+        (images, sound), or the template refuses the chat or rewrites what it is to continue.
     PromptTooLong : the messages are longer than any text that fits the context.
     """
     _check_rendering(body)
@@ -184,14 +117,19 @@ async def render_chat(
             "--chat-template",
             code="no_chat_template",
         )
-    messages, turns = list[dict[str, str]](), Turns()
+    messages, reader, turns = list[dict[str, Any]](), MessageReader(), Turns()
     for index, message in enumerate(body.messages or ()):
-        messages.append(_template_message(message, f"messages[{index}]"))
+        messages.append(reader.read(message, f"messages[{index}]"))
         await turns.rest()
     variables = {
         **(body.chat_template_kwargs or {}),
         "add_generation_prompt": body.add_generation_prompt is not False,
     }
+    tools = [] if body.tool_use is None else body.tool_use.shown
+    if not template.knows_tools:
+        messages = without_tools(messages, tools, style.family or FAMILIES["json"])
+    elif tools:
+        variables["tools"] = tools
     if not body.continue_final_message:
         return await encoder.render(template, messages, variables, caller)
     final = messages[-1]
@@ -200,6 +138,13 @@ async def render_chat(
     marked = _START_MARK * content[:1].isspace() + content
     messages[-1] = {**final, "content": marked + _END_MARK}
     return _continued(await encoder.render(template, messages, variables, caller), marked, content)
+
+
+def continued_text(body: RenderedChat) -> str | None:
+    """Return the final message that an answer goes on with; None where it does not."""
+    if not (body.continue_final_message and body.messages):
+        return None
+    return str(MessageReader().read(body.messages[-1], "messages[-1]")["content"])
 
 
 def _continued(rendered: str, marked: str, content: str) -> str:
@@ -230,44 +175,3 @@ def _continued(rendered: str, marked: str, content: str) -> str:
             param="continue_final_message",
         )
     return shown.removesuffix(marked) + content
-
-
-def _template_message(message: ChatMessage, where: str) -> dict[str, str]:
-    if message.role in ("tool", "function"):
-        raise unsupported(f"{where}.role is {message.role!r}; this server has no tool calls", f"{where}.role")
-    given = message.__dict__ | (message.model_extra or {})  # asking a model for what it lacks takes long
-    for field in _LACKED:
-        if given.get(field):
-            raise unsupported(f"{where}.{field} is not supported by this server", f"{where}.{field}")
-    result: dict[str, str] = {
-        "role": message.role,
-        "content": _content_text(message.content, f"{where}.content"),
-    }
-    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
-    for field, value in (("name", message.name), ("reasoning_content", reasoning)):
-        if value is not None:
-            result[field] = value
-    return result
-
-
-def _content_text(content: str | list[str | dict[str, Any]] | None, where: str) -> str:
-    if content is None:
-        raise InvalidRequest(f"{where} is missing; send text", param=where)
-    if isinstance(content, str):
-        return content
-    return "\n".join(_part_text(part, f"{where}[{i}]") for i, part in enumerate(content))
-
-
-def _part_text(part: str | dict[str, Any], where: str) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type")
-    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-        raise unsupported(
-            f"{where}.type is {str(kind)[:50]!r}; this server takes parts of type 'text' only",
-            f"{where}.type",
-        )
-    text = part.get(_TEXT_PARTS[kind])
-    if not isinstance(text, str):
-        raise InvalidRequest(f"{where} is not of the form {{'type': 'text', 'text': '...'}}", param=where)
-    return text

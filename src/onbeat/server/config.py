@@ -13,6 +13,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.hang import HangLimits
 from onbeat.core.options import check, option, part
 from onbeat.server.slo_defaults import SLODefaults, key_digest
+from onbeat.text.reply.families import FAMILIES, REASONING, family_named, reasoning_named
 
 MAX_QUOTED = 100
 """Characters of a caller's names and paths that errors repeat; no field of any API has a name as long."""
@@ -120,6 +121,18 @@ class ServerConfig:
     metrics_aliases: Literal["vllm"] | None = _option(None, help="export metrics under these names too")
     slo: SLODefaults = field(default_factory=SLODefaults)
     """What requests get that do not state it themselves: objectives, class, weight."""
+    tool_call_parser: str = _option(
+        "auto",
+        metavar="NAME",
+        help="how calls of tools are read from answers: auto (as the chat template writes them), none, or "
+        f"{', '.join(FAMILIES)} (vLLM's names are taken, too)",
+    )
+    reasoning_parser: str = _option(
+        "auto",
+        metavar="NAME",
+        help="how reasoning is told apart from answers: auto (as the template or vocabulary has it), "
+        f"none, or {', '.join(REASONING)}",
+    )
     response_role: str = "assistant"
 
     def __post_init__(self) -> None:
@@ -136,6 +149,10 @@ class ServerConfig:
                 f"allowed_origins holds {wrong[0]!r}, which no browser sends; give *, or an origin such as "
                 "https://app.example or http://localhost:3000, in small letters and without a path"
             )
+        if self.tool_call_parser not in ("auto", "none"):
+            family_named(self.tool_call_parser)
+        if self.reasoning_parser not in ("auto", "none"):
+            reasoning_named(self.reasoning_parser)
         for name, keys in (("an API key", self.api_keys), ("the fleet's key", self.fleet_keys)):
             if any(not key or not key.isascii() for key in keys):
                 raise ConfigError(f"{name} is empty or not ASCII; leave it out or choose another")

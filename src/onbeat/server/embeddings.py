@@ -19,7 +19,8 @@ from onbeat.core.protocols import EngineInfo
 from onbeat.server.answer import cancelled_on_disconnect, prediction_header
 from onbeat.server.answer_format import new_head
 from onbeat.server.body import WHOLE, Flag, read_body
-from onbeat.server.chat_prompt import ChatMessages, render_chat
+from onbeat.server.chat_messages import ChatMessages
+from onbeat.server.chat_prompt import render_chat
 from onbeat.server.completions import TOKEN_IDS_SCHEMA, checked_prompts
 from onbeat.server.embedding_request import (
     Embedded,
@@ -70,6 +71,11 @@ class EmbeddingRequest(TextsRequest):
     continue_final_message: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @property
+    def tool_use(self) -> None:
+        """Nothing is called."""
+        return
+
 
 def embedding_routes(services: Services) -> APIRouter:
     """Return the route of embeddings."""
@@ -91,7 +97,8 @@ def embedding_routes(services: Services) -> APIRouter:
         if texts is None:
             param = "messages"
             async with cancelled_on_disconnect(request.receive):
-                texts = [await render_chat(body, services.encoder, services.chat_template, context.caller)]
+                template, style = services.chat_template, services.reply_style
+                texts = [await render_chat(body, services.encoder, template, style, context.caller)]
         check_texts(texts, param)
         options = encode_options(body, info.max_model_len, param=param, special=param == "input")
         embedded = await embed(services, request, body, texts, options)

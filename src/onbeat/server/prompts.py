@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any, TypeVar
 
+import orjson
 from pydantic import WithJsonSchema
 
 from onbeat.core.errors import InvalidRequest, PromptTooLong, first_of
@@ -122,7 +124,7 @@ class PromptEncoder:
         return await self.off_loop(caller, len(text), lambda: self._encode(text, options))
 
     async def render(
-        self, template: ChatTemplate, messages: list[dict[str, str]], variables: dict[str, Any], caller: str
+        self, template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any], caller: str
     ) -> str:
         """Return a chat as the template writes it.
 
@@ -139,9 +141,11 @@ class PromptEncoder:
             would make of them.
         InvalidRequest : the template refuses them.
         """
-        size = sum(len(text) for message in messages for text in message.values())
+        values = [*chain.from_iterable(message.values() for message in messages), variables.get("tools", "")]
+        # calls and tools are objects, which templates write as JSON
+        texts = [value if isinstance(value, str) else orjson.dumps(value).decode() for value in values]
+        size = sum(map(len, texts))
         if size > _SUSPECT_CHARACTERS:
-            texts = [text for message in messages for text in message.values()]
             await self._threads.run(caller, 1, lambda: self._check_length(texts, "messages"))
         try:
             return await self._render_thread.run(

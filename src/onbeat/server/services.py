@@ -13,6 +13,7 @@ from onbeat.server.lifecycle import EngineWatch, Lifecycle
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.unread import SlowReaders
 from onbeat.text.chat_template import ChatTemplate
+from onbeat.text.reply.parser import ReplyStyle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class Services:
     """The replicas behind it; None where nothing is known of them."""
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    reply_style: ReplyStyle
+    """How the model's answers to chats are written."""
     config: ServerConfig
     lifecycle: Lifecycle
     encoder: PromptEncoder

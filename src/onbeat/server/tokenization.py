@@ -16,7 +16,8 @@ from onbeat.server.answer import cancelled_on_disconnect
 from onbeat.server.answer_models import Detokenized, Tokens
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.chat import ChatCompletionRequest
-from onbeat.server.chat_prompt import ChatMessages, render_chat
+from onbeat.server.chat_messages import ChatMessages
+from onbeat.server.chat_prompt import render_chat
 from onbeat.server.completions import CompletionRequest
 from onbeat.server.generation_request import truncate_to
 from onbeat.server.middleware import context_of
@@ -24,6 +25,7 @@ from onbeat.server.openapi import error_answers, json_body
 from onbeat.server.pieces import PiecesResponse, json_inside, list_in_pieces
 from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
 from onbeat.server.services import Services
+from onbeat.server.tools import ToolFields
 
 _EITHER: list[Any] = [
     {"required": [one], "properties": {one: {"type": kind}, other: {"type": "null"}}}
@@ -31,7 +33,7 @@ _EITHER: list[Any] = [
 ]
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(ToolFields):
     """A text, or a chat, whose tokens are wanted."""
 
     model_config = ConfigDict(strict=True, json_schema_extra={"oneOf": _EITHER})
@@ -83,7 +85,7 @@ def tokenizer_routes(services: Services) -> APIRouter:
         text, options = body.prompt, _encode_options(body, services.info.max_model_len)
         async with cancelled_on_disconnect(request.receive):
             if text is None:
-                text = await render_chat(body, encoder, services.chat_template, caller)
+                text = await render_chat(body, encoder, services.chat_template, services.reply_style, caller)
             token_ids = await encoder.encode_text(text, options, caller)
             # written there, too: what a long list leaves behind takes as long to be freed
             pieces = await encoder.off_loop(

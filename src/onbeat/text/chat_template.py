@@ -33,6 +33,10 @@ class ChatTemplate:
     bos_token, eos_token : special tokens as text, which templates may write out.
     renderer : what compiles and renders it: in this process, or in one with limits (`TemplateProcess`).
 
+    Attributes
+    ----------
+    source : the same.
+
     Raises
     ------
     ConfigError : the template is not valid Jinja.
@@ -49,7 +53,13 @@ class ChatTemplate:
         # the last two as transformers passes them: templates ask whether they are none
         self._variables = {"bos_token": bos_token, "eos_token": eos_token, "tools": None, "documents": None}
         self._knows_developer = "developer" in source
+        self.source = source
         self._renderer = renderer(source)
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether it shows the model the tools that it may call."""
+        return "tools" in self.source
 
     def render(self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """Return the prompt of a chat.

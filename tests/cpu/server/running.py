@@ -133,7 +133,7 @@ def make_app(
     config: ServerConfig,
     *,
     tokenizer: ByteTokenizer | None = None,
-    has_template: bool = True,
+    template: str | None = TEMPLATE,
     has_fleet: bool = False,
 ) -> FastAPI:
     fleet = cast("FleetClient", engine) if has_fleet else None
@@ -144,8 +144,8 @@ def make_app(
         fleet_counts=None if fleet is None else fleet.counts,
     )
     engine.add_observer(telemetry.tracker)
-    template = ChatTemplate(TEMPLATE, bos_token="<bos>", eos_token="<eos>") if has_template else None
-    return create_app(engine, tokenizer or ByteTokenizer(), template, config, telemetry, fleet=fleet)
+    compiled = None if template is None else ChatTemplate(template, bos_token="<bos>", eos_token="<eos>")
+    return create_app(engine, tokenizer or ByteTokenizer(), compiled, config, telemetry, fleet=fleet)
 
 
 @asynccontextmanager
@@ -153,13 +153,13 @@ async def serving(
     engine: FakeEngine,
     *,
     tokenizer: ByteTokenizer | None = None,
-    has_template: bool = True,
+    template: str | None = TEMPLATE,
     has_fleet: bool = False,
     **fields: Any,
 ) -> AsyncIterator[Served]:
     """Serve an engine; with `has_fleet` it is the client of a fleet."""
     config = ServerConfig(port=0, **fields)
-    app = make_app(engine, config, tokenizer=tokenizer, has_template=has_template, has_fleet=has_fleet)
+    app = make_app(engine, config, tokenizer=tokenizer, template=template, has_fleet=has_fleet)
     sock = bind(config)
     # connections inherit it: a client that does not read then stops its stream soon
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)

@@ -291,7 +291,7 @@ async def test_tokenize_refuses_what_chat_refuses(served: Served) -> None:
     for fields, param in (
         ({"continue_final_message": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"tools": [{}]}, "tools"),
+        ({"tools": [{}]}, "tools[0].function"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ):
         answer = await served.post("/tokenize", {"messages": HELLO, **fields})

@@ -11,6 +11,7 @@ from onbeat.server.chat import ChatCompletionRequest
 from onbeat.server.chat_prompt import render_chat
 from onbeat.server.prompts import PromptEncoder
 from onbeat.text.chat_template import ChatTemplate
+from onbeat.text.reply.parser import ReplyStyle
 from tests.chat_templates import GEMMA, LLAMA3, QWEN, QWEN3, SMOLLM2
 from tests.cpu.server.running import serving
 from tests.fakes_engine import VOCAB_SIZE, ByteTokenizer, FakeEngine
@@ -31,9 +32,8 @@ async def continued(source: str, content: str) -> str:
     body = ChatCompletionRequest.model_validate({"messages": chat, **GO_ON}, context=[])
     encoder = PromptEncoder(ByteTokenizer(), vocab_size=VOCAB_SIZE, max_model_len=1000)
     try:
-        return await render_chat(
-            body, encoder, ChatTemplate(source, bos_token="<bos>", eos_token="<eos>"), "caller"
-        )
+        template = ChatTemplate(source, bos_token="<bos>", eos_token="<eos>")
+        return await render_chat(body, encoder, template, ReplyStyle(None, None), "caller")
     finally:
         encoder.close()
 

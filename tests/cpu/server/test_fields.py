@@ -146,7 +146,6 @@ async def test_what_asks_for_nothing_is_taken(served: Served, fields: dict[str, 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto"},
         {"reasoning_effort": "high"},
         {"thinking": {"type": "enabled"}},
         {"enable_thinking": True},

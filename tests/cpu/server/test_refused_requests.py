@@ -128,7 +128,7 @@ async def test_errors_are_answered_without_threads(served: Served) -> None:
 
 
 async def test_a_base_model_has_no_chat(engine: FakeEngine) -> None:
-    async with serving(engine, has_template=False) as served:
+    async with serving(engine, template=None) as served:
         message = check(await served.post(CHAT, {"messages": HELLO}), 400, "no_chat_template")
         assert "chat template" in message
         assert (await served.post(TEXT, {"prompt": "a"})).status == 200

@@ -12,6 +12,7 @@ from onbeat.server.chat import ChatCompletionRequest
 from onbeat.server.chat_prompt import render_chat
 from onbeat.server.prompts import PromptEncoder
 from onbeat.text.chat_template import ChatTemplate
+from onbeat.text.reply.parser import ReplyStyle
 from tests.chat_templates import GEMMA, TEMPLATES
 from tests.fakes_engine import VOCAB_SIZE, ByteTokenizer
 
@@ -68,7 +69,9 @@ def test_a_continued_chat_equals_transformers(source: str, content: str):
         {"messages": chat, "continue_final_message": True, "add_generation_prompt": False}, context=[]
     )
     encoder = PromptEncoder(ByteTokenizer(), vocab_size=VOCAB_SIZE, max_model_len=1000)
-    text = asyncio.run(render_chat(body, encoder, ChatTemplate(source, **tokens), "caller"))
+    text = asyncio.run(
+        render_chat(body, encoder, ChatTemplate(source, **tokens), ReplyStyle(None, None), "caller")
+    )
     encoder.close()
     assert text == rendered[0][0]
 

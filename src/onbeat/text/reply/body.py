@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from string import ascii_letters, digits
 from typing import Protocol
@@ -11,6 +12,17 @@ SPACE = " \t\r\n"
 
 NAME_CHARACTERS = frozenset(ascii_letters + digits + "_.:-")
 """Of names of tools."""
+
+
+def to_json(value: object) -> str:
+    """Return JSON as UTF-8 can hold it: half a surrogate pair, which models may write, stays escaped."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if text.isascii() or is_unicode(text) else json.dumps(value, allow_nan=False)
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text holds no half of a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def end_of_space(text: str, at: int) -> int:

@@ -30,6 +30,11 @@ class Family:
     """Whether its template takes only ids of nine letters and digits."""
     arguments_key: str = "arguments"
 
+    @property
+    def is_json(self) -> bool:
+        """Whether a call may be an object with a name and arguments."""
+        return self.new_body in (JsonCalls, _BARE_JSON)
+
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from onbeat.text.reply.body import NAME_CHARACTERS, SPACE, Step, end_of_space, refuse, run_steps
+from onbeat.text.reply.body import NAME_CHARACTERS, SPACE, Step, end_of_space, is_unicode, refuse, run_steps
 from onbeat.text.reply.calls import Calls
 
 _TEXT_RUN = re.compile(r'[^"\\]*')
@@ -335,7 +335,8 @@ def _as_object(value: str) -> str:
     if value == "null":
         return "{}"
     inner = _decoded(value)
-    return inner if inner is not None and inner.lstrip().startswith("{") and _parses(inner) else value
+    is_object = inner is not None and inner.lstrip().startswith("{") and _parses(inner) and is_unicode(inner)
+    return inner if inner is not None and is_object else value
 
 
 def _parses(text: str) -> bool:

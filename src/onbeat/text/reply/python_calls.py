@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ast
-import json
 import math
 from typing import Any
 
-from onbeat.text.reply.body import NAME_CHARACTERS, SPACE, Step, end_of_space, refuse, run_steps
+from onbeat.text.reply.body import NAME_CHARACTERS, SPACE, Step, end_of_space, refuse, run_steps, to_json
 from onbeat.text.reply.calls import Calls
 
 _JSON_WORDS = {"true": True, "false": False, "null": None}
@@ -152,7 +151,7 @@ def _call_of(text: str) -> tuple[str, str] | None:
         arguments = {keyword.arg: _value(keyword.value) for keyword in tree.keywords}
         if None in arguments:  # **kwargs
             return None
-        return ast.unparse(tree.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return ast.unparse(tree.func), to_json(arguments)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return None
 

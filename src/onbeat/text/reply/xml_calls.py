@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from onbeat.text.reply.body import Step, end_of_space, refuse, run_steps
+from onbeat.text.reply.body import Step, end_of_space, refuse, run_steps, to_json
 from onbeat.text.reply.calls import Calls
 
 _FUNCTION, _PARAMETER, _END_FUNCTION, _END_PARAMETER = (
@@ -148,7 +148,7 @@ class XmlParams:
         value = "".join(self._value).removeprefix("\n").removesuffix("\n")
         schema = _property(self._schema, self._key)
         self._calls.add(", " if self._num_parameters else "{")
-        self._calls.add(f"{json.dumps(self._key, ensure_ascii=False)}: {_json_of(value, schema)}")
+        self._calls.add(f"{to_json(self._key)}: {_json_of(value, schema)}")
         self._num_parameters += 1
 
     def _end_arguments(self) -> None:
@@ -174,7 +174,7 @@ def _json_of(value: str, schema: Any) -> str:
         return "null"
     if "string" not in types and word not in ("null", "none") and _parses(value):
         return value.strip()
-    return json.dumps(value, ensure_ascii=False)
+    return to_json(value)
 
 
 def _parses(value: str) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pure.text.reply.cases import CASES, Case
+from tests.pure.text.reply.cases import Case
 from tests.pure.text.reply.reading import events, parser, read
+from tests.pure.text.reply.special_cases import CASES
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
 

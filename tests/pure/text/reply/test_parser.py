@@ -22,8 +22,9 @@ from onbeat.text.reply.events import (
 from onbeat.text.reply.families import FAMILIES, REASONING
 from onbeat.text.reply.parser import ReplyStyle, opens_in_reasoning
 from tests.fakes_engine import ByteTokenizer
-from tests.pure.text.reply.cases import CASES, FORMS
+from tests.pure.text.reply.cases import FORMS
 from tests.pure.text.reply.reading import Pieces, events, merged, parser, read
+from tests.pure.text.reply.special_cases import CASES
 
 CALL = '<tool_call>{"name": "refresh", "arguments": {}}</tool_call>'
 FRAGMENTS = sorted({

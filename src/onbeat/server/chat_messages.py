@@ -1,0 +1,205 @@
+"""The messages of a chat: what a caller may send, and what a template gets of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+)
+
+from onbeat.core.errors import InvalidRequest
+from onbeat.server.config import MAX_MESSAGES
+from onbeat.server.errors import unsupported
+from onbeat.server.fields import ignorable
+
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of content parts that hold text, and the field that does."""
+_PART_FIELDS = frozenset(("type", "text", "refusal", "cache_control", "annotations"))
+
+
+_LACKED = ("audio", "images", "prefix", "partial")
+"""What messages may carry elsewhere and must not here: the last are Ollama's, DeepSeek's and Moonshot's."""
+
+
+class CalledFunction(BaseModel):
+    """What an assistant has called."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+    """JSON; an object, as some clients send, is one already."""
+
+
+class ToolCall(BaseModel):
+    """A call of a tool that an assistant has made."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+    """Of a stream; clients that join one send it back."""
+
+
+class ChatMessage(BaseModel):
+    """One message. The fields that only sound uses must be empty; others than these are ignored."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    """The template decides which it takes. `function` is the older name of `tool`."""
+    content: str | Annotated[list[str | dict[str, Any]], Field(fail_fast=True)] | None = None
+    """Text, or content parts of type `text`, which become lines, as vLLM joins them."""
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same, as vLLM answers it."""
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    function_call: CalledFunction | None = None
+    """The older form of a call."""
+    audio: dict[str, Any] | None = None
+
+
+def _within_count(value: Any) -> Any:
+    """Count before anything is made of a message."""
+    if value == []:
+        raise ValueError("messages is empty; send at least one message")
+    num_messages = len(value) if isinstance(value, list) else 0
+    if 0 < num_messages <= MAX_MESSAGES:
+        contents = [message.get("content") for message in value if isinstance(message, dict)]
+        contents += [message.get("tool_calls") for message in value if isinstance(message, dict)]
+        num_messages += sum(len(content) for content in contents if isinstance(content, list))
+    if num_messages > MAX_MESSAGES:
+        raise ValueError(
+            f"messages holds {num_messages} messages, parts of contents and calls; at most {MAX_MESSAGES} "
+            "are taken. Join some"
+        )
+    return value
+
+
+def _note_unknown_fields(messages: list[ChatMessage], info: ValidationInfo) -> list[ChatMessage]:
+    """Add the names that no message and no part is known to have to those that are ignored."""
+    extra = [name for message in messages for name in message.model_extra or ()]
+    contents = (message.content for message in messages if isinstance(message.content, list))
+    parts = (part for content in contents for part in content if isinstance(part, dict))
+    of_parts = [name for part in parts for name in part if name not in _PART_FIELDS]
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    parts_of_calls = (part for call in calls for part in (call, call.function))
+    of_calls = [name for part in parts_of_calls for name in part.model_extra or ()]
+    ignored_fields = info.context
+    assert isinstance(ignored_fields, list), "`body.read_body` gives it"
+    ignored_fields += ignorable(dict.fromkeys(extra).keys(), ChatMessage.model_fields, where="messages[].")
+    ignored_fields += ignorable(dict.fromkeys(of_parts).keys(), _PART_FIELDS, where="messages[].content[].")
+    ignored_fields += ignorable(
+        dict.fromkeys(of_calls).keys(),
+        (*ToolCall.model_fields, *CalledFunction.model_fields),
+        where="messages[].tool_calls[].",
+    )
+    return messages
+
+
+ChatMessages = Annotated[
+    list[ChatMessage],
+    Field(max_length=MAX_MESSAGES, fail_fast=True, json_schema_extra={"minItems": 1}),
+    BeforeValidator(_within_count),
+    AfterValidator(_note_unknown_fields),
+]
+"""The messages of a chat: one or more, not too many."""
+
+
+class MessageReader:
+    """Makes of the messages of one chat, in their order, what its template gets."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        """Of the tools that have been called, by the ids of the calls."""
+
+    def read(self, message: ChatMessage, where: str) -> dict[str, Any]:
+        """Return a message for the template.
+
+        Parameters
+        ----------
+        where : the message's path, which errors name.
+
+        Raises
+        ------
+        InvalidRequest : it has no content, or carries what this server lacks.
+        """
+        given = message.__dict__ | (message.model_extra or {})  # asking a model for what it lacks takes long
+        for field in _LACKED:
+            if given.get(field):
+                raise unsupported(f"{where}.{field} is not supported by this server", f"{where}.{field}")
+        calls = list(message.tool_calls or ())
+        if message.function_call is not None:
+            calls.append(ToolCall(function=message.function_call))
+        reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+        is_result = message.role in ("tool", "function")
+        content = message.content
+        if content is None and (calls or is_result or reasoning):
+            content = ""
+        result: dict[str, Any] = {
+            "role": "tool" if is_result else message.role,
+            "content": _content_text(content, f"{where}.content"),
+        }
+        name = message.name
+        if is_result and message.tool_call_id is not None:
+            name = name or self._names.get(message.tool_call_id)
+            result["tool_call_id"] = message.tool_call_id
+        for field, value in (("name", name), ("reasoning_content", reasoning)):
+            if value is not None:
+                result[field] = value
+        if calls:
+            self._names |= {call.id: call.function.name for call in calls if call.id is not None}
+            result["tool_calls"] = list(map(_template_call, calls))
+        return result
+
+
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    """Return a call for the template, its arguments as an object if they are one, as templates expect."""
+    function = {"name": call.function.name, "arguments": _as_object(call.function.arguments)}
+    return {**({} if call.id is None else {"id": call.id}), "type": "function", "function": function}
+
+
+def _as_object(arguments: str | dict[str, Any] | None) -> str | dict[str, Any]:
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        parsed = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError:  # a model may have been cut off, or have written no JSON
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _content_text(content: str | list[str | dict[str, Any]] | None, where: str) -> str:
+    if content is None:
+        raise InvalidRequest(f"{where} is missing; send text", param=where)
+    if isinstance(content, str):
+        return content
+    return "\n".join(_part_text(part, f"{where}[{i}]") for i, part in enumerate(content))
+
+
+def _part_text(part: str | dict[str, Any], where: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in _TEXT_PARTS:
+        raise unsupported(
+            f"{where}.type is {str(kind)[:50]!r}; this server takes parts of type 'text' only",
+            f"{where}.type",
+        )
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{where} is not of the form {{'type': 'text', 'text': '...'}}", param=where)
+    return text

@@ -1,0 +1,205 @@
+"""The tools that a chat may call: fields of a request, and what they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
+
+from onbeat.core.errors import InvalidRequest
+from onbeat.server.body import Flag
+from onbeat.server.fields import ignorable
+
+MAX_TOOLS = 128
+"""Most tools of one request (OpenAI's)."""
+
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+
+
+class FunctionSpec(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of an object; any object if absent."""
+    strict: Flag | None = None
+    """Whether arguments always keep to the schema."""
+
+
+class ToolSpec(BaseModel):
+    """A tool; of type `function`, the only one that there is."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: Literal["function"] = "function"
+    function: FunctionSpec
+
+
+class ToolChoiceName(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: ToolName
+
+
+class NamedTool(BaseModel):
+    """The tool that must be called, or one that may be."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["function"]
+    function: ToolChoiceName
+
+
+class AllowedTools(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedChoice(BaseModel):
+    """Of the tools only some may be called."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _note_extra(tools: list[Any] | None, info: ValidationInfo) -> list[Any] | None:
+    """Add the names that no tool is known to have to those that are ignored."""
+    ignored_fields = info.context
+    assert isinstance(ignored_fields, list), "`body.read_body` gives it"
+    for tool in tools or ():
+        function = tool.function if isinstance(tool, ToolSpec) else tool
+        for part, where in ((tool, "tools[]."), (function, "tools[].function.")):
+            names = (part.model_extra or {}).keys()
+            ignored_fields += [
+                name
+                for name in ignorable(names, type(part).model_fields, where=where)
+                if name not in ignored_fields
+            ]
+    return tools
+
+
+_ManyTools = Field(max_length=MAX_TOOLS, fail_fast=True)
+
+
+class ToolFields(BaseModel):
+    """The fields of a chat that are about tools. Null and an empty list mean none."""
+
+    tools: Annotated[Annotated[list[ToolSpec], _ManyTools] | None, AfterValidator(_note_extra)] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
+    """Auto unless given."""
+    parallel_tool_calls: Flag | None = None
+    """False ends an answer with its first call."""
+    functions: Annotated[Annotated[list[FunctionSpec], _ManyTools] | None, AfterValidator(_note_extra)] = None
+    """The older form of `tools`, which is answered in the older form, too."""
+    function_call: Literal["none", "auto"] | ToolChoiceName | None = None
+
+    @cached_property
+    def tool_use(self) -> ToolUse | None:
+        """What the model may call, and how; None where it may call nothing.
+
+        Raises
+        ------
+        InvalidRequest : the fields contradict each other.
+        """
+        if not (self.tools or self.functions):
+            self._check_no_choice()
+            return None
+        if self.tools and (self.functions or self.function_call):
+            name = "functions" if self.functions else "function_call"
+            raise InvalidRequest(f"{name} is the older form of what tools says; send tools alone", param=name)
+        if self.tools:
+            return _tool_use(
+                self.tools, self.tool_choice, "tools", is_single=self.parallel_tool_calls is False
+            )
+        choice: _Choice = None
+        if isinstance(self.function_call, ToolChoiceName):
+            choice = NamedTool(type="function", function=self.function_call)
+        else:
+            choice = self.function_call
+        specs = [ToolSpec(function=function) for function in self.functions or ()]
+        return _tool_use(specs, choice, "functions", is_single=True)
+
+    def _check_no_choice(self) -> None:
+        for name, choice in (("tool_choice", self.tool_choice), ("function_call", self.function_call)):
+            if choice not in (None, "none", "auto"):
+                what = "functions" if name == "function_call" else "tools"
+                raise InvalidRequest(
+                    f"{name} asks for a call, but there are no {what}; send {what}", param=name
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """The tools that a model may call in an answer."""
+
+    tools: Sequence[ToolSpec]
+    is_required: bool
+    """Whether it must call one or more."""
+    named: str | None
+    """The one that it must call, once."""
+    is_single: bool
+    """Whether it may call no more than one."""
+    is_legacy: bool
+    """Whether they came as `functions`."""
+
+    @property
+    def has_strict(self) -> bool:
+        """Whether arguments of any must keep to its schema."""
+        return any(tool.function.strict for tool in self.tools)
+
+    @property
+    def schemas(self) -> dict[str, Any]:
+        """The JSON schema of each tool's arguments."""
+        return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """The tools as chat templates get them."""
+        return [
+            tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}, include=_SHOWN)
+            for tool in self.tools
+        ]
+
+
+_SHOWN: Any = {"type": True, "function": {"name", "description", "parameters"}}
+_Choice = Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None
+
+
+def _tool_use(specs: Sequence[ToolSpec], choice: _Choice, field: str, *, is_single: bool) -> ToolUse | None:
+    """Return what a choice leaves of the tools, None where it leaves none.
+
+    Raises
+    ------
+    InvalidRequest : a name stands twice, or the choice names a tool that is not there.
+    """
+    names = [spec.function.name for spec in specs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InvalidRequest(f"{field} has {twice!r} twice; give each its own name", param=field)
+    if choice == "none":
+        return None
+    wanted: list[str] = []
+    if isinstance(choice, NamedTool):
+        wanted = [choice.function.name]
+    elif isinstance(choice, AllowedChoice):
+        wanted = [tool.function.name for tool in choice.allowed_tools.tools]
+    if missing := next((name for name in wanted if name not in names), None):
+        param = "tool_choice" if field == "tools" else "function_call"
+        raise InvalidRequest(f"{param} names {missing!r}, which is not among the {field}", param=param)
+    return ToolUse(
+        tools=[spec for spec in specs if not wanted or spec.function.name in wanted],
+        is_required=choice == "required"
+        or (isinstance(choice, AllowedChoice) and choice.allowed_tools.mode == "required"),
+        named=wanted[0] if isinstance(choice, NamedTool) else None,
+        is_single=is_single or isinstance(choice, NamedTool),
+        is_legacy=field == "functions",
+    )
