@@ -68,7 +68,7 @@ def test_rates() -> None:
         (lambda: load(arrivals=np.array([0.0, np.nan, 1.5, 2.0])), "request 1 arrives at nan"),
         (lambda: load(arrivals=np.array([0.0])), "4 prompt lengths, but 1 arrivals"),
         (lambda: load(tenants=("a", "b")), "4 prompt lengths, but 2 tenants"),
-        (lambda: load(num_output_tokens=np.array([1, 0, 1, 1])), "output of request 1 has 0 tokens"),
+        (lambda: load(num_output_tokens=np.array([1, -1, 1, 1])), "output of request 1 has -1 tokens"),
         (lambda: load(num_prompt_tokens=np.array([], dtype=np.int64)), "no requests"),
         (lambda: load(block_size=0), "block"),
         (lambda: load(classes=HALF), "go together"),
