@@ -293,12 +293,12 @@ class FleetClient:
         if request.whole is not None:
             num_replicas = self._fleet.status().count(ReplicaState.READY)
             request = replace(request, whole=request.whole.share(num_replicas))
-        opened = self.streams.begin(request)
+        open_request = self.streams.begin(request)
         finished = False
         try:
             self.controller.tell(Arrived(routed))
             while not finished:
-                item = await opened.stream.get()
+                item = await open_request.stream.get()
                 if isinstance(item, OnbeatError):
                     finished = True
                     raise item
@@ -309,20 +309,20 @@ class FleetClient:
         finally:
             if not finished:
                 self.controller.tell(Aborted(request_id))
-            self.streams.end(opened)
+            self.streams.end(open_request)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            opened = self.streams.open.get(request_id)
-            if opened is None:
+            open_request = self.streams.open.get(request_id)
+            if open_request is None:
                 continue
-            if opened.replica is not None:
-                opened.is_aborted = True
-                self.controller.send(opened.replica, AbortRequests([opened.name]))
+            if open_request.replica is not None:
+                open_request.is_aborted = True
+                self.controller.send(open_request.replica, AbortRequests([open_request.name]))
             else:
                 self.controller.tell(Aborted(request_id))
                 output = RequestOutput(request_id, [], finish_reason=FinishReason.ABORT)
-                self.streams.put(opened, Delivery(time.monotonic(), output))
+                self.streams.put(open_request, Delivery(time.monotonic(), output))
 
     async def is_idle(self) -> bool:
         return not self.streams.open

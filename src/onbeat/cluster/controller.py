@@ -172,9 +172,9 @@ class FleetController:
 
     def do_withdraw(self, action: Withdraw, now: float) -> None:  # noqa: ARG002
         """Take a request from a replica."""
-        opened = self._streams.open[action.request_id]
-        opened.replica = None
-        self.send(action.replica, AbortRequests([opened.name]))
+        open_request = self._streams.open[action.request_id]
+        open_request.replica = None
+        self.send(action.replica, AbortRequests([open_request.name]))
 
     def do_refuse(self, action: Refuse, now: float) -> None:  # noqa: ARG002
         """End a request."""
@@ -198,12 +198,12 @@ class FleetController:
         self.processes.stop(action.replica)
         self.changed.set()
 
-    def _send_request(self, replica: ReplicaId, opened: OpenRequest, *, stops: bool) -> None:
+    def _send_request(self, replica: ReplicaId, open_request: OpenRequest, *, stops: bool) -> None:
         life = self.lives[replica]
-        attempt = opened.next_attempt(replica)
+        attempt = open_request.next_attempt(replica)
         if offset := self.clock_offset(replica):
             attempt = by_their_clock(attempt, offset)
-        self._streams.on_sent(opened)
+        self._streams.on_sent(open_request)
         if not self._wire.send(life.name, AddRequest(attempt, stops)):
             # After this round: the fleet has sent it more, perhaps, and must hear of the loss once.
             asyncio.get_running_loop().call_soon(self._lose, life, "it has no connection any more")

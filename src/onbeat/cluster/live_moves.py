@@ -108,21 +108,21 @@ class LiveMoves:
         destination: ReplicaId,
     ) -> tuple[Request, Detached] | None:
         """Return a request under another name, by the destination's clock."""
-        detached, opened = move.detached, move.request
+        detached, open_request = move.detached, move.request
         assert detached is not None
-        if list(detached.output_token_ids) != opened.token_ids:
+        if list(detached.output_token_ids) != open_request.token_ids:
             logger.error("%s left %s with other tokens than it delivered", move.name, move.source)
             return None
         offset = self._replicas.clock_offset(destination)
-        request = by_their_clock(opened.next_name(), offset)
+        request = by_their_clock(open_request.next_name(), offset)
         return detached.moved(request), _shifted(detached, -offset)
 
     def hand_over(self, move: _Move, destination: ReplicaId) -> None:
         """Take a request's tokens from its destination."""
-        opened = move.request
-        opened.move_to(destination, move.adopted)
-        self._on_moved(opened, Origin(move.source, move.name, move.why))
-        if opened.is_aborted:
+        open_request = move.request
+        open_request.move_to(destination, move.adopted)
+        self._on_moved(open_request, Origin(move.source, move.name, move.why))
+        if open_request.is_aborted:
             self._replicas.send(destination, AbortRequests([move.adopted]))
 
 

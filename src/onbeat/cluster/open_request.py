@@ -139,15 +139,15 @@ class HandOut:
         self._num_put = 0
         self._is_due = False
 
-    def put(self, opened: OpenRequest, item: Delivery | OnbeatError) -> None:
+    def put(self, open_request: OpenRequest, item: Delivery | OnbeatError) -> None:
         """Put an item into a request's stream, now or in one of the next rounds."""
-        self._waiting.append((opened, item))
+        self._waiting.append((open_request, item))
         self._put_some()
 
     def _put_some(self) -> None:
         while self._waiting and self._num_put < MOST_AT_ONCE:
-            opened, item = self._waiting.popleft()
-            opened.stream.put_nowait(item)
+            open_request, item = self._waiting.popleft()
+            open_request.stream.put_nowait(item)
             self._num_put += 1
         if self._num_put and not self._is_due:
             self._is_due = True

@@ -11,9 +11,9 @@ LOSSES = ("replica_lost", "too_many_lives")
 """The reasons of a refusal that are deaths of replicas."""
 
 
-def refusal(action: Refuse, opened: OpenRequest) -> OnbeatError:
+def refusal(action: Refuse, open_request: OpenRequest) -> OnbeatError:
     """Return what a request's client gets to know."""
-    rejection = opened.rejection
+    rejection = open_request.rejection
     match action.reason:
         case "overloaded" | "invalid" if rejection is not None:
             if isinstance(rejection, Overloaded | SLOUnattainable) and action.retry_after is not None:

@@ -47,42 +47,42 @@ class Streams:
 
     def begin(self, request: Request) -> OpenRequest:
         """Return the stream of a request that comes."""
-        opened = self.open[request.request_id] = OpenRequest(request)
-        return opened
+        open_request = self.open[request.request_id] = OpenRequest(request)
+        return open_request
 
-    def end(self, opened: OpenRequest) -> None:
+    def end(self, open_request: OpenRequest) -> None:
         """Let a request have no stream any more."""
-        self.by_name.pop(opened.name, None)
-        del self.open[opened.request.request_id]
+        self.by_name.pop(open_request.name, None)
+        del self.open[open_request.request.request_id]
 
-    def put(self, opened: OpenRequest, item: Delivery) -> None:
+    def put(self, open_request: OpenRequest, item: Delivery) -> None:
         """Put something into a request's stream that no replica has said."""
-        self._hand_out.put(opened, item)
+        self._hand_out.put(open_request, item)
 
     def before_send(self, action: Send, now: float) -> None:
         """Hear where a request goes now."""
-        opened = self.open[action.request_id]
-        self.by_name.pop(opened.name, None)
-        self.counts.count_routed(action.replica, action.why, num_sent_tokens=len(opened.token_ids))
-        opened.expect(now, action.predicted_ttft)
+        open_request = self.open[action.request_id]
+        self.by_name.pop(open_request.name, None)
+        self.counts.count_routed(action.replica, action.why, num_sent_tokens=len(open_request.token_ids))
+        open_request.expect(now, action.predicted_ttft)
 
-    def on_sent(self, opened: OpenRequest) -> None:
+    def on_sent(self, open_request: OpenRequest) -> None:
         """Hear that a request has its name there."""
-        self.by_name[opened.name] = opened
+        self.by_name[open_request.name] = open_request
 
     def on_refused(self, action: Refuse) -> None:
         """Hear that nobody will serve a request."""
-        opened = self.open[action.request_id]
-        opened.replica = None
-        self.counts.num_failed += action.reason in LOSSES or bool(opened.token_ids)
-        self._hand_out.put(opened, refusal(action, opened))
+        open_request = self.open[action.request_id]
+        open_request.replica = None
+        self.counts.num_failed += action.reason in LOSSES or bool(open_request.token_ids)
+        self._hand_out.put(open_request, refusal(action, open_request))
 
-    def on_moved(self, opened: OpenRequest, origin: Origin) -> None:
+    def on_moved(self, open_request: OpenRequest, origin: Origin) -> None:
         """Hear that a request goes on elsewhere with its KV."""
         self.by_name.pop(origin.name, None)
-        self.by_name[opened.name] = opened
-        assert opened.replica is not None
-        self.counts.count_move(origin.replica, opened.replica, origin.why)
+        self.by_name[open_request.name] = open_request
+        assert open_request.replica is not None
+        self.counts.count_move(origin.replica, open_request.replica, origin.why)
 
     def on_stayed(self, why: str) -> None:
         """Hear that a request which was to be moved goes on where it is, or has ended.
@@ -113,76 +113,80 @@ class Streams:
         """
         if not load.blocked:
             return load
-        opened = self.by_name.get(load.blocked)
-        if opened is None or opened.replica != replica:
+        open_request = self.by_name.get(load.blocked)
+        if open_request is None or open_request.replica != replica:
             return replace(load, blocked="")
-        if opened.num_unreported:
-            self._report(opened, replica, is_finished=False)
-        return replace(load, blocked=opened.request.request_id)
+        if open_request.num_unreported:
+            self._report(open_request, replica, is_finished=False)
+        return replace(load, blocked=open_request.request.request_id)
 
     def before_loss(self, replica: ReplicaId) -> None:
         """Hear that what a replica has will go elsewhere: the fleet must know how far its requests are."""
-        for opened in self.open.values():
-            if opened.replica == replica and opened.num_unreported:
-                self._report(opened, replica, is_finished=False)
+        for open_request in self.open.values():
+            if open_request.replica == replica and open_request.num_unreported:
+                self._report(open_request, replica, is_finished=False)
 
     def on_stepped(self, life: Life, outputs: StepOutputs) -> None:
         """Hear what a step of a replica delivered."""
         now, replica = outputs.now, life.replica
         deliveries: list[tuple[OpenRequest, RequestOutput]] = []
         for output in outputs.outputs:
-            opened = self.by_name.get(output.request_id)
-            if opened is None or opened.replica != replica:
+            open_request = self.by_name.get(output.request_id)
+            if open_request is None or open_request.replica != replica:
                 continue  # taken back or ended since
             if output.fate is Fate.OVERDUE:
-                opened.rejection = overdue_error(output)
-                self._tell_refusal(opened, replica, is_for_load=True, retry_after=output.retry_after)
+                open_request.rejection = overdue_error(output)
+                self._tell_refusal(open_request, replica, is_for_load=True, retry_after=output.retry_after)
                 continue
-            if (taken := self._take(opened, output, now)) is not None:
-                deliveries.append((opened, taken))
+            if (taken := self._take(open_request, output, now)) is not None:
+                deliveries.append((open_request, taken))
         outputs.outputs = [output for _, output in deliveries]
         for observer in self.observers:
             observer.on_step(outputs, life.replica_number)
-        for opened, output in deliveries:
-            self._hand_out.put(opened, Delivery(now, output))
+        for open_request, output in deliveries:
+            self._hand_out.put(open_request, Delivery(now, output))
             is_finished = output.finish_reason is not None
-            is_first = bool(output.new_token_ids) and not opened.has_begun
-            opened.has_begun = opened.has_begun or is_first
-            if is_first and opened.predicted_ttft is not None:
-                self.counts.count_prediction(opened.predicted_ttft, now - opened.sent_time)
+            is_first = bool(output.new_token_ids) and not open_request.has_begun
+            open_request.has_begun = open_request.has_begun or is_first
+            if is_first and open_request.predicted_ttft is not None:
+                self.counts.count_prediction(open_request.predicted_ttft, now - open_request.sent_time)
             if is_finished or is_first:
-                self._report(opened, replica, is_finished=is_finished, cached=output.num_cached_tokens)
+                self._report(open_request, replica, is_finished=is_finished, cached=output.num_cached_tokens)
 
-    def _take(self, opened: OpenRequest, output: RequestOutput, now: float) -> RequestOutput | None:
-        if opened.moved_from is not None and output.new_token_ids:
-            self.counts.move_gap.observe(now - opened.moved_from)
-            opened.moved_from = None
+    def _take(self, open_request: OpenRequest, output: RequestOutput, now: float) -> RequestOutput | None:
+        if open_request.moved_from is not None and output.new_token_ids:
+            self.counts.move_gap.observe(now - open_request.moved_from)
+            open_request.moved_from = None
         try:
-            return opened.take(output, now)
+            return open_request.take(output, now)
         except OutOfPlace as error:
-            logger.exception("the deliveries of %s do not fit together", opened.name)
-            self._hand_out.put(opened, EngineError(f"the deliveries do not fit together: {error}"))
-            self._tell(Aborted(opened.request.request_id))
+            logger.exception("the deliveries of %s do not fit together", open_request.name)
+            self._hand_out.put(open_request, EngineError(f"the deliveries do not fit together: {error}"))
+            self._tell(Aborted(open_request.request.request_id))
             return None
 
-    def _report(self, opened: OpenRequest, replica: ReplicaId, *, is_finished: bool, cached: int = 0) -> None:
+    def _report(
+        self, open_request: OpenRequest, replica: ReplicaId, *, is_finished: bool, cached: int = 0
+    ) -> None:
         """Tell the fleet how far a request is: at its first tokens, its end, and before it moves."""
-        num_tokens, opened.num_unreported = opened.num_unreported, 0
-        self._tell(Delivered(replica, opened.request.request_id, num_tokens, cached, is_finished))
+        num_tokens, open_request.num_unreported = open_request.num_unreported, 0
+        self._tell(Delivered(replica, open_request.request.request_id, num_tokens, cached, is_finished))
         if is_finished:
-            opened.replica = None
+            open_request.replica = None
 
     def on_rejected(self, life: Life, rejected: Rejected) -> None:
         """Hear that a replica does not take a request."""
-        opened = self.by_name.get(rejected.request_id)
-        if opened is None or opened.replica != life.replica:
+        open_request = self.by_name.get(rejected.request_id)
+        if open_request is None or open_request.replica != life.replica:
             return
-        error = opened.rejection = unpack_rejection(rejected)
+        error = open_request.rejection = unpack_rejection(rejected)
         is_for_load = isinstance(error, Overloaded | SLOUnattainable)
-        self._tell_refusal(opened, life.replica, is_for_load=is_for_load, retry_after=rejected.retry_after)
+        self._tell_refusal(
+            open_request, life.replica, is_for_load=is_for_load, retry_after=rejected.retry_after
+        )
 
     def _tell_refusal(
-        self, opened: OpenRequest, replica: ReplicaId, *, is_for_load: bool, retry_after: float | None
+        self, open_request: OpenRequest, replica: ReplicaId, *, is_for_load: bool, retry_after: float | None
     ) -> None:
-        opened.replica = None
-        self._tell(Refused(replica, opened.request.request_id, is_for_load, retry_after))
+        open_request.replica = None
+        self._tell(Refused(replica, open_request.request.request_id, is_for_load, retry_after))

@@ -129,14 +129,14 @@ class Reports:
         self._replicas = replicas
         self._seconds = seconds
         self._hear = hear
-        self._asked: dict[int, float] = {}
+        self._report_times: dict[int, float] = {}
         """By number, the instant at which a replica is to report, or has."""
 
     def ask(self, number: int) -> None:
         """Let a replica report at this instant, once all have planned."""
         now = self._loop.now
-        if self._asked.get(number) != now:
-            self._asked[number] = now
+        if self._report_times.get(number) != now:
+            self._report_times[number] = now
             self._loop.at(now, REPORT, partial(self.take, number), number)
 
     def take(self, number: int, now: float) -> None:

@@ -109,9 +109,9 @@ class VirtualFleet:
         self.decisions: Counter[str] = Counter()
         self.sizes: list[FleetSize] = []
         self._open: dict[str, OfferedRequest] = {}
-        self._told: dict[str, int] = {}
+        self._num_heard: dict[str, int] = {}
         """Tokens of each open request that the fleet knows of."""
-        self._not_begun: dict[str, int] = {}
+        self._num_before: dict[str, int] = {}
         """Requests resumed elsewhere that have had no tokens there, and how many they had before."""
         self._tick = inf
         self._may_tick = False
@@ -184,10 +184,10 @@ class VirtualFleet:
         for offered in member.replica.started:
             if offered.record.finish_reason is None:
                 self._tell_delivery(member, offered, now)
-        if self._not_begun:
+        if self._num_before:
             self._tell_resumed(member, now)
         for offered in finished:
-            self._not_begun.pop(offered.request.request_id, None)
+            self._num_before.pop(offered.request.request_id, None)
             self._tell_delivery(member, offered, now, is_finished=True)
             self._close(offered, now)
         if self._moves is not None and not member.is_gone:
@@ -197,13 +197,13 @@ class VirtualFleet:
 
     def _tell_resumed(self, member: Member, now: float) -> None:
         """Tell of the first tokens that requests had here which have gone on behind those from elsewhere."""
-        for request_id, num_before in list(self._not_begun.items()):
+        for request_id, num_before in list(self._num_before.items()):
             offered = self._open[request_id]
             is_here = offered.place == member.number and offered.record.finish_reason is None
             if is_here and len(offered.record.delivery_times) > num_before:
-                del self._not_begun[request_id]
+                del self._num_before[request_id]
                 self._tell_delivery(member, offered, now)
-        self.hears_all = self._hears_all or bool(self._not_begun)
+        self.hears_all = self._hears_all or bool(self._num_before)
 
     def _tell_delivery(
         self, member: Member, offered: OfferedRequest, now: float, *, is_finished: bool = False
@@ -212,7 +212,7 @@ class VirtualFleet:
         if self._moves is not None and not member.is_gone:
             self._moves.on_first_token(member.number, request_id, now, is_finished=is_finished)
         num_tokens = len(record.delivery_times)
-        num_new, self._told[request_id] = num_tokens - self._told.get(request_id, 0), num_tokens
+        num_new, self._num_heard[request_id] = num_tokens - self._num_heard.get(request_id, 0), num_tokens
         self._teller.tell(
             Delivered(member.name, request_id, num_new, record.num_cached_tokens, is_finished), now
         )
@@ -253,8 +253,8 @@ class VirtualFleet:
         member = self._loop.members[number]
         member.is_gone = True
         for offered in member.replica.abandon(now):
-            self._not_begun.pop(offered.request.request_id, None)
-            if len(offered.record.delivery_times) > self._told.get(offered.request.request_id, 0):
+            self._num_before.pop(offered.request.request_id, None)
+            if len(offered.record.delivery_times) > self._num_heard.get(offered.request.request_id, 0):
                 self._tell_delivery(member, offered, now)
         if self._moves is not None:
             self._moves.lose(number, now)
@@ -289,7 +289,7 @@ class VirtualFleet:
     def _take_steps(self, now: float) -> None:
         """Do what was asked for of moves."""
         assert self._moves is not None
-        while self._moves.is_asked:
+        while self._moves.has_tasks:
             self._moves.do_next(now)
         self._expect_copies()
 
@@ -319,7 +319,7 @@ class VirtualFleet:
         record.finish_reason, record.end, record.fate, record.predicted_wait = None, nan, None, None
         offered.place, offered.refusal = number, None
         if len(times):
-            self._not_begun[request.request_id] = len(times)
+            self._num_before[request.request_id] = len(times)
             self.hears_all = True
         member = self._loop.members[number]
         try:
@@ -340,7 +340,7 @@ class VirtualFleet:
         self.lives.replicas[number].withdraw(action.request_id, now)
         if self._moves is not None:
             self._moves.forget(number, action.request_id)
-        self._not_begun.pop(action.request_id, None)
+        self._num_before.pop(action.request_id, None)
         self._loop.call(number)
 
     def do_refuse(self, action: Refuse, now: float) -> None:
@@ -388,6 +388,6 @@ class VirtualFleet:
     def _close(self, offered: OfferedRequest, now: float) -> None:
         request_id = offered.request.request_id
         del self._open[request_id]
-        self._told.pop(request_id, None)
-        self._not_begun.pop(request_id, None)
+        self._num_heard.pop(request_id, None)
+        self._num_before.pop(request_id, None)
         self._loop.close(offered, now)

@@ -27,7 +27,7 @@ _LETTING_GO = (MoveVerb.TAKE, MoveVerb.REATTACH, MoveVerb.UNHOLD, MoveVerb.RELEA
 """What ends a move, or a part of it: blocks are given back then."""
 
 
-class _Asked(NamedTuple):
+class _Task(NamedTuple):
     """A task that a replica has not taken."""
 
     number: int
@@ -85,7 +85,7 @@ class VirtualMoves:
         )
         self.links = self._copies.links
         self._carrier: MoveCarrier[OfferedRequest, VirtualSource] = MoveCarrier(self)
-        self._asked: deque[_Asked] = deque()
+        self._tasks: deque[_Task] = deque()
         self._adopted: dict[str, OfferedRequest] = {}
         """Move -> its request, from when its destination is asked to go on with it."""
         self._agents: dict[int, MoveAgent[VirtualSource]] = {}
@@ -94,9 +94,9 @@ class VirtualMoves:
     # --- what the fleet asks for ----------------------------------------------------------------------
 
     @property
-    def is_asked(self) -> bool:
+    def has_tasks(self) -> bool:
         """Whether something has been asked for that has not been done."""
-        return bool(self._asked)
+        return bool(self._tasks)
 
     def ask(self, step: MoveStep, offered: OfferedRequest | None) -> None:
         """Take a step that is to be done as soon as no step of a replica is left to end at this instant.
@@ -109,7 +109,7 @@ class VirtualMoves:
 
     def do_next(self, now: float) -> None:
         """Do what was asked for first; all steps that end at this instant have ended."""
-        number, _, task = self._asked.popleft()
+        number, _, task = self._tasks.popleft()
         self._do(number, task, now)
         if task.verb in (MoveVerb.TAKE, MoveVerb.RELEASE):
             self._on_capacity(number)
@@ -120,15 +120,15 @@ class VirtualMoves:
 
     def leave(self, number: int, now: float) -> None:
         """Let a replica stop, which has nothing left: what it was asked to let go of, it lets go of now."""
-        kept: deque[_Asked] = deque()
-        while self._asked:
-            asked = self._asked.popleft()
+        kept: deque[_Task] = deque()
+        while self._tasks:
+            waiting = self._tasks.popleft()
             # In their order: whoever copies from it is told to let go before the move is forgotten.
-            if number in (asked.number, asked.source) and asked.task.verb in _LETTING_GO:
-                self._do(asked.number, asked.task, now)
+            if number in (waiting.number, waiting.source) and waiting.task.verb in _LETTING_GO:
+                self._do(waiting.number, waiting.task, now)
             else:
-                kept.append(asked)
-        self._asked = kept
+                kept.append(waiting)
+        self._tasks = kept
         for move_id, move in self._carrier.moves.items():
             if (
                 replica_number(move.source) == number
@@ -213,7 +213,7 @@ class VirtualMoves:
         """Let a replica take a task at the end of this instant."""
         move = self._carrier.moves.get(task.move)
         source = None if move is None else replica_number(move.source)
-        self._asked.append(_Asked(replica_number(replica), source, task))
+        self._tasks.append(_Task(replica_number(replica), source, task))
 
     def tell(self, event: Answered) -> None:
         """Let the fleet hear of an answer a little later."""

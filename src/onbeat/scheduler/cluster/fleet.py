@@ -77,7 +77,7 @@ class Fleet:
         self._rules = rules or FleetRules()
         self._on_decision = on_decision
         self._members = Membership()
-        opened: dict[str, RoutedRequest] = {}
+        open_requests: dict[str, RoutedRequest] = {}
         self._actions: list[FleetAction] = []
         self._act = self._actions.append
         self._left: list[Replica] = []
@@ -92,7 +92,7 @@ class Fleet:
         self._pools = Pools(self._members, router, self._rules.num_prefill, self._rules.pool_rule)
         self._migration = Migration(
             self._members,
-            opened,
+            open_requests,
             self._pools,
             rule=self._rules.move_rule,
             act=self._act,
@@ -100,7 +100,7 @@ class Fleet:
             on_resend=self._send_elsewhere,
         )
         self._requests = Requests(
-            opened,
+            open_requests,
             self._members,
             router,
             self._pools,
@@ -183,8 +183,8 @@ class Fleet:
 
     def owner(self, request_id: str) -> ReplicaId | None:
         """Return the replica that has a request; None where it waits in the fleet, or has ended."""
-        opened = self._requests.open.get(request_id)
-        return None if opened is None else opened.replica
+        open_request = self._requests.open.get(request_id)
+        return None if open_request is None else open_request.replica
 
     def state(self, replica: ReplicaId) -> ReplicaState:
         """Return the state of a replica; one that was never heard of is stopped."""
@@ -205,51 +205,51 @@ class Fleet:
         self._members.check_owners(self._requests.open, self._requests.waiting)
 
     def _on_arrival(self, event: Arrived, now: float) -> None:
-        opened = RoutedRequest(event.request)
+        open_request = RoutedRequest(event.request)
         request_id = event.request.request_id
         assert request_id not in self._requests.open, f"{request_id} arrives twice"
-        self._requests.open[request_id] = opened
+        self._requests.open[request_id] = open_request
         if self._scaling is not None:
             self._watcher.on_arrival(event.request, now)
             self._sizing.rescale(self._scaling.wake(now), now)
         is_full = len(self._requests.waiting) >= self._rules.max_num_waiting
-        self._requests.send(opened, now, may_wait=not is_full)
+        self._requests.send(open_request, now, may_wait=not is_full)
 
     def _on_delivery(self, event: Delivered, now: float) -> None:
-        opened, replica = self._requests.owned(event.request_id, event.replica)
-        if opened is None or replica is None:
+        open_request, replica = self._requests.owned(event.request_id, event.replica)
+        if open_request is None or replica is None:
             return
-        is_first = event.num_tokens > 0 and not opened.has_started
+        is_first = event.num_tokens > 0 and not open_request.has_started
         if is_first:
-            opened.has_started, opened.refused_by = True, ()
-            replica.num_queued_tokens -= opened.num_tokens
+            open_request.has_started, open_request.refused_by = True, ()
+            replica.num_queued_tokens -= open_request.num_tokens
             replica.num_streams += 1
-            if opened.is_routed:
-                self._router.on_first_token(replica.number, opened.request)
-            self._watcher.on_first_token(opened.request, event.num_cached_tokens, now)
+            if open_request.is_routed:
+                self._router.on_first_token(replica.number, open_request.request)
+            self._watcher.on_first_token(open_request.request, event.num_cached_tokens, now)
         if event.num_tokens:
-            opened.num_output_tokens += event.num_tokens
-            opened.num_deaths = 0
+            open_request.num_output_tokens += event.num_tokens
+            open_request.num_deaths = 0
         if is_first and not event.is_finished:
-            self._migration.on_first_token(opened, replica, now)
+            self._migration.on_first_token(open_request, replica, now)
         if event.is_finished:
-            self._requests.release(opened, replica)
+            self._requests.release(open_request, replica)
             del self._requests.open[event.request_id]
-            self._watcher.on_end(opened.request, opened.num_output_tokens, now)
+            self._watcher.on_end(open_request.request, open_request.num_output_tokens, now)
             if replica.state is ReplicaState.DRAINING:
                 self._stop_if_drained(replica, now)
 
     def _on_refusal(self, event: Refused, now: float) -> None:
-        opened, replica = self._requests.owned(event.request_id, event.replica)
-        if opened is None or replica is None:
+        open_request, replica = self._requests.owned(event.request_id, event.replica)
+        if open_request is None or replica is None:
             return
-        self._requests.release(opened, replica)
+        self._requests.release(open_request, replica)
         if not event.is_for_load:
-            self._requests.refuse(opened, "invalid", now)
+            self._requests.refuse(open_request, "invalid", now)
         else:
-            opened.refused_by += (replica.replica_id,)
-            opened.retry_after = least(opened.retry_after, event.retry_after)
-            self._requests.send(opened, now, why="retried")
+            open_request.refused_by += (replica.replica_id,)
+            open_request.retry_after = least(open_request.retry_after, event.retry_after)
+            self._requests.send(open_request, now, why="retried")
         self._stop_if_drained(replica, now)
 
     def _on_abort(self, event: Aborted, now: float) -> None:
@@ -290,9 +290,9 @@ class Fleet:
         replica = self._members.replicas.get(event.replica)
         if replica is None or replica.state in (ReplicaState.STOPPED, ReplicaState.DOWN):
             return
-        for opened in replica.open.values():
-            if opened.has_started or event.num_taken is None or opened.number <= event.num_taken:
-                opened.num_deaths += 1
+        for open_request in replica.open.values():
+            if open_request.has_started or event.num_taken is None or open_request.number <= event.num_taken:
+                open_request.num_deaths += 1
         orphans = self._take_all(replica)
         if replica.state is ReplicaState.DRAINING:
             self._end(replica, now, is_alive=False)
@@ -307,21 +307,21 @@ class Fleet:
 
     def _resume(self, orphans: list[RoutedRequest], now: float) -> None:
         """Send the requests of a replica that is gone elsewhere, those that are due first."""
-        for opened in orphans:
-            if not opened.request.resumes:
-                self._requests.refuse(opened, "replica_lost", now)
-            elif opened.num_deaths >= MOST_LIVES:
-                self._requests.refuse(opened, "too_many_lives", now)
+        for open_request in orphans:
+            if not open_request.request.resumes:
+                self._requests.refuse(open_request, "replica_lost", now)
+            elif open_request.num_deaths >= MOST_LIVES:
+                self._requests.refuse(open_request, "too_many_lives", now)
             else:
-                opened.refused_by, opened.retry_after, opened.is_kept = (), None, True
-                self._requests.send(opened, now, why="resumed")
+                open_request.refused_by, open_request.retry_after, open_request.is_kept = (), None, True
+                self._requests.send(open_request, now, why="resumed")
 
     def _take_all(self, replica: Replica) -> list[RoutedRequest]:
         """Take all requests from a replica that is gone; return them, those that are due first."""
         self._migration.on_lost(replica)
         taken = sorted(replica.open.values(), key=deadline)
-        for opened in taken:
-            self._requests.release(opened, replica)
+        for open_request in taken:
+            self._requests.release(open_request, replica)
         return taken
 
     def _leave(self, replica: Replica, state: ReplicaState, why: str) -> None:
@@ -345,29 +345,29 @@ class Fleet:
         self._leave(replica, ReplicaState.DRAINING, "restarts" if restarts else "ends")
         replica.drains_until, replica.restarts = now + seconds, restarts
         if self._members.is_any_ready:  # else it serves them itself, as far as it gets
-            not_begun = [each for each in replica.open.values() if not each.has_started]
-            self._send_all_elsewhere(not_begun, replica, now)
+            unstarted = [each for each in replica.open.values() if not each.has_started]
+            self._send_all_elsewhere(unstarted, replica, now)
             self._migration.look()
         self._stop_if_drained(replica, now)
         if self._requests.waiting and not self._members.is_one_coming:
             self._requests.send_waiting(now)
 
     def _send_all_elsewhere(self, moved: Iterable[RoutedRequest], replica: Replica, now: float) -> None:
-        for opened in sorted(moved, key=deadline):
-            self._send_elsewhere(opened, replica, None, now)
+        for open_request in sorted(moved, key=deadline):
+            self._send_elsewhere(open_request, replica, None, now)
 
     def _send_elsewhere(
-        self, opened: RoutedRequest, replica: Replica, destination: Replica | None, now: float
+        self, open_request: RoutedRequest, replica: Replica, destination: Replica | None, now: float
     ) -> None:
         """Take a request back from a replica, and send it to another; None lets the router say to which."""
-        self._requests.release(opened, replica)
-        self._act(Withdraw(replica.replica_id, opened.request.request_id))
-        opened.refused_by, opened.retry_after, opened.is_kept = (), None, True
-        self._requests.send(opened, now, why="moved", to=destination)
+        self._requests.release(open_request, replica)
+        self._act(Withdraw(replica.replica_id, open_request.request.request_id))
+        open_request.refused_by, open_request.retry_after, open_request.is_kept = (), None, True
+        self._requests.send(open_request, now, why="moved", to=destination)
 
-    def _on_moved(self, opened: RoutedRequest, destination: Replica) -> None:
+    def _on_moved(self, open_request: RoutedRequest, destination: Replica) -> None:
         """Hear that a request goes on elsewhere, with its KV."""
-        self._left.append(self._requests.move(opened, destination))
+        self._left.append(self._requests.move(open_request, destination))
 
     def _stop_if_drained(self, replica: Replica, now: float) -> None:
         if replica.state is ReplicaState.DRAINING and not replica.open:

@@ -273,7 +273,7 @@ class Membership:
                     each.why,
                     each.num_lives,
                     len(each.open),
-                    sum(opened.has_started for opened in each.open.values()),
+                    sum(open_request.has_started for open_request in each.open.values()),
                     each.limits,
                 )
                 for each in self.replicas.values()
@@ -282,7 +282,9 @@ class Membership:
             scaling,
         )
 
-    def check_owners(self, opened: Mapping[str, RoutedRequest], waiting: Mapping[str, RoutedRequest]) -> None:
+    def check_owners(
+        self, open_request: Mapping[str, RoutedRequest], waiting: Mapping[str, RoutedRequest]
+    ) -> None:
         """Assert that each open request has one owner, and that only replicas that can have some do."""
         owned = dict(waiting)
         for replica in self.replicas.values():
@@ -295,7 +297,7 @@ class Membership:
                 assert request_id not in owned, f"{request_id} has two owners"
                 assert each.replica == replica.replica_id
                 owned[request_id] = each
-        assert owned.keys() == opened.keys(), "a request has no owner, or has ended and has one"
+        assert owned.keys() == open_request.keys(), "a request has no owner, or has ended and has one"
         assert all(each.replica is None for each in waiting.values())
         for state, known in self._by_state.items():
             assert all(each.state is state for each in known.values()), "a replica is in two states"
@@ -303,26 +305,26 @@ class Membership:
         can_wait = not waiting or all_refused or self.is_one_coming
         assert can_wait, "requests wait, but no replica is coming"
 
-    def hand_over(self, opened: RoutedRequest, destination: Replica) -> Replica:
+    def hand_over(self, open_request: RoutedRequest, destination: Replica) -> Replica:
         """Let another replica own a request; return the one that has owned it."""
-        assert opened.replica is not None
-        source = self.replicas[opened.replica]
-        request_id = opened.request.request_id
+        assert open_request.replica is not None
+        source = self.replicas[open_request.replica]
+        request_id = open_request.request.request_id
         del source.open[request_id]
         source.num_streams -= 1
-        destination.open[request_id] = opened
+        destination.open[request_id] = open_request
         destination.num_streams += 1
-        opened.replica, opened.number = destination.replica_id, 0
+        open_request.replica, open_request.number = destination.replica_id, 0
         return source
 
-    def excluded_for(self, opened: RoutedRequest) -> Collection[int]:
+    def excluded_for(self, open_request: RoutedRequest) -> Collection[int]:
         """Return the numbers of ready replicas that a request must not go to."""
-        request = opened.request
+        request = open_request.request
         num_tokens = request.num_prompt_tokens + max(request.max_tokens, request.num_output_tokens + 1)
         fits_all = num_tokens <= min(self._lengths, default=0)
-        if fits_all and not opened.refused_by:
+        if fits_all and not open_request.refused_by:
             return NONE_EXCLUDED
-        excluded = {self.replicas[each].number for each in opened.refused_by}
+        excluded = {self.replicas[each].number for each in open_request.refused_by}
         return excluded if fits_all else excluded.union(self.too_long_for(request))
 
     def too_long_for(self, request: RoutingRequest) -> list[int]:
@@ -347,9 +349,9 @@ def _order(replica: Replica) -> int:
     return replica.order
 
 
-def deadline(opened: RoutedRequest) -> tuple[float, float]:
+def deadline(open_request: RoutedRequest) -> tuple[float, float]:
     """Return the order in which requests are sent elsewhere."""
-    return opened.request.ttft_deadline, opened.request.arrival
+    return open_request.request.ttft_deadline, open_request.request.arrival
 
 
 def least(first: float | None, second: float | None) -> float | None:

@@ -65,7 +65,7 @@ class Migration:
     Parameters
     ----------
     members : with what they have.
-    opened : the open requests, by id.
+    open_requests : the open requests, by id.
     pools : says which replicas compute prompts.
     rule : one of `MOVE_RULES`.
     act : takes what is to be done.
@@ -76,7 +76,7 @@ class Migration:
     def __init__(  # noqa: PLR0913 -- who is asked, and who is told
         self,
         members: Membership,
-        opened: Mapping[str, RoutedRequest],
+        open_requests: Mapping[str, RoutedRequest],
         pools: Pools,
         *,
         rule: str,
@@ -85,7 +85,7 @@ class Migration:
         on_resend: Resend,
     ) -> None:
         self._members = members
-        self._open = opened
+        self._open = open_requests
         self._pools = pools
         self._on_moved = on_moved
         self._moves = Moves(act, self._on_end, self._on_no_capacity)
@@ -106,7 +106,7 @@ class Migration:
         self._mover.is_to_look = True
         self.pool_policy.on_change()
 
-    def stream_replica(self, opened: RoutedRequest, replica: Replica) -> Replica | None:
+    def stream_replica(self, open_request: RoutedRequest, replica: Replica) -> Replica | None:
         """Return where a request is to generate that is sent to a replica; None: who has capacity then.
 
         Elsewhere than there, it is to stand still after its first token.
@@ -114,27 +114,27 @@ class Migration:
         goes_on = (
             self._pools.is_prefill(replica.replica_id)
             and replica.moves_streams
-            and self._mover.has_many_left(opened)
+            and self._mover.has_many_left(open_request)
             and any(True for _ in self._mover.candidates(replica))
         )
-        return self.pool_policy.stream_replica(opened, replica) if goes_on else replica
+        return self.pool_policy.stream_replica(open_request, replica) if goes_on else replica
 
-    def on_first_token(self, opened: RoutedRequest, replica: Replica, now: float) -> None:
+    def on_first_token(self, open_request: RoutedRequest, replica: Replica, now: float) -> None:
         """Hear that a request has had its first token from a replica."""
-        if opened.stops:
-            opened.stops = False
-            self._move_on(opened, replica, now)
+        if open_request.stops:
+            open_request.stops = False
+            self._move_on(open_request, replica, now)
         elif replica.state is ReplicaState.DRAINING or self._pools.is_prefill(replica.replica_id):
             self._mover.is_to_look = True
 
-    def _move_on(self, opened: RoutedRequest, source: Replica, now: float) -> None:
+    def _move_on(self, open_request: RoutedRequest, source: Replica, now: float) -> None:
         """Let a request that stands still be moved, or go on where it is."""
-        if self._moves.on_first_token(opened.request.request_id, now):
+        if self._moves.on_first_token(open_request.request.request_id, now):
             return
-        if self._mover.has_many_left(opened):
-            self.pool_policy.on_first_token(opened, source, now)
+        if self._mover.has_many_left(open_request):
+            self.pool_policy.on_first_token(open_request, source, now)
         else:
-            self._mover.put_back(opened, source, now)
+            self._mover.put_back(open_request, source, now)
 
     def on_report(self, replica: Replica, now: float) -> None:
         """Look at how a replica stands, which may be a reason to move streams."""
@@ -182,20 +182,20 @@ class Migration:
             why = "prefill"
         else:
             return
-        for opened in sorted(source.open.values(), key=deadline):
+        for open_request in sorted(source.open.values(), key=deadline):
             if self._moves.num_from(source.replica_id) >= MOST_AT_ONCE:
                 return
-            if not self._mover.is_free_to_move(opened):
+            if not self._mover.is_free_to_move(open_request):
                 continue
-            if now < opened.no_move_before:
-                self._look_at = min(self._look_at, opened.no_move_before)
+            if now < open_request.no_move_before:
+                self._look_at = min(self._look_at, open_request.no_move_before)
                 continue
-            destination = self._mover.destination(opened, source)
+            destination = self._mover.destination(open_request, source)
             if destination is None:
-                opened.no_move_before = now + RETRY_SECONDS
-                self._look_at = min(self._look_at, opened.no_move_before)
+                open_request.no_move_before = now + RETRY_SECONDS
+                self._look_at = min(self._look_at, open_request.no_move_before)
                 continue
-            self._mover.begin(opened, source, destination, why, now)
+            self._mover.begin(open_request, source, destination, why, now)
 
     def _on_no_capacity(self, move: Move) -> None:
         """Let a move wait for capacity."""
@@ -204,12 +204,12 @@ class Migration:
 
     def _on_end(self, move: Move, outcome: Outcome) -> None:
         self.look()
-        opened = self._open.get(move.request_id)
-        if opened is None:
+        open_request = self._open.get(move.request_id)
+        if open_request is None:
             return
         if outcome is Outcome.MOVED:
-            self._on_moved(opened, self._members.replicas[move.destination])
+            self._on_moved(open_request, self._members.replicas[move.destination])
             return
-        opened.num_failed_moves += outcome is Outcome.FAILED
-        opened.no_move_before = self._now + RETRY_SECONDS
-        self._look_at = min(self._look_at, opened.no_move_before)
+        open_request.num_failed_moves += outcome is Outcome.FAILED
+        open_request.no_move_before = self._now + RETRY_SECONDS
+        self._look_at = min(self._look_at, open_request.no_move_before)

@@ -70,19 +70,19 @@ class Mover:
             if each.moves_streams and not self._pools.is_prefill(each.replica_id)
         ]
 
-    def may_move(self, opened: RoutedRequest, now: float) -> bool:
+    def may_move(self, open_request: RoutedRequest, now: float) -> bool:
         """Return whether a stream is free to move, and no move of it has just failed."""
-        return now >= opened.no_move_before and self.is_free_to_move(opened)
+        return now >= open_request.no_move_before and self.is_free_to_move(open_request)
 
-    def may_resend(self, opened: RoutedRequest, source: Replica) -> bool:
+    def may_resend(self, open_request: RoutedRequest, source: Replica) -> bool:
         """Return whether a request that holds no KV may begin elsewhere: prompts of pools stay in theirs."""
-        request_id = opened.request.request_id
+        request_id = open_request.request.request_id
         is_elsewhere = request_id in self.waiting or self.moves.is_under_way(request_id)
         return not (is_elsewhere or self._pools.is_prefill(source.replica_id))
 
     def begin(
         self,
-        opened: RoutedRequest,
+        open_request: RoutedRequest,
         source: Replica,
         destination: Replica,
         why: str,
@@ -92,49 +92,49 @@ class Mover:
     ) -> None:
         """Begin to move a stream."""
         self.moves.begin(
-            opened.request.request_id,
+            open_request.request.request_id,
             source.replica_id,
             destination.replica_id,
-            num_blocks=num_blocks_of(opened, destination),
+            num_blocks=num_blocks_of(open_request, destination),
             why=why,
             now=now,
             course=course,
         )
 
-    def put_back(self, opened: RoutedRequest, source: Replica, now: float) -> None:
+    def put_back(self, open_request: RoutedRequest, source: Replica, now: float) -> None:
         """Let a request go on at its source that stands still there and does not move."""
-        self._act(MoveStep(source.replica_id, "", opened.request.request_id, MoveVerb.REATTACH))
-        opened.no_move_before = now + RETRY_SECONDS
+        self._act(MoveStep(source.replica_id, "", open_request.request.request_id, MoveVerb.REATTACH))
+        open_request.no_move_before = now + RETRY_SECONDS
         self.is_to_look = True
 
-    def is_free_to_move(self, opened: RoutedRequest) -> bool:
+    def is_free_to_move(self, open_request: RoutedRequest) -> bool:
         """Return whether a stream runs that may be moved, and has so much left that this is worth it."""
-        request = opened.request
-        may_succeed = opened.num_failed_moves < _MOST_FAILURES
+        request = open_request.request
+        may_succeed = open_request.num_failed_moves < _MOST_FAILURES
         return (
-            opened.has_started
-            and self.has_many_left(opened)
+            open_request.has_started
+            and self.has_many_left(open_request)
             and may_succeed
             and request.request_id not in self.waiting
             and not self.moves.is_under_way(request.request_id)
         )
 
-    def has_many_left(self, opened: RoutedRequest) -> bool:
+    def has_many_left(self, open_request: RoutedRequest) -> bool:
         """Return whether a request does not end sooner than it is moved."""
-        return opened.request.max_tokens - opened.num_output_tokens > self.least_left
+        return open_request.request.max_tokens - open_request.num_output_tokens > self.least_left
 
     def destination(
-        self, opened: RoutedRequest, source: Replica, *, most_coming: float = MOST_AT_ONCE
+        self, open_request: RoutedRequest, source: Replica, *, most_coming: float = MOST_AT_ONCE
     ) -> Replica | None:
         """Return the candidate with the most capacity for each of its requests, this one included."""
         fitting = [
-            each for each in self.candidates(source) if self.fits(opened, each, most_coming=most_coming)
+            each for each in self.candidates(source) if self.fits(open_request, each, most_coming=most_coming)
         ]
-        return max(fitting, key=lambda each: (self.freeness(opened, each), -each.order), default=None)
+        return max(fitting, key=lambda each: (self.freeness(open_request, each), -each.order), default=None)
 
-    def may_ever_move(self, opened: RoutedRequest, source: Replica) -> bool:
+    def may_ever_move(self, open_request: RoutedRequest, source: Replica) -> bool:
         """Return whether a candidate would take a stream if it had nothing else to do."""
-        return any(_could_take(opened, each) for each in self.candidates(source))
+        return any(_could_take(open_request, each) for each in self.candidates(source))
 
     def candidates(self, source: Replica) -> Iterable[Replica]:
         """Return the replicas that may take a request: those that decode, else any, where one drains."""
@@ -146,20 +146,22 @@ class Mover:
         decoding = [each for each in others if not self._pools.is_prefill(each.replica_id)]
         return decoding if decoding or source.state is not ReplicaState.DRAINING else others
 
-    def fits(self, opened: RoutedRequest, replica: Replica, *, most_coming: float = MOST_AT_ONCE) -> bool:
+    def fits(
+        self, open_request: RoutedRequest, replica: Replica, *, most_coming: float = MOST_AT_ONCE
+    ) -> bool:
         """Return whether a replica has a slot and blocks for a stream, and fewer are on their way to it."""
         limits = replica.limits
         assert limits is not None, "it is ready"
         return (
-            _could_take(opened, replica)
+            _could_take(open_request, replica)
             and self.moves.num_to(replica.replica_id) < most_coming
             and self._num_running(replica) < limits.max_num_seqs
-            and self._num_free(replica) >= num_blocks_of(opened, replica) + GROWTH_BLOCKS
+            and self._num_free(replica) >= num_blocks_of(open_request, replica) + GROWTH_BLOCKS
         )
 
-    def freeness(self, opened: RoutedRequest, replica: Replica) -> float:
+    def freeness(self, open_request: RoutedRequest, replica: Replica) -> float:
         """Return the free blocks for each request, once this one is there (Llumnix, section 4.4.2)."""
-        num_left = self._num_free(replica) - num_blocks_of(opened, replica)
+        num_left = self._num_free(replica) - num_blocks_of(open_request, replica)
         return num_left / (1 + self._num_running(replica))
 
     def _num_running(self, replica: Replica) -> int:
@@ -177,18 +179,18 @@ class Mover:
         return load.num_free_blocks - load.num_wanted_blocks - num_coming
 
 
-def _could_take(opened: RoutedRequest, replica: Replica) -> bool:
+def _could_take(open_request: RoutedRequest, replica: Replica) -> bool:
     """Return whether a replica with nothing to do would take a request."""
-    limits, request = replica.limits, opened.request
+    limits, request = replica.limits, open_request.request
     assert limits is not None, "it is ready"
     is_short = request.num_prompt_tokens + request.max_tokens <= limits.max_model_len
-    return is_short and limits.num_blocks >= num_blocks_of(opened, replica) + GROWTH_BLOCKS
+    return is_short and limits.num_blocks >= num_blocks_of(open_request, replica) + GROWTH_BLOCKS
 
 
-def num_blocks_of(opened: RoutedRequest, replica: Replica) -> int:
+def num_blocks_of(open_request: RoutedRequest, replica: Replica) -> int:
     """Return the blocks of a replica that a request has, as far as the fleet knows."""
     assert replica.limits is not None
-    return replica.limits.num_blocks_for(opened.num_tokens)
+    return replica.limits.num_blocks_for(open_request.num_tokens)
 
 
 class MoveRule(Protocol):

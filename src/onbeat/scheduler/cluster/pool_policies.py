@@ -32,11 +32,11 @@ class PoolPolicy:
         self._pools = pools
 
     def prompt_replicas(
-        self, opened: RoutedRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
+        self, open_request: RoutedRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
     ) -> Sequence[Replica]:
         """Return the replicas whose streams hardly notice the prompt, else those that compute prompts."""
-        held = self._pools.router.num_held(opened.request)
-        num_tokens = opened.num_tokens
+        held = self._pools.router.num_held(open_request.request)
+        num_tokens = open_request.num_tokens
         undisturbed = [
             each
             for each in decode
@@ -44,24 +44,24 @@ class PoolPolicy:
         ]
         return undisturbed or prefill
 
-    def stream_replica(self, opened: RoutedRequest, source: Replica) -> Replica | None:  # noqa: ARG002
+    def stream_replica(self, open_request: RoutedRequest, source: Replica) -> Replica | None:  # noqa: ARG002
         """Return where a request will generate whose prompt is sent to another pool; None: not known yet."""
         return None
 
-    def on_sent(self, opened: RoutedRequest, source: Replica, destination: Replica, now: float) -> None:
+    def on_sent(self, open_request: RoutedRequest, source: Replica, destination: Replica, now: float) -> None:
         """Hear that a request has been sent that is to generate at another replica, a known one."""
 
-    def on_first_token(self, opened: RoutedRequest, source: Replica, now: float) -> None:
+    def on_first_token(self, open_request: RoutedRequest, source: Replica, now: float) -> None:
         """Move a request that stands still, or let it go on where it is until there is capacity."""
-        destination = self._mover.destination(opened, source, most_coming=MOST_STOPPED)
+        destination = self._mover.destination(open_request, source, most_coming=MOST_STOPPED)
         if destination is None:
-            self._mover.put_back(opened, source, now)
+            self._mover.put_back(open_request, source, now)
         else:
-            self._mover.begin(opened, source, destination, "prefill", now, course=STANDS_STILL)
+            self._mover.begin(open_request, source, destination, "prefill", now, course=STANDS_STILL)
 
     # --- for policies whose streams wait for capacity, and stand still meanwhile --------------------------
 
-    def on_no_capacity(self, opened: RoutedRequest, move: Move) -> None:
+    def on_no_capacity(self, open_request: RoutedRequest, move: Move) -> None:
         """Hear that a destination has no capacity after all, where the course of the move waits for some."""
 
     def on_change(self) -> None:

@@ -34,7 +34,7 @@ class Requests:
 
     Parameters
     ----------
-    opened : by id; also the migration's.
+    open_requests : by id; also the migration's.
     watcher : hears what becomes of them.
     act : wants an action done.
     scales : whether the fleet changes its own size. A request that would rather be refused than late is then,
@@ -51,7 +51,7 @@ class Requests:
 
     def __init__(  # noqa: PLR0913 -- who decides where they go, and who hears of it
         self,
-        opened: dict[str, RoutedRequest],
+        open_requests: dict[str, RoutedRequest],
         members: Membership,
         router: Router,
         pools: Pools,
@@ -62,7 +62,7 @@ class Requests:
         scales: bool,
         max_wait: float | None = None,
     ) -> None:
-        self.open = opened
+        self.open = open_requests
         self.waiting: dict[str, RoutedRequest] = {}
         self.start_seconds: float | None = None
         self._members = members
@@ -85,50 +85,50 @@ class Requests:
         """Send those again that all have refused, once it is time, and refuse who has waited for too long."""
         due = [each for each in self.waiting.values() if _next_time(each) <= now]
         self._send_again([each for each in due if each.refused_by], now)
-        for opened in due:
-            if not opened.refused_by and opened.wait_until <= now:
-                del self.waiting[opened.request.request_id]
-                self.refuse(opened, "no_replica", now, self._seconds_to_start(now))
+        for open_request in due:
+            if not open_request.refused_by and open_request.wait_until <= now:
+                del self.waiting[open_request.request.request_id]
+                self.refuse(open_request, "no_replica", now, self._seconds_to_start(now))
 
     def owned(self, request_id: str, replica_id: ReplicaId) -> tuple[RoutedRequest | None, Replica | None]:
         """Return a request and its replica, if it is this one."""
-        opened = self.open.get(request_id)
-        if opened is None or opened.replica != replica_id:
+        open_request = self.open.get(request_id)
+        if open_request is None or open_request.replica != replica_id:
             return None, None
-        return opened, self._members.replicas[replica_id]
+        return open_request, self._members.replicas[replica_id]
 
-    def release(self, opened: RoutedRequest, replica: Replica) -> None:
+    def release(self, open_request: RoutedRequest, replica: Replica) -> None:
         """Let a replica no longer own a request."""
-        request = opened.request
+        request = open_request.request
         self._migration.on_end(request.request_id)
         del replica.open[request.request_id]
-        opened.replica = None
-        if opened.has_started:
+        open_request.replica = None
+        if open_request.has_started:
             replica.num_streams -= 1
         else:
-            replica.num_queued_tokens -= opened.num_tokens
-        if opened.is_routed:
-            if not opened.has_started:
+            replica.num_queued_tokens -= open_request.num_tokens
+        if open_request.is_routed:
+            if not open_request.has_started:
                 self._router.on_first_token(replica.number, request)
             self._router.on_finish(replica.number, request)
 
     def abort(self, request_id: str, now: float) -> Replica | None:
         """End a request whose client went away; return the replica that has had it."""
-        opened = self.open.pop(request_id, None)
-        if opened is None:
+        open_request = self.open.pop(request_id, None)
+        if open_request is None:
             return None
-        self._watcher.on_end(opened.request, None, now)
-        if opened.replica is None:
+        self._watcher.on_end(open_request.request, None, now)
+        if open_request.replica is None:
             del self.waiting[request_id]
             return None
-        replica = self._members.replicas[opened.replica]
-        self.release(opened, replica)
+        replica = self._members.replicas[open_request.replica]
+        self.release(open_request, replica)
         self._act(Withdraw(replica.replica_id, request_id))
         return replica
 
     def send(
         self,
-        opened: RoutedRequest,
+        open_request: RoutedRequest,
         now: float,
         *,
         why: str = "",
@@ -141,22 +141,24 @@ class Requests:
         ----------
         to : the only one that it may go to, a ready one that takes its length; None lets the router choose.
         """
-        if opened.num_output_tokens != opened.request.num_output_tokens:
-            opened.request = replace(opened.request, num_output_tokens=opened.num_output_tokens)
-        request = opened.request
-        may_try = len(opened.refused_by) < _MOST_TRIES or opened.is_kept
-        choice = self._route(opened, now, to) if may_try else None
+        if open_request.num_output_tokens != open_request.request.num_output_tokens:
+            open_request.request = replace(
+                open_request.request, num_output_tokens=open_request.num_output_tokens
+            )
+        request = open_request.request
+        may_try = len(open_request.refused_by) < _MOST_TRIES or open_request.is_kept
+        choice = self._route(open_request, now, to) if may_try else None
         if choice is None:
-            self._wait_or_refuse(opened, now, may_wait=may_wait)
+            self._wait_or_refuse(open_request, now, may_wait=may_wait)
             return
         replica = self._members.by_number[choice.replica]
-        opened.replica, opened.has_started = replica.replica_id, False
-        goes_to = self._migration.stream_replica(opened, replica)
-        opened.stops = goes_to is not replica
-        replica.open[request.request_id] = opened
+        open_request.replica, open_request.has_started = replica.replica_id, False
+        goes_to = self._migration.stream_replica(open_request, replica)
+        open_request.stops = goes_to is not replica
+        replica.open[request.request_id] = open_request
         replica.num_sent += 1
-        opened.number = replica.num_sent
-        replica.num_queued_tokens += opened.num_tokens
+        open_request.number = replica.num_sent
+        replica.num_queued_tokens += open_request.num_tokens
         if self._scales:
             self._watcher.on_sent(request, choice.predicted_ttft, now)
         self._act(
@@ -165,20 +167,20 @@ class Requests:
                 request.request_id,
                 why or choice.why,
                 choice.predicted_ttft,
-                opened.stops,
+                open_request.stops,
             )
         )
-        if opened.stops and goes_to is not None:
-            self._migration.pool_policy.on_sent(opened, replica, goes_to, now)
+        if open_request.stops and goes_to is not None:
+            self._migration.pool_policy.on_sent(open_request, replica, goes_to, now)
 
-    def move(self, opened: RoutedRequest, destination: Replica) -> Replica:
+    def move(self, open_request: RoutedRequest, destination: Replica) -> Replica:
         """Let a request go on elsewhere, with its KV; return the replica that has had it."""
-        source = self._members.hand_over(opened, destination)
-        if opened.is_routed:
-            self._router.on_finish(source.number, opened.request)
-        opened.is_routed = self._only is None
-        if opened.is_routed:
-            self._router.take(destination.number, opened.request)
+        source = self._members.hand_over(open_request, destination)
+        if open_request.is_routed:
+            self._router.on_finish(source.number, open_request.request)
+        open_request.is_routed = self._only is None
+        if open_request.is_routed:
+            self._router.take(destination.number, open_request.request)
         return source
 
     @property
@@ -192,79 +194,83 @@ class Requests:
             return
         self._was_alone = False
         for replica in self._members.having(ReplicaState.READY):
-            for opened in replica.open.values():
-                if not opened.is_routed:
-                    opened.is_routed = True
-                    self._router.take(replica.number, opened.request)
+            for open_request in replica.open.values():
+                if not open_request.is_routed:
+                    open_request.is_routed = True
+                    self._router.take(replica.number, open_request.request)
 
     def send_waiting(self, now: float) -> None:
         """Try once more to send those that wait, those that are due first: the members have changed."""
         self._send_again(list(self.waiting.values()), now)
 
     def refuse(
-        self, opened: RoutedRequest, reason: str, now: float, retry_after: float | None = None
+        self, open_request: RoutedRequest, reason: str, now: float, retry_after: float | None = None
     ) -> None:
         """End a request that no replica has without another token; see `Refuse`."""
-        request_id = opened.request.request_id
+        request_id = open_request.request.request_id
         del self.open[request_id]
         if reason in ("overloaded", "no_replica"):
-            self._watcher.on_refusal(opened.request, now)
-        self._watcher.on_end(opened.request, None, now)
+            self._watcher.on_refusal(open_request.request, now)
+        self._watcher.on_end(open_request.request, None, now)
         self._act(Refuse(request_id, reason, retry_after))
 
     def _send_again(self, waiting: list[RoutedRequest], now: float) -> None:
-        for opened in sorted(waiting, key=deadline):
-            del self.waiting[opened.request.request_id]
-            opened.refused_by, opened.retry_after = (), None
-            self.send(opened, now, why="waited")
+        for open_request in sorted(waiting, key=deadline):
+            del self.waiting[open_request.request.request_id]
+            open_request.refused_by, open_request.retry_after = (), None
+            self.send(open_request, now, why="waited")
 
-    def _route(self, opened: RoutedRequest, now: float, to: Replica | None) -> RoutingChoice | None:
+    def _route(self, open_request: RoutedRequest, now: float, to: Replica | None) -> RoutingChoice | None:
         if to is not None:
-            opened.is_routed = True
+            open_request.is_routed = True
             others = {each.number for each in self._members.having(ReplicaState.READY) if each is not to}
-            return self._router.route(opened.request, now, others)
+            return self._router.route(open_request.request, now, others)
         num_ready = len(self._members.ready)
         if not num_ready:
             return None
-        excluded = self._members.excluded_for(opened)
+        excluded = self._members.excluded_for(open_request)
         only = self._only if num_ready == 1 else None
-        opened.is_routed = only is None
+        open_request.is_routed = only is None
         if only is not None:
             self._was_alone = True
             return None if only.number in excluded else RoutingChoice(only.number, "only")
-        narrowed = self._pools.narrow(excluded, partial(self._migration.pool_policy.prompt_replicas, opened))
-        return self._router.route(opened.request, now, narrowed)
+        narrowed = self._pools.narrow(
+            excluded, partial(self._migration.pool_policy.prompt_replicas, open_request)
+        )
+        return self._router.route(open_request.request, now, narrowed)
 
-    def _wait_or_refuse(self, opened: RoutedRequest, now: float, *, may_wait: bool) -> None:
-        members, has_tokens = self._members, opened.num_output_tokens > 0
+    def _wait_or_refuse(self, open_request: RoutedRequest, now: float, *, may_wait: bool) -> None:
+        members, has_tokens = self._members, open_request.num_output_tokens > 0
         is_any_ready = members.is_any_ready
-        if opened.refused_by and not has_tokens:
-            wait = least(opened.retry_after, self._router.least_wait(opened.request, now))
-            self.refuse(opened, "overloaded", now, None if wait is None else max(wait, SHORTEST_RETRY))
-        elif opened.refused_by and is_any_ready:
-            opened.not_before = now + max(opened.retry_after or 0.0, _REFUSED_AGAIN)
-            self.waiting[opened.request.request_id] = opened
+        if open_request.refused_by and not has_tokens:
+            wait = least(open_request.retry_after, self._router.least_wait(open_request.request, now))
+            self.refuse(open_request, "overloaded", now, None if wait is None else max(wait, SHORTEST_RETRY))
+        elif open_request.refused_by and is_any_ready:
+            open_request.not_before = now + max(open_request.retry_after or 0.0, _REFUSED_AGAIN)
+            self.waiting[open_request.request.request_id] = open_request
         elif members.is_one_coming and (may_wait or has_tokens):
-            self._wait_for_start(opened, now)
+            self._wait_for_start(open_request, now)
         elif is_any_ready:
-            self.refuse(opened, "too_long", now)
+            self.refuse(open_request, "too_long", now)
         else:
-            self.refuse(opened, "no_replica", now, self.start_seconds if members.is_one_coming else None)
+            self.refuse(
+                open_request, "no_replica", now, self.start_seconds if members.is_one_coming else None
+            )
 
-    def _wait_for_start(self, opened: RoutedRequest, now: float) -> None:
+    def _wait_for_start(self, open_request: RoutedRequest, now: float) -> None:
         """Let a request wait for a replica, if it is expected soon enough."""
         start = self._seconds_to_start(now)
-        opened.refused_by, opened.wait_until = (), inf
-        if not opened.num_output_tokens:
-            is_late = self._scales and now + start > opened.request.ttft_deadline
-            if is_late and opened.request.rather_refused:
-                self.refuse(opened, "unattainable", now, start)
+        open_request.refused_by, open_request.wait_until = (), inf
+        if not open_request.num_output_tokens:
+            is_late = self._scales and now + start > open_request.request.ttft_deadline
+            if is_late and open_request.request.rather_refused:
+                self.refuse(open_request, "unattainable", now, start)
                 return
             if start > self._max_wait:
-                self.refuse(opened, "no_replica", now, start)
+                self.refuse(open_request, "no_replica", now, start)
                 return
-            opened.wait_until = now + self._max_wait
-        self.waiting[opened.request.request_id] = opened
+            open_request.wait_until = now + self._max_wait
+        self.waiting[open_request.request.request_id] = open_request
 
     def _seconds_to_start(self, now: float) -> float:
         """Return the seconds until a replica is ready, by the last start; 0 where none is known.

@@ -90,7 +90,7 @@ class _Leaver(Generic[LentT]):
     """What became of it, once it has left: it stands still."""
     move: str = ""
     """The move that waits for it to leave."""
-    goes_on: bool = False
+    is_to_stay: bool = False
     """Whether it is put back as soon as it has left, unless a move waits for it."""
 
 
@@ -170,7 +170,7 @@ class MoveAgent(Generic[LentT]):
         """Hear of requests that are aborted; who waits for one that is leaving is still answered."""
         for request_id in request_ids:
             self._to_stop.discard(request_id)
-            self._let_go_on(request_id)
+            self._put_back(request_id)
 
     def look(self) -> None:
         """Answer what is done by now; after each step, and when rung."""
@@ -194,7 +194,7 @@ class MoveAgent(Generic[LentT]):
             leaver = self._leavers.pop(request_id, None) or _Leaver()
             if leaver.move:
                 gone.append((leaver.move, departure))
-            elif leaver.goes_on:
+            elif leaver.is_to_stay:
                 port.reattach(request_id)
             else:
                 leaver.departure, self._leavers[request_id] = departure, leaver
@@ -223,7 +223,7 @@ class MoveAgent(Generic[LentT]):
             case MoveVerb.TAKE:
                 port.free(task.request_id)
             case _:
-                self._let_go_on(task.request_id)
+                self._put_back(task.request_id)
                 if task.verb is MoveVerb.REATTACH:
                     port.reattach(task.request_id)
                 port.unhold(task.request_id)
@@ -259,12 +259,12 @@ class MoveAgent(Generic[LentT]):
             self._answer_freeze(port, task.move, leaver.departure)
         self._look_at_batch(port)
 
-    def _let_go_on(self, request_id: str) -> None:
+    def _put_back(self, request_id: str) -> None:
         """Let a request not stand still any more; one that has left is put back by whoever says this."""
         self._awaited.pop(request_id, None)
         leaver = self._leavers.get(request_id)
         if leaver is not None and leaver.departure is None:
-            leaver.goes_on = True
+            leaver.is_to_stay = True
         elif leaver is not None:
             del self._leavers[request_id]
 

@@ -23,16 +23,16 @@ class StepReporter:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._told = Planned()
+        self._reported = Planned()
         """Of the whole so far, what has been told."""
 
     def take_planned(self) -> Planned:
         """Return what planning has done since this was asked last."""
-        scheduler, told = self._scheduler, self._told
-        self._told = now = Planned(
+        scheduler, before = self._scheduler, self._reported
+        self._reported = now = Planned(
             scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits
         )
-        return Planned(*(after - before for after, before in zip(now, told, strict=True)))
+        return Planned(*(after - each for after, each in zip(now, before, strict=True)))
 
     def stats(self, scheduled: SchedulerOutput, planned: Planned, *, start: float, end: float) -> StepStats:
         """Describe a step that has been updated.

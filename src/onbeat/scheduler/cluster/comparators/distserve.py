@@ -30,23 +30,23 @@ class DistServe(PoolPolicy):
 
     def prompt_replicas(
         self,
-        opened: RoutedRequest,  # noqa: ARG002 (they are all sent there)
+        open_request: RoutedRequest,  # noqa: ARG002 (they are all sent there)
         prefill: Sequence[Replica],
         decode: Sequence[Replica],  # noqa: ARG002
     ) -> Sequence[Replica]:
         """Return those that compute prompts."""
         return prefill
 
-    def on_first_token(self, opened: RoutedRequest, source: Replica, now: float) -> None:  # noqa: ARG002
+    def on_first_token(self, open_request: RoutedRequest, source: Replica, now: float) -> None:  # noqa: ARG002
         """Let a request wait behind those that came before it."""
-        self._waiting[opened.request.request_id] = opened, None
+        self._waiting[open_request.request.request_id] = open_request, None
         self._may_have_capacity = True
 
-    def on_no_capacity(self, opened: RoutedRequest, move: Move) -> None:
+    def on_no_capacity(self, open_request: RoutedRequest, move: Move) -> None:
         """Let a request wait before all others: it was the first of them."""
         others = dict(self._waiting)
         self._waiting.clear()
-        self._waiting.update({move.request_id: (opened, move), **others})
+        self._waiting.update({move.request_id: (open_request, move), **others})
 
     def on_change(self) -> None:
         """Hear that a replica may have more capacity than before, or that none ever will."""
@@ -58,20 +58,20 @@ class DistServe(PoolPolicy):
             return
         self._may_have_capacity = False
         mover = self._mover
-        for request_id, (opened, move) in list(self._waiting.items()):
-            assert opened.replica is not None
-            source = self._members.replicas[opened.replica]
-            destination = mover.destination(opened, source, most_coming=MOST_STOPPED)
-            if destination is None and mover.may_ever_move(opened, source):
+        for request_id, (open_request, move) in list(self._waiting.items()):
+            assert open_request.replica is not None
+            source = self._members.replicas[open_request.replica]
+            destination = mover.destination(open_request, source, most_coming=MOST_STOPPED)
+            if destination is None and mover.may_ever_move(open_request, source):
                 return
             del self._waiting[request_id]
             if destination is None and move is None:
-                mover.put_back(opened, source, now)
+                mover.put_back(open_request, source, now)
             elif destination is None:
                 assert move is not None
                 mover.moves.stay(move)
             elif move is None:
-                mover.begin(opened, source, destination, "prefill", now, course=WAITS_FOR_CAPACITY)
+                mover.begin(open_request, source, destination, "prefill", now, course=WAITS_FOR_CAPACITY)
             else:
-                num_blocks = num_blocks_of(opened, destination)
+                num_blocks = num_blocks_of(open_request, destination)
                 mover.moves.try_again(move, destination.replica_id, num_blocks=num_blocks, now=now)

@@ -41,18 +41,18 @@ class Pairing:
 
     def _move_one(self, source: Replica, destination: Replica, now: float) -> None:
         may_move = [each for each in source.open.values() if self._mover.may_move(each, now)]
-        opened = min(may_move, key=_turn, default=None)
+        open_request = min(may_move, key=_turn, default=None)
         if (
-            opened is not None
+            open_request is not None
             and destination in self._mover.candidates(source)
-            and self._mover.fits(opened, destination)
-            and self._evens_out(opened, source, destination)
+            and self._mover.fits(open_request, destination)
+            and self._evens_out(open_request, source, destination)
         ):
-            self._mover.begin(opened, source, destination, "balance", now)
+            self._mover.begin(open_request, source, destination, "balance", now)
 
-    def _evens_out(self, opened: RoutedRequest, source: Replica, destination: Replica) -> bool:
-        num_high = int(is_high(opened.request.priority))
-        taken = self._freeness(destination, num_blocks_of(opened, destination), 1, num_high)
+    def _evens_out(self, open_request: RoutedRequest, source: Replica, destination: Replica) -> bool:
+        num_high = int(is_high(open_request.request.priority))
+        taken = self._freeness(destination, num_blocks_of(open_request, destination), 1, num_high)
         return taken > self._freeness(source)
 
     def _freeness(self, replica: Replica, num_blocks: int = 0, num_more: int = 0, num_high: int = 0) -> float:
@@ -69,6 +69,6 @@ class Pairing:
         )
 
 
-def _turn(opened: RoutedRequest) -> tuple[bool, int, float]:
-    request = opened.request
-    return is_high(request.priority), opened.num_tokens, request.arrival
+def _turn(open_request: RoutedRequest) -> tuple[bool, int, float]:
+    request = open_request.request
+    return is_high(request.priority), open_request.num_tokens, request.arrival

@@ -38,19 +38,19 @@ class Splitwise(PoolPolicy):
     """
 
     def prompt_replicas(
-        self, opened: RoutedRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
+        self, open_request: RoutedRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
     ) -> Sequence[Replica]:
         """Return where a prompt waits least: in its pool, then on a mixed replica, then on any other."""
         mixed = [each for each in (*prefill, *decode) if self._is_mixed(each)]
         orders = {each.order for each in mixed}
         for pool in ([each for each in prefill if each.order not in orders], mixed):
             shortest = min(pool, key=_queue, default=None)
-            if shortest is not None and _takes_one_more(shortest, opened.num_tokens):
+            if shortest is not None and _takes_one_more(shortest, open_request.num_tokens):
                 return [shortest]
         others = [each for each in decode if each.order not in orders]
         return [min(others or (*prefill, *decode), key=_queue)]
 
-    def stream_replica(self, opened: RoutedRequest, source: Replica) -> Replica | None:
+    def stream_replica(self, open_request: RoutedRequest, source: Replica) -> Replica | None:
         """Return where a stream finds the most capacity: its pool, a mixed replica, or one for prompts."""
         pools: tuple[list[Replica], ...] = [], [], []
         for each in self._members.having(ReplicaState.READY):
@@ -59,17 +59,18 @@ class Splitwise(PoolPolicy):
                 pools[1 if self._is_mixed(each) else 2 * is_prefill].append(each)
         mover = self._mover
         for pool in pools:
-            fitting = [each for each in pool if mover.fits(opened, each, most_coming=inf)]
+            fitting = [each for each in pool if mover.fits(open_request, each, most_coming=inf)]
             if fitting:
                 # Of equal ones it stays where its prompt is: nothing is copied then.
                 return max(
-                    fitting, key=lambda each: (mover.freeness(opened, each), each is source, -each.order)
+                    fitting,
+                    key=lambda each: (mover.freeness(open_request, each), each is source, -each.order),
                 )
         return None
 
-    def on_sent(self, opened: RoutedRequest, source: Replica, destination: Replica, now: float) -> None:
+    def on_sent(self, open_request: RoutedRequest, source: Replica, destination: Replica, now: float) -> None:
         """Begin to copy a prompt to where its stream will go on."""
-        self._mover.begin(opened, source, destination, "prefill", now, course=COPIED_AHEAD)
+        self._mover.begin(open_request, source, destination, "prefill", now, course=COPIED_AHEAD)
 
     def _is_mixed(self, replica: Replica) -> bool:
         """Return whether a replica has work of the other pool: prompts in its queue, or streams that stay.
