@@ -19,7 +19,6 @@ from onbeat.cluster.life import Life
 from onbeat.cluster.live_moves import LiveMoves
 from onbeat.cluster.open_request import OpenRequest
 from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild, Processes
-from onbeat.cluster.rolling_restart import restart_all
 from onbeat.cluster.streams import Streams
 from onbeat.cluster.wire import Wire
 from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest
@@ -60,6 +59,7 @@ from onbeat.scheduler.cluster.events import (
     Withdraw,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
+from onbeat.scheduler.cluster.membership import ReplicaState
 from onbeat.scheduler.cluster.teller import Teller
 
 logger = logging.getLogger("onbeat.cluster")
@@ -361,7 +361,22 @@ class FleetController:
                 "ask again once all are ready",
                 code="restart_under_way",
             )
-        self._round = asyncio.create_task(restart_all(self), name="onbeat-rolling-restart")
+        self._round = asyncio.create_task(self._restart_each(), name="onbeat-rolling-restart")
+
+    async def _restart_each(self) -> None:
+        """Drain and start each replica that is ready; wait for each before the next.
+
+        One that starts meanwhile is waited for, too. One that was told to end, or is scaled away while it is
+        waited for, is left alone.
+        """
+        for replica, life in list(self.lives.items()):
+            if self.lives.get(replica) is not life:
+                continue  # it has been started again since
+            if self.fleet.state(replica) is ReplicaState.READY:
+                self.drain(replica, seconds=DRAIN_SECONDS, restarts=True)
+            while self.fleet.is_coming(replica):
+                self.changed.clear()
+                await self.changed.wait()
 
     @property
     def endpoint(self) -> str:

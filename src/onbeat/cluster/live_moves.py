@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from onbeat.cluster.clock_offset import by_their_clock
 from onbeat.cluster.open_request import OpenRequest, Origin
@@ -13,33 +13,16 @@ from onbeat.core.fleet import ReplicaId
 from onbeat.core.handover import Detached, MoveTask, TaskAnswer
 from onbeat.core.request import Request
 from onbeat.engine.kv_transfer.source import KVSource
-from onbeat.engine.messages import AbortRequests, AskMove, ToEngine
-from onbeat.scheduler.cluster.events import Answered, MoveStep
+from onbeat.engine.messages import AbortRequests, AskMove
+from onbeat.scheduler.cluster.events import MoveStep
 from onbeat.scheduler.cluster.move_carrier import CarriedMove, MoveCarrier
+
+if TYPE_CHECKING:
+    from onbeat.cluster.controller import FleetController
 
 logger = logging.getLogger("onbeat.cluster")
 
 _Move = CarriedMove[OpenRequest, KVSource]
-
-
-class Replicas(Protocol):
-    """What is needed of a fleet's controller."""
-
-    def send(self, replica: ReplicaId, message: ToEngine) -> None:
-        """Send a message to a replica; it is lost with the replica."""
-        ...
-
-    def tell(self, event: Answered) -> None:
-        """Tell the fleet what happened."""
-        ...
-
-    def block_size(self, replica: ReplicaId) -> int:
-        """Return the tokens of a replica's blocks."""
-        ...
-
-    def clock_offset(self, replica: ReplicaId) -> float:
-        """Return by how many seconds a replica's clock is behind this one's."""
-        ...
 
 
 class LiveMoves:
@@ -56,7 +39,7 @@ class LiveMoves:
 
     def __init__(
         self,
-        replicas: Replicas,
+        replicas: FleetController,
         requests: Mapping[str, OpenRequest],
         *,
         on_moved: Callable[[OpenRequest, Origin], None],
