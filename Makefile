@@ -64,6 +64,7 @@ format: .venv/.dev ## Format the code and mend what the linter can
 
 flags: .venv/.serve ## Write docs/flags.md from what the commands declare
 	$(BIN)/python scripts/flags > docs/flags.md
+	$(BIN)/python scripts/fields > docs/compatibility.md
 
 size: .venv/bin/python ## Hold packages to their budgets of lines (scripts/budgets.toml)
 	@$(BIN)/python scripts/size

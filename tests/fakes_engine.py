@@ -180,6 +180,7 @@ class FakeEngine:
                 num_cached_tokens=self.script.num_cached_tokens,
                 scheduled_time=scheduled,
                 logprobs=_logprobs(request, token_ids),
+                prompt_logprobs=None if step else _prompt_logprobs(request),
                 error="the step failed" if failed else None,
             )
             if request.pooling is not None and reason is FinishReason.STOP:
@@ -258,6 +259,23 @@ class FakeEngine:
 
     async def is_idle(self) -> bool:
         return not self._running
+
+
+def _prompt_logprobs(request: Request) -> list[TokenLogprobs] | None:
+    """Return reports in which the token of position p is the second likeliest, at -p."""
+    number = request.num_prompt_logprobs
+    if number is None:
+        return None
+    return [
+        TokenLogprobs(
+            token_id,
+            -float(position),
+            ((token_id + 1) % 256, token_id, (token_id + 2) % 256)[:number],
+            (-0.5, -float(position), -math.inf)[:number],
+            rank=2,
+        )
+        for position, token_id in enumerate(request.prompt_token_ids[1:], 1)
+    ]
 
 
 def _logprobs(request: Request, token_ids: Sequence[int]) -> list[TokenLogprobs] | None:

@@ -61,6 +61,7 @@ FOREIGN_FLAGS = (
     ForeignFlag("--enable-prompt-tokens-details", "usage always has them", _SWITCH),
     ForeignFlag("--enable-request-id-headers", "answers always have x-request-id", _SWITCH),
     ForeignFlag("--enable-server-load-tracking", "GET /load always tells the load", _SWITCH),
+    ForeignFlag("--enable-tokenizer-info-endpoint", "/tokenizer_info is always there", _SWITCH),
     ForeignFlag("--enable-offline-docs", "/docs never loads anything from elsewhere", _SWITCH),
     ForeignFlag("--enable-auto-tool-choice", "calls are read unless --tool-call-parser is none", _SWITCH),
     ForeignFlag("--enable-reasoning", "reasoning is read unless --reasoning-parser is none", _SWITCH),
@@ -132,7 +133,6 @@ MISSING_FLAGS: Mapping[str, str] = {
     "a model's configuration is taken as it is": "--hf-config-path --rope-scaling --rope-theta",
     _NO_DEFAULTS: "--override-generation-config",
     "no Unix sockets yet; listen on --host 127.0.0.1": "--uds",
-    "no /tokenizer_info yet": "--enable-tokenizer-info-endpoint",
     "no OTLP traces yet; --timeline writes a trace of steps and requests": "--otlp-traces-endpoint "
     "--collect-detailed-traces",
     "the log never holds prompts or answers": "--enable-log-outputs --enable-log-deltas",

@@ -73,6 +73,8 @@ class SamplingParams:
     """(token id, value added to its logit)."""
     allowed_token_ids: tuple[int, ...] = ()
     """Only these tokens may be sampled; empty allows all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that the output must not contain: the last one is banned behind the others."""
     seed: int = 0
     max_tokens: int = 16
     min_tokens: int = 0
@@ -81,6 +83,8 @@ class SamplingParams:
     """Tokens that end the request: the caller's and, unless ignored, the model's end-of-sequence tokens."""
     num_logprobs: int | None = None
     """Report the sampled token's log-probability and this many alternatives; None reports nothing."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Report these tokens instead of the likeliest; needs `num_logprobs`."""
     grammar: Grammar | None = None
     """What the answer must match; it ends where the grammar allows nothing more. None allows any text."""
 

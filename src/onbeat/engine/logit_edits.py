@@ -78,6 +78,8 @@ def _ban_tokens(logits: Tensor, rows: Mapping[int, SamplingRow]) -> None:
             kept = logits[row_index, allowed]
             logits[row_index].fill_(-torch.inf)
             logits[row_index, allowed] = kept
+        if row.params.bad_words:
+            logits[row_index, _to(logits, _in_vocabulary(logits, row.banned_token_ids)[0])] = -torch.inf
         if row.holds_back_stops:
             logits[row_index, _to(logits, _in_vocabulary(logits, row.stop_token_ids)[0])] = -torch.inf
 

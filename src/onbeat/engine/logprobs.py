@@ -40,6 +40,19 @@ def token_logprobs(
     return reports
 
 
+def with_tokens(report: TokenLogprobs, logits: Tensor, token_ids: Sequence[int]) -> TokenLogprobs:
+    """Return a report with certain tokens as its alternatives, behind the token itself.
+
+    Parameters
+    ----------
+    logits : of its row, [vocabulary].
+    token_ids : the alternatives.
+    """
+    others = [token_id for token_id in token_ids if token_id != report.token_id]
+    values = torch.log_softmax(logits, dim=-1)[others].tolist()
+    return replace(report, top_token_ids=(report.token_id, *others), top_logprobs=(report.logprob, *values))
+
+
 def _report(
     logprobs: Tensor, token_ids: Sequence[int], num_alternatives: Sequence[int]
 ) -> list[TokenLogprobs]:

@@ -23,7 +23,7 @@ from onbeat.core.request import TokenLogprobs
 from onbeat.engine.draw import draw, locate, min_p_bound, nucleus_candidates
 from onbeat.engine.guided_draw import GuideWork, hold_to_grammars, redrawn
 from onbeat.engine.logit_edits import edit_logits
-from onbeat.engine.logprobs import token_logprobs
+from onbeat.engine.logprobs import token_logprobs, with_tokens
 from onbeat.engine.random_stream import uniform
 from onbeat.engine.sampling_row import SamplingRow
 
@@ -158,7 +158,9 @@ class Sampler:
         edit_logits(logits_RV, {index: rows[index] for index in edited})
         for index, token_id, peak in zip(edited, *_argmax(take_rows(logits_RV, edited)), strict=True):
             sampled.token_ids[index], peaks[index] = token_id, peak
-        reason = "no token can be sampled under allowed_token_ids, logit_bias, penalties and min_tokens"
+        reason = (
+            "no token can be sampled under allowed_token_ids, logit_bias, bad_words, penalties and min_tokens"
+        )
         _report_invalid(sampled, edited, peaks, reason)
 
     def _draw_untruncated(
@@ -255,8 +257,13 @@ def _attach_logprobs(
     """Report the log-probabilities of the rows at `indices`, whose unmodified logits these are."""
     # A row whose edits left nothing to sample reports nothing; any token stands in for the one it lacks.
     token_ids = [max(sampled.token_ids[index], 0) for index in indices]
-    num_alternatives = [rows[index].params.num_logprobs or 0 for index in indices]
-    for index, report in zip(indices, token_logprobs(logits_CV, token_ids, num_alternatives), strict=True):
+    params = [rows[index].params for index in indices]
+    num_alternatives = [0 if each.logprob_token_ids else each.num_logprobs or 0 for each in params]
+    reports = token_logprobs(logits_CV, token_ids, num_alternatives)
+    for place, each in enumerate(params):
+        if each.logprob_token_ids:
+            reports[place] = with_tokens(reports[place], logits_CV[place], each.logprob_token_ids)
+    for index, report in zip(indices, reports, strict=True):
         if index not in sampled.errors:
             sampled.logprobs[index] = report
 

@@ -84,7 +84,11 @@ class SamplingRow:
         self.num_pending = 0
         """Tokens that were chosen, but are not known here yet; they come behind `output_token_ids`."""
         self._may_edit = bool(
-            self.has_penalties or params.logit_bias or params.allowed_token_ids or params.min_tokens
+            self.has_penalties
+            or params.logit_bias
+            or params.allowed_token_ids
+            or params.min_tokens
+            or params.bad_words
         )
 
         self.is_guided = params.grammar is not None
@@ -112,8 +116,19 @@ class SamplingRow:
             return False
         params = self.params
         return bool(
-            self.has_penalties or params.logit_bias or params.allowed_token_ids or self.holds_back_stops
+            self.has_penalties
+            or params.logit_bias
+            or params.allowed_token_ids
+            or self.holds_back_stops
+            or params.bad_words
         )
+
+    @property
+    def banned_token_ids(self) -> TokenIds:
+        """Tokens that would complete one of `bad_words` behind the output so far."""
+        output, words = self.output_token_ids, self.params.bad_words
+        ends = [word[-1] for word in words if tuple(output[len(output) - len(word) + 1 :]) == word[:-1]]
+        return np.array(ends, dtype=np.int64)
 
     @cached_property
     def stream_start(self) -> int:

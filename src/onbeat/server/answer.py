@@ -153,9 +153,22 @@ class AnswerResponse(Response):
 
 def _check_size(requests: Sequence[Request], max_model_len: int) -> None:
     """Refuse an answer that could become larger than any that is read; one choice may fill the context."""
-    per_token = 1 + (requests[0].sampling.num_logprobs or 0)
+    sampling = requests[0].sampling
+    per_token = 1 + (len(sampling.logprob_token_ids) or sampling.num_logprobs or 0)
     num_parts = per_token * sum(request.sampling.max_tokens for request in requests)
     most = max(MAX_ANSWER_PARTS, 32 * max_model_len)
+    num_scores = sum(
+        (1 + request.num_prompt_logprobs) * len(request.prompt_token_ids)
+        for request in requests
+        if request.num_prompt_logprobs is not None
+    )
+    if num_scores > most:
+        raise InvalidRequest(
+            f"the log-probabilities of the prompts, {num_scores} with the alternatives, are more than the "
+            f"{most} that an answer holds; ask for fewer alternatives, or send shorter prompts",
+            param="prompt_logprobs",
+            code="answer_too_large",
+        )
     if len(requests) > 1 and num_parts > most:
         max_tokens = max(request.sampling.max_tokens for request in requests)
         raise InvalidRequest(

@@ -190,14 +190,26 @@ class AnswerFormat(Protocol):
         ...
 
 
-def whole_answer(head: dict[str, Any], choices: Iterable[Iterator[Piece]], extras: Extras) -> Iterator[Piece]:
-    """Yield an object with all fields of a whole answer, given the pieces of each choice's JSON."""
+def whole_answer(
+    head: dict[str, Any],
+    choices: Iterable[Iterator[Piece]],
+    extras: Extras,
+    tail: Iterable[Piece] = (),
+) -> Iterator[Piece]:
+    """Yield an object with all fields of a whole answer, given the pieces of each choice's JSON.
+
+    Parameters
+    ----------
+    tail : more fields, each with a comma before it.
+    """
     yield orjson.dumps(head | extras.fields())[:-1] + b',"choices":['
     for index, choice in enumerate(choices):
         if index:
             yield b","
         yield from choice
-    yield b"]}"
+    yield b"]"
+    yield from tail
+    yield b"}"
 
 
 def chunks_failed(reply: ErrorReply) -> bytes:

@@ -116,6 +116,18 @@ class SLOReport(BaseModel):
     relegated: bool
 
 
+class PromptLogprob(BaseModel):
+    """One token at a place of the prompt: the prompt's own, or one of the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id; null for the first token, before which there is none."""
+
+
 class ChatCompletion(BaseModel):
     id: str
     object: Literal["chat.completion"]
@@ -126,12 +138,13 @@ class ChatCompletion(BaseModel):
     usage: Usage
     slo: SLOReport | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None
 
 
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -139,6 +152,7 @@ class CompletionChoice(_Choice):
     text: str
     logprobs: CompletionLogprobs | None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None
 
 
 class Completion(BaseModel):
@@ -223,6 +237,16 @@ class Tokens(BaseModel):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
+
+
+class TokenizerInfo(BaseModel):
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    additional_special_tokens: list[str]
+    chat_template: str | None
 
 
 class Detokenized(BaseModel):

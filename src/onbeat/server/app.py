@@ -50,7 +50,8 @@ from onbeat.text.grammar.guard import GrammarGuard
 ENDPOINTS = OPEN_PATHS | {
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),
     *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
-    *("/tokenize", "/detokenize", "/v1/embeddings", *RERANK_PATHS, *SCORE_PATHS),
+    *("/tokenize", "/detokenize", "/tokenizer_info"),
+    *("/v1/embeddings", *RERANK_PATHS, *SCORE_PATHS),
     *("/fleet", "/fleet/drain", "/fleet/scale", "/fleet/restart"),
 }
 """The paths that the log and the metrics tell apart."""

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.core.protocols import Tokenizer
+from onbeat.core.protocols import EngineInfo, Tokenizer
 from onbeat.core.request import Request as EngineRequest
 from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
 from onbeat.server.answer_format import (
@@ -24,6 +24,7 @@ from onbeat.server.answer_format import (
     ChunkTemplate,
     Extras,
     WholeChoice,
+    WholePart,
     choice_end,
     chunks_failed,
     new_head,
@@ -31,7 +32,7 @@ from onbeat.server.answer_format import (
 )
 from onbeat.server.answer_models import ChatCompletion
 from onbeat.server.body import WHOLE, Flag, read_body
-from onbeat.server.chat_messages import ChatMessages
+from onbeat.server.chat_messages import ChatMessages, echoed_text
 from onbeat.server.chat_parts import event_delta, finish_reason, whole_message
 from onbeat.server.chat_prompt import continued_text, render_chat
 from onbeat.server.choices import ChoiceDelta, ShownToken, TextOptions
@@ -40,12 +41,14 @@ from onbeat.server.engine_requests import engine_requests
 from onbeat.server.generation_request import (
     GenerationRequest,
     check_common,
+    check_num_logprobs,
     encode_options,
 )
 from onbeat.server.middleware import context_of
 from onbeat.server.objectives import request_objectives
 from onbeat.server.openapi import generation_route
 from onbeat.server.pieces import Piece, json_inside
+from onbeat.server.prompt_scores import PromptLogprobsWriter
 from onbeat.server.reply import PromptEnd, read_as
 from onbeat.server.services import Services
 from onbeat.server.tools import ToolFields
@@ -62,7 +65,9 @@ class ChatCompletionRequest(ToolFields, GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
     """Goes before the deprecated `max_tokens`."""
     logprobs: Flag | None = None
-    top_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
+    top_logprobs: Annotated[int, Field(ge=-1), WHOLE] | None = None
+    echo: Flag | None = None
+    """Put the last message before the answer, if it has the answer's role."""
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag | None = None
     """Go on writing the last message instead of answering it."""
@@ -84,7 +89,7 @@ class ChatCompletionRequest(ToolFields, GenerationRequest):
         return bool(self.continue_final_message)
 
 
-def _check_chat(body: ChatCompletionRequest, config: ServerConfig) -> None:
+def _check_chat(body: ChatCompletionRequest, config: ServerConfig, info: EngineInfo) -> None:
     """Check the fields that only chat has.
 
     Raises
@@ -96,17 +101,13 @@ def _check_chat(body: ChatCompletionRequest, config: ServerConfig) -> None:
             "top_logprobs is given without logprobs; set logprobs to true or leave it out",
             param="top_logprobs",
         )
-    if (body.top_logprobs or 0) > config.max_logprobs:
-        raise InvalidRequest(
-            f"top_logprobs is {body.top_logprobs}; this server allows at most {config.max_logprobs}",
-            param="top_logprobs",
-        )
+    check_num_logprobs(body.top_logprobs, "top_logprobs", config, info)
 
 
 def chat_routes(services: Services) -> APIRouter:
     """Return the route of chat completions."""
     router = APIRouter()
-    writer, role = TokenWriter(services.tokenizer), services.config.response_role
+    writers, role = ChatWriters(services.tokenizer), services.config.response_role
 
     @router.post("/v1/chat/completions", **generation_route(ChatCompletionRequest, ChatCompletion))
     async def chat_completions(request: Request) -> Response:
@@ -115,7 +116,7 @@ def chat_routes(services: Services) -> APIRouter:
         body = await read_body(request, ChatCompletionRequest)
         head = new_head("chatcmpl", services.check_model(body.model))
         requests, options = await chat_requests(body, request, head, services)
-        return AnswerResponse(body, requests, options, ChatFormat(head, body, writer, role), services)
+        return AnswerResponse(body, requests, options, ChatFormat(head, body, writers, role), services)
 
     return router
 
@@ -140,7 +141,7 @@ async def chat_requests(
     context = context_of(request.scope)
     context.completion_id = head.completion_id
     check_common(body, config, info)
-    _check_chat(body, config)
+    _check_chat(body, config, info)
     await services.grammars.take(body, context)
     objectives = request_objectives(body, request.headers, context, config.slo)
     text = await _rendered(body, request, services)
@@ -148,8 +149,7 @@ async def chat_requests(
     hides = body.include_reasoning is False
     options = read_as(services.reply_style, body.text_options, body.tool_use, place, drops_reasoning=hides)
     prompt = await _encoded(text, body, request, services)
-    eos_token_ids = services.tokenizer.eos_token_ids
-    requests = await engine_requests(body, [prompt], objectives, info, eos_token_ids, context)
+    requests = await engine_requests(body, [prompt], objectives, info, services.tokenizer, context)
     return requests, options
 
 
@@ -182,15 +182,18 @@ class TokenWriter:
     Parameters
     ----------
     tokenizer : the model's.
+    as_ids : whether they are named by their ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
         self._around = lru_cache(CACHED_TOKENS)(self._spell)
 
     def _spell(self, token_id: int) -> tuple[bytes, bytes]:
         """Return what stands before and behind a token's log-probability."""
-        text, data = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
+        data = self._tokenizer.token_bytes(token_id)
+        text = f"token_id:{token_id}" if self._as_ids else self._tokenizer.token_text(token_id)
         return (
             b'{"token":%b,"logprob":' % orjson.dumps(text),
             b',"bytes":%b' % orjson.dumps(list(data)),
@@ -208,14 +211,32 @@ class TokenWriter:
         return own + b',"top_logprobs":[' + b"},".join(top) + (b"}]}" if top else b"]}")
 
 
+class ChatWriters:
+    """What writes log-probabilities in the answers of one server.
+
+    Parameters
+    ----------
+    tokenizer : the model's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokens = TokenWriter(tokenizer)
+        self.token_ids = TokenWriter(tokenizer, as_ids=True)
+        self.prompts = PromptLogprobsWriter(tokenizer)
+
+
 class ChatFormat:
     """Writes chat completions and their chunks."""
 
-    def __init__(self, head: AnswerHead, body: ChatCompletionRequest, writer: TokenWriter, role: str) -> None:
+    def __init__(
+        self, head: AnswerHead, body: ChatCompletionRequest, writers: ChatWriters, role: str
+    ) -> None:
         self._head = head
         self._has_logprobs = bool(body.logprobs)
         self._has_token_ids = bool(body.return_token_ids)
-        self._writer = writer
+        self._writer = writers.token_ids if body.return_tokens_as_token_ids else writers.tokens
+        self._prompts = writers.prompts
+        self._echo = echoed_text(body.messages, role) if body.echo else ""
         self._role = role
         self._template = ChunkTemplate(head.fields("chat.completion.chunk"), has_usage=body.includes_usage)
         self.end, self.failed = self._template.end, chunks_failed
@@ -242,13 +263,15 @@ class ChatFormat:
     def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Iterator[Piece]:
         if self._has_token_ids:
             extras = replace(extras, prompt_token_ids=choices[0].choice.request.prompt_token_ids)
-        return whole_answer(self._head.fields("chat.completion"), map(self._whole, choices), extras)
+        fields = self._head.fields("chat.completion")
+        tail = self._prompts.field(choices[0].choice.prompt_logprobs)
+        return whole_answer(fields, map(self._whole, choices), extras, tail)
 
     def _start(self, delta: ChoiceDelta, usage: dict[str, Any] | None) -> bytes:
         """Return the chunk that names the role of a choice."""
         choice = {
             "index": delta.choice.index,
-            "delta": {"role": self._role, "content": ""},
+            "delta": {"role": self._role, "content": self._echo},
             "logprobs": None,
             "finish_reason": None,
         }
@@ -271,7 +294,8 @@ class ChatFormat:
     def _whole(self, finished: WholeChoice) -> Iterator[Piece]:
         # no null `refusal`: clients send the message back, and some make a field of their own out of it
         yield b'{"index":%d,"message":' % finished.choice.index
-        yield from whole_message(self._role, finished.parts, is_legacy=self._is_legacy)
+        echo = [WholePart("content", bytearray(json_inside(self._echo)))] if self._echo else []
+        yield from whole_message(self._role, [*echo, *finished.parts], is_legacy=self._is_legacy)
         yield from _logprobs(finished.columns)
         if self._has_token_ids:
             yield b',"token_ids":'

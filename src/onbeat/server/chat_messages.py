@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -180,6 +181,12 @@ def _as_object(arguments: str | dict[str, Any] | None) -> str | dict[str, Any]:
     except orjson.JSONDecodeError:  # a model may have been cut off, or have written no JSON
         return arguments
     return parsed if isinstance(parsed, dict) else arguments
+
+
+def echoed_text(messages: Sequence[ChatMessage], role: str) -> str:
+    """Return the text of the last message if it has a role, that of the answer; else nothing."""
+    last = messages[-1]
+    return _content_text(last.content, "messages") if last.role == role and last.content else ""
 
 
 def _content_text(content: str | list[str | dict[str, Any]] | None, where: str) -> str:

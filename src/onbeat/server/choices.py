@@ -50,7 +50,7 @@ class ShownToken:
 
     token_id: int
     text_offset: int
-    """Characters of the answer before it."""
+    """Characters before it: of the echo, if there is one, and of the answer."""
     logprobs: TokenLogprobs | None
 
     @property
@@ -87,6 +87,8 @@ class Choice:
     num_calls: int = 0
     """Calls of tools that its answer holds."""
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of each prompt token but the first, once the first output token is there; None where nobody asked."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop string, or the caller's stop token, that ended it."""
@@ -119,6 +121,10 @@ class TextOptions:
     """No stop string ends the text within this many tokens."""
     continues_prompt: bool = False
     """Whether the answer goes on where the prompt ends, and is no text of its own."""
+    text_starts: tuple[int, ...] = ()
+    """For each prompt, the characters that go before its answers: those of an echo."""
+    drops_answer: bool = False
+    """Whether the prompt alone was asked for, and the one token that is generated goes nowhere."""
     new_reader: Callable[[], ReplyReader] | None = None
     """Makes what tells the parts of a choice's text apart; None where all of it is content."""
 
@@ -130,6 +136,8 @@ class ChoiceText:
         self._choice = choice
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._include_stop = options.include_stop
+        self._drops_answer = options.drops_answer
+        self._text_start = options.text_starts[choice.prompt_index] if options.text_starts else 0
         self._reader = None if options.new_reader is None else options.new_reader()
         self._stream = TextStream(
             tokenizer,
@@ -160,11 +168,15 @@ class ChoiceText:
         choice.is_relegated |= output.fate is Fate.RELEGATED
         token_ids = output.new_token_ids
         if not choice.delivery_times:
+            choice.prompt_logprobs = output.prompt_logprobs
             choice.num_cached_tokens = output.num_cached_tokens
         choice.embedding = output.embedding
         if token_ids or output.embedding is not None:
             choice.delivery_times.append(delivery.time)
             choice.delivery_sizes.append(len(token_ids))
+        if self._drops_answer:
+            choice.finish_reason = FinishReason.LENGTH
+            return ChoiceDelta(choice, "", [], [], choice.finish_reason.value)
         num_before = choice.num_output_tokens
         choice.token_ids += token_ids
         choice.num_output_tokens += len(token_ids)
@@ -200,7 +212,8 @@ class ChoiceText:
             piece, events = self._read(self._reader, token_ids, final=is_last)
             is_complete = self._reader.is_complete
         known: Sequence[TokenLogprobs | None] = logprobs or [None] * len(token_ids)
-        self._held += map(ShownToken, token_ids, piece.token_offsets, known)
+        offsets = [self._text_start + offset for offset in piece.token_offsets]
+        self._held += map(ShownToken, token_ids, offsets, known)
         if piece.stop_string is not None or is_complete:
             self._end_at(piece.stop_string, self._stream.num_consumed_tokens)
         if not (piece.text if events is None else events) and choice.finish_reason is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Annotated, Any
@@ -14,12 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.core.protocols import Tokenizer
+from onbeat.core.protocols import EngineInfo, Tokenizer
 from onbeat.core.request import TokenLogprobs
 from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
 from onbeat.server.answer_format import (
     CACHED_TOKENS,
-    LOWEST_LOGPROB,
     AnswerHead,
     ChunkTemplate,
     Extras,
@@ -38,12 +38,21 @@ from onbeat.server.errors import unsupported
 from onbeat.server.generation_request import (
     GenerationRequest,
     check_common,
+    check_num_logprobs,
     encode_options,
 )
 from onbeat.server.middleware import context_of
 from onbeat.server.objectives import request_objectives
 from onbeat.server.openapi import generation_route
 from onbeat.server.pieces import Piece, json_inside
+from onbeat.server.prompt_scores import (
+    Echo,
+    PromptLogprobsWriter,
+    columns_of,
+    echo_columns,
+    joined,
+    token_offsets,
+)
 from onbeat.server.prompts import TOKEN_ID_SCHEMA, EncodeOptions, PromptInput
 from onbeat.server.services import Services
 
@@ -89,7 +98,9 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[list[PromptInput], PlainValidator(checked_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     echo: Flag | None = None
     """Put the prompt before the answer."""
-    logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
+    max_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
+    """0 asks for the prompt alone, with `echo`."""
+    logprobs: Annotated[int, Field(ge=-1), WHOLE] | None = None
     best_of: Annotated[int, WHOLE] | None = None
     """Ranks nothing where it equals `n`, and is refused otherwise."""
 
@@ -98,11 +109,17 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        known = [number for number in asked if number is not None]
+        return -1 if -1 in known else max(known, default=None)
+
+    @property
     def continues_prompt(self) -> bool:
         return True
 
 
-def _check_completion(body: CompletionRequest, config: ServerConfig) -> None:
+def _check_completion(body: CompletionRequest, config: ServerConfig, info: EngineInfo) -> None:
     """Check the fields that only text completions have.
 
     Raises
@@ -118,16 +135,12 @@ def _check_completion(body: CompletionRequest, config: ServerConfig) -> None:
             f"allows at most {config.max_choices} in one request",
             param="prompt",
         )
-    if (body.logprobs or 0) > config.max_logprobs:
+    check_num_logprobs(body.logprobs, "logprobs", config, info)
+    if body.max_tokens == 0 and (not body.echo or body.logprob_token_ids):
         raise InvalidRequest(
-            f"logprobs is {body.logprobs}; this server allows at most {config.max_logprobs}",
-            param="logprobs",
-        )
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest(
-            "echo with logprobs is not supported by this server (it computes none for prompts); drop one",
-            param="echo",
-            code="unsupported_parameter",
+            "max_tokens is 0, which asks for no answer; ask for at least 1, or send echo, without "
+            "logprob_token_ids, to have the prompt alone",
+            param="max_tokens",
         )
 
 
@@ -136,6 +149,7 @@ def completion_routes(services: Services) -> APIRouter:
     router = APIRouter()
     config, tokenizer = services.config, services.tokenizer
     token_name = lru_cache(CACHED_TOKENS)(partial(_token_name, tokenizer))
+    writers = token_name, PromptLogprobsWriter(tokenizer)
 
     @router.post("/v1/completions", **generation_route(CompletionRequest, Completion))
     async def completions(request: Request) -> Response:
@@ -146,34 +160,44 @@ def completion_routes(services: Services) -> APIRouter:
         head = new_head("cmpl", services.check_model(body.model))
         context.completion_id = head.completion_id
         check_common(body, config, info, num_prompts=len(body.prompt))
-        _check_completion(body, config)
+        _check_completion(body, config, info)
         await services.grammars.take(body, context)
         objectives = request_objectives(body, request.headers, context, config.slo)
         options = encode_options(body, info.max_model_len)
         async with cancelled_on_disconnect(request.receive):
             prompts = await services.encoder.encode_all(body.prompt, options, context.caller)
-        requests = await engine_requests(body, prompts, objectives, info, tokenizer.eos_token_ids, context)
-        echoes = [""] * len(prompts)
+        requests = await engine_requests(body, prompts, objectives, info, tokenizer, context)
+        echoes = [Echo("")] * len(prompts)
         if body.echo:
-            used = list(zip(body.prompt, prompts, strict=True))
+            echo = partial(_echo, options=options, tokenizer=tokenizer, has_offsets=body.logprobs is not None)
             async with cancelled_on_disconnect(request.receive):
                 echoes = await services.encoder.off_loop(
                     context.caller,
                     sum(map(len, prompts)),
-                    lambda: [_echo(*pair, options, tokenizer) for pair in used],
+                    lambda: list(map(echo, body.prompt, prompts)),
                 )
-        answer_format = CompletionFormat(head, body, token_name, echoes)
-        return AnswerResponse(body, requests, body.text_options, answer_format, services)
+        answer_format = CompletionFormat(head, body, writers, echoes)
+        text_options = replace(body.text_options, text_starts=tuple(len(echo.text) for echo in echoes))
+        return AnswerResponse(body, requests, text_options, answer_format, services)
 
     return router
 
 
-def _echo(prompt: PromptInput, token_ids: list[int], options: EncodeOptions, tokenizer: Tokenizer) -> str:
-    """Return the text of the prompt that the model sees: what truncation left of it."""
+def _echo(
+    prompt: PromptInput,
+    token_ids: list[int],
+    *,
+    options: EncodeOptions,
+    tokenizer: Tokenizer,
+    has_offsets: bool,
+) -> Echo:
+    """Return the prompt that the model sees: what truncation left of it."""
     may_be_cut = options.truncate_to is not None and len(token_ids) >= options.truncate_to
     if isinstance(prompt, str) and not may_be_cut:
-        return prompt
-    return tokenizer.decode(token_ids)
+        text = prompt
+    else:  # of token ids, special ones too: the caller wrote them
+        text = tokenizer.decode(token_ids, skip_special_tokens=isinstance(prompt, str))
+    return Echo(text, token_ids, token_offsets(token_ids, text, tokenizer) if has_offsets else ())
 
 
 class CompletionFormat:
@@ -183,22 +207,24 @@ class CompletionFormat:
     ----------
     head : what all chunks share.
     body : says what the caller wants beside the text.
-    token_name : names a token.
-    echoes : for each prompt the text that goes before its answers, empty unless `echo`.
+    writers : what names a token, and what writes the log-probabilities of prompts.
+    echoes : for each prompt what goes before its answers, empty unless `echo`.
     """
 
     def __init__(
         self,
         head: AnswerHead,
         body: CompletionRequest,
-        token_name: Callable[[int], str],
-        echoes: Sequence[str],
+        writers: tuple[Callable[[int], str], PromptLogprobsWriter],
+        echoes: Sequence[Echo],
     ) -> None:
         self._fields = head.fields("text_completion")
         self._has_logprobs = body.logprobs is not None
         self._has_token_ids = bool(body.return_token_ids)
-        self._token_name = token_name
-        self._echoes = echoes
+        token_name, self._prompt_logprobs = writers
+        self._token_name = "token_id:{}".format if body.return_tokens_as_token_ids else token_name
+        self._asks_prompt_logprobs = body.prompt_logprobs is not None
+        self._echoes = echoes if body.echo else None
         self._template = ChunkTemplate(self._fields, has_usage=body.includes_usage)
         self.end, self.failed = self._template.end, chunks_failed
         self._started: set[int] = set()
@@ -207,23 +233,19 @@ class CompletionFormat:
     def columns(self, tokens: Sequence[ShownToken]) -> Sequence[bytes]:
         if not self._has_logprobs:
             return ()
-        name = self._token_name
         known = [token.known_logprobs for token in tokens]
-        return (
-            json_inside([name(values.token_id) for values in known]),
-            json_inside([max(values.logprob, LOWEST_LOGPROB) for values in known]),
-            json_inside([_top_logprobs(values, name) for values in known]),
-            json_inside([token.text_offset for token in tokens]),
-        )
+        return columns_of(known, [token.text_offset for token in tokens], self._token_name)
 
     def events(self, delta: ChoiceDelta, extras: Extras) -> bytes:
-        choice, text = delta.choice, delta.text
+        choice, text, columns = delta.choice, delta.text, self.columns(delta.tokens)
         is_first = choice.index not in self._started
         if is_first:
             self._started.add(choice.index)
-            text = self._echoes[choice.prompt_index] + text
+            if self._echoes is not None:
+                text = self._echoes[choice.prompt_index].text + text
+                columns = self._with_echo(choice.prompt_index, choice.prompt_logprobs, columns)
         parts: list[Piece] = [b'{"index":%d,"text":' % choice.index, orjson.dumps(text)]
-        parts += _logprobs(self.columns(delta.tokens))
+        parts += _logprobs(columns)
         if self._has_token_ids:
             parts += (b',"token_ids":', orjson.dumps(delta.token_ids))
             if is_first:
@@ -231,21 +253,38 @@ class CompletionFormat:
         return self._template.chunk(b"".join(parts) + choice_end(delta), extras)
 
     def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Iterator[Piece]:
-        return whole_answer(self._fields, map(self._whole, choices), extras)
+        # the first choice of a prompt has what is known of it
+        firsts = (each.choice for each in choices if each.choice.prompt_logprobs is not None)
+        scores = {choice.prompt_index: choice.prompt_logprobs for choice in firsts}
+        wholes = (self._whole(each, scores.get(each.choice.prompt_index)) for each in choices)
+        return whole_answer(self._fields, wholes, extras)
 
-    def _whole(self, finished: WholeChoice) -> Iterator[Piece]:
+    def _whole(self, finished: WholeChoice, scores: list[TokenLogprobs] | None) -> Iterator[Piece]:
         choice = finished.choice
-        echo = self._echoes[choice.prompt_index]
+        columns: Sequence[Piece] = finished.columns
+        echo = "" if self._echoes is None else self._echoes[choice.prompt_index].text
         yield b'{"index":%d,"text":"%b' % (choice.index, json_inside(echo))
         yield finished.text
         yield b'"'
-        yield from _logprobs(finished.columns)
-        if self._has_token_ids:
-            yield b',"token_ids":'
-            yield orjson.dumps(choice.token_ids)
-            yield b',"prompt_token_ids":'
-            yield self._prompt_token_ids(choice)
+        if self._echoes is not None:
+            columns = self._with_echo(choice.prompt_index, scores, columns)
+        yield from _logprobs(columns)
+        yield b',"token_ids":'
+        yield orjson.dumps(choice.token_ids) if self._has_token_ids else b"null"
+        yield b',"prompt_token_ids":'
+        yield self._prompt_token_ids(choice) if self._has_token_ids else b"null"
+        yield from self._prompt_logprobs.field(scores if self._asks_prompt_logprobs else None)
         yield choice_end(finished)
+
+    def _with_echo(
+        self, prompt_index: int, scores: list[TokenLogprobs] | None, columns: Sequence[Piece]
+    ) -> list[bytes]:
+        """Return the columns of an answer with those of its prompt before them."""
+        if not columns:
+            return []
+        assert self._echoes is not None
+        assert scores is not None, "they were asked for, and came with the first token"
+        return joined(echo_columns(self._echoes[prompt_index], scores, self._token_name), columns)
 
     def _prompt_token_ids(self, choice: Choice) -> bytes:
         """Return the tokens of a choice's prompt, which it shares with others."""
@@ -268,14 +307,6 @@ def _logprobs(columns: Sequence[Piece]) -> Iterator[Piece]:
         yield column
         start = b'],"'
     yield b"]}"
-
-
-def _top_logprobs(values: TokenLogprobs, token_name: Callable[[int], str]) -> dict[str, float]:
-    """Return values by name: the sampled token's own first, and of others of one name the likelier's."""
-    top = {token_name(values.token_id): values.logprob}
-    for token_id, logprob in zip(values.top_token_ids, values.top_logprobs, strict=True):
-        top.setdefault(token_name(token_id), logprob)  # the most likely comes first
-    return {name: max(logprob, LOWEST_LOGPROB) for name, logprob in top.items()}
 
 
 def _token_name(tokenizer: Tokenizer, token_id: int) -> str:

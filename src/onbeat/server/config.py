@@ -23,6 +23,9 @@ MAX_STOP_STRINGS = 16
 MAX_INPUTS = 2048
 """Most texts of one request for embeddings or scores, as OpenAI has it."""
 
+MAX_BAD_WORDS = 128
+"""Most `bad_words` of one request: each is looked for at every token."""
+
 MAX_MESSAGES = 2**12
 """Most messages of one chat, and parts of their contents: the event loop checks them, one by one."""
 
@@ -114,7 +117,9 @@ class ServerConfig:
     """Most choices of one request, over all its prompts."""
     max_unread_bytes: int = 2**28
     """What answers that wait for their readers may hold together, beside what sockets hold."""
-    max_logprobs: int = _option(20, at_least=0, metavar="N", help="largest `top_logprobs`")
+    max_logprobs: int = _option(
+        20, at_least=-1, metavar="N", help="largest `top_logprobs`; -1 allows the whole vocabulary"
+    )
     shutdown_timeout: float = _option(30.0, metavar="SECONDS", help="time to drain after SIGTERM")
     hang: HangLimits = field(default_factory=HangLimits)
     log_requests: bool = _option(default=True, help="one line a request")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from onbeat.core.errors import PromptTooLong
-from onbeat.core.protocols import EngineInfo
+from onbeat.core.protocols import EngineInfo, Tokenizer
 from onbeat.core.request import Request, SamplingParams, WholeRequest
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.middleware import HttpContext
@@ -23,7 +23,7 @@ async def engine_requests(
     prompts: Sequence[list[int]],
     objectives: RequestObjectives,
     info: EngineInfo,
-    eos_token_ids: Sequence[int],
+    tokenizer: Tokenizer,
     context: HttpContext,
 ) -> list[Request]:
     """Return `n` requests for each prompt, one for each choice of the answer.
@@ -34,7 +34,7 @@ async def engine_requests(
     prompts : token ids.
     objectives : of each request.
     info : the engine's.
-    eos_token_ids : end an answer unless the caller ignores them.
+    tokenizer : the model's: its end tokens end an answer unless the caller ignores them.
     context : of the HTTP request: when it arrived, what its answer must match, and the answer's id, with
         which the requests' ids start.
 
@@ -46,9 +46,10 @@ async def engine_requests(
     requests, turns = list[Request](), Turns()
     num_choices = len(prompts) * body.num_choices
     num_prompt_tokens = body.num_choices * sum(map(len, prompts))
+    num_scores = num_alternatives(body.num_prompt_logprobs, info)
     whole = WholeRequest(context.completion_id, num_choices, num_prompt_tokens) if num_choices > 1 else None
     for token_ids in prompts:
-        sampling = _sampling_params(body, len(token_ids), info, eos_token_ids)
+        sampling = _sampling_params(body, len(token_ids), info, tokenizer)
         if context.grammar is not None:
             sampling = replace(sampling, grammar=context.grammar)
         prompt_token_ids = tuple(token_ids)
@@ -63,6 +64,8 @@ async def engine_requests(
                 sampling=replace(sampling, seed=seed) if choice else sampling,
                 arrival=context.arrival,
                 priority=body.priority or 0,
+                # of one choice: all of them have the same prompt, but those of a stream do not wait for it
+                num_prompt_logprobs=num_scores if body.stream or not choice else None,
                 cache_salt=body.cache_salt,
                 slo=objectives.slo,
                 slo_class=objectives.slo_class,
@@ -78,12 +81,12 @@ async def engine_requests(
 
 
 def _sampling_params(
-    body: GenerationRequest, num_prompt_tokens: int, info: EngineInfo, eos_token_ids: Sequence[int]
+    body: GenerationRequest, num_prompt_tokens: int, info: EngineInfo, tokenizer: Tokenizer
 ) -> SamplingParams:
     """Return how the first choice for a prompt is sampled."""
     max_tokens = fit_max_tokens(
         num_prompt_tokens,
-        asked=body.asked_max_tokens,
+        asked=1 if body.asked_max_tokens == 0 else body.asked_max_tokens,
         default=body.default_max_tokens,
         max_model_len=info.max_model_len,
         param=body.prompt_field,
@@ -91,7 +94,7 @@ def _sampling_params(
     seed = secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK
     stops = dict.fromkeys(body.stop_token_ids or ())
     if not body.ignore_eos:
-        stops |= dict.fromkeys(eos_token_ids)
+        stops |= dict.fromkeys(tokenizer.eos_token_ids)
     sampling = SamplingParams(
         temperature=_default(body.temperature, 1.0),
         top_k=max(_default(body.top_k, 0), 0),
@@ -106,10 +109,30 @@ def _sampling_params(
         max_tokens=max_tokens,
         min_tokens=_default(body.min_tokens, 0),
         stop_token_ids=tuple(stops),
-        num_logprobs=body.num_logprobs,
+        num_logprobs=num_alternatives(body.num_logprobs, info),
+        logprob_token_ids=tuple(dict.fromkeys(body.logprob_token_ids or ())),
+        bad_words=_spellings(body.bad_words or (), tokenizer),
     )
     sampling.check_vocabulary(info.vocab_size)
     return sampling
+
+
+def num_alternatives(asked: int | None, info: EngineInfo) -> int | None:
+    """Return how many alternatives of a token are reported; -1 asks for the whole vocabulary."""
+    return info.vocab_size if asked == -1 else asked
+
+
+def _spellings(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of words that must not come, at a text's start and behind a space, as vLLM has it."""
+    spelt: list[tuple[int, ...]] = []
+    for word in words:
+        plain, spaced = (
+            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
+        )
+        spelt.append(plain)
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:  # else it begins with a space of its own
+            spelt.append(spaced)
+    return tuple(spelt)
 
 
 def _default(value: Any, default: Any) -> Any:

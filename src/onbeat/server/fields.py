@@ -22,6 +22,7 @@ HARMLESS = frozenset(
         *("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
         *("request_id", "session_id", "include_reasoning", "cache_prompt"),
+        "spaces_between_special_tokens",  # no tokenizer here puts any there
     )
 )
 """Accepted with any value: they change nothing about the text."""
@@ -51,18 +52,16 @@ _LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
     (_ONE, "best_of"),
     ((*_EMPTY, *_NO_THINKING["reasoning_effort"]), "reasoning_effort"),
     # vLLM's entrypoints/openai/{chat_completion,completion}/protocol.py
-    (_EMPTY, "bad_words chat_template documents logits_processors logprob_token_ids repetition_detection"),
+    (_EMPTY, "chat_template documents logits_processors repetition_detection"),
     (
         _EMPTY,
         "vllm_xargs ec_transfer_params kv_transfer_params media_io_kwargs mm_processor_kwargs prompt_embeds",
     ),
-    (_OFF, "echo return_prompt_text return_token_offsets return_tokens_as_token_ids use_beam_search"),
+    (_OFF, "return_prompt_text return_token_offsets use_beam_search"),
     (_OFF, "early_stopping watermarking"),
-    (_ON, "spaces_between_special_tokens"),
     (_ZERO, "routed_experts_prompt_start"),
     (_ONE, "length_penalty stream_interval"),
-    ((None,), "prompt_logprobs thinking_token_budget"),
-    ((None, "left"), "truncation_side"),  # the prompt's last tokens are kept
+    ((None,), "thinking_token_budget"),
     # SGLang's entrypoints/openai/protocol.py, and its GenerateReqInput
     (_EMPTY, "custom_logit_processor custom_params images_config lora_path"),
     (_EMPTY, "audio_data image_data input_embeds input_ids sampling_params session_params stop_regex"),
@@ -111,7 +110,7 @@ NO_OP_VALUES: Mapping[str, tuple[Any, ...]] = {
 Settings of a sampler (`dry_base`) are not here: they ask for nothing where what turns it on does not.
 """
 
-_INSTEAD: Mapping[str, str] = {
+INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("n_predict", "num_predict", "max_tokens_to_sample"), "max_tokens"),
     **dict.fromkeys(("max_length", "max_output_tokens"), "max_tokens"),
     "min_length": "min_tokens",
@@ -224,7 +223,7 @@ def _is_unused(name: str, body: Mapping[str, Any]) -> bool:
 def _check_no_op(name: str, value: object, no_ops: tuple[Any, ...]) -> None:
     # by type as well: 1 == True in Python
     if not any(value == no_op and isinstance(value, bool) == isinstance(no_op, bool) for no_op in no_ops):
-        cure = f"send {_INSTEAD[name]}" if name in _INSTEAD else "leave it out"
+        cure = f"send {INSTEAD[name]}" if name in INSTEAD else "leave it out"
         raise unsupported(f"{name} is not supported by this server; {cure}", name)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -19,7 +19,7 @@ from onbeat.core.errors import InvalidRequest, first_of, quoted
 from onbeat.core.protocols import EngineInfo
 from onbeat.server.body import NUMBER, WHOLE, Flag
 from onbeat.server.choices import TextOptions
-from onbeat.server.config import MAX_BIASES, MAX_LISTED_TOKENS, MAX_STOP_STRINGS, ServerConfig
+from onbeat.server.config import MAX_BAD_WORDS, MAX_BIASES, MAX_LISTED_TOKENS, MAX_STOP_STRINGS, ServerConfig
 from onbeat.server.errors import ApiError
 from onbeat.server.fields import with_one_unknown
 from onbeat.server.objectives import ObjectiveFields
@@ -29,6 +29,7 @@ from onbeat.server.structured import StructureFields
 _INT64 = 2**63
 
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+BadWord = Annotated[str, Field(min_length=1, max_length=100, pattern=r"\S")]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_LISTED_TOKENS, fail_fast=True)]
 
 _BIAS = {"type": "number", "minimum": -100, "maximum": 100}
@@ -120,16 +121,26 @@ class GenerationRequest(ObjectiveFields, StructureFields):
     stop: (
         StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None
     ) = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
+    """Words that the answer must not contain, with and without a space before them."""
     stop_token_ids: TokenIds | None = None
     ignore_eos: Flag | None = None
     min_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
     logit_bias: Annotated[dict[int, float] | None, PlainValidator(_checked_bias), _BIAS_SCHEMA] = None
     """Token id (in JSON a string) to the value added to its logit."""
     allowed_token_ids: Annotated[TokenIds, Field(json_schema_extra={"minItems": 1})] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=-1), WHOLE] | None = None
+    """Report each prompt token's log-probability with this many alternatives; -1 takes all tokens."""
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=128, fail_fast=True)] | None = None
+    """Report these tokens instead of the likeliest; needs `logprobs`."""
+    return_tokens_as_token_ids: Flag | None = None
+    """Name tokens `token_id:5` where log-probabilities are reported."""
     skip_special_tokens: Flag | None = None
     include_stop_str_in_output: Flag | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = None
-    """Keep only this many of the prompt's last tokens; -1 keeps what fits."""
+    """Keep only this many of the prompt's tokens; -1 keeps what fits."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Whether its last tokens are kept (left, the default) or its first."""
     add_special_tokens: Flag | None = None
     return_token_ids: Flag | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] | None = None
@@ -154,6 +165,11 @@ class GenerationRequest(ObjectiveFields, StructureFields):
         """Alternatives of each token whose log-probabilities are wanted; None where not even its own is."""
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return self.prompt_logprobs
+
+    @property
     @abstractmethod
     def continues_prompt(self) -> bool:
         """Whether the answer goes on where the prompt ends, and is no text of its own."""
@@ -167,6 +183,7 @@ class GenerationRequest(ObjectiveFields, StructureFields):
             skip_special_tokens=self.skip_special_tokens is not False,
             min_tokens=self.min_tokens or 0,
             continues_prompt=self.continues_prompt,
+            drops_answer=self.asked_max_tokens == 0,
         )
 
     @property
@@ -216,6 +233,17 @@ def check_common(
             param="priority",
         )
     _check_lists(body, num_prompts * body.num_choices)
+    check_token_ids(body.logprob_token_ids or (), info.vocab_size, "logprob_token_ids")
+    if body.logprob_token_ids and body.num_logprobs is None:
+        raise InvalidRequest(
+            "logprob_token_ids is given without logprobs; send logprobs too, or leave it out",
+            param="logprob_token_ids",
+        )
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs is not available with stream; leave one out", param="prompt_logprobs"
+        )
+    check_num_logprobs(body.prompt_logprobs, "prompt_logprobs", config, info)
     check_token_ids(body.stop_token_ids or (), info.vocab_size, "stop_token_ids")
     check_token_ids(body.logit_bias or (), info.vocab_size, "logit_bias")
     check_token_ids(body.allowed_token_ids or (), info.vocab_size, "allowed_token_ids")
@@ -223,6 +251,22 @@ def check_common(
         raise InvalidRequest(
             "allowed_token_ids is empty, which allows no token; leave it out to allow all",
             param="allowed_token_ids",
+        )
+
+
+def check_num_logprobs(asked: int | None, param: str, config: ServerConfig, info: EngineInfo) -> None:
+    """Check a number of alternatives against the server's cap; -1 asks for the whole vocabulary.
+
+    Raises
+    ------
+    InvalidRequest : it is above.
+    """
+    number = info.vocab_size if asked == -1 else asked or 0
+    if number > config.max_logprobs >= 0:
+        raise InvalidRequest(
+            f"{param} is {asked}{', all tokens of the vocabulary' * (asked == -1)}; this server allows at "
+            f"most {config.max_logprobs}",
+            param=param,
         )
 
 
@@ -251,9 +295,10 @@ def encode_options(body: GenerationRequest, max_model_len: int) -> EncodeOptions
         add_special_tokens=body.default_add_special_tokens if special is None else special,
         truncate_to=truncate_to(
             body.truncate_prompt_tokens,
-            max_tokens=body.asked_max_tokens or body.default_max_tokens,
+            max_tokens=body.default_max_tokens if body.asked_max_tokens is None else body.asked_max_tokens,
             max_model_len=max_model_len,
         ),
+        keeps_first=body.truncation_side == "right",
         param=body.prompt_field,
     )
 

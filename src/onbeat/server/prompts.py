@@ -44,6 +44,8 @@ class EncodeOptions:
     add_special_tokens: bool
     truncate_to: int | None = None
     """Keep only the last tokens, this many."""
+    keeps_first: bool = False
+    """Keep the first ones instead."""
     param: str = "prompt"
     """The field that errors name."""
 
@@ -203,7 +205,9 @@ def _pieces(prompts: Sequence[PromptInput]) -> Iterator[Sequence[PromptInput]]:
 
 
 def _truncated(token_ids: list[int], options: EncodeOptions) -> list[int]:
-    return token_ids if options.truncate_to is None else token_ids[-options.truncate_to :]
+    if (num := options.truncate_to) is None:
+        return token_ids
+    return token_ids[:num] if options.keeps_first else token_ids[-num:]
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter
@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.answer import cancelled_on_disconnect
-from onbeat.server.answer_models import Detokenized, Tokens
+from onbeat.server.answer_models import Detokenized, TokenizerInfo, Tokens
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.chat import ChatCompletionRequest
 from onbeat.server.chat_messages import ChatMessages
@@ -47,7 +47,8 @@ class TokenizeRequest(ToolFields):
     continue_final_message: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = None
-    max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    max_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
     """What truncation to what fits leaves room for; so the next."""
     max_completion_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
     return_token_strs: Flag | None = None
@@ -112,6 +113,22 @@ def tokenizer_routes(services: Services) -> APIRouter:
             )
         return Response(orjson.dumps({"prompt": text}), media_type="application/json")
 
+    @router.get("/tokenizer_info", response_model=TokenizerInfo, responses=error_answers(401))
+    async def tokenizer_info() -> TokenizerInfo:
+        """Describe the tokenizer."""
+        ends = tokenizer.eos_token_ids
+        return TokenizerInfo(
+            tokenizer_class=type(tokenizer).__name__,
+            vocab_size=tokenizer.vocab_size,
+            model_max_length=services.info.max_model_len,
+            bos_token=None
+            if tokenizer.bos_token_id is None
+            else tokenizer.token_text(tokenizer.bos_token_id),
+            eos_token=tokenizer.token_text(ends[0]) if ends else None,
+            additional_special_tokens=list(map(tokenizer.token_text, sorted(tokenizer.special_token_ids))),
+            chat_template=tokenizer.chat_template,
+        )
+
     return router
 
 
@@ -139,5 +156,6 @@ def _encode_options(body: TokenizeRequest, max_model_len: int) -> EncodeOptions:
             max_tokens=max_tokens or kind.default_max_tokens,
             max_model_len=max_model_len,
         ),
+        keeps_first=body.truncation_side == "right",
         param=kind.prompt_field,
     )

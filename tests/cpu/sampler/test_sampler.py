@@ -217,6 +217,16 @@ def test_min_tokens_holds_back_stop_tokens() -> None:
     assert request.output_token_ids == [2, 2, 1]
 
 
+def test_bad_words_end_nowhere() -> None:
+    """The last token of a word is banned behind the others, wherever in the output they are."""
+    request = row(temperature=0.0, bad_words=((0,), (1, 1, 2)))
+    logits = [[9.0, 1.0, 3.0], [9.0, 5.0, 3.0], [9.0, 5.0, 3.0], [9.0, 1.0, 3.0], [9.0, 1.0, 3.0]]
+    for each in logits:
+        request.output_token_ids += sample([each], [request]).token_ids
+    assert request.output_token_ids == [2, 1, 1, 1, 1]
+    assert sample([[9.0, 1.0, 3.0]], [row(temperature=0.0, bad_words=((1, 1, 2),))]).token_ids == [0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("penalty", [1e-300, 1e-42, 1e-38])
 @pytest.mark.parametrize(
@@ -266,6 +276,25 @@ def test_logprobs_are_of_the_unmodified_distribution(case: tuple[list[float], Sa
     expected = sorted((x - log_mass for x in logits), reverse=True)[: len(report.top_token_ids)]
     assert list(report.top_logprobs) == pytest.approx(expected)
     assert list(report.top_logprobs) == pytest.approx([logits[i] - log_mass for i in report.top_token_ids])
+
+
+def test_certain_tokens_may_be_reported_instead_of_the_likeliest() -> None:
+    logits = [3.0, 1.0, -2.0, 0.0]
+    requests = [
+        row(temperature=0.0, num_logprobs=2, logprob_token_ids=(2, 0)),
+        row(temperature=0.0, num_logprobs=1),
+        row(temperature=0.0, num_logprobs=0, logprob_token_ids=(3,), allowed_token_ids=(2,)),
+    ]
+    own, plain, edited = sample([logits] * 3, requests).logprobs
+    log_mass = math.log(sum(map(math.exp, logits)))
+    assert own is not None
+    assert plain is not None
+    assert edited is not None
+    assert own.top_token_ids == (0, 2)
+    assert list(own.top_logprobs) == pytest.approx([3.0 - log_mass, -2.0 - log_mass])
+    assert plain.top_token_ids == (0,)
+    assert (edited.token_id, edited.top_token_ids) == (2, (2, 3))
+    assert list(edited.top_logprobs) == pytest.approx([-2.0 - log_mass, 0.0 - log_mass])
 
 
 def test_shape_mismatch_is_named() -> None:

@@ -228,14 +228,11 @@ UNSUPPORTED = {
     "modalities": ["text", "audio"],
     "prediction": {"type": "content", "content": "x"},
     "reasoning_effort": "high",
-    "bad_words": ["x"],
-    "prompt_logprobs": 1,
     "use_beam_search": True,
     "length_penalty": 2.0,
     "logits_processors": ["x"],
     "best_of": 3,
     "suffix": "x",
-    "echo": True,
 }
 
 
@@ -257,15 +254,6 @@ async def test_unsupported_fields_are_named(served: Served, field: str) -> None:
 )
 async def test_unsupported_messages_are_named(served: Served, message: dict[str, Any], param: str) -> None:
     check(await served.post(CHAT, {"messages": [message]}), 400, "unsupported_parameter", param)
-
-
-async def test_echo_with_logprobs_is_unsupported(served: Served) -> None:
-    check(
-        await served.post(TEXT, {"prompt": "a", "echo": True, "logprobs": 1}),
-        400,
-        "unsupported_parameter",
-        "echo",
-    )
 
 
 async def test_unknown_inner_fields_are_named(served: Served) -> None:

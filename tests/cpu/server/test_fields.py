@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from tests.fakes_engine import FakeEngine
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+ROOT = Path(__file__).parents[3]
 IGNORED = "x-onbeat-ignored-fields"
 
 
@@ -209,7 +212,6 @@ ASKED_OF_OTHERS: dict[str, dict[str, Any]] = {
         "return_full_text": True,
     },
     "vLLM": {
-        "truncation_side": "right",
         "watermarking": True,
         "return_token_offsets": True,
         "return_prompt_text": True,
@@ -290,3 +292,9 @@ async def test_a_word_for_a_boolean_is_refused_by_name(served: Served, path: str
     assert (refused(answer)[0], answer.error["param"]) == ("invalid_value", name)
     wanted = "a valid integer" if (path, name) == (TEXT, "logprobs") else "true or false"
     assert answer.error["message"] == f"{name} is 'yes'; it should be {wanted}"
+
+
+def test_the_page_of_fields_is_what_the_server_does() -> None:
+    page = runpy.run_path(str(ROOT / "scripts/fields"))["page"]()
+    written = (ROOT / "docs/compatibility.md").read_text().rstrip("\n")
+    assert page == written, "run `make flags`"

@@ -1,0 +1,1 @@
+"""vLLM's own tests of its HTTP API, run against onbeat."""

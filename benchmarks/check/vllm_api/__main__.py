@@ -1,0 +1,149 @@
+"""Run vLLM's tests of its HTTP API against onbeat, and say for each that fails why.
+
+Fetches the source distribution of vLLM into a cache folder (pip downloads and unpacks it; nothing is built or
+installed), and runs the tests below with their assertions. Their server is an onbeat server of the embedded
+model. Takes pytest and the clients: `pip install -e '.[serve,dev,clients]' anthropic`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+VERSION = "0.32.0"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "onbeat" / "vllm-tests"
+FILES = (
+    *(
+        f"openai/chat_completion/test_{name}.py"
+        for name in (
+            *("chat", "chat_completion", "chat_echo", "chat_logit_bias_validation"),
+            *("extra_content_fields", "logprob_token_ids"),
+        )
+    ),
+    *(
+        f"openai/completion/test_{name}.py"
+        for name in ("completion", "prompt_validation", "token_in_token_out")
+    ),
+    *("openai/test_return_token_ids.py", "openai/test_chunked_prompt.py", "openai/models/test_models.py"),
+    *("serve/tokenize/test_tokenization.py", "serve/middleware/test_optional_middleware.py"),
+    *(f"serve/instrumentator/test_{name}.py" for name in ("basic", "metrics", "orca_metrics", "uds")),
+    *("openai/responses/test_simple.py", "anthropic/test_messages.py", "launchers/test_shutdown.py"),
+)
+"""Below `tests/entrypoints`: those that start a server of a text model and need no GPU of their own."""
+
+FEATURES = (
+    ("LoRA adapters", r"lora"),
+    ("Responses API", r"openai/responses/"),
+    ("Anthropic Messages API", r"anthropic/"),
+    ("structured output", r"structured_outputs|guided_|response_format|json_schema"),
+    ("tools", r"\btools?\b|tool_calls|tool_choice"),
+    ("hand-over of KV between servers (kv_transfer_params)", r"kv_transfer_params"),
+    ("ORCA header", r"orca"),
+    ("Unix socket (--uds)", r"test_uds"),
+    ("beam search", r"beam"),
+    ("images", r"image"),
+    ("prompt embeddings", r"prompt_embeds|embed"),
+    ("/invocations", r"invocations"),
+    ("Cohere API", r"v2/chat|cohere"),
+)
+"""What a failed test asks for, by its name and what it says."""
+
+
+def fetch(cache: Path) -> Path:
+    """Return vLLM's source tree, which pip fetches once."""
+    target = cache / f"vllm-{VERSION}"
+    if not target.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            # pip unpacks a source distribution, asks it for its metadata, and fails: it is not to be built.
+            command = (
+                *("-m", "pip", "download", "--no-deps", "--no-clean", "--no-build-isolation"),
+                *("--no-binary=vllm", f"--dest={folder}/files", f"vllm=={VERSION}"),
+            )
+            subprocess.run(
+                [sys.executable, *command],
+                env=os.environ | {"TMPDIR": folder},
+                check=False,
+                capture_output=True,
+            )
+            found = next(Path(folder).glob("*/*/tests/entrypoints"), None)
+            if found is None:
+                raise SystemExit(
+                    f"pip could not fetch the source of vllm {VERSION}; look at its index and network"
+                )
+            found.parents[1].rename(target)
+    return target
+
+
+def run(source: Path, files: Sequence[str]) -> list[dict[str, str]]:
+    """Return what became of each test."""
+    root = Path(__file__).parents[3]
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.json"
+        ini = Path(folder) / "pytest.ini"
+        ini.write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
+        path = os.pathsep.join((str(root), str(root / "src")))
+        env = {**os.environ, "PYTHONPATH": path, "VLLM_API_RESULTS": str(results)}
+        entrypoints = source / "tests/entrypoints"
+        command = (
+            *("-m", "pytest", "-p", "benchmarks.check.vllm_api.plugin", "-p", "no:cacheprovider", "-q"),
+            *("-c", str(ini), f"--rootdir={source}", f"--confcutdir={entrypoints}", "--timeout=900"),
+            *("-W", "ignore", "--continue-on-collection-errors", "--tb=line"),
+            *(str(entrypoints / name) for name in files),
+        )
+        subprocess.run([sys.executable, *command], env=env, cwd=folder, check=False, stdout=sys.stderr)
+        found: list[dict[str, str]] = json.loads(results.read_text())
+    return found
+
+
+def feature(result: dict[str, str]) -> str:
+    """Return what a failed test asks for that onbeat lacks; else that it is none of the known."""
+    text = f"{result['test']} {result['reason']}".lower()
+    return next((name for name, pattern in FEATURES if re.search(pattern, text)), "other")
+
+
+def report(results: Sequence[dict[str, str]]) -> Iterator[str]:
+    """Yield the lines of a page."""
+    counts = Counter(result["outcome"] for result in results)
+    yield f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped\n"
+    yield "| file | passed | failed | skipped |"
+    yield "| --- | --- | --- | --- |"
+    for name in dict.fromkeys(_file(result) for result in results):
+        own = Counter(result["outcome"] for result in results if _file(result) == name)
+        yield f"| {name} | {own['passed']} | {own['failed']} | {own['skipped']} |"
+    failed = [result for result in results if result["outcome"] == "failed"]
+    yield "\n| missing | tests |\n| --- | --- |"
+    for name, number in Counter(map(feature, failed)).most_common():
+        yield f"| {name} | {number} |"
+    for outcome in ("failed", "skipped"):
+        yield f"\n| {outcome} | why |\n| --- | --- |"
+        for result in results:
+            if result["outcome"] == outcome:
+                reason = result["reason"].replace("|", "\\|")[:160]
+                yield f"| {result['test'].split('entrypoints/')[-1]} | {reason} |"
+
+
+def _file(result: dict[str, str]) -> str:
+    return result["test"].split("::")[0].split("entrypoints/")[-1]
+
+
+def main() -> None:
+    """Fetch, run, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", default=FILES, help="test files below tests/entrypoints")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="where vLLM's source is kept")
+    options = parser.parse_args()
+    for line in report(run(fetch(options.cache), options.files)):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""A pytest plugin: vLLM's tests find an onbeat server where they start theirs, and nothing of vLLM's Python.
+
+Assertions stay as they are. Tests that call vLLM's own classes are skipped: they test no server.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from _pytest.outcomes import Skipped
+
+import onbeat
+from onbeat.hub.files import ModelFiles
+from onbeat.hub.known import DEFAULT_MODEL
+from onbeat.hub.resolve import resolve_model
+
+_START_SECONDS = 600
+_SERVER_FIXTURES = ("server", "client", "remote", "url")
+
+
+class Foreign:
+    """Something of vLLM's Python; whoever calls it is skipped."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, name: str) -> Foreign:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Foreign(f"{self.name}.{name}")
+
+    def __call__(self, *_: object, **__: object) -> Any:
+        pytest.skip(f"tests vLLM's own Python ({self.name}), no server")
+
+
+class ForeignModule(ModuleType):
+    """A module of vLLM's, with what a test of a server needs."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        full = f"{self.__name__}.{name}"
+        if name in GIVEN:
+            return GIVEN[name]
+        return type(name, (Exception,), {}) if name.endswith("Error") else Foreign(full)
+
+
+class ForeignFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds every module of vLLM's, and what its tests share that needs these."""
+
+    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        if name.split(".")[0] == "vllm" or name in ("tests.utils", "tests.conftest"):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return ForeignModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__path__ = []
+
+
+@cache
+def _model() -> ModelFiles:
+    return resolve_model(DEFAULT_MODEL)
+
+
+@cache
+def get_tokenizer(*_: object, **__: object) -> Any:
+    """Return transformers' tokenizer of the embedded model, whatever model is asked for."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(_model().path.parent, gguf_file=_model().path.name)
+
+
+class ModelConfig:
+    """The size of the vocabulary, which is all that tests ask it for."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def get_vocab_size(self) -> int:
+        """Return that of the embedded model."""
+        return len(get_tokenizer())
+
+
+def get_open_port() -> int:
+    """Return a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+class RemoteOpenAIServer:
+    """An onbeat server with the interface of vLLM's class of this name.
+
+    It goes on for the next file that asks for the same model and arguments, unless tests end it.
+    """
+
+    DUMMY_API_KEY = "token-abc123"
+    running: RemoteOpenAIServer | None = None
+
+    def __init__(
+        self,
+        model: str,
+        vllm_serve_args: Sequence[str],
+        *,
+        env_dict: dict[str, str] | None = None,
+        **_: object,
+    ) -> None:
+        self.key = (model, tuple(vllm_serve_args))
+        self.host, self.uds = "127.0.0.1", None
+        before = RemoteOpenAIServer.running
+        if before is not None and before.key == self.key and before.proc.poll() is None:
+            self.port, self.proc = before.port, before.proc
+        else:
+            if before is not None:
+                before.stop()
+            self._start(model, list(vllm_serve_args), env_dict or {})
+        RemoteOpenAIServer.running = self
+
+    def _start(self, model: str, arguments: list[str], env: dict[str, str]) -> None:
+        if "--port" in arguments:
+            self.port = int(arguments[arguments.index("--port") + 1])
+        else:
+            self.port = get_open_port()
+            arguments += ["--port", str(self.port)]
+        command = [sys.executable, "-m", "benchmarks.check.vllm_api.serve", model, *arguments]
+        self.proc = subprocess.Popen(command, env={**os.environ, **env}, start_new_session=True)
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline:
+            if self.proc.poll() is not None:
+                raise RuntimeError("Server exited unexpectedly.")
+            try:
+                if httpx.get(self.url_for("ready")).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.5)
+        self.stop()
+        raise RuntimeError("Server failed to start in time.")
+
+    def __enter__(self) -> RemoteOpenAIServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if "tiny-random" in self.key[0]:  # the tests of shutting down end it
+            self.stop()
+
+    def stop(self) -> None:
+        """End the server."""
+        self.proc.terminate()
+        try:
+            self.proc.wait(60)
+        except subprocess.TimeoutExpired:
+            self.proc.kill()
+
+    @property
+    def url_root(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    def url_for(self, *parts: str) -> str:
+        """Return the address of a path."""
+        return "/".join([self.url_root, *(part.strip("/") for part in parts if part)])
+
+    def get_client(self, **options: Any) -> openai.OpenAI:
+        """Return OpenAI's client."""
+        options = {"base_url": self.url_for("v1"), "api_key": self.DUMMY_API_KEY, "max_retries": 0, **options}
+        return openai.OpenAI(**options)
+
+    def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        """Return OpenAI's client."""
+        options = {"base_url": self.url_for("v1"), "api_key": self.DUMMY_API_KEY, "max_retries": 0, **options}
+        return openai.AsyncOpenAI(**options)
+
+    def get_client_anthropic(self, **options: Any) -> Any:
+        """Return Anthropic's client."""
+        import anthropic
+
+        return anthropic.Anthropic(
+            base_url=self.url_root, api_key=self.DUMMY_API_KEY, max_retries=0, **options
+        )
+
+    def get_async_client_anthropic(self, **options: Any) -> Any:
+        """Return Anthropic's client."""
+        import anthropic
+
+        return anthropic.AsyncAnthropic(
+            base_url=self.url_root, api_key=self.DUMMY_API_KEY, max_retries=0, **options
+        )
+
+
+GIVEN: dict[str, Any] = {
+    "RemoteOpenAIServer": RemoteOpenAIServer,
+    "get_tokenizer": get_tokenizer,
+    "ModelConfig": ModelConfig,
+    "get_open_port": get_open_port,
+    "VERSION": onbeat.__version__,
+    "POOLING_TASKS": (),
+}
+RESULTS: list[dict[str, str]] = []
+
+
+def pytest_configure() -> None:
+    """Put the stand-ins where imports find them first."""
+    version = ForeignModule("vllm.version")
+    version.__version__ = onbeat.__version__  # type: ignore[attr-defined]
+    sys.modules["vllm.version"] = version
+    sys.meta_path.insert(0, ForeignFinder())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that use no server."""
+    for item in items:
+        names = getattr(item, "fixturenames", ())
+        asks = any(part in name for name in names for part in _SERVER_FIXTURES)
+        if not asks and "RemoteOpenAIServer" not in Path(item.path).read_text():
+            item.add_marker(pytest.mark.skip(reason="tests vLLM's own Python, no server"))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Any:
+    """Take down what became of a test, and why."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.when == "call" or (report.when == "setup" and not report.passed):
+        reason = ""
+        if call.excinfo is not None:
+            is_skip = isinstance(call.excinfo.value, Skipped)
+            error = call.excinfo.value.msg if is_skip else call.excinfo.exconly()
+            reason = " ".join(str(error).split())[:400]
+        RESULTS.append({"test": item.nodeid, "outcome": report.outcome, "reason": reason})
+
+
+def pytest_sessionfinish() -> None:
+    """Write the results, and end the last server."""
+    if RemoteOpenAIServer.running is not None:
+        RemoteOpenAIServer.running.stop()
+    Path(os.environ["VLLM_API_RESULTS"]).write_text(json.dumps(RESULTS))

@@ -1,0 +1,57 @@
+"""Start `onbeat serve` as vLLM's tests start `vllm serve`: the embedded model under the test's name.
+
+Flags that onbeat does not take are left out, one by one; the tests of what they turn on fail then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from onbeat.cli.main import build_parser
+from onbeat.core.errors import OnbeatError
+from onbeat.hub.known import DEFAULT_MODEL
+
+
+def accepted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments that `onbeat serve` takes, and the flags that it does not."""
+    groups: list[list[str]] = []
+    for argument in arguments:
+        if argument.startswith("-") or not groups:
+            groups.append([])
+        groups[-1].append(argument)
+    kept: list[str] = []
+    dropped: list[str] = []
+    for group in groups:
+        if is_accepted(group):
+            kept += group
+        else:
+            dropped.append(group[0])
+    return kept, dropped
+
+
+def is_accepted(group: Sequence[str]) -> bool:
+    """Return whether `onbeat serve` takes one flag with its values."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            build_parser().parse_args(["serve", DEFAULT_MODEL, *group])
+        except (SystemExit, OnbeatError):
+            return False
+    return True
+
+
+def main() -> None:
+    """Become the server."""
+    model, *arguments = sys.argv[1:]
+    kept, dropped = accepted(arguments)
+    if dropped:
+        print("left out:", *dropped, file=sys.stderr)
+    names = [] if "--served-model-name" in kept else ["--served-model-name", model]
+    os.execv(sys.executable, [sys.executable, "-m", "onbeat", "serve", DEFAULT_MODEL, *names, *kept])
+
+
+if __name__ == "__main__":
+    main()
