@@ -214,13 +214,10 @@ GIVEN: dict[str, Any] = {
 }
 RESULTS: list[dict[str, str]] = []
 
-
-def pytest_configure() -> None:
-    """Put the stand-ins where imports find them first."""
-    version = ForeignModule("vllm.version")
-    version.__version__ = onbeat.__version__  # type: ignore[attr-defined]
-    sys.modules["vllm.version"] = version
-    sys.meta_path.insert(0, ForeignFinder())
+_version = ForeignModule("vllm.version")
+_version.__version__ = onbeat.__version__  # type: ignore[attr-defined]
+sys.modules["vllm.version"] = _version
+sys.meta_path.insert(0, ForeignFinder())  # before pytest reads any conftest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
