@@ -153,7 +153,6 @@ async def test_what_asks_for_nothing_is_taken(served: Served, fields: dict[str, 
         {"thinking": {"type": "enabled"}},
         {"enable_thinking": True},
         {"enable_thinking": 0},
-        {"grammar": "root ::= 'x'"},
         {"mirostat": 2},
         {"typical_p": 0.5},
     ],
@@ -166,8 +165,6 @@ async def test_what_would_change_the_output_is_refused(served: Served, fields: d
 
 ASKED_OF_OTHERS: dict[str, dict[str, Any]] = {
     "SGLang": {
-        "regex": "[0-9]+",
-        "ebnf": "root ::= 'x'",
         "stop_regex": "a+",
         "input_ids": [1],
         "custom_logit_processor": "x",
