@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from dataclasses import replace
 from math import inf, nextafter
+from operator import itemgetter
 from typing import NoReturn
 
 from onbeat.core.errors import SLOUnattainable
@@ -166,19 +167,15 @@ class Admission:
 
         Infinite where it would be served as best effort.
         """
-        cost_model, rules, waiting, deadline = (
-            self._cost_model,
-            self._rules,
-            plan.waiting,
-            state.slo.ttft_deadline,
-        )
+        cost_model, rules, waiting = self._cost_model, self._rules, plan.waiting
+        deadline = state.slo.ttft_deadline
         if deadline == inf:
             return inf, False
         view = RunningView(plan.running, start, cost_model.alone_seconds)
         jobs, _ = prefill_jobs(plan, start, view.prefills, cost_model)
         seconds = cost_model.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
         own = Job(deadline, seconds, state)
-        index = bisect_right(jobs, deadline, key=_deadline)
+        index = bisect_right(jobs, deadline, key=itemgetter(0))
         # By the time that it is served, those ahead of it decode, too.
         decodes = view.decode_shape([job.state for job in jobs[:index]])
         limit = rules.limit(view, cost_model.of(decodes), start) if view.streams else inf
@@ -234,9 +231,8 @@ class Admission:
         num_blocks = plan.num_blocks_wanted(own.state, RESERVATION)
         wait = capacity_wait(wanted, Demand(own.deadline, 1, num_blocks), capacity, plan.now)
         # Capacity comes free at the end of a step.
-        return (
-            wait + finish_seconds(prefill, own.seconds, own.seconds) + 0.5 * prefill.length if wait else 0.0
-        )
+        at_end = finish_seconds(prefill, own.seconds, own.seconds) + 0.5 * prefill.length
+        return wait + at_end if wait else 0.0
 
     def _ends_until(self, now: float) -> Ends:
         """Return the ends with the time counted in which none came since the last."""
@@ -253,10 +249,6 @@ class Admission:
         shape = decode_shape(view.streams)
         shape.add(state.num_tokens, 1, samples=True)
         return self._cost_model.of(shape) > tightest
-
-
-def _deadline(job: PromptJob) -> float:
-    return job.deadline
 
 
 def _will_stream(state: RequestState) -> bool:

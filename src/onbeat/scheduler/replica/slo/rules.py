@@ -127,7 +127,9 @@ class StepRules:
     ) -> tuple[list[PromptJob], list[PromptJob]]:
         """Return the prompts that can all be in time, and those to leave behind, by deadline both."""
         start = now + prefill.fixed_seconds  # whatever part of its last step a prompt needs
-        return select_feasible(jobs, start=start, share=prefill.share, cost=partial(self.cost, start=start))
+        # Of those that came at once the last goes, so that it is the same one at the next step.
+        cost, leaves_last = partial(self.cost, start=start), self.shed_order == "longest-wait"
+        return select_feasible(jobs, start=start, share=prefill.share, cost=cost, leaves_last=leaves_last)
 
     def cost(self, job: PromptJob, start: float) -> float | None:
         """Return what a prompt costs others: the greatest is the first to be left behind; None is never."""

@@ -25,6 +25,7 @@ def select_feasible(
     start: float,
     share: float,
     cost: Callable[[Job[StateT]], float | None],
+    leaves_last: bool = False,
 ) -> tuple[list[Job[StateT]], list[Job[StateT]]]:
     """Split jobs into those to serve, in order of their deadlines, and those to leave behind.
 
@@ -40,6 +41,7 @@ def select_feasible(
     start : when the first begins, seconds.
     share : of the machine's time that goes into this work, in (0, 1].
     cost : of keeping a job; None where it may not be left behind.
+    leaves_last : whether of those that cost the same the last is left behind; else the first.
     """
     heap: list[tuple[float, int]] = []
     left_behind: set[int] = set()
@@ -56,11 +58,9 @@ def select_feasible(
         end += taken
         if value is not None:
             droppable += taken
-            heappush(
-                heap, (-value, -index)
-            )  # of equal ones the last, so that it is the same at the next step
+            heappush(heap, (-value, -index if leaves_last else index))
         while end > job.deadline and heap:
-            costliest = -heappop(heap)[1]
+            costliest = abs(heappop(heap)[1])
             left_behind.add(costliest)
             end -= jobs[costliest].seconds / share
             droppable -= jobs[costliest].seconds / share
