@@ -32,8 +32,9 @@ enum {
 enum {
     OB_STORE_F32 = 0,
     OB_STORE_BF16 = 1,
-    OB_STORE_Q8 = 2, /* 8 bits, one scale and offset for 32 (or 16) neighbours of a row */
-    OB_STORE_Q4 = 3, /* 4 bits, likewise */
+    OB_STORE_Q8 = 2, /* 8 bits, one scale for 32 (or 16) neighbours of a row */
+    OB_STORE_Q4 = 3, /* 4 bits, one scale and minimum for 32 */
+    OB_STORE_Q8_MIN = 4, /* 8 bits, one scale and minimum for 32 (or 16) neighbours of a row */
 };
 
 /* Types of the rows that are packed: GGUF's own numbers. */
@@ -42,9 +43,15 @@ enum {
     OB_SOURCE_Q4_0 = 2,
     OB_SOURCE_Q4_1 = 3,
     OB_SOURCE_Q5_0 = 6,
+    OB_SOURCE_Q5_1 = 7,
     OB_SOURCE_Q8_0 = 8,
+    OB_SOURCE_Q2_K = 10,
+    OB_SOURCE_Q3_K = 11,
     OB_SOURCE_Q4_K = 12,
+    OB_SOURCE_Q5_K = 13,
     OB_SOURCE_Q6_K = 14,
+    OB_SOURCE_IQ4_NL = 20,
+    OB_SOURCE_IQ4_XS = 23,
     OB_SOURCE_BF16 = 30,
 };
 

@@ -66,9 +66,10 @@ OB_INLINE U16 nibbles(U16 bytes, int shift) {
     return each<U16>([&](int i) { return bytes.part[i] >> shift & 0x0f0f0f0fu; });
 }
 
-template <int kGroup>
+template <int kGroup, bool kHasMinimum>
 struct Q8Group {
-    static constexpr QuantLayout kLayout = kGroup == 32 ? kQ8Layout32 : kQ8Layout16;
+    static constexpr QuantLayout kPlain = kGroup == 32 ? kQ8Layout32 : kQ8Layout16;
+    static constexpr QuantLayout kLayout = kHasMinimum ? with_minima(kPlain) : kPlain;
 
     template <int kRows>
     static OB_INLINE void add_block(const uint8_t* group, int64_t index, const TileRows& rows, TileAhead ahead,
@@ -101,12 +102,30 @@ struct Q8Group {
                     scaled[row][half] = first == 0 ? sum * scales[half] : fma(sum, scales[half], scaled[row][half]);
                 }
             }
+            if constexpr (kHasMinimum) add_minima<kRows>(group, first, index, rows, scaled);
         }
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row) {
             const F16 scale = splat(rows.block(row, index).scale);
 #pragma GCC unroll 2
             for (int half = 0; half < 2; ++half) totals[row][half] = fma(scaled[row][half], scale, totals[row][half]);
+        }
+    }
+
+    // Minima count for what the inputs' bytes sum up to: a whole number, like the other sum.
+    template <int kRows>
+    static OB_INLINE void add_minima(const uint8_t* group, int first, int64_t index, const TileRows& rows,
+                                     F16 (*scaled)[2]) {
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) {
+            const QuantizedBlock& block = rows.block(row, index);
+            const int32_t offset = kGroup == 32 ? block.bytes_offset : block.half_offsets[first / 16];
+            const F16 sum = splat((float)(offset / -kByteZero));
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+                const F16 minimum = load_halves(group + kLayout.minima + half * 32);
+                scaled[row][half] = fma(minimum, sum, scaled[row][half]);
+            }
         }
     }
 
@@ -117,7 +136,9 @@ struct Q8Group {
         return load_halves(group + kLayout.scales + half * 32);
     }
     static OB_INLINE F16 minimum(const uint8_t* group, int half) {
-        return scale(group, half) * splat(-(float)kByteZero);
+        const F16 zero = scale(group, half) * splat(-(float)kByteZero);
+        if constexpr (!kHasMinimum) return zero;
+        return zero + load_halves(group + kLayout.minima + half * 32);
     }
 };
 
@@ -199,16 +220,20 @@ OB_INLINE void tile_of_panel(const ob_matrix& matrix, int64_t panel, const Quant
     });
 }
 
+// Calls `use` with the kind of groups that a matrix has.
+template <class Use>
+OB_INLINE void with_groups(const ob_matrix& matrix, const Use& use) {
+    if (matrix.store == OB_STORE_Q4) return use(Q4Group{});
+    if (matrix.store == OB_STORE_Q8) return matrix.group == 32 ? use(Q8Group<32, false>{}) : use(Q8Group<16, false>{});
+    return matrix.group == 32 ? use(Q8Group<32, true>{}) : use(Q8Group<16, true>{});
+}
+
 // out[row][output]: the full sums of a panel's outputs for 1 to `kQuantRows` rows from `first_row` on.
 inline void quantized_tile(const ob_matrix& matrix, int64_t panel, const QuantizedRows& x, int64_t first_row,
                            int num_rows, float (*out)[kPanelOutputs]) {
-    if (matrix.store == OB_STORE_Q4) {
-        tile_of_panel<Q4Group>(matrix, panel, x, first_row, num_rows, out);
-    } else if (matrix.group == 32) {
-        tile_of_panel<Q8Group<32>>(matrix, panel, x, first_row, num_rows, out);
-    } else {
-        tile_of_panel<Q8Group<16>>(matrix, panel, x, first_row, num_rows, out);
-    }
+    with_groups(matrix, [&](auto group) {
+        tile_of_panel<decltype(group)>(matrix, panel, x, first_row, num_rows, out);
+    });
 }
 
 // ---- Float panels ----
@@ -291,13 +316,7 @@ template <class E>
 void expand_panel(const ob_matrix& matrix, int64_t panel, typename E::Number* to) {
     const uint8_t* bytes = matrix.panel(panel);
     const int64_t num_groups = matrix.padded_inputs / matrix.group;
-    if (matrix.store == OB_STORE_Q4) {
-        expand_groups<Q4Group, E>(bytes, num_groups, to);
-    } else if (matrix.group == 32) {
-        expand_groups<Q8Group<32>, E>(bytes, num_groups, to);
-    } else {
-        expand_groups<Q8Group<16>, E>(bytes, num_groups, to);
-    }
+    with_groups(matrix, [&](auto group) { expand_groups<decltype(group), E>(bytes, num_groups, to); });
 }
 
 }  // namespace OB_NAMESPACE

@@ -99,6 +99,13 @@ void read_q5_0(const uint8_t* block, int64_t, Group& group) {
     group.minimum = 0;
 }
 
+void read_q5_1(const uint8_t* block, int64_t, Group& group) {
+    read_q5_0(block + 2, 0, group);
+    group.zero = 0;
+    group.scale = half_at(block);
+    group.minimum = half_at(block + 2);
+}
+
 void read_q8_0(const uint8_t* block, int64_t, Group& group) {
     for (int i = 0; i < 32; ++i) group.numbers[i] = block[2 + i] ^ 0x80;  // signed, now counted from 128
     group.zero = 128;
@@ -107,7 +114,7 @@ void read_q8_0(const uint8_t* block, int64_t, Group& group) {
 }
 
 // Eight groups of 32 share a block's two scales; each has 6 bits for its own scale and minimum, in 12 bytes.
-void read_q4_k(const uint8_t* block, int64_t index, Group& group) {
+void read_six_bits(const uint8_t* block, int64_t index, Group& group) {
     const uint8_t* packed = block + 4;
     int scale, minimum;
     if (index < 4) {
@@ -117,11 +124,70 @@ void read_q4_k(const uint8_t* block, int64_t index, Group& group) {
         scale = (packed[index + 4] & 15) | (packed[index - 4] >> 6) << 4;
         minimum = packed[index + 4] >> 4 | (packed[index] >> 6) << 4;
     }
-    const uint8_t* bytes = block + 16 + index / 2 * 32;
-    for (int i = 0; i < 32; ++i) group.numbers[i] = bytes[i] >> (index % 2 * 4) & 15;
     group.zero = 0;
     group.scale = half_at(block) * (float)scale;
     group.minimum = -half_at(block + 2) * (float)minimum;
+}
+
+void read_q4_k(const uint8_t* block, int64_t index, Group& group) {
+    read_six_bits(block, index, group);
+    const uint8_t* bytes = block + 16 + index / 2 * 32;
+    for (int i = 0; i < 32; ++i) group.numbers[i] = bytes[i] >> (index % 2 * 4) & 15;
+}
+
+// As Q4_K; 32 bytes before the numbers hold a fifth bit, of group g in bit g.
+void read_q5_k(const uint8_t* block, int64_t index, Group& group) {
+    read_six_bits(block, index, group);
+    const uint8_t *fifth = block + 16, *bytes = block + 48 + index / 2 * 32;
+    for (int i = 0; i < 32; ++i) {
+        group.numbers[i] = (bytes[i] >> (index % 2 * 4) & 15) | (fifth[i] >> index & 1) << 4;
+    }
+}
+
+// Sixteen groups of 16 in two parts of 128 inputs: of a part, four runs of 32 inputs share 32 bytes.
+void read_two_bits(const uint8_t* bytes, int64_t index, Group& group) {
+    const uint8_t* from = bytes + index / 8 * 32 + index % 2 * 16;
+    for (int i = 0; i < 16; ++i) group.numbers[i] = from[i] >> (index % 8 / 2 * 2) & 3;
+}
+
+void read_q2_k(const uint8_t* block, int64_t index, Group& group) {
+    read_two_bits(block + 16, index, group);
+    group.zero = 0;
+    group.scale = half_at(block + 80) * (float)(block[index] & 15);
+    group.minimum = -half_at(block + 82) * (float)(block[index] >> 4);
+}
+
+// A third bit lies apart, in bit g of 32 bytes for the g-th run of 32 inputs; scales have 4 bits and 2 elsewhere.
+void read_q3_k(const uint8_t* block, int64_t index, Group& group) {
+    read_two_bits(block + 32, index, group);
+    const uint8_t* third = block + index % 2 * 16;
+    for (int i = 0; i < 16; ++i) group.numbers[i] |= (third[i] >> (index / 2) & 1) << 2;
+    const uint8_t* packed = block + 96;
+    const int low = packed[index % 8] >> (index / 8 * 4) & 15, high = packed[8 + index % 4] >> (index / 4 * 2) & 3;
+    group.zero = 4;
+    group.scale = half_at(block + 108) * (float)((low | high << 4) - 32);
+    group.minimum = 0;
+}
+
+// Four bits choose one of sixteen numbers, which are closer together around zero.
+void read_chosen(const uint8_t* bytes, Group& group) {
+    constexpr int8_t kNumbers[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    read_nibbles(bytes, group);
+    for (uint8_t& number : group.numbers) number = (uint8_t)(kNumbers[number] + kByteZero);
+    group.zero = kByteZero;
+    group.minimum = 0;
+}
+
+void read_iq4_nl(const uint8_t* block, int64_t, Group& group) {
+    read_chosen(block + 2, group);
+    group.scale = half_at(block);
+}
+
+// Eight groups of 32 share a scale; each has 6 bits for its own, four of them and two.
+void read_iq4_xs(const uint8_t* block, int64_t index, Group& group) {
+    read_chosen(block + 8 + index * 16, group);
+    const int low = block[4 + index / 2] >> (index % 2 * 4) & 15, high = block[2 + index / 4] >> (index % 4 * 2) & 3;
+    group.scale = half_at(block) * (float)((low | high << 4) - 32);
 }
 
 // Sixteen groups of 16 in two parts of 128 inputs: of a part, four runs of 32 inputs share their bytes, the
@@ -151,9 +217,15 @@ constexpr SourceType kSourceTypes[] = {
     {OB_SOURCE_Q4_0, 32, 18, 32, false, true, read_q4_0},
     {OB_SOURCE_Q4_1, 32, 20, 32, true, true, read_q4_1},
     {OB_SOURCE_Q5_0, 32, 22, 32, false, false, read_q5_0},
+    {OB_SOURCE_Q5_1, 32, 24, 32, true, false, read_q5_1},
     {OB_SOURCE_Q8_0, 32, 34, 32, false, false, read_q8_0},
+    {OB_SOURCE_Q2_K, 256, 84, 16, true, false, read_q2_k},
+    {OB_SOURCE_Q3_K, 256, 110, 16, false, false, read_q3_k},
     {OB_SOURCE_Q4_K, 256, 144, 32, true, true, read_q4_k},
+    {OB_SOURCE_Q5_K, 256, 176, 32, true, false, read_q5_k},
     {OB_SOURCE_Q6_K, 256, 210, 16, false, false, read_q6_k},
+    {OB_SOURCE_IQ4_NL, 32, 18, 32, false, false, read_iq4_nl},
+    {OB_SOURCE_IQ4_XS, 256, 136, 32, false, false, read_iq4_xs},
 };
 
 const SourceType* find_source(int32_t type) {
@@ -170,6 +242,8 @@ bool is_plain(int32_t source_type) { return source_type == OB_SOURCE_F32 || sour
 QuantLayout layout_of(int32_t store, int32_t group) {
     if (store == OB_STORE_Q8 && group == 32) return kQ8Layout32;
     if (store == OB_STORE_Q8 && group == 16) return kQ8Layout16;
+    if (store == OB_STORE_Q8_MIN && group == 32) return with_minima(kQ8Layout32);
+    if (store == OB_STORE_Q8_MIN && group == 16) return with_minima(kQ8Layout16);
     if (store == OB_STORE_Q4 && group == 32) return kQ4Layout32;
     return {};
 }
@@ -179,6 +253,7 @@ class Place {
 public:
     Place(const ob_matrix& matrix, int64_t output, int64_t group)
         : layout_(layout_of(matrix.store, matrix.group)),
+          is_four_bits_(matrix.store == OB_STORE_Q4),
           bytes_(matrix.data + output / kPanelOutputs * matrix.panel_bytes + group * layout_.bytes),
           column_(output % kPanelOutputs) {}
 
@@ -187,13 +262,17 @@ public:
     uint8_t* minimum() const { return bytes_ + layout_.minima + 2 * column_; }
 
     float value(int64_t input) const {
-        if (layout_.minima == 0) return half_at(scale()) * (float)(four_inputs(input)[input % 4] - kByteZero);
+        if (!is_four_bits_) {
+            const float product = half_at(scale()) * (float)(four_inputs(input)[input % 4] - kByteZero);
+            return layout_.minima == 0 ? product : product + half_at(minimum());
+        }
         const uint8_t byte = four_inputs(input % 16)[input % 4];
         return half_at(scale()) * (float)(input < 16 ? byte & 15 : byte >> 4) + half_at(minimum());
     }
 
 private:
     QuantLayout layout_;
+    bool is_four_bits_;
     uint8_t* bytes_;
     int64_t column_;
 };
@@ -226,7 +305,9 @@ void pack_blocks(ob_matrix& matrix, int64_t output, const SourceType& source, co
         }
         const int64_t parts = source.group / matrix.group;
         for (int64_t part = 0; part < parts; ++part) {
-            write_q8(Place(matrix, output, index * parts + part), group, part * matrix.group, matrix.group);
+            const Place place(matrix, output, index * parts + part);
+            write_q8(place, group, part * matrix.group, matrix.group);
+            if (matrix.store == OB_STORE_Q8_MIN) put_half(place.minimum(), to_half(group.minimum));
         }
     }
 }
@@ -281,7 +362,8 @@ bool quantized_takes(const ob_matrix& matrix, int32_t source_type) {
     if (is_plain(source_type)) return matrix.store == OB_STORE_Q8;
     const SourceType* source = find_source(source_type);
     if (source == nullptr || source->group < matrix.group) return false;
-    return matrix.store == OB_STORE_Q4 ? source->is_four_bits : !source->has_minimum;
+    if (matrix.store == OB_STORE_Q4) return source->is_four_bits;
+    return matrix.store == OB_STORE_Q8_MIN || !source->has_minimum;
 }
 
 void pack_quantized_row(ob_matrix& matrix, int64_t output, int32_t source_type, const void* row) {

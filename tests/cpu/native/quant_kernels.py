@@ -16,18 +16,24 @@ from numpy.typing import NDArray
 
 ROOT = Path(__file__).parents[3]
 SHIM = Path(__file__).with_name("quant_shim.cpp")
-STORES = {"Q8": 2, "Q4": 3}
+STORES = {"Q8": 2, "Q4": 3, "Q8_MIN": 4}
 SOURCES = {
-    "F32": 0, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14, "BF16": 30,
+    "F32": 0, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
+    "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30,
 }  # fmt: skip
 HALF_SCALES = {
     "Q4_0": (0,),
     "Q4_1": (0, 2),
     "Q5_0": (0,),
+    "Q5_1": (0, 2),
     "Q8_0": (0,),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
 }
 """Where a block's numbers of half precision stand, in bytes."""
 NEEDED = {

@@ -23,13 +23,16 @@ from tests.cpu.native.test_forward import first_logits, inputs_of, relative_erro
 from tests.cpu.weights import tiny_models as gguf_models
 
 CPU = torch.device("cpu")
-EXACT = ("Q4_0", "Q4_1", "Q8_0")
+EXACT = ("Q5_1", "Q4_1", "Q8_0")
 """Types that stores hold to the last bit; scales of K-quants are rounded to half precision."""
 MIXTURES = [
     ("Q4_K", "Q4_K", "Q6_K"),  # of Q4_K_M
-    ("Q4_K", "Q4_K", "Q5_K"),  # of Q4_K_S: a type without a store
+    ("Q4_K", "Q4_K", "Q5_K"),  # of Q4_K_S
     ("Q6_K", "Q4_K", "Q6_K"),
     ("Q6_K", "Q8_0", "Q4_K"),
+    ("Q2_K", "Q2_K", "Q3_K"),  # of Q2_K
+    ("Q3_K", "Q3_K", "Q5_K"),  # of Q3_K_M
+    ("IQ4_XS", "IQ4_NL", "F32"),
     EXACT,
 ]
 """Types of queries, keys and values."""
@@ -52,7 +55,7 @@ def write_and_open(path: Path, types: tuple[str, str, str], *, has_bias: bool) -
     for name, tensor in gguf_models.parameters(model).items():
         short, values = gguf_models.to_gguf(name, tensor.numpy(), config)
         kind = kinds.get(short.split(".", 2)[-1])  # without the layer
-        if kind is None:
+        if kind in (None, "F32"):
             writer.add_tensor(short, values)
         else:
             num_rows, num_inputs = values.shape

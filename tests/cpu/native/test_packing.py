@@ -26,7 +26,7 @@ from tests.cpu.engine.forwards import pack
 from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model
 from tests.cpu.weights import tiny_models as gguf_models
 
-KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0"]
+KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 """Types that the gguf package can write."""
 Numbers = NDArray[np.float32]
 
@@ -179,7 +179,8 @@ def write_and_open(path: Path, types: dict[str, str]) -> Checkpoint:
 def test_a_quantized_file_goes_in_as_it_is(native_library: NativeLibrary, kind: str, tmp_path: Path) -> None:
     checkpoint = write_and_open(tmp_path / "model.gguf", {"": kind})
     weights = pack(native_library, checkpoint, quantization="auto", num_threads=2)
-    assert weights.stores == ("q4" if kind.startswith("Q4") else "q8")
+    stores = {"Q4": "q4", "Q5_1": "q8_min"}
+    assert weights.stores == stores.get(kind, stores.get(kind[:2], "q8"))
     assert_layers_equal(checkpoint, weights, 1e-3)
     embedding = parameter(checkpoint, "model.embed_tokens.weight")
     np.testing.assert_allclose(rows_of(weights.embedding), embedding, rtol=2e-3, atol=2e-3)
@@ -206,10 +207,11 @@ def test_int8_of_a_quantized_file(native_library: NativeLibrary, tmp_path: Path)
     [
         ({"": "Q4_0", "attn_v": "Q8_0"}, ([Store.Q4, Store.Q8], Store.Q4, Store.Q4)),
         ({"": "Q4_0", "attn_v": "F32"}, ([Store.Q4, Store.F32], Store.Q4, Store.Q4)),
-        ({"": "Q4_1", "attn_k": "Q5_1"}, ([Store.Q4, Store.F32, Store.Q4], Store.Q4, Store.Q4)),
-        ({"": "Q8_0", "attn_k": "Q5_0", "ffn_down": "Q5_1"}, ([Store.Q8], Store.Q8, Store.F32)),
+        ({"": "Q4_1", "attn_k": "Q5_1"}, ([Store.Q4, Store.Q8_MIN, Store.Q4], Store.Q4, Store.Q4)),
+        ({"": "Q8_0", "attn_k": "Q5_0", "ffn_down": "Q5_1"}, ([Store.Q8], Store.Q8, Store.Q8_MIN)),
         ({"": "Q4_0", "ffn_up": "Q8_0"}, ([Store.Q4], Store.Q8, Store.Q4)),
-        ({"": "Q4_1", "ffn_up": "Q8_0"}, ([Store.Q4], Store.F32, Store.Q4)),
+        ({"": "Q4_1", "ffn_up": "Q8_0"}, ([Store.Q4], Store.Q8_MIN, Store.Q4)),
+        ({"": "Q4_1", "ffn_up": "F32"}, ([Store.Q4], Store.F32, Store.Q4)),
     ],
 )
 def test_parts_of_different_types_lose_nothing(

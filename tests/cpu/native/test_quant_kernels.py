@@ -29,15 +29,22 @@ STORE_OF = {
     "Q4_0": ("Q4", 32),
     "Q4_1": ("Q4", 32),
     "Q4_K": ("Q4", 32),
+    "Q5_1": ("Q8_MIN", 32),
+    "Q5_K": ("Q8_MIN", 32),
+    "Q2_K": ("Q8_MIN", 16),
+    "Q3_K": ("Q8", 16),
+    "IQ4_NL": ("Q8", 32),
+    "IQ4_XS": ("Q8", 32),
 }
-EXACT = ("Q8_0", "Q5_0", "Q4_0", "Q4_1")
+HAVE_MINIMA = ("Q4", "Q8_MIN")
+EXACT = ("Q8_0", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "IQ4_NL")
 """Types whose scales are of half precision already; those of the others are products, rounded to it."""
 HALF_ULP = 2.0**-11
 
 
 def width(kind: str, num_inputs: int) -> int:
     """Return a width that the type has: K-quants come in blocks of 256."""
-    return -(-num_inputs // 256) * 256 if kind.endswith("_K") else num_inputs
+    return -(-num_inputs // 256) * 256 if kind.endswith(("_K", "_XS")) else num_inputs
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +93,12 @@ def test_numbers_are_those_of_the_file(kernels: Kernels, kind: str, num_outputs:
 
 @pytest.mark.parametrize(
     ("kind", "store", "group"),
-    [("Q8_0", "Q8", 16), ("Q5_0", "Q8", 16), ("Q4_0", "Q8", 16), ("Q4_0", "Q8", 32)],
+    [
+        *(("Q8_0", "Q8", 16), ("Q5_0", "Q8", 16), ("Q4_0", "Q8", 16), ("Q4_0", "Q8", 32)),
+        *(("Q8_0", "Q8_MIN", 16), ("Q5_1", "Q8_MIN", 16), ("Q4_1", "Q8_MIN", 16), ("Q4_1", "Q8_MIN", 32)),
+    ],
 )
-def test_eight_bits_hold_what_has_no_minimum(kernels: Kernels, kind: str, store: str, group: int) -> None:
+def test_eight_bits_hold_other_types(kernels: Kernels, kind: str, store: str, group: int) -> None:
     assert kernels.takes(store, group, kind)
     raw = random_rows(kind, 40, 96)
     matrix = kernels.pack(store, group, kind, raw, 96)
@@ -100,6 +110,9 @@ def test_what_would_be_quantized_a_second_time_is_refused(kernels: Kernels) -> N
         ("Q8", 32, "Q6_K"),  # has a scale for 16
         ("Q8", 32, "Q4_1"),
         ("Q8", 16, "Q4_K"),
+        ("Q8", 32, "Q5_1"),
+        ("Q8_MIN", 32, "Q2_K"),  # has a scale for 16
+        ("Q8_MIN", 32, "F32"),
         ("Q4", 32, "Q8_0"),
         ("Q4", 32, "Q5_0"),
         ("Q4", 32, "F32"),
@@ -131,7 +144,10 @@ def test_plain_numbers_are_quantized_to_the_nearest(kernels: Kernels, num_inputs
     np.testing.assert_array_equal(from_short, kernels.pack("Q8", group, "F32", cut, num_inputs).values())
 
 
-@pytest.mark.parametrize(("kind", "most_bits"), [("Q8_0", 8.5), ("Q4_1", 5.0), ("Q4_0", 5.0), ("Q6_K", 9.0)])
+@pytest.mark.parametrize(
+    ("kind", "most_bits"),
+    [("Q8_0", 8.5), ("Q4_1", 5.0), ("Q4_0", 5.0), ("Q6_K", 9.0), ("Q5_K", 9.0), ("Q2_K", 10.0)],
+)
 def test_bits_of_a_weight(kernels: Kernels, kind: str, most_bits: float) -> None:
     matrix = kernels.pack(*STORE_OF[kind], kind, random_rows(kind, 64, 512), 512)
     assert matrix.num_bytes * 8 <= most_bits * 64 * 512
@@ -243,7 +259,7 @@ def test_zeros_large_and_small_inputs_keep_their_size(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K", "Q5_1", "Q2_K"])
 @pytest.mark.parametrize("place", [0, 17, 255])
 def test_a_number_that_is_none_spoils_its_row_only(
     kernels: Kernels, kind: str, place: int, bad: float
@@ -264,11 +280,13 @@ def test_an_expanded_panel_has_the_same_numbers(kernels: Kernels, kind: str) -> 
     num_inputs = width(kind, 160)
     matrix = kernels.pack(*STORE_OF[kind], kind, random_rows(kind, 45, num_inputs), num_inputs)
     values = matrix.values()
-    np.testing.assert_allclose(matrix.expanded("float"), values, rtol=3e-7, atol=1e-8)
+    # Q8_MIN: scale * (byte - 128) + minimum as scale * byte + (minimum - 128 scale), whose parts are larger
+    atol = np.abs(values).max() * 2.0**-20 if STORE_OF[kind][0] == "Q8_MIN" else 1e-8
+    np.testing.assert_allclose(matrix.expanded("float"), values, rtol=3e-7, atol=atol)
     bits = values.view(np.uint32)
     nearest = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
-    if kind.startswith("Q4"):  # scale * number + minimum may be rounded once or twice
-        np.testing.assert_allclose(matrix.expanded("bf16"), nearest, rtol=2.0**-7, atol=1e-8)
+    if STORE_OF[kind][0] in HAVE_MINIMA:  # scale * number + minimum may be rounded once or twice
+        np.testing.assert_allclose(matrix.expanded("bf16"), nearest, rtol=2.0**-7, atol=atol)
         assert (matrix.expanded("bf16") != nearest).mean() < 0.01
     else:
         np.testing.assert_array_equal(matrix.expanded("bf16"), nearest)

@@ -71,6 +71,46 @@ def _scale_and_min(packed: bytes, j: int) -> tuple[int, int]:
     return scale, (packed[j + 4] >> 4) | (packed[j] >> 6) << 4
 
 
+def q2_k(data: bytes) -> list[float]:
+    scales, quants, d, dmin = data[:16], data[16:80], _half(data, 80), _half(data, 82)
+    values = []
+    for i in range(256):
+        part, within = divmod(i, 128)
+        shift, lane = divmod(within, 32)
+        scale = scales[i // 16]
+        values.append(d * (scale & 15) * (quants[part * 32 + lane] >> 2 * shift & 3) - dmin * (scale >> 4))
+    return values
+
+
+def q3_k(data: bytes) -> list[float]:
+    high, quants, packed, d = data[:32], data[32:96], data[96:108], _half(data, 108)
+    values = []
+    for i in range(256):
+        part, within = divmod(i, 128)
+        shift, lane = divmod(within, 32)
+        q = (quants[part * 32 + lane] >> 2 * shift & 3) - (0 if high[lane] >> (i // 32) & 1 else 4)
+        j = i // 16
+        scale = (packed[j % 8] >> (4 if j > 7 else 0) & 15) + 16 * (packed[8 + j % 4] >> 2 * (j // 4) & 3)
+        values.append(d * (scale - 32) * q)
+    return values
+
+
+_UNEVEN = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+
+
+def iq4_nl(data: bytes) -> list[float]:
+    return [_half(data, 0) * _UNEVEN[q] for q in _nibbles(data, 2)]
+
+
+def iq4_xs(data: bytes) -> list[float]:
+    d, high, low, quants = _half(data, 0), int.from_bytes(data[2:4], "little"), data[4:8], data[8:]
+    values = []
+    for j in range(8):
+        scale = (low[j // 2] >> (4 * (j % 2)) & 15) + 16 * (high >> 2 * j & 3)
+        values += [d * (scale - 32) * _UNEVEN[q] for q in _nibbles(quants, 16 * j)]
+    return values
+
+
 def q4_k(data: bytes) -> list[float]:
     d, dmin, packed, quants = _half(data, 0), _half(data, 2), data[4:16], data[16:144]
     values = []
@@ -113,8 +153,12 @@ DECODERS: dict[str, tuple[int, int, Callable[[bytes], list[float]], tuple[int, .
     "Q4_1": (32, 20, q4_1, (0, 2)),
     "Q5_0": (32, 22, q5_0, (0,)),
     "Q5_1": (32, 24, q5_1, (0, 2)),
+    "Q2_K": (256, 84, q2_k, (80, 82)),
+    "Q3_K": (256, 110, q3_k, (108,)),
     "Q4_K": (256, 144, q4_k, (0, 2)),
     "Q5_K": (256, 176, q5_k, (0, 2)),
     "Q6_K": (256, 210, q6_k, (208,)),
+    "IQ4_NL": (32, 18, iq4_nl, (0,)),
+    "IQ4_XS": (256, 136, iq4_xs, (0,)),
 }
 """Type name to numbers in a block, bytes in a block, decoder, and where half-precision numbers stand."""

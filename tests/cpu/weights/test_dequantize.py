@@ -46,6 +46,8 @@ def test_every_type_equals_its_definition(name: str) -> None:
     # A lower precision is the float32 result rounded once.
     assert torch.equal(dequantize_rows(rows, shape, kind, torch.bfloat16), values.to(torch.bfloat16))
     assert torch.equal(dequantize_rows(rows, shape, kind, torch.float64), values.double())
+    # Bit for bit what the gguf package makes of it, in whatever pieces.
+    assert torch.equal(values, torch.tensor(gguf.quants.dequantize(rows, kind)))
 
 
 def test_hand_computed_q4_0_block() -> None:

@@ -21,14 +21,20 @@ INT8_LAYOUT = MatrixLayout(Store.Q8, 32)
 NATURAL_LAYOUTS: Mapping[str, MatrixLayout] = {
     "Q8_0": MatrixLayout(Store.Q8, 32),
     "Q5_0": MatrixLayout(Store.Q8, 32),
+    "IQ4_NL": MatrixLayout(Store.Q8, 32),
+    "IQ4_XS": MatrixLayout(Store.Q8, 32),
+    "Q3_K": MatrixLayout(Store.Q8, 16),
     "Q6_K": MatrixLayout(Store.Q8, 16),
+    "Q5_1": MatrixLayout(Store.Q8_MIN, 32),
+    "Q5_K": MatrixLayout(Store.Q8_MIN, 32),
+    "Q2_K": MatrixLayout(Store.Q8_MIN, 16),
     "Q4_0": MatrixLayout(Store.Q4, 32),
     "Q4_1": MatrixLayout(Store.Q4, 32),
     "Q4_K": MatrixLayout(Store.Q4, 32),
 }
 """GGUF type to the store that holds its numbers as they are. Other quantized types become plain numbers."""
 EMBEDDING, LM_HEAD, ROUTER = "model.embed_tokens.weight", "lm_head.weight", ".mlp.gate.weight"
-_FORMATS = {Store.F32: "fp32", Store.BF16: "bf16", Store.Q8: "int8", Store.Q4: "int4"}
+_FORMATS = {Store.F32: "fp32", Store.BF16: "bf16", Store.Q8: "int8", Store.Q8_MIN: "int8", Store.Q4: "int4"}
 
 
 class WeightLayouts:
@@ -69,9 +75,9 @@ class WeightLayouts:
     def layouts(self, names: Sequence[str]) -> tuple[MatrixLayout, ...]:
         """Return how a matrix of some parameters may be kept, best first.
 
-        Parts that the file quantizes differently go into a store of 8 bits with the narrower group, which
-        holds either as it is; where that cannot be, or a part is of a type without a store, into plain
-        numbers. Neither loses anything noticeable, as quantizing numbers a second time would.
+        Parts that the file quantizes differently go into a store of 8 bits with the narrower group: one
+        without minima where no part has any, else one with them, which holds every part as it is. A part of a
+        type without a store makes all of them plain numbers.
         """
         if names[0].endswith(ROUTER):
             return (self.plain,)  # small, and a coarse number would choose another expert
@@ -83,7 +89,8 @@ class WeightLayouts:
             return (self.plain,)
         if len(found) == 1:
             return (*found, self.plain)
-        return (MatrixLayout(Store.Q8, min(layout.group for layout in found)), self.plain)
+        group = min(layout.group for layout in found)
+        return (MatrixLayout(Store.Q8, group), MatrixLayout(Store.Q8_MIN, group))
 
     def split(self, names: Sequence[str]) -> list[tuple[str, ...]]:
         """Return which of some parameters, one below the other, are a matrix together.
@@ -93,6 +100,10 @@ class WeightLayouts:
         """
         runs = groupby(names, key=lambda name: self.layouts([name])[0].store)
         return [tuple(run) for _, run in runs]
+
+    def plain_names(self) -> list[str]:
+        """Return the parameters of matrices that are kept as plain numbers."""
+        return [name for names in self._matrices() for name in names if self.layouts(names)[0] == self.plain]
 
     @property
     def are_any_quantized(self) -> bool:

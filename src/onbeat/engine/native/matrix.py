@@ -19,7 +19,7 @@ class MatrixLayout(NamedTuple):
 
     store: Store
     group: int = 0
-    """Neighbours in a row that share a scale (Q8), or a scale and an offset (Q4)."""
+    """Neighbours in a row that share a scale (Q8), or a scale and a minimum (Q4, Q8_MIN)."""
 
     @property
     def bytes_per_number(self) -> float:
@@ -31,6 +31,8 @@ class MatrixLayout(NamedTuple):
                 return 2.0
             case Store.Q8:
                 return 1.0 + 2 / self.group
+            case Store.Q8_MIN:
+                return 1.0 + 4 / self.group
             case Store.Q4:
                 return 0.5 + 4 / self.group
 

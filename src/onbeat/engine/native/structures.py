@@ -27,6 +27,7 @@ class Store(IntEnum):
     BF16 = 1
     Q8 = 2
     Q4 = 3
+    Q8_MIN = 4
 
 
 class Source(IntEnum):
@@ -36,9 +37,15 @@ class Source(IntEnum):
     Q4_0 = 2
     Q4_1 = 3
     Q5_0 = 6
+    Q5_1 = 7
     Q8_0 = 8
+    Q2_K = 10
+    Q3_K = 11
     Q4_K = 12
+    Q5_K = 13
     Q6_K = 14
+    IQ4_NL = 20
+    IQ4_XS = 23
     BF16 = 30
 
 

@@ -12,7 +12,10 @@ from gguf.quants import dequantize
 
 SUPPORTED_TYPES = frozenset(
     GGMLQuantizationType[name]
-    for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K".split()  # noqa: SIM905 -- reads better
+    for name in (
+        *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
+        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+    )
 )
 PLAIN_TYPES = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
 """Those of them that quantize nothing."""
