@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define OB_ABI_VERSION 11
+#define OB_ABI_VERSION 12
 
 /* What a call returns that can fail. No exception leaves the library. */
 enum {

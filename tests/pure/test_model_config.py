@@ -145,6 +145,35 @@ def test_gemma3() -> None:
     assert config.layer_window(5) is None
 
 
+def test_the_text_part_of_a_multimodal_gemma3() -> None:
+    """As the hub has Gemma 3 4B: what the class has by default is left out."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    whole: dict[str, Any] = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "torch_dtype": "bfloat16",
+        "text_config": text,
+        "vision_config": {"hidden_size": 1152},
+    }
+    config = model_config_from_hf(whole)
+    assert (config.architecture, config.family) == ("Gemma3ForCausalLM", "gemma3")
+    assert (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim) == (262208, 8, 4, 256)
+    assert (config.hidden_size, config.num_layers, config.sliding_window) == (2560, 34, 1024)
+    assert config.rope == RopeConfig(theta=1_000_000.0, kind="linear", factor=8.0)
+    assert config.eos_token_ids == (1, 106)
+    assert config.dtype == "bfloat16"
+    with pytest.raises(ModelLoadError, match="text_config is None; it must be a table"):
+        model_config_from_hf({"architectures": whole["architectures"]})
+
+
 def test_gemma3_transformers_5_spelling() -> None:
     scaled = GEMMA | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     new = {key: value for key, value in GEMMA.items() if not key.startswith("rope_")}
@@ -165,7 +194,7 @@ def test_gemma3_transformers_5_spelling() -> None:
             {"architectures": ["MambaForCausalLM"]},
             "'MambaForCausalLM' is not supported; supported: Gemma3ForCausalLM",
         ),
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "not supported"),
+        ({"architectures": ["Gemma3nForConditionalGeneration"]}, "not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"mlp_bias": True}, "mlp_bias to True"),
         ({"hidden_act": "gelu"}, "hidden_act to 'gelu'.*'silu'"),

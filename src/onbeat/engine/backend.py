@@ -116,6 +116,15 @@ class MeasuresMemory(Protocol):
         ...
 
 
+@runtime_checkable
+class KeepsQuantized(Protocol):
+    """A backend that multiplies some weights as the file has them."""
+
+    def plain_names(self) -> list[str]:
+        """Return the parameters of matrices that it keeps as plain numbers."""
+        ...
+
+
 class TorchBackend:
     """The model in torch operators: any device and type.
 
@@ -197,6 +206,9 @@ class NativeBackend:
 
     def weight_bytes(self) -> int:
         return self._layouts.num_bytes()
+
+    def plain_names(self) -> list[str]:
+        return self._layouts.plain_names()
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         return KVCacheSpec.of_model(

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.backend import Backend, MeasuresMemory, OnProgress, choose_backend
+from onbeat.engine.backend import Backend, KeepsQuantized, MeasuresMemory, OnProgress, choose_backend
 from onbeat.engine.config import DEFAULT_GPU_UTILIZATION, EngineConfig
 from onbeat.engine.container import FreeMemory
 from onbeat.engine.cuda.backend import SettleLimits
@@ -23,6 +23,7 @@ from onbeat.engine.pooling import choose_pooling
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.build import ProposerBuilder, Target, choose_proposer
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
+from onbeat.engine.weights.rounding import loading_remarks
 from onbeat.perfmodel.description import StepTimeDescription
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import settle
@@ -103,8 +104,8 @@ class ModelLoader:
     proposer: ProposerBuilder | None = None
     spare_bytes: int = 0
     """Memory that is left beside all that the engine needs."""
-    ignored: Sequence[str] = ()
-    """Lines on options that change nothing here."""
+    remarks: Sequence[str] = ()
+    """Lines on weights that are rounded, and on options that change nothing here."""
 
     def load(self, on_progress: OnProgress) -> LoadedModel:
         """Load the weights, make the KV cache, and run a first step.
@@ -118,7 +119,7 @@ class ModelLoader:
             f"loading {self.name} ({config.architecture}) in {device.dtype_name} "
             f"on {device.device} with {device.num_threads} threads, {self.backend.description}"
         )
-        for line in (thread_advice(device), *self.ignored):
+        for line in (thread_advice(device), *self.remarks):
             if line is not None:
                 on_progress(line)
         if isinstance(self.backend, MeasuresMemory):
@@ -198,12 +199,18 @@ def prepare_model(config: EngineConfig) -> ModelLoader:
         settle,
         proposer,
         spare_bytes,
-        () if isinstance(backend, MeasuresMemory) else tuple(_ignored(config)),
+        tuple(_remarks(config, checkpoint, backend, device)),
     )
 
 
-def _ignored(config: EngineConfig) -> Iterator[str]:
-    """Yield a line on each option of the GPU engine that was given to another."""
+def _remarks(
+    config: EngineConfig, checkpoint: Checkpoint, backend: Backend, device: DeviceConfig
+) -> Iterator[str]:
+    """Yield lines on what of the checkpoint is rounded or left out, and on options of another engine."""
+    plain = backend.plain_names() if isinstance(backend, KeepsQuantized) else checkpoint.names()
+    yield from loading_remarks(checkpoint, plain, device.dtype)
+    if isinstance(backend, MeasuresMemory):
+        return
     if config.gpu_memory_utilization != DEFAULT_GPU_UTILIZATION:
         yield "ignored: --gpu-memory-utilization (this engine's KV cache has --kv-cache-memory-bytes)"
     if config.enforce_eager:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import MissingExtra, ModelLoadError
 from onbeat.hub.files import FetchStatus, Progress, missing_from
+from onbeat.hub.gguf_files import choose_gguf, no_model
 
 _PATTERNS = ("*.json", "*.jinja", "tokenizer.model")
 _WEIGHTS = ("*.safetensors",)
@@ -16,15 +20,26 @@ _IGNORED = ("*/*", "consolidated*")
 _CONNECT_TIMEOUT = 5.0
 
 
-def find_on_hub(
-    name: str, *, revision: str | None, offline: bool | None, needs_weights: bool, progress: Progress
-) -> Path:
-    """Return the directory of a hub model's files.
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model of the hub as its user names it."""
+
+    id: str
+    """`owner/name`."""
+    tag: str | None = None
+    """Which GGUF file of it, such as `Q4_K_M`; None takes safetensors where there are any."""
+    revision: str | None = None
+    """Branch, tag or commit; None is the main branch."""
+
+    def __str__(self) -> str:
+        return self.id if self.tag is None else f"{self.id}:{self.tag}"
+
+
+def find_on_hub(model: HubModel, *, offline: bool | None, needs_weights: bool, progress: Progress) -> Path:
+    """Return the directory of a hub model's files, or its GGUF file (of several parts the first).
 
     Parameters
     ----------
-    name : `owner/name`.
-    revision : branch, tag or commit; None is the main branch.
     offline : True looks into the cache alone; None does as `HF_HUB_OFFLINE` says.
     needs_weights : False leaves the weights where they are.
 
@@ -38,51 +53,86 @@ def find_on_hub(
         from huggingface_hub import constants
     except ImportError as error:
         raise MissingExtra("models of the hub need the serve extra: pip install 'onbeat[serve]'") from error
-    wanted: dict[str, Any] = {
-        "repo_id": name,
-        "revision": revision,
-        "allow_patterns": [*_PATTERNS, *(_WEIGHTS if needs_weights else ())],
-        "ignore_patterns": list(_IGNORED),
-    }
-    cached = _cached(huggingface_hub, wanted, needs_weights=needs_weights)
+    is_offline = bool(offline or (offline is None and constants.HF_HUB_OFFLINE))
+    cached = _cached(huggingface_hub, model, needs_weights=needs_weights, is_offline=is_offline)
     if cached is not None:
         return cached
     if offline:
         raise ModelLoadError(
-            f"the model {name!r} is not in the cache {constants.HF_HUB_CACHE}; fetch it with "
-            f"`onbeat models fetch {name}`, or pass a directory or a .gguf file"
+            f"the model '{model}' is not in the cache {constants.HF_HUB_CACHE}; fetch it with "
+            f"`onbeat models fetch {model}`, or pass a directory or a .gguf file"
         )
-    if offline is None and constants.HF_HUB_OFFLINE:
+    if is_offline:
         raise ModelLoadError(
-            f"the model {name!r} is not in the cache {constants.HF_HUB_CACHE} and offline mode is on; "
+            f"the model '{model}' is not in the cache {constants.HF_HUB_CACHE} and offline mode is on; "
             "unset HF_HUB_OFFLINE to download it, or pass a directory or a .gguf file"
         )
-    _check_reachable(huggingface_hub, name, revision)
-    progress(FetchStatus(f"fetching {name} from {constants.ENDPOINT}"))
+    files = _files_on_hub(huggingface_hub, model)
+    chosen = _choose(model, files, needs_weights=needs_weights)
+    for name in files if chosen else ():
+        if what := no_model(name):
+            progress(FetchStatus(f"{name} is left out: it holds {what}"))
+    progress(FetchStatus(f"fetching {', '.join(chosen) or model} from {constants.ENDPOINT}"))
+    wanted = (
+        {"allow_patterns": [glob.escape(name) for name in chosen]} if chosen else _hf_files(needs_weights)
+    )
     try:
-        return Path(huggingface_hub.snapshot_download(**wanted, etag_timeout=_CONNECT_TIMEOUT))
+        path = _snapshot(huggingface_hub, model, etag_timeout=_CONNECT_TIMEOUT, **wanted)
     except Exception as error:
-        raise _explained(error, name, revision) from error
+        raise _explained(error, model) from error
+    return path / chosen[0] if chosen else path
 
 
-def _cached(hub: Any, wanted: dict[str, Any], *, needs_weights: bool) -> Path | None:
+def _hf_files(needs_weights: bool) -> dict[str, Any]:  # noqa: FBT001 -- private, and the name says it
+    return {
+        "allow_patterns": [*_PATTERNS, *(_WEIGHTS if needs_weights else ())],
+        "ignore_patterns": list(_IGNORED),
+    }
+
+
+def _snapshot(hub: Any, model: HubModel, **options: Any) -> Path:
+    return Path(hub.snapshot_download(repo_id=model.id, revision=model.revision, **options))
+
+
+def _cached(hub: Any, model: HubModel, *, needs_weights: bool, is_offline: bool) -> Path | None:
     try:
-        path = Path(hub.snapshot_download(**wanted, local_files_only=True))
+        # Asked for no file in particular, for newer clients refuse a snapshot that is there in part.
+        path = _snapshot(hub, model, local_files_only=True, allow_patterns=[])
     except hub.errors.LocalEntryNotFoundError:
         return None
     except hub.errors.HFValidationError as error:
-        raise ModelLoadError(f"{wanted['repo_id']!r} is no valid hub id: {error}") from error
-    # A snapshot may be there in part (only its tokenizer, say).
-    return None if missing_from(path, weights=needs_weights) else path
+        raise ModelLoadError(f"{model.id!r} is no valid hub id: {error}") from error
+    if model.tag is None and not missing_from(path, weights=needs_weights):
+        return path
+    files = [file.relative_to(path).as_posix() for file in path.rglob("*.gguf")]
+    if not files:
+        return None
+    try:
+        return path / choose_gguf(files, model.tag, source=f"the cached part of {model.id}")[0]
+    except ModelLoadError:
+        if is_offline:
+            raise
+        return None
 
 
-def _check_reachable(hub: Any, name: str, revision: str | None) -> None:
+def _choose(model: HubModel, files: Sequence[str], *, needs_weights: bool) -> list[str]:
+    """Return the GGUF files to fetch; none where a Hugging Face checkpoint is meant."""
+    suffixes = (".safetensors", ".bin", ".pt", ".pth") if needs_weights else (".json",)
+    is_hf = "config.json" in files and any(name.endswith(suffixes) for name in files)
+    if model.tag is None and (is_hf or not any(name.endswith(".gguf") for name in files)):
+        return []
+    return choose_gguf(files, model.tag, source=f"the hub's {model.id}")
+
+
+def _files_on_hub(hub: Any, model: HubModel) -> list[str]:
     """Ask for the model's record, in seconds: the client's own retries take minutes where nothing answers."""
     failure: list[Exception] = []
+    files: list[str] = []
 
     def ask() -> None:
         try:
-            hub.HfApi().model_info(name, revision=revision, timeout=_CONNECT_TIMEOUT)
+            info = hub.HfApi().model_info(model.id, revision=model.revision, timeout=_CONNECT_TIMEOUT)
+            files.extend(file.rfilename for file in info.siblings or ())
         except Exception as error:
             failure.append(error)
 
@@ -93,27 +143,28 @@ def _check_reachable(hub: Any, name: str, revision: str | None) -> None:
     if thread.is_alive():
         failure.append(TimeoutError(f"no answer in {_CONNECT_TIMEOUT + 2.0:.0f} s"))
     if failure:
-        raise _explained(failure[0], name, revision) from failure[0]
+        raise _explained(failure[0], model) from failure[0]
+    return files
 
 
-def _explained(error: Exception, name: str, revision: str | None) -> ModelLoadError:
+def _explained(error: Exception, model: HubModel) -> ModelLoadError:
     # Compared by name along the class's ancestors: the client has changed its HTTP library more than
     # once, and a gated repository's error is a subclass of the missing one's.
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:
         return ModelLoadError(
-            f"the model {name!r} is gated: accept its terms on its hub page, then set HF_TOKEN to your "
+            f"the model '{model.id}' is gated: accept its terms on its hub page, then set HF_TOKEN to your "
             "access token"
         )
     if "RevisionNotFoundError" in kinds:
-        return ModelLoadError(f"the hub's model {name!r} has no revision {revision!r}")
+        return ModelLoadError(f"the hub's model '{model.id}' has no revision {model.revision!r}")
     if "RepositoryNotFoundError" in kinds:
         return ModelLoadError(
-            f"the hub has no model {name!r}, or it is private; check the name, or set HF_TOKEN to your "
+            f"the hub has no model '{model.id}', or it is private; check the name, or set HF_TOKEN to your "
             "access token"
         )
     return ModelLoadError(
-        f"the model {name!r} is not in the cache and the hub cannot be reached "
+        f"the model '{model}' is not in the cache and the hub cannot be reached "
         f"({type(error).__name__}: {error}); "
         "check the network, or pass a directory or a .gguf file"
     )

@@ -9,10 +9,12 @@ from onbeat.core.errors import ModelLoadError
 from onbeat.core.hints import likely_meant
 from onbeat.hub.fetch import fetch_known_model
 from onbeat.hub.files import ModelFiles, Progress, missing_from, no_progress
-from onbeat.hub.huggingface import find_on_hub
+from onbeat.hub.gguf_files import parts_of
+from onbeat.hub.huggingface import HubModel, find_on_hub
 from onbeat.hub.known import KNOWN_MODELS, KnownModel, cached_file, models_dir
 
-_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+_HUB_ID = re.compile(r"(?:(?:hf|huggingface)\.co/)?(?P<id>\w[\w.-]*/\w[\w.-]*)(?::(?P<tag>\w[\w./+-]*))?")
+"""With a tag that chooses a GGUF file, in the ways of llama.cpp and Ollama."""
 
 
 def resolve_model(
@@ -25,7 +27,8 @@ def resolve_model(
 ) -> ModelFiles:
     """Find a model's files, fetching them if need be.
 
-    An existing path is taken as it is; then the known models' names; then hub ids `owner/name`, cache first.
+    An existing path is taken as it is; then the known models' names; then hub ids, cache first: `owner/name`,
+    or `owner/name:TAG` for a GGUF file, either behind `hf.co/`.
 
     Parameters
     ----------
@@ -53,14 +56,21 @@ def resolve_model(
         return ModelFiles(
             kind="gguf", path=_known_file(KNOWN_MODELS[name], progress, offline=bool(offline)), name=name
         )
-    if path.suffix == ".gguf" or name.startswith(("/", ".", "~")):
+    match = _HUB_ID.fullmatch(name)
+    is_tagged = match is not None and match["tag"] is not None
+    if (path.suffix == ".gguf" and not is_tagged) or name.startswith(("/", ".", "~")):
         raise ModelLoadError(f"the model file or directory {name} does not exist")
-    if _HUB_ID.fullmatch(name):
-        found = find_on_hub(
-            name, revision=revision, offline=offline, needs_weights=needs_weights, progress=progress
-        )
-        return _directory(found, name, needs_weights=needs_weights)
-    raise _unknown(name)
+    if match is None:
+        raise _unknown(name)
+    found = find_on_hub(
+        HubModel(match["id"], None if match["tag"] == "latest" else match["tag"], revision),
+        offline=offline,
+        needs_weights=needs_weights,
+        progress=progress,
+    )
+    if found.is_file():
+        return ModelFiles(kind="gguf", path=found, name=name)
+    return _directory(found, name, needs_weights=needs_weights)
 
 
 def _known_file(model: KnownModel, progress: Progress, *, offline: bool) -> Path:
@@ -81,7 +91,14 @@ def _file(path: Path, name: str) -> ModelFiles:
             f"{name} is not a .gguf file; pass one, or the directory of a Hugging Face model (config.json, "
             "tokenizer.json and *.safetensors)"
         )
-    return ModelFiles(kind="gguf", path=path, name=name)
+    parts = [path.with_name(part) for part in parts_of(path.name)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise ModelLoadError(
+            f"{path} is one of {len(parts)} parts of a model, of which {', '.join(missing[:3])} "
+            f"{'is' if len(missing) == 1 else 'are'} missing; put all parts into {path.parent}"
+        )
+    return ModelFiles(kind="gguf", path=parts[0], name=name)
 
 
 def _directory(path: Path, name: str, *, needs_weights: bool) -> ModelFiles:
@@ -98,5 +115,5 @@ def _unknown(name: str) -> ModelLoadError:
     guess = f" Did you mean {near}?" if near else ""
     return ModelLoadError(
         f"unknown model {name!r}: it is no file or directory, no known model ({', '.join(KNOWN_MODELS)}) "
-        f"and no hub id of the form owner/name.{guess}"
+        f"and no hub id of the form owner/name or owner/name:TAG.{guess}"
     )

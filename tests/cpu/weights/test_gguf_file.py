@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -11,8 +12,11 @@ import torch
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config import model_config_from_hf
+from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.weights import open_checkpoint
+from onbeat.engine.weights.rounding import loading_remarks
 from onbeat.hub.files import ModelFiles
+from tests.cpu.weights.ggml_blocks import DECODERS
 from tests.cpu.weights.tiny_models import (
     FAMILIES,
     finish,
@@ -25,7 +29,7 @@ from tests.cpu.weights.tiny_models import (
 )
 
 QUANTIZABLE = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
-K_QUANTS = ["Q4_K", "Q5_K", "Q6_K"]
+K_QUANTS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"]
 
 
 def gguf_files(path: Path) -> ModelFiles:
@@ -98,11 +102,13 @@ def write_k_quants(path: Path, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     config = LlamaConfig(
         vocab_size=8, hidden_size=64, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2
     )
-    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    raw = np.random.default_rng(0).integers(0, 256, (64, block_bytes), dtype=np.uint8)
-    halves = [208] if kind.name == "Q6_K" else [0, 2]
-    for offset in halves:
-        raw[:, offset : offset + 2] = np.linspace(-1, 1, 64, dtype=np.float16).view(np.uint8).reshape(64, 2)
+    block_inputs, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(0).integers(0, 256, (64, 256 // block_inputs, block_bytes), dtype=np.uint8)
+    for offset in DECODERS[kind.name][3]:
+        blocks[:, :, offset : offset + 2] = (
+            np.linspace(-1, 1, 64, dtype=np.float16).view(np.uint8).reshape(64, 1, 2)
+        )
+    raw = blocks.reshape(64, -1)
     writer = gguf.GGUFWriter(path, "llama")
     write_metadata(writer, config)
     for name, tensor in parameters(LlamaForCausalLM(config)).items():
@@ -121,7 +127,14 @@ def test_k_quants(name: str, tmp_path: Path) -> None:
     raw = write_k_quants(tmp_path / "model.gguf", kind)
     checkpoint = open_checkpoint(gguf_files(tmp_path / "model.gguf"))
     expected = torch.from_numpy(gguf.quants.dequantize(raw, kind))
-    assert torch.equal(checkpoint.get("model.layers.0.mlp.down_proj.weight", torch.float32), expected)
+    down = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(checkpoint.get(down, torch.float32), expected)
+    (line,) = loading_remarks(checkpoint, [down], torch.bfloat16)
+    assert line.startswith(f"weights of type {name} become bfloat16")
+    assert list(loading_remarks(checkpoint, [down], torch.float32)) == []
+    plain = WeightLayouts(checkpoint, dtype=torch.bfloat16, quantization="auto").plain_names()
+    assert down not in plain  # the native engine has it as it is
+    assert "model.layers.0.mlp.up_proj.weight" in plain
 
 
 def test_llama3_frequency_factors_go_into_the_configuration(tmp_path: Path) -> None:
@@ -186,12 +199,76 @@ def test_other_bad_files(tmp_path: Path) -> None:
         open_checkpoint(gguf_files(tmp_path / "mamba.gguf"))
 
 
-def test_split_files_are_refused(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "part.gguf", "llama")
-    writer.add_uint16("split.count", 3)
+def test_the_vision_part_of_a_model_is_no_model(tmp_path: Path) -> None:
+    finish(gguf.GGUFWriter(tmp_path / "mmproj.gguf", "clip"))
+    with pytest.raises(ModelLoadError, match=r"vision part .*pass the file of its text part"):
+        open_checkpoint(gguf_files(tmp_path / "mmproj.gguf"))
+
+
+PARTS = [f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+
+
+def write_split(directory: Path) -> Any:
+    """Write a model in three parts, the first of metadata alone; as the gguf package splits files."""
+    model = tiny_model("qwen2")
+    writer = gguf.GGUFWriter(directory / "model.gguf", "qwen2", split_max_tensors=20, small_first_shard=True)
+    write_metadata(writer, model.config)
+    for name, tensor in parameters(model).items():
+        writer.add_tensor(*to_gguf(name, tensor.numpy(), model.config))
     finish(writer)
-    with pytest.raises(ModelLoadError, match="one of 3 parts"):
-        open_checkpoint(gguf_files(tmp_path / "part.gguf"))
+    assert sorted(path.name for path in directory.iterdir()) == PARTS
+    return model
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_split_file_is_read_as_one(name: str, tmp_path: Path) -> None:
+    model = write_split(tmp_path)
+    checkpoint = open_checkpoint(gguf_files(tmp_path / name))
+    expected = parameters(model)
+    assert set(checkpoint.names()) == set(expected)
+    for parameter, tensor in expected.items():
+        assert torch.equal(checkpoint.get(parameter, torch.float32), tensor)
+
+
+def test_parts_that_do_not_go_together(tmp_path: Path) -> None:
+    first, second, third = (tmp_path / name for name in PARTS)
+    write_split(tmp_path)
+
+    def refused(message: str) -> None:
+        with pytest.raises(ModelLoadError, match=message):
+            open_checkpoint(gguf_files(first))
+
+    whole = third.read_bytes()
+    third.write_bytes(whole[: len(whole) // 2])
+    refused(rf"{third.name} is cut short")
+    third.write_bytes(second.read_bytes())
+    refused(rf"{third.name} says that it is part 2 of 3, not 3 of 3 as its name does")
+    write_gguf(third, tiny_model("qwen2"))
+    refused(rf"{third.name} says that it is part 1 of 1, not 3 of 3")
+    number = whole.index(b"split.tensors.count") + len(b"split.tensors.count") + 4
+    third.write_bytes(whole[:number] + bytes([9]) + whole[number + 1 :])
+    refused(rf"{third.name} is of a model of 9 tensors, but its 3 parts have \d+: .* different models")
+    third.unlink()
+    refused(f"{third.name}: No such file")
+
+
+def test_a_part_under_another_name_says_how_to_name_it(tmp_path: Path) -> None:
+    write_split(tmp_path)
+    alone = (tmp_path / PARTS[1]).rename(tmp_path / "part.gguf")
+    with pytest.raises(ModelLoadError, match=r"part 2 of 3, but .*NAME-00002-of-00003\.gguf"):
+        open_checkpoint(gguf_files(alone))
+
+
+def test_rows_that_blocks_do_not_divide_are_named(tmp_path: Path) -> None:
+    model = tiny_model("qwen2")
+    write_gguf(tmp_path / "model.gguf", model, {"blk.0.ffn_up.weight": gguf.GGMLQuantizationType.Q8_0})
+    data = (tmp_path / "model.gguf").read_bytes()
+    at = data.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4
+    (tmp_path / "model.gguf").write_bytes(data[:at] + bytes([48]) + data[at + 1 :])
+    with pytest.raises(
+        ModelLoadError, match=r"blk\.0\.ffn_up\.weight has rows of 48 numbers, which blocks of 32 \(Q8_0\)"
+    ):
+        open_checkpoint(gguf_files(tmp_path / "model.gguf"))
 
 
 def test_missing_tensor_is_named(tmp_path: Path) -> None:

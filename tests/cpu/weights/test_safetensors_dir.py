@@ -1,15 +1,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from onbeat.core.errors import ModelLoadError
+from onbeat.engine.models.model import build_model
 from onbeat.engine.weights import Checkpoint, open_checkpoint
+from onbeat.engine.weights.rounding import loading_remarks
 from onbeat.hub.files import ModelFiles
+from tests.cpu.engine.forwards import on_torch
+from tests.cpu.engine.tiny_models import random_prompt
+from tests.cpu.native.test_forward import first_logits, relative_error
 from tests.cpu.weights.tiny_models import FAMILIES, parameters, tiny_model
 
 
@@ -35,6 +42,73 @@ def test_equals_the_saved_model(family: str, shard_size: str, tmp_path: Path) ->
     for name, tensor in expected.items():
         assert torch.equal(checkpoint.get(name, torch.float32), tensor)
         assert torch.equal(checkpoint.get(name, torch.bfloat16), tensor.to(torch.bfloat16))
+
+
+def test_the_text_part_of_a_multimodal_gemma3(tmp_path: Path) -> None:
+    """Under the names of any version of transformers; tokens are those of the whole model."""
+    config = transformers.Gemma3Config(
+        text_config=FAMILIES["gemma3"]().to_dict() | {"vocab_size": 211},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    text = {
+        re.sub(r"(model\.)?language_model\.(model\.)?", "", name): value for name, value in tensors.items()
+    }
+    text = {name: value for name, value in text.items() if not re.search("vision|projector", name)}
+    assert "embed_tokens.weight" in text
+    for prefix, vision in (("language_model.model.", ""), ("model.language_model.", "model.")):
+        renamed = {prefix + name: value for name, value in text.items()}
+        save_file({**renamed, f"{vision}vision_tower.x": torch.zeros(2)}, tmp_path / "model.safetensors")
+        checkpoint = open_directory(tmp_path)
+        for name, value in text.items():
+            assert torch.equal(checkpoint.get(f"model.{name}", torch.float32), value)
+        (line,) = loading_remarks(checkpoint, checkpoint.names(), torch.float32)
+        assert line == "its vision part (1 tensors) is left out: onbeat serves text alone"
+    expected = model.eval()(torch.tensor([random_prompt(20)])).logits[0, -1].detach()
+    ours = first_logits(
+        on_torch(build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"))), (20,)
+    )
+    assert relative_error(ours, expected[None]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("saved", "dtype", "line"),
+    [
+        (
+            torch.float16,
+            torch.bfloat16,
+            "weights of type F16 become bfloat16 .*--dtype float32 rounds nothing",
+        ),
+        (torch.float32, torch.bfloat16, "weights of type F32 become bfloat16"),
+        (torch.bfloat16, torch.bfloat16, None),
+        (torch.float16, torch.float32, None),
+    ],
+)
+def test_numbers_are_never_rounded_silently(
+    saved: torch.dtype, dtype: torch.dtype, line: str | None, tmp_path: Path
+) -> None:
+    model = tiny_model("qwen2").to(saved)
+    model.save_pretrained(tmp_path)
+    checkpoint = open_directory(tmp_path)
+    lines = list(loading_remarks(checkpoint, checkpoint.names(), dtype))
+    assert len(lines) == (line is not None)
+    assert line is None or re.match(line, lines[0])
+    for name, tensor in parameters(model).items():
+        assert torch.equal(checkpoint.get(name, dtype), tensor.to(dtype))
 
 
 def test_missing_tensor_is_named(directory: Path) -> None:

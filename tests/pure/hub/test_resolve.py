@@ -93,7 +93,7 @@ def test_near_match(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "what?", "a/b/c", "https://example.org/model", "hf.co/bartowski/Llama-3.2-1B-Instruct-GGUF"]
+    "name", ["", "what?", "a/b/c", "https://example.org/model", "a/b:", "ollama.com/a/b:c"]
 )
 def test_no_match(name: str) -> None:
     with pytest.raises(ModelLoadError) as caught:
@@ -126,3 +126,16 @@ def test_table_is_well_formed() -> None:
         assert name == model.name == name.lower()
         assert all("==" in wheel.requirement and len(wheel.sha256) == 64 for wheel in model.wheels)
         assert len(model.file_sha256) == 64
+
+
+def test_a_split_file_is_its_first_part_and_needs_all(tmp_path: Path) -> None:
+    parts = [tmp_path / f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    for part in parts:
+        part.write_bytes(b"GGUF")
+    assert resolve_model(str(parts[2])).path == parts[0]
+    parts[0].unlink()
+    parts[1].unlink()
+    with pytest.raises(
+        ModelLoadError, match=r"one of 3 parts.* m-00001-of-00003\.gguf, m-00002-of-00003\.gguf are missing"
+    ):
+        resolve_model(str(parts[2]))

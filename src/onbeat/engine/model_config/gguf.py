@@ -68,6 +68,11 @@ def model_config_from_gguf(
     ModelLoadError : an unsupported architecture or option, or a missing or wrong value.
     """
     name = metadata.get("general.architecture")
+    if name == "clip":
+        raise ModelLoadError(
+            "the GGUF file holds the vision part of a multimodal model (an mmproj file); pass the file of "
+            "its text part, which is served alone"
+        )
     if not isinstance(name, str) or name not in GGUF_FAMILIES:
         raise unsupported_architecture(name, GGUF_FAMILIES, source="the GGUF file")
     family = GGUF_FAMILIES[name]

@@ -7,6 +7,7 @@ from typing import Any
 
 from onbeat.engine.model_config.config import ModelConfig, unsupported_architecture
 from onbeat.engine.model_config.families import FAMILIES, Family
+from onbeat.engine.model_config.families.gemma3 import text_part
 from onbeat.engine.model_config.hf_rope import RopeSizes, read_rope
 from onbeat.engine.model_config.values import Values
 
@@ -52,7 +53,7 @@ def model_config_from_hf(
     ------
     ModelLoadError : an unsupported architecture or option, or a missing or wrong value.
     """
-    values = Values(config, source="the model")
+    values = Values(text_part(config), source="the model")
     family, has_head = _family(values)
     for key, neutral in _MUST_BE_NEUTRAL.items():
         if key not in family.reads:

@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from onbeat.engine.config import ActivationQuantization
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 
 
 class Status(IntEnum):

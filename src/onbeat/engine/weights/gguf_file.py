@@ -24,16 +24,16 @@ from onbeat.engine.weights.gguf_names import (
     stored_offset,
     unpermute_rows,
 )
-from onbeat.engine.weights.gguf_reader import TensorReader
+from onbeat.engine.weights.gguf_parts import read_parts
 from onbeat.engine.weights.parameters import parameter_shapes
 
 
 class GgufCheckpoint:
-    """Memory-mapped weights of one file, dequantized when they are read.
+    """Memory-mapped weights of one file or its parts, dequantized when they are read.
 
     Parameters
     ----------
-    path : the file.
+    path : the file, or a part of it.
     served_len : see `model_config_from_gguf`.
 
     Raises
@@ -42,11 +42,11 @@ class GgufCheckpoint:
         a tensor is missing or of the wrong shape.
     """
 
+    left_out: str | None = None
+
     def __init__(self, path: Path, served_len: int | None = None) -> None:
-        reader = TensorReader(path)
-        _refuse_split(reader.metadata, path)
-        by_gguf_name = {tensor.name: tensor for tensor in reader.tensors}
-        self._config = _read_config(reader.metadata, by_gguf_name, served_len)
+        metadata, by_gguf_name = read_parts(path)
+        self._config = _read_config(metadata, by_gguf_name, served_len)
         self._shapes = parameter_shapes(self._config)
         self._tensors = {
             hf_name(name, self._config): tensor
@@ -73,6 +73,10 @@ class GgufCheckpoint:
         values = dequantize_rows(data, shape, kind, dtype, minus=minus)
         return unpermute_rows(name, values, self._config)
 
+    def stored_type(self, name: str) -> str:
+        """Return a parameter's GGUF type; see `DescribedSource.stored_type`."""
+        return self._stored(name)[1].name
+
     def quantized_rows(self, name: str) -> QuantizedRows | None:
         """Return a matrix as it is in the file; see `QuantizedSource.quantized_rows`."""
         (data, kind), shape = self._stored(name), self._shapes[name]
@@ -89,15 +93,6 @@ class GgufCheckpoint:
         tensor = self._tensors[rows.tensor]
         data = tensor.data.reshape(-1, tensor.data.shape[-1])
         return data[rows.first : rows.end], tensor.tensor_type
-
-
-def _refuse_split(metadata: dict[str, Any], path: Path) -> None:
-    count = metadata.get("split.count", 0)
-    if count > 1:
-        raise ModelLoadError(
-            f"{path} is one of {count} parts of a model; merge them first "
-            "(llama.cpp: llama-gguf-split --merge)"
-        )
 
 
 def _read_config(metadata: dict[str, Any], tensors: dict[str, Any], served_len: int | None) -> ModelConfig:

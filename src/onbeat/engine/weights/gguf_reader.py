@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,13 @@ class TensorReader(GGUFReader):
                 f"supported: {supported}"
             )
         block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(raw_type[0])]
-        end = start_offs + int(offset[0]) + int(np.prod(dims)) // block_size * block_bytes
+        sizes = [int(size) for size in dims]
+        if sizes and sizes[0] % block_size:
+            raise ModelLoadError(
+                f"{self.path}: tensor {field.name} has rows of {sizes[0]} numbers, which blocks of "
+                f"{block_size} ({GGMLQuantizationType(raw_type[0]).name}) do not divide; fetch the file again"
+            )
+        end = start_offs + int(offset[0]) + math.prod(sizes) // block_size * block_bytes
         if end > self.data.size:
             raise ModelLoadError(
                 f"{self.path} is cut short: tensor {field.name} ends at byte {end}, "

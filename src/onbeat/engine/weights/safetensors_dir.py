@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +27,18 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 _FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 """Tensors that old versions of transformers saved although the configuration gives them."""
+_TEXT_PART = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
+"""Before a name of the text part of a multimodal checkpoint, whichever version of transformers saved it."""
+_VISION_PART = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
+
+
+class _Stored(NamedTuple):
+    """Where a parameter is."""
+
+    file: Any
+    name: str
+    """In that file."""
+    dtype: str
 
 
 class SafetensorsCheckpoint:
@@ -45,7 +57,9 @@ class SafetensorsCheckpoint:
 
     def __init__(self, directory: Path, config: ModelConfig) -> None:
         self._renamed = FAMILIES[config.architecture].hf_names
-        self._stored: dict[str, tuple[str, Any]] = {}
+        self._stored: dict[str, _Stored] = {}
+        self._num_left_out = 0
+        self._is_gemma3 = config.family == "gemma3"
         shapes: dict[str, tuple[int, ...]] = {}
         for path in weight_files(directory):
             shapes |= self._open(path)
@@ -72,13 +86,23 @@ class SafetensorsCheckpoint:
         """Return a parameter; see `Checkpoint.get`."""
         if name not in self._shapes:
             raise ModelLoadError(f"the {self._config.architecture} model has no parameter {name!r}")
-        stored, first, end = self._rows[name]
-        stored_name, file = self._stored[stored]
-        is_part = stored != name
+        tensor_name, first, end = self._rows[name]
+        stored = self._stored[tensor_name]
         tensor: torch.Tensor = (
-            file.get_slice(stored_name)[first:end] if is_part else file.get_tensor(stored_name)
+            stored.file.get_tensor(stored.name)
+            if tensor_name == name
+            else stored.file.get_slice(stored.name)[first:end]
         )
         return tensor.to(dtype)
+
+    def stored_type(self, name: str) -> str:
+        """Return a parameter's type in its file; see `DescribedSource.stored_type`."""
+        return self._stored[self._rows[name].tensor].dtype
+
+    @property
+    def left_out(self) -> str | None:
+        """What of the checkpoint is not served; see `DescribedSource.left_out`."""
+        return f"its vision part ({self._num_left_out} tensors)" if self._num_left_out else None
 
     def _open(self, path: Path) -> dict[str, tuple[int, ...]]:
         try:
@@ -90,22 +114,29 @@ class SafetensorsCheckpoint:
                 f"the weight file {path} is cut short or damaged ({error}); fetch the model again"
             ) from error
         shapes = {}
-        for stored in file.keys():  # noqa: SIM118 -- no mapping
-            name, view = self._own_name(stored), file.get_slice(stored)
+        for stored_name in file.keys():  # noqa: SIM118 -- no mapping
+            if self._is_gemma3 and _VISION_PART.match(stored_name):
+                self._num_left_out += 1
+                continue
+            name, view = self._own_name(stored_name), file.get_slice(stored_name)
             if view.get_dtype() not in _FLOAT_TYPES:
                 raise ModelLoadError(
-                    f"{path}: tensor {stored} is of type {view.get_dtype()}, which is not supported; "
+                    f"{path}: tensor {stored_name} is of type {view.get_dtype()}, which is not supported; "
                     f"supported: {', '.join(sorted(_FLOAT_TYPES))}"
                 )
             shapes[name] = tuple(view.get_shape())
-            self._stored[name] = stored, file
+            self._stored[name] = _Stored(file, stored_name, view.get_dtype())
         return shapes
 
-    def _own_name(self, stored: str) -> str:
+    def _own_name(self, stored_name: str) -> str:
         """Return what a tensor is called here, where its family's files have other names."""
         for theirs, ours in self._renamed:
-            stored = stored.replace(theirs, ours)
-        return stored
+            stored_name = stored_name.replace(theirs, ours)
+        prefix = _TEXT_PART.match(stored_name) if self._is_gemma3 else None
+        if prefix is None:
+            return stored_name
+        name = stored_name[prefix.end() :]
+        return name if name == "lm_head.weight" else f"model.{name}"
 
     def _used(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         unused = {name for name in shapes if _DERIVED.search(name)}

@@ -5,7 +5,9 @@ Sliding layers have a rotary embedding of their own, embeddings are scaled, and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from onbeat.engine.model_config.config import ModelConfig, RopeConfig
 from onbeat.engine.model_config.families.base import Family, GgufRules, listed_layers, window_of
@@ -14,6 +16,31 @@ from onbeat.engine.model_config.values import Values
 
 _27B_LAYERS = 62
 """The one size whose query scalar is hidden_size / num_heads, not head_dim."""
+_TEXT_DEFAULTS = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+"""Of transformers' `Gemma3TextConfig`."""
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of a multimodal Gemma 3's text; that of any other model as it is.
+
+    Raises
+    ------
+    ModelLoadError : the text has none.
+    """
+    if config.get("architectures") != ["Gemma3ForConditionalGeneration"]:
+        return config
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise Values(config, source="the model").wrong("text_config", text, "a table")
+    shared = {key: config[key] for key in ("eos_token_id", "dtype", "torch_dtype") if key in config}
+    return {**_TEXT_DEFAULTS, **text, **shared, "architectures": ["Gemma3ForCausalLM"]}
 
 
 def _gemma(
