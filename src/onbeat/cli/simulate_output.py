@@ -258,6 +258,7 @@ def _header_keys(run: SimulatedRun) -> dict[str, Any]:
         "step_time": settings.step_time,
         "engine": settings.engine,
         "step_noise": settings.step_noise,
+        **({"guided_share": settings.guided_share} if settings.guided_share else {}),
         "shed": settings.shed.value,
         "shed_order": limits.shed_order,
         "max_num_queued_reqs": limits.max_num_queued_reqs,

@@ -218,6 +218,8 @@ class Request:
     `max_tokens` 1 then, and nothing else in it matters."""
 
 
+UNKNOWN_GRAMMAR = Grammar("", "")
+"""Of a request that is simulated or replayed: only that there is one matters."""
 GRAMMAR_FAULT = "grammar_too_complex"
 """`RequestOutput.error_code` of a request whose grammar cannot be followed any further."""
 

@@ -44,6 +44,8 @@ class BatchShape:
     what came while nothing was drafted. They are no part of `num_new_tokens`."""
     catch_up_pairs: int = 0
     """Sum over them of the context that they attend to, themselves included."""
+    num_guided_rows: int = 0
+    """Rows that sample under a grammar, about whose tokens the host asks."""
 
     @classmethod
     def of_decodes(cls, num: int, context_tokens: int) -> BatchShape:
@@ -254,6 +256,12 @@ class StepStats:
     """Queues and objectives after the step; None where the policy keeps no deadlines."""
     drafts: DraftStats | None = None
     """None where nothing is speculated, or the step had no decode row."""
+    num_guided_tokens: int = 0
+    """Tokens that grammars were asked about."""
+    num_redrawn_tokens: int = 0
+    """Of these, refused, and drawn again."""
+    guide_seconds: float = 0.0
+    """That grammars took on the host."""
 
 
 @dataclass(slots=True)

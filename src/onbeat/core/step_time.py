@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, runtime_checkable
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
@@ -49,6 +49,15 @@ class StepTimeModel(Protocol):
 
     def observe(self, shape: BatchShape, seconds: float) -> None:
         """Learn from a measured step. `Scheduler.update` calls it, so that a replay sees the same model."""
+        ...
+
+
+@runtime_checkable
+class LearnsGuides(Protocol):
+    """A step-time model that knows what rows under a grammar take on the host."""
+
+    def observe_guides(self, num_rows: int, seconds: float) -> None:
+        """Learn from the part of a measured step that grammars took."""
         ...
 
 

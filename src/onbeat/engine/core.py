@@ -325,6 +325,9 @@ class EngineCore:
         stats.schedule_seconds, stats.update_seconds = step.schedule_seconds, update_seconds
         stats.predicted_seconds, stats.scheduler = step.predicted_seconds, self.scheduler.state()
         stats.drafts = self.scheduler.results.drafts
+        if (guided := result.guided) is not None:
+            stats.num_guided_tokens, stats.num_redrawn_tokens = guided.num_tokens, guided.num_redrawn
+            stats.guide_seconds = guided.seconds
         for judge in self._judges:
             judge.judge(stats)
         self._last_end = now

@@ -19,6 +19,7 @@ from onbeat.metrics.buckets import (
     SHARES,
     TOKENS,
 )
+from onbeat.metrics.grammar_counts import GrammarCounts
 from onbeat.metrics.histogram import Histogram
 from onbeat.metrics.policy_counts import PolicyCounts
 from onbeat.metrics.record import RequestRecord
@@ -76,12 +77,14 @@ class RunCounts:
     slo : requests with objectives, by class.
     policy : what a policy with deadlines plans and decides.
     speculation : drafts planned, verified and accepted.
+    grammars : tokens asked about.
     """
 
     def __init__(self, slo_mode: SLOMode = "stream") -> None:
         self.slo = SLOCounts(slo_mode)
         self.policy = PolicyCounts()
         self.speculation = SpeculationCounts()
+        self.grammars = GrammarCounts()
         self.num_open = 0
         """Requests with which the engine has not done."""
         self.engines: dict[ReplicaId, EngineGauges] = {}
@@ -242,6 +245,7 @@ class RunCounts:
             engine = self.engines[name] = EngineGauges()
         engine.on_step(stats)
         self.policy.on_step(stats, name)
+        self.grammars.on_step(stats)
         self.slo.judge()
         shape = stats.shape
         self.num_steps += 1

@@ -18,6 +18,7 @@ from onbeat.core.protocols import EngineClient, FleetView
 from onbeat.metrics.buckets import LAG_SECONDS
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter_fleet import fleet_metrics
+from onbeat.metrics.exporter_grammars import grammar_metrics
 from onbeat.metrics.exporter_slo import slo_metrics
 from onbeat.metrics.exporter_speculation import speculation_metrics
 from onbeat.metrics.exporter_vllm import vllm_metrics
@@ -113,6 +114,7 @@ class MetricsExporter(Collector):
         yield from self._histograms()
         now = self._clock()
         yield from slo_metrics(self._counts, now, uptime=now - self._start)
+        yield from grammar_metrics(self._counts.grammars)
         if self._engine is not None:
             yield from _signs_of_life(self._engine, now)
         if self._fleet is not None:

@@ -25,8 +25,11 @@ SCHEMA_VERSION = 3
 _READABLE = (2, SCHEMA_VERSION)
 """Version 2 has one rate for all matrix products, and the instruction set among the engine's settings. Files
 of other versions are refused, not converted: measuring again takes two minutes."""
-_LATER_COLUMNS = ("num_draft_tokens", "num_draft_passes", "num_catch_up_tokens", "catch_up_pairs")
-"""Sums that files of before there were drafts, or draft models that read, lack: they are 0 there."""
+_LATER_COLUMNS = (
+    *("num_draft_tokens", "num_draft_passes", "num_catch_up_tokens", "catch_up_pairs"),
+    "num_guided_rows",
+)
+"""Sums that files of before there were drafts, draft models that read, or grammars lack: they are 0 there."""
 
 
 def parse_profile(content: object, path: Path) -> Profile:

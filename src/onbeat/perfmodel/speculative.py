@@ -76,6 +76,10 @@ class SpeculativeStepTime:
         for _, each, predicted in of_passes:
             self._draft.observe(each, ratio * predicted)
 
+    def observe_guides(self, num_rows: int, seconds: float) -> None:
+        """Learn what a row under a grammar takes. See `core.LearnsGuides`."""
+        self._target.observe_guides(num_rows, seconds)
+
     @property
     def drift(self) -> Drift | None:
         """Whether the measured steps have left the target's model, which is part of each; see `Predictor`."""

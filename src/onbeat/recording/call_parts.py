@@ -18,6 +18,8 @@ def put_kv(call: dict[str, Any], request: Request, adoption: RecordedAdoption | 
         call["is_scored"] = True
     if request.pooling is not None:
         call["pooling"] = request.pooling
+    if request.sampling.grammar is not None:
+        call["is_guided"] = True
     if request.num_external_tokens:
         call["num_external_tokens"] = request.num_external_tokens
     if adoption is not None:
@@ -54,7 +56,7 @@ def put_counts(
     result: ModelRunnerOutput,
     outputs: Sequence[RequestOutput],
 ) -> None:
-    """Put in how many tokens each row that samples gave, where that is not one, and what became of drafts."""
+    """Put in how many tokens each row gave that samples, where not one; drafts; what grammars took."""
     counts = [len(token_ids) for token_ids in result.sampled_token_ids]
     if counts.count(1) != len(counts):
         delivered = _delivered_counts(counts, scheduled, outputs)
@@ -66,6 +68,8 @@ def put_counts(
         call["drafted"] = result.num_drafted
     if result.num_available is not None:
         call["available"] = result.num_available
+    if result.guided is not None:
+        call["guide_seconds"] = result.guided.seconds
 
 
 def _delivered_counts(

@@ -69,12 +69,12 @@ _are_hashes = _all(_is_text)
 _is_time = _optional(_is_number)
 _FIELDS: Mapping[str, _Check] = {
     **dict.fromkeys(("now", "arrival", "seconds", "weight"), _is_number),
-    **dict.fromkeys(("first_token_time", "predicted_seconds"), _is_time),
+    **dict.fromkeys(("first_token_time", "predicted_seconds", "guide_seconds"), _is_time),
     **dict.fromkeys(("request", "num_prompt_tokens", "max_tokens"), _is_count),
     **dict.fromkeys(("num_resumed_tokens", "num_external_tokens", "calls"), _is_count),
     **dict.fromkeys(("request_id", "id", "shed"), _is_text),
     **dict.fromkeys(("slo_class", "tenant"), _optional(_is_text)),
-    **dict.fromkeys(("requests", "expired", "failed"), _are_counts),
+    **dict.fromkeys(("requests", "expired", "failed", "faults"), _are_counts),
     **dict.fromkeys(("counts", "drafted", "available", "block_ids"), _optional(_are_counts)),
     "pooling": (None, *get_args(Pooling)).__contains__,
     "priority": lambda value: type(value) is int and abs(value) < MOST,
@@ -97,7 +97,7 @@ _FIELDS: Mapping[str, _Check] = {
     "block_hashes": lambda value: _are_hashes(value) or _by_number(_are_hashes)(value),
     "verb": _is_text,
     "num_tokens": _optional(_is_count),
-    **dict.fromkeys(("is_out", "is_scored"), lambda value: value is None or type(value) is bool),
+    **dict.fromkeys(("is_out", "is_scored", "is_guided"), lambda value: value is None or type(value) is bool),
 }
 """Of the lines of a record; a field means the same in all calls that have it."""
 

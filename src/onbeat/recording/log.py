@@ -2,7 +2,7 @@
 
 The file is gzip-compressed text with one JSON object a line:
 
-1. the header: ``{"file": "onbeat-record", "schema_version": 8, ...}`` with the fields of `RecordHeader`;
+1. the header: ``{"file": "onbeat-record", "schema_version": 10, ...}`` with the fields of `RecordHeader`;
 2. one line a call, named by its field ``call``: ``add``, ``abort``, ``schedule``, ``update``, ``handover``,
    with the fields of the classes below, defaults left out;
 3. the trailer: ``{"call": "end", "calls": N}`` with the number of calls. A file without it is cut short.
@@ -30,6 +30,8 @@ not.
 7  ``add`` of one of several choices, which the queue takes or refuses together (`AddCall.whole`)
 8  ``add`` of a request whose prompt is scored, and takes nothing from the prefix cache (`AddCall.is_scored`)
 9  ``add`` of a request that has an embedding in place of output tokens (`AddCall.pooling`)
+10 ``add`` of a request under a grammar (`AddCall.is_guided`), and what grammars did in a step
+   (`UpdateCall.guide_seconds`, `UpdateCall.faults`)
 == ==================================================================================================
 """
 
@@ -46,7 +48,7 @@ from onbeat.core.slo import ShedMode
 DEADLINES = tuple(each.name for each in fields(StreamDeadlines))
 """Of `RecordedAdoption.deadlines`, in the order in which a file has them."""
 FILE_KIND = "onbeat-record"
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 READABLE_VERSIONS = tuple(range(1, SCHEMA_VERSION + 1))
 TRAILER = "end"
 
@@ -127,6 +129,8 @@ class AddCall:
     """Whether log-probabilities of its prompt were asked for."""
     pooling: Pooling | None = None
     """How its prompt became its embedding; None where it has output tokens."""
+    is_guided: bool = False
+    """Whether its answer had to match a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +200,10 @@ class UpdateCall:
     finished: Mapping[int, str] = field(default_factory=dict)
     """Request -> `FinishReason`; requests that the step ended, failures aside."""
     failed: tuple[int, ...] = ()
+    faults: tuple[int, ...] = ()
+    """Of these, requests whose grammar could not be followed; their KV was sound."""
+    guide_seconds: float | None = None
+    """That grammars took; None where no row had one."""
     block_hashes: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
     """Request -> hashes of blocks that its new tokens filled."""
 

@@ -263,6 +263,7 @@ class RecordWriter:
         put_counts(call, scheduled, result, outputs)
         finished: dict[str, str] = {}
         failed: list[int] = []
+        faults: list[int] = []
         hashes: dict[str, list[str]] = {}
         for output in outputs:
             opened = self._open[output.request_id]
@@ -270,13 +271,17 @@ class RecordWriter:
                 hashes[str(opened.number)] = full
             if output.finish_reason is FinishReason.ERROR:
                 failed.append(opened.number)
+                if output.error_code is not None:
+                    faults.append(opened.number)
                 self._end(output.request_id, opened)
             elif output.finish_reason is not None:
                 finished[str(opened.number)] = output.finish_reason.value
                 self._end(output.request_id, opened)
-        for name, value in (("finished", finished), ("failed", failed), ("block_hashes", hashes)):
+        for name, value in (("finished", finished), ("failed", failed), ("faults", faults)):
             if value:
                 call[name] = value
+        if hashes:
+            call["block_hashes"] = hashes
         self._write(call)
 
     def close(self) -> None:

@@ -145,6 +145,9 @@ class ReplicaSettings:
         metavar="SIGMA",
         help="let each step take its predicted time x a log-normal factor of mean 1; 0.05 is about 5%",
     )
+    guided_share: float = _step(
+        0.0, metavar="SHARE", help="of requests, whose answers must match a grammar, which the host checks"
+    )
     seed: int = 0
     max_concurrency: int | None = None
     speculation: SpeculationSettings | None = None

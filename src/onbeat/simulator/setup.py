@@ -154,6 +154,7 @@ def _build(settings: ReplicaSettings, tbt: float | None, context_tokens: int | N
             declared_max_tokens=settings.declared_max_tokens,
             shed=settings.shed,
             step_noise=settings.step_noise,
+            guided_share=settings.guided_share,
             steps_ahead=_steps_ahead(settings),
             acceptance=Acceptance() if settings.speculation is None else settings.speculation.acceptance,
             kv_link=kv_link,

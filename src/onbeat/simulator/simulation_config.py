@@ -137,6 +137,8 @@ class SimulationConfig:
     exactly the output length."""
     shed: ShedMode = ShedMode.RELEGATE
     """What every request asks for where its TTFT objective is predicted to be missed."""
+    guided_share: float = 0.0
+    """Of requests, that are under a grammar; each of their rows takes a step a little longer."""
     step_noise: float = 0.0
     """Standard deviation of the logarithm of what each step takes, over what is predicted (its mean is 1)."""
     steps_ahead: int = 0
@@ -166,6 +168,8 @@ class SimulationConfig:
             raise ConfigError(
                 f"step_noise is {self.step_noise:g}; it must be a finite number, 0 or more, such as 0.05"
             )
+        if not 0 <= self.guided_share <= 1:
+            raise ConfigError(f"guided_share is {self.guided_share:g}; it must be from 0 to 1")
         if self.steps_ahead not in ((0, 1) if self.pipeline == 1 else (0,)):
             raise ConfigError(
                 f"steps_ahead is {self.steps_ahead}; it must be 0 or 1, and 0 with pipeline stages"

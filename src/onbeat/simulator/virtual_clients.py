@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, Overloaded, SLOUnattainable
-from onbeat.core.request import Request, SamplingParams
+from onbeat.core.request import UNKNOWN_GRAMMAR, Request, SamplingParams
 from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.draft_acceptance import RequestDrafts
 from onbeat.simulator.simulation_config import SimulationConfig
@@ -19,6 +19,8 @@ from onbeat.workload.offered import OfferedLoad
 STOP = 0
 """The token with which a request ends before its `max_tokens`."""
 
+_GOLDEN_RATIO = 0.6180339887498949
+"""Its multiples spread requests under a grammar evenly over a load."""
 _ROWS_AT_ONCE = 4096
 """Rows of the load that are Python numbers at a time."""
 
@@ -70,6 +72,7 @@ class Clients:
         self._max_concurrency = inf if max_concurrency is None else max_concurrency
         self._declared_max_tokens = config.declared_max_tokens
         self._shed = config.shed
+        self._guided_share = config.guided_share
         self._rows = rows
         self.num_requests = len(load) if rows is None else len(rows)
         self._num_sent = 0
@@ -98,7 +101,7 @@ class Clients:
         request = Request(
             request_id=request_id,
             prompt_token_ids=range(num_prompt_tokens),
-            sampling=_sampling(num_output_tokens, self._declared_max_tokens),
+            sampling=self._sampling(index, num_output_tokens),
             arrival=now,
             block_hashes=() if self._hashes is None else self._hashes.of(index),
             slo=slo,
@@ -120,6 +123,11 @@ class Clients:
             is_embedding=not num_output_tokens,
         )
         return OfferedRequest(index, request, record)
+
+    def _sampling(self, index: int, num_output_tokens: int) -> SamplingParams:
+        sampling = _sampling(num_output_tokens, self._declared_max_tokens)
+        is_guided = num_output_tokens > 0 and index * _GOLDEN_RATIO % 1 < self._guided_share
+        return replace(sampling, grammar=UNKNOWN_GRAMMAR) if is_guided else sampling
 
     def on_finish(self, now: float) -> None:
         """Let the next request be sent, if it was waiting for one to end."""

@@ -168,7 +168,7 @@ Change = Callable[[dict[str, Any]], object]
         (lambda c: c["steps"][1].__setitem__(-1, 0.0), r"steps\[1\] is .* a time above 0"),
         (lambda c: c["steps"][1].__setitem__(0, -3), r"steps\[1\] is .* at least 0"),
         (lambda c: c["steps"][0].__setitem__(-1, float("nan")), r"steps\[0\] is .*finite"),
-        (lambda c: c["steps"][0].pop(), r"steps\[0\] is .*15 finite numbers"),
+        (lambda c: c["steps"][0].pop(), r"steps\[0\] is .*16 finite numbers"),
         (lambda c: c.update(steps=[]), "steps is .*at least one"),
         (lambda c: c["columns"].reverse(), "columns is"),
         (lambda c: c["columns"].remove("num_verify_rows"), "columns is"),

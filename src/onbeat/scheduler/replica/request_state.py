@@ -69,6 +69,7 @@ class RequestState:
         "block_hashes",
         "block_ids",
         "draft",
+        "is_guided",
         "is_in_flight",
         "max_total_tokens",
         "num_allocated_tokens",
@@ -113,6 +114,7 @@ class RequestState:
         self.draft = DraftState()
         self.max_total_tokens = min(self.num_prompt_tokens + request.sampling.max_tokens, max_model_len)
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
+        self.is_guided = request.sampling.grammar is not None
         self.block_ids: list[int] = []
         self.num_allocated_tokens = 0
         """KV slots in `block_ids`."""

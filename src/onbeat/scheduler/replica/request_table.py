@@ -33,6 +33,8 @@ class RequestTable:
         """Requests that wait or run and will deliver more, by id."""
         self.num_pooled = 0
         """Of these, requests with pooling."""
+        self.num_guided = 0
+        """Of these, requests under a grammar."""
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         """Prompt tokens looked up in the prefix cache so far."""
@@ -49,8 +51,7 @@ class RequestTable:
     def add(self, state: RequestState) -> None:
         """Let a new request wait."""
         self._rank(state)
-        self.states[state.request_id] = state
-        self.num_pooled += state.request.pooling is not None
+        self._remember(state)
         self.waiting.push(state)
 
     def dequeue_and_preempt(self, plan: StepPlan) -> None:
@@ -109,8 +110,7 @@ class RequestTable:
         """
         state.status = RequestStatus.RUNNING
         state.admitted_step_id = step_id
-        self.states[state.request_id] = state
-        self.num_pooled += state.request.pooling is not None
+        self._remember(state)
         self.running.insert_sorted(state)
         admitted = AdmittedRequest(state.request, tuple(state.output_token_ids), tuple(state.block_ids))
         self._unannounced[state.request_id] = admitted
@@ -155,6 +155,8 @@ class RequestTable:
         )
         num_pooled = sum(state.request.pooling is not None for state in self.states.values())
         assert num_pooled == self.num_pooled, "requests with pooling are miscounted"
+        num_guided = sum(state.is_guided for state in self.states.values())
+        assert num_guided == self.num_guided, "requests under a grammar are miscounted"
 
     def requeue(self, state: RequestState) -> None:
         """Give a waiting request the place in the queue that its deadline, or the loss of it, asks for."""
@@ -183,10 +185,17 @@ class RequestTable:
         for state in states:
             state.is_in_flight = is_in_flight
 
+    def _remember(self, state: RequestState) -> None:
+        """Count a request among those that will deliver."""
+        self.states[state.request_id] = state
+        self.num_pooled += state.request.pooling is not None
+        self.num_guided += state.is_guided
+
     def _forget(self, state: RequestState) -> None:
         """Count a request no more among those that will deliver."""
         del self.states[state.request_id]
         self.num_pooled -= state.request.pooling is not None
+        self.num_guided -= state.is_guided
 
     def _rank(self, state: RequestState) -> None:
         """Let a request stand where its deadline, or the loss of it, puts it; not for one in a list."""

@@ -16,7 +16,7 @@ from onbeat.core.step import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from onbeat.core.step_time import StepTimeModel
+from onbeat.core.step_time import LearnsGuides, StepTimeModel
 from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
@@ -135,6 +135,12 @@ class StepFeedback:
         if self.rules is not None:
             self.rules.note_steps(begun, (now,))
 
+    def observe_guides(self, num_rows: int, seconds: float) -> None:
+        """Learn what grammars took of the next step that is observed."""
+        model: object = self.model
+        if isinstance(model, LearnsGuides):
+            model.observe_guides(num_rows, seconds)
+
 
 class StepResults:
     """Takes the results of steps, in the order in which they were planned.
@@ -167,6 +173,8 @@ class StepResults:
         correct_shape(scheduled, result)
         failed = result.failed or {}
         outputs = _let_go_of_sharers(step.states, scheduled, failed, self._table) if failed else []
+        if result.guided is not None:
+            self._feedback.observe_guides(scheduled.shape.num_guided_rows, result.guided.seconds)
         self._feedback.observe(
             scheduled.shape, step.planned_at, now, has_run=not failed or _has_run(step.states, failed)
         )

@@ -70,6 +70,10 @@ def commit_rows(
         admitted.append(table.admit(admission, now, step_id))
         rows.append(advance_chunk(state, admission.num_new_tokens, shape))
         states.append(state)
+    if table.num_guided:
+        shape.num_guided_rows = sum(
+            [state.is_guided and row.samples > 0 for state, row in zip(states, rows, strict=True)]
+        )
     if table.num_pooled:
         rows = [_pooled_row(row, state, shape) for row, state in zip(rows, states, strict=True)]
     return new_tuple(CommittedRows, (rows, states, admitted))

@@ -72,6 +72,7 @@ class SteadyRuns:
         if (
             composer is None
             or shape.num_chunks
+            or shape.num_guided_rows
             or scheduled.admitted
             or len(scheduled.rows) < len(scheduler.running)
         ):

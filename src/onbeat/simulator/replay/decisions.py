@@ -10,9 +10,9 @@ from typing import Any
 
 from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable
 from onbeat.core.handover import DetachAnswer, Detached
-from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams
+from onbeat.core.request import UNKNOWN_GRAMMAR, FinishReason, Request, RequestOutput, SamplingParams
 from onbeat.core.slo import SLO
-from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+from onbeat.core.step import GuidedRows, ModelRunnerOutput, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.recording.log import (
     AbortCall,
@@ -170,7 +170,11 @@ class Replay:
             prompt_token_ids=range(call.num_prompt_tokens),
             resumed_token_ids=range(call.num_resumed_tokens),
             first_token_time=call.first_token_time,
-            sampling=SamplingParams(max_tokens=call.max_tokens, stop_token_ids=(STOP_TOKEN_ID,)),
+            sampling=SamplingParams(
+                max_tokens=call.max_tokens,
+                stop_token_ids=(STOP_TOKEN_ID,),
+                grammar=UNKNOWN_GRAMMAR if call.is_guided else None,
+            ),
             arrival=call.arrival,
             priority=call.priority,
             block_hashes=self._recording.block_hashes(call.request),
@@ -334,12 +338,17 @@ class Replay:
         ]
         for row, count in call.undelivered.items():
             sampled[row] += [OTHER_TOKEN_ID] * count
-        failed = {self._ids[request]: "failed in the recorded run" for request in call.failed}
+        broken = {self._ids[request]: "failed in the recorded run" for request in call.failed}
+        faults = {name: broken.pop(name) for name in map(self._ids.__getitem__, call.faults)}
+        guided = None
+        if call.guide_seconds is not None:
+            guided = GuidedRows(faults=faults, seconds=call.guide_seconds)
         return ModelRunnerOutput(
             sampled,
-            failed=failed or None,
+            failed=broken or None,
             num_drafted=None if call.drafted is None else list(call.drafted),
             num_available=None if call.available is None else list(call.available),
+            guided=guided,
         )
 
     def _compare(self, step_id: int | None, what: str, recorded: object, replayed: object) -> None:

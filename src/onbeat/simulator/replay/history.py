@@ -213,6 +213,7 @@ class _HistoryReader:
             else:
                 samples = row.num_new_tokens if self._is_scored(row.request) else row.samples
                 shape.add(row.num_computed_tokens, row.num_new_tokens, samples=samples)
+            shape.num_guided_rows += row.samples > 0 and self._adds[row.request].is_guided
         if self._runs_draft_model:
             shape.num_draft_passes = max((row.num_draft_tokens for row in planned.rows), default=0)
         return shape

@@ -45,6 +45,7 @@ class RunningView:
     pace : the shortest time between tokens that e2e objectives ask for, and TBT objectives do not; infinite
         without any.
     context_tokens : that requests which want one token have in the KV cache.
+    num_guided : of these requests, those under a grammar.
     """
 
     def __init__(self, running: Iterable[RequestState], start: float, shortest: float) -> None:
@@ -54,7 +55,7 @@ class RunningView:
         self.prefills: list[RequestState] = []
         self.deadline = self.tightest = self.pace = inf
         self.urgent: RequestState | None = None
-        self.context_tokens = 0
+        self.context_tokens = self.num_guided = 0
         self._look(running, start, shortest)
 
     @property
@@ -66,12 +67,14 @@ class RunningView:
         """Return the shape of a step with one token for each that wants one, and for others."""
         num = len(self.streams) + len(self.best_effort_decodes) + len(others)
         context = self.context_tokens + sum([state.num_computed_tokens for state in others])
-        return BatchShape.of_decodes(num, context + num)
+        shape = BatchShape.of_decodes(num, context + num)
+        shape.num_guided_rows = self.num_guided + sum([state.is_guided for state in others])
+        return shape
 
     def _look(self, running: Iterable[RequestState], start: float, shortest: float) -> None:
         streams, best_effort_decodes = self.streams, self.best_effort_decodes
         earliest, tightest = self.deadline, self.tightest
-        deadlines, first, pace, context = self.deadlines, inf, inf, 0
+        deadlines, first, pace, context, guided = self.deadlines, inf, inf, 0, 0
         for state in running:
             num_in_flight = state.num_in_flight_tokens
             num_tokens = state.num_tokens + num_in_flight
@@ -84,6 +87,7 @@ class RunningView:
                     self.prefills.append(state)
                 continue
             context += num_computed
+            guided += state.is_guided
             slo = state.slo
             deadline = slo.next_deadline
             if num_in_flight:
@@ -101,16 +105,20 @@ class RunningView:
                 pace = slo.tbt
             if shortest <= objective < tightest:
                 tightest = objective
-        self.deadline, self.tightest, self.pace, self.context_tokens = earliest, tightest, pace, context
+        self.deadline, self.tightest, self.pace = earliest, tightest, pace
+        self.context_tokens, self.num_guided = context, guided
 
 
 def decode_shape(states: Iterable[RequestState]) -> BatchShape:
     """Return the shape of a step with one token for each."""
-    num, context = 0, 0
+    num, context, guided = 0, 0, 0
     for state in states:
         num += 1
         context += state.num_computed_tokens
-    return BatchShape.of_decodes(num, context + num)
+        guided += state.is_guided
+    shape = BatchShape.of_decodes(num, context + num)
+    shape.num_guided_rows = guided
+    return shape
 
 
 def prefill_jobs(
