@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from onbeat.workload.load_source import LoadSource, make_load
     from onbeat.workload.offered import OfferedLoad
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "SLO",

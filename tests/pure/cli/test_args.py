@@ -198,4 +198,4 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
     assert stop.value.code == 0
-    assert capsys.readouterr().out == "onbeat 0.1.0\n"
+    assert capsys.readouterr().out == "onbeat 0.2.0\n"
