@@ -2,7 +2,7 @@
 
 Fetches the source distribution of vLLM into a cache folder (pip downloads and unpacks it; nothing is built or
 installed), and runs the tests below with their assertions. Their server is an onbeat server of the embedded
-model. Takes pytest and the clients: `pip install -e '.[serve,dev,clients]' anthropic`.
+model. The tests import more than onbeat: `pip install -e '.[serve,dev,clients]' anthropic psutil pybase64`.
 """
 
 from __future__ import annotations
