@@ -50,7 +50,7 @@ def rows(server: ServerProgram) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_texts_are_the_same_through_deaths_and_drains(server: ServerProgram, record: Path) -> None:
-    sampled = {"temperature": 0.9, "presence_penalty": 0.7, "logprobs": 2}
+    sampled = {"temperature": 0.9, "presence_penalty": 0.7, "logprobs": 2, "echo": True}
     whole = [complete(server, number, **sampled)["choices"] for number in range(6)]
     processes = server.engine_pids
     with ThreadPoolExecutor(6) as pool:
@@ -89,6 +89,8 @@ def test_texts_are_the_same_where_streams_move(smollm2_gguf: Path, tmp_path: Pat
         pools += ["--kinds", "device=h200,tp=2,policy=sarathi", "device=a100-80-sxm,replicas=2"]
     with serving("Llama-3.1-8B", "--tokenizer", smollm2_gguf, *EIGHT_B, *pools) as server:
         bodies = [{"prompt": f"{number} is it. " * 250, "max_tokens": 250} for number in range(6)]
+        for body in bodies[::2]:
+            body["prompt_logprobs"] = 1
         whole = [complete(server, number, **body)["choices"] for number, body in enumerate(bodies)]
         before = server.metrics()["onbeat_fleet_moves_total{moved,prefill}"]
         assert before == len(bodies), "each prompt was computed on r0"
