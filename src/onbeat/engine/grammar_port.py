@@ -53,6 +53,11 @@ class GrammarPort:
         """Return a guide at the start of a grammar that is compiled; None where it is not."""
         return None if self._compiler is None else self._compiler.cached(grammar)
 
+    def prepare(self, grammar: Grammar | None) -> None:
+        """Have a grammar compiled, of a request that comes with its KV: it is not to wait for it."""
+        if grammar is not None and self.cached(grammar) is None:
+            self.compile(grammar)
+
     def compile(self, grammar: Grammar) -> Future[Guide]:
         """Have a grammar compiled by the thread."""
         if self._worker is None:

@@ -256,6 +256,8 @@ class _EngineLoop:
                 case AbortRequests():
                     self._abort(message.request_ids)
                 case AskMove():
+                    if message.task.request is not None:
+                        self._core.grammars.prepare(message.task.request.sampling.grammar)
                     self._abort(self._moves.take(message.task))
                     if message.task.verb in (MoveVerb.TAKE, MoveVerb.RELEASE):
                         self._send(self._core.take_load())  # no step may tell that there is room now

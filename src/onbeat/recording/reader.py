@@ -208,6 +208,7 @@ def _add_call(values: Mapping[str, Any]) -> AddCall:
         adoption=None if (adoption := values.get("adoption")) is None else _adoption(*adoption),
         is_scored=values.get("is_scored", False),
         pooling=values.get("pooling"),
+        is_guided=values.get("is_guided", False),
     )
 
 
@@ -293,6 +294,8 @@ def _update_call(values: Mapping[str, Any]) -> UpdateCall:
         undelivered={int(row): count for row, count in values.get("undelivered", {}).items()},
         finished={int(request): reason for request, reason in values.get("finished", {}).items()},
         failed=tuple(values.get("failed", ())),
+        faults=tuple(values.get("faults", ())),
+        guide_seconds=values.get("guide_seconds"),
         block_hashes={
             int(request): _hashes(hashes) for request, hashes in values.get("block_hashes", {}).items()
         },

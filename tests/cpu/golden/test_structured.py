@@ -7,6 +7,7 @@ refused and drawn again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,6 +16,10 @@ import torch
 
 from onbeat.core.request import FinishReason, Request
 from onbeat.engine.grammar_port import GrammarPort
+from onbeat.recording.reader import Recording
+from onbeat.recording.writer import create_record
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.simulator.replay.decisions import Replay
 from onbeat.text.grammar.source import COMPACT, choice_grammar, json_grammar
 from tests.cpu.engine.engines import CudaEngine
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
@@ -23,6 +28,7 @@ from tests.cpu.golden.moving import Pair, make_core, undisturbed
 from tests.cpu.golden.test_resumed_streams import resume_everywhere
 from tests.cpu.speculation.runs import LIMITS, Run, assert_same, fixed, make_request, ngram, run
 from tests.grammars import TINY_EOS, check_valid, make_tiny_compiler, tiny_text
+from tests.pure.recording.recorded import make_header
 from tests.schemas import SCHEMAS
 
 pytestmark = pytest.mark.golden
@@ -163,3 +169,29 @@ def test_a_grammar_that_cannot_be_enforced_ends_its_request_alone() -> None:
     assert found["s0"].finish_reason is FinishReason.STOP
     none = run(exact(), [ask(1)], **LIMITS_HERE).outcomes
     assert "enforces no grammars" in str(none["s1"].error)
+
+
+def test_a_record_replays_identically(tmp_path: Path) -> None:
+    limits = {**LIMITS, **LIMITS_HERE, "num_blocks": 34}
+    writer = create_record(tmp_path / "run.gz")(make_header(SchedulerConfig(**limits)))
+    core = make_core(exact(), guides=PORT, recorder=writer, **limits)
+    dead = {"grammar": choice_grammar(["ab"]), "allowed_token_ids": (0,)}
+    requests = [*requests_of(range(0, 104, 2)), make_request("free", random_prompt(9), 50)]
+    requests += [make_request(f"dead{number}", random_prompt(40), 9, **dead) for number in range(3)]
+    ends = {}
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        message = core.step()
+        ends.update({each.request_id: each.error_code for each in message.outputs} if message else {})
+    num_preemptions = core.scheduler.num_preemptions
+    core.shutdown()
+    assert {name for name, code in ends.items() if code == "grammar_too_complex"} == {
+        "dead0",
+        "dead1",
+        "dead2",
+    }
+    result = Replay(Recording(tmp_path / "run.gz")).run()
+    assert result.difference is None
+    assert result.num_failed == 3
+    assert result.num_preemptions == num_preemptions > 0
