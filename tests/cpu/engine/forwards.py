@@ -6,9 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+import pytest
 import torch
 
 from onbeat.engine.config import ActivationQuantization, Quantization
+from onbeat.engine.cuda.backend import missing_feature
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
 from onbeat.engine.cuda.reference import ReferenceKernels
@@ -79,7 +81,9 @@ def on_native(
 
 
 def on_cuda_engine(checkpoint: Checkpoint, *, dtype: torch.dtype) -> MakeForward:
-    """Return what makes forward passes of the GPU engine, on the CPU."""
+    """Return what makes forward passes of the GPU engine, on the CPU; skip what it refuses."""
+    if feature := missing_feature(checkpoint.config):
+        pytest.skip(f"the GPU engine has no {feature}")
     weights = load_weights(checkpoint, dtype, torch.device("cpu"))
 
     def make(*, num_blocks: int, block_size: int) -> CudaForward:

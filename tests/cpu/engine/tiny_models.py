@@ -99,7 +99,6 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         Phi3ForCausalLM,
         Phi3Config,
         {
-            "num_attention_heads": 2,
             "num_key_value_heads": 1,
             "tie_word_embeddings": True,
             "original_max_position_embeddings": 512,
@@ -107,8 +106,8 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
                 "rope_type": "longrope",
                 "rope_theta": 10000.0,
                 "partial_rotary_factor": 0.75,
-                "short_factor": [1.0 + 0.1 * index for index in range(12)],
-                "long_factor": [2.0 + index for index in range(12)],
+                "short_factor": [1.0 + 0.1 * index for index in range(6)],
+                "long_factor": [2.0 + index for index in range(6)],
                 "attention_factor": 1.19,
             },
         },

@@ -44,6 +44,12 @@ PUBLISHED_BILLIONS = {
     "opt-175b": 174.6,
     "bloom": 176.2,
     "SmolLM2-135M": 0.1345,
+    "microsoft/Phi-4-mini-instruct": 3.84,
+    "OLMo-2-1124-7B": 7.30,
+    "OLMo-2-0425-1B": 1.485,
+    "SmolLM3-3B": 3.08,
+    "granite-3.3-8b-instruct": 8.17,
+    "granite-3.3-2b-instruct": 2.53,
 }
 
 
