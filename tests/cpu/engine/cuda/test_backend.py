@@ -15,7 +15,7 @@ from onbeat.engine.config import EngineConfig
 from onbeat.engine.cuda import backend as cuda_backend
 from onbeat.engine.cuda.backend import CudaBackend
 from onbeat.engine.device import DeviceConfig
-from onbeat.engine.model_config import ModelConfig, RopeConfig
+from onbeat.engine.model_config import Experts, ModelConfig, RopeConfig
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.config import SchedulerLimits
@@ -36,6 +36,10 @@ MODEL = ModelConfig(
     rms_norm_eps=1e-5,
     rope=RopeConfig(theta=1e4),
 )
+
+
+EXPERTS = Experts(num_experts=4, num_per_token=2, intermediate_size=32)
+PARTIAL = RopeConfig(theta=1e4, rotary_dim=32)
 
 
 def config(**changes: Any) -> EngineConfig:
@@ -65,6 +69,10 @@ def test_it_serves_on_a_gpu_unless_torch_is_asked_for(hopper: None) -> None:
     ("device", "model", "block_size", "reason"),
     [
         (replace(CUDA, dtype=torch.float32), {}, 16, "it computes in bfloat16, not in float32"),
+        (CUDA, {"norms": "after"}, 16, "it has no layers without norms before attention and feed-forward"),
+        (CUDA, {"qk_norm": "all"}, 16, "it has no norms of queries and keys over all heads"),
+        (CUDA, {"experts": EXPERTS}, 16, "it has no layers of experts"),
+        (CUDA, {"rope": PARTIAL}, 16, "it has no rotary embedding of a part of each head"),
         (CUDA, {"head_dim": 96}, 16, "heads of 96 are not supported; 64, 128 and 256 are"),
         (CUDA, {}, 48, "block_size is 48; it needs 16, 32, 64 or 128"),
     ],
