@@ -128,10 +128,9 @@ def redrawn(logits_V: Tensor, row: SamplingRow, allowed_A: TokenIds) -> int:
 def allowed_ids(row: SamplingRow) -> TokenIds:
     """Return the tokens that a row's grammar allows, stop tokens where it may end included."""
     assert row.guide is not None, "the row has a grammar"
-    allowed = row.guide.allowed()
-    if row.guide.may_end and not row.holds_back_stops and row.stops:
-        allowed = np.union1d(allowed, row.stop_token_ids)
-    return allowed[allowed < row.guide.vocab_size]
+    if row.guide.may_end and not row.holds_back_stops:
+        return row.guide.allowed(row.stop_token_ids[row.stop_token_ids < row.guide.vocab_size])
+    return row.guide.allowed()
 
 
 def _kept(values_A: Floats, params: SamplingParams, mass: float) -> TokenIds:

