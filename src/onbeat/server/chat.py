@@ -49,8 +49,9 @@ from onbeat.server.objectives import request_objectives
 from onbeat.server.openapi import generation_route
 from onbeat.server.pieces import Piece, json_inside
 from onbeat.server.prompt_scores import PromptLogprobsWriter
-from onbeat.server.reply import PromptEnd, read_as
+from onbeat.server.reply import PromptEnd, ReplyPlan, plan_reply
 from onbeat.server.services import Services
+from onbeat.server.structured import grammar_of
 from onbeat.server.tools import ToolFields
 
 
@@ -142,15 +143,16 @@ async def chat_requests(
     context.completion_id = head.completion_id
     check_common(body, config, info)
     _check_chat(body, config, info)
-    await services.grammars.take(body, context)
+    asked = ReplyPlan(body.text_options, grammar_of(body))
     objectives = request_objectives(body, request.headers, context, config.slo)
     text = await _rendered(body, request, services)
     place = PromptEnd(text, continued_text(body))
     hides = body.include_reasoning is False
-    options = read_as(services.reply_style, body.text_options, body.tool_use, place, drops_reasoning=hides)
+    plan = plan_reply(services.reply_style, asked, body.tool_use, place, drops_reasoning=hides)
+    await services.grammars.take(plan.constraint, context)
     prompt = await _encoded(text, body, request, services)
     requests = await engine_requests(body, [prompt], objectives, info, services.tokenizer, context)
-    return requests, options
+    return requests, plan.options
 
 
 async def chat_prompt(body: ChatCompletionRequest, request: Request, services: Services) -> list[int]:

@@ -55,6 +55,7 @@ from onbeat.server.prompt_scores import (
 )
 from onbeat.server.prompts import TOKEN_ID_SCHEMA, EncodeOptions, PromptInput
 from onbeat.server.services import Services
+from onbeat.server.structured import grammar_of
 
 TOKEN_IDS_SCHEMA = {"type": "array", "items": TOKEN_ID_SCHEMA, "minItems": 1}
 _PROMPT_SCHEMA = {
@@ -161,7 +162,7 @@ def completion_routes(services: Services) -> APIRouter:
         context.completion_id = head.completion_id
         check_common(body, config, info, num_prompts=len(body.prompt))
         _check_completion(body, config, info)
-        await services.grammars.take(body, context)
+        await services.grammars.take(grammar_of(body), context)
         objectives = request_objectives(body, request.headers, context, config.slo)
         options = encode_options(body, info.max_model_len)
         async with cancelled_on_disconnect(request.receive):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from onbeat.core.errors import InvalidRequest, RequestRejected
 from onbeat.server.fair_threads import MOST_SHORT_WORK, FairThreads
 from onbeat.server.middleware import HttpContext
-from onbeat.server.structured import StructureFields, grammar_of
+from onbeat.server.structured import Constraint
 from onbeat.text.grammar.guard import GrammarGuard
 
 
@@ -27,14 +27,13 @@ class GrammarDesk:
         self._threads.close()
         self._guard.close()
 
-    async def take(self, body: StructureFields, context: HttpContext) -> None:
+    async def take(self, constraint: Constraint | None, context: HttpContext) -> None:
         """Give a request's context what its answer must match, and name the keywords that are ignored.
 
         Raises
         ------
-        InvalidRequest : fields contradict one another, or it cannot be enforced.
+        InvalidRequest : it cannot be enforced.
         """
-        constraint = grammar_of(body)
         if constraint is None:
             return
         caller, field = context.caller, constraint.field

@@ -10,12 +10,15 @@ from typing import NamedTuple
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
+from onbeat.core.request import Grammar
 from onbeat.server.choices import TextOptions
 from onbeat.server.config import ServerConfig
 from onbeat.server.errors import unsupported
+from onbeat.server.structured import Constraint
 from onbeat.server.tools import ToolUse
 from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.reply.families import FAMILIES, family_named, family_of, reasoning_named, reasoning_of
+from onbeat.text.reply.grammar import WantedCalls, answer_grammar
 from onbeat.text.reply.parser import ReplyOptions, ReplyParser, ReplyStyle, opens_in_reasoning
 
 _SHORT_ID = ascii_letters + digits
@@ -53,15 +56,29 @@ def reply_style(config: ServerConfig, template: ChatTemplate | None, tokenizer: 
     return ReplyStyle(family, reasoning, tokenizer)
 
 
-def read_as(
-    style: ReplyStyle, options: TextOptions, use: ToolUse | None, place: PromptEnd, *, drops_reasoning: bool
-) -> TextOptions:
-    """Return how the text of a chat's answer is made, so that its parts are told apart where it has any.
+class ReplyPlan(NamedTuple):
+    """How the answers of a request are made."""
+
+    options: TextOptions
+    """How tokens become text, and the text parts."""
+    constraint: Constraint | None
+    """What they must match, reasoning and calls included."""
+
+
+def plan_reply(
+    style: ReplyStyle,
+    asked: ReplyPlan,
+    use: ToolUse | None,
+    place: PromptEnd,
+    *,
+    drops_reasoning: bool,
+) -> ReplyPlan:
+    """Return how a chat's answers are made, so that their parts are told apart where they have any.
 
     Parameters
     ----------
     style : of the model.
-    options : as the caller wants its text.
+    asked : how the caller wants its text, and what the text must match.
     use : what the model may call; None where it may call nothing.
     place : where the answer begins.
     drops_reasoning : whether the caller does not want to see it.
@@ -74,22 +91,33 @@ def read_as(
         raise unsupported(
             "tools are not read by this server (--tool-call-parser none); leave them out", "tools"
         )
-    if use is not None and (use.is_required or use.named or use.has_strict):
-        what = "strict functions" if use.has_strict else "a call that must be made"
-        raise unsupported(
-            f"{what} cannot be promised by this server; leave the choice of a tool to auto, without strict",
-            "tools" if use.has_strict else "tool_choice",
-        )
     if use is None and style.reasoning is None:
-        return options
+        return asked
+    options, constraint = asked
+    opens = opens_in_reasoning(place.prompt, style.reasoning, place.continued)
+    must_call = use is not None and (use.is_required or use.has_strict)
+    if is_guided := must_call or constraint is not None:
+        style = style.guided
+        calls = None if use is None else use.wanted
+        make = partial(_grammar, style, calls, constraint, opens_in_reasoning=opens)
+        field = "tools" if use is not None or constraint is None else constraint.field
+        constraint = Constraint(field, make)
     reply = ReplyOptions(
         tools={} if use is None else use.schemas,
         new_call_id=_short_id if style.family is not None and style.family.has_short_ids else _long_id,
-        opens_in_reasoning=opens_in_reasoning(place.prompt, style.reasoning, place.continued),
+        opens_in_reasoning=opens,
         is_single=use is not None and use.is_single,
         drops_reasoning=drops_reasoning,
+        is_guided=is_guided,
     )
-    return replace(options, new_reader=partial(ReplyParser, style, reply))
+    return ReplyPlan(replace(options, new_reader=partial(ReplyParser, style, reply)), constraint)
+
+
+def _grammar(
+    style: ReplyStyle, calls: WantedCalls | None, text: Constraint | None, *, opens_in_reasoning: bool
+) -> Grammar:
+    given = None if text is None else text.make()
+    return answer_grammar(style, calls, given, opens_in_reasoning=opens_in_reasoning)
 
 
 class PromptEnd(NamedTuple):

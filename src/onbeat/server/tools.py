@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.body import Flag
 from onbeat.server.fields import ignorable
+from onbeat.text.reply.grammar import WantedCalls
 
 MAX_TOOLS = 128
 """Most tools of one request (OpenAI's)."""
@@ -158,6 +159,16 @@ class ToolUse:
         return any(tool.function.strict for tool in self.tools)
 
     @property
+    def wanted(self) -> WantedCalls:
+        """What a grammar is to allow."""
+        return WantedCalls(
+            schemas=self.schemas,
+            strict=frozenset(tool.function.name for tool in self.tools if tool.function.strict),
+            is_required=self.is_required,
+            is_single=self.is_single,
+        )
+
+    @property
     def schemas(self) -> dict[str, Any]:
         """The JSON schema of each tool's arguments."""
         return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
@@ -197,7 +208,8 @@ def _tool_use(specs: Sequence[ToolSpec], choice: _Choice, field: str, *, is_sing
         raise InvalidRequest(f"{param} names {missing!r}, which is not among the {field}", param=param)
     return ToolUse(
         tools=[spec for spec in specs if not wanted or spec.function.name in wanted],
-        is_required=choice == "required"
+        is_required=isinstance(choice, NamedTool)
+        or choice == "required"
         or (isinstance(choice, AllowedChoice) and choice.allowed_tools.mode == "required"),
         named=wanted[0] if isinstance(choice, NamedTool) else None,
         is_single=is_single or isinstance(choice, NamedTool),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +76,31 @@ def tagged_lark(tags: Sequence[TaggedJson], triggers: Sequence[str], style: Json
     if left:
         raise InvalidRequest(f"the structure that begins with {left[0].begin[:50]!r} has no trigger; add one")
     return "\n".join((f"start: ({' | '.join(starts)})* rest", "rest: TEXT", _ANY_TEXT, *rules))
+
+
+def renamed(text: str, name: str) -> str:
+    """Return a Lark text whose rule `start` has another name, so that it may stand inside of another text.
+
+    What is said to the library (`%llguidance`) is left out: only the whole text says it.
+    """
+    text = _OPTIONS.sub("", text)
+    parts, end = list[str](), 0
+    for found in _WORDS.finditer(text):
+        if found.start() < end:
+            continue  # inside of a schema
+        parts.append(text[end : found.start()])
+        end = found.end()
+        word = found.group()
+        if word.startswith("%json"):
+            with suppress(ValueError):  # the library says what is wrong
+                _, end = json.JSONDecoder().raw_decode(text, end)
+                word = text[found.start() : end]
+        parts.append(name if word == "start" else word)
+    return "".join((*parts, text[end:]))
+
+
+_OPTIONS = re.compile(r"%llguidance\s*\{[^}]*\}")
+_WORDS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*|%json\s*|\b\w+\b')
 
 
 def closed(schema: Any) -> Any:

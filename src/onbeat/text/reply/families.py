@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 from onbeat.core.errors import ConfigError
 from onbeat.text.reply.body import Body
@@ -12,6 +13,10 @@ from onbeat.text.reply.calls import Calls
 from onbeat.text.reply.json_bodies import JsonCalls, NamedJson
 from onbeat.text.reply.python_calls import PythonCalls
 from onbeat.text.reply.xml_calls import XmlParams
+
+Form = Literal["objects", "array", "apart", "any", "named", "tags", "python"]
+"""How calls are written: each an object between marks, or in an array between marks; bare objects apart by
+semicolons, or bare in any way; a name and an object; tags; or Python."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +34,19 @@ class Family:
     has_short_ids: bool = False
     """Whether its template takes only ids of nine letters and digits."""
     arguments_key: str = "arguments"
+    form: Form = "objects"
 
     @property
     def is_json(self) -> bool:
         """Whether a call may be an object with a name and arguments."""
-        return self.new_body in (JsonCalls, _BARE_JSON)
+        return self.form in ("objects", "array", "apart", "any")
+
+    @property
+    def guided(self) -> Family:
+        """The family as answers are read that keep to a grammar: they have calls in one way alone."""
+        if self.form == "python":
+            return FAMILIES["json"].guided
+        return replace(self, marks=() if self.bare else self.marks[:1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,37 +64,50 @@ FAMILIES = {
     family.name: family
     for family in (
         Family(name="hermes", marks=_MARKED, new_body=JsonCalls),
-        Family(name="qwen3-xml", marks=_MARKED, new_body=XmlParams),
+        Family(name="qwen3-xml", marks=_MARKED, new_body=XmlParams, form="tags"),
         Family(
             name="llama3-json",
             marks=(("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>")),
             new_body=_BARE_JSON,
             bare="{",
             arguments_key="parameters",
+            form="apart",
         ),
         Family(
             name="pythonic",
             marks=(("<|python_start|>", "<|python_end|>"), ("<|python_tag|>", "")),
             new_body=PythonCalls,
             bare="[",
+            form="python",
         ),
-        Family(name="mistral", marks=(("[TOOL_CALLS]", ""),), new_body=JsonCalls, has_short_ids=True),
+        Family(
+            name="mistral",
+            marks=(("[TOOL_CALLS]", ""),),
+            new_body=JsonCalls,
+            has_short_ids=True,
+            form="array",
+        ),
         Family(
             name="mistral-args",
             marks=(("[TOOL_CALLS]", ""),),
             new_body=NamedJson,
             inner_marks=("[ARGS]", "[CALL_ID]"),
             has_short_ids=True,
+            form="named",
         ),
         Family(
             name="phi",
             marks=(("<|tool_call|>", "<|/tool_call|>"), ("functools", "")),
             new_body=JsonCalls,
+            form="array",
         ),
         Family(
-            name="granite", marks=(("<|tool_call|>", ""), ("<tool_call>", "</tool_call>")), new_body=JsonCalls
+            name="granite",
+            marks=(("<|tool_call|>", ""), ("<tool_call>", "</tool_call>")),
+            new_body=JsonCalls,
+            form="array",
         ),
-        Family(name="json", marks=(("```json", "```"),), new_body=_BARE_JSON, bare="{["),
+        Family(name="json", marks=(("```json", "```"),), new_body=_BARE_JSON, bare="{[", form="any"),
     )
 }
 

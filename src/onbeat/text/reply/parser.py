@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from onbeat.core.protocols import Tokenizer
 from onbeat.text.reply.body import SPACE, Body, end_of_space
@@ -34,11 +35,19 @@ class ReplyStyle:
         marks = {*self.openings, *self.closings.values()}
         if reasoning is not None:
             marks |= {reasoning.opening, reasoning.closing}
+        self._tokenizer = tokenizer
         self.inner_marks = () if family is None else family.inner_marks
         special = () if tokenizer is None else tokenizer.special_token_ids
         names = {} if tokenizer is None else {tokenizer.token_text(each): each for each in special}
-        self.mark_token_ids = frozenset(names[each] for each in (*marks, *self.inner_marks) if each in names)
+        self.mark_ids = {each: names[each] for each in (*marks, *self.inner_marks) if each in names}
+        """Of the marks that are special tokens."""
         self.scanner = MarkScanner(marks - names.keys())
+
+    @cached_property
+    def guided(self) -> ReplyStyle:
+        """How answers are written that keep to a grammar."""
+        family = None if self.family is None else self.family.guided
+        return ReplyStyle(family, self.reasoning, self._tokenizer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +62,8 @@ class ReplyOptions:
     is_single: bool = False
     """Whether an answer ends with its first call."""
     drops_reasoning: bool = False
+    is_guided: bool = False
+    """Whether answers keep to a grammar, which has no calls in reasoning."""
 
 
 class ReplyParser:
@@ -71,6 +82,7 @@ class ReplyParser:
         self._style = style
         self._family = style.family if options.tools else None
         self._drops_reasoning = options.drops_reasoning
+        self._is_guided = options.is_guided
         self._calls = Calls(options.tools, options.new_call_id, is_single=options.is_single)
         self._said: type[ContentText | ReasoningText] = (
             ReasoningText if options.opens_in_reasoning else ContentText
@@ -94,7 +106,7 @@ class ReplyParser:
 
     @property
     def mark_token_ids(self) -> frozenset[int]:
-        return self._style.mark_token_ids
+        return frozenset(self._style.mark_ids.values())
 
     @property
     def is_complete(self) -> bool:
@@ -184,7 +196,8 @@ class ReplyParser:
 
     def _on_mark(self, mark: str, *, is_token: bool) -> None:
         """Take a mark in text. One that means nothing here is text, unless it is a special token."""
-        if self._family is not None and mark in self._style.openings:
+        may_call = self._family is not None and not (self._is_guided and self._said is ReasoningText)
+        if may_call and mark in self._style.openings:
             self._begin(mark)
         elif mark == self._owed:
             self._owed = ""

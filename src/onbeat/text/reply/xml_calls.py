@@ -166,7 +166,7 @@ def _property(schema: Any, key: str) -> Any:
 
 def _json_of(value: str, schema: Any) -> str:
     """Return the JSON of a parameter that was written as text."""
-    types = _types(schema)
+    types = types_of(schema)
     word = value.strip().lower()
     if word in ("true", "false") and "boolean" in types:
         return word
@@ -189,7 +189,7 @@ def _no_number(name: str) -> None:
     raise ValueError(name)
 
 
-def _types(schema: Any) -> frozenset[str]:
+def types_of(schema: Any) -> frozenset[str]:
     """Return the JSON types that a schema allows, as far as it says so; one that says nothing allows text."""
     if not isinstance(schema, Mapping):
         return frozenset(("string",))
@@ -198,7 +198,7 @@ def _types(schema: Any) -> frozenset[str]:
     found.update((types,) if isinstance(types, str) else filter(lambda each: isinstance(each, str), types))
     for name in ("anyOf", "oneOf"):
         alternatives = schema.get(name, ())
-        found.update(*map(_types, alternatives if isinstance(alternatives, list) else ()))
+        found.update(*map(types_of, alternatives if isinstance(alternatives, list) else ()))
     values = schema.get("enum", [schema["const"]] if "const" in schema else ())
     for value in values if not found and isinstance(values, list) else ():
         found.add({str: "string", type(None): "null", bool: "boolean"}.get(type(value), "number"))

@@ -169,7 +169,7 @@ def style(*special: str) -> ReplyStyle:
 
 def test_marks_that_are_special_tokens_count_only_as_such() -> None:
     known = style("[TOOL_CALLS]", "[ARGS]", "[THINK]", "<s>")
-    assert known.mark_token_ids == {256, 257, 258}
+    assert known.mark_ids == {"[TOOL_CALLS]": 256, "[ARGS]": 257, "[THINK]": 258}
 
     def said(*pieces: str | MarkToken) -> Pieces:
         reader = parser("mistral-args", reasoning="mistral")

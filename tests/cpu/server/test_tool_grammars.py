@@ -1,0 +1,146 @@
+"""Calls that must be made, and made by their schemas: which grammars requests get, and what answers say."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from onbeat.core.request import Grammar
+from onbeat.text.grammar.compiler import GrammarCompiler, Vocabulary
+from tests.chat_templates import SMOLLM2, THINKING_HERMES
+from tests.cpu.server.asking import CHAT, check
+from tests.cpu.server.running import HELLO, Served, serving
+from tests.cpu.server.test_tools import NOON, PARIS, TIME, TOOLS, WEATHER, PlainTokenizer
+from tests.fakes_engine import VOCAB_SIZE, FakeEngine
+
+COMPILER = GrammarCompiler(Vocabulary.of(PlainTokenizer(), VOCAB_SIZE), VOCAB_SIZE)
+NAMED = {"type": "function", "function": {"name": "get_time"}}
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+
+
+@pytest.fixture
+async def served(engine: FakeEngine) -> AsyncIterator[Served]:
+    async with serving(engine, tokenizer=PlainTokenizer(), template=THINKING_HERMES) as running:
+        yield running
+
+
+def allows(grammar: Grammar | None, text: str) -> bool:
+    assert grammar is not None
+    guide = COMPILER.compile(grammar)
+    return all(guide.accepts(each) for each in text.encode()) and guide.may_end
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed", "refused", "reason"),
+    [
+        (
+            {"tools": TOOLS, "tool_choice": "required"},
+            [PARIS, NOON, f"<think>A</think>{NOON}"],
+            ["A"],
+            "tool_calls",
+        ),
+        ({"tools": TOOLS, "tool_choice": NAMED}, [NOON], [PARIS, NOON + NOON, "A"], "stop"),
+        (
+            {"tools": [STRICT, TIME]},
+            ["A", PARIS, f"A{NOON}"],
+            [PARIS.replace('"Paris"', "5")],
+            "tool_calls",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+            [NOON],
+            [f"{NOON}\n{NOON}"],
+            "tool_calls",
+        ),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "required", "tools": [NAMED]},
+                },
+            },
+            [NOON, NOON + NOON],
+            [PARIS, "A"],
+            "tool_calls",
+        ),
+        (
+            {"tools": TOOLS, "response_format": {"type": "json_object"}},
+            [NOON, "{}"],
+            ["A", f"A{NOON}"],
+            "tool_calls",
+        ),
+        (
+            {"functions": [TIME["function"]], "function_call": {"name": "get_time"}},
+            [NOON],
+            ["A"],
+            "stop",
+        ),
+    ],
+    ids=str,
+)
+async def test_what_answers_must_be(
+    served: Served,
+    engine: FakeEngine,
+    fields: dict[str, Any],
+    allowed: list[str],
+    refused: list[str],
+    reason: str,
+) -> None:
+    engine.script.text = NOON
+    answer = await served.post(CHAT, {"messages": HELLO, **fields})
+    assert answer.status == 200, answer.body
+    grammar = engine.requests[-1].sampling.grammar
+    for text in allowed:
+        assert allows(grammar, text), text
+    for text in refused:
+        assert not allows(grammar, text), text
+    (choice,) = answer.json["choices"]
+    assert ("tool_calls" if "tools" in fields else "function_call") in choice["message"]
+    assert choice["finish_reason"] == reason
+
+
+async def test_tools_that_are_not_strict_leave_answers_free(served: Served, engine: FakeEngine) -> None:
+    await served.post(CHAT, {"messages": HELLO, "tools": TOOLS})
+    assert engine.requests[-1].sampling.grammar is None
+
+
+async def test_a_schema_of_the_answer_leaves_room_for_reasoning(served: Served, engine: FakeEngine) -> None:
+    body = {"messages": HELLO, "response_format": {"type": "json_object"}}
+    await served.post(CHAT, body)
+    grammar = engine.requests[-1].sampling.grammar
+    assert allows(grammar, '<think>Is it {"b"?</think>\n\n{"a": 1}')
+    assert allows(grammar, '{"a": 1}')
+    await served.post(CHAT, {**body, "chat_template_kwargs": {"enable_thinking": True}})
+    grammar = engine.requests[-1].sampling.grammar
+    assert allows(grammar, 'Hm.\n</think>\n\n{"a": 1}')
+    assert not allows(grammar, '{"a": 1}')
+
+
+async def test_a_template_without_tools_has_bare_calls(engine: FakeEngine) -> None:
+    engine.script.text = '{"name": "get_time", "arguments": {}}'
+    async with serving(engine, tokenizer=PlainTokenizer(), template=SMOLLM2) as served:
+        answer = await served.post(CHAT, {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"})
+    assert answer.json["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "get_time"
+    grammar = engine.requests[-1].sampling.grammar
+    assert allows(grammar, engine.script.text)
+    assert allows(grammar, f"[{engine.script.text}, {engine.script.text}]")
+    assert not allows(grammar, "A")
+
+
+async def test_schemas_that_cannot_be_enforced(served: Served) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "uniqueItems": True}},
+        "required": ["a"],
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    body = {"messages": HELLO, "tools": [tool], "tool_choice": "required"}
+    answer = await served.post(CHAT, body)
+    assert answer.status == 200, answer.body
+    assert answer.headers["x-onbeat-ignored-fields"] == "tools.uniqueItems"
+    strict = {"type": "function", "function": {**tool["function"], "strict": True}}  # type: ignore[dict-item]
+    answer = await served.post(CHAT, {**body, "tools": [strict]})
+    assert "uniqueItems" in check(answer, 400, "unsupported_schema", "tools")
