@@ -76,14 +76,9 @@ async def test_unknown_model_path_and_method(served: Served) -> None:
 @pytest.mark.parametrize(
     ("path", "what"),
     [
-        ("/v1/embeddings", "embeddings are"),
-        ("/v1/responses", "the Responses API is"),
-        ("/v1/responses/resp_1/cancel", "the Responses API is"),
-        ("/v1/messages", "Anthropic's Messages API is"),
         ("/api/chat", "Ollama's API is"),
         ("/api/generate", "Ollama's API is"),
         ("/completion", "llama.cpp's own API is"),
-        ("/v1/rerank", "reranking, scores and classes are"),
         ("/v1/audio/transcriptions", "sound is"),
         ("/v1/images/generations", "making images is"),
     ],
