@@ -21,7 +21,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "model_positional",
         metavar="MODEL",
         nargs="?",
-        help=f"Hugging Face directory, .gguf file, hub id or known model (default: {DEFAULT_MODEL})",
+        help="Hugging Face directory, .gguf file, hub id (owner/name[:TAG]) or known model "
+        f"(default: {DEFAULT_MODEL})",
     )
     group.add_argument("--model", help="the same as MODEL")
     group.add_argument("--revision", help="branch, tag or commit of a hub model")

@@ -21,9 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     actions.add_parser("list", help="list the known models (the default)")
     fetch = actions.add_parser("fetch", help="fetch a model into the cache")
-    fetch.add_argument("model", metavar="NAME", help="a known model's name or a hub id (owner/name)")
+    fetch.add_argument("model", metavar="NAME", help="a known model's name or a hub id (owner/name[:TAG])")
     path = actions.add_parser("path", help="print where a model lies, without fetching it")
-    path.add_argument("model", metavar="NAME", help="a known model's name or a hub id (owner/name)")
+    path.add_argument("model", metavar="NAME", help="a known model's name or a hub id (owner/name[:TAG])")
 
 
 def run(args: argparse.Namespace) -> int:

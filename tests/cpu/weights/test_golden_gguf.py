@@ -10,12 +10,14 @@ import torch
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.weights import open_checkpoint
+from onbeat.hub.known import KNOWN_MODELS
 from onbeat.hub.resolve import resolve_model
+from tests.cpu.weights.tiny_models import head_dim
 
 pytestmark = [pytest.mark.golden, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "gemma3-270m"])
+@pytest.mark.parametrize("name", KNOWN_MODELS)
 def test_equals_transformers(name: str) -> None:
     try:
         files = resolve_model(name, offline=True)
@@ -48,7 +50,7 @@ def check_config(ours: Any, theirs: Any) -> None:
     assert ours.num_layers == theirs.num_hidden_layers
     assert ours.num_heads == theirs.num_attention_heads
     assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == theirs.head_dim
+    assert ours.head_dim == head_dim(theirs)
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert ours.max_position_embeddings == theirs.max_position_embeddings
