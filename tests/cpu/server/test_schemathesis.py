@@ -123,7 +123,7 @@ CHAT = [{"role": "user", "content": "hi"}]
         ("CompletionRequest", {"prompt": "a", "logit_bias": {"a": 1}}),
         ("ChatCompletionRequest", {"messages": []}),
         ("ChatCompletionRequest", {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}),
-        ("ChatCompletionRequest", {"messages": CHAT, "top_logprobs": -1}),
+        ("ChatCompletionRequest", {"messages": CHAT, "top_logprobs": -2}),
         ("ChatCompletionRequest", {"messages": [{"role": "", "content": "hi"}]}),
         ("ChatCompletionRequest", {"messages": CHAT, "logprobs": "yes"}),
         ("ChatCompletionRequest", {"messages": CHAT, "max_tokens": "5.5"}),
