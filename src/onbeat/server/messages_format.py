@@ -14,7 +14,7 @@ from onbeat.server.errors import ErrorReply, anthropic_error
 from onbeat.server.pieces import Piece
 from onbeat.server.streamed_parts import StreamedParts, named_event
 
-_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
 class MessageFormat:
@@ -119,6 +119,8 @@ def _input(part: WholePart) -> bytes:
 
 def _ending(choice: WholeChoice) -> dict[str, Any]:
     reason = _STOP_REASONS[choice.finish_reason or "stop"]
+    if reason == "end_turn" and any(part.kind == "call" for part in choice.parts):
+        reason = "tool_use"
     stop = _stop_sequence(choice.choice) if reason == "end_turn" else None
     return {"stop_reason": reason if stop is None else "stop_sequence", "stop_sequence": stop}
 

@@ -90,7 +90,7 @@ def rebuilt_message(events: list[dict[str, Any]]) -> Any:
     return message
 
 
-@given(st.lists(st.integers(0, len(EVENTS)), max_size=4), st.sampled_from(["stop", "length", "tool_calls"]))
+@given(st.lists(st.integers(0, len(EVENTS)), max_size=4), st.sampled_from(["stop", "length"]))
 def test_a_streamed_answer_is_the_whole_one(cuts: list[int], finish: str) -> None:
     bounds = [0, *sorted(cuts), len(EVENTS)]
     given_deltas = deltas([EVENTS[a:b] for a, b in pairwise(bounds)], finish)
@@ -102,7 +102,7 @@ def test_a_streamed_answer_is_the_whole_one(cuts: list[int], finish: str) -> Non
 
 
 def test_parts_are_items_and_blocks() -> None:
-    given_deltas = deltas([EVENTS], "tool_calls")
+    given_deltas = deltas([EVENTS], "stop")
     reasoning, message, *calls = whole(responses(), given_deltas)["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": 'hm"\n'}]
     assert message["content"][0]["text"] == "I look"

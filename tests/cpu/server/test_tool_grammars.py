@@ -144,3 +144,42 @@ async def test_schemas_that_cannot_be_enforced(served: Served) -> None:
     strict = {"type": "function", "function": {**tool["function"], "strict": True}}  # type: ignore[dict-item]
     answer = await served.post(CHAT, {**body, "tools": [strict]})
     assert "uniqueItems" in check(answer, 400, "unsupported_schema", "tools")
+
+
+async def test_the_other_apis_of_chats_call_and_reason_too(served: Served, engine: FakeEngine) -> None:
+    engine.script.text = f"<think>Hm.</think>I look.{PARIS}"
+    schema = WEATHER["function"]["parameters"]  # type: ignore[index]
+    body = {
+        "model": "fake/model",
+        "messages": HELLO,
+        "max_tokens": 500,
+        "tools": [{"name": "get_weather", "input_schema": schema}],
+        "tool_choice": {"type": "any"},
+    }
+    answer = (await served.post("/v1/messages", body)).json
+    thinking, text, call = answer["content"]
+    assert (thinking["thinking"], text["text"]) == ("Hm.", "I look.")
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "get_weather", {"city": "Paris"})
+    assert answer["stop_reason"] == "tool_use"
+    assert allows(engine.requests[-1].sampling.grammar, PARIS)
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": "sun"}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": answer["content"]},
+        {"role": "user", "content": [result]},
+    ]
+    assert (await served.post("/v1/messages", {**body, "messages": messages})).status == 200
+    assert "<tool_response>\nsun" in bytes(engine.requests[-1].prompt_token_ids).decode()
+    flat = {"type": "function", "name": "get_weather", "parameters": schema}
+    answer = (await served.post("/v1/responses", {"input": "hi", "tools": [flat]})).json
+    reasoning, message, call = answer["output"]
+    assert reasoning["content"][0]["text"] == "Hm."
+    assert message["content"][0]["text"] == "I look."
+    assert (call["type"], call["name"], call["arguments"]) == (
+        *("function_call", "get_weather"),
+        '{"city": "Paris"}',
+    )
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+    again = {"input": [{"role": "user", "content": "hi"}, *answer["output"], output], "tools": [flat]}
+    assert (await served.post("/v1/responses", again)).status == 200
+    assert "<tool_response>\nrain" in bytes(engine.requests[-1].prompt_token_ids).decode()

@@ -87,9 +87,14 @@ def merged(found: list[ReplyEvent]) -> list[ReplyEvent]:
 
 
 def read(family: str | None, text: str | Pieces, **options: Any) -> Read:
-    """Return what an answer comes to, and check the order of its events."""
+    """Return what an answer comes to."""
+    return read_events(events(parser(family, **options), [text] if isinstance(text, str) else text))
+
+
+def read_events(found: list[ReplyEvent]) -> Read:
+    """Return what events come to, and check their order."""
     result, is_open = Read(), False
-    for event in events(parser(family, **options), [text] if isinstance(text, str) else text):
+    for event in found:
         match event:
             case ReasoningText(text=said):
                 result.reasoning += said
