@@ -7,6 +7,7 @@ from onbeat.server.fair_threads import MOST_SHORT_WORK, FairThreads
 from onbeat.server.middleware import HttpContext
 from onbeat.server.structured import Constraint
 from onbeat.text.grammar.guard import GrammarGuard
+from onbeat.text.grammar.limits import MOST_LEVELS
 
 
 class GrammarDesk:
@@ -39,6 +40,12 @@ class GrammarDesk:
         caller, field = context.caller, constraint.field
         try:
             grammar = await self._threads.run(caller, 1, constraint.make)
+        except RecursionError as error:
+            raise InvalidRequest(
+                f"{field}: the schema is nested deeper than {MOST_LEVELS} levels; flatten it",
+                param=field,
+                code="grammar_too_complex",
+            ) from error
         except RequestRejected as error:
             raise InvalidRequest(f"{field}: {error}", param=field, code=error.code) from error
         verdict = self._guard.known(grammar)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.request import Grammar
@@ -150,11 +150,9 @@ def _of_response_format(given: ResponseFormat | None) -> Iterator[Constraint]:
         asked = given.json_schema
         if asked is None:
             raise _missing(f"{name}.json_schema", "type is 'json_schema'")
-        if asked.strict:
-            yield Constraint(f"{name}.json_schema.schema", partial(json_grammar, closed(asked.schema_)))
-        else:
-            style = JsonStyle(is_lenient=True)
-            yield Constraint(f"{name}.json_schema.schema", partial(json_grammar, asked.schema_, style))
+        style = JsonStyle(is_lenient=not asked.strict)
+        make = partial(_of_schema, asked.schema_, style, is_closed=bool(asked.strict))
+        yield Constraint(f"{name}.json_schema.schema", make)
     else:
         yield _structural_tag(given, name)
 
@@ -215,7 +213,7 @@ def _json(
     schema = _parsed(field, given) if isinstance(given, str) else given
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(f"{field} is no JSON schema; it must be an object", param=field)
-    yield Constraint(field, partial(json_grammar, closed(schema) if is_closed else schema, style))
+    yield Constraint(field, partial(_of_schema, schema, style, is_closed=is_closed))
 
 
 def _plain(where: str, **given: str | list[str] | None) -> Iterator[Constraint]:
@@ -231,6 +229,10 @@ def _plain(where: str, **given: str | list[str] | None) -> Iterator[Constraint]:
             yield Constraint(field, partial(_of_text, value))
 
 
+def _of_schema(schema: Schema, style: JsonStyle, *, is_closed: bool) -> Grammar:
+    return json_grammar(closed(schema) if is_closed else schema, style)
+
+
 def _of_text(text: str) -> Grammar:
     return lark_grammar(lark_of(text))
 
@@ -242,7 +244,13 @@ def _tag_text(field: str, text: str | None) -> Iterator[Constraint]:
     value = _parsed(field, text)
     if isinstance(value, dict):
         value = {"type": "structural_tag", **value}
-    yield _structural_tag(ResponseFormat.model_validate(value), field)
+    try:
+        given = ResponseFormat.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, (field, *first["loc"])))
+        raise InvalidRequest(f"{where[:200]}: {first['msg']}", param=field) from error
+    yield _structural_tag(given, field)
 
 
 def _parsed(field: str, text: str) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import jsonschema
 import openai
+import pydantic
 import pytest
 
 from tests.cpu.e2e.program import ServerProgram
@@ -47,6 +48,13 @@ def text(server: ServerProgram, prompt: str, **fields: Any) -> tuple[str, str]:
     assert answer.status_code == 200, answer.text
     choice = answer.json()["choices"][0]
     return choice["text"], choice["finish_reason"]
+
+
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
 
 
 def schema_format(schema: Any, **fields: Any) -> dict[str, Any]:
@@ -118,6 +126,21 @@ def test_streamed_is_whole(smollm2_server: ServerProgram) -> None:
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+class Person(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=16)
+    age: int = pydantic.Field(ge=0, le=150)
+    friends: list[Literal["Bob", "Eve"]] = pydantic.Field(max_length=2)
+
+
+def test_the_openai_client_parses(smollm2_server: ServerProgram) -> None:
+    client: Any
+    with openai.OpenAI(base_url=f"{smollm2_server.url}/v1", api_key="none") as client:
+        answer = client.chat.completions.parse(
+            model="smollm2", messages=ASKED, response_format=Person, max_tokens=120, temperature=0
+        )
+    assert isinstance(answer.choices[0].message.parsed, Person)
+
+
 def test_stop_strings_logprobs_and_biases_go_on_working(smollm2_server: ServerProgram) -> None:
     got, finish = text(
         smollm2_server, "Ada:", response_format=schema_format(PERSON), stop=['"age"'], logprobs=2
@@ -147,6 +170,19 @@ def test_stop_strings_logprobs_and_biases_go_on_working(smollm2_server: ServerPr
         ),
         ({"guided_json": {"multipleOf": 999_983}}, "grammar_too_complex", "multipleOf is 999983"),
         ({"guided_choice": []}, "invalid_value", "guided_choice"),
+        ({"guided_grammar": "root ::= other"}, "invalid_value", "not valid GBNF"),
+        ({"ebnf": "root ::= " + '"a" ' * 100_000}, "grammar_too_complex", "bytes of text"),
+        ({"structural_tag": "{"}, "invalid_value", "not valid JSON"),
+        ({"structural_tag": '{"structures": 1}'}, "invalid_value", "structures"),
+        ({"structural_tag": "[]"}, "invalid_value", "structural_tag"),
+        ({"guided_json": "[1]"}, "invalid_value", "no JSON schema"),
+        (
+            {"response_format": schema_format(nested(300), strict=True)},
+            "grammar_too_complex",
+            "nested deeper",
+        ),
+        ({"response_format": schema_format(nested(500))}, "grammar_too_complex", "nested deeper"),
+        ({"guided_json": {"$ref": "#/x"}, "guided_regex": "a"}, "invalid_value", "both constrain"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused(

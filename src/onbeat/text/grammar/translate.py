@@ -9,9 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from onbeat.core.errors import InvalidRequest
+from onbeat.text.grammar.limits import check_size
 from onbeat.text.grammar.source import JsonStyle, Schema, embedded_json, lark_text
 
 _ANY_TEXT = r"TEXT: /(.|\n)*/"
@@ -22,13 +23,14 @@ def lark_of(text: str) -> str:
 
     Raises
     ------
-    InvalidRequest : it is no GBNF.
+    InvalidRequest : it is no GBNF, or too long.
     """
     if "::=" not in text:
         return text
+    check_size(text)
     try:
         return str(gbnf_to_lark(text))
-    except (GbnfToLarkError, ValueError, LookupError, RecursionError) as error:
+    except Exception as error:  # the library raises its plainest kind, too
         why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
         raise InvalidRequest(f"the grammar is not valid GBNF: {why[:200]}", code="invalid_value") from error
 
