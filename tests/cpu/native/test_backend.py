@@ -6,6 +6,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from onbeat.engine.native.library import VARIABLE, NativeLibrary
 from onbeat.hub.resolve import resolve_model
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 from tests.cpu.native.test_forward import first_logits, relative_error
+from tests.cpu.weights import tiny_models as gguf_models
 
 
 @pytest.fixture(scope="module")
@@ -214,3 +216,25 @@ def test_both_backends_generate_the_same(native_library: NativeLibrary, config: 
         core.shutdown()
         tokens.append(found)
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.usefixtures("native_library")
+def test_the_start_says_which_types_are_rounded(config: EngineConfig, tmp_path: Path) -> None:
+    model = gguf_models.tiny_model("llama")
+    half, eight = gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.Q8_0
+    names = [gguf_models.to_gguf(name, value.numpy(), model.config)[0] for name, value in
+             gguf_models.parameters(model).items() if value.dim() == 2]  # fmt: skip
+    kinds = {name: half if "attn_q" in name else eight for name in names}
+    gguf_models.write_gguf(tmp_path / "model.gguf", model, kinds)
+    files = resolve_model(str(tmp_path / "model.gguf"))
+
+    def lines(**changes: Any) -> list[str]:
+        said: list[str] = []
+        prepare_model(change(config, model=files, load_format="auto", **changes)).load(said.append)
+        return [line for line in said if line.startswith("weights of type")]
+
+    (native,) = lines(dtype="bfloat16")
+    assert native.startswith("weights of type F16 become bfloat16 (8 significant bits")  # Q8_0 stays
+    (torch_line,) = lines(dtype="bfloat16", backend="torch")
+    assert torch_line.startswith("weights of type F16, F32, Q8_0 become bfloat16")
+    assert lines() == lines(backend="torch") == []

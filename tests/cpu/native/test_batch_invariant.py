@@ -30,7 +30,7 @@ from tests.cpu.weights import tiny_models as gguf_models
 
 PROMPT = random_prompt(600)
 """So long that a decode's context would be divided among threads, and that attention takes several chunks."""
-TYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
+TYPES = ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "Q5_K", "Q2_K")
 
 
 def write_quantized(path: Path, kind: str) -> Path:
