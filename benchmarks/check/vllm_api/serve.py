@@ -45,12 +45,18 @@ def is_accepted(group: Sequence[str]) -> bool:
 
 def main() -> None:
     """Become the server."""
-    model, *arguments = sys.argv[1:]
+    arguments = sys.argv[1:]
+    place = 0
+    if "--model" in arguments:
+        place = arguments.index("--model")
+        del arguments[place]
+    model = arguments.pop(place)
     kept, dropped = accepted(arguments)
     if dropped:
         print("left out:", *dropped, file=sys.stderr)
     names = [] if "--served-model-name" in kept else ["--served-model-name", model]
-    os.execv(sys.executable, [sys.executable, "-m", "onbeat", "serve", DEFAULT_MODEL, *names, *kept])
+    own = ("-m", "onbeat", "serve", DEFAULT_MODEL, "--metrics-aliases", "vllm")
+    os.execv(sys.executable, [sys.executable, *own, *names, *kept])
 
 
 if __name__ == "__main__":
