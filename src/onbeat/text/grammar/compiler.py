@@ -76,7 +76,7 @@ class _LibraryTokenizer:
 
     def __call__(self, text: str) -> list[int]:
         """Raise: grammars of ours prescribe no tokens, so nothing has to be encoded for them."""
-        raise NotImplementedError(f"nobody encodes {text!r} here")
+        raise AssertionError(f"nobody encodes {text!r} here")
 
 
 class GrammarCompiler:

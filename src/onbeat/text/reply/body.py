@@ -7,6 +7,8 @@ from collections.abc import Callable
 from string import ascii_letters, digits
 from typing import Protocol
 
+from onbeat.text.reply.calls import Calls
+
 SPACE = " \t\r\n"
 """What separates, and is no part of anything."""
 
@@ -65,16 +67,69 @@ Step = Callable[[str, int], int]
 """Takes text from a position on, and returns where it stopped."""
 
 
-def run_steps(current: Callable[[], Step], text: str, at: int) -> int:
-    """Run the steps of a reader, which choose the one that follows, until all is taken or one stops."""
-    while at < len(text):
-        step, before = current(), at
-        at = step(text, at)
-        if at == before and current() == step:
-            break
+class StepReader:
+    """What bodies have in common that are read by steps, each of which chooses the one that follows.
+
+    Parameters
+    ----------
+    calls : where calls go.
+    first : the first step.
+    """
+
+    def __init__(self, calls: Calls, first: Step) -> None:
+        self._calls = calls
+        self._num_before = calls.num_begun
+        self._raw: list[str] = []
+        self._step = first
+
+    @property
+    def raw(self) -> str:
+        return "".join(self._raw)
+
+    def push(self, text: str, at: int) -> int:
+        """Run steps until all is taken or one stops."""
+        while at < len(text):
+            step, before = self._step, at
+            at = step(text, at)
+            if at == before and self._step == step:
+                break
+        return at
+
+    def close(self, *, final: bool) -> None:  # noqa: ARG002 -- as for all
+        self._calls.end()
+
+    @property
+    def _has_calls(self) -> bool:
+        return self._calls.num_begun > self._num_before
+
+    def _behind(self, text: str, at: int) -> int:
+        """Behind a list of calls: white space."""
+        end = end_of_space(text, at)
+        if not self._has_calls:
+            self._raw.append(text[at:end])
+        return end
+
+
+def end_of_name(text: str, at: int) -> int:
+    """Return where a name of a tool ends that begins at a position, as far as it is there."""
+    while at < len(text) and text[at] in NAME_CHARACTERS:
+        at += 1
     return at
 
 
 def refuse(_text: str, at: int) -> int:
     """Stop for good: what has been taken is no call."""
     return at
+
+
+def is_json(text: str) -> bool:
+    """Return whether a text is JSON, and not nested so deep that nobody reads it."""
+    try:
+        json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(name)

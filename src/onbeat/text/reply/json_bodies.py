@@ -5,7 +5,17 @@ from __future__ import annotations
 import json
 import re
 
-from onbeat.text.reply.body import NAME_CHARACTERS, SPACE, Step, end_of_space, is_unicode, refuse, run_steps
+from onbeat.text.reply.body import (
+    NAME_CHARACTERS,
+    SPACE,
+    Step,
+    StepReader,
+    end_of_name,
+    end_of_space,
+    is_json,
+    is_unicode,
+    refuse,
+)
 from onbeat.text.reply.calls import Calls
 
 _TEXT_RUN = re.compile(r'[^"\\]*')
@@ -69,7 +79,7 @@ class JsonValue:
             self.is_over = not self._depth
 
 
-class JsonCalls:
+class JsonCalls(StepReader):
     """Objects with the keys `name` and `arguments` (or `parameters`), in any order, one or more or an array.
 
     Arguments before the name wait for it; once it is known they are passed on as they come.
@@ -81,11 +91,8 @@ class JsonCalls:
     """
 
     def __init__(self, calls: Calls, *, needs_arguments: bool = False) -> None:
-        self._calls = calls
+        super().__init__(calls, self._between)
         self._needs_arguments = needs_arguments
-        self._num_before = calls.num_begun
-        self._raw: list[str] = []
-        self._step: Step = self._between
         self._is_array = False
         self._is_call = False
         """Whether the object has become a call."""
@@ -100,25 +107,15 @@ class JsonCalls:
     def is_in_text(self) -> bool:
         return self._value.is_in_text
 
-    @property
-    def raw(self) -> str:
-        return "".join(self._raw)
-
-    def push(self, text: str, at: int) -> int:
-        return run_steps(lambda: self._step, text, at)
-
     def take(self, character: str) -> bool:
         if self._step != self._in_value:
             return False
         self._add(character)
         return True
 
-    def close(self, *, final: bool) -> None:  # noqa: ARG002 -- as for all
-        self._calls.end()
-
     def _between(self, text: str, at: int) -> int:
         """Before an object: white space, what separates, the brackets of an array."""
-        character, has_calls = text[at], self._calls.num_begun > self._num_before
+        character, has_calls = text[at], self._has_calls
         is_start = character == "[" and not (self._is_array or has_calls)
         if character == "{":
             self._name, self._arguments, self._is_call = None, None, False
@@ -133,13 +130,6 @@ class JsonCalls:
         if character == "{" or not has_calls:
             self._raw.append(character)
         return at + 1
-
-    def _behind(self, text: str, at: int) -> int:
-        """Behind an array: white space."""
-        end = end_of_space(text, at)
-        if self._calls.num_begun == self._num_before:
-            self._raw.append(text[at:end])
-        return end
 
     def _before_key(self, text: str, at: int) -> int:
         end = end_of_space(text, at)
@@ -223,7 +213,7 @@ class JsonCalls:
             self._calls.end()
 
 
-class NamedJson:
+class NamedJson(StepReader):
     """A name and an object of arguments: `name{...}`, `name[ARGS]{...}`, `name[CALL_ID]id[ARGS]{...}`.
 
     Parameters
@@ -232,32 +222,20 @@ class NamedJson:
     """
 
     def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-        self._raw: list[str] = []
+        super().__init__(calls, self._between)
         self._name = ""
         self._mark = ""
         self._value = JsonValue()
-        self._step: Step = self._between
 
     @property
     def is_in_text(self) -> bool:
         return self._value.is_in_text
-
-    @property
-    def raw(self) -> str:
-        return "".join(self._raw)
-
-    def push(self, text: str, at: int) -> int:
-        return run_steps(lambda: self._step, text, at)
 
     def take(self, character: str) -> bool:
         if self._step != self._in_value:
             return False
         self._calls.add(character)
         return True
-
-    def close(self, *, final: bool) -> None:  # noqa: ARG002 -- as for all
-        self._calls.end()
 
     def _between(self, text: str, at: int) -> int:
         end = end_of_space(text, at)
@@ -267,9 +245,7 @@ class NamedJson:
         return end
 
     def _in_name(self, text: str, at: int) -> int:
-        end = at
-        while end < len(text) and text[end] in NAME_CHARACTERS:
-            end += 1
+        end = end_of_name(text, at)
         self._name += text[at:end]
         self._raw.append(text[at:end])
         if end < len(text):
@@ -323,11 +299,12 @@ def _end_of(run: re.Pattern[str], text: str, at: int) -> int:
 
 def _decoded(value: str) -> str | None:
     """Return what a JSON text says; None for any other value."""
+    if not value.startswith('"'):
+        return None
     try:
-        decoded = json.loads(value, strict=False)
+        return str(json.loads(value, strict=False))
     except ValueError:
         return None
-    return decoded if isinstance(decoded, str) else None
 
 
 def _as_object(value: str) -> str:
@@ -335,13 +312,5 @@ def _as_object(value: str) -> str:
     if value == "null":
         return "{}"
     inner = _decoded(value)
-    is_object = inner is not None and inner.lstrip().startswith("{") and _parses(inner) and is_unicode(inner)
+    is_object = inner is not None and inner.lstrip().startswith("{") and is_json(inner) and is_unicode(inner)
     return inner if inner is not None and is_object else value
-
-
-def _parses(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True

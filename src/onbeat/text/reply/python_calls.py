@@ -6,7 +6,15 @@ import ast
 import math
 from typing import Any
 
-from onbeat.text.reply.body import NAME_CHARACTERS, SPACE, Step, end_of_space, refuse, run_steps, to_json
+from onbeat.text.reply.body import (
+    NAME_CHARACTERS,
+    SPACE,
+    StepReader,
+    end_of_name,
+    end_of_space,
+    refuse,
+    to_json,
+)
 from onbeat.text.reply.calls import Calls
 
 _JSON_WORDS = {"true": True, "false": False, "null": None}
@@ -15,7 +23,7 @@ _PLAIN = frozenset(map(chr, range(128))) - frozenset("'\"()[]{}<")
 """Outside of texts, what ends and begins nothing. A mark may begin with `<`."""
 
 
-class PythonCalls:
+class PythonCalls(StepReader):
     """A list of calls whose arguments are literals with names.
 
     Parameters
@@ -24,11 +32,8 @@ class PythonCalls:
     """
 
     def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-        self._num_before = calls.num_begun
-        self._raw: list[str] = []
+        super().__init__(calls, self._before_list)
         self._item: list[str] = []
-        self._step: Step = self._before_list
         self._quote = ""
         self._is_escaped = False
         self._depth = 0
@@ -37,21 +42,11 @@ class PythonCalls:
     def is_in_text(self) -> bool:
         return bool(self._quote)
 
-    @property
-    def raw(self) -> str:
-        return "".join(self._raw)
-
-    def push(self, text: str, at: int) -> int:
-        return run_steps(lambda: self._step, text, at)
-
     def take(self, character: str) -> bool:
         if self._step != self._in_arguments:
             return False
         self._keep(character)
         return True
-
-    def close(self, *, final: bool) -> None:
-        """Nothing is begun before it is complete."""
 
     def _before_list(self, text: str, at: int) -> int:
         end = end_of_space(text, at)
@@ -62,8 +57,7 @@ class PythonCalls:
         return end
 
     def _between(self, text: str, at: int) -> int:
-        has_calls = self._calls.num_begun > self._num_before
-        character = text[at]
+        character, has_calls = text[at], self._has_calls
         if character in NAME_CHARACTERS:
             self._item = []
             self._step = self._in_name
@@ -79,9 +73,7 @@ class PythonCalls:
         return at + 1
 
     def _in_name(self, text: str, at: int) -> int:
-        end = at
-        while end < len(text) and text[end] in NAME_CHARACTERS:
-            end += 1
+        end = end_of_name(text, at)
         self._keep(text[at:end])
         if text[end : end + 1] == "(":
             self._step = self._in_arguments
@@ -130,12 +122,6 @@ class PythonCalls:
             return
         self._raw.clear()
         self._calls.whole(*called)
-
-    def _behind(self, text: str, at: int) -> int:
-        end = end_of_space(text, at)
-        if self._calls.num_begun == self._num_before:
-            self._raw.append(text[at:end])
-        return end
 
     def _keep(self, text: str) -> None:
         self._raw.append(text)

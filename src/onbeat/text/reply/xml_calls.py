@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from onbeat.text.reply.body import Step, end_of_space, refuse, run_steps, to_json
+from onbeat.text.reply.body import StepReader, end_of_space, is_json, refuse, to_json
 from onbeat.text.reply.calls import Calls
 
 _FUNCTION, _PARAMETER, _END_FUNCTION, _END_PARAMETER = (
@@ -17,7 +16,7 @@ _TAGS = (_FUNCTION, _PARAMETER, _END_FUNCTION, _END_PARAMETER)
 _ENDS_OF_VALUES = (_END_PARAMETER, _PARAMETER, _END_FUNCTION)
 
 
-class XmlParams:
+class XmlParams(StepReader):
     """Reads a parameter once it is complete, as its schema has it.
 
     Its value ends at `</parameter>`, or where that is missing at the next tag.
@@ -28,9 +27,7 @@ class XmlParams:
     """
 
     def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-        self._raw: list[str] = []
-        self._step: Step = self._between
+        super().__init__(calls, self._between)
         self._tag = ""
         self._name = ""
         """In a tag: of the function or the parameter."""
@@ -42,13 +39,6 @@ class XmlParams:
     @property
     def is_in_text(self) -> bool:
         return self._step in (self._in_value, self._in_value_tag)
-
-    @property
-    def raw(self) -> str:
-        return "".join(self._raw)
-
-    def push(self, text: str, at: int) -> int:
-        return run_steps(lambda: self._step, text, at)
 
     def take(self, character: str) -> bool:
         """Begin a tag: what stands here is no mark."""
@@ -172,21 +162,9 @@ def _json_of(value: str, schema: Any) -> str:
         return word
     if word in ("null", "none") and "null" in types:
         return "null"
-    if "string" not in types and word not in ("null", "none") and _parses(value):
+    if "string" not in types and word not in ("null", "none") and is_json(value):
         return value.strip()
     return to_json(value)
-
-
-def _parses(value: str) -> bool:
-    try:
-        json.loads(value, parse_constant=_no_number)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(name)
 
 
 def types_of(schema: Any) -> frozenset[str]:

@@ -228,3 +228,19 @@ def test_tokens_of_reasoning_are_counted(pieces: list[str], opens: bool, number:
 def test_whether_a_prompt_ends_in_reasoning(prompt: str, continued: str | None, opens: bool) -> None:
     assert opens_in_reasoning(prompt, REASONING["think"], continued) is opens
     assert not opens_in_reasoning(prompt, None, continued)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"arguments": ' + "[" * 100_000 + "]" * 100_000 + ', "name": "mix"}</tool_call>',
+        '<tool_call>{"name": "mix", "arguments": "'
+        + '{\\"a\\":' * 100_000
+        + "1"
+        + "}" * 100_000
+        + '"}</tool_call>',
+    ],
+)
+def test_deep_arguments_are_passed_on_and_not_read(text: str) -> None:
+    reader = parser("hermes")
+    assert [type(event) for event in reader.push([text], final=True)] == [CallStart, CallText, CallEnd]
