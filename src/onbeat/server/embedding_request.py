@@ -22,7 +22,7 @@ from onbeat.server.choices import Choice, TextOptions
 from onbeat.server.config import MAX_INPUTS
 from onbeat.server.errors import ApiError, error_reply
 from onbeat.server.generation import MOST_EMBEDDED
-from onbeat.server.generation_request import truncate_to
+from onbeat.server.generation_request import check_priority, truncate_to
 from onbeat.server.middleware import HttpContext, context_of
 from onbeat.server.objectives import ObjectiveFields, RequestObjectives, request_objectives
 from onbeat.server.prompts import EncodeOptions, PromptInput
@@ -88,12 +88,7 @@ def check_embeds(body: TextsRequest, info: EngineInfo) -> None:
             "model with --backend torch or --backend native",
             code="no_embeddings",
         )
-    if body.priority and not info.priority_scheduling:
-        raise InvalidRequest(
-            f"priority is {body.priority}, which needs the priority scheduling policy; serve with "
-            "--scheduling-policy priority or leave it out",
-            param="priority",
-        )
+    check_priority(body.priority, info)
 
 
 def check_texts(texts: Sequence[PromptInput], param: str) -> None:
@@ -212,7 +207,7 @@ def _requests(
     context: HttpContext,
 ) -> Iterator[Request]:
     """Yield the engine's requests, one for each text."""
-    whole = None
+    whole, of_request = None, objectives.of_request
     if len(prompts) > 1:
         num_at_once = min(len(prompts), MOST_EMBEDDED)
         whole = WholeRequest(context.completion_id, num_at_once, sum(map(len, prompts)))
@@ -225,11 +220,6 @@ def _requests(
             arrival=context.arrival,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
-            slo=objectives.slo,
-            slo_class=objectives.slo_class,
-            weight=objectives.weight,
-            tenant=objectives.tenant,
-            shed=objectives.shed,
             whole=whole,
-            resumes=objectives.resumes,
+            **of_request,
         )

@@ -48,8 +48,9 @@ async def engine_requests(
     num_prompt_tokens = body.num_choices * sum(map(len, prompts))
     num_scores = num_alternatives(body.num_prompt_logprobs, info)
     whole = WholeRequest(context.completion_id, num_choices, num_prompt_tokens) if num_choices > 1 else None
+    of_request, bad_words = objectives.of_request, _spellings(body.bad_words or (), tokenizer)
     for token_ids in prompts:
-        sampling = _sampling_params(body, len(token_ids), info, tokenizer)
+        sampling = _sampling_params(body, len(token_ids), info, tokenizer, bad_words)
         if context.grammar is not None:
             sampling = replace(sampling, grammar=context.grammar)
         prompt_token_ids = tuple(token_ids)
@@ -67,13 +68,8 @@ async def engine_requests(
                 # of one choice: all of them have the same prompt, but those of a stream do not wait for it
                 num_prompt_logprobs=num_scores if body.stream or not choice else None,
                 cache_salt=body.cache_salt,
-                slo=objectives.slo,
-                slo_class=objectives.slo_class,
-                weight=objectives.weight,
-                tenant=objectives.tenant,
-                shed=objectives.shed,
                 whole=whole,
-                resumes=objectives.resumes,
+                **of_request,
             )
             requests.append(request)
             await turns.rest()
@@ -81,7 +77,11 @@ async def engine_requests(
 
 
 def _sampling_params(
-    body: GenerationRequest, num_prompt_tokens: int, info: EngineInfo, tokenizer: Tokenizer
+    body: GenerationRequest,
+    num_prompt_tokens: int,
+    info: EngineInfo,
+    tokenizer: Tokenizer,
+    bad_words: tuple[tuple[int, ...], ...],
 ) -> SamplingParams:
     """Return how the first choice for a prompt is sampled."""
     max_tokens = fit_max_tokens(
@@ -111,7 +111,7 @@ def _sampling_params(
         stop_token_ids=tuple(stops),
         num_logprobs=num_alternatives(body.num_logprobs, info),
         logprob_token_ids=tuple(dict.fromkeys(body.logprob_token_ids or ())),
-        bad_words=_spellings(body.bad_words or (), tokenizer),
+        bad_words=bad_words,
     )
     sampling.check_vocabulary(info.vocab_size)
     return sampling

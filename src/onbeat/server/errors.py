@@ -106,7 +106,6 @@ _OTHER_APIS = {
     "/v1/batches": "the Batch API is",
     "/v1/files": "storing files is",
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/lora-adapters"), _LORA),
-    "/tokenizer_info": "telling the tokenizer's configuration is",
     "/invocations": "SageMaker's API is",
 }
 """Paths of other servers, with all below them -> what is asked for there, up to `not in this version`."""

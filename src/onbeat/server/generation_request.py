@@ -226,12 +226,7 @@ def check_common(
             "stream_options is given without stream; set stream to true or leave it out",
             param="stream_options",
         )
-    if body.priority and not info.priority_scheduling:
-        raise InvalidRequest(
-            f"priority is {body.priority}, which needs the priority scheduling policy; serve with "
-            "--scheduling-policy priority or leave it out",
-            param="priority",
-        )
+    check_priority(body.priority, info)
     _check_lists(body, num_prompts * body.num_choices)
     check_token_ids(body.logprob_token_ids or (), info.vocab_size, "logprob_token_ids")
     if body.logprob_token_ids and body.num_logprobs is None:
@@ -251,6 +246,21 @@ def check_common(
         raise InvalidRequest(
             "allowed_token_ids is empty, which allows no token; leave it out to allow all",
             param="allowed_token_ids",
+        )
+
+
+def check_priority(priority: int | None, info: EngineInfo) -> None:
+    """Check that a priority counts where one is given.
+
+    Raises
+    ------
+    InvalidRequest : it does not.
+    """
+    if priority and not info.priority_scheduling:
+        raise InvalidRequest(
+            f"priority is {priority}, which needs the priority scheduling policy; serve with "
+            "--scheduling-policy priority or leave it out",
+            param="priority",
         )
 
 

@@ -24,7 +24,7 @@ from onbeat.server.messages_format import MessageFormat
 from onbeat.server.middleware import context_of
 from onbeat.server.openapi import error_answers, generation_route, json_body
 from onbeat.server.services import Services
-from onbeat.server.translation import chat_of, function_tools
+from onbeat.server.translation import chat_of, function_tools, text_field
 
 _BILLING = "x-anthropic-billing-header"
 """How a system block begins that changes with each request of one client, and would spoil every prefix."""
@@ -134,13 +134,13 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any
             case "text", _:
                 texts.append({"type": "text", "text": _text(block, place)})
             case "thinking", "assistant":
-                thoughts.append(_field(block, "thinking", place))
+                thoughts.append(text_field(block, "thinking", place))
             case "redacted_thinking", "assistant":
                 pass
             case "tool_use", "assistant":
                 arguments = orjson.dumps(block.get("input") or {}).decode()
-                function = {"name": _field(block, "name", place), "arguments": arguments}
-                calls.append({"id": _field(block, "id", place), "type": "function", "function": function})
+                function = {"name": text_field(block, "name", place), "arguments": arguments}
+                calls.append({"id": text_field(block, "id", place), "type": "function", "function": function})
             case "tool_result", "user":
                 results.append(_tool_message(block, place))
             case _:
@@ -164,7 +164,7 @@ def _tool_message(block: Mapping[str, Any], where: str) -> dict[str, Any]:
         content = "\n".join(parts)
     if block.get("is_error"):
         content = f"Error: {content or ''}"
-    call_id = _field(block, "tool_use_id", where)
+    call_id = text_field(block, "tool_use_id", where)
     return {"role": "tool", "tool_call_id": call_id, "content": content or ""}
 
 
@@ -172,14 +172,7 @@ def _text(block: Any, where: str) -> str:
     if not isinstance(block, dict) or block.get("type") != "text":
         kind = block.get("type") if isinstance(block, dict) else block
         raise unsupported(f"{where}.type is {quoted(kind)}; this server takes text only", f"{where}.type")
-    return _field(block, "text", where)
-
-
-def _field(block: Mapping[str, Any], name: str, where: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{where}.{name} is {quoted(value)}; it should be text", param=f"{where}.{name}")
-    return value
+    return text_field(block, "text", where)
 
 
 def _tool_choice(choice: Mapping[str, Any]) -> str | dict[str, Any] | None:

@@ -9,7 +9,7 @@ import orjson
 
 from onbeat.server.answer_format import AnswerHead, Extras, WholeChoice, WholePart
 from onbeat.server.answer_report import usage_of
-from onbeat.server.choices import Choice, ChoiceDelta, ShownToken
+from onbeat.server.choices import ChoiceDelta, ShownToken
 from onbeat.server.errors import ErrorReply, anthropic_error
 from onbeat.server.pieces import Piece
 from onbeat.server.streamed_parts import StreamedParts, named_event
@@ -119,14 +119,12 @@ def _input(part: WholePart) -> bytes:
 
 def _ending(choice: WholeChoice) -> dict[str, Any]:
     reason = _STOP_REASONS[choice.finish_reason or "stop"]
+    stop = choice.choice.stop_reason
     if reason == "end_turn" and any(part.kind == "call" for part in choice.parts):
         reason = "tool_use"
-    stop = _stop_sequence(choice.choice) if reason == "end_turn" else None
-    return {"stop_reason": reason if stop is None else "stop_sequence", "stop_sequence": stop}
-
-
-def _stop_sequence(choice: Choice) -> str | None:
-    return choice.stop_reason if isinstance(choice.stop_reason, str) else None
+    elif reason == "end_turn" and isinstance(stop, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

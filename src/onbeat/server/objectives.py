@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -105,6 +105,11 @@ class RequestObjectives:
     tenant: str | None = None
     shed: ShedMode = ShedMode.OFF
     resumes: bool = True
+
+    @property
+    def of_request(self) -> dict[str, Any]:
+        """The same, as arguments of a `core.Request`."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 def request_objectives(

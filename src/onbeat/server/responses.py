@@ -22,7 +22,7 @@ from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.openapi import generation_route
 from onbeat.server.responses_format import ResponseFormat
 from onbeat.server.services import Services
-from onbeat.server.translation import chat_of, function_tools, tool_choice_of
+from onbeat.server.translation import chat_of, function_tools, text_field, tool_choice_of
 
 _LOGPROBS = "message.output_text.logprobs"
 _TAKEN_INCLUDES = (_LOGPROBS, "reasoning.encrypted_content")
@@ -176,11 +176,11 @@ def _message_of(item: dict[str, Any], where: str) -> dict[str, Any]:
             texts = (part.get("text") for part in parts if isinstance(part, dict))
             return {"role": "assistant", "reasoning_content": "".join(t for t in texts if isinstance(t, str))}
         case "function_call":
-            function = {name: _text(item, name, where) for name in ("name", "arguments")}
-            call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
+            function = {name: text_field(item, name, where) for name in ("name", "arguments")}
+            call = {"id": text_field(item, "call_id", where), "type": "function", "function": function}
             return {"role": "assistant", "tool_calls": [call]}
         case "function_call_output":
-            call_id = _text(item, "call_id", where)
+            call_id = text_field(item, "call_id", where)
             return {"role": "tool", "tool_call_id": call_id, "content": item.get("output")}
         case kind:
             raise unsupported(
@@ -188,13 +188,6 @@ def _message_of(item: dict[str, Any], where: str) -> dict[str, Any]:
                 "function_call_output",
                 f"{where}.type",
             )
-
-
-def _text(item: dict[str, Any], name: str, where: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise InvalidRequest(f"{where}.{name} is {quoted(value)}; it should be text", param=f"{where}.{name}")
-    return value
 
 
 def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:

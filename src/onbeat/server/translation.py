@@ -108,5 +108,18 @@ def tool_choice_of(choice: str | Mapping[str, Any] | None) -> str | dict[str, An
             )
 
 
+def text_field(item: Mapping[str, Any], name: str, where: str) -> str:
+    """Return a field of an item or block.
+
+    Raises
+    ------
+    InvalidRequest : it is missing, or no text.
+    """
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{where}.{name} is {quoted(value)}; it should be text", param=f"{where}.{name}")
+    return value
+
+
 def _function(named: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": named.get("name")}}
