@@ -49,7 +49,7 @@ def _limits_nothing(text: str) -> bool:
 
 
 _SWITCH = 0
-_GENERATES = "this server only generates text"
+_BY_PATH = "the path of a request says what is done"
 _POLICY_CUTS = "the policy decides which prompts are cut"
 _NO_DEFAULTS = "no sampling defaults are read from a model; requests state their own"
 _ONE_MACHINE = "an engine runs on one machine; --launcher ray puts replicas on others"
@@ -105,8 +105,8 @@ FOREIGN_FLAGS = (
     ForeignFlag("--nnodes -n", _ONE_MACHINE, values=("1",)),
     ForeignFlag("--node-rank -r", _ONE_MACHINE, values=("0",)),
     ForeignFlag("--distributed-executor-backend", _ONE_MACHINE, values=("mp", "uni")),
-    ForeignFlag("--task --runner", _GENERATES, values=("auto", "generate")),
-    ForeignFlag("--convert", _GENERATES, values=("auto", "none")),
+    ForeignFlag("--task --runner", _BY_PATH, values=("auto", "generate")),
+    ForeignFlag("--convert", _BY_PATH, values=("auto", "none")),
     ForeignFlag("--limit-mm-per-prompt", "prompts are text only", values=_limits_nothing, metavar=JSON),
     ForeignFlag("--hf-overrides", "a model's configuration is taken as it is", values=("{}",), metavar=JSON),
     ForeignFlag("--root-path", "paths begin at the root; let the proxy strip its prefix", values=("", "/")),
@@ -114,9 +114,9 @@ FOREIGN_FLAGS = (
 
 _NO_LORA = "no LoRA adapters yet"
 _NO_MEDIA = "no images, video or sound yet; prompts are text only"
-_NO_GUIDES = "no structured output yet"
+_ONE_GUIDE = "one library enforces grammars, without a flag"
 _NO_PLUGINS = "no code of others is loaded"
-_NO_EXPERTS = "no mixtures of experts yet"
+_NO_EXPERTS = "experts are not spread over devices yet"
 
 MISSING_FLAGS: Mapping[str, str] = {
     "the server calls no tools; clients do": "--tool-server",
@@ -124,8 +124,8 @@ MISSING_FLAGS: Mapping[str, str] = {
     "--fully-sharded-loras --default-mm-loras --lora-extra-vocab-size --enable-lora-bias",
     _NO_MEDIA: "--mm-processor-kwargs --mm-processor-cache-gb --media-io-kwargs --allowed-local-media-path "
     "--allowed-media-domains --interleave-mm-strings --mm-encoder-tp-mode --enable-mm-embeds",
-    _NO_GUIDES: "--guided-decoding-backend --structured-outputs-config",
-    "no embeddings yet; this server only generates text": "--pooler-config --override-pooler-config",
+    _ONE_GUIDE: "--guided-decoding-backend --structured-outputs-config",
+    "--pooling says how embeddings are made": "--pooler-config --override-pooler-config",
     _NO_EXPERTS: "--enable-expert-parallel -ep --all2all-backend --enable-eplb --num-redundant-experts",
     _NO_PLUGINS: "--middleware --logits-processors --worker-cls --worker-extension-cls --scheduler-cls "
     "--tool-parser-plugin --reasoning-parser-plugin "
