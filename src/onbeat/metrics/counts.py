@@ -19,7 +19,6 @@ from onbeat.metrics.buckets import (
     SHARES,
     TOKENS,
 )
-from onbeat.metrics.grammar_counts import GrammarCounts
 from onbeat.metrics.histogram import Histogram
 from onbeat.metrics.policy_counts import PolicyCounts
 from onbeat.metrics.record import RequestRecord
@@ -63,6 +62,22 @@ class EngineGauges:
         """Forget what ended with the process."""
         self.num_running = self.num_waiting = self.num_used_blocks = self.num_blocks = 0
         self.step_seconds, self.predicted_wait, self.is_drifting = 0.0, None, None
+
+
+@dataclass(slots=True)
+class GrammarCounts:
+    """Tokens that grammars were asked about, and what it took."""
+
+    num_tokens: int = 0
+    num_redrawn: int = 0
+    """Of these, refused, and drawn again."""
+    seconds: float = 0.0
+
+    def on_step(self, stats: StepStats) -> None:
+        """Count a step."""
+        self.num_tokens += stats.num_guided_tokens
+        self.num_redrawn += stats.num_redrawn_tokens
+        self.seconds += stats.guide_seconds
 
 
 class RunCounts:

@@ -16,9 +16,8 @@ from prometheus_client.registry import Collector
 from onbeat import __version__
 from onbeat.core.protocols import EngineClient, FleetView
 from onbeat.metrics.buckets import LAG_SECONDS
-from onbeat.metrics.counts import RunCounts
+from onbeat.metrics.counts import GrammarCounts, RunCounts
 from onbeat.metrics.exporter_fleet import fleet_metrics
-from onbeat.metrics.exporter_grammars import grammar_metrics
 from onbeat.metrics.exporter_slo import slo_metrics
 from onbeat.metrics.exporter_speculation import speculation_metrics
 from onbeat.metrics.exporter_vllm import vllm_metrics
@@ -114,7 +113,7 @@ class MetricsExporter(Collector):
         yield from self._histograms()
         now = self._clock()
         yield from slo_metrics(self._counts, now, uptime=now - self._start)
-        yield from grammar_metrics(self._counts.grammars)
+        yield from _grammars(self._counts.grammars)
         if self._engine is not None:
             yield from _signs_of_life(self._engine, now)
         if self._fleet is not None:
@@ -239,3 +238,14 @@ def _signs_of_life(engine: EngineClient, now: float) -> Iterator[Metric]:
         ),
     ):
         yield gauge(f"onbeat_{name}", text, value)
+
+
+def _grammars(counts: GrammarCounts) -> Iterator[Metric]:
+    """Yield the metrics of answers that must match something."""
+    yield counters(
+        "onbeat_guided_tokens",
+        "Tokens under a grammar, as sampled: accepted, or refused and drawn again",
+        ("result",),
+        {("accepted",): counts.num_tokens - counts.num_redrawn, ("refused",): counts.num_redrawn},
+    )
+    yield counter("onbeat_guide_seconds", "Seconds that grammars took of steps", counts.seconds)
