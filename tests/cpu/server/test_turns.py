@@ -79,29 +79,13 @@ ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
             "stream_options": USAGE,
         },
     ),
-    "a streamed response with alternatives": (
-        "/v1/responses",
-        {
-            "input": [{"role": "user", "content": "a"}] * 2000,
-            "max_output_tokens": 1000,
-            "include": ["message.output_text.logprobs"],
-            "top_logprobs": 20,
-            "stream": True,
-        },
-    ),
-    "a message of many blocks": (
-        "/v1/messages",
-        {
-            "model": "stand-in",
-            "max_tokens": 1000,
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}] * 1000,
-        },
-    ),
     "a long chat": (
         CHAT,
         {"messages": HELLO, "max_tokens": 1000, "logprobs": True, "top_logprobs": 20, "slo": TIGHT},
     ),
 }
+MANY_ITEMS = [{"role": "user", "content": [{"type": "text", "text": "a"}]}] * 1000
+"""Of a response's input, or blocks of messages."""
 
 
 @asynccontextmanager
@@ -164,6 +148,25 @@ async def test_no_answer_holds_up_the_event_loop(name: str) -> None:
         num_tokens = fields.get("max_tokens", 16) * len(choices)
         assert answer.json["usage"]["completion_tokens"] == num_tokens
         assert {choice["finish_reason"] for choice in choices} == {"length"}
+
+
+async def test_no_response_holds_up_the_event_loop() -> None:
+    fields = {"input": MANY_ITEMS, "max_output_tokens": 1000, "top_logprobs": 20, "ignore_eos": True}
+    body = json.dumps({**fields, "include": ["message.output_text.logprobs"], "stream": True}).encode()
+    async with served_fleet() as served:
+        answer = await quickly(lambda: post_from_outside(served, "/v1/responses", body))
+    assert answer.status == 200, answer.body[:500]
+    last = json.loads(answer.body.rpartition(b"\ndata: ")[2])
+    assert (last["type"], last["response"]["usage"]["output_tokens"]) == ("response.incomplete", 1000)
+
+
+async def test_no_message_of_anthropics_api_holds_up_the_event_loop() -> None:
+    fields = {"model": "fake", "messages": MANY_ITEMS, "max_tokens": 1000, "ignore_eos": True}
+    async with served_fleet() as served:
+        body = json.dumps(fields).encode()
+        answer = await quickly(lambda: post_from_outside(served, "/v1/messages", body))
+    assert answer.status == 200, answer.body[:500]
+    assert (answer.json["stop_reason"], answer.json["usage"]["output_tokens"]) == ("max_tokens", 1000)
 
 
 @pytest.mark.parametrize(

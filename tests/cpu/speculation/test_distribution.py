@@ -14,7 +14,7 @@ from scipy.stats import binomtest, chi2_contingency, chisquare
 from onbeat.engine.attention.base import IntArray
 from onbeat.engine.forward import RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
-from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.proposer import Proposer
 from tests.cpu.speculation.runs import Run, ScriptedProposer, fixed, make_request, ngram, run
@@ -38,7 +38,21 @@ class MarkovForward:
 
     @property
     def config(self) -> ModelConfig:
-        raise NotImplementedError("nobody asks a Markov chain for layers")
+        """Return what has as many logits; nobody asks a Markov chain for layers."""
+        return ModelConfig(
+            family="llama",
+            architecture="markov",
+            vocab_size=VOCAB,
+            hidden_size=8,
+            num_layers=1,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=8,
+            intermediate_size=8,
+            max_position_embeddings=64,
+            rms_norm_eps=1e-5,
+            rope=RopeConfig(theta=1e4),
+        )
 
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
         if not len(inputs.sampling_tokens):

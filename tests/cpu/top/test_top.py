@@ -52,7 +52,7 @@ def test_without_a_terminal_it_prints_one_frame(flags: tuple[str, ...], run_top)
     with showing(STORED) as server:
         run = run_top(server.url, *flags)
     assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout.startswith("onbeat 0.2.0  smollm2-135m-instruct  slo stream")
+    assert run.stdout.startswith("onbeat 0.1.0  smollm2-135m-instruct  slo stream")
     assert "2 slo_unattainable" in run.stdout
     assert "\x1b" not in run.stdout
     assert max(map(len, run.stdout.splitlines())) == 80

@@ -29,7 +29,7 @@ def test_the_first_look_is_at_all_there_was() -> None:
     assert (view.running, view.waiting) == (0, 1)
     assert (view.load.finished, view.load.arrivals) == pytest.approx((0.1, 0.2))
     assert view.load.output_tokens == pytest.approx(0.2)
-    assert view.info == {"version": "0.1.0", "model": "tiny", "policy": "slo", "slo_mode": "stream"}
+    assert view.info == {"version": "0.2.0", "model": "tiny", "policy": "slo", "slo_mode": "stream"}
     assert (list(history.attainment), list(history.step_seconds)) == ([], [])
 
 

@@ -187,8 +187,9 @@ class StepRules:
 
     def is_overdue(self, state: RequestState, now: float) -> bool:
         """Whether a waiting request was taken, but has had to let others go first ever since."""
-        has_begun = state.has_run or state.output_token_ids
-        return not has_begun and now - _waits_since(state) > OVERDUE * self.longest_wait
+        if now - _waits_since(state) <= OVERDUE * self.longest_wait:
+            return False
+        return not (state.has_run or state.output_token_ids)
 
     def loss(self, state: RequestState, start: float) -> tuple[float, ...]:
         """Return a key of running requests: the greatest is the first to be preempted.
