@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from onbeat.core.slo import SLO, SLOMode
-from onbeat.metrics.attainment import GAP_PERCENTILE, TOLERANCE, good_requests
+from onbeat.core.slo import Fate, SLOMode
 from onbeat.metrics.record import RequestRecord
 from onbeat.server.choices import Choice, ChoiceDelta
-from onbeat.server.errors import milliseconds
+from onbeat.server.slo_report import record_report
 
 
 def usage_of(choices: Sequence[Choice], delta: ChoiceDelta | None = None) -> dict[str, Any]:
@@ -55,36 +53,7 @@ def slo_report(choice: Choice, mode: SLOMode) -> dict[str, Any] | None:
     ----------
     mode : what keeping a TBT objective means.
     """
-    slo = choice.request.slo
-    return None if slo is None or slo.is_empty else _report(choice, slo, mode)
-
-
-def worst_report(reports: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the `slo` object of an answer: that of its worst choice. None without any.
-
-    The worst is the first by: objectives not met, fewer tokens in time, later first token.
-    """
-    return min(reports, key=_goodness, default=None)
-
-
-def _goodness(report: dict[str, Any]) -> tuple[bool, float, float]:
-    attained, ttft = report["token_attainment"], report["ttft_ms"]
-    return report["met"], 1.0 if attained is None else attained, -(math.inf if ttft is None else ttft)
-
-
-def _report(choice: Choice, slo: SLO, mode: SLOMode) -> dict[str, Any]:
-    times = np.asarray(choice.delivery_times, dtype=np.float64)
-    gaps = np.diff(times)
-    record = _record(choice)
-    return {
-        "class": choice.request.slo_class,
-        "ttft_ms": milliseconds(record.ttft),
-        "tbt_p99_ms": milliseconds(float(np.percentile(gaps, GAP_PERCENTILE))) if len(gaps) else None,
-        "token_attainment": _token_attainment(record, gaps, slo, mode),
-        "met": bool(good_requests([record], mode=mode)[0]),
-        "predicted_ttft_ms": milliseconds(choice.predicted_ttft),
-        "relegated": choice.is_relegated,
-    }
+    return record_report(_record(choice), mode)
 
 
 def _record(choice: Choice) -> RequestRecord:
@@ -93,7 +62,10 @@ def _record(choice: Choice) -> RequestRecord:
         request_id=request.request_id,
         arrival=request.arrival,
         num_prompt_tokens=len(request.prompt_token_ids),
+        request_class=request.slo_class,
         slo=request.slo,
+        predicted_ttft=choice.predicted_ttft,
+        fate=Fate.RELEGATED if choice.is_relegated else None,
         is_streamed=choice.is_streamed,
         delivery_times=times,
         delivery_sizes=choice.delivery_sizes,
@@ -101,20 +73,3 @@ def _record(choice: Choice) -> RequestRecord:
         finish_reason=None if choice.finish_reason is None else choice.finish_reason.value,
         end=times[-1] if times else math.nan,
     )
-
-
-def _token_attainment(
-    record: RequestRecord, gaps: NDArray[np.float64], slo: SLO, mode: SLOMode
-) -> float | None:
-    """Return the share of tokens (in `gap` mode, of gaps) in time; None where they had no deadline."""
-    if slo.tbt is None or not record.is_streamed or not record.delivery_times:
-        return None
-    if mode == "gap":
-        return float(np.mean(gaps <= slo.tbt + TOLERANCE)) if len(gaps) else 1.0
-    sizes = np.asarray(record.delivery_sizes, dtype=np.int64)
-    times = np.asarray(record.delivery_times, dtype=np.float64)
-    first = max(record.delivery_times[0], record.arrival + (slo.ttft or -math.inf))
-    # Of a delivery, the tokens below this index had their deadline before it.
-    num_overdue = np.ceil((times - first - TOLERANCE) / slo.tbt)
-    num_late = np.clip(num_overdue - (np.cumsum(sizes) - sizes), 0, sizes)
-    return float(1 - num_late.sum() / sizes.sum())

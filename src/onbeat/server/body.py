@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import orjson
-from pydantic import BaseModel, BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic import BaseModel, BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler
 from starlette.requests import Request
 
-from onbeat.core.errors import InvalidRequest, quoted
+from onbeat.core.errors import InvalidRequest
+from onbeat.server.checked_fields import validated
 from onbeat.server.config import MAX_JSON_PARTS, MAX_JSON_VALUES, MAX_QUOTED
 from onbeat.server.errors import ApiError, ClientGone
 from onbeat.server.fields import check_fields, refuse_unknown
@@ -21,14 +22,6 @@ from onbeat.server.middleware import context_of
 from onbeat.server.turns import Turns
 
 _Model = TypeVar("_Model", bound=BaseModel)
-
-_JSON_WORDS = {
-    "bool_type": "it should be true or false",
-    "dict_type": "it should be an object",
-    "model_type": "it should be an object",
-    "list_type": "it should be an array",
-}
-"""Types as a caller knows them, where pydantic speaks of dictionaries, lists and our own classes."""
 
 _MOST_MARKS = (
     (b",", MAX_JSON_VALUES, "values"),
@@ -100,23 +93,6 @@ async def read_body(request: Request, model: type[_Model], *, unused: Collection
     return checked
 
 
-def validated(model: type[_Model], fields: dict[str, Any], ignored: list[str]) -> _Model:
-    """Return the fields of an object as a checked model.
-
-    Parameters
-    ----------
-    ignored : gets the names of the fields that the model ignores inside of objects.
-
-    Raises
-    ------
-    InvalidRequest : a field is missing or wrong.
-    """
-    try:
-        return model.model_validate(fields, context=ignored)
-    except ValidationError as error:
-        raise _first_error(error) from error
-
-
 async def _read_json_object(request: Request) -> dict[str, Any]:
     content_type = request.headers.get("content-type", "")
     media_type = content_type.partition(";")[0].strip().lower()
@@ -168,64 +144,6 @@ async def _read_body(request: Request) -> bytearray:
         body += message.get("body", b"")
         more = message.get("more_body", False)
     return body
-
-
-def _first_error(error: ValidationError) -> InvalidRequest:
-    first, *others = error.errors(include_url=False)
-    location = [part[:MAX_QUOTED] if isinstance(part, str) else part for part in first["loc"]]
-    field = _param(location)
-    if first["type"] == "missing":
-        name = _dotted(location)
-        return InvalidRequest(f"{name} is missing", param=name, code="missing_required_parameter")
-    if first["type"] == "extra_forbidden":
-        name = _dotted(location)
-        name = name[:MAX_QUOTED]
-        return InvalidRequest(f"unknown field {name!r}; leave it out", param=name, code="unknown_parameter")
-    if first["type"] == "value_error":
-        return InvalidRequest(str(first["ctx"]["error"]), param=field, code="invalid_value")
-    if first["type"] == "int_type" and _is_beyond_64_bits(first["input"]):
-        return InvalidRequest(
-            f"{_dotted(location)} is a number of more than 64 bits; send a smaller one",
-            param=field,
-            code="invalid_value",
-        )
-    causes = [part for part in (first, *others) if part["loc"][:1] == first["loc"][:1]]
-    reasons = [_JSON_WORDS.get(cause["type"], cause["msg"]) for cause in causes]
-    reason = (
-        " or ".join(dict.fromkeys(reasons))
-        .replace("Input should", "it should")
-        .replace("List should", "it should")
-    )
-    return InvalidRequest(
-        f"{_dotted(location)} is {quoted(first['input'])}; {reason}", param=field, code="invalid_value"
-    )
-
-
-def _is_beyond_64_bits(value: object) -> bool:
-    """Return whether a number may have been an integer that JSON's reader could only keep as a float."""
-    return isinstance(value, float) and abs(value) >= 2**63
-
-
-def _param(location: Sequence[int | str]) -> str | None:
-    """Return the field at fault: as deep as fields go, without positions in lists and keys of maps."""
-    names: list[str] = []
-    for part in location:
-        if isinstance(part, int) or not (part.isidentifier() and _is_field(part)):
-            break
-        names.append(part)
-    return ".".join(names)[:MAX_QUOTED] or None
-
-
-def _dotted(location: Sequence[int | str]) -> str:
-    """Return a path such as `messages[0].role`, without pydantic's names of union members."""
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location if _is_field(part)]
-    return "".join(parts).removeprefix(".")
-
-
-def _is_field(part: int | str) -> bool:
-    if isinstance(part, int):
-        return True
-    return part.replace("_", "").isalnum() and part not in {"str", "int", "float", "bool"}
 
 
 def _json_type(value: object) -> str:

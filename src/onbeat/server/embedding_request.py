@@ -16,7 +16,7 @@ from onbeat.core.errors import InvalidRequest, OnbeatError, PromptTooLong
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Request, SamplingParams, WholeRequest
 from onbeat.server.answer import cancelled_on_disconnect, note_choices
-from onbeat.server.answer_report import slo_report, worst_report
+from onbeat.server.answer_report import slo_report
 from onbeat.server.body import WHOLE, Flag
 from onbeat.server.choices import Choice, TextOptions
 from onbeat.server.config import MAX_INPUTS
@@ -27,6 +27,7 @@ from onbeat.server.middleware import HttpContext, context_of
 from onbeat.server.objectives import ObjectiveFields, RequestObjectives, request_objectives
 from onbeat.server.prompts import EncodeOptions, PromptInput
 from onbeat.server.services import Services
+from onbeat.server.slo_report import worst_report
 from onbeat.server.turns import Turns
 
 _NO_SAMPLING = SamplingParams(max_tokens=1)

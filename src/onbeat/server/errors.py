@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 from starlette.exceptions import HTTPException
@@ -41,7 +41,7 @@ from onbeat.core.errors import (
     RequestRejected,
     SLOUnattainable,
 )
-from onbeat.core.request import Request as EngineRequest
+from onbeat.core.slo import SLO
 
 CLIENT_GONE = 499
 """Logged and counted, never sent: the client closed the connection before it had its answer."""
@@ -175,7 +175,17 @@ def engine_hangs(reason: str) -> ApiError:
     )
 
 
-def unattainable(error: SLOUnattainable, request: EngineRequest) -> ApiError:
+class HasObjectives(Protocol):
+    """What an answer says of a request that is refused."""
+
+    @property
+    def slo(self) -> SLO | None: ...
+
+    @property
+    def slo_class(self) -> str | None: ...
+
+
+def unattainable(error: SLOUnattainable, request: HasObjectives) -> ApiError:
     """Return what a caller gets to know whose objectives cannot be kept: 429 at once, 504 after a wait."""
     has_waited = error.code == "deadline_exceeded"
     predicted = error.predicted_ttft if math.isfinite(error.predicted_ttft) else None

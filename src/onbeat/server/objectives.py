@@ -20,7 +20,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.datastructures import Headers
@@ -28,7 +28,6 @@ from starlette.datastructures import Headers
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, SLO, ShedMode
 from onbeat.server.fields import near_match, refuse_unknown
-from onbeat.server.middleware import HttpContext
 from onbeat.server.slo_defaults import LARGEST_WEIGHT, ClassDefaults, KeyDefaults, SLODefaults
 
 TTFT_HEADER = "x-llm-d-slo-ttft-ms"
@@ -112,8 +111,22 @@ class RequestObjectives:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
+class Caller(Protocol):
+    """Who sent a request, as far as that bears on its objectives."""
+
+    @property
+    def key_digest(self) -> str | None:
+        """SHA-256 of the API key that let it in, hexadecimal; None where none was asked for."""
+        ...
+
+    @property
+    def ignored_fields(self) -> list[str]:
+        """Gets the names of headers without effect."""
+        ...
+
+
 def request_objectives(
-    fields: ObjectiveFields, headers: Headers, context: HttpContext, defaults: SLODefaults
+    fields: ObjectiveFields, headers: Headers, caller: Caller, defaults: SLODefaults
 ) -> RequestObjectives:
     """Return what a request is held to, by the rule above.
 
@@ -121,7 +134,7 @@ def request_objectives(
     ----------
     fields : of its body.
     headers : the request's.
-    context : the request's: which API key let it in, if any. A header without effect is named there.
+    caller : which API key let it in, if any. A header without effect is named there.
     defaults : the server's.
 
     Raises
@@ -130,7 +143,7 @@ def request_objectives(
         weight is more than the caller may state.
     """
     body = fields.slo or _NOTHING_STATED
-    of_key = defaults.keys.get(context.key_digest or "", _NO_KEY_DEFAULTS)
+    of_key = defaults.keys.get(caller.key_digest or "", _NO_KEY_DEFAULTS)
     named = _class_of_body(fields, defaults.classes) or of_key.slo_class
     slo = SLO(ttft=_seconds(body.ttft_ms), tbt=_seconds(body.tbt_ms), e2e=_seconds(body.e2e_ms))
     slo = _filled(slo, SLO(ttft=_header(headers, TTFT_HEADER), tbt=_header(headers, TBT_HEADER)))
@@ -142,7 +155,7 @@ def request_objectives(
         slo=None if slo.is_empty else slo,
         slo_class=named,
         weight=_weight(body.weight, of_key, of_class, defaults.classes),
-        tenant=_tenant(fields, headers, context, of_key),
+        tenant=_tenant(fields, headers, caller, of_key),
         shed=_shed_of_body(body) or of_class.shed or defaults.shed,
         resumes=_resumes(fields, headers),
     )
@@ -230,18 +243,16 @@ def _weight(
     return stated
 
 
-def _tenant(
-    fields: ObjectiveFields, headers: Headers, context: HttpContext, of_key: KeyDefaults
-) -> str | None:
+def _tenant(fields: ObjectiveFields, headers: Headers, caller: Caller, of_key: KeyDefaults) -> str | None:
     """Return for whom the request is. Keys and users are shortened hashes: tenants are written to files."""
-    key_digest = context.key_digest
+    key_digest = caller.key_digest
     tenant = headers.get(TENANT_HEADER, "").strip()
     if len(tenant) > LONGEST_TENANT:
         raise _wrong(TENANT_HEADER, f"{len(tenant)} characters long; at most {LONGEST_TENANT} are allowed")
     if tenant and (key_digest is None or of_key.names_tenants):
         return tenant
     if key_digest is not None:
-        context.ignored_fields += [TENANT_HEADER] if tenant else []
+        caller.ignored_fields.extend([TENANT_HEADER] if tenant else [])
         return f"key:{key_digest[:16]}"
     if fields.user:
         return f"user:{hashlib.sha256(fields.user.encode(errors='backslashreplace')).hexdigest()[:16]}"

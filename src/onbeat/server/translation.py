@@ -8,8 +8,8 @@ from typing import Any
 from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest, quoted
-from onbeat.server.body import validated
 from onbeat.server.chat import ChatCompletionRequest
+from onbeat.server.checked_fields import validated
 from onbeat.server.errors import unsupported
 from onbeat.server.fields import check_fields
 from onbeat.server.generation_request import GenerationRequest

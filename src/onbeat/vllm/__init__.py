@@ -1,0 +1,33 @@
+"""onbeat inside vLLM: a scheduler class, an ASGI middleware and a logger of steps, loaded by vLLM itself.
+
+Nothing here is imported before vLLM asks for it by name: `--scheduler-cls onbeat.vllm.SLOScheduler`,
+`--middleware onbeat.vllm.SLOMiddleware`.
+
+===========================  =====================================================================
+`middleware`, `exchange`     an HTTP request and its answer: objectives in; refusals and verdicts out
+`requests`, `answers`        what the routes of vLLM take and give, and where a refusal stands in it
+`ledger`                     what became of requests, as this process sees it, for verdicts and metrics
+`config`, `objectives`       what the server's owner set; what a request of vLLM's engine is held to
+`telemetry`                  what the scheduler's process tells: steps, predictions, refusals
+`recorder`                   a record file from that
+===========================  =====================================================================
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_PUBLIC = {
+    "SLOScheduler": "onbeat.vllm.scheduler",
+    "SLOSchedulerMixin": "onbeat.vllm.scheduler",
+    "SLOMiddleware": "onbeat.vllm.middleware",
+    "StepLog": "onbeat.vllm.step_log",
+}
+"""Names that users write down, and where they are."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
