@@ -23,9 +23,9 @@ from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES, slo_composition
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.composer import SLOComposer
-from onbeat.scheduler.replica.slo.cost_model import LEAST_SHARE, PrefillShare
 from onbeat.scheduler.replica.slo.rules import SPENT_SHARE, StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
+from onbeat.scheduler.triage import LEAST_SHARE, PrefillShare
 
 Split = tuple[list[PromptJob], list[PromptJob]]
 

@@ -30,9 +30,10 @@ from benchmarks.slo.slo_study.tasks import SHARES
 from benchmarks.slo.slo_study.trial import Question, Runner, longest_request
 from onbeat.scheduler.replica.policies import POLICIES, slo_composition
 from onbeat.scheduler.replica.slo.composer import SLOComposer
-from onbeat.scheduler.replica.slo.cost_model import CostModel, PrefillShare
+from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.rules import StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob
+from onbeat.scheduler.triage import PrefillShare
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 

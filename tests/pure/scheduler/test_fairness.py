@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.scheduler.replica import tenants
-from onbeat.scheduler.replica.tenants import TenantCounters
+from onbeat.scheduler.replica import tracker
+from onbeat.scheduler.replica.tracker import TenantCounters
 from tests.examples import examples
 
 Length = tuple[int, int]  # prompt tokens, output tokens
@@ -136,7 +136,7 @@ def test_further_requests_of_a_backlogged_tenant_change_nothing() -> None:
 
 
 def test_share_is_the_excess_over_the_mean_of_those_that_wait(monkeypatch) -> None:
-    monkeypatch.setattr(tenants, "FULL_EXCESS", 100.0)
+    monkeypatch.setattr(tracker, "FULL_EXCESS", 100.0)
     counters = TenantCounters()
     assert counters.share("a") == 0
     counters.on_arrival("a")
@@ -194,7 +194,7 @@ def test_no_counter_falls_and_nobody_who_waits_lies_below_a_new_tenant(calls: li
 
 def test_remembers_few_of_those_that_are_away(monkeypatch) -> None:
     """And those who wait for as long as they do."""
-    monkeypatch.setattr(tenants, "MOST_IDLE_TENANTS", 10)
+    monkeypatch.setattr(tracker, "MOST_IDLE_TENANTS", 10)
     counters = TenantCounters()
     counters.on_arrival("waits")
     counters.on_prefill("waits", 100)
@@ -210,7 +210,7 @@ def test_remembers_few_of_those_that_are_away(monkeypatch) -> None:
 def test_forgetting_who_is_owed_nothing_changes_nothing(monkeypatch) -> None:
     found = []
     for most in (4, 1000):
-        monkeypatch.setattr(tenants, "MOST_IDLE_TENANTS", most)
+        monkeypatch.setattr(tracker, "MOST_IDLE_TENANTS", most)
         counters = TenantCounters()
         counters.on_arrival("heavy")
         for index in range(100):

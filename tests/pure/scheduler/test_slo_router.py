@@ -16,7 +16,8 @@ from onbeat.scheduler.cluster.load_view import LoadView
 from onbeat.scheduler.cluster.routing import RoutingRequest
 from onbeat.scheduler.cluster.slo_router import SLORouter
 from onbeat.scheduler.replica.admission import admission
-from onbeat.scheduler.replica.slo.cost_model import CostModel, PrefillShare
+from onbeat.scheduler.replica.slo.cost_model import CostModel
+from onbeat.scheduler.triage import PrefillShare
 from tests.pure.scheduler.test_prefix_memory import held
 from tests.pure.scheduler.timed import make_request
 from tests.pure.scheduler.watch import Watch

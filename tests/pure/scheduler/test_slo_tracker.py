@@ -8,7 +8,7 @@ from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.slo import SLO, Fate, ShedMode
 from onbeat.core.step import SchedulerState
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.tracker import SLOTracker
+from onbeat.scheduler.replica.tracker import SLOTracker
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request, make_state
 
 INFEASIBLE = SLO(ttft=2e-3, tbt=0.1)

@@ -9,16 +9,18 @@ from math import inf, sqrt
 from typing import NamedTuple
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
-from onbeat.scheduler.replica.admission.first_token import (
+from onbeat.scheduler.triage import (
+    LEAST_SHARE,
     Capacity,
     Demand,
     Ends,
+    Job,
+    PrefillShare,
     capacity_wait,
     finish_seconds,
     seconds_before,
+    select_feasible,
 )
-from onbeat.scheduler.replica.slo.cost_model import LEAST_SHARE, PrefillShare
-from onbeat.scheduler.replica.slo.triage import Job, select_feasible
 
 _A_BIT_LESS = 1 - 1e-9
 """So that a sum that is rounded is no less than a bound of it."""

@@ -11,9 +11,10 @@ from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.request_table import RequestTable
-from onbeat.scheduler.replica.slo.cost_model import LEAST_SHARE, CostModel
+from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.view import MOST_JOBS
+from onbeat.scheduler.triage import LEAST_SHARE
 
 _NO_DEADLINE = BEST_EFFORT_RANK / 2
 """Ranks from here on are no deadlines."""

@@ -10,8 +10,8 @@ from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.kv import KVCacheManager
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.slo.tracker import SLOTracker
 from onbeat.scheduler.replica.step_plan import PlannedAdmission, StepPlan
+from onbeat.scheduler.replica.tracker import SLOTracker
 
 
 class RequestTable:

@@ -13,23 +13,23 @@ from onbeat.core.errors import SLOUnattainable
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import SchedulerState
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.admission.first_token import (
+from onbeat.scheduler.replica.admission.queue_bound import SHORTEST_RETRY, QueueBound
+from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.composer import SLOComposer
+from onbeat.scheduler.replica.slo.filler import RESERVATION
+from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
+from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.triage import (
     Capacity,
     Demand,
     Ends,
+    Job,
+    PrefillShare,
     capacity_wait,
     drain_seconds,
     finish_seconds,
     seconds_before,
 )
-from onbeat.scheduler.replica.admission.queue_bound import SHORTEST_RETRY, QueueBound
-from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.composer import SLOComposer
-from onbeat.scheduler.replica.slo.cost_model import PrefillShare
-from onbeat.scheduler.replica.slo.filler import RESERVATION
-from onbeat.scheduler.replica.slo.triage import Job
-from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
-from onbeat.scheduler.replica.step_plan import StepPlan
 
 _TRY_AGAIN_SECONDS = 30.0
 """How often an idle replica takes a request that it predicts to be infeasible: otherwise a model that is too

@@ -8,12 +8,12 @@ from onbeat.core.slo import ShedMode
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.baselines.runnable import decode, split_running
 from onbeat.scheduler.replica.parts import QueueOrder
-from onbeat.scheduler.replica.slo.cost_model import LEAST_SHARE, CostModel
+from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.filler import StepFiller
-from onbeat.scheduler.replica.slo.triage import select_feasible
 from onbeat.scheduler.replica.slo.view import decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.triage import LEAST_SHARE, select_feasible
 
 
 class TriagedBudget:

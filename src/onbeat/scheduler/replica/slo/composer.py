@@ -13,13 +13,14 @@ from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.parts import QueueOrder
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.cost_model import CostModel, PrefillShare
+from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.filler import RESERVATION, StepFiller, free_blocks, preempt_for
 from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE, StepRules
-from onbeat.scheduler.replica.slo.tracker import SLOTracker
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.tracker import SLOTracker
+from onbeat.scheduler.triage import PrefillShare
 
 MOST_BEST_EFFORT = 32
 """Best-effort prompts that a plan looks at: more than a step holds."""
@@ -176,10 +177,9 @@ class StepComposition:
     def _fit_decodes(self, limit: float) -> tuple[list[RequestState], BatchShape]:
         """Return the rows that fit a limit, those with the most slack left out, and their shape."""
         view, plan = self._view, self._plan
-        by_deadline = sorted(zip(view.deadlines, view.streams, strict=True), key=itemgetter(0))
-        starved = [state for state in view.best_effort_decodes if self._is_starved(state)]
-        others = [state for state in view.best_effort_decodes if not self._is_starved(state)]
-        rows = [*starved, *(state for _, state in by_deadline), *others][: plan.max_rows]
+        due = [-inf if self._is_starved(state) else inf for state in view.best_effort_decodes]
+        by_need = sorted(zip([*view.deadlines, *due], view.decodes, strict=True), key=itemgetter(0))
+        rows = [state for _, state in by_need][: plan.max_rows]
         num = bisect_right(
             range(1, len(rows) + 1), limit, key=lambda num: self._cost_model.of(decode_shape(rows[:num]))
         )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from math import inf, sqrt
-from typing import NamedTuple
 
 from onbeat.core.fleet import USUAL_CONTEXT, PrefillCosts
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.triage import LEAST_SHARE, PrefillShare
 
 _CONTEXT = USUAL_CONTEXT
 """Of the decodes by which one is priced; cached tokens of the chunk by which the cost of attention is told
@@ -20,29 +20,6 @@ _REFRESH_STEPS = 16
 questions, which take a few per cent of the time that these steps are planned in."""
 CERTAIN = 0.99
 """Quantile of what a step is certain to take no longer than: one token in a hundred may be late."""
-LEAST_SHARE = 0.05
-"""Share of the time that prompts are counted on to get, however little is left beside the decodes: without a
-bound the predicted wait would be infinite."""
-
-
-class PrefillShare(NamedTuple):
-    """What prompts get of a step."""
-
-    chunk: int
-    """Tokens of all prompts together, beyond which a longer step gains nothing."""
-    length: float
-    """Seconds of the step with as many."""
-    share: float
-    """Of the time that goes into prefill work, in (0, 1]."""
-
-    @property
-    def fixed_seconds(self) -> float:
-        """Seconds of the step that do not go into prefill work.
-
-        Work w takes ceil(w / (share length)) steps, each with this time beside it. Where the last is ended
-        for it, it is done after w / share + `fixed_seconds` at the latest.
-        """
-        return self.length * (1 - self.share)
 
 
 class CostModel:

@@ -10,9 +10,9 @@ from onbeat.core.slo import DEFAULT_QUEUE_SECONDS
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.cost_model import CERTAIN, CostModel, PrefillShare
-from onbeat.scheduler.replica.slo.triage import select_feasible
+from onbeat.scheduler.replica.slo.cost_model import CERTAIN, CostModel
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
+from onbeat.scheduler.triage import PrefillShare, select_feasible
 
 GAP_QUANTILE = CERTAIN
 """Of the step time, to plan with in `gap` mode: nothing earned makes up for a longer step there, and one in a

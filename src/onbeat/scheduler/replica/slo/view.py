@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import inf
 from operator import itemgetter
 
@@ -10,8 +10,8 @@ from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
-from onbeat.scheduler.replica.slo.triage import Job
 from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.triage import Job
 
 MOST_JOBS = 128
 """Waiting prompts with deadlines that a plan looks at, those that are due first: a plan takes the same time
@@ -44,8 +44,6 @@ class RunningView:
     tightest : the shortest TBT objective of `streams` that a step can keep; infinite without any.
     pace : the shortest time between tokens that e2e objectives ask for, and TBT objectives do not; infinite
         without any.
-    context_tokens : that requests which want one token have in the KV cache.
-    num_guided : of these requests, those under a grammar.
     """
 
     def __init__(self, running: Iterable[RequestState], start: float, shortest: float) -> None:
@@ -55,7 +53,6 @@ class RunningView:
         self.prefills: list[RequestState] = []
         self.deadline = self.tightest = self.pace = inf
         self.urgent: RequestState | None = None
-        self.context_tokens = self.num_guided = 0
         self._look(running, start, shortest)
 
     @property
@@ -65,29 +62,22 @@ class RunningView:
 
     def decode_shape(self, others: Sequence[RequestState] = ()) -> BatchShape:
         """Return the shape of a step with one token for each that wants one, and for others."""
-        num = len(self.streams) + len(self.best_effort_decodes) + len(others)
-        context = self.context_tokens + sum([state.num_computed_tokens for state in others])
-        shape = BatchShape.of_decodes(num, context + num)
-        shape.num_guided_rows = self.num_guided + sum([state.is_guided for state in others])
-        return shape
+        return decode_shape([*self.streams, *self.best_effort_decodes, *others])
 
     def _look(self, running: Iterable[RequestState], start: float, shortest: float) -> None:
         streams, best_effort_decodes = self.streams, self.best_effort_decodes
         earliest, tightest = self.deadline, self.tightest
-        deadlines, first, pace, context, guided = self.deadlines, inf, inf, 0, 0
+        deadlines, first, pace = self.deadlines, inf, inf
         for state in running:
             num_in_flight = state.num_in_flight_tokens
             num_tokens = state.num_tokens + num_in_flight
             if state.is_in_flight or (num_in_flight and num_tokens >= state.max_total_tokens):
                 continue  # held, or full with what is in flight
-            num_computed = state.num_computed_tokens
-            wanted = num_tokens - num_computed
+            wanted = num_tokens - state.num_computed_tokens
             if wanted != 1:
                 if wanted > 1:
                     self.prefills.append(state)
                 continue
-            context += num_computed
-            guided += state.is_guided
             slo = state.slo
             deadline = slo.next_deadline
             if num_in_flight:
@@ -106,17 +96,15 @@ class RunningView:
             if shortest <= objective < tightest:
                 tightest = objective
         self.deadline, self.tightest, self.pace = earliest, tightest, pace
-        self.context_tokens, self.num_guided = context, guided
 
 
-def decode_shape(states: Iterable[RequestState]) -> BatchShape:
+def decode_shape(states: Collection[RequestState]) -> BatchShape:
     """Return the shape of a step with one token for each."""
-    num, context, guided = 0, 0, 0
+    context, guided = len(states), 0
     for state in states:
-        num += 1
         context += state.num_computed_tokens
         guided += state.is_guided
-    shape = BatchShape.of_decodes(num, context + num)
+    shape = BatchShape.of_decodes(len(states), context)
     shape.num_guided_rows = guided
     return shape
 
