@@ -12,9 +12,11 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from onbeat.cli.args import add_config_flag, count
 from onbeat.cli.engine_args import add_model_arguments, check_packages, engine_config, find_model
-from onbeat.cli.options import add_options
+from onbeat.cli.options import add_options, read_options
 from onbeat.cli.outputs import check_writable
+from onbeat.cli.profile_from import FromOptions, record, run_from
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import settings_of
 from onbeat.engine.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 
 EXIT_INTERRUPTED = 130
+RECORD = "record"
+"""In place of a model."""
 _PACKAGES = ("gguf", "safetensors", "torch")
 """What the command imports of the serve extra."""
 _WHAT_STEPS_DEPEND_ON = (
@@ -38,6 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_flag(parser)
     add_model_arguments(parser)
     add_options(parser, EngineConfig, only=_WHAT_STEPS_DEPEND_ON)
+    add_options(parser, FromOptions)
+    parser.add_argument(
+        "recorded",
+        nargs="*",
+        metavar="SOURCE FILE",
+        help="of `onbeat profile record SOURCE FILE`: records only",
+    )
     group = parser.add_argument_group("profile")
     group.add_argument(
         "--output",
@@ -49,7 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--report", type=Path, metavar="FILE.html", help="where the plot goes (default: beside the profile)"
     )
     group.add_argument(
-        "--seconds", type=float, default=80.0, metavar="S", help="for running batches; the rest takes as long"
+        "--seconds",
+        type=float,
+        default=80.0,
+        metavar="S",
+        help="for running batches, or to listen to an engine",
     )
     group.add_argument(
         "--max-context-tokens",
@@ -63,17 +78,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Profile; return the exit code."""
-    check_packages("profile", _PACKAGES)
     console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=args.quiet)
     if not args.seconds > 0:
         raise ConfigError(f"--seconds is {args.seconds:g}; it must be above 0")
     check_writable({"--output": args.output, "--report": args.report})  # before minutes are spent
+    if args.model_positional == RECORD:
+        return _record(args, console)
+    if args.recorded:
+        raise ConfigError(
+            f"unknown argument {args.recorded[0]!r}; `onbeat profile record SOURCE FILE` takes two"
+        )
+    options = read_options(args, FromOptions)
+    if options.source is not None:
+        _refuse_measuring(args)
+        return run_from(args, options, console)
+    check_packages("profile", _PACKAGES)
     try:
         result = _measure(args, console)
         return _finish(args, result)
     except KeyboardInterrupt:
         Console(stderr=True, highlight=False).print("interrupted: no profile was written")
         return EXIT_INTERRUPTED
+
+
+def _record(args: argparse.Namespace, console: Console) -> int:
+    if len(args.recorded) != 2:
+        raise ConfigError(
+            f"`onbeat profile record` takes a source and a file, such as tcp://127.0.0.1:20380 steps.jsonl; "
+            f"got {len(args.recorded)} arguments"
+        )
+    source, path = args.recorded
+    check_writable({"FILE": Path(path)})
+    return record(source, Path(path), seconds=args.seconds, console=console)
+
+
+def _refuse_measuring(args: argparse.Namespace) -> None:
+    """Refuse flags that say how steps are measured here, which --from does not do."""
+    for setting in settings_of(EngineConfig):
+        is_asked = setting.name in _WHAT_STEPS_DEPEND_ON and setting.name != "device"
+        if is_asked and getattr(args, setting.key) != setting.default:
+            raise ConfigError(
+                f"{setting.flag} says how steps are measured here, but --from takes those of another "
+                "engine; leave it out"
+            )
+    for flag, is_given in (("--report", args.report), ("--revision", args.revision)):
+        if is_given:
+            raise ConfigError(f"{flag} is of a profile that is measured here; with --from leave it out")
 
 
 def _measure(args: argparse.Namespace, console: Console) -> ProfileResult:

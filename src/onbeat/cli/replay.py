@@ -38,6 +38,12 @@ class ReplayOptions:
         default=False, is_switch=True, group="options", help="use a file that was cut short as far as it goes"
     )
     json: Path | None = option(None, metavar="FILE", group="options", help="write everything that was found")
+    steps: Path | None = option(
+        None,
+        metavar="FILE",
+        group="options",
+        help="compare each recorded step of any engine with its prediction, in place of a whole run",
+    )
     step_time: str | None = option(
         None,
         metavar="KIND",
@@ -77,7 +83,11 @@ class ReplayOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all flags of the command."""
     parser.add_argument(
-        "file", metavar="FILE", type=Path, help="what `onbeat serve --record FILE` has written"
+        "file",
+        metavar="FILE",
+        nargs="?",
+        type=Path,
+        help="what `onbeat serve --record FILE` has written; with --steps none",
     )
     parser.add_argument_group(_STEP_TIME, "what the simulation predicts steps with")
     add_options(parser, ReplayOptions)
@@ -93,6 +103,10 @@ def run(args: argparse.Namespace) -> int:
     check_writable({"--json": args.json})
     options = read_options(args, ReplayOptions)
     console = Console(highlight=False, soft_wrap=True)
+    if (args.file is None) == (options.steps is None):
+        raise ConfigError("give what is replayed: a FILE of `onbeat serve --record`, or --steps FILE")
+    if options.steps is not None:
+        return _replay_steps(options, options.steps)
     if _is_of_fleet(args.file):
         return _replay_fleet(console, options, args.file)
     with Console(stderr=True).status(f"replaying {args.file}"):  # seen on a terminal only
@@ -104,6 +118,16 @@ def run(args: argparse.Namespace) -> int:
     if report.is_interrupted:
         return EXIT_INTERRUPTED
     return 0 if report.identity.is_identical else EXIT_DIFFERS
+
+
+def _replay_steps(options: ReplayOptions, path: Path) -> int:
+    """Compare recorded steps with predictions; return 0."""
+    from onbeat.cli.replay_steps import replay_steps
+
+    found = replay_steps(path, options)
+    if options.json is not None:
+        _write_json(options.json, found.as_json())
+    return 0
 
 
 def _is_of_fleet(path: Path) -> bool:

@@ -62,7 +62,7 @@ def as_run(
     """Return a simulated run in the form in which measured runs are shown."""
     # Virtual time of an interrupted run may be 0.
     summary = summarise(result.records, duration=max(result.duration, 1e-9), options=options)
-    idle = IdleReplica(simulation.step_time, host_overhead=settings.host_overhead)
+    idle = IdleReplica.of(simulation.step_time, simulation.config)
     outcomes = tell_outcomes(summary, result.records, idle)
     machine = _machine(simulation, result)
     return SimulatedRun(

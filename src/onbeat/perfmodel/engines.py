@@ -66,6 +66,8 @@ class EngineTerms:
     """Of memory bandwidth, reading KV."""
     steps_ahead: int = 0
     """Steps that are planned before the results of the step under way are there."""
+    request_seconds: float = 0.0
+    """See `profile.ServerTerms`."""
     version: str = ""
     """From which on they hold; empty where nobody said."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -77,6 +79,11 @@ class EngineTerms:
                 raise ConfigError(f"{name} of an engine is {value:g}; it must be in [{low:g}, {high:g}]")
         if self.steps_ahead not in (0, 1):
             raise ConfigError(f"steps_ahead of an engine is {self.steps_ahead}; it must be 0 or 1")
+        if not 0 <= self.request_seconds <= MOST_REQUEST_SECONDS:
+            raise ConfigError(
+                f"request_seconds of an engine is {self.request_seconds:g}; it must be in "
+                f"[0, {MOST_REQUEST_SECONDS:g}]"
+            )
 
 
 BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
@@ -92,6 +99,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
     }
 )
 """What a term can be: no device does more than its data sheet says."""
+MOST_REQUEST_SECONDS = 1.0
 
 
 def find_engine(name: str) -> EngineTerms:
@@ -252,7 +260,7 @@ def _order(version: str) -> tuple[int, ...]:
 
 def _terms(entry: Any, where: str) -> EngineTerms:
     """Return the terms of an entry; `where` tells in errors which it is."""
-    check_fields(entry, where, needed=BOUNDS, others=("steps_ahead", "version", "sources"))
+    check_fields(entry, where, needed=BOUNDS, others=("steps_ahead", "request_seconds", "version", "sources"))
     terms = {name: number(entry[name], f"{name} of {where}") for name in BOUNDS}
     steps_ahead = entry.get("steps_ahead", 0)
     if steps_ahead not in (0, 1) or isinstance(steps_ahead, bool):
@@ -261,6 +269,7 @@ def _terms(entry: Any, where: str) -> EngineTerms:
         return EngineTerms(
             **terms,
             steps_ahead=int(steps_ahead),
+            request_seconds=number(entry.get("request_seconds", 0.0), f"request_seconds of {where}"),
             version=text(entry["version"], f"version of {where}") if "version" in entry else "",
             sources=texts(entry.get("sources", {}), f"sources of {where}"),
         )

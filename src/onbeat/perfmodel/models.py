@@ -15,7 +15,7 @@ from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.profile import check_profile, limited_device
+from onbeat.perfmodel.profile import ServerTerms, check_profile, limited_device
 from onbeat.perfmodel.profile_file import read_profile
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.roofline import make_roofline
@@ -156,12 +156,14 @@ def fitted_predictor(
     device: DeviceSpec,
     parallelism: Parallelism,
     precision: Precision,
+    server: ServerTerms | None = None,
 ) -> Predictor:
     """Return the predictor of a fit: with the quantiles of its held-back errors, and its range.
 
     Parameters
     ----------
     device : the device that was fitted for; see `limited_device` where its limits were measured.
+    server : what the engine does beside its steps; None is nothing.
     """
     form = make_form(fitted.method, model=model, device=device, parallelism=parallelism, precision=precision)
     return Predictor(
@@ -169,6 +171,7 @@ def fitted_predictor(
         ResidualModel(fitted.ratios),
         fitted.shape_range,
         errors=fitted.errors,
+        server=server,
     )
 
 
@@ -185,6 +188,7 @@ def _roofline(deployment: Deployment) -> Predictor:
         return Predictor(
             make_engine_roofline(engine, model, device, parallelism=parallelism, precision=precision),
             ResidualModel.log_normal(ENGINE_SIGMA),
+            server=ServerTerms(steps_ahead=engine.steps_ahead, request_seconds=engine.request_seconds),
         )
     return Predictor(
         make_roofline(model, device, parallelism=parallelism, precision=precision),
@@ -210,6 +214,7 @@ def _fitted(deployment: Deployment) -> Predictor:
         device=limited_device(deployment.device, profile.limits),
         parallelism=deployment.parallelism,
         precision=precision,
+        server=profile.server,
     )
 
 

@@ -86,3 +86,19 @@ class Precision:
         embedding = "" if self.embedding is None else f" ({self.embedding} embedding)"
         group = "" if self.group is None else f" in groups of {self.group}"
         return f"{self.weights} weights{embedding}{group}, {self.kv} KV, {self.compute} arithmetic"
+
+
+def precision_by_weights(weights: str, *, kv: str | None = None) -> Precision:
+    """Return the formats that go with those of the weights.
+
+    Parameters
+    ----------
+    kv : of the KV cache; None is that of the weights, at least 16 bits wide.
+
+    Raises
+    ------
+    ConfigError : an unknown format.
+    """
+    if kv is None:
+        kv = weights if bytes_of(weights) >= BYTES["bf16"] else "bf16"
+    return Precision(weights=weights, kv=kv, compute="bf16" if weights == "int4" else weights)

@@ -11,6 +11,7 @@ from onbeat.core.step import BatchShape
 from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.online_quantile import OnlineQuantile
+from onbeat.perfmodel.profile import ServerTerms
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.runs import StepSeconds, observe_each, seconds_of_each
 from onbeat.perfmodel.shape_range import ShapeRange
@@ -44,6 +45,7 @@ class Predictor:
     alarm : looks at every observed step; None for none.
     recent : quantiles of observed steps, which replace those of `residual` once there are enough.
     errors : of the closure on steps that it was not fitted to; None where nothing was fitted.
+    server : what the engine does beside its steps.
     """
 
     __slots__ = (
@@ -55,8 +57,9 @@ class Predictor:
         "_residual",
         "_run_seconds",
         "_seconds",
-        "_shape_range",
         "errors",
+        "server",
+        "shape_range",
     )
 
     def __init__(  # noqa: PLR0913 - parts that are there or not
@@ -68,13 +71,15 @@ class Predictor:
         alarm: DriftAlarm | None = None,
         recent: OnlineQuantile | None = None,
         errors: FitErrors | None = None,
+        server: ServerTerms | None = None,
     ) -> None:
         self.errors = errors
+        self.server = server or ServerTerms()
         if not isinstance(seconds, StepSeconds):
             seconds = StepSeconds(seconds, partial(seconds_of_each, seconds))
         self._seconds, self._run_seconds = seconds.of_one, seconds.of_run
         self._residual = residual
-        self._shape_range = shape_range
+        self.shape_range = shape_range
         self._inflation = None if shape_range is None else shape_range.inflation
         self._correction = correction
         self._alarm = alarm
@@ -91,11 +96,12 @@ class Predictor:
         return Predictor(
             StepSeconds(self._seconds, self._run_seconds),
             self._residual,
-            self._shape_range,
+            self.shape_range,
             OnlineCorrection(),
             alarm,
             OnlineQuantile(),
             self.errors,
+            self.server,
         )
 
     def step_time(self, shape: BatchShape, q: float | None = None) -> float:

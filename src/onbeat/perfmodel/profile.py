@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 
 from onbeat.core.errors import ConfigError
@@ -36,6 +37,8 @@ class ProfileKey:
     """What computes a step: the same machine takes another time with another one."""
     instruction_set: str | None = None
     """The one that a native CPU engine computes with; None for other engines."""
+    engine_version: str | None = None
+    """Of another engine, whose steps were recorded; None of this one's, and where nobody said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,30 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerTerms:
+    """What a server does beside its steps.
+
+    Raises
+    ------
+    ConfigError : a time that is negative or not finite, or another number of steps than 0 or 1.
+    """
+
+    steps_ahead: int = 0
+    """Steps that are planned before the results of the step under way are there."""
+    request_seconds: float = 0.0
+    """That each request's first token comes later than its steps say: reading the request, tokenizing."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.request_seconds < inf:
+            raise ConfigError(
+                f"request_seconds of a server is {self.request_seconds:g}; it must be a finite time of at "
+                "least 0"
+            )
+        if self.steps_ahead not in (0, 1):
+            raise ConfigError(f"steps_ahead of a server is {self.steps_ahead}; it must be 0 or 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Everything that `onbeat profile` found out."""
 
@@ -68,6 +95,7 @@ class Profile:
     """Time of day, ISO 8601 with a zone."""
     steps: Sequence[MeasuredStep]
     fitted: FittedModel
+    server: ServerTerms = field(default_factory=ServerTerms)
     limits: MachineLimits | None = None
     """Limits that the fit took for the device's; None where it took the data sheet's."""
     engine: Mapping[str, EngineValue] = field(default_factory=dict)

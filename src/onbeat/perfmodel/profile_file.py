@@ -75,6 +75,7 @@ def write_profile(path: Path, profile: Profile) -> None:
         "created": profile.created,
         "key": _values(profile.key),
         "engine": dict(profile.engine),
+        "server": asdict(profile.server),
         "limits": None if profile.limits is None else asdict(profile.limits),
         "fit": asdict(profile.fitted),
         "columns": [*FIELDS, "seconds"],
@@ -89,8 +90,9 @@ def write_profile(path: Path, profile: Profile) -> None:
 def _values(key: ProfileKey) -> dict[str, Any]:
     """Return a key as plain values; what is not given of its formats leaves no trace."""
     values = asdict(key)
-    if key.instruction_set is None:
-        del values["instruction_set"]
+    for name in ("instruction_set", "engine_version"):
+        if values[name] is None:
+            del values[name]
     values["precision"] = {name: value for name, value in values["precision"].items() if value is not None}
     return values
 

@@ -14,7 +14,14 @@ from onbeat.perfmodel.fitted import FIT_METHODS, FittedModel
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.product_rates import ProductRates
-from onbeat.perfmodel.profile import REMEDY, MachineLimits, MeasuredStep, Profile, ProfileKey
+from onbeat.perfmodel.profile import (
+    REMEDY,
+    MachineLimits,
+    MeasuredStep,
+    Profile,
+    ProfileKey,
+    ServerTerms,
+)
 from onbeat.perfmodel.shape_range import ShapeRange
 from onbeat.perfmodel.shapes import FIELDS
 
@@ -53,6 +60,7 @@ def parse_profile(content: object, path: Path) -> Profile:
         created=top.value("created", str),
         steps=_steps(top),
         fitted=_fitted(top.object("fit")),
+        server=_server(top.object("server")) if "server" in top.items else ServerTerms(),
         limits=None if limits is None else _limits(top.object("limits")),
         engine=dict(engine.items),
     )
@@ -127,7 +135,18 @@ def _key(key: _Object, instruction_set: _Object) -> ProfileKey:
             if "instruction_set" in instruction_set.items
             else None
         ),
+        engine_version=key.value("engine_version", str) if "engine_version" in key.items else None,
     )
+
+
+def _server(server: _Object) -> ServerTerms:
+    seconds = server.raw("request_seconds")
+    if not _is_number(seconds) or seconds < 0:
+        raise server.error("request_seconds", seconds, "a finite time of at least 0")
+    ahead = server.value("steps_ahead", int)
+    if ahead not in (0, 1):
+        raise server.error("steps_ahead", ahead, "0 or 1")
+    return ServerTerms(steps_ahead=ahead, request_seconds=float(seconds))
 
 
 def _limits(limits: _Object) -> MachineLimits:

@@ -44,6 +44,14 @@ class ShapeRange:
             ),
         )
 
+    def describe(self) -> str:
+        """Return what was seen, in words."""
+        prompts = f"{self.query_key_pairs:,} pairs of prompts" if self.query_key_pairs else "no prompts"
+        return (
+            f"up to {self.num_sequences:,} requests, {self.num_new_tokens:,} new tokens and "
+            f"{self.context_tokens:,} tokens of context in a step, {prompts}"
+        )
+
     def inflation(self, shape: BatchShape) -> float:
         """Return the factor on the time of a batch: 1 inside, 10 % more per doubling of what exceeds most."""
         context_tokens = shape.chunk_cached_tokens + shape.decode_context_tokens

@@ -96,4 +96,4 @@ class HopelessOn:
 @lru_cache(maxsize=16)
 def _idle_replica(case: ReplicaCase) -> IdleReplica:
     built = case.build()
-    return IdleReplica(built.step_time, host_overhead=built.config.host_overhead)
+    return IdleReplica.of(built.step_time, built.config)

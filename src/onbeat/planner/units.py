@@ -150,7 +150,7 @@ def _claimed(rated: RatedUnit) -> Array:
 def share_in_time(unit: Unit, load: OfferedLoad) -> float:
     """Return the share of requests whose objectives a unit keeps that has nothing else to do."""
     simulation = build_simulation(unit.settings)
-    idle = IdleReplica(simulation.step_time, host_overhead=simulation.config.host_overhead)
+    idle = IdleReplica.of(simulation.step_time, simulation.config)
     rows = zip(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist(), strict=True)
     late = sum(
         idle.is_infeasible(load.slo(row) or SLO(), num_prompt, num_output)
@@ -163,7 +163,7 @@ def rate_unit(unit: Unit, buckets: Sequence[Bucket]) -> RatedUnit:
     """Return a unit with its steady rates."""
     simulation = build_simulation(unit.settings)
     scheduler, host = simulation.config.scheduler, simulation.config.host_overhead
-    idle = IdleReplica(simulation.step_time, host_overhead=host)
+    idle = IdleReplica.of(simulation.step_time, simulation.config)
     rates = [
         _steady_rate(simulation.step_time, scheduler, host, bucket)
         if _can_serve(idle, scheduler, bucket)

@@ -6,6 +6,7 @@ from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel, predict_step
 from onbeat.metrics.record import RequestRecord
+from onbeat.simulator.simulation_config import SimulationConfig
 
 
 class IdleReplica:
@@ -19,12 +20,21 @@ class IdleReplica:
     ----------
     step_time : of the replica, as it is before it learns.
     host_overhead : added to every step, seconds.
+    request_overhead : added to each request's first token, seconds.
     """
 
-    def __init__(self, step_time: StepTimeModel, *, host_overhead: float = 0.0) -> None:
+    def __init__(
+        self, step_time: StepTimeModel, *, host_overhead: float = 0.0, request_overhead: float = 0.0
+    ) -> None:
         self._step_time = step_time
         self._host_overhead = host_overhead
+        self._request_overhead = request_overhead
         self._answers: dict[tuple[SLO, int, int], bool] = {}
+
+    @classmethod
+    def of(cls, step_time: StepTimeModel, config: SimulationConfig) -> IdleReplica:
+        """Return a replica as it is simulated."""
+        return cls(step_time, host_overhead=config.host_overhead, request_overhead=config.request_overhead)
 
     def __call__(self, record: RequestRecord) -> bool:
         """Return whether a request was infeasible; one without objectives is not."""
@@ -51,7 +61,7 @@ class IdleReplica:
         return found
 
     def _misses(self, slo: SLO, num_prompt_tokens: int, num_output_tokens: int) -> bool:
-        prefill = self._seconds(0, num_prompt_tokens)
+        prefill = self._seconds(0, num_prompt_tokens) + self._request_overhead
         if slo.ttft is not None and prefill > slo.ttft:
             return True
         if num_output_tokens < 2:

@@ -140,6 +140,14 @@ class ReplicaSettings:
         metavar="MS",
         help="added to every step: planning, sampling on the host, messages",
     )
+    request_overhead: float | None = _step(
+        None,
+        flag="--request-overhead-ms",
+        unit="ms",
+        metavar="MS",
+        help="added to each request's first token: what its server does beside steps, such as tokenizing "
+        "(default: as the profile or --engine says, else 0)",
+    )
     step_noise: float = _step(
         0.0,
         metavar="SIGMA",

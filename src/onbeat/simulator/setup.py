@@ -16,7 +16,7 @@ from onbeat.perfmodel.memory import Change, Choices, DoesNotFit, KVCapacity, kv_
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
-from onbeat.perfmodel.precision import Precision, narrower_formats
+from onbeat.perfmodel.precision import Precision, narrower_formats, precision_by_weights
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
@@ -148,6 +148,7 @@ def _build(settings: ReplicaSettings, tbt: float | None, context_tokens: int | N
             fleet_changes=settings.fleet_changes,
             fleet_times=FleetTimes(start=settings.start_seconds, drain=settings.drain_seconds),
             host_overhead=settings.host_overhead,
+            request_overhead=_request_overhead(settings, target_time),
             pipeline=settings.pipeline_parallel,
             seed=settings.seed,
             max_concurrency=settings.max_concurrency,
@@ -155,7 +156,7 @@ def _build(settings: ReplicaSettings, tbt: float | None, context_tokens: int | N
             shed=settings.shed,
             step_noise=settings.step_noise,
             guided_share=settings.guided_share,
-            steps_ahead=_steps_ahead(settings),
+            steps_ahead=_steps_ahead(settings, target_time),
             acceptance=Acceptance() if settings.speculation is None else settings.speculation.acceptance,
             kv_link=kv_link,
             kinds=() if kv_link is None else _without_drafts(settings, (kind,)),
@@ -308,10 +309,14 @@ def described_times(settings: ReplicaSettings) -> str:
     return f"{settings.step_time} of {engine}" + (f" (terms from version {version} on)" if version else "")
 
 
-def _steps_ahead(settings: ReplicaSettings) -> int:
+def _steps_ahead(settings: ReplicaSettings, step_time: Predictor) -> int:
     """Return how many steps the engine plans ahead: none through stages, where vLLM refuses it too."""
-    engine = _engine(settings)
-    return 0 if engine is None or settings.pipeline_parallel > 1 else find_engine(engine).steps_ahead
+    return 0 if settings.pipeline_parallel > 1 else step_time.server.steps_ahead
+
+
+def _request_overhead(settings: ReplicaSettings, step_time: Predictor) -> float:
+    given = settings.request_overhead
+    return step_time.server.request_seconds if given is None else given
 
 
 def _memory(
@@ -339,11 +344,8 @@ def _parallelism(settings: ReplicaSettings) -> Parallelism:
 
 
 def _precision(settings: ReplicaSettings) -> Precision:
-    weights, kv = settings.dtype, settings.kv_cache_dtype
-    if kv == AUTO:
-        kv = weights if weights in ("fp32", "bf16", "fp16") else "bf16"
-    compute = {"int8": "int8", "fp8": "fp8", "int4": "bf16"}.get(weights, weights)
-    return Precision(weights=weights, kv=kv, compute=compute)
+    kv = settings.kv_cache_dtype
+    return precision_by_weights(settings.dtype, kv=None if kv == AUTO else kv)
 
 
 def _largest_step(settings: ReplicaSettings, step_time: StepTimeModel) -> int:

@@ -125,6 +125,9 @@ class SimulationConfig:
     """How many replicas there are, and who decides where requests go; its kinds are named in `kinds`."""
     host_overhead: float = 0.0
     """Added to each step, seconds: what the host does between two steps while the device waits."""
+    request_overhead: float = 0.0
+    """Seconds from a request's arrival until its replica's scheduler hears of it: what its server does first,
+    for any number of requests at once."""
     pipeline: int = 1
     """Pipeline stages of a replica, each with an equal share of a step."""
     seed: int = 0
@@ -160,10 +163,10 @@ class SimulationConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
-        if not (isfinite(self.host_overhead) and self.host_overhead >= 0):
-            raise ConfigError(
-                f"host_overhead is {self.host_overhead:g} s; it must be a finite time, 0 or more"
-            )
+        for name in ("host_overhead", "request_overhead"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value >= 0):
+                raise ConfigError(f"{name} is {value:g} s; it must be a finite time, 0 or more")
         if not (isfinite(self.step_noise) and self.step_noise >= 0):
             raise ConfigError(
                 f"step_noise is {self.step_noise:g}; it must be a finite number, 0 or more, such as 0.05"

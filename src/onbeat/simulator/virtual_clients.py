@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
@@ -75,23 +76,26 @@ class Clients:
         self._guided_share = config.guided_share
         self._rows = rows
         self.num_requests = len(load) if rows is None else len(rows)
+        self._overhead = config.request_overhead
         self._num_sent = 0
+        self._ends: deque[float] = deque()
+        """When requests ended that another may follow, where so many are under way that one waits."""
         self.num_under_way = 0
         """Requests sent that have not ended."""
         self._first_buffered = 0
         self._buffer: list[tuple[int, float, int, int]] = []
         """(row, arrival, prompt tokens, output tokens) of requests about to be sent"""
         self.next_time = inf
-        """When the next request is sent; infinite where none is left, or all wait for one to end."""
-        self._find_next(0.0)
+        """When a replica hears of the next request; infinite where none is left, or all wait for an end."""
+        self._find_next()
 
     def send(self, now: float) -> OfferedRequest:
-        """Make the next request; it arrives now."""
+        """Make the next request, of which a replica hears now; it arrived when its server began with it."""
         index, _, num_prompt_tokens, num_output_tokens = self._buffer[self._num_sent - self._first_buffered]
         self._num_sent += 1
         self.num_under_way += 1
-        self._find_next(now)
-        request_id = str(index)
+        self._find_next()
+        request_id, arrival = str(index), now - self._overhead
         load = self._load
         request_class = load.request_class(index)
         name, slo, weight = None, None, 1.0
@@ -102,7 +106,7 @@ class Clients:
             request_id=request_id,
             prompt_token_ids=range(num_prompt_tokens),
             sampling=self._sampling(index, num_output_tokens),
-            arrival=now,
+            arrival=arrival,
             block_hashes=() if self._hashes is None else self._hashes.of(index),
             slo=slo,
             slo_class=name,
@@ -114,7 +118,7 @@ class Clients:
         )
         record = RequestRecord(
             request_id=request_id,
-            arrival=now,
+            arrival=arrival,
             num_prompt_tokens=num_prompt_tokens,
             offered_output_tokens=num_output_tokens,
             request_class=name,
@@ -132,18 +136,25 @@ class Clients:
     def on_finish(self, now: float) -> None:
         """Let the next request be sent, if it was waiting for one to end."""
         self.num_under_way -= 1
-        if self.next_time == inf:
-            self._find_next(now)
+        if self._max_concurrency < inf:
+            self._ends.append(now)
+            if self.next_time == inf:
+                self._find_next()
 
-    def _find_next(self, now: float) -> None:
-        if self._num_sent == self.num_requests or self.num_under_way >= self._max_concurrency:
-            self.next_time = inf
+    def _find_next(self) -> None:
+        self.next_time = inf
+        if self._num_sent == self.num_requests:
             return
+        may_send = 0.0
+        if self._num_sent >= self._max_concurrency:
+            if not self._ends:
+                return
+            may_send = self._ends.popleft()
         offset = self._num_sent - self._first_buffered
         if offset == len(self._buffer):
             self._fill_buffer()
             offset = 0
-        self.next_time = max(now, self._buffer[offset][1])
+        self.next_time = max(may_send, self._buffer[offset][1]) + self._overhead
 
     def _fill_buffer(self) -> None:
         start, load = self._num_sent, self._load

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ class FitTarget:
     model: ModelSpec
     device: DeviceSpec
     precision: Precision
+    parallelism: Parallelism = field(default_factory=Parallelism)
 
     def fit(self, steps: Sequence[MeasuredStep], method: str) -> FittedModel:
         """Fit one method; its errors are of cross-validation.
@@ -38,7 +39,7 @@ class FitTarget:
             [step.seconds for step in steps],
             model=self.model,
             device=self.device,
-            parallelism=Parallelism(),
+            parallelism=self.parallelism,
             precision=self.precision,
             method=method,
         )
@@ -49,7 +50,7 @@ class FitTarget:
             fitted.method,
             model=self.model,
             device=self.device,
-            parallelism=Parallelism(),
+            parallelism=self.parallelism,
             precision=self.precision,
         )
         return form.predict(shape_matrix(step.shape for step in steps), fitted.parameters)

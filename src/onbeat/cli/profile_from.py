@@ -1,0 +1,236 @@
+"""`onbeat profile --from SOURCE`: a step-time profile of the steps of another engine."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onbeat import __version__
+from onbeat.cli.options import milliseconds
+from onbeat.cli.step_socket import is_address, record_steps
+from onbeat.core.errors import ConfigError
+from onbeat.core.options import check, option
+from onbeat.perfmodel.device_spec import CPU
+from onbeat.perfmodel.precision import BYTES, precision_by_weights
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from onbeat.perfmodel.best_fit import FitTarget
+    from onbeat.perfmodel.logged_step import StepOrigin, StepStream, StepTimes
+    from onbeat.perfmodel.profile import Profile, ProfileKey
+    from onbeat.perfmodel.stream_fit import StreamFit
+
+_recorded = partial(option, group="steps of another engine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FromOptions:
+    """Whose steps are read. What is None is as the source says."""
+
+    source: str | None = _recorded(
+        None,
+        flag="--from",
+        metavar="SOURCE",
+        help="fit recorded steps in place of measuring: a file, or tcp://HOST:PORT of an engine that sends "
+        "forward-pass metrics, which is listened to for --seconds",
+    )
+    weights: str | None = _recorded(
+        None, choices=tuple(BYTES), help="format of its weights (default: as recorded, else bf16)"
+    )
+    tensor_parallel: int | None = _recorded(
+        None,
+        flag="--tensor-parallel-size",
+        aliases=("--tp",),
+        at_least=1,
+        metavar="N",
+        help="devices that share each of its layers (default: as recorded, else 1)",
+    )
+    engine: str | None = _recorded(None, metavar="NAME", help="such as vllm, sglang (default: as recorded)")
+    engine_version: str | None = _recorded(None, metavar="VERSION", help="of it (default: as recorded)")
+    steps_ahead: int | None = _recorded(
+        None,
+        metavar="N",
+        help="1: it plans a step while the one before runs (default: as recorded, else as its --engine does)",
+    )
+    request_overhead: float = _recorded(
+        0.0,
+        flag="--request-overhead-ms",
+        unit="ms",
+        parse=milliseconds,
+        metavar="MS",
+        help="what its server adds to each request's first token beside steps",
+    )
+
+    def __post_init__(self) -> None:
+        check(self, FromOptions)
+        given = [
+            name
+            for name in ("weights", "tensor_parallel", "engine", "engine_version", "steps_ahead")
+            if getattr(self, name) is not None
+        ]
+        if self.source is None and (given or self.request_overhead):
+            name = given[0] if given else "request_overhead_ms"
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is of another engine's steps; give --from SOURCE "
+                "too, or leave it out"
+            )
+
+
+def run_from(args: argparse.Namespace, options: FromOptions, console: Console) -> int:
+    """Fit recorded steps, write the profile and show how good it is."""
+    from onbeat.perfmodel.logged_step import step_times
+    from onbeat.perfmodel.profile_file import profile_path, profiles_dir, write_profile
+    from onbeat.perfmodel.stream_fit import fit_stream
+
+    stream = _read(args, options, console)
+    timed = step_times(stream.steps)
+    key, target = _target(args, options, stream.origin)
+    found = fit_stream(target, timed.steps)
+    profile = _profile(key, target, options, stream, timed, found)
+    path = args.output or profile_path(profiles_dir(), key)
+    try:
+        write_profile(path, profile)
+    except OSError as error:
+        raise ConfigError(f"cannot write the profile {path}: {error.strerror}; give --output FILE") from error
+    _show(profile, stream, timed, found)
+    print(f"profile: {path}")
+    print(f"use it: --step-time fitted --profile {path} --model {key.model} --device {key.device}")
+    return 0
+
+
+def record(source: str, path: Path, *, seconds: float, console: Console) -> int:
+    """Record the steps of a running engine to a file."""
+    if not is_address(source):
+        raise ConfigError(f"cannot record from {source!r}; give tcp://HOST:PORT or ipc://PATH of an engine")
+    with console.status(f"listening to {source}") as status:
+        num_steps = record_steps(
+            source, path, seconds=seconds, on_step=lambda num: status.update(f"{num:,} steps")
+        )
+    console.print(f"{num_steps:,} steps of {source}: {path}", markup=False)
+    return 0
+
+
+def _read(args: argparse.Namespace, options: FromOptions, console: Console) -> StepStream:
+    from onbeat.simulator.replay.recorded_steps import read_steps
+
+    assert options.source is not None
+    if not is_address(options.source):
+        return read_steps(Path(options.source))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "steps.jsonl"
+        record(options.source, path, seconds=args.seconds, console=console)
+        return read_steps(path)
+
+
+def _target(
+    args: argparse.Namespace, options: FromOptions, origin: StepOrigin
+) -> tuple[ProfileKey, FitTarget]:
+    from onbeat.cli.engine_args import model_name
+    from onbeat.perfmodel.best_fit import FitTarget
+    from onbeat.perfmodel.device_spec import find_device
+    from onbeat.perfmodel.model_spec import find_model_spec
+    from onbeat.perfmodel.parallelism import Parallelism
+    from onbeat.perfmodel.profile import ProfileKey
+
+    is_named = args.model or args.model_positional
+    model = model_name(args) if is_named else origin.model
+    device = origin.device if args.device == "auto" else args.device
+    for name, value, form in (("model", model, "--model NAME"), ("device", device, "--device ID")):
+        if value is None:
+            raise ConfigError(f"{options.source} does not say of which {name} its steps are; give {form}")
+    assert model is not None
+    assert device is not None
+    spec, where = find_model_spec(model), find_device(device)
+    precision = precision_by_weights(options.weights or origin.dtype or "bf16")
+    parallelism = Parallelism(
+        tensor=options.tensor_parallel or origin.tensor_parallel or 1, pipeline=origin.pipeline_parallel or 1
+    )
+    key = ProfileKey(
+        model=spec.name,
+        device=where.id,
+        device_name=origin.device_name or where.name,
+        precision=precision,
+        parallelism=parallelism,
+        backend=options.engine or origin.engine or "unknown",
+        engine_version=options.engine_version or origin.engine_version,
+    )
+    return key, FitTarget(model=spec, device=where, precision=precision, parallelism=parallelism)
+
+
+def _profile(
+    key: ProfileKey,
+    target: FitTarget,
+    options: FromOptions,
+    stream: StepStream,
+    timed: StepTimes,
+    found: StreamFit,
+) -> Profile:
+    from onbeat.perfmodel.profile import MachineLimits, Profile, ServerTerms
+
+    limits = None
+    if key.device == CPU:  # which has no data sheet: another start would measure others
+        limits = MachineLimits(
+            memory_bandwidth=target.device.memory_bandwidth,
+            peak_flops=target.device.peak_flops,
+            product_rates=target.device.product_rates,
+        )
+    return Profile(
+        key=key,
+        onbeat_version=__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        steps=found.steps,
+        fitted=found.fitted,
+        server=ServerTerms(
+            steps_ahead=_steps_ahead(key, options, stream.origin), request_seconds=options.request_overhead
+        ),
+        limits=limits,
+        engine={"source": str(options.source), "num_recorded": len(stream.steps), "times": timed.basis},
+    )
+
+
+def _steps_ahead(key: ProfileKey, options: FromOptions, origin: StepOrigin) -> int:
+    from onbeat.perfmodel.engines import ENGINES, find_engine
+
+    for said in (options.steps_ahead, origin.steps_ahead):
+        if said is not None:
+            return said
+    return find_engine(key.backend).steps_ahead if key.backend in ENGINES else 0
+
+
+def _show(profile: Profile, stream: StepStream, timed: StepTimes, found: StreamFit) -> None:
+    from rich.console import Console
+
+    key, fitted, out = profile.key, profile.fitted, Console(highlight=False, soft_wrap=True)
+    version = f" {key.engine_version}" if key.engine_version else ""
+    idle = f", {stream.num_heartbeats:,} heartbeats" if stream.num_heartbeats else ""
+    lost = f", {stream.num_lost:,} steps lost" if stream.num_lost else ""
+    out.print(
+        f"{key.model} ({key.precision.weights}) on {key.parallelism.num_devices} x {key.device_name}, "
+        f"{key.backend}{version}: {len(stream.steps):,} steps{idle}{lost}",
+        markup=False,
+    )
+    out.print(f"step times: {timed.basis}", markup=False)
+    if found.num_exceptions:
+        out.print(f"left out of the fit: {found.num_exceptions:,} steps, 3 times off what is usual")
+    out.print(error_table(f"Fitted by {fitted.method}: error on held-back steps", found.errors))
+    out.print(f"steps seen: {fitted.shape_range.describe()}", markup=False)
+
+
+def error_table(title: str, errors: Any) -> Any:
+    """Return errors by kind of step, for the terminal."""
+    from rich.table import Table
+
+    shown = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for index, name in enumerate(("steps", "number", "median error", "P90", "bias")):
+        shown.add_column(name, justify="right" if index else "left")
+    for each in errors:
+        shown.add_row(
+            each.kind, f"{each.num_steps:,}", f"{each.p50:.1%}", f"{each.p90:.1%}", f"{each.bias:+.1%}"
+        )
+    return shown

@@ -1,0 +1,115 @@
+"""`onbeat profile --from`, `onbeat replay --steps`: from recorded steps of another engine to its profile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from onbeat.cli.main import main
+from onbeat.perfmodel.profile_file import read_profile
+from tests.pure.perfmodel.recorded import HEADER, made_up_steps, write_lines
+
+ORIGIN = HEADER | {
+    "engine": "vllm",
+    "engine_version": "0.32.0",
+    "model": "Llama-3.1-8B",
+    "device": "h100-sxm",
+    "tensor_parallel": 2,
+    "dtype": "fp8",
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_lines(tmp_path_factory.mktemp("steps"), ORIGIN, *made_up_steps(400))
+
+
+@pytest.fixture(scope="module")
+def profile(recorded: Path) -> Path:
+    path = recorded.with_name("profile.json")
+    assert (
+        main(["profile", "--from", str(recorded), "--output", str(path), "--request-overhead-ms", "15"]) == 0
+    )
+    return path
+
+
+def test_a_profile_says_whose_steps_it_is_of(profile: Path) -> None:
+    found = read_profile(profile)
+    key = found.key
+    assert (key.model, key.device, key.parallelism.tensor, key.precision.weights) == (
+        *("Llama-3.1-8B", "h100-sxm", 2, "fp8"),
+    )
+    assert (key.backend, key.engine_version) == ("vllm", "0.32.0")
+    assert (found.server.steps_ahead, found.server.request_seconds) == (1, 0.015)
+    assert found.fitted.errors.p50 < 0.03
+    assert found.fitted.errors.num_points == 80
+
+
+def test_it_predicts_the_steps_that_it_was_fitted_to(
+    recorded: Path, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = recorded.with_name("errors.json")
+    arguments = ["replay", "--steps", str(recorded), "--profile", str(profile), "--json", str(saved)]
+    assert main(arguments) == 0
+    assert "Predicted against recorded steps" in capsys.readouterr().out
+    errors = {each["kind"]: each for each in json.loads(saved.read_text())["errors"]}
+    assert set(errors) == {"decode", "prompt", "mixed", "all"}
+    assert errors["all"]["num_steps"] == 400
+    assert all(each["p50"] < 0.03 and abs(each["bias"]) < 0.02 for each in errors.values())
+
+
+def test_it_drives_a_simulation(profile: Path, tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    common = "--model Llama-3.1-8B --device h100-sxm --tp 2 --dtype fp8 --step-time fitted --disable-tqdm"
+    load = "--num-prompts 20 --request-rate 2 --random-input-len 100 --random-output-len 8"
+    times = []
+    for extra in ([], ["--request-overhead-ms", "0"]):
+        arguments = [
+            *common.split(),
+            *load.split(),
+            "--profile",
+            str(profile),
+            "--json",
+            str(summary),
+            *extra,
+        ]
+        assert main(["simulate", *arguments]) == 0
+        times.append(json.loads(summary.read_text())["mean_ttft_ms"])
+    assert times[0] - times[1] == pytest.approx(15, abs=1.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--from", "nowhere.jsonl"], "cannot read the recorded steps nowhere.jsonl"),
+        (["--tp", "2"], "--tensor-parallel is of another engine's steps; give --from SOURCE"),
+        (["--from", "STEPS", "--threads", "2"], "--threads says how steps are measured here"),
+        (["--from", "STEPS", "--model", "no-such-model"], "no-such-model"),
+        (["record", "tcp://127.0.0.1:1"], "takes a source and a file"),
+        (["record", "steps.jsonl", "out.jsonl"], "cannot record from 'steps.jsonl'; give tcp://HOST:PORT"),
+        (["llama", "more"], "unknown argument 'more'"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    recorded: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = [str(recorded) if each == "STEPS" else each for each in arguments]
+    given = [str(tmp_path / each) if each == "out.jsonl" else each for each in given]
+    assert main(["profile", *given]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_steps_without_a_model_ask_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_lines(tmp_path, HEADER, *made_up_steps(20))
+    assert main(["profile", "--from", str(path)]) == 2
+    assert "does not say of which model its steps are; give --model NAME" in capsys.readouterr().err
+    assert main(["replay", "--steps", str(path)]) == 2
+    assert "give --profile FILE, or --model and --device" in capsys.readouterr().err
+
+
+def test_too_few_steps_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_lines(tmp_path, ORIGIN, *made_up_steps(6))
+    assert main(["profile", "--from", str(path)]) == 2
+    assert "too few that differ for a fit" in capsys.readouterr().err

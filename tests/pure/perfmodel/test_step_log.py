@@ -1,0 +1,180 @@
+"""Recorded steps of other engines: what is read, what is refused and in which words, and what steps took."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.perfmodel.logged_step import LoggedStep, rows_shape, step_times
+from onbeat.perfmodel.step_log import read_step_log
+from tests.pure.perfmodel.recorded import HEADER, fpm, fpm_line, own_line, write_lines
+from tests.pure.perfmodel.shapes import batch, decodes
+
+
+def test_steps_of_the_own_form(tmp_path: Path) -> None:
+    path = write_lines(tmp_path, HEADER | {"model": "m", "tensor_parallel": 2}, own_line(1.0), own_line(1.5))
+    stream = read_step_log(path)
+    assert (stream.origin.model, stream.origin.tensor_parallel, stream.origin.engine) == ("m", 2, None)
+    assert [step.distance for step in stream.steps] == [None, 0.5]
+    assert stream.steps[0].shape == batch([(10, 8), (99, 1), (99, 1)])
+
+
+def test_a_message_becomes_the_batch_that_it_tells_of(tmp_path: Path) -> None:
+    message = fpm(prompts=1, tokens=64, cached=32, decodes=2, context=200)
+    stream = read_step_log(write_lines(tmp_path, HEADER, {"fpm": message}))
+    assert stream.steps == [LoggedStep(batch([(32, 64), (100, 1), (100, 1)]), 0.01)]
+
+
+def test_whole_prompts_of_different_lengths_have_their_pairs() -> None:
+    # 30 and 10 tokens: mean 20, variance 100
+    two = rows_shape(
+        num_prompts=2,
+        prompt_tokens=40,
+        prompt_cached_tokens=0,
+        num_decodes=0,
+        decode_cached_tokens=0,
+        prompt_variance=100.0,
+    )
+    assert two == batch([(0, 30), (0, 10)])
+
+
+def test_heartbeats_and_idle_gaps_are_no_steps(tmp_path: Path) -> None:
+    lines = [
+        fpm_line(0, 1.0, decodes=1, context=10),
+        fpm_line(1, 1.5, decodes=1, context=11),
+        fpm_line(2, 2.5, wall=0.0),
+        fpm_line(3, 9.0, prompts=1, tokens=5),
+        fpm_line(4, 20.0, prompts=1, tokens=5),  # nothing ran or waited in between
+        fpm_line(7, 21.0, decodes=1, context=6),
+    ]
+    stream = read_step_log(write_lines(tmp_path, HEADER, *lines))
+    assert [step.distance for step in stream.steps] == [None, 0.5, None, None, None]
+    assert (stream.num_heartbeats, stream.num_lost) == (1, 2)
+
+
+def test_each_worker_has_steps_of_its_own(tmp_path: Path) -> None:
+    lines = [
+        fpm_line(number // 2, float(number), worker=str(number % 2), decodes=1, context=9)
+        for number in range(4)
+    ]
+    stream = read_step_log(write_lines(tmp_path, HEADER, *lines))
+    assert [step.distance for step in stream.steps] == [None, None, 2.0, 2.0]
+
+
+def test_a_trace_of_dynamo_is_read(tmp_path: Path) -> None:
+    line = {"schema": "dynamo.fpm.trace.v1", "observed_at_unix_ms": 5, "fpm": fpm(decodes=1, context=9)}
+    assert read_step_log(write_lines(tmp_path, line)).steps == [LoggedStep(decodes(1, 10), 0.01)]
+
+
+def test_a_line_cut_short_at_the_end_is_left_out(tmp_path: Path) -> None:
+    path = write_lines(tmp_path, HEADER, own_line(1.0))
+    path.write_text(path.read_text() + '{"end": 2.')
+    assert len(read_step_log(path).steps) == 1
+
+
+def change(place: str, name: str, value: object) -> Callable[[dict[str, Any]], object]:
+    return lambda message: (message[place] if place else message).__setitem__(name, value)
+
+
+def move(message: dict[str, Any]) -> None:
+    message["sum_prefill_tokens"] = message["scheduled_requests"].pop("sum_prefill_tokens")
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (change("", "version", 2), "metrics of version 2; this onbeat reads version 1"),
+        (lambda message: message.pop("version"), "version None; this onbeat reads version 1"),
+        (lambda message: message.pop("wall_time"), "the field wall_time is missing"),
+        (move, "the field sum_prefill_tokens is missing in scheduled_requests"),
+        (change("", "queued_requests", [0, 0]), "queued_requests is an array, not a map with names"),
+        (change("", "wall_time", float("nan")), "wall_time is nan; it must be a finite number"),
+        (
+            change("scheduled_requests", "num_decode_requests", 1.5),
+            "scheduled_requests.num_decode_requests is 1.5",
+        ),
+        (change("scheduled_requests", "num_decode_requests", 300), "is less than num_decode_requests 300"),
+        (change("scheduled_requests", "sum_prefill_tokens", 0), "is less than num_prefill_requests 1"),
+        (change("scheduled_requests", "num_decode_requests", 0), "but num_decode_requests is 0"),
+        (change("", "wall_time", 0), "wall_time is 0, but 66 tokens were scheduled"),
+    ],
+)
+def test_a_message_that_is_not_as_it_must_be_is_named(
+    tmp_path: Path, edit: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    message = fpm(prompts=1, tokens=64, decodes=2, context=200)
+    edit(message)
+    path = write_lines(tmp_path, HEADER, {"fpm": message})
+    with pytest.raises(ConfigError) as error:
+        read_step_log(path)
+    assert f"{path}, line 2: " in str(error.value)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([], "is empty; record steps first"),
+        ([{"file": "onbeat-record"}], 'its first line must have "file": "onbeat-steps"'),
+        ([HEADER | {"schema_version": 9}], "schema_version is 9; this onbeat reads version 1"),
+        ([HEADER | {"tensor_parallel": 0}], "tensor_parallel is 0; it must be a whole number of at least 1"),
+        ([HEADER], "has no steps; send the engine requests"),
+        ([HEADER, fpm_line(0, 1.0, wall=0.0)], "only 1 signs of life of an idle engine"),
+        ([HEADER, own_line(2.0), own_line(1.0)], "line 3: end 1 s is before that of the step before it, 2 s"),
+        ([HEADER, own_line(1.0) | {"decodes": 3}], "unknown field 'decodes'; known are num_prompts, "),
+        ([HEADER, own_line(1.0) | {"num_decodes": -1}], "num_decodes is -1; it must be a whole number"),
+        ([HEADER, {"num_decodes": 1}], "the step has neither end nor seconds"),
+        ([HEADER, {"end": 1.0}], "the step computes nothing"),
+        ([HEADER, own_line(1.0) | {"follows_idle": 1}], "follows_idle is 1; it must be true or false"),
+        (
+            [HEADER, fpm_line(1, 1.0, decodes=1, context=9), fpm_line(1, 2.0, decodes=1, context=9)],
+            "counter_id 1 of worker 'w/0' comes after 1",
+        ),
+        (
+            [HEADER, fpm_line(1, 2.0, decodes=1, context=9), fpm_line(2, 1.0, decodes=1, context=9)],
+            "its time 1 s is before that of the message before it, 2 s",
+        ),
+    ],
+)
+def test_a_file_that_is_not_as_it_must_be_is_named(
+    tmp_path: Path, lines: list[dict[str, Any]], words: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_step_log(write_lines(tmp_path, *lines))
+    assert words in str(error.value)
+
+
+def test_broken_json_is_named(tmp_path: Path) -> None:
+    path = write_lines(tmp_path, HEADER)
+    path.write_text(json.dumps(HEADER) + "\n{oh\n" + json.dumps(own_line(1.0)) + "\n")
+    with pytest.raises(ConfigError, match="line 2 is not JSON"):
+        read_step_log(path)
+
+
+def steps(times: list[tuple[float, float | None]]) -> list[LoggedStep]:
+    return [LoggedStep(decodes(1, 10), wall, distance) for wall, distance in times]
+
+
+def test_distances_count_where_steps_are_scheduled_ahead() -> None:
+    """The engine measures the wait for a result, or two steps at once: a client sees neither."""
+    for wall in (0.002, 0.019):
+        found = step_times(steps([(0.010, None)] + [(wall, 0.010)] * 20 + [(0.0, 0.010)]))
+        assert [step.seconds for step in found.steps[1:]] == [0.010] * 21
+        assert found.basis.startswith("the distances between steps")
+    assert step_times(steps([(wall, 0.010)] * 20 + [(0.0, None)])).steps[-1].seconds == 0.010
+
+
+def test_after_idleness_the_engine_is_believed_and_its_host_added() -> None:
+    found = step_times(steps([(0.010, None)] + [(0.010, 0.012)] * 20))
+    assert found.steps[0].seconds == pytest.approx(0.012)
+
+
+def test_the_engines_own_times_count_where_they_say_the_same() -> None:
+    found = step_times(steps([(0.010, 0.0102), (0.010, 0.0099)] * 10))
+    assert {step.seconds for step in found.steps} == {0.010}
+    assert found.basis == "the engine's own times"
