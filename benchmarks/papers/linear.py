@@ -1,33 +1,25 @@
-"""Step time as a linear form of the batch's sums, with published coefficients.
+"""Step time as a linear form of the batch's sums, with DistServe's published coefficients.
 
-DistServe (Zhong et al., OSDI 2024, appendix A and the released simulator) measures prefill and decode
-steps apart: `a + b sum(len) + c sum(len^2)` and `a + b sum(context) + c batch`. TurboSpec (Liu et al.,
-arXiv 2406.14066) has one form for all: a term each for context tokens, new tokens, sequences,
-speculation, and a fixed one.
+DistServe (Zhong et al., OSDI 2024, appendix A and the released simulator) measures prefill and decode steps
+apart: `a + b sum(len) + c sum(len^2)` and `a + b sum(context) + c batch`. They are read from the JSON of its
+profiler (LLMServe/DistServe: model -> tensor-parallel degree -> coefficients, milliseconds).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
+from typing import Any
 
-from benchmarks.papers.linear_coefficients import (
-    DistServeCoefficients,
-    TurboSpecCoefficients,
-    TurboSpecDrafts,
-    read_distserve_coefficients,
-    read_turbospec_coefficients,
-    read_turbospec_drafts,
-)
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
+from onbeat.files import read_json
 
 StepSeconds = Callable[[BatchShape], float]
 
 _LOWEST_SHARE = 0.1
-LINEAR_SIGMA = 0.10
-"""Spread of log(measured / predicted) of these forms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +45,10 @@ def linear_closure(
 
     Parameters
     ----------
-    path : DistServe's profiler JSON (`.json`) or TurboSpec's regression (`.csv`).
+    path : DistServe's profiler JSON.
     model : its name in the file.
     tensor, pipeline : degrees of parallelism.
-    overhead : None takes DistServe's own for its format, and none for TurboSpec's, which was fitted to whole
-        steps.
+    overhead : None takes DistServe's own.
 
     Returns
     -------
@@ -65,21 +56,10 @@ def linear_closure(
 
     Raises
     ------
-    ConfigError : a file of another kind, or one without that model and degree; stages with TurboSpec's form.
+    ConfigError : see `read_distserve_coefficients`.
     """
-    if path.suffix == ".json":
-        distserve = read_distserve_coefficients(path, model=model, tensor=tensor)
-        return distserve_closure(distserve, pipeline=pipeline, overhead=overhead or EngineOverhead())
-    if path.suffix == ".csv":
-        if pipeline != 1:
-            raise ConfigError(
-                f"the coefficients in {path} know no pipeline stages; pipeline is {pipeline}, use 1"
-            )
-        turbospec = read_turbospec_coefficients(path, model=model, tensor=tensor)
-        return turbospec_closure(turbospec, overhead=overhead or NO_OVERHEAD)
-    raise ConfigError(
-        f"linear coefficients are read from DistServe's .json or TurboSpec's .csv, not from {str(path)!r}"
-    )
+    coefficients = read_distserve_coefficients(path, model=model, tensor=tensor)
+    return distserve_closure(coefficients, pipeline=pipeline, overhead=overhead or EngineOverhead())
 
 
 def distserve_closure(
@@ -129,75 +109,82 @@ def distserve_closure(
     return seconds
 
 
-def turbospec_closure(
-    coefficients: TurboSpecCoefficients, *, overhead: EngineOverhead = NO_OVERHEAD
-) -> StepSeconds:
-    """Return TurboSpec's form as a function of the batch.
+_SECONDS_PER_MS = 1e-3
+_PREFILL, _SMALL, _LARGE = "prefill", "decoding_smallbs", "decoding_largebs"
+_THRESHOLD = "decoding_large_small_bs_threshold"
 
-    Context tokens are those that the step reads from the cache, drafts left out. The published coefficients
-    have a negative term for each sequence: far outside of what was measured (hundreds of sequences with
-    hardly any context) the sum would fall to zero, and is kept at a tenth of the fixed term.
+
+@dataclass(frozen=True, slots=True)
+class DistServeCoefficients:
+    """One model at one tensor-parallel degree; seconds.
+
+    `prefill` multiplies (1, sum of prompt tokens, sum of their squares), `decode_small` and `decode_large`
+    multiply (1, sum of contexts, number of sequences); the large set holds from `large_batch` sequences on.
     """
-    per_context, per_new, per_sequence = (
-        coefficients.per_context_token,
-        coefficients.per_new_token,
-        coefficients.per_sequence,
-    )
-    fixed, when_speculating = coefficients.fixed, coefficients.when_speculating
-    lowest = _LOWEST_SHARE * fixed
 
-    def seconds(shape: BatchShape) -> float:
-        if not shape.num_sequences:
-            return 0.0
-        context = shape.decode_context_tokens - shape.num_draft_tokens + shape.chunk_cached_tokens
-        total = (
-            fixed
-            + per_context * context
-            + per_new * shape.num_new_tokens
-            + per_sequence * shape.num_sequences
-            + (when_speculating if shape.num_verify_rows else 0.0)
-        )
-        all_context = context + shape.num_chunk_tokens
-        return max(total, lowest) + overhead.per_step + overhead.per_token * all_context
-
-    return seconds
+    prefill: tuple[float, float, float]
+    decode_small: tuple[float, float, float]
+    decode_large: tuple[float, float, float]
+    large_batch: int
 
 
-def turbospec_speculation(path: Path, *, model: str, tensor: int = 1, method: str) -> StepSeconds:
-    """Return the time of a step that drafts by a method and verifies, as TurboSpec's goodput has it.
+def read_distserve_coefficients(path: Path, *, model: str, tensor: int) -> DistServeCoefficients:
+    """Read one model's coefficients from DistServe's profiler JSON.
 
     Parameters
     ----------
-    path : TurboSpec's regression (`.csv`).
-    model : its name in the file.
-    tensor : degree of parallelism.
-    method : see `read_turbospec_drafts`.
+    path : the file.
+    model : its name there, with or without the organisation (`facebook/opt-13b` or `opt-13b`).
+    tensor : tensor-parallel degree.
 
     Raises
     ------
-    ConfigError : no such file, model, degree or method.
+    ConfigError : the file cannot be read, has no such model or degree (the message lists what it has), or a
+        coefficient is not a finite number.
     """
-    target = read_turbospec_coefficients(path, model=model, tensor=tensor)
-    drafts = read_turbospec_drafts(path, model=model, tensor=tensor, method=method)
-    return turbospec_speculation_closure(target, drafts)
+    models = _load_object(path)
+    degrees = models[_match_model(model, list(models), path)]
+    if not isinstance(degrees, dict) or str(tensor) not in degrees:
+        known = ", ".join(sorted(degrees, key=int)) if isinstance(degrees, dict) else "none"
+        raise ConfigError(f"{path} has no coefficients of {model!r} for TP {tensor}; it has TP {known}")
+    where = f"{path}, {model} TP {tensor}"
+    return DistServeCoefficients(
+        prefill=_triple(degrees[str(tensor)], _PREFILL, where),
+        decode_small=_triple(degrees[str(tensor)], _SMALL, where),
+        decode_large=_triple(degrees[str(tensor)], _LARGE, where),
+        large_batch=int(_number(degrees[str(tensor)].get(_THRESHOLD), f"{where}, {_THRESHOLD}")),
+    )
 
 
-def turbospec_speculation_closure(target: TurboSpecCoefficients, drafts: TurboSpecDrafts) -> StepSeconds:
-    """Return TurboSpec's form with what drafting takes; a step without drafts takes the target's time."""
-    target_seconds = turbospec_closure(target)
+def _load_object(path: Path) -> dict[str, Any]:
+    return read_json(path, "the coefficients in")
 
-    def seconds(shape: BatchShape) -> float:
-        total = target_seconds(shape)
-        if not shape.num_draft_tokens:
-            return total
-        context = shape.decode_context_tokens - shape.num_draft_tokens + shape.chunk_cached_tokens
-        return (
-            (1 + drafts.target_share) * total
-            + drafts.fixed
-            + drafts.per_context_token * context
-            + drafts.per_new_token * shape.num_new_tokens
-            + drafts.per_sequence * shape.num_sequences
-            + drafts.per_draft * shape.num_draft_tokens / shape.num_verify_rows
-        )
 
-    return seconds
+def _match_model(model: str, known: list[str], path: Path) -> str:
+    """Find a model's name in a file: exactly, or by its part behind the organisation."""
+    if model in known:
+        return model
+    short = model.rpartition("/")[2].lower()
+    matches = [name for name in known if name.rpartition("/")[2].lower() == short]
+    if len(matches) != 1:
+        names = ", ".join(dict.fromkeys(known))
+        raise ConfigError(f"{path} has no coefficients of model {model!r}; it has {names}")
+    return matches[0]
+
+
+def _triple(coefficients: Mapping[str, Any], key: str, where: str) -> tuple[float, float, float]:
+    values = coefficients.get(key)
+    if not isinstance(values, list) or len(values) != 3:
+        raise ConfigError(f"{where}: {key} is {values!r}; it must be three numbers (milliseconds)")
+    first, second, third = (_number(value, f"{where}, {key}") * _SECONDS_PER_MS for value in values)
+    return first, second, third
+
+
+def _number(value: object, where: str) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not isfinite(number):
+        raise ConfigError(f"{where}: {value!r} is not a finite number")
+    return number

@@ -13,14 +13,10 @@ from hypothesis import strategies as st
 from benchmarks.papers.linear import (
     NO_OVERHEAD,
     STAGE_HOP,
+    DistServeCoefficients,
     EngineOverhead,
     distserve_closure,
     linear_closure,
-    turbospec_closure,
-)
-from benchmarks.papers.linear_coefficients import (
-    DistServeCoefficients,
-    TurboSpecCoefficients,
     read_distserve_coefficients,
 )
 from onbeat.core.errors import ConfigError
@@ -42,10 +38,6 @@ PROFILE = {
         }
     }
 }
-CSV_HEADER = (
-    "config,gpu,tp,role,method,c_kv_ms_per_ctx_token,c_compute_ms_per_batched_token,c_batch_ms_per_seq,"
-    "c_num_spec_ms_per_draft_token,c_enable_spec_ms,c_fixed_ms,fraction_of_target_time\n"
-)
 
 
 def shape_of(*rows: tuple[int, int]) -> BatchShape:
@@ -112,27 +104,6 @@ class TestDistServe:
         assert distserve_closure(bent)(shape_of((0, 10_000))) > 0
 
 
-class TestTurboSpec:
-    COEFFICIENTS = TurboSpecCoefficients(1e-7, 2e-5, -4e-5, 3e-4, 7e-3)
-
-    def test_sum_of_all_terms(self):
-        seconds = turbospec_closure(self.COEFFICIENTS)
-        shape = shape_of((100, 50), (999, 1))
-        assert seconds(shape) == pytest.approx(7e-3 + 1e-7 * 1100 + 2e-5 * 51 - 8e-5)
-
-    def test_speculation_has_a_price(self):
-        seconds = turbospec_closure(self.COEFFICIENTS)
-        shape = shape_of((999, 1))
-        before = seconds(shape)
-        shape.num_verify_rows = 1
-        assert seconds(shape) == pytest.approx(before + 3e-4)
-
-    def test_never_free(self):
-        seconds = turbospec_closure(self.COEFFICIENTS, overhead=NO_OVERHEAD)
-        assert seconds(shape_of(*[(0, 1)] * 1000)) == pytest.approx(7e-4)
-        assert seconds(BatchShape()) == 0
-
-
 class TestFiles:
     def test_milliseconds_become_seconds(self, profile_path):
         read = read_distserve_coefficients(profile_path, model="tiny-1b", tensor=2)
@@ -169,35 +140,13 @@ class TestFiles:
         with pytest.raises(ConfigError, match=r"bad\.json"):
             linear_closure(path, model="m")
 
-    def test_missing_or_foreign_file(self, tmp_path):
+    def test_missing_file(self, tmp_path):
         with pytest.raises(ConfigError, match="cannot read"):
             linear_closure(tmp_path / "none.json", model="m")
-        with pytest.raises(ConfigError, match=r"\.json or TurboSpec's \.csv"):
-            linear_closure(tmp_path / "model.bin", model="m")
-
-    def test_csv(self, tmp_path):
-        path = tmp_path / "turbo.csv"
-        path.write_text(
-            CSV_HEADER + "tiny,gpu,1,target,any,1e-4,0.02,-0.04,0,0,7,\ntiny,gpu,1,draft,ngram,,,,,,,0.04\n"
-        )
-        seconds = linear_closure(path, model="tiny")
-        assert seconds(shape_of((999, 1))) == pytest.approx((7 + 0.1 + 0.02 - 0.04) * 1e-3)
-        with pytest.raises(ConfigError, match="TP 2; it has TP 1"):
-            linear_closure(path, model="tiny", tensor=2)
-        with pytest.raises(ConfigError, match="it has tiny"):
-            linear_closure(path, model="large")
-        with pytest.raises(ConfigError, match="pipeline is 2"):
-            linear_closure(path, model="tiny", pipeline=2)
-
-    def test_csv_of_something_else(self, tmp_path):
-        path = tmp_path / "other.csv"
-        path.write_text("a,b\n1,2\n")
-        with pytest.raises(ConfigError, match="role 'target'"):
-            linear_closure(path, model="tiny")
 
 
 @pytest.mark.skipif("ONBEAT_SHARED" not in os.environ, reason="needs the published profiles (ONBEAT_SHARED)")
-def test_published_files_are_read():
+def test_the_published_file_is_read():
     profiles = Path(os.environ.get("ONBEAT_SHARED", "")) / "data" / "profiles"
     decode = shape_of(*[(499, 1)] * 20)
     path = profiles / "distserve" / "profiler-a100-80g.distserve.json"
@@ -205,5 +154,3 @@ def test_published_files_are_read():
     assert seconds == pytest.approx(
         0.01993470 + 0.6269e-6 * 10_000 + 20 * 38.507e-6 + 0.002 + 0.001, rel=1e-3
     )
-    turbo = linear_closure(profiles / "turbospec" / "latency_coefficients.csv", model="llama-70b", tensor=4)
-    assert turbo(decode) == pytest.approx(18.345e-3 + 0.6244e-3 + 20 * (64.02e-6 - 39.74e-6), rel=1e-3)

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.papers.linear import (
-    distserve_closure,
-    linear_closure,
-    turbospec_closure,
-    turbospec_speculation,
-)
-from benchmarks.papers.linear_coefficients import DistServeCoefficients, TurboSpecCoefficients
-from onbeat.core.errors import ConfigError
+from benchmarks.papers.linear import DistServeCoefficients, distserve_closure
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import cpu_device, find_device
 from onbeat.perfmodel.fitted import FIT_METHODS, fit, make_form
@@ -41,7 +32,6 @@ LLAMA_8B, GEMMA = find_model_spec("Llama-3.1-8B"), find_model_spec("gemma-3-27b-
 SMOL = find_model_spec("SmolLM2-135M")
 FP32 = Precision(weights="fp32", kv="fp32", compute="fp32")
 DISTSERVE = DistServeCoefficients((0.02, 1e-4, 1e-8), (0.03, 1e-6, 1e-4), (0.01, 2e-6, 4e-4), 95)
-TURBOSPEC = TurboSpecCoefficients(1e-7, 2e-5, -4e-5, 3e-4, 7e-3)
 
 
 def fitted_here(shapes: list[BatchShape], truth: Seconds, method: str) -> Seconds:
@@ -68,7 +58,6 @@ def models() -> dict[str, Seconds]:
         "roofline of a CPU": make_roofline(SMOL, CPU, precision=FP32),
         "nnls": fitted_here(mixed_batches(60, seed=21, with_drafts=True), roofline, "nnls"),
         "distserve": distserve_closure(DISTSERVE),
-        "turbospec": turbospec_closure(TURBOSPEC),
     }
 
 
@@ -78,7 +67,6 @@ NAMES = (
     "roofline of a CPU",
     "nnls",
     "distserve",
-    "turbospec",
 )
 
 
@@ -200,75 +188,3 @@ def test_distserve_counts_a_draft_as_a_sequence_without_context():
     assert seconds(verifies(2, 100, 3)) == pytest.approx(0.03 + 1e-6 * 206 + 1e-4 * 8)
     # 40 rows of four tokens are as many as 160 sequences.
     assert seconds(verifies(40, 100, 3)) == pytest.approx(0.01 + 2e-6 * 40 * 103 + 4e-4 * 160)
-
-
-def test_turbospec_has_the_published_form():
-    seconds = turbospec_closure(TURBOSPEC)
-    for count, num_drafts in ((1, 1), (4, 3), (8, 7)):
-        expected = 7e-3 + 1e-7 * 500 * count + 2e-5 * count * (1 + num_drafts) - 4e-5 * count + 3e-4
-        assert seconds(verifies(count, 500, num_drafts)) == pytest.approx(expected, rel=1e-12)
-    some = with_verified(decodes(3, 500), [(499, 5)])
-    assert seconds(some) == pytest.approx(7e-3 + 1e-7 * 2000 + 2e-5 * 9 - 4e-5 * 4 + 3e-4, rel=1e-12)
-
-
-needs_data = pytest.mark.skipif(
-    "ONBEAT_SHARED" not in os.environ, reason="needs the published profiles (ONBEAT_SHARED)"
-)
-
-
-def published() -> Path:
-    return Path(os.environ["ONBEAT_SHARED"]) / "data" / "profiles" / "turbospec" / "latency_coefficients.csv"
-
-
-@needs_data
-@pytest.mark.parametrize(
-    ("model", "tensor", "coefficients"),
-    [
-        ("llama-8b", 1, (4.85907942e-05, 0.0184383603, -0.0433144783, 0.0, 6.938699571857084)),
-        ("llama-70b", 4, (6.24369264e-05, 0.0640216301, -0.0397382298, -0.112291902, 18.34535)),
-    ],
-)
-def test_published_coefficients_give_the_published_times(model, tensor, coefficients):
-    seconds = linear_closure(published(), model=model, tensor=tensor)
-    per_context, per_new, per_sequence, when_speculating, fixed = coefficients
-    for count, num_drafts in ((1, 0), (1, 1), (16, 3), (64, 7)):
-        milliseconds = (
-            fixed
-            + per_context * 1024 * count
-            + per_new * count * (1 + num_drafts)
-            + per_sequence * count
-            + (when_speculating if num_drafts else 0.0)
-        )
-        assert seconds(verifies(count, 1024, num_drafts)) == pytest.approx(milliseconds * 1e-3, rel=1e-9)
-
-
-@needs_data
-@pytest.mark.parametrize(
-    ("acceptance", "best"),
-    [
-        (0.5, {1: 3, 4: 3, 16: 2, 64: 2, 128: 1, 256: 0}),
-        (0.7, {1: 5, 4: 5, 16: 4, 64: 3, 128: 2, 256: 2}),
-    ],
-)
-def test_the_best_number_of_drafts_is_the_published_one(acceptance: float, best: dict[int, int]) -> None:
-    """Most expected tokens a second, with the 8B's EAGLE coefficients at a context of 1024."""
-    seconds = turbospec_speculation(published(), model="llama-8b", method="eagle")
-
-    def goodput(count: int, num_drafts: int) -> float:
-        tokens = sum(acceptance**position for position in range(num_drafts + 1))
-        return count * tokens / seconds(verifies(count, 1024, num_drafts))
-
-    for count, expected in best.items():
-        assert max(range(11), key=lambda num_drafts: goodput(count, num_drafts)) == expected
-
-
-@needs_data
-def test_looking_drafts_up_takes_a_share_of_the_targets_time():
-    target = linear_closure(published(), model="llama-70b", tensor=4)
-    seconds = turbospec_speculation(published(), model="llama-70b", tensor=4, method="ngram")
-    shape = verifies(4, 500, 3)
-    assert seconds(shape) == pytest.approx(1.09 * target(shape), rel=1e-12)
-    assert seconds(decodes(4, 500)) == target(decodes(4, 500))
-    assert seconds(BatchShape()) == 0
-    with pytest.raises(ConfigError, match=r"drafting by 'eagle' for llama-70b TP 4; it has ngram"):
-        turbospec_speculation(published(), model="llama-70b", tensor=4, method="eagle")
