@@ -16,6 +16,8 @@ from onbeat.perfmodel.profile import MeasuredStep
 
 _SAME = 0.03
 """Relative difference up to which an engine's own times and the distances between its steps are the same."""
+_A_PART = 2.0
+"""Distance over an engine's own time from which on that is only a part of a step."""
 _FEWEST_DISTANCES = 8
 
 
@@ -78,11 +80,15 @@ def step_times(steps: Sequence[LoggedStep]) -> StepTimes:
         timed = [MeasuredStep(step.shape, step.wall) for step in steps if step.wall > 0]
         return StepTimes(timed, "the engine's own times")
     # After idleness nothing overlaps: the engine's time holds, but for what its host does between two steps.
+    # Where it measures far less than a step, it measures something else.
     host = max(0.0, median(distance - wall for distance, wall in pairs)) if pairs else 0.0
+    measures_steps = ratio <= _A_PART
     timed = []
     for step in steps:
-        seconds = step.distance if step.distance is not None else step.wall and step.wall + host
-        if seconds > 0:
+        seconds = step.distance
+        if seconds is None and measures_steps and step.wall > 0:
+            seconds = step.wall + host
+        if seconds:
             timed.append(MeasuredStep(step.shape, seconds))
     own = f"its own times are {1 / ratio:.2f} of these" if pairs else "it gave no times of its own"
     return StepTimes(timed, f"the distances between steps ({own})")

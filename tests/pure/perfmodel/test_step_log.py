@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,21 +156,25 @@ def test_broken_json_is_named(tmp_path: Path) -> None:
         read_step_log(path)
 
 
-def steps(times: list[tuple[float, float | None]]) -> list[LoggedStep]:
+def steps(times: Sequence[tuple[float, float | None]]) -> list[LoggedStep]:
     return [LoggedStep(decodes(1, 10), wall, distance) for wall, distance in times]
 
 
 def test_distances_count_where_steps_are_scheduled_ahead() -> None:
     """The engine measures the wait for a result, or two steps at once: a client sees neither."""
-    for wall in (0.002, 0.019):
-        found = step_times(steps([(0.010, None)] + [(wall, 0.010)] * 20 + [(0.0, 0.010)]))
-        assert [step.seconds for step in found.steps[1:]] == [0.010] * 21
+    for wall in (0.007, 0.019):
+        found = step_times(steps([*[(wall, 0.010)] * 20, (0.0, 0.010), (0.0, None)]))
+        assert [step.seconds for step in found.steps] == [0.010] * 21
         assert found.basis.startswith("the distances between steps")
-    assert step_times(steps([(wall, 0.010)] * 20 + [(0.0, None)])).steps[-1].seconds == 0.010
+
+
+def test_a_wait_that_is_no_part_of_the_step_tells_nothing_after_idleness() -> None:
+    found = step_times(steps([(0.001, None), *[(0.001, 0.010)] * 20]))
+    assert [step.seconds for step in found.steps] == [0.010] * 20
 
 
 def test_after_idleness_the_engine_is_believed_and_its_host_added() -> None:
-    found = step_times(steps([(0.010, None)] + [(0.010, 0.012)] * 20))
+    found = step_times(steps([(0.010, None), *[(0.010, 0.012)] * 20]))
     assert found.steps[0].seconds == pytest.approx(0.012)
 
 
