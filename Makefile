@@ -16,7 +16,9 @@ THOROUGH := --hypothesis-profile=thorough
 SEARCHING := --hypothesis-profile=searching
 # Files stay whole, so that what a module sets up is made once. Those that hold times run last, one by one; pytest's 5 is "none".
 WORKED := --numprocesses=$(WORKERS) --dist=loadfile
-FAST := $(THOROUGH) tests/pure tests/long tests/cpu tests/fleet tests/ray
+FAST := tests/pure tests/long tests/cpu tests/fleet tests/ray
+# Collecting all tests for the few that run last would take longer than these do.
+ALONE = $(shell grep -rl --include='test_*.py' 'pytest[.]mark[.]alone' $(FAST))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -32,8 +34,8 @@ serve: .venv/.serve .venv/.native model ## Install what serving needs, get the e
 
 test: .venv/.dev .venv/.native model ## Run the fast tests
 	@tested=5; note() { case $$1 in 0) [ $$tested != 5 ] || tested=0;; 5) ;; *) tested=$$1;; esac; }; \
-	$(BIN)/python -m pytest -m "not slow and not network and not alone" $(FAST) $(WORKED) $(PYTEST_ARGS); note $$?; \
-	$(BIN)/python -m pytest -m "alone and not slow and not network" $(FAST) $(PYTEST_ARGS); note $$?; \
+	$(BIN)/python -m pytest -m "not slow and not network and not alone" $(THOROUGH) $(FAST) $(WORKED) $(PYTEST_ARGS); note $$?; \
+	$(BIN)/python -m pytest -m "alone and not slow and not network" $(THOROUGH) $(ALONE) $(PYTEST_ARGS); note $$?; \
 	exit $$tested
 
 test-all: .venv/.dev .venv/.native model ## Run every test, the slow ones and those that need a package index too
