@@ -84,7 +84,7 @@ class Recording:
 
     def _check(self, *, allow_partial: bool) -> None:
         lines = GzipLines(self.path)
-        num_expected: int | None = None
+        trailer: Mapping[str, Any] | None = None
         consistency = Consistency()
         number = 0
         for number, line in enumerate(lines, 1):
@@ -93,7 +93,7 @@ class Recording:
                 continue
             call = self._parse(number, line, is_new=True)
             if call is None:
-                num_expected = _load(line)["calls"]
+                trailer = _load(line)
                 break
             self.num_calls += 1
             try:
@@ -103,10 +103,10 @@ class Recording:
             self._note(call)
         if number == 0:
             raise ConfigError(f"{self.path} is cut short before its first line; record the run again")
-        self.is_complete = num_expected is not None
-        if num_expected is not None and num_expected != self.num_calls:
+        self.is_complete = trailer is not None
+        if trailer is not None and (counted := trailer.get("calls")) != self.num_calls:
             raise ConfigError(
-                f"{self.path}, line {number}: the trailer counts {num_expected} calls, but the file has "
+                f"{self.path}, line {number}: the trailer counts {quoted(counted)} calls, but the file has "
                 f"{self.num_calls}; lines are missing: record the run again"
             )
         if not self.is_complete and not allow_partial:

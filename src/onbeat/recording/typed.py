@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
-from functools import lru_cache
+from functools import cache, partial
 from math import inf
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -16,6 +16,9 @@ MOST = 10**18
 """Beyond any number of tokens or seconds; arithmetic on larger ones overflows."""
 INFINITY = "inf"
 """How JSON has what it lacks."""
+
+_Reader = Callable[[Any], Any]
+"""Makes a value of one type from what JSON has of it; a `ValueError` says what is wrong."""
 
 
 def typed(kind: Any, value: Any) -> Any:
@@ -30,67 +33,105 @@ def typed(kind: Any, value: Any) -> Any:
     ------
     ValueError : it is none of that type; says what it is.
     """
+    return _reader(kind)(value)
+
+
+@cache
+def _reader(kind: Any) -> _Reader:
+    """Return what reads values of a type: a record has a few types and a hundred thousand values."""
     origin, kinds = get_origin(kind), get_args(kind)
     if origin in (types.UnionType, Union):
-        return _one_of(kinds, value)
+        return partial(
+            _one_of, type(None) in kinds, [_reader(each) for each in kinds if each is not type(None)]
+        )
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _dataclass(kind, value)
-    if isinstance(origin, type) and isinstance(value, dict) and issubclass(origin, Mapping):
-        return {key: typed(kinds[1], each) for key, each in value.items()}
-    if isinstance(origin, type) and isinstance(value, list) and issubclass(origin, Sequence):
-        return _sequence(kinds, value)
+        return partial(_dataclass, kind)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return partial(_mapping, kind, _reader(kinds[1]))
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        if len(kinds) == 1 or kinds[1:] == (...,):
+            return partial(_sequence, kind, _reader(kinds[0]))
+        return partial(_tuple, kind, [_reader(each) for each in kinds])
     if isinstance(kind, type) and issubclass(kind, StrEnum):
-        return kind(value)
-    if kind is float and value == INFINITY:
+        return kind
+    if origin is Literal:
+        return partial(_literal, kind)
+    return {float: _float, int: _int}.get(kind) or partial(_plain, kind)
+
+
+def _float(value: Any) -> Any:
+    if type(value) in (int, float) and abs(value) < MOST:
+        return value
+    if value == INFINITY:
         return inf
-    if not _is_plain(kind, value):
-        raise ValueError(f"{quoted(value)} is no {getattr(kind, '__name__', kind)}")
-    return value
+    raise _is_no(float, value)
 
 
-def _is_plain(kind: Any, value: Any) -> bool:
-    """Whether a value is of a type that JSON has."""
-    if get_origin(kind) is Literal:
-        return isinstance(value, str | int) and value in get_args(kind)
-    if kind is float:
-        return type(value) in (int, float) and abs(value) < MOST
-    if kind is int:
-        return type(value) is int and abs(value) < MOST
+def _int(value: Any) -> Any:
+    if type(value) is int and abs(value) < MOST:
+        return value
+    raise _is_no(int, value)
+
+
+def _literal(kind: Any, value: Any) -> Any:
+    if isinstance(value, str | int) and value in get_args(kind):
+        return value
+    raise _is_no(kind, value)
+
+
+def _plain(kind: Any, value: Any) -> Any:
     # JSON has hashes as texts, and replicas compare these.
-    return kind is Any or type(value) is (str if kind is bytes else kind)
+    if kind is Any or type(value) is (str if kind is bytes else kind):
+        return value
+    raise _is_no(kind, value)
 
 
-def _one_of(kinds: Sequence[Any], value: Any) -> Any:
-    if value is None and type(None) in kinds:
+def _is_no(kind: Any, value: Any) -> ValueError:
+    return ValueError(f"{quoted(value)} is no {getattr(kind, '__name__', kind)}")
+
+
+def _one_of(may_be_null: bool, readers: Sequence[_Reader], value: Any) -> Any:  # noqa: FBT001 - bound once
+    if value is None and may_be_null:
         return None
     wrong: ValueError | None = None
-    for kind in kinds:
-        if kind is not type(None):
-            try:
-                return typed(kind, value)
-            except ValueError as error:
-                wrong = error
+    for read in readers:
+        try:
+            return read(value)
+        except ValueError as error:
+            wrong = error
     raise wrong or ValueError(f"{quoted(value)} is not null")
 
 
-def _sequence(kinds: Sequence[Any], values: list[Any]) -> tuple[Any, ...]:
-    if len(kinds) == 1 or kinds[1:] == (...,):
-        return tuple([typed(kinds[0], each) for each in values])
-    if len(kinds) != len(values):
-        raise ValueError(f"{quoted(values)} has {len(values)} values, not {len(kinds)}")
-    return tuple([typed(kind, each) for kind, each in zip(kinds, values, strict=True)])
+def _mapping(kind: Any, read: _Reader, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _is_no(kind, value)
+    return {key: read(each) for key, each in value.items()}
+
+
+def _sequence(kind: Any, read: _Reader, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise _is_no(kind, value)
+    return tuple([read(each) for each in value])
+
+
+def _tuple(kind: Any, readers: Sequence[_Reader], value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise _is_no(kind, value)
+    if len(readers) != len(value):
+        raise ValueError(f"{quoted(value)} has {len(value)} values, not {len(readers)}")
+    return tuple([read(each) for read, each in zip(readers, value, strict=True)])
 
 
 def _dataclass(kind: type, value: Any) -> Any:
     if not isinstance(value, dict):
-        raise ValueError(f"{quoted(value)} is no {kind.__name__}")  # noqa: TRY004 - one kind of fault
-    hints = _hints(kind)
+        raise _is_no(kind, value)
+    readers = _fields(kind)
     fields = {}
     for name, each in value.items():
-        if name not in hints:
+        if name not in readers:
             raise ValueError(f"{kind.__name__} has no {quoted(name)}")
         try:
-            fields[name] = typed(hints[name], each)
+            fields[name] = readers[name](each)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
     try:
@@ -99,6 +140,6 @@ def _dataclass(kind: type, value: Any) -> Any:
         raise ValueError(f"{kind.__name__} lacks a field ({error})") from error
 
 
-@lru_cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+@cache
+def _fields(kind: type) -> dict[str, _Reader]:
+    return {name: _reader(each) for name, each in get_type_hints(kind).items()}

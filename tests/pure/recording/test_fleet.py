@@ -30,8 +30,8 @@ ROUTERS = ["slo", "prefix-affinity", "round-robin", "least-outstanding"]
 
 
 @cache
-def recorded(router: str) -> bytes:
-    """Return the record of a run under a router."""
+def recorded(router: str, num_requests: int = 200) -> bytes:
+    """Return the record of a run of five seconds under a router."""
     config = make_config(
         "slo",
         replicas=3,
@@ -40,13 +40,13 @@ def recorded(router: str) -> bytes:
         fleet_changes=CHANGES,
         fleet_times=FleetTimes(start=1.0, drain=1.0),
     )
-    load = random_load(200, rate=40.0, seed=3)
+    load = random_load(num_requests, rate=num_requests / 5, seed=3)
     names = {"router": router, "seed": config.seed, "fleet": {"drain_seconds": config.fleet_times.drain}}
     with TemporaryDirectory() as folder:
         path = Path(folder) / "fleet.record"
         with fleet_record(path, names) as on_decision:
             result = simulate(load, config, linear_time(), on_decision=on_decision)
-        assert result.num_completed == 200
+        assert result.num_completed == num_requests
         return path.read_bytes()
 
 

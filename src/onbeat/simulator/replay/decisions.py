@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import inf, isclose
 from typing import Any
 
-from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable
+from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable, quoted
 from onbeat.core.handover import DetachAnswer, Detached
 from onbeat.core.request import UNKNOWN_GRAMMAR, FinishReason, Request, RequestOutput, SamplingParams
 from onbeat.core.slo import SLO
@@ -26,7 +26,8 @@ from onbeat.recording.log import (
     UpdateCall,
 )
 from onbeat.recording.reader import Recording
-from onbeat.scheduler.config import SchedulerConfig, SpeculationConfig
+from onbeat.recording.typed import typed
+from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
 
 STOP_TOKEN_ID = -1
@@ -89,26 +90,14 @@ def scheduler_config(header: RecordHeader) -> SchedulerConfig:
     ------
     ConfigError : this version has no such configuration; names the fields.
     """
-    known = {field.name for field in fields(SchedulerConfig)}
-    wrong = header.scheduler.keys() ^ known
-    if header.scheduler.keys() - known or "num_blocks" in wrong:
+    try:
+        config: SchedulerConfig = typed(SchedulerConfig, header.scheduler)
+    except ValueError as error:
         raise ConfigError(
-            "the record's scheduler configuration differs from this version's in "
-            f"{', '.join(sorted(wrong))}; replay it with onbeat {header.onbeat_version}"
-        )
-    values = dict(header.scheduler)
-    if (speculation := values.get("speculation")) is not None:
-        values["speculation"] = _speculation_config(header, speculation)
-    return SchedulerConfig(**values)
-
-
-def _speculation_config(header: RecordHeader, values: Mapping[str, Any]) -> SpeculationConfig:
-    if unknown := values.keys() - {field.name for field in fields(SpeculationConfig)}:
-        raise ConfigError(
-            "the record's speculation differs from this version's in "
-            f"{', '.join(sorted(unknown))}; replay it with onbeat {header.onbeat_version}"
-        )
-    return SpeculationConfig(**values)
+            f"the record's scheduler configuration is not one of this version's: {error}; replay it with "
+            f"onbeat {header.onbeat_version}"
+        ) from error
+    return config
 
 
 class Replay:
@@ -198,6 +187,10 @@ class Replay:
             refusal = RecordedRefusal(str(error.code), error.predicted_ttft, error.retry_after)
         except Overloaded as error:
             refusal = RecordedRefusal(str(error.code), None, error.retry_after)
+        except RequestRejected as error:
+            raise ConfigError(
+                f"{self._recording.path}: no server can have taken request {quoted(call.request_id)}: {error}"
+            ) from error
         self.result.num_rejected += refusal is not None
         if not _is_same_refusal(call.refused, refusal):
             self._compare(None, f"refusal of {call.request_id}", call.refused, refusal)

@@ -79,8 +79,12 @@ def replay_fleet(recording: FleetRecording) -> FleetReplay:
         raise ConfigError(f"{recording.path}, line 1: no fleet can be made of its header: {error}") from error
     found = FleetReplay(str(header["router"]))
     for number, call in recording.calls():
-        event = _event(call["event"], f"{recording.path}, line {number}")
-        replayed = [named(each) for each in fleet.on_event(event, call["now"])]
+        where = f"{recording.path}, line {number}"
+        event = _event(call["event"], where)
+        try:
+            replayed = [named(each) for each in fleet.on_event(event, call["now"])]
+        except (AssertionError, ArithmeticError) as error:
+            raise ConfigError(f"{where}: no fleet can have heard this: {error or 'it is damaged'}") from error
         found.num_calls += 1
         found.num_actions += len(replayed)
         found.events[type(event).__name__] += 1
