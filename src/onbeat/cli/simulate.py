@@ -89,6 +89,7 @@ def _describe(settings: ReplicaSettings, simulation: Simulation) -> str:
 
 
 def _show(run: SimulatedRun) -> None:
+    from onbeat.metrics.jobs import lines_of_jobs
     from onbeat.metrics.summary import METRICS
     from onbeat.report.breakdown import breakdown_tables, worst_decile_line
     from onbeat.report.table import run_tables
@@ -100,6 +101,8 @@ def _show(run: SimulatedRun) -> None:
     for table in (*tables, *breakdown_tables(run.summary.breakdown)):
         console.print(table)
     if line := worst_decile_line(run.summary.breakdown):
+        console.print(line, markup=False, highlight=False)
+    for line in lines_of_jobs(run.jobs):
         console.print(line, markup=False, highlight=False)
     if run.decisions:
         decided = ", ".join(f"{what} {num:,}" for what, num in sorted(run.decisions.items()))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.core.step import BatchShape
+from onbeat.metrics.jobs import JobSummary, summarise_jobs
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import GroupSummary, SummaryOptions, summarise
 from onbeat.metrics.summary_keys import milliseconds, run_keys
@@ -24,6 +25,8 @@ from onbeat.simulator.outcomes import GroupOutcomes, RunOutcomes, tell_outcomes
 from onbeat.simulator.result import FleetSize, SimulationResult
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import Simulation
+from onbeat.simulator.virtual_clients import call_times
+from onbeat.workload.job_load import job_outcomes
 from onbeat.workload.offered import OfferedLoad
 
 HIDDEN_SETTINGS = frozenset({"run", "command"})
@@ -46,6 +49,8 @@ class SimulatedRun(RunResult[RequestRecord]):
     """What a fleet decided how often; empty where there is none."""
     replica_seconds: float | None
     """For which the replicas of a fleet were held, their starts included; None without."""
+    jobs: Mapping[str, JobSummary]
+    """By kind; empty where the load has none."""
     sizes: Sequence[FleetSize]
     """Of a fleet that changes its own size."""
 
@@ -79,12 +84,22 @@ def as_run(
         simulation=simulation,
         outcomes=outcomes,
         num_replicas=len(result.replicas),
-        num_interrupted_requests=result.num_requests - len(result.records),
+        num_interrupted_requests=0
+        if result.is_complete  # calls of jobs may never have come
+        else result.num_requests - len(result.records),
         num_overlong=load.num_skipped,
         decisions=result.decisions,
         replica_seconds=result.replica_seconds,
+        jobs=_jobs(load, result),
         sizes=result.sizes,
     )
+
+
+def _jobs(load: OfferedLoad, result: SimulationResult) -> dict[str, JobSummary]:
+    if load.jobs is None:
+        return {}
+    calls = {int(each.request_id): call_times(each) for each in result.records}
+    return summarise_jobs(job_outcomes(load.jobs, calls))
 
 
 def _header(
@@ -300,6 +315,7 @@ def _machine_keys(run: SimulatedRun) -> dict[str, Any]:
         "speculation": None if run.drafts is None else run.drafts.keys(),
         "wall_seconds": machine.wall_seconds,
         "num_overlong": run.num_overlong,
+        **({"jobs": {kind: own.keys() for kind, own in run.jobs.items()}} if run.jobs else {}),
         "fleet_decisions": dict(run.decisions) or None,
         "replica_seconds": run.replica_seconds,
         "fleet_sizes": [each._asdict() for each in run.sizes] or None,

@@ -18,12 +18,12 @@ from onbeat.core.slo import OBJECTIVES, SLO, SLO_CLASSES
 from onbeat.workload.arrival_plan import ArrivalKind, ArrivalPlan
 from onbeat.workload.arrivals import RateStep
 from onbeat.workload.class_traces import have_traces
-from onbeat.workload.load_source import LoadName, LoadSource, make_load
+from onbeat.workload.load_source import JOB_LOADS, TIMED_LOADS, LoadName, LoadSource, make_load
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.slo_config import read_slo_config
 from onbeat.workload.slo_entries import built_in_slo
-from onbeat.workload.trace import TIMED_KINDS, read_trace
+from onbeat.workload.trace import read_trace
 
 DEFAULT_RATE = 1.0
 """Requests per second where nothing sets a rate; the help says so."""
@@ -137,6 +137,19 @@ class ObjectiveOptions:
         return min((each.slo.tbt for each in self.classes() if each.slo.tbt is not None), default=None)
 
 
+def job_deadline_option() -> Any:
+    """Return the field of the deadline of jobs."""
+    return option(
+        None,
+        flag="--job-deadline-ms",
+        unit="ms",
+        metavar="MS",
+        group="data set",
+        help="of each job, from its start to the end of its last call (default: as its file says, else by "
+        "its length)",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadOptions:
     """What is asked, when, and with which objectives."""
@@ -157,11 +170,12 @@ class WorkloadOptions:
         help="columns of lengths (default: num_prefill_tokens,num_decode_tokens)",
     )
     tokenizer: Path | None = option(
-        None, metavar="PATH", group="data set", help="measures the texts of sharegpt"
+        None, metavar="PATH", group="data set", help="measures the texts of sharegpt and jobs"
     )
     num_prompts: int | None = option(
-        None, metavar="N", group="data set", help="requests (default: 1000, or all of a file)"
+        None, metavar="N", group="data set", help="requests (default: 1000, 100 jobs, or all of a file)"
     )
+    job_deadline: float | None = job_deadline_option()
     input_len: int | None = option(
         None,
         aliases=("--random-input-len",),
@@ -219,7 +233,7 @@ def offered_load(options: WorkloadOptions, *, max_model_len: int, seed: int) -> 
     source = load_source(options)
     if options.num_prompts is not None and options.num_prompts < 1:
         raise ConfigError(f"--num-prompts must be at least 1, got {options.num_prompts}")
-    plan = arrival_plan(options, is_timed=source.name in TIMED_KINDS)
+    plan = arrival_plan(options, is_timed=source.name in TIMED_LOADS)
     load = make_load(source, plan, num_requests=options.num_prompts, seed=seed)
     if not have_traces(classes):
         load = load.check_lengths(max_model_len, overlong=options.overlong)
@@ -249,6 +263,7 @@ def load_source(options: WorkloadOptions) -> LoadSource:
         columns=columns,
         shuffle=not options.disable_shuffle,
         count_tokens=_token_counter(options.tokenizer),
+        job_deadline=options.job_deadline,
     )
 
 
@@ -258,14 +273,16 @@ def _refuse_foreign(options: WorkloadOptions, name: str) -> None:
         "input_len": ("random", "conversation", "zipf"),
         "random_range_ratio": ("random",),
         "zipf_exponent": ("zipf",),
-        "tokenizer": ("sharegpt",),
+        "tokenizer": ("sharegpt", "jobs"),
+        "job_deadline": tuple(sorted(JOB_LOADS)),
         "disable_shuffle": ("sharegpt", "lengths"),
     }
-    for flag, names in owners.items():
-        if getattr(options, flag) and name not in names:
-            raise ConfigError(
-                f"--{flag.replace('_', '-')} is for --dataset-name {' or '.join(names)}, not for {name}"
-            )
+    flags = {each.name: each.flag for each in settings_of(WorkloadOptions)}
+    for field, names in owners.items():
+        if getattr(options, field) and name not in names:
+            raise ConfigError(f"{flags[field]} is for --dataset-name {' or '.join(names)}, not for {name}")
+    if options.output_len is not None and name in JOB_LOADS:
+        raise ConfigError(f"--output-len has no effect on {name}, whose calls have lengths of their own")
     if options.output_len is not None and options.output_len < 1:
         raise ConfigError(f"--output-len must be at least 1, got {options.output_len}")
 

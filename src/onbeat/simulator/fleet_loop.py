@@ -128,7 +128,7 @@ class FleetLoop:
     def close(self, offered: OfferedRequest, now: float) -> None:
         """Hear of a request that ended, however it did."""
         clients = self.clients
-        clients.on_finish(now)
+        clients.on_finish(offered, now)
         self._collector.on_finish(offered, now)
         if clients.next_time < self._next_arrival:
             self._expect_arrival()
@@ -141,6 +141,8 @@ class FleetLoop:
             self.at(self._next_arrival, ARRIVE, self._arrive)
 
     def _arrive(self, now: float) -> None:
+        if now != self._next_arrival:
+            return  # another request was due sooner, and came then
         clients = self.clients
         offered = clients.send(now)
         self._next_arrival = when = clients.next_time

@@ -110,7 +110,7 @@ def simulate(  # noqa: PLR0913 (four say who watches)
 
 def _router_apart(load: OfferedLoad, config: SimulationConfig) -> Router | None:
     """Return the router of several replicas that have no effect on one another; None where they have."""
-    is_open = load.arrivals is not None and config.max_concurrency is None
+    is_open = load.arrivals is not None and config.max_concurrency is None and load.jobs is None
     is_fixed = not (config.fleet_changes or config.kinds or config.kv_link or config.fleet.autoscale)
     # What one replica refuses goes to another.
     if config.num_replicas == 1 or not (is_fixed and is_open) or _refuses(config):

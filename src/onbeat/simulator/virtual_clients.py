@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from heapq import heappop, heappush
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, Overloaded, SLOUnattainable
-from onbeat.core.request import UNKNOWN_GRAMMAR, Request, SamplingParams
+from onbeat.core.request import UNKNOWN_GRAMMAR, FinishReason, Request, SamplingParams
+from onbeat.core.slo import SLO
+from onbeat.jobs.book import JobBook, OpenCall
+from onbeat.jobs.call import JobCall, JobEnd, Split
+from onbeat.metrics.jobs import CallTimes
 from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.draft_acceptance import RequestDrafts
 from onbeat.simulator.simulation_config import SimulationConfig
-from onbeat.workload.offered import OfferedLoad
+from onbeat.workload.offered import JobRows, OfferedLoad
+
+_DONE = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
 STOP = 0
 """The token with which a request ends before its `max_tokens`."""
@@ -40,6 +47,92 @@ class OfferedRequest:
     """Number of the replica of a fleet that has it, or had it last."""
     refusal: Overloaded | SLOUnattainable | None = None
     """Why its replica would not have it, for the load there; another may."""
+
+
+def call_times(record: RequestRecord) -> CallTimes:
+    """Return what a record says of a call of a job."""
+    return record.arrival, record.end, record.finish_reason in _DONE, record.num_output_tokens
+
+
+class JobChains:
+    """Sends the calls of jobs in their order, each once those that it needs have ended.
+
+    A call that does not come to its end ends its job, and so does the deadline: no other call is sent.
+
+    Parameters
+    ----------
+    rows : which rows of a load are the calls of which job.
+    split : see `JobBook`, which gives calls their objectives here as in a server.
+    """
+
+    def __init__(self, rows: JobRows, split: Split) -> None:
+        self._rows = rows
+        self._book = JobBook(split)
+        self._due: list[tuple[float, int]] = []
+        """(when, row) of calls whose think time passes."""
+        self._num_missing: dict[int, int] = {}
+        """Rows that wait, and how many calls they wait for."""
+        self._open: dict[int, OpenCall] = {}
+        self._ends: dict[int, float] = {}
+        """When jobs have to be done of which a call was sent: minus infinity once one was lost."""
+
+    @property
+    def next_time(self) -> float:
+        """When the next call is due; infinite where none is."""
+        return self._due[0][0] if self._due else inf
+
+    def take(self) -> int:
+        """Return the row of the call that is due, which counts as sent."""
+        return heappop(self._due)[1]
+
+    def has_schema(self, row: int) -> bool:
+        """Return whether an answer must match a schema."""
+        number, index = self._rows.place(row)
+        return self._rows.jobs[number].calls[index].schema is not None
+
+    def open(
+        self, row: int, slo: SLO | None, now: float, *, num_prompt_tokens: int, max_tokens: int
+    ) -> SLO | None:
+        """Return what a call is held to that arrives now.
+
+        Parameters
+        ----------
+        slo : its own objectives.
+        """
+        number, index = self._rows.place(row)
+        job = self._rows.jobs[number]
+        self._ends.setdefault(number, now + job.deadline)
+        if job.deadline == inf:
+            return slo
+        call = JobCall(
+            job_id=str(number),
+            e2e=job.deadline,
+            calls_left=job.calls_left[index] if job.says_calls_left else None,
+            kind=job.kind,
+        )
+        opened = self._book.open(call, now, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
+        self._open[row] = opened
+        return opened.share.objectives(slo)
+
+    def close(self, row: int, record: RequestRecord, now: float) -> None:
+        """Hear that a call ended, and let those be due that waited for it."""
+        number, index = self._rows.place(row)
+        job, is_done = self._rows.jobs[number], record.finish_reason in _DONE
+        if (opened := self._open.pop(row, None)) is not None:
+            why = None if is_done else JobEnd.REFUSED
+            self._book.close(opened, now, num_output_tokens=record.num_output_tokens, why=why)
+        if not is_done:
+            self._ends[number] = -inf
+        for each in job.followers[index]:
+            follower = row - index + each
+            missing = self._num_missing.pop(follower, len(job.calls[each].needs)) - 1
+            when = now + job.calls[each].think
+            if when > self._ends[number]:
+                continue
+            if missing:
+                self._num_missing[follower] = missing
+            else:
+                heappush(self._due, (when, follower))
 
 
 class Clients:
@@ -74,34 +167,44 @@ class Clients:
         self._declared_max_tokens = config.declared_max_tokens
         self._shed = config.shed
         self._guided_share = config.guided_share
+        self._chains = None if load.jobs is None else JobChains(load.jobs, config.job_split)
+        if load.jobs is not None and rows is None:
+            rows = load.jobs.heads
         self._rows = rows
-        self.num_requests = len(load) if rows is None else len(rows)
+        self._num_rows = len(load) if rows is None else len(rows)
         self._overhead = config.request_overhead
         self._num_sent = 0
         self._ends: deque[float] = deque()
         """When requests ended that another may follow, where so many are under way that one waits."""
+        self._may_send: float | None = None
+        """When the next request may be sent, by the limit; None while it has to wait for an end."""
+        self._num_places = 0
+        """How many of the places that the limit allows were ever taken."""
         self.num_under_way = 0
         """Requests sent that have not ended."""
         self._first_buffered = 0
-        self._buffer: list[tuple[int, float, int, int]] = []
-        """(row, arrival, prompt tokens, output tokens) of requests about to be sent"""
+        self._buffer: list[tuple[int, float]] = []
+        """(row, arrival) of requests about to be sent"""
         self.next_time = inf
         """When a replica hears of the next request; infinite where none is left, or all wait for an end."""
         self._find_next()
 
     def send(self, now: float) -> OfferedRequest:
         """Make the next request, of which a replica hears now; it arrived when its server began with it."""
-        index, _, num_prompt_tokens, num_output_tokens = self._buffer[self._num_sent - self._first_buffered]
-        self._num_sent += 1
+        load, index, arrival = self._load, self._take_next(), now - self._overhead
         self.num_under_way += 1
         self._find_next()
-        request_id, arrival = str(index), now - self._overhead
-        load = self._load
+        request_id = str(index)
+        num_prompt_tokens = int(load.num_prompt_tokens[index])
+        num_output_tokens = int(load.num_output_tokens[index])
         request_class = load.request_class(index)
         name, slo, weight = None, None, 1.0
         if request_class is not None:
             name, slo, weight = request_class.name, request_class.slo, request_class.weight
         tenant = load.tenant(index)
+        if self._chains is not None:
+            most = max(num_output_tokens, self._declared_max_tokens or 0)
+            slo = self._chains.open(index, slo, arrival, num_prompt_tokens=num_prompt_tokens, max_tokens=most)
         request = Request(
             request_id=request_id,
             prompt_token_ids=range(num_prompt_tokens),
@@ -131,46 +234,61 @@ class Clients:
     def _sampling(self, index: int, num_output_tokens: int) -> SamplingParams:
         sampling = _sampling(num_output_tokens, self._declared_max_tokens)
         is_guided = num_output_tokens > 0 and index * _GOLDEN_RATIO % 1 < self._guided_share
+        if self._chains is not None:
+            is_guided = is_guided or self._chains.has_schema(index)
         return replace(sampling, grammar=UNKNOWN_GRAMMAR) if is_guided else sampling
 
-    def on_finish(self, now: float) -> None:
+    def on_finish(self, offered: OfferedRequest, now: float) -> None:
         """Let the next request be sent, if it was waiting for one to end."""
         self.num_under_way -= 1
         if self._max_concurrency < inf:
             self._ends.append(now)
-            if self.next_time == inf:
-                self._find_next()
+        if self._chains is not None:
+            self._chains.close(offered.index, offered.record, now)
+            self._find_next()
+        elif self.next_time == inf and self._max_concurrency < inf:
+            self._find_next()
 
-    def _find_next(self) -> None:
-        self.next_time = inf
-        if self._num_sent == self.num_requests:
-            return
-        may_send = 0.0
-        if self._num_sent >= self._max_concurrency:
-            if not self._ends:
-                return
-            may_send = self._ends.popleft()
+    def _take_next(self) -> int:
+        """Return the row of the next request, which counts as sent."""
+        chains, self._may_send = self._chains, None
+        if chains is not None and chains.next_time <= self._next_of_rows():
+            return chains.take()
+        index = self._buffer[self._num_sent - self._first_buffered][0]
+        self._num_sent += 1
+        return index
+
+    def _next_of_rows(self) -> float:
+        """Return when the next request is due that waits for no other; infinite where none is left."""
+        if self._num_sent == self._num_rows:
+            return inf
         offset = self._num_sent - self._first_buffered
         if offset == len(self._buffer):
             self._fill_buffer()
             offset = 0
-        self.next_time = max(may_send, self._buffer[offset][1]) + self._overhead
+        return self._buffer[offset][1]
+
+    def _find_next(self) -> None:
+        self.next_time = inf
+        if self._may_send is None:
+            if self._num_places < self._max_concurrency:
+                self._may_send, self._num_places = 0.0, self._num_places + 1
+            elif self._ends:
+                self._may_send = self._ends.popleft()
+            else:
+                return
+        due = self._next_of_rows()
+        if self._chains is not None:
+            due = min(due, self._chains.next_time)
+        self.next_time = max(self._may_send, due) + self._overhead
 
     def _fill_buffer(self) -> None:
         start, load = self._num_sent, self._load
-        stop = min(start + _ROWS_AT_ONCE, self.num_requests)
+        stop = min(start + _ROWS_AT_ONCE, self._num_rows)
         rows = np.arange(start, stop) if self._rows is None else self._rows[start:stop]
         arrivals = [0.0] * len(rows) if load.arrivals is None else load.arrivals[rows].tolist()
         self._first_buffered = start
-        self._buffer = list(
-            zip(
-                rows.tolist(),
-                arrivals,
-                load.num_prompt_tokens[rows].tolist(),
-                load.num_output_tokens[rows].tolist(),
-                strict=True,
-            )
-        )
+        self._buffer = list(zip(rows.tolist(), arrivals, strict=True))
 
 
 @lru_cache(maxsize=1 << 16)

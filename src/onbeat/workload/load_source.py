@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -12,19 +12,42 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
 from onbeat.workload.arrival_plan import ArrivalPlan
+from onbeat.workload.job import Job
+from onbeat.workload.job_file import read_jobs
+from onbeat.workload.job_kinds import JOB_KINDS, draw_jobs
+from onbeat.workload.job_load import given_starts, job_load
 from onbeat.workload.lengths import Lengths, LogNormalLength, UniformLength, ZipfLength
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.sharegpt import read_sharegpt, sharegpt_workload
-from onbeat.workload.trace import Trace, TraceKind, read_trace
+from onbeat.workload.trace import TIMED_KINDS, Trace, TraceKind, read_trace
 
 LoadName = Literal[
-    "random", "conversation", "zipf", "sharegpt", "azure", "mooncake", "burstgpt", "vidur", "lengths"
+    "random",
+    "conversation",
+    "zipf",
+    "sharegpt",
+    "azure",
+    "mooncake",
+    "burstgpt",
+    "vidur",
+    "lengths",
+    "jobs",
+    "chat-sessions",
+    "agents",
+    "retrieval-chain",
+    "retrieval-plan",
+    "map-reduce",
 ]
 LOAD_NAMES: tuple[LoadName, ...] = get_args(LoadName)
-DRAWN_LOADS = frozenset({"random", "conversation", "zipf"})
+DRAWN_LOADS = frozenset({"random", "conversation", "zipf", *JOB_KINDS})
 """Those whose lengths come from a distribution, not from a file."""
+TIMED_LOADS = TIMED_KINDS | {"jobs"}
+"""Those whose files may have times."""
+JOB_LOADS = frozenset({"jobs", *JOB_KINDS})
+"""Those of calls that depend on one another: numbers and rates are of jobs, not of calls."""
 
 DEFAULT_NUM_REQUESTS = 1000
+DEFAULT_NUM_JOBS = 100
 
 # Spread of conversation lengths: the logarithm's standard deviation of ShareGPT-like chats.
 CONVERSATION_PROMPT_SIGMA = 1.0
@@ -55,7 +78,9 @@ class LoadSource:
     shuffle: bool = True
     """Take requests of files without times in random order."""
     count_tokens: Callable[[str], int] | None = None
-    """Measures the texts of `sharegpt`."""
+    """Measures the texts of `sharegpt` and `jobs`."""
+    job_deadline: float | None = None
+    """Of each job, seconds; None: as its file says, or by its length."""
 
     def __post_init__(self) -> None:
         if (self.name in DRAWN_LOADS) != (self.path is None):
@@ -100,8 +125,8 @@ def make_load(
     Parameters
     ----------
     arrivals : None is a closed loop.
-    num_requests : None takes 1,000, or the whole file. A file with fewer requests is drawn from again, with
-        replacement, unless its own times are replayed or its prompts share blocks.
+    num_requests : None takes 1,000 (100 jobs), or the whole file. A file with fewer requests is drawn from
+        again, with replacement, unless its own times are replayed or its prompts share blocks.
     seed : decides lengths, order and arrivals.
 
     Raises
@@ -109,6 +134,8 @@ def make_load(
     ConfigError : a bad file, or fewer requests than asked for in one that cannot be drawn from again.
     """
     rng = np.random.default_rng([seed, 0])
+    if source.name in JOB_LOADS:
+        return _job_load(source, arrivals, num_requests, seed, rng)
     if source.name in DRAWN_LOADS:
         load, times = _drawn(source, num_requests or DEFAULT_NUM_REQUESTS, rng), None
     elif source.name == "sharegpt":
@@ -119,6 +146,38 @@ def make_load(
     if arrivals is None:
         return load
     return load.with_arrivals(arrivals.offsets(len(load), rng=np.random.default_rng([seed, 1]), times=times))
+
+
+def load_jobs(source: LoadSource, num_jobs: int | None, rng: np.random.Generator) -> list[Job]:
+    """Return the jobs of a data set of them: those of a file, from its beginning, or drawn ones.
+
+    Raises
+    ------
+    ConfigError : a bad file, or fewer jobs than asked for.
+    """
+    if source.name != "jobs":
+        return draw_jobs(source.name, num_jobs or DEFAULT_NUM_JOBS, rng, deadline=source.job_deadline)  # type: ignore[arg-type]
+    assert source.path is not None  # checked by the source
+    jobs = read_jobs(source.path, source.count_tokens)
+    if num_jobs is not None and num_jobs > len(jobs):
+        raise ConfigError(f"{source.path} has {len(jobs)} jobs, {num_jobs} were asked for with --num-prompts")
+    if source.job_deadline is not None:
+        jobs = [replace(job, deadline=source.job_deadline) for job in jobs]
+    return jobs[:num_jobs]
+
+
+def _job_load(
+    source: LoadSource,
+    arrivals: ArrivalPlan | None,
+    num_jobs: int | None,
+    seed: int,
+    rng: np.random.Generator,
+) -> OfferedLoad:
+    jobs = load_jobs(source, num_jobs, rng)
+    starts = None
+    if arrivals is not None:
+        starts = arrivals.offsets(len(jobs), rng=np.random.default_rng([seed, 1]), times=given_starts(jobs))
+    return job_load(source.name, jobs, starts)
 
 
 def _drawn(source: LoadSource, num_requests: int, rng: np.random.Generator) -> OfferedLoad:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.workload.class_traces import have_traces, lengths_by_class
+from onbeat.workload.job import Job
 from onbeat.workload.slo_classes import ClassIds, SLOClass, assign_classes, check_classes
 
 Overlong = Literal["error", "skip"]
@@ -31,6 +32,49 @@ class LongerThanContext(ConfigError):
     def __init__(self, message: str, *, num_tokens: int) -> None:
         super().__init__(message)
         self.num_tokens = num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRows:
+    """Which rows of a load are the calls of which job."""
+
+    jobs: tuple[Job, ...]
+    firsts: NDArray[np.int64]
+    """Row of the first call of each job; its others follow."""
+
+    def place(self, row: int) -> tuple[int, int]:
+        """Return the number of the job that a row is a call of, and which call of it."""
+        number = int(np.searchsorted(self.firsts, row, side="right")) - 1
+        return number, row - int(self.firsts[number])
+
+    @property
+    def heads(self) -> NDArray[np.int64]:
+        """The rows that need no other."""
+        rows = (
+            int(first) + index
+            for first, job in zip(self.firsts, self.jobs, strict=True)
+            for index, call in enumerate(job.calls)
+            if not call.needs
+        )
+        return np.fromiter(rows, dtype=np.int64)
+
+    def each_job(self, of_rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Return, for each row, whether something holds for all rows of its job."""
+        kept = np.logical_and.reduceat(of_rows, self.firsts)
+        return np.repeat(kept, [len(job.calls) for job in self.jobs])
+
+    def take(self, rows: NDArray[np.int64]) -> JobRows:
+        """Return the same of rows that are whole jobs, one behind another.
+
+        Raises
+        ------
+        ConfigError : a job is not taken whole.
+        """
+        firsts = np.flatnonzero(np.isin(rows, self.firsts))
+        jobs = tuple(self.jobs[self.place(int(rows[first]))[0]] for first in firsts)
+        if sum(len(job.calls) for job in jobs) != len(rows):
+            raise ConfigError("some calls of a job were taken without the others; take whole jobs")
+        return JobRows(jobs=jobs, firsts=firsts.astype(np.int64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +110,9 @@ class OfferedLoad:
     """`Request.priority` of each; None where all are alike."""
     lines: NDArray[np.int64] | None = None
     """Where in a file each request was read, counted from 1; None where there is no file."""
+    jobs: JobRows | None = None
+    """Which requests are calls of which job; None where each stands for itself. A call arrives once the calls
+    that it needs have ended; `arrivals` has the start of its job then."""
     num_skipped: int = 0
     """Requests left out because they did not fit the context."""
 
@@ -119,6 +166,7 @@ class OfferedLoad:
             tenants=None if self.tenants is None else tuple(self.tenants[row] for row in chosen.tolist()),
             priorities=None if self.priorities is None else self.priorities[chosen],
             lines=None if self.lines is None else self.lines[chosen],
+            jobs=None if self.jobs is None else self.jobs.take(chosen),
         )
 
     def check_lengths(self, max_model_len: int, *, overlong: Overlong) -> OfferedLoad:
@@ -137,6 +185,8 @@ class OfferedLoad:
         fitting = totals <= max_model_len
         if fitting.all():
             return self
+        if self.jobs is not None:
+            fitting = self.jobs.each_job(fitting)
         num_overlong = len(self) - int(fitting.sum())
         if overlong == "skip" and num_overlong < len(self):
             fitted = self.take(np.flatnonzero(fitting))
@@ -175,13 +225,23 @@ class OfferedLoad:
     def with_classes(self, classes: Sequence[SLOClass], *, seed: int) -> OfferedLoad:
         """Return the same requests with objectives, assigned by share; equal seeds give equal classes.
 
-        Those of a class with a trace of its own are as long as requests of that trace.
+        All calls of a job have one class: that of the job's own name, if each job has one, else by share.
+
+        Requests of a class with a trace of its own are as long as requests of that trace.
 
         Raises
         ------
         ConfigError : a trace that cannot be drawn from, or prompts of this load that share blocks beside it.
         """
-        class_ids = assign_classes(len(self), classes, np.random.default_rng([seed, 2]))
+        rng = np.random.default_rng([seed, 2])
+        if self.jobs is None:
+            class_ids = assign_classes(len(self), classes, rng)
+        else:
+            sizes = [len(job.calls) for job in self.jobs.jobs]
+            ids = {each.name: number for number, each in enumerate(classes)}
+            known = [ids.get(job.kind, -1) for job in self.jobs.jobs]
+            of_jobs = assign_classes(len(sizes), classes, rng) if -1 in known else np.array(known, np.int16)
+            class_ids = np.repeat(of_jobs, sizes)
         load = replace(self, classes=tuple(classes), class_ids=class_ids)
         if not have_traces(classes):
             return load

@@ -17,7 +17,7 @@ from onbeat.core.slo import ShedMode
 from onbeat.metrics.summary import SummaryOptions
 from onbeat.scheduler.config import DEFAULT_POLICY
 from onbeat.simulator.setup import build_simulation
-from tests.pure.cli.simulating import DATA, MODEL, simulate, summary_of
+from tests.pure.cli.simulating import DATA, MODEL, error_of, simulate, summary_of
 
 
 def test_prints_the_configuration_and_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,3 +246,24 @@ def test_what_is_scored_is_what_is_planned_for() -> None:
     assert (config.scheduler.slo_mode, config.scheduler.max_num_queued_tokens) == ("gap", 9000)
     assert (config.shed, config.scheduler.shed_order) == (ShedMode.REJECT, "longest-wait")
     assert read_options(args, SummaryOptions).slo_mode == "gap"
+
+
+def test_jobs_are_drawn_and_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "jobs.json"
+    own = ["--dataset-name", "retrieval-plan", "--num-prompts", "6", "--request-rate", "2"]
+    assert main(["simulate", *MODEL, *own, "--disable-tqdm", "--json", str(path)]) == 0
+    assert "jobs (retrieval-plan): 6 of 6 kept (100.0%)" in capsys.readouterr().out
+    assert json.loads(path.read_text())["jobs"]["retrieval-plan"]["offered"] == 6
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--job-deadline-ms", "500"], "--job-deadline-ms is for --dataset-name agents or"),
+        (["--dataset-name", "jobs"], "--dataset-name jobs needs a file"),
+        (["--dataset-name", "agents", "--output-len", "5"], "--output-len has no effect on agents"),
+    ],
+)
+def test_flags_of_jobs_are_checked(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:
+    assert main(["simulate", *MODEL, "--request-rate", "2", *flags]) == 2
+    assert words in error_of(capsys)

@@ -1,0 +1,1 @@
+"""Jobs: one deadline for a chain of calls."""

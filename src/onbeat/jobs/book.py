@@ -1,0 +1,310 @@
+"""The book of open jobs: it gives each call its share of the time that its job has left.
+
+A call of a job arrives. D is the job's deadline, n the number of calls that follow it, h the time between two
+calls, w the call's work and u that of a later one. The call may take
+
+    (D - now - n h) * w / (w + n u)
+
+seconds. That is its end-to-end objective, so that nothing behind the front door knows of jobs. What nobody
+states is learnt from ended calls and jobs of the same kind. JITServe (NSDI 2026) gives deadlines to
+stages of compound requests likewise; it knows their graphs, here a caller says at most how many calls follow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from math import inf
+
+from onbeat.core.errors import InvalidRequest, Overloaded, SLOUnattainable
+from onbeat.jobs.call import CallShare, JobCall, JobEnd, JobReport, Later, Split, by_work
+from onbeat.jobs.counts import JobCounts
+from onbeat.jobs.learnt import KindOfJob, Pace, work_of
+
+MOST_JOBS = 65_536
+"""Open at once."""
+MOST_OF_TENANT = 4_096
+"""Of them, one tenant's, where callers name tenants."""
+MOST_KINDS = 256
+"""Of which something is learnt; jobs of further ones are taken to be alike."""
+FORGOTTEN_AFTER = 60.0
+"""Seconds after its deadline at which an open job is forgotten, and after its last call, if that is later."""
+_MOST_JOBS_GONE = 1024
+"""Ended jobs whose times to be forgotten are kept, beside as many as there are open ones."""
+_SAME = 2e-3
+"""Seconds by which two statements of one deadline may differ, as clocks are rounded."""
+_DOUBT = 1.25
+"""A job is refused if it is predicted to take this many times the time that it has: predictions of what
+nobody has asked for yet are rough."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """A job that is open."""
+
+    key: tuple[str | None, str]
+    first: float
+    deadline: float
+    stated: JobCall
+    """By its first call."""
+    kind: KindOfJob
+    forgotten: float
+    num_open: int = 0
+    """Calls under way."""
+    num_stages: int = 0
+    """Times that a call began while none was open: calls one after another."""
+    num_ended: int = 0
+    work: float = 0.0
+    """Of ended calls."""
+    since: float = 0.0
+    """When `num_open` became 0, or ceased to be."""
+    in_calls: float = 0.0
+    context: int = 0
+    """Tokens of prompt and answer of the longest call so far."""
+    calls_left: int | None = None
+    """As the newest call says."""
+    failed: JobEnd | None = None
+    """Why the last call to end did not come to its end; None if it did."""
+
+
+@dataclass(slots=True)
+class OpenCall:
+    """A call under way, which its opener closes once."""
+
+    share: CallShare
+    job: _Job
+    call: JobCall
+    arrival: float
+    new_tokens: int
+    """Of its prompt, those that no call of the job had before."""
+    num_prompt_tokens: int
+
+
+@dataclass(slots=True)
+class JobBook:
+    """All open jobs. Bounded in number, and in time: those that nobody ends are forgotten.
+
+    Parameters
+    ----------
+    split : says what a call may take of the time that its job has left.
+    """
+
+    split: Split = by_work
+    counts: JobCounts = field(default_factory=JobCounts)
+    _jobs: dict[tuple[str | None, str], _Job] = field(default_factory=dict)
+    _per_tenant: Counter[str] = field(default_factory=Counter)
+    _ends: list[tuple[float, tuple[str | None, str]]] = field(default_factory=list)
+    """(when to look whether a job is to be forgotten, its key)"""
+    _kinds: dict[str, KindOfJob] = field(default_factory=dict)
+    _pace: Pace = field(default_factory=Pace)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def open(
+        self, call: JobCall, now: float, *, num_prompt_tokens: int, max_tokens: int, refuses: bool = False
+    ) -> OpenCall:
+        """Take a call that arrives, and say what it gets of its job's time.
+
+        Parameters
+        ----------
+        now : seconds.
+        num_prompt_tokens, max_tokens : of all its choices together, and of the longest.
+        refuses : whether a first call is refused if its job is predicted to be late.
+
+        Raises
+        ------
+        InvalidRequest : the job has another deadline than the call says, none, or one that has passed.
+        Overloaded : too many jobs are open.
+        SLOUnattainable : the job is predicted to be late, and its caller prefers to hear so now.
+        """
+        self._forget(now)
+        key = (call.tenant, call.job_id)
+        job = self._jobs.get(key)
+        is_first = job is None
+        if job is None:
+            job = self._new(key, call, now)
+        else:
+            _check_same(job, call)
+        new_tokens = num_prompt_tokens - (job.context if num_prompt_tokens > job.context else 0)
+        share = self._share(job, call, new_tokens, max_tokens, now)
+        if is_first:
+            if refuses and share.predicted_job is not None:
+                self._check_attainable(job, share.predicted_job, now)
+            self._enter(job)
+        if not job.num_open:
+            if not is_first:
+                job.kind.between.add(now - job.since)
+            job.since, job.num_stages = now, job.num_stages + 1
+        job.num_open += 1
+        job.calls_left = call.calls_left
+        return OpenCall(share, job, call, now, new_tokens, num_prompt_tokens)
+
+    def close(self, opened: OpenCall, now: float, *, num_output_tokens: int, why: JobEnd | None) -> JobReport:
+        """Hear that a call ended; return how its job stands.
+
+        Parameters
+        ----------
+        why : `REFUSED` or `ABANDONED` of a call that did not come to its end. Its caller may send it again,
+            so that the job stays open.
+        """
+        job, num_tokens = opened.job, opened.num_prompt_tokens + num_output_tokens
+        job.num_open -= 1
+        job.num_ended += 1
+        job.context = max(job.context, num_tokens)
+        if not job.num_open:
+            job.in_calls += now - job.since
+            job.since = now
+        if why is None:
+            work = work_of(opened.new_tokens, num_output_tokens)
+            job.work += work
+            job.kind.work.add(work)
+            job.kind.output.add(num_output_tokens)
+            self._pace.add(max(now - opened.arrival, 1e-9), work)
+        job.failed, end = why, None
+        if why is None and job.calls_left == 0 and not job.num_open:
+            end = JobEnd.KEPT if now <= job.deadline else JobEnd.LATE
+        job.forgotten = max(job.deadline, now) + FORGOTTEN_AFTER
+        if end is not None:
+            self._end(job, end, now)
+        return JobReport(
+            job_id=opened.call.job_id,
+            num_calls=job.num_ended,
+            elapsed=now - job.first,
+            remaining=job.deadline - now,
+            share=opened.share.e2e,
+            in_calls=job.in_calls,
+            end=end,
+        )
+
+    # ---- shares ----
+
+    def _share(self, job: _Job, call: JobCall, new_tokens: int, max_tokens: int, now: float) -> CallShare:
+        kind = job.kind
+        own = work_of(new_tokens, min(max_tokens, kind.output.value))
+        known = job.work / job.num_ended if job.num_ended else kind.work.value
+        num_later = kind.calls_left(job.num_stages) if call.calls_left is None else float(call.calls_left)
+        between = num_later * kind.between.value
+        later = Later(job.deadline - now - between, own, num_later * known, num_later)
+        least = own * self._pace.quickest
+        predicted = None
+        if self._pace.usual.count:
+            predicted = (own + later.later_work) * self._pace.usual.value + between
+        if now + least > job.deadline:
+            return CallShare(e2e=None, predicted_job=predicted)
+        return CallShare(e2e=max(self.split(later), least, 1e-3), predicted_job=predicted)
+
+    def _check_attainable(self, job: _Job, predicted: float, now: float) -> None:
+        has = job.deadline - now
+        if predicted <= has * _DOUBT:
+            return
+        self.counts.end(JobEnd.REFUSED, 0.0, 0.0)
+        raise SLOUnattainable(
+            f"the job would end {predicted:.3g} s after its first call; its deadline is {has:.3g} s. Give it "
+            "more time or fewer calls, or set slo.shed to false to have it served late",
+            predicted_ttft=predicted,
+            retry_after=predicted - has,
+            code="job_unattainable",
+        )
+
+    # ---- opening, ending, forgetting ----
+
+    def _new(self, key: tuple[str | None, str], call: JobCall, now: float) -> _Job:
+        """Return a job that begins; it is not in the book yet.
+
+        Raises
+        ------
+        InvalidRequest : it has no deadline, or one that has passed.
+        Overloaded : too many are open.
+        """
+        if call.deadline is None and call.e2e is None:
+            raise InvalidRequest(
+                f"job {call.job_id[:40]!r} is not open, and this call states no deadline; state "
+                "slo.job.e2e_ms or slo.job.deadline_ms in its first call. A job is forgotten "
+                f"{FORGOTTEN_AFTER:.0f} s after its deadline",
+                param="slo.job",
+                code="invalid_value",
+            )
+        deadline = min(inf if call.deadline is None else call.deadline, now + (call.e2e or inf))
+        if deadline <= now:
+            raise InvalidRequest(
+                f"slo.job.deadline_ms of job {call.job_id[:40]!r} was {now - deadline:.3g} s ago; state a "
+                "time to come, in milliseconds since 1970",
+                param="slo.job.deadline_ms",
+                code="invalid_value",
+            )
+        of_tenant = self._per_tenant[call.tenant] if call.tenant is not None else 0
+        if len(self._jobs) >= MOST_JOBS or of_tenant >= MOST_OF_TENANT:
+            whose = (
+                f"{MOST_OF_TENANT} jobs of this caller"
+                if of_tenant >= MOST_OF_TENANT
+                else f"{MOST_JOBS} jobs"
+            )
+            raise Overloaded(
+                f"{whose} are open, and no more are taken; end some by a last call with calls_left 0, or "
+                f"wait: a job is forgotten {FORGOTTEN_AFTER:.0f} s after its deadline",
+                param="slo.job",
+                code="too_many_jobs",
+            )
+        return _Job(key, now, deadline, call, self._kind(call.kind), deadline + FORGOTTEN_AFTER, since=now)
+
+    def _kind(self, name: str) -> KindOfJob:
+        if name not in self._kinds and len(self._kinds) >= MOST_KINDS:
+            name = ""
+        return self._kinds.setdefault(name, KindOfJob())
+
+    def _enter(self, job: _Job) -> None:
+        self._jobs[job.key] = job
+        if job.key[0] is not None:
+            self._per_tenant[job.key[0]] += 1
+        heappush(self._ends, (job.forgotten, job.key))
+        if len(self._ends) > 2 * len(self._jobs) + _MOST_JOBS_GONE:
+            self._ends = [(each.forgotten, key) for key, each in self._jobs.items()]
+            heapify(self._ends)
+
+    def _end(self, job: _Job, end: JobEnd, now: float) -> None:
+        """Take a job out of the book, and learn from it. Calls of it that are open end by themselves."""
+        if self._jobs.get(job.key) is not job:
+            return  # another call has ended it
+        del self._jobs[job.key]
+        if (tenant := job.key[0]) is not None:
+            self._per_tenant[tenant] -= 1
+            if not self._per_tenant[tenant]:
+                del self._per_tenant[tenant]
+        if end in (JobEnd.KEPT, JobEnd.LATE):
+            job.kind.end(job.num_stages)
+        self.counts.end(end, job.in_calls, max(now - job.first - job.in_calls, 0.0))
+
+    def _forget(self, now: float) -> None:
+        """End jobs of which nothing more has come."""
+        while self._ends and self._ends[0][0] <= now:
+            _, key = heappop(self._ends)
+            job = self._jobs.get(key)
+            if job is None:
+                continue
+            if job.num_open or job.forgotten > now:
+                heappush(self._ends, (max(job.forgotten, now + FORGOTTEN_AFTER), key))
+            elif job.failed is not None or job.calls_left:
+                self._end(job, job.failed or JobEnd.ABANDONED, job.since)
+            else:  # nobody said which call was the last
+                self._end(job, JobEnd.KEPT if job.since <= job.deadline else JobEnd.LATE, job.since)
+
+
+def _check_same(job: _Job, call: JobCall) -> None:
+    """Check that a later call states no other deadline.
+
+    Raises
+    ------
+    InvalidRequest : it does.
+    """
+    for name in ("deadline", "e2e"):
+        said, before = getattr(call, name), getattr(job.stated, name)
+        if said is not None and (before is None or abs(said - before) > _SAME):
+            field_name = f"slo.job.{name}_ms"
+            raise InvalidRequest(
+                f"{field_name} of job {call.job_id[:40]!r} is another than that of its first call; state the "
+                "same in each call, or leave it out of later ones",
+                param=field_name,
+                code="invalid_value",
+            )

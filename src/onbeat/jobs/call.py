@@ -1,0 +1,99 @@
+"""What a caller says of a call's job, what the call gets of it, and how a job ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, SLO
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobCall:
+    """What a call says of the job that it is part of. Times are seconds of the request's clock."""
+
+    job_id: str
+    tenant: str | None = None
+    """Whose job it is: nobody joins another's."""
+    deadline: float | None = None
+    """When the last call is to have ended; None if the call does not say."""
+    e2e: float | None = None
+    """The same, seconds from the arrival of the job's first call."""
+    calls_left: int | None = None
+    """Calls that follow this one, one after another; those made at once count as one. None: not known."""
+    kind: str = ""
+    """Jobs of a kind are expected to be alike."""
+
+
+class Later(NamedTuple):
+    """What is left of a job when a call of it arrives, in the book's units."""
+
+    seconds: float
+    """Until the job's deadline, without the time that it is expected to spend between calls."""
+    own_work: float
+    """Of the call."""
+    later_work: float
+    """Of the calls behind it, all together."""
+    num_later: float
+    """How many these are."""
+
+
+Split = Callable[[Later], float]
+"""Returns the seconds that a call may take."""
+
+
+def by_work(later: Later) -> float:
+    """Give a call its share of the work that is left."""
+    return later.seconds * later.own_work / (later.own_work + later.later_work)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallShare:
+    """What a call gets of the time that its job has left."""
+
+    e2e: float | None
+    """Seconds from the call's arrival; None: the job is late for certain, and the call is best effort."""
+    predicted_job: float | None
+    """Seconds from now until the job is expected to end; None where nothing is known of such calls."""
+
+    def objectives(self, own: SLO | None) -> SLO | None:
+        """Return what the call is held to: the tighter of its own objectives and of its share."""
+        if self.e2e is None:
+            return None
+        own = own or SLO()
+        share = min(max(self.e2e, SHORTEST_OBJECTIVE), LONGEST_OBJECTIVE)
+        return replace(own, e2e=share if own.e2e is None else min(share, own.e2e))
+
+
+class JobEnd(StrEnum):
+    """How a job ended. The values are names in metrics."""
+
+    KEPT = "kept"
+    """Its last call ended by its deadline."""
+    LATE = "late"
+    """Its deadline passed before its last call had ended."""
+    REFUSED = "refused"
+    """A call of it was refused."""
+    ABANDONED = "abandoned"
+    """A call failed or its caller left, or calls that were announced never came."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobReport:
+    """How a job stands after a call."""
+
+    job_id: str
+    num_calls: int
+    """That have ended."""
+    elapsed: float
+    """Seconds since its first call arrived."""
+    remaining: float
+    """Seconds until its deadline; negative once that has passed."""
+    share: float | None
+    """Seconds that the call had; None where it was best effort."""
+    in_calls: float
+    """Seconds in which at least one call was open."""
+    end: JobEnd | None
+    """None while calls are to follow, or nobody said that none do."""

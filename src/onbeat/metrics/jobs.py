@@ -1,0 +1,153 @@
+"""What became of the jobs of a run: calls that have one deadline together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from onbeat.metrics.attainment import TOLERANCE
+from onbeat.metrics.distribution import percentile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOutcome:
+    """One job. Times are seconds."""
+
+    kind: str
+    deadline: float
+    """From its start; infinite for none."""
+    seconds: float | None
+    """From its start to the end of its last call; None where a call failed, was refused or was never sent."""
+    in_calls: float
+    """In which at least one of its calls was open."""
+    num_output_tokens: int
+    """Of all its calls that came."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether all its calls ended by its deadline."""
+        return self.seconds is not None and self.seconds <= self.deadline + TOLERANCE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSummary:
+    """Jobs of one kind, or of all."""
+
+    num_offered: int
+    num_kept: int
+    num_late: int
+    """Whose last call ended after the deadline."""
+    median_seconds: float | None
+    """Of those that came to their end; None without any, as is the next."""
+    p99_seconds: float | None
+    in_calls: float
+    """Share of the time of those jobs in which calls were open."""
+    wasted_share: float
+    """Output tokens of jobs that were not kept, of all."""
+
+    @property
+    def attainment(self) -> float:
+        """Share of the jobs that were kept."""
+        return self.num_kept / self.num_offered
+
+    @property
+    def num_lost(self) -> int:
+        """Jobs that did not come to their end: a call was refused, or the deadline passed before one."""
+        return self.num_offered - self.num_kept - self.num_late
+
+    def keys(self) -> dict[str, Any]:
+        """Return it as it is saved."""
+        return {
+            "offered": self.num_offered,
+            "kept": self.num_kept,
+            "late": self.num_late,
+            "lost": self.num_lost,
+            "attainment": self.attainment,
+            "median_job_ms": None if self.median_seconds is None else self.median_seconds * 1e3,
+            "p99_job_ms": None if self.p99_seconds is None else self.p99_seconds * 1e3,
+            "time_in_calls_share": self.in_calls,
+            "wasted_output_share": self.wasted_share,
+        }
+
+    def __str__(self) -> str:
+        """Return one line."""
+        times = "no job ended"
+        if self.median_seconds is not None and self.p99_seconds is not None:
+            times = f"P50 {self.median_seconds:.3g} s, P99 {self.p99_seconds:.3g} s"
+        return (
+            f"{self.num_kept:,} of {self.num_offered:,} kept ({self.attainment:.1%}), "
+            f"{self.num_late:,} late, {self.num_lost:,} lost; {times}, {self.in_calls:.0%} of it in calls"
+        )
+
+
+def summarise_jobs(outcomes: Iterable[JobOutcome]) -> dict[str, JobSummary]:
+    """Return the summary of each kind of job, by its name."""
+    by_kind: dict[str, list[JobOutcome]] = {}
+    for outcome in outcomes:
+        by_kind.setdefault(outcome.kind, []).append(outcome)
+    return {kind: _summary(own) for kind, own in sorted(by_kind.items())}
+
+
+def _summary(outcomes: Sequence[JobOutcome]) -> JobSummary:
+    ended = [each for each in outcomes if each.seconds is not None]
+    seconds = np.array([each.seconds for each in ended], dtype=np.float64)
+    num_tokens = sum(each.num_output_tokens for each in outcomes)
+    num_kept = sum(each.is_kept for each in outcomes)
+    return JobSummary(
+        num_offered=len(outcomes),
+        num_kept=num_kept,
+        num_late=len(ended) - num_kept,
+        median_seconds=percentile(seconds, 50) if ended else None,
+        p99_seconds=percentile(seconds, 99) if ended else None,
+        in_calls=sum(each.in_calls for each in ended) / max(float(seconds.sum()), 1e-9),
+        wasted_share=sum(each.num_output_tokens for each in outcomes if not each.is_kept)
+        / max(num_tokens, 1),
+    )
+
+
+CallTimes = tuple[float, float, bool, int]
+"""(arrival, end, whether it came to its end, output tokens) of a call."""
+
+
+def job_outcome(
+    kind: str, deadline: float, num_calls: int, calls: Sequence[CallTimes], start: float
+) -> JobOutcome:
+    """Return what became of a job.
+
+    Parameters
+    ----------
+    num_calls : that it has.
+    calls : those that came.
+    start : when it started, seconds.
+    """
+    is_whole = len(calls) == num_calls and all(is_done for _, _, is_done, _ in calls)
+    return JobOutcome(
+        kind=kind,
+        deadline=deadline,
+        seconds=max(end for _, end, _, _ in calls) - start if is_whole else None,
+        in_calls=sum(end - begin for begin, end in _joined((each[0], each[1]) for each in calls)),
+        num_output_tokens=sum(each[3] for each in calls),
+    )
+
+
+def _joined(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """Yield spans of time that do not overlap and cover the same."""
+    begin, last = -inf, -inf
+    for start, end in sorted(spans):
+        if start > last:
+            if last > -inf:
+                yield begin, last
+            begin = start
+        last = max(last, end)
+    if last > -inf:
+        yield begin, last
+
+
+def lines_of_jobs(jobs: Mapping[str, JobSummary]) -> Iterator[str]:
+    """Yield one line for each kind of job."""
+    for kind, summary in jobs.items():
+        yield f"jobs ({kind}): {summary}"

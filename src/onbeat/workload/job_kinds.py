@@ -1,0 +1,161 @@
+"""Jobs that are drawn, not read: chats, agents with tools, retrieval in steps or by one plan, map and reduce.
+
+References
+----------
+Joshi et al., "REAPER: Reasoning based Retrieval Planning for Complex RAG Systems" (arXiv 2407.18553): one
+call that plans all retrievals, in place of a chain that decides on them one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from onbeat.workload.job import Call, Job
+from onbeat.workload.lengths import LogNormalLength
+
+JobKind = Literal["chat-sessions", "agents", "retrieval-chain", "retrieval-plan", "map-reduce"]
+JOB_KINDS: tuple[JobKind, ...] = get_args(JobKind)
+
+TOKEN_SECONDS = 0.02
+"""What a deadline allows for a token of an answer before it is stretched."""
+STRETCHES = (3.0, 5.0, 8.0)
+"""How many times the time that a job takes alone its deadline is: one of these, drawn."""
+
+PLAN_SCHEMA: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {
+        "steps": {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": 5,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "tool": {"enum": ["search", "lookup", "orders"]},
+                    "query": {"type": "string", "maxLength": 80},
+                },
+                "required": ["tool", "query"],
+                "additionalProperties": False,
+            },
+        }
+    },
+    "required": ["steps"],
+    "additionalProperties": False,
+}
+"""Of a plan of retrievals."""
+
+
+def draw_jobs(
+    kind: JobKind,
+    num_jobs: int,
+    rng: np.random.Generator,
+    *,
+    deadline: float | None = None,
+    token_seconds: float = TOKEN_SECONDS,
+) -> list[Job]:
+    """Return jobs of a kind.
+
+    Parameters
+    ----------
+    deadline : of each, seconds; None stretches the time that a job takes alone. Chats have none unless it is
+        given: each of their answers has a reader of its own.
+    token_seconds : for that time: what a token of an answer takes, seconds.
+    """
+    draw = _DRAWS[kind]
+    jobs = [replace(draw(rng), kind=kind) for _ in range(num_jobs)]
+    if deadline is not None:
+        return [replace(job, deadline=deadline) for job in jobs]
+    if kind == "chat-sessions":
+        return jobs
+    stretches = rng.choice(STRETCHES, size=num_jobs)
+    return [
+        replace(job, deadline=float(stretch) * seconds_alone(job, token_seconds))
+        for job, stretch in zip(jobs, stretches, strict=True)
+    ]
+
+
+def seconds_alone(job: Job, token_seconds: float) -> float:
+    """Return how long a job takes if only the tokens of its answers and its think times do."""
+    ends = list[float]()
+    for call in job.calls:
+        start = max((ends[each] for each in call.needs), default=0.0)
+        ends.append(start + call.think + call.output_tokens * token_seconds)
+    return max(ends)
+
+
+def _chat(rng: np.random.Generator) -> Job:
+    """Return a chat of 2 to 8 turns, between which a person reads and types."""
+    turns = [
+        _turn(_tokens(rng, 60), _tokens(rng, 180), index, think=float(rng.exponential(8.0)))
+        for index in range(int(rng.integers(2, 9)))
+    ]
+    return Job(calls=tuple(turns), system_tokens=200)
+
+
+def _agent(rng: np.random.Generator) -> Job:
+    """Return an agent that calls a tool after each answer but the last: 5 to 12 calls."""
+    calls = [_turn(_tokens(rng, 400), _tokens(rng, 110), 0)]
+    for index in range(1, int(rng.integers(5, 13))):
+        think = float(rng.uniform(0.2, 1.5))
+        calls.append(_turn(_tokens(rng, 300), _tokens(rng, 110), index, think=think))
+    return Job(calls=tuple(calls), system_tokens=800)
+
+
+_QUESTION, _PASSAGE, _THOUGHT, _PLAN_STEP, _ANSWER = 60, 500, 50, 25, 150
+
+
+def _chain(rng: np.random.Generator) -> Job:
+    """Return a chain of 2 to 4 calls that each choose a retrieval, and one that answers."""
+    num_retrievals = int(rng.integers(2, 5))
+    calls = [_turn(_tokens(rng, _QUESTION), _tokens(rng, _THOUGHT), 0)]
+    for index in range(1, num_retrievals + 1):
+        size = _ANSWER if index == num_retrievals else _THOUGHT
+        think = float(rng.uniform(0.1, 0.4))
+        calls.append(_turn(_tokens(rng, _PASSAGE), _tokens(rng, size), index, think=think))
+    return Job(calls=tuple(calls), system_tokens=600)
+
+
+def _plan(rng: np.random.Generator) -> Job:
+    """Return one call that plans 2 to 4 retrievals, which run at once, and one that answers."""
+    num_retrievals = int(rng.integers(2, 5))
+    plan = Call(
+        input_tokens=_tokens(rng, _QUESTION), output_tokens=_PLAN_STEP * num_retrievals, schema=PLAN_SCHEMA
+    )
+    found = sum(_tokens(rng, _PASSAGE) for _ in range(num_retrievals))
+    slowest = max(float(rng.uniform(0.1, 0.4)) for _ in range(num_retrievals))
+    return Job(calls=(plan, _turn(found, _tokens(rng, _ANSWER), 1, think=slowest)), system_tokens=600)
+
+
+def _map_reduce(rng: np.random.Generator) -> Job:
+    """Return 4 to 16 calls that each sum up a document at once, and one that joins what they say."""
+    num_documents = int(rng.integers(4, 17))
+    maps = [
+        Call(input_tokens=_tokens(rng, 1000), output_tokens=_tokens(rng, 80)) for _ in range(num_documents)
+    ]
+    joined = Call(input_tokens=50, output_tokens=_tokens(rng, 250), quotes=tuple(range(num_documents)))
+    return Job(calls=(*maps, joined), system_tokens=150)
+
+
+def _turn(input_tokens: int, output_tokens: int, index: int, *, think: float = 0.0) -> Call:
+    """Return a call that goes on with the one before it."""
+    if not index:
+        return Call(input_tokens=input_tokens, output_tokens=output_tokens)
+    return Call(input_tokens=input_tokens, output_tokens=output_tokens, think=think, continues=index - 1)
+
+
+def _tokens(rng: np.random.Generator, mean: int) -> int:
+    lengths = LogNormalLength(mean=mean, sigma=0.5, low=max(1, mean // 8), high=4 * mean)
+    return int(lengths.draw(1, rng)[0])
+
+
+_DRAWS: Mapping[JobKind, Callable[[np.random.Generator], Job]] = {
+    "chat-sessions": _chat,
+    "agents": _agent,
+    "retrieval-chain": _chain,
+    "retrieval-plan": _plan,
+    "map-reduce": _map_reduce,
+}

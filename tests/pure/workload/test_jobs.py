@@ -1,0 +1,109 @@
+"""Jobs: what a file may say, what is drawn, and prompts that contain earlier answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.workload.job import Call, Job
+from onbeat.workload.job_file import read_jobs
+from onbeat.workload.job_kinds import JOB_KINDS, draw_jobs, seconds_alone
+from onbeat.workload.job_load import job_load
+
+CALL = {"input_tokens": 32, "output_tokens": 16}
+
+
+def write(path: Path, *jobs: object) -> Path:
+    path.write_bytes(b"\n".join(orjson.dumps(job) for job in jobs))
+    return path
+
+
+def test_a_file_of_jobs_is_read(tmp_path: Path) -> None:
+    lines = (
+        {"start_ms": 500, "class": "agent", "deadline_ms": 2000, "system_tokens": 64, "calls": [CALL] * 2},
+        {
+            "start_ms": 0,
+            "calls": [
+                {"id": "a", **CALL},
+                {"id": "b", "continues": None, **CALL},
+                {"quotes": ["a", "b"], "think_ms": 40, **CALL},
+            ],
+        },
+    )
+    first, second = read_jobs(write(tmp_path / "jobs.jsonl", *lines), None)
+    assert (first.start, first.calls[2].quotes, first.calls[2].think) == (0.0, (0, 1), 0.04)
+    assert first.calls_left == (1, 1, 0)
+    assert (second.kind, second.deadline, second.calls[1].continues) == ("agent", 2.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        ({"calls": []}, "line 1: a job has no calls"),
+        ({"calls": [{**CALL, "output_tokens": 0}]}, "output_tokens of call 0 is 0"),
+        ({"calls": [{**CALL, "input_tokens": "many"}]}, "input_tokens is 'many'; it must be a whole number"),
+        ({"calls": [{**CALL, "quotes": ["x"]}]}, "quotes names call 'x', which does not come before it"),
+        ({"calls": [CALL], "deadline": 5}, "a job has no field 'deadline'"),
+        ({"calls": [CALL], "deadline_ms": -5}, "the deadline of a job is -0.005 s"),
+        ({"calls": [{"text": "hi", "output_tokens": 1}]}, "give --tokenizer"),
+        ({"calls": [{**CALL, "id": "a"}, {**CALL, "id": "a"}]}, "two calls have the id 'a'"),
+        ([1], "a job must be an object"),
+    ],
+)
+def test_a_bad_job_is_named(tmp_path: Path, job: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read_jobs(write(tmp_path / "jobs.jsonl", job), None)
+
+
+def test_starts_are_given_to_all_jobs_or_to_none(tmp_path: Path) -> None:
+    path = write(tmp_path / "jobs.jsonl", {"calls": [CALL]}, {"calls": [CALL], "start_ms": 1})
+    with pytest.raises(ConfigError, match="line 2: some jobs have start_ms and others do not"):
+        read_jobs(path, None)
+
+
+def test_a_prompt_holds_the_one_before_it_and_its_answer() -> None:
+    calls = (
+        Call(input_tokens=40, output_tokens=24),
+        Call(input_tokens=16, output_tokens=8, continues=0),
+        Call(input_tokens=16, output_tokens=8, quotes=(0,)),
+    )
+    load = job_load("jobs", [Job(calls=calls), Job(calls=calls)], np.zeros(2))
+    assert load.num_prompt_tokens.tolist() == [40, 80, 40] * 2
+    assert load.block_ids is not None
+    first, second, third, other = load.block_ids[:4]
+    assert second[: len(first)] == first, "64 tokens of prompt and answer, in whole blocks"
+    assert not set(third) & set(first)
+    assert not set(other) & {*first, *second, *third}, "another job's words are others"
+
+
+def test_jobs_of_a_kind_share_their_system_prompt() -> None:
+    job = Job(calls=(Call(input_tokens=16, output_tokens=16),), system_tokens=32)
+    load = job_load("jobs", [job, job], np.zeros(2))
+    assert load.block_ids is not None
+    one, other = load.block_ids
+    assert (one[:2] == other[:2], one[2:] == other[2:]) == (True, False)
+
+
+def test_a_job_is_skipped_or_taken_whole() -> None:
+    short = Job(calls=(Call(input_tokens=8, output_tokens=8),) * 2)
+    long = Job(calls=(*short.calls, Call(input_tokens=900, output_tokens=8)))
+    load = job_load("jobs", [short, long, short], np.arange(3.0))
+    kept = load.check_lengths(512, overlong="skip")
+    assert (len(kept), kept.num_skipped) == (4, 3)
+    assert kept.jobs is not None
+    assert kept.jobs.firsts.tolist() == [0, 2]
+    with pytest.raises(ConfigError, match="take whole jobs"):
+        load.take([0, 1, 2])
+
+
+@pytest.mark.parametrize("kind", JOB_KINDS)
+def test_drawn_jobs_can_be_kept_and_are_drawn_alike(kind: str) -> None:
+    draws = [draw_jobs(kind, 20, np.random.default_rng(3)) for _ in range(2)]  # type: ignore[arg-type]
+    assert draws[0] == draws[1]
+    for job in draws[0]:
+        assert job.deadline >= 3 * seconds_alone(job, 0.02)
+        assert job.calls_left[-1] == 0
