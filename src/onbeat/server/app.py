@@ -19,7 +19,7 @@ from onbeat.server.chat import ChatCompletionRequest, chat_routes
 from onbeat.server.completions import CompletionRequest, completion_routes
 from onbeat.server.config import ServerConfig
 from onbeat.server.embeddings import EmbeddingRequest, embedding_routes
-from onbeat.server.errors import PREDICTED_TTFT_HEADER, handle_error
+from onbeat.server.errors import IGNORED_FIELDS_HEADER, PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.fleet import FLEET_BODIES, fleet_routes
 from onbeat.server.generation import Generator
 from onbeat.server.grammars import GrammarDesk
@@ -27,7 +27,6 @@ from onbeat.server.lifecycle import EngineWatch, Lifecycle, garbage_kept, tidy
 from onbeat.server.messages import CountTokensRequest, MessageRequest, message_routes
 from onbeat.server.middleware import (
     DOCS_FILES,
-    IGNORED_FIELDS_HEADER,
     OPEN_PATHS,
     ApiKeys,
     BodyLimit,

@@ -48,6 +48,9 @@ CLIENT_GONE = 499
 
 PREDICTED_TTFT_HEADER = "x-onbeat-predicted-ttft-ms"
 
+IGNORED_FIELDS_HEADER = "x-onbeat-ignored-fields"
+"""Of answers: the fields of the request that this server does not know and left out."""
+
 RETRY_AFTER_SECONDS = 1
 RETRY_AFTER_RESTART_SECONDS = 5
 """A server that is started again has to load its model."""
@@ -162,6 +165,15 @@ def _http_exception_reply(error: HTTPException) -> ErrorReply:
     message = "this path has no such method" if error.status_code == 405 else str(error.detail)
     return ErrorReply(
         error.status_code, code, error_body(error.status_code, message, code), dict(error.headers or {})
+    )
+
+
+def too_large(max_bytes: int) -> ApiError:
+    """Return what a request gets whose body is over a limit."""
+    return ApiError(
+        413,
+        f"the request's body is larger than the limit of {max_bytes} bytes; send less",
+        code="request_too_large",
     )
 
 

@@ -210,6 +210,21 @@ def ignorable(unknown: Collection[str], honoured: Collection[str], *, where: str
     return [(where + name)[:MAX_QUOTED] for name in unknown]
 
 
+def refuse_misplaced(body: Mapping[str, Any]) -> None:
+    """Refuse an objective that stands outside of `slo`, where no server would look at it.
+
+    Raises
+    ------
+    InvalidRequest : there is one.
+    """
+    for name in body.keys() & _INSIDE_SLO.keys():
+        raise InvalidRequest(
+            f"unknown field {name!r}; did you mean {_INSIDE_SLO[name]!r}?",
+            param=name,
+            code="unknown_parameter",
+        )
+
+
 def _asks_not_to_think(body: Mapping[str, Any]) -> bool:
     """Return whether a body asks for an answer without reasoning before it."""
     return any(body.get(name) in values for name, values in _NO_THINKING.items())

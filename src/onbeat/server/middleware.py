@@ -22,13 +22,17 @@ from onbeat.core.errors import InvalidRequest
 from onbeat.core.request import Grammar
 from onbeat.server.config import MAX_QUOTED
 from onbeat.server.connection import refusal_of
-from onbeat.server.errors import CLIENT_GONE, ApiError, ClientGone, error_response
+from onbeat.server.errors import (
+    CLIENT_GONE,
+    IGNORED_FIELDS_HEADER,
+    ApiError,
+    ClientGone,
+    error_response,
+    too_large,
+)
 from onbeat.server.slo_defaults import key_digest
 
 logger = logging.getLogger("onbeat.server")
-
-IGNORED_FIELDS_HEADER = "x-onbeat-ignored-fields"
-"""Of answers: the fields of the request that this server does not know and left out."""
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _UNFIT = re.compile(r"[^A-Za-z0-9._:/+=@$\[\]-]")
@@ -290,7 +294,7 @@ class BodyLimit:
             return
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdecimal() and int(announced) > self._max_bytes:
-            await error_response(self._error(), scope["path"])(scope, receive, send)
+            await error_response(too_large(self._max_bytes), scope["path"])(scope, receive, send)
             return
         num_bytes = 0
 
@@ -299,14 +303,7 @@ class BodyLimit:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
-                raise self._error()
+                raise too_large(self._max_bytes)
             return message
 
         await self._app(scope, receive_counted, send)
-
-    def _error(self) -> ApiError:
-        return ApiError(
-            413,
-            f"the request's body is larger than the limit of {self._max_bytes} bytes; send less",
-            code="request_too_large",
-        )

@@ -1,0 +1,245 @@
+"""An answer of vLLM's on its way to the client: refusals become 429, 503 or 504, its end has the verdict.
+
+The head of an answer waits until it has begun, that is, until there is a token or an end: what comes before
+that may still turn out to be a refusal, which needs a status of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import Message, Receive, Scope, Send
+
+from onbeat.core.slo import SLOMode
+from onbeat.server.errors import IGNORED_FIELDS_HEADER, error_response, predicted_ttft_header
+from onbeat.vllm.answers import (
+    DONE,
+    EventSplitter,
+    Told,
+    data_of,
+    read_event,
+    read_whole,
+    whole_with_verdict,
+    with_verdict,
+)
+from onbeat.vllm.ledger import Entry
+from onbeat.vllm.refusals import Refusal
+
+logger = logging.getLogger("onbeat.vllm")
+
+TOLD_SECONDS = 0.1
+"""How long an answer that looks refused, and does not say why, waits for the word of the scheduler."""
+MOST_HELD_BYTES = 2**20
+"""Of a stream that has not begun; one that brings more is let through."""
+
+
+class Exchange:
+    """Takes vLLM's messages of one answer (`send`), and sends the client's.
+
+    Parameters
+    ----------
+    entry : the request's.
+    scope, send : the client's.
+    mode : what keeping a TBT objective means.
+    ignored : headers of the request without effect.
+    told_seconds : see `TOLD_SECONDS`; 0 where the scheduler tells nothing.
+    clock : seconds.
+    """
+
+    def __init__(  # noqa: PLR0913 -- who asks, who answers, and how they are told
+        self,
+        entry: Entry,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        mode: SLOMode,
+        ignored: list[str],
+        told_seconds: float = TOLD_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._entry, self._mode, self._ignored = entry, mode, ignored
+        self._path = entry.request.path
+        self._scope, self._receive, self._send = scope, receive, send
+        self._told_seconds, self._clock = told_seconds, clock
+        self._start: Message | None = None
+        self.status = 0
+        """That the client got; 0 before."""
+        self._take = self._take_whole
+        self._body = bytearray()
+        self._splitter = EventSplitter()
+        self._has_begun = False
+        self._out = bytearray()
+        """Events for the client; they wait until the answer has begun."""
+        self._pending = b""
+        """The newest event that may take the verdict; others may follow that take it better."""
+
+    async def send(self, message: Message) -> None:
+        """Take a message of vLLM's."""
+        if message["type"] == "http.response.start":
+            self._start = message
+            kind = Headers(raw=message.get("headers", [])).get("content-type", "")
+            if kind.startswith("text/event-stream") and message["status"] == 200:
+                self._take = self._take_stream
+            return
+        if message["type"] != "http.response.body":
+            await self._send(message)
+            return
+        try:
+            await self._take(bytes(message.get("body", b"")), has_more=message.get("more_body", False))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            # vLLM's answer is worth more than what we say of it
+            logger.exception("an answer of %s is not understood, and is passed on as it is", self._path)
+            await self._give_up(message)
+
+    async def _take_whole(self, body: bytes, *, has_more: bool) -> None:
+        self._body += body
+        if has_more:
+            return
+        assert self._start is not None, "a body has a head before it"
+        content = _json_object(bytes(self._body))
+        if content is None:
+            self._entry.close("error" if self._start["status"] >= 400 else "stop", self._clock())
+            await self._release(bytes(self._body), has_more=False)
+            return
+        told, status = read_whole(self._path, content), self._start["status"]
+        told.is_error |= status >= 400
+        if (refusal := await self._refusal(told, may_be=not told.has_begun)) is not None:
+            await self._refuse(refusal)
+            return
+        now = self._clock()
+        if told.usage is not None:
+            self._entry.take_usage(told.usage)
+        for index, reason in told.finished.items():
+            self._entry.deliver(index, now, max(_num_output(told), 1))
+            self._entry.finish(index, reason)
+        verdict = self._entry.verdict(self._mode) if told.takes_verdict and not told.is_error else None
+        self._entry.close("error" if told.is_error else "stop", now)
+        out = bytes(self._body) if verdict is None else whole_with_verdict(content, verdict)
+        await self._release(out, has_more=False)
+
+    async def _take_stream(self, body: bytes, *, has_more: bool) -> None:
+        for event in self._splitter.feed(body):
+            if (refusal := await self._take_event(event)) is not None:
+                await self._refuse(refusal)
+                return
+        if not has_more:
+            refusal = None if self._has_begun else await self._refusal(Told(), may_be=True)
+            if refusal is not None:
+                await self._refuse(refusal)
+                return
+            self._out += self._flushed(is_last=True) + self._splitter.rest()
+            self._entry.close("error", self._clock())
+        if not (self._has_begun or len(self._out) > MOST_HELD_BYTES) and has_more:
+            return
+        out, self._out = bytes(self._out), bytearray()
+        if self._start is not None:
+            await self._release(out, has_more=has_more)
+        elif out or not has_more:
+            await self._send_body(out, has_more=has_more)
+
+    async def _take_event(self, event: bytes) -> Refusal | None:
+        """Take an event of a stream; return the refusal that it turns out to be."""
+        data = data_of(event)
+        if not data or data == DONE:
+            self._out += self._flushed(is_last=True) + event if data else event
+            return None
+        told = read_event(self._path, data)
+        if not self._has_begun:
+            is_empty_end = bool(told.finished) and not told.deliveries and not self._entry.has_delivered
+            if (refusal := await self._refusal(told, may_be=is_empty_end)) is not None:
+                return refusal
+        now = self._clock()
+        for index in told.deliveries:
+            self._entry.deliver(index, now)
+        for index, reason in told.finished.items():
+            self._entry.finish(index, reason)
+        if told.usage is not None:
+            self._entry.take_usage(told.usage)
+        self._has_begun |= told.has_begun
+        self._out += self._flushed(is_last=False)
+        if told.takes_verdict:
+            self._pending = event
+            self._out += self._flushed(is_last=True) if told.is_end else b""
+        else:
+            self._out += event
+        return None
+
+    def _flushed(self, *, is_last: bool) -> bytes:
+        """Return the event that waited; if nothing follows, with the verdict."""
+        event, self._pending = self._pending, b""
+        if event and is_last and (verdict := self._entry.verdict(self._mode)) is not None:
+            return with_verdict(event, verdict, self._path)
+        return event
+
+    async def _refusal(self, told: Told, *, may_be: bool) -> Refusal | None:
+        """Return why a request was refused whose answer has not begun."""
+        if told.refusal is not None:
+            return told.refusal
+        looks_so = may_be or told.is_error or "abort" in told.finished.values()
+        return await self._entry.refusal_told(self._told_seconds) if looks_so else self._entry.refusal
+
+    async def _refuse(self, refusal: Refusal) -> None:
+        self._entry.refuse(refusal, self._clock())
+        self._start, self._take = None, self._take_nothing
+        response = error_response(refusal.error(self._entry.request.objectives), self._scope["path"])
+        self.status = response.status_code
+        self._name_ignored(response.headers)
+        await response(self._scope, self._receive, self._send)
+
+    async def _take_nothing(self, body: bytes, *, has_more: bool) -> None:
+        """Drop what vLLM still says after a refusal."""
+
+    async def _release(self, body: bytes, *, has_more: bool) -> None:
+        """Send the head, and the first of the body."""
+        assert self._start is not None, "a head goes out once"
+        start, self._start = self._start, None
+        headers = MutableHeaders(raw=list(start.get("headers", [])))
+        if not has_more and "content-length" in headers:
+            headers["content-length"] = str(len(body))
+        for name, value in predicted_ttft_header(self._entry.predicted_ttft).items():
+            headers[name] = value
+        self._name_ignored(headers)
+        self.status = start["status"]
+        await self._send({**start, "headers": headers.raw})
+        await self._send_body(body, has_more=has_more)
+
+    def _name_ignored(self, headers: MutableHeaders) -> None:
+        if self._ignored:
+            headers[IGNORED_FIELDS_HEADER] = ", ".join(self._ignored)
+
+    async def _send_body(self, body: bytes, *, has_more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": has_more})
+
+    async def _give_up(self, message: Message) -> None:
+        """Pass on what is held, and from now on everything as it comes."""
+        rest = bytes(self._body) or bytes(self._out) + self._pending + self._splitter.rest()
+        self._take, self._body = self._take_raw, bytearray()
+        if self._start is not None:
+            await self._release(rest, has_more=message.get("more_body", False))
+
+    async def _take_raw(self, body: bytes, *, has_more: bool) -> None:
+        await self._send_body(body, has_more=has_more)
+
+
+def _json_object(body: bytes) -> dict[str, Any] | None:
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _num_output(told: Told) -> int:
+    """Return the output tokens of each choice of a whole answer, as far as its usage tells."""
+    usage = told.usage or {}
+    for name in ("completion_tokens", "output_tokens"):
+        value = usage.get(name)
+        if isinstance(value, int):
+            return value // max(len(told.finished), 1)
+    return 1

@@ -1,0 +1,252 @@
+"""onbeat's objectives in front of vLLM's API: `vllm serve --middleware onbeat.vllm.SLOMiddleware`.
+
+vLLM makes one for its application, and runs it outside of its own check of API keys. Nothing of vLLM is
+imported: what is needed of it hangs at the application's state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from onbeat.core.errors import OnbeatError
+from onbeat.server.errors import ClientGone, error_response, too_large
+from onbeat.server.slo_defaults import SLODefaults, key_digest
+from onbeat.vllm.config import PluginConfig, read_config
+from onbeat.vllm.exchange import TOLD_SECONDS, Exchange
+from onbeat.vllm.ledger import Ledger
+from onbeat.vllm.requests import ROUTES, ReadRequest, read_request
+from onbeat.vllm.telemetry import Subscriber
+
+logger = logging.getLogger("onbeat.vllm")
+
+METRICS = "/metrics"
+CLIENT_LEFT = 499
+
+
+@dataclass(frozen=True, slots=True)
+class KnownCaller:
+    """Who asks: an `objectives.Caller`."""
+
+    key_digest: str | None
+    ignored_fields: list[str] = field(default_factory=list)
+
+
+class SLOMiddleware:
+    """Reads objectives, refuses with 429, 503 and 504, judges answers, and adds onbeat's metrics to vLLM's.
+
+    Parameters
+    ----------
+    app : vLLM's application.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._desk: _Desk | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            desk = self._desk_of(scope)
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                desk.close()
+            return
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] == "http" and scope["method"] == "POST" and path in ROUTES:
+            await self._desk_of(scope).serve(self._app, path, scope, receive, send)
+        elif scope["type"] == "http" and scope["method"] == "GET" and path.rstrip("/") == METRICS:
+            await self._desk_of(scope).show_metrics(self._app, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _desk_of(self, scope: Scope) -> _Desk:
+        """Return what is made once the application has its state.
+
+        Raises
+        ------
+        ConfigError : the configuration is wrong; the start of the server fails with it.
+        """
+        if self._desk is None:
+            self._desk = _Desk(scope["app"].state)
+        return self._desk
+
+
+class _Desk:
+    """What all requests share.
+
+    Parameters
+    ----------
+    state : of vLLM's application: `vllm_config` and `args`.
+    """
+
+    def __init__(self, state: Any) -> None:
+        vllm_config, args = getattr(state, "vllm_config", None), getattr(state, "args", None)
+        self._config: PluginConfig = read_config(getattr(vllm_config, "additional_config", None), os.environ)
+        self._asks_for_keys = bool(getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY"))
+        self.ledger = Ledger(
+            self._config.slo.mode,
+            model_name=str(getattr(getattr(vllm_config, "model_config", None), "model", "")),
+            policy="slo in vLLM",
+        )
+        self._subscriber: Subscriber | None = None
+        self._hearing: asyncio.Task[None] | None = None
+        if self._config.telemetry is None:
+            logger.warning(
+                "no telemetry address is set: answers lack the predicted TTFT, and /metrics lacks steps; "
+                '`onbeat vllm serve` sets one, or: --additional-config \'{"onbeat": {"telemetry": '
+                '"tcp://127.0.0.1:5557"}}\''
+            )
+        else:
+            parallel = getattr(vllm_config, "parallel_config", None)
+            num_ranks = int(getattr(parallel, "data_parallel_size", 1) or 1)
+            self._subscriber = Subscriber(self._config.telemetry, num_ranks)
+            self._hearing = asyncio.get_running_loop().create_task(self._hear(self._subscriber))
+
+    def close(self) -> None:
+        """Stop hearing the scheduler."""
+        if self._hearing is not None:
+            self._hearing.cancel()
+        if self._subscriber is not None:
+            self._subscriber.close()
+
+    async def _hear(self, subscriber: Subscriber) -> None:
+        while True:
+            message = await subscriber.receive()
+            try:
+                self.ledger.take(message)
+            except Exception:
+                logger.exception("telemetry: a message is not understood")
+
+    async def serve(self, app: ASGIApp, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let vLLM answer a request that it can be held to."""
+        caller = self._caller(Headers(scope=scope))
+        try:
+            raw = await self._read_body(scope, receive)
+            request = read_request(
+                path, raw, Headers(scope=scope), caller, self._defaults, slo_id=uuid.uuid4().hex
+            )
+        except OnbeatError as error:
+            response = error_response(error, path)
+            self.ledger.exporter.count_http(path, response.status_code)
+            await response(scope, receive, send)
+            return
+        except ClientGone:
+            return
+        if request is None:
+            await app(scope, _replayed(raw, receive), send)
+            return
+        await self._exchange(app, request, caller, scope, _replayed(request.body, receive), send)
+
+    async def _exchange(
+        self,
+        app: ASGIApp,
+        request: ReadRequest,
+        caller: KnownCaller,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        entry = self.ledger.open(request, time.monotonic())
+        exchange = Exchange(
+            entry,
+            scope,
+            receive,
+            send,
+            mode=self._config.slo.mode,
+            ignored=caller.ignored_fields,
+            told_seconds=0.0 if self._subscriber is None else TOLD_SECONDS,
+        )
+        try:
+            await app(_with_length(scope, len(request.body)), receive, exchange.send)
+        finally:
+            self.ledger.drop(entry, time.monotonic())
+            self.ledger.exporter.count_http(request.path, exchange.status or CLIENT_LEFT)
+
+    async def show_metrics(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with vLLM's metrics, and onbeat's behind them."""
+        plain = [
+            (name, value)
+            for name, value in scope["headers"]
+            if name not in (b"accept", b"accept-encoding")  # so that text can be added
+        ]
+
+        async def send_more(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                headers = [
+                    each for each in message.get("headers", []) if each[0].lower() != b"content-length"
+                ]
+                message = {**message, "headers": headers}
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                message = {**message, "body": message.get("body", b"") + self.ledger.metrics()}
+            await send(message)
+
+        await app({**scope, "headers": plain}, receive, send_more)
+
+    @property
+    def _defaults(self) -> SLODefaults:
+        return self._config.slo
+
+    def _caller(self, headers: Headers) -> KnownCaller:
+        """Return whose key a request carries. Whether the key is good, vLLM decides."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            return KnownCaller(None)
+        digest = key_digest(key.strip())
+        is_known = self._asks_for_keys or digest in self._defaults.keys
+        return KnownCaller(digest if is_known else None)
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+        """Return the whole body.
+
+        Raises
+        ------
+        ApiError : it is larger than the limit.
+        ClientGone : the client left before it was complete.
+        """
+        most = self._config.max_body_bytes
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdecimal() and int(announced) > most:
+            raise too_large(most)
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            body += message.get("body", b"")
+            if len(body) > most:
+                raise too_large(most)
+            if not message.get("more_body", False):
+                return bytes(body)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives a body at once, and then what the client sends."""
+    is_given = False
+
+    async def receive_replayed() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_replayed
+
+
+def _with_length(scope: Scope, num_bytes: int) -> Scope:
+    """Return the scope of a request whose body has another length, in one piece."""
+    kept = [
+        (name, value)
+        for name, value in scope["headers"]
+        if name.lower() not in (b"content-length", b"transfer-encoding")
+    ]
+    return {**scope, "headers": [*kept, (b"content-length", str(num_bytes).encode())]}

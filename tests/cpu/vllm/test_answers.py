@@ -1,0 +1,259 @@
+"""Refusals and verdicts in what vLLM answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onbeat.vllm.refusals import refusal_text
+from onbeat.vllm.requests import ROUTES
+from onbeat.vllm.telemetry import Publisher, request_message
+from tests.cpu.vllm.vllm_app import (
+    CHAT,
+    COMPLETIONS,
+    HEAD,
+    MESSAGES,
+    RESPONSES,
+    STREAMS,
+    VLLMApp,
+    chat_chunk,
+    chat_stream,
+    chat_whole,
+    client_of,
+    data_events,
+    event,
+    response_object,
+)
+
+REFUSED = refusal_text(429, predicted_ttft=1.25, retry_after=2.5)
+EXPIRED = refusal_text(504)
+ASK = {"model": "m", "messages": [], "slo": {"ttft_ms": 500, "tbt_ms": 50}}
+KEY_HASH = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"  # of "test"
+
+
+def refused_answers(path: str, text: str):
+    """Yield how vLLM carries a refusal, by version, streamed and whole."""
+    error = {"error": {"message": f"Request failed: {text}", "type": "ServiceUnavailable", "code": 503}}
+    yield (503, error)
+    yield [event(error), event("[DONE]")]
+    if path == CHAT:
+        yield chat_whole("abort", stop_reason=text)
+        role, end = chat_chunk({"role": "assistant", "content": ""}), chat_chunk
+        yield [role, end({"content": ""}, "abort", stop_reason=text), event("[DONE]")]
+        yield [role, event(error), event("[DONE]")]
+    if path == COMPLETIONS:
+        choice = {"index": 0, "text": "", "finish_reason": "abort", "stop_reason": text}
+        yield (200, {**HEAD, "choices": [choice]})
+        yield [event({**HEAD, "choices": [choice]}), event("[DONE]")]
+    if path == MESSAGES:
+        start = STREAMS[MESSAGES]()[0]
+        yield [start, event({"type": "error", "error": {"type": "internal_error", "message": text}}, "error")]
+    if path == RESPONSES:
+        begun = STREAMS[RESPONSES]()[:2]
+        yield [*begun, event({"type": "error", "message": text}, "error")]
+
+
+@pytest.mark.parametrize("path", sorted(ROUTES))
+@pytest.mark.parametrize("text", [REFUSED, EXPIRED], ids=["429", "504"])
+async def test_a_refusal_is_a_status_of_its_own_streamed_or_not(path, text):
+    for answer in refused_answers(path, text):
+        app = VLLMApp(lambda _, answer=answer: answer)
+        client = client_of(app)
+        reply = await client.post(path, json={**ASK, "stream": isinstance(answer, list)})
+        error = reply.json()["error"]
+        assert reply.headers["content-type"] == "application/json"
+        if text == EXPIRED:
+            assert (reply.status_code, error["code"]) == (504, "deadline_exceeded")
+            continue
+        assert (reply.status_code, error["code"]) == (429, "slo_unattainable")
+        assert (reply.headers["retry-after"], reply.headers["retry-after-ms"]) == ("3", "2500")
+        assert reply.headers["x-onbeat-predicted-ttft-ms"] == "1250.0"
+        assert error["slo"]["ttft_ms"] == 500
+        assert (
+            'onbeat_requests_rejected_total{reason="slo_unattainable"} 1.0'
+            in (await client.get("/metrics")).text
+        )
+
+
+async def test_other_refusals_have_their_statuses():
+    for status, code in ((503, "server_overloaded"), (400, "invalid_value")):
+        text = refusal_text(status, reason="no room for it here")
+        app = VLLMApp(lambda _, text=text: (503, {"error": {"message": text}}))
+        reply = await client_of(app).post(CHAT, json=ASK)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+        assert reply.json()["error"]["message"] == "no room for it here"
+
+
+@pytest.mark.parametrize("path", sorted(ROUTES))
+async def test_a_refusal_that_vllm_hides_is_told_by_the_scheduler(path, tmp_path):
+    """vLLM before 0.33 says nothing of an aborted request in these APIs."""
+    empty = {
+        RESPONSES: [(200, response_object("completed", [])), STREAMS[RESPONSES]()[:2]],
+        MESSAGES: [
+            (200, {"type": "message", "content": [], "stop_reason": None}),
+            [STREAMS[MESSAGES]()[0], event({"type": "message_delta", "delta": {"stop_reason": None}})],
+        ],
+    }.get(path, [chat_whole("abort"), [chat_chunk({"role": "assistant", "content": ""}), event("[DONE]")]])
+    address = f"ipc://{tmp_path}/t"
+    publisher = Publisher(address)
+    for answer in empty:
+        app = VLLMApp(lambda _, answer=answer: answer)
+
+        async def tell(app=app) -> None:
+            while True:
+                if app.bodies:
+                    slo_id = app.bodies[-1]["vllm_xargs"]["slo_id"]
+                    details = {"status": 429, "predicted_ttft_ms": 70.0, "retry_after_s": 1.0}
+                    publisher.send(request_message("refused", "r", 0.0, slo_id=slo_id, **details))
+                await asyncio.sleep(0.005)
+
+        telling = asyncio.create_task(tell())
+        client = client_of(app, {"telemetry": address})
+        await client.get("/metrics")  # the subscriber is there
+        await asyncio.sleep(0.2)
+        reply = await client.post(path, json={**ASK, "stream": isinstance(answer, list)})
+        telling.cancel()
+        client.desk.close()
+        assert reply.status_code == 429
+        assert reply.json()["error"]["predicted_ttft_ms"] == 70.0
+    publisher.close()
+
+
+async def test_what_a_model_says_is_no_refusal():
+    for answer in (
+        chat_whole("stop", stop_reason=REFUSED),
+        [chat_chunk({"content": REFUSED}), chat_chunk({}, "stop", stop_reason=REFUSED), event("[DONE]")],
+    ):
+        app = VLLMApp(lambda _, answer=answer: answer)
+        assert (await client_of(app).post(CHAT, json=ASK)).status_code == 200
+
+
+async def test_other_errors_of_vllm_stay_as_they_are():
+    error = {"error": {"message": "the model overflows", "code": 500}}
+    reply = await client_of(VLLMApp(lambda _: (500, error))).post(CHAT, json=ASK)
+    assert (reply.status_code, reply.json()) == (500, error)
+    stream = [*chat_stream()[:2], event(error), event("[DONE]")]
+    reply = await client_of(VLLMApp(lambda _: stream)).post(CHAT, json=ASK)
+    assert (reply.status_code, reply.content) == (200, b"".join(stream))
+
+
+# --- verdicts out
+
+
+@pytest.mark.parametrize("path", sorted(ROUTES))
+async def test_the_last_event_has_the_verdict(path):
+    stream = STREAMS[path]()
+    app = VLLMApp(lambda _: stream)
+    reply = await client_of(app).post(path, json={**ASK, "stream": True})
+    events, sent = data_events(reply.content), data_events(b"".join(stream))
+    with_verdict = [index for index, each in enumerate(events) if "slo" in (each | each.get("response", {}))]
+    assert len(with_verdict) == 1
+    last = events[with_verdict[0]]
+    verdict = last.get("response", last).pop("slo")
+    assert verdict["met"] is True
+    assert (verdict["ttft_ms"] > 0, verdict["relegated"], verdict["predicted_ttft_ms"]) == (True, False, None)
+    assert events == sent
+    assert reply.content.count(b"\n\n") == b"".join(stream).count(b"\n\n")
+
+
+async def test_where_usage_follows_it_has_the_verdict():
+    app = VLLMApp(lambda _: chat_stream(usage=True))
+    reply = await client_of(app).post(CHAT, json={**ASK, "stream": True})
+    assert "slo" in data_events(reply.content)[-1]
+
+
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        (CHAT, chat_whole()),
+        (RESPONSES, (200, response_object("completed", [1]))),
+        (MESSAGES, (200, {"type": "message", "content": [1], "stop_reason": "end_turn"})),
+    ],
+)
+async def test_a_whole_answer_has_the_verdict(path, answer):
+    reply = await client_of(VLLMApp(lambda _: answer)).post(path, json=ASK)
+    body = reply.json()
+    assert body.pop("slo")["met"] is True
+    assert body == answer[1]
+    assert int(reply.headers["content-length"]) == len(reply.content)
+
+
+async def test_without_objectives_an_answer_is_vllms_to_the_byte():
+    for answer in (chat_stream(), chat_stream(usage=True)):
+        reply = await client_of(VLLMApp(lambda _, answer=answer: answer)).post(CHAT, json={"stream": True})
+        assert reply.content == b"".join(answer)
+
+
+async def test_a_late_answer_has_missed():
+    app = VLLMApp(lambda _: chat_stream())
+
+    def slowly(data: bytes):
+        import time
+
+        time.sleep(0.01)
+        return [data]
+
+    app.cut = slowly
+    reply = await client_of(app).post(CHAT, json={"stream": True, "slo": {"ttft_ms": 1}})
+    assert data_events(reply.content)[-1]["slo"]["met"] is False
+
+
+@given(data=st.data())
+@pytest.mark.parametrize("path", [*sorted(ROUTES), "refused"])
+def test_it_does_not_matter_how_a_stream_is_cut_into_messages(path, data):
+    stream = STREAMS.get(path, lambda: list(refused_answers(CHAT, REFUSED))[3])()
+    raw = b"".join(stream)
+    ends = sorted(data.draw(st.sets(st.integers(1, len(raw) - 1), max_size=8)))
+
+    async def answer(cuts: list[int]) -> tuple[int, object]:
+        app = VLLMApp(lambda _: stream)
+        app.cut = lambda raw: [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
+        reply = await client_of(app).post(path if path in STREAMS else CHAT, json={**ASK, "stream": True})
+        if reply.status_code != 200:
+            return reply.status_code, reply.content
+        events = data_events(reply.content)
+        for each in events:
+            verdict = each.get("response", each).pop("slo", None)
+            assert verdict is None or verdict["met"]
+        return reply.status_code, events
+
+    assert asyncio.run(answer(ends)) == asyncio.run(answer([]))
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        [b"data: {\n\n", event("[DONE]")],
+        [b"no event"],
+        [event({"choices": 5}), event({"choices": [5, {"index": "x", "delta": 7}]}), event([1])],
+        [event({"choices": [{"finish_reason": {"a": 1}, "index": 10**9}]}), event("[DONE]")],
+        [event({"usage": 5, "choices": []}), event("[DONE]")],
+        [b"\n\n\n\n", b":\n\n"],
+        [event({"x": "y" * 2_000_000})],
+    ],
+)
+async def test_whatever_vllm_sends_gets_through(stream):
+    reply = await client_of(VLLMApp(lambda _: stream)).post(CHAT, json={"stream": True})
+    assert (reply.status_code, reply.content) == (200, b"".join(stream))
+
+
+@pytest.mark.parametrize("body", [5, [], {"choices": 5}, {"choices": [{"index": None}]}, {"error": 5}])
+@pytest.mark.parametrize("path", sorted(ROUTES))
+async def test_whatever_vllm_answers_gets_through(path, body):
+    reply = await client_of(VLLMApp(lambda _: (200, body))).post(path, json={})
+    assert (reply.status_code, reply.json()) == (200, body)
+
+
+def test_what_is_told_of_a_refusal_reads_back():
+    from onbeat.vllm.refusals import refusal_in
+
+    told = refusal_in(f"Error: {refusal_text(429, predicted_ttft=float('inf'), retry_after=1.5)} (at 0x1)")
+    assert told is not None
+    assert (told.status, told.predicted_ttft, told.retry_after) == (429, None, 1.5)
+    for text in ("onbeat:429:", "onbeat:429:{", "onbeat:200:{}", "onbeat:429:[1]", json.dumps({}), None, 7):
+        assert refusal_in(text) is None
+    assert refusal_in('onbeat:429:{"predicted_ttft_ms": "x", "retry_after_s": -1, "reason": 5}') is not None

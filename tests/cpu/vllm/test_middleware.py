@@ -1,0 +1,185 @@
+"""What the middleware makes of requests, and what it shows; its answers are in `test_answers`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO
+from onbeat.vllm.objectives import read
+from onbeat.vllm.refusals import refusal_text
+from onbeat.vllm.requests import ROUTES
+from tests.cpu.vllm.vllm_app import (
+    CHAT,
+    MESSAGES,
+    VLLMApp,
+    chat_stream,
+    chat_whole,
+    client_of,
+)
+
+REFUSED = refusal_text(429, predicted_ttft=1.25, retry_after=2.5)
+EXPIRED = refusal_text(504)
+ASK = {"model": "m", "messages": [], "slo": {"ttft_ms": 500, "tbt_ms": 50}}
+KEY_HASH = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"  # of "test"
+
+
+@pytest.fixture
+def classes(tmp_path):
+    path = tmp_path / "classes.yaml"
+    path.write_text(
+        "classes:\n  - {name: chat, ttft_ms: 800, weight: 2, shed: true}\n"
+        f"api_keys:\n  - {{key_sha256: {KEY_HASH}, class: chat}}\n"
+    )
+    return {"classes": str(path), "class": "standard"}
+
+
+def held_to(app: VLLMApp):
+    """Return what the engine makes of the newest request."""
+    from onbeat.server.slo_defaults import SLODefaults
+
+    return read(app.bodies[-1]["vllm_xargs"], SLODefaults())
+
+
+@pytest.mark.parametrize("path", sorted(ROUTES))
+async def test_every_route_states_objectives_to_the_engine(path):
+    app = VLLMApp(lambda _: chat_whole())
+    reply = await client_of(app).post(path, json={**ASK, "vllm_xargs": {"k": 1}, "unknown": [1]})
+    assert reply.status_code == 200
+    assert held_to(app).slo == SLO(ttft=0.5, tbt=0.05)
+    assert app.bodies[0]["unknown"] == [1]
+    assert app.bodies[0]["vllm_xargs"]["k"] == 1
+    assert "slo" not in app.bodies[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "headers", "ttft", "slo_class"),
+    [
+        ({}, {}, 2.0, "standard"),
+        ({}, {"x-llm-d-slo-ttft-ms": "700"}, 0.7, "standard"),
+        ({}, {"x-slo-ttft-ms": "700", "x-slo-tpot-ms": "9"}, 0.7, "standard"),
+        ({"slo": {"ttft_ms": 600}}, {"x-llm-d-slo-ttft-ms": "700"}, 0.6, "standard"),
+        ({"service_tier": "priority"}, {}, 0.5, "interactive"),
+        ({"slo": {"class": "chat"}, "service_tier": "flex"}, {}, 0.8, "chat"),
+        ({"vllm_xargs": {"slo_ttft_ms": 300}}, {}, 0.3, "standard"),
+        (
+            {"vllm_xargs": {"slo_ttft_ms": 300, "slo_id": "mine"}, "slo": {"ttft_ms": 900}},
+            {},
+            0.9,
+            "standard",
+        ),
+        ({"metadata": {"slo_ttft_ms": "400"}}, {}, 0.4, "standard"),
+        ({}, {"authorization": "Bearer test"}, 0.8, "chat"),
+        ({}, {"authorization": "Bearer EMPTY"}, 2.0, "standard"),
+    ],
+)
+async def test_the_first_that_states_a_value_counts_as_in_our_own_server(
+    more, headers, ttft, slo_class, classes
+):
+    app = VLLMApp(lambda _: chat_whole())
+    body = {"model": "m", "messages": [], **more}
+    assert (await client_of(app, classes).post(CHAT, json=body, headers=headers)).status_code == 200
+    assert (held_to(app).slo.ttft, held_to(app).slo_class) == (ttft, slo_class)
+
+
+@pytest.mark.parametrize(
+    ("more", "headers", "param"),
+    [
+        ({"slo": {"ttft_ms": 0}}, {}, "slo.ttft_ms"),
+        ({"slo": {"tftt_ms": 5}}, {}, "slo.tftt_ms"),
+        ({"slo": 5}, {}, "slo"),
+        ({"slo": {"weight": 99}}, {}, "slo.weight"),
+        ({"slo": {"class": "gold"}}, {}, "slo.class"),
+        ({"ttft_ms": 5}, {}, "ttft_ms"),
+        ({"service_tier": "gold"}, {}, "service_tier"),
+        ({"vllm_xargs": 5}, {}, "vllm_xargs"),
+        ({"vllm_xargs": {"slo_weight": 99}}, {}, "slo.weight"),
+        ({}, {"x-llm-d-slo-ttft-ms": "-1"}, "x-llm-d-slo-ttft-ms"),
+        ({"slo": {"ttft_ms": 5}}, {"x-slo-tpot-ms": "inf"}, "x-slo-tpot-ms"),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+async def test_wrong_objectives_never_reach_vllm(more, headers, param, path):
+    app = VLLMApp(lambda _: chat_whole())
+    if path == MESSAGES and "service_tier" in more:  # whose tiers are Anthropic's
+        return
+    reply = await client_of(app).post(path, json={"model": "m", **more}, headers=headers)
+    assert (reply.status_code, app.bodies) == (400, [])
+    assert reply.json()["error"]["param"].startswith(param)
+    assert (reply.json().get("type") == "error") == (path == MESSAGES)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'"x"', b'{"a": NaN}', b"\xff"])
+async def test_a_body_that_is_no_object_is_vllms_to_refuse(raw):
+    app = VLLMApp(lambda _: chat_whole())
+    reply = await client_of(app).post(CHAT, content=raw)
+    assert reply.status_code == (200 if raw in (b"[1]", b'"x"', b'{"a": NaN}') else 400)
+
+
+async def test_bodies_are_bounded():
+    app, settings = VLLMApp(lambda _: chat_whole()), {"max_body_bytes": 1000}
+    whole = await client_of(app, settings).post(CHAT, content=b"x" * 1001)
+
+    async def pieces():
+        for _ in range(11):
+            yield b"x" * 100
+
+    cut = await client_of(app, settings).post(CHAT, content=pieces())
+    assert (whole.status_code, cut.status_code, app.headers) == (413, 413, [])
+
+
+async def test_keys_are_tenants_where_the_server_asks_for_them():
+    app = VLLMApp(lambda _: chat_whole())
+    headers = {"authorization": "Bearer k", "x-llm-d-inference-fairness-id": "t"}
+    reply = await client_of(app, api_key=["k"]).post(CHAT, json=ASK, headers=headers)
+    assert held_to(app).tenant.startswith("key:")
+    assert reply.headers["x-onbeat-ignored-fields"] == "x-llm-d-inference-fairness-id"
+    await client_of(app).post(CHAT, json=ASK, headers=headers)
+    assert held_to(app).tenant == "t"
+
+
+async def test_other_paths_are_left_alone():
+    app = VLLMApp(lambda _: chat_whole())
+    await client_of(app).post("/v1/embeddings", json=ASK)
+    assert app.bodies == [ASK]
+
+
+async def test_metrics_stand_behind_vllms():
+    app = VLLMApp(lambda _: chat_stream())
+    client = client_of(app, {"class": "standard"})
+    await client.post(CHAT, json={"stream": True})
+    text = (await client.get("/metrics", headers={"accept-encoding": "gzip"})).text
+    assert text.startswith("vllm:up 1\n")
+    assert 'onbeat_slo_requests_total{outcome="good",slo_class="standard"} 1.0' in text
+    assert "onbeat_requests_running 0.0" in text
+    assert "process_cpu" not in text  # vLLM's own has it
+    assert "accept-encoding" not in app.headers[-1]
+
+
+async def test_a_client_that_leaves_is_not_judged():
+    async def never(_scope, _receive, _send) -> None:
+        await asyncio.sleep(3600)
+
+    client = client_of(never)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(client.post(CHAT, json=ASK), 0.05)
+    text = client.desk.ledger.metrics().decode()
+    assert 'onbeat_slo_requests_total{outcome="abandoned",slo_class="unnamed"} 1.0' in text
+    assert not client.desk.ledger._open
+
+
+async def test_a_wrong_configuration_ends_the_start_and_an_end_closes_what_was_opened(tmp_path):
+    async def app(_scope, _receive, _send) -> None:
+        pass
+
+    async def start(settings) -> object:
+        client = client_of(app, settings)
+        await client.served({"type": "lifespan"}, None, None)
+        return client.desk
+
+    with pytest.raises(ConfigError, match="did you mean ttft_ms"):
+        await start({"tftt_ms": 5})
+    desk = await start({"telemetry": f"ipc://{tmp_path}/t"})
+    assert desk._hearing.cancelling()
