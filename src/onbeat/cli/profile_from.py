@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from onbeat import __version__
 from onbeat.cli.options import milliseconds
 from onbeat.cli.step_socket import is_address, record_steps
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import check, option
-from onbeat.perfmodel.device_spec import CPU
+from onbeat.core.options import check, option, settings_of
+from onbeat.perfmodel.device_spec import CPU, known_device
 from onbeat.perfmodel.precision import BYTES, precision_by_weights
 
 if TYPE_CHECKING:
@@ -58,27 +59,21 @@ class FromOptions:
         metavar="N",
         help="1: it plans a step while the one before runs (default: as recorded, else as its --engine does)",
     )
-    request_overhead: float = _recorded(
-        0.0,
+    request_overhead: float | None = _recorded(
+        None,
         flag="--request-overhead-ms",
         unit="ms",
         parse=milliseconds,
         metavar="MS",
-        help="what its server adds to each request's first token beside steps",
+        help="what its server adds to each request's first token beside steps (default: as recorded, else 0)",
     )
 
     def __post_init__(self) -> None:
         check(self, FromOptions)
-        given = [
-            name
-            for name in ("weights", "tensor_parallel", "engine", "engine_version", "steps_ahead")
-            if getattr(self, name) is not None
-        ]
-        if self.source is None and (given or self.request_overhead):
-            name = given[0] if given else "request_overhead_ms"
+        given = [each for each in settings_of(FromOptions) if getattr(self, each.name) is not None]
+        if given and self.source is None:
             raise ConfigError(
-                f"--{name.replace('_', '-')} is of another engine's steps; give --from SOURCE "
-                "too, or leave it out"
+                f"{given[0].flag} is of another engine's steps; give --from SOURCE too, or leave it out"
             )
 
 
@@ -141,6 +136,8 @@ def _target(
     is_named = args.model or args.model_positional
     model = model_name(args) if is_named else origin.model
     device = origin.device if args.device == "auto" else args.device
+    if device is None and origin.device_name is not None:
+        device = known_device(origin.device_name)
     for name, value, form in (("model", model, "--model NAME"), ("device", device, "--device ID")):
         if value is None:
             raise ConfigError(f"{options.source} does not say of which {name} its steps are; give {form}")
@@ -177,7 +174,7 @@ def _profile(
     if key.device == CPU:  # which has no data sheet: another start would measure others
         limits = MachineLimits(
             memory_bandwidth=target.device.memory_bandwidth,
-            peak_flops=target.device.peak_flops,
+            peak_flops=dict(target.device.peak_flops),
             product_rates=target.device.product_rates,
         )
     return Profile(
@@ -187,11 +184,18 @@ def _profile(
         steps=found.steps,
         fitted=found.fitted,
         server=ServerTerms(
-            steps_ahead=_steps_ahead(key, options, stream.origin), request_seconds=options.request_overhead
+            steps_ahead=_steps_ahead(key, options, stream.origin),
+            request_seconds=_request_seconds(options, stream),
         ),
         limits=limits,
         engine={"source": str(options.source), "num_recorded": len(stream.steps), "times": timed.basis},
     )
+
+
+def _request_seconds(options: FromOptions, stream: StepStream) -> float:
+    if options.request_overhead is not None:
+        return options.request_overhead
+    return median(stream.request_seconds) if stream.request_seconds else 0.0
 
 
 def _steps_ahead(key: ProfileKey, options: FromOptions, origin: StepOrigin) -> int:
@@ -219,6 +223,11 @@ def _show(profile: Profile, stream: StepStream, timed: StepTimes, found: StreamF
     if found.num_exceptions:
         out.print(f"left out of the fit: {found.num_exceptions:,} steps, 3 times off what is usual")
     out.print(error_table(f"Fitted by {fitted.method}: error on held-back steps", found.errors))
+    server = profile.server
+    out.print(
+        f"beside steps: {1e3 * server.request_seconds:.1f} ms for each request; {server.steps_ahead} steps "
+        "planned ahead"
+    )
     out.print(f"steps seen: {fitted.shape_range.describe()}", markup=False)
 
 

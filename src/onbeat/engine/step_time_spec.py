@@ -9,27 +9,13 @@ import torch
 from onbeat.engine.device import device_name
 from onbeat.engine.load import LoadedModel
 from onbeat.engine.model_config import ModelConfig
-from onbeat.perfmodel.device_spec import DeviceSpec, cpu_device, find_device
+from onbeat.perfmodel.device_spec import DeviceSpec, cpu_device, find_device, known_device
 from onbeat.perfmodel.model_spec import ModelSpec
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile import MachineLimits, ProfileKey
 
 FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """Step-time models know no float64, which is for tests of exactness."""
-GPU_IDS = {
-    "A100-SXM4-40GB": "a100-40-sxm",
-    "A100-SXM4-80GB": "a100-80-sxm",
-    "H100 80GB HBM3": "h100-sxm",
-    "H100 PCIe": "h100-pcie",
-    "H200": "h200",
-    "B200": "b200",
-    "L4": "l4",
-    "A10G": "a10g",
-    "L40S": "l40s",
-    "A40": "a40",
-    "V100-SXM2-32GB": "v100",
-}
-"""Names of the driver and the data sheets of `perfmodel`."""
 QUANTIZED_GROUP = 32
 """Of most types that the native engine multiplies as they are."""
 
@@ -104,11 +90,6 @@ def _what_computes(settings: Mapping[str, str]) -> str | None:
     if name is not None and "batch_invariant" in settings:
         name += " (batch-invariant)"
     return name
-
-
-def known_device(name: str) -> str | None:
-    """Return the id of the data sheet of a GPU by the driver's name for it; None where there is none."""
-    return GPU_IDS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
 
 
 def device_spec_of(key: ProfileKey, limits: MachineLimits | None) -> DeviceSpec:

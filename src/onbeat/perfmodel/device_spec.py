@@ -23,6 +23,21 @@ _NEEDED = ("memory_gib", "memory_bandwidth_gb_s", "peak_tflops")
 _LINKS = ("nvlink_gb_s", "pcie_gb_s")
 _OTHERS = ("name", "architecture", *_LINKS, "tdp_watts", "sources")
 
+GPU_IDS = {
+    "A100-SXM4-40GB": "a100-40-sxm",
+    "A100-SXM4-80GB": "a100-80-sxm",
+    "H100 80GB HBM3": "h100-sxm",
+    "H100 PCIe": "h100-pcie",
+    "H200": "h200",
+    "B200": "b200",
+    "L4": "l4",
+    "A10G": "a10g",
+    "L40S": "l40s",
+    "A40": "a40",
+    "V100-SXM2-32GB": "v100",
+}
+"""Names of the driver, and the data sheets."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
@@ -72,6 +87,11 @@ class DeviceSpec:
 def device_ids() -> tuple[str, ...]:
     """Return the ids that `find_device` takes, beside files."""
     return (*_table(), CPU)
+
+
+def known_device(name: str) -> str | None:
+    """Return the id of the data sheet of a GPU by the driver's name for it; None where there is none."""
+    return GPU_IDS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
 
 
 def is_gpu(device_id: str) -> bool:

@@ -60,6 +60,8 @@ class StepStream:
     """Messages of an idle engine."""
     num_lost: int = 0
     """Steps that the source counted but did not deliver."""
+    request_seconds: Sequence[float] = ()
+    """What the server did for some requests beside their steps."""
 
 
 @dataclass(frozen=True, slots=True)

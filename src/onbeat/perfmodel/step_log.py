@@ -7,8 +7,9 @@ The first line is the header::
 with any of the fields of `StepOrigin`. Each further line is one step, in the order in which they ended:
 
 * ``{"end": 12.5, "seconds": 0.02, "num_prompts": 1, "prompt_tokens": 64, "num_decodes": 3, ...}``: the fields
-  of `STEP_FIELDS`. What is left out is 0; `end` (seconds of one clock), `seconds` (the engine's own measure)
-  or both must be there. `follows_idle` says that there was nothing to do before;
+  of `STEP_FIELDS`. What is left out is 0. One of `end` (seconds of one clock), `seconds` (the engine's own
+  measure) and `distance` (seconds since the end of the step before) must be there. `follows_idle` says that
+  there was nothing to do before, `request_seconds` what the server of a request did beside its steps;
 * ``{"received": 12.5, "fpm": {...}}``: a message of forward-pass metrics as it came.
 
 A file of Dynamo's traces (`dynamo.fpm.trace.v1`), which has no header, is read too.
@@ -36,7 +37,8 @@ STEP_FIELDS = (
     *("num_decodes", "decode_cached_tokens"),
 )
 """Counts of a step's line; `logged_step.rows_shape` says what they are."""
-_TIMES = ("end", "seconds")
+_TIMES = ("end", "seconds", "distance")
+_REQUEST = "request_seconds"
 _DYNAMO_TRACE = "dynamo.fpm.trace.v1"
 _TEXTS = ("engine", "engine_version", "model", "device", "device_name", "dtype")
 
@@ -121,7 +123,7 @@ def _stream(path: Path, origin: StepOrigin, lines: Iterable[tuple[int, dict[str,
             f", only {order.num_heartbeats} signs of life of an idle engine" if order.num_heartbeats else ""
         )
         raise ConfigError(f"{path} has no steps{idle}; send the engine requests while its steps are recorded")
-    return StepStream(origin, steps, order.num_heartbeats, order.num_lost)
+    return StepStream(origin, steps, order.num_heartbeats, order.num_lost, own.request_seconds)
 
 
 def _received(values: Mapping[str, Any], where: str) -> float | None:
@@ -135,16 +137,19 @@ class _OwnOrder:
     """Turns lines of the own form into steps."""
 
     def __init__(self) -> None:
+        self.request_seconds: list[float] = []
         self._end: float | None = None
 
     def take(self, values: Mapping[str, Any], where: str) -> LoggedStep | None:
-        known = (*STEP_FIELDS, *_TIMES, "follows_idle")
+        known = (*STEP_FIELDS, *_TIMES, _REQUEST, "follows_idle")
         for name in values:
             if name not in known:
                 raise ConfigError(f"{where}: unknown field {quoted(name)}; known are {', '.join(known)}")
         times = {name: _time(values, name, where) for name in _TIMES if name in values}
         if not times:
-            raise ConfigError(f"{where}: the step has neither end nor seconds; give one of them, or both")
+            raise ConfigError(f"{where}: the step has no time; give one of {', '.join(_TIMES)}")
+        if _REQUEST in values:
+            self.request_seconds.append(_time(values, _REQUEST, where))
         shape = self._shape(values, where)
         before, self._end = self._end, times.get("end")
         distance = None
@@ -158,7 +163,8 @@ class _OwnOrder:
         follows_idle = values.get("follows_idle", False)
         if not isinstance(follows_idle, bool):
             raise ConfigError(f"{where}: follows_idle is {quoted(follows_idle)}; it must be true or false")
-        return LoggedStep(shape, times.get("seconds", 0.0), None if follows_idle else distance)
+        known_distance = times.get("distance", None if follows_idle else distance)
+        return LoggedStep(shape, times.get("seconds", 0.0), known_distance)
 
     @staticmethod
     def _shape(values: Mapping[str, Any], where: str) -> BatchShape:

@@ -33,10 +33,10 @@ from onbeat.engine.profiling.campaign import Campaign
 from onbeat.engine.profiling.limits import measure_limits, with_product_rates
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.profiling.profiler import ProfileSettings, limits_of, profile_model
-from onbeat.engine.step_time_spec import known_device, model_spec_of, profile_key_of
+from onbeat.engine.step_time_spec import model_spec_of, profile_key_of
 from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.best_fit import FitTarget, fit_best
-from onbeat.perfmodel.device_spec import cpu_device
+from onbeat.perfmodel.device_spec import cpu_device, known_device
 from onbeat.perfmodel.model_spec import model_spec_from_hf
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.product_rates import ROW_COUNTS

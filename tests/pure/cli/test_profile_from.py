@@ -84,7 +84,7 @@ def test_it_drives_a_simulation(profile: Path, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--from", "nowhere.jsonl"], "cannot read the recorded steps nowhere.jsonl"),
-        (["--tp", "2"], "--tensor-parallel is of another engine's steps; give --from SOURCE"),
+        (["--tp", "2"], "--tensor-parallel-size is of another engine's steps; give --from SOURCE"),
         (["--from", "STEPS", "--threads", "2"], "--threads says how steps are measured here"),
         (["--from", "STEPS", "--model", "no-such-model"], "no-such-model"),
         (["record", "tcp://127.0.0.1:1"], "takes a source and a file"),

@@ -128,7 +128,7 @@ def test_a_message_that_is_not_as_it_must_be_is_named(
         ([HEADER, own_line(2.0), own_line(1.0)], "line 3: end 1 s is before that of the step before it, 2 s"),
         ([HEADER, own_line(1.0) | {"decodes": 3}], "unknown field 'decodes'; known are num_prompts, "),
         ([HEADER, own_line(1.0) | {"num_decodes": -1}], "num_decodes is -1; it must be a whole number"),
-        ([HEADER, {"num_decodes": 1}], "the step has neither end nor seconds"),
+        ([HEADER, {"num_decodes": 1}], "the step has no time; give one of end, seconds, distance"),
         ([HEADER, {"end": 1.0}], "the step computes nothing"),
         ([HEADER, own_line(1.0) | {"follows_idle": 1}], "follows_idle is 1; it must be true or false"),
         (
