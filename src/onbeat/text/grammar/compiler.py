@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,10 @@ MOST_BYTES = 512 << 20
 """Of all prototypes together, estimated."""
 _BYTES_PER_CHARACTER = 4
 _PROTOTYPE_BYTES = 256 << 10
+
+_TOKENS_AT_ONCE = 1024
+"""Of a vocabulary, read in a millisecond."""
+_REST_SECONDS = 1e-4
 
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
@@ -55,8 +60,13 @@ class Vocabulary:
     def of(cls, tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
         """Return a tokenizer's vocabulary, of the tokens that have logits."""
         eos = [token_id for token_id in tokenizer.eos_token_ids if token_id < vocab_size]
+        token_bytes: list[bytes] = []
+        num_tokens = min(tokenizer.vocab_size, vocab_size)
+        for start in range(0, num_tokens, _TOKENS_AT_ONCE):
+            token_bytes += map(tokenizer.token_bytes, range(start, min(start + _TOKENS_AT_ONCE, num_tokens)))
+            time.sleep(_REST_SECONDS)  # lets whoever waits for the interpreter have it
         return cls(
-            [tokenizer.token_bytes(token_id) for token_id in range(min(tokenizer.vocab_size, vocab_size))],
+            token_bytes,
             sorted(token_id for token_id in tokenizer.special_token_ids if token_id < vocab_size),
             eos,
             tokenizer.bos_token_id,

@@ -9,13 +9,15 @@ stack, does neither there.
 
 from __future__ import annotations
 
-import base64
 import json
 import threading
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass, replace
+from io import BytesIO
 from random import Random
 from typing import Any
 
@@ -63,7 +65,10 @@ class GrammarGuard:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._process: LimitedProcess | None = None
+        self._is_closed = False
+        self._starting = threading.Lock()
         self._lock = threading.Lock()
+        """Of what is known; an event loop takes it, so that nobody holds it for long."""
         self._known: OrderedDict[str, Verdict] = OrderedDict()
 
     def known(self, grammar: Grammar) -> Verdict | None:
@@ -74,8 +79,13 @@ class GrammarGuard:
                 self._known.move_to_end(grammar.key)
             return verdict
 
+    def warm_up(self) -> None:
+        """Start the process: the first grammar would wait for that for up to a second."""
+        with suppress(Ended):  # which is told when a grammar comes
+            self._started()
+
     def check(self, grammar: Grammar) -> Verdict:
-        """Try a grammar, unless it is known; takes some milliseconds, with the first one a second."""
+        """Try a grammar, unless it is known; takes some milliseconds."""
         verdict = self.known(grammar)
         if verdict is None:
             try:
@@ -90,7 +100,8 @@ class GrammarGuard:
         return verdict
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; none is started any more."""
+        self._is_closed = True
         if self._process is not None:
             self._process.close()
 
@@ -110,7 +121,9 @@ class GrammarGuard:
         return Verdict(tuple(reply["ignored"]), reply["problem"], reply["code"])
 
     def _started(self) -> LimitedProcess:
-        with self._lock:
+        with self._starting:
+            if self._is_closed:
+                raise Ended("was given up: the server stops", was_killed=True)
             if self._process is None:
                 self._process = LimitedProcess(
                     "onbeat.text.grammar.guard",
@@ -118,27 +131,26 @@ class GrammarGuard:
                     max_seconds=MAX_SECONDS,
                     niceness=NICENESS,
                 )
+                self._process.start()
             return self._process
 
 
 def _opening(vocabulary: Vocabulary, vocab_size: int) -> bytes:
-    lengths = [len(data) for data in vocabulary.token_bytes]
-    content = {**asdict(vocabulary), "token_bytes": None, "lengths": lengths, "vocab_size": vocab_size}
-    content["data"] = base64.b64encode(b"".join(vocabulary.token_bytes)).decode()
-    return json.dumps(content).encode()
+    """Return a line of JSON, the tokens' lengths and the tokens."""
+    _, *others = astuple(replace(vocabulary, token_bytes=[]))
+    head = json.dumps([len(vocabulary.token_bytes), vocab_size, *others]).encode()
+    lengths = array("I", map(len, vocabulary.token_bytes))
+    return b"".join((head, b"\n", lengths.tobytes(), *vocabulary.token_bytes))
 
 
 def _open(opening: bytes) -> tuple[dict[str, Any], Answer | None]:
     """Make a compiler of the vocabulary."""
-    content = json.loads(opening)
-    data, tokens, start = base64.b64decode(content["data"]), [], 0
-    for length in content["lengths"]:
-        tokens.append(data[start : start + length])
-        start += length
-    vocabulary = Vocabulary(
-        tokens, content["special_token_ids"], content["eos_token_ids"], content["bos_token_id"]
-    )
-    compiler = GrammarCompiler(vocabulary, content["vocab_size"])
+    head, _, rest = opening.partition(b"\n")
+    num_tokens, vocab_size, *others = json.loads(head)
+    lengths = array("I")
+    data = BytesIO(rest)
+    lengths.frombytes(data.read(num_tokens * lengths.itemsize))
+    compiler = GrammarCompiler(Vocabulary([data.read(length) for length in lengths], *others), vocab_size)
     threading.stack_size(STACK_BYTES)
     return {}, lambda question: _in_thread(
         lambda: _trial(compiler, question.decode("utf-8", "surrogatepass"))
