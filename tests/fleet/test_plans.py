@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.cluster.kinds import engine_of
+from onbeat.cluster.start import engine_of
 from onbeat.core.errors import ConfigError
 from onbeat.core.kinds import ReplicaGroup, parse_kind
 from onbeat.engine.config import EngineConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,12 +11,12 @@ from functools import partial
 from onbeat.cluster.client import FleetClient
 from onbeat.cluster.cuda_devices import share_devices
 from onbeat.cluster.fleet_options import TRANSPORTS, FleetOptions
-from onbeat.cluster.kinds import engine_of
 from onbeat.cluster.launcher import Launcher, ReplicaNeeds
 from onbeat.cluster.local_launcher import LocalLauncher, share_cores
-from onbeat.core.errors import MissingExtra
-from onbeat.core.fleet import ReplicaId
-from onbeat.core.kinds import ReplicaGroup
+from onbeat.core.errors import ConfigError, MissingExtra
+from onbeat.core.fleet import ReplicaId, replica_number
+from onbeat.core.kinds import ReplicaGroup, as_settings, kind_of
+from onbeat.core.options import change
 from onbeat.core.protocols import EngineInfo
 from onbeat.engine.config import EngineConfig, MemoryShare
 from onbeat.engine.container import host_memory, usable_cores
@@ -27,6 +27,28 @@ from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.config import DEFAULT_POLICY
 from onbeat.scheduler.replica.policies import queue_seconds
+
+
+def engine_of(replica: ReplicaId, engine: EngineConfig, kinds: Sequence[ReplicaGroup]) -> EngineConfig:
+    """Return the configuration of one replica: `r0` is of the first kind; added ones are like the last.
+
+    Raises
+    ------
+    ConfigError : kinds name devices or degrees, but the engines do not stand in for devices; or an unknown
+        policy.
+    """
+    if not kinds:
+        return engine
+    is_elsewhere = any(kind.device or kind.tensor_parallel_size for kind in kinds)
+    if is_elsewhere and engine.load_format != "stand-in":
+        raise ConfigError(
+            "--kinds name what a replica stands in for, with --load-format stand-in; engines that compute "
+            "run where they are started, and may differ in their policies alone: serve each kind by itself, "
+            "with --replicas, --tensor-parallel-size"
+        )
+    kind = kind_of(replica_number(replica), kinds)
+    return change(engine, **as_settings(kind, "device", "tensor_parallel_size", "policy"))
+
 
 ROUTERS_OF_PREFIXES = ("prefix-affinity", "slo")
 """Those for which prompts are hashed."""

@@ -19,12 +19,12 @@ from onbeat.server.answer_report import slo_report, usage_of
 from onbeat.server.choices import Choice, ChoiceDelta, TextOptions
 from onbeat.server.config import MAX_ANSWER_PARTS
 from onbeat.server.errors import ClientGone, error_reply, predicted_ttft_header
+from onbeat.server.fair_threads import Turns
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.middleware import HttpContext, context_of
 from onbeat.server.pieces import Piece, PiecesResponse
 from onbeat.server.services import Services
 from onbeat.server.slo_report import worst_report
-from onbeat.server.turns import Turns
 
 logger = logging.getLogger("onbeat.server")
 

@@ -17,9 +17,9 @@ from onbeat.core.errors import InvalidRequest
 from onbeat.server.checked_fields import validated
 from onbeat.server.config import MAX_JSON_PARTS, MAX_JSON_VALUES, MAX_QUOTED
 from onbeat.server.errors import ApiError, ClientGone
+from onbeat.server.fair_threads import Turns
 from onbeat.server.fields import check_fields, refuse_unknown
 from onbeat.server.middleware import context_of
-from onbeat.server.turns import Turns
 
 _Model = TypeVar("_Model", bound=BaseModel)
 

@@ -21,6 +21,7 @@ from onbeat.server.body import WHOLE, Flag
 from onbeat.server.choices import Choice, TextOptions
 from onbeat.server.config import MAX_INPUTS
 from onbeat.server.errors import ApiError, error_reply
+from onbeat.server.fair_threads import Turns
 from onbeat.server.generation import MOST_EMBEDDED
 from onbeat.server.generation_request import check_priority, truncate_to
 from onbeat.server.middleware import HttpContext, context_of
@@ -28,7 +29,6 @@ from onbeat.server.objectives import ObjectiveFields, RequestObjectives, request
 from onbeat.server.prompts import EncodeOptions, PromptInput
 from onbeat.server.services import Services
 from onbeat.server.slo_report import worst_report
-from onbeat.server.turns import Turns
 
 _NO_SAMPLING = SamplingParams(max_tokens=1)
 

@@ -30,12 +30,12 @@ from onbeat.server.embedding_request import (
     embed,
     encode_options,
 )
+from onbeat.server.fair_threads import Turns
 from onbeat.server.middleware import context_of
 from onbeat.server.openapi_embeddings import EmbeddingList, embedding_route
 from onbeat.server.pieces import Piece, PiecesResponse
 from onbeat.server.prompts import PromptInput
 from onbeat.server.services import Services
-from onbeat.server.turns import Turns
 
 _TEXT = {"type": "string", "minLength": 1}
 _INPUT_SCHEMA = {

@@ -10,10 +10,10 @@ from typing import Any
 from onbeat.core.errors import PromptTooLong
 from onbeat.core.protocols import EngineInfo, Tokenizer
 from onbeat.core.request import Request, SamplingParams, WholeRequest
+from onbeat.server.fair_threads import Turns
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.middleware import HttpContext
 from onbeat.server.objectives import RequestObjectives
-from onbeat.server.turns import Turns
 
 _SEED_MASK = 2**63 - 1
 

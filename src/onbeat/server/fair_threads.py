@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
+
+TURN_SECONDS = 0.002
+"""What one request may take of the event loop before all others have their turn."""
+
+
+class Turns:
+    """Gives the event loop back now and then, while one request has much to do."""
+
+    def __init__(self) -> None:
+        self._end = time.monotonic() + TURN_SECONDS
+
+    async def rest(self) -> None:
+        """Let others go on if this turn is over; call it between two small pieces of work."""
+        if time.monotonic() >= self._end:
+            await asyncio.sleep(0)
+            self._end = time.monotonic() + TURN_SECONDS
+
 
 MOST_SHORT_WORK = 2**14
 """Characters of work that is short: the threads of short work do no other."""

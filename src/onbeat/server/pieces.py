@@ -10,8 +10,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from onbeat.server.errors import ApiError
+from onbeat.server.fair_threads import Turns
 from onbeat.server.middleware import context_of
-from onbeat.server.turns import Turns
 from onbeat.server.unread import SlowReaders
 
 PIECE_BYTES = 2**16

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.attention.grouping import group_rows
 from onbeat.engine.attention.registry import ATTENTION_BACKENDS, select_attention_backend
+from onbeat.engine.attention.sdpa_metadata import group_rows
 from onbeat.engine.kv_cache import KVCacheSpec
 from tests.cpu.engine.naive_attention import Case, Row, naive_attention, run_backend
 

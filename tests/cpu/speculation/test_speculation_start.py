@@ -17,9 +17,9 @@ from onbeat.engine.build import build_engine
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.load import prepare_model
 from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.speculation.build import first_difference
 from onbeat.engine.speculation.config import read_speculative_config
 from onbeat.engine.speculation.draft_model import DraftModelProposer
-from onbeat.engine.speculation.same_tokenizer import first_difference
 from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.recording.reader import Recording

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.engine.attention.base import AttentionBatch
-from onbeat.engine.stand_in.kv_hash import HashCache, mix, mix_number
+from onbeat.engine.stand_in.forward import HashCache, mix, mix_number
 from tests.examples import examples
 
 SIZE = 4

@@ -9,7 +9,6 @@ import pytest
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.slo import SLO
-from onbeat.scheduler.cluster.balance import has_spare_capacity, is_worth_it, trouble
 from onbeat.scheduler.cluster.events import (
     Arrived,
     Delivered,
@@ -21,6 +20,7 @@ from onbeat.scheduler.cluster.events import (
     Withdraw,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
+from onbeat.scheduler.cluster.mending import has_spare_capacity, is_worth_it, trouble
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest
 

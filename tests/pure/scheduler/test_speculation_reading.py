@@ -9,7 +9,7 @@ import pytest
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.scheduler.config import DraftLength, SpeculationConfig
-from onbeat.simulator.catch_up import AskedRow, CatchUp
+from onbeat.simulator.verifying import AskedRow, CatchUp
 from tests.pure.scheduler.speculating import (
     DraftStepTime,
     TimedSpeculatingDriver,

@@ -24,10 +24,15 @@ from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.draft_acceptance import Acceptance, KnownDrafts
 from onbeat.simulator.replay import forecast as replay_forecast
 from onbeat.simulator.replay.decisions import Replay, scheduler_config
-from onbeat.simulator.replay.forecast import forecast_with_model, forecast_with_recorded_times
+from onbeat.simulator.replay.forecast import (
+    RecordedStepTimes,
+    StepCycle,
+    forecast_with_model,
+    forecast_with_recorded_times,
+    step_cycles,
+)
 from onbeat.simulator.replay.history import RecordedRequest, RecordedStep, RunHistory, read_history
 from onbeat.simulator.replay.recorded_drafts import measured_acceptance, read_acceptance
-from onbeat.simulator.replay.times import RecordedStepTimes, StepCycle, step_cycles
 from onbeat.simulator.simulate import simulate
 from tests.pure.recording.recorded import RecordedRun, make_header, start_run
 from tests.pure.scheduler.driver import make_config, make_request

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from onbeat.core.errors import ConfigError, ModelLoadError
+from onbeat.core.protocols import Tokenizer
 from onbeat.engine.backend import Backend, choose_backend
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.device import DeviceConfig
@@ -19,10 +20,44 @@ from onbeat.engine.speculation.config import SpeculativeConfig
 from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.ngram import NgramProposer
 from onbeat.engine.speculation.proposer import Proposer
-from onbeat.engine.speculation.same_tokenizer import check_same_tokenizer
 from onbeat.engine.weights import Checkpoint, parameter_shapes
+from onbeat.hub.files import ModelFiles
 from onbeat.hub.resolve import resolve_model
 from onbeat.scheduler.config import SchedulerConfig
+from onbeat.text.tokenizer import load_tokenizer
+
+
+def check_same_tokenizer(target: ModelFiles, draft: ModelFiles) -> None:
+    """Compare two models' vocabularies.
+
+    Raises
+    ------
+    ConfigError : some token id stands for different bytes.
+    ModelLoadError : a tokenizer cannot be read.
+    """
+    if target.path.resolve() == draft.path.resolve():
+        return
+    theirs, ours = load_tokenizer(draft.path), load_tokenizer(target.path)
+    token_id = first_difference(ours, theirs)
+    if token_id is not None:
+        raise ConfigError(
+            f"the draft model {draft.name} has another tokenizer than {target.name}: token {token_id} is "
+            f"{theirs.token_bytes(token_id)!r} there and {ours.token_bytes(token_id)!r} here; take a draft "
+            "model of the same family"
+        )
+
+
+def first_difference(one: Tokenizer, other: Tokenizer) -> int | None:
+    """Return the first token id that both vocabularies have and that stands for different bytes.
+
+    One may be longer: some files list padding, or special tokens that others leave out. A token that only
+    one model knows is never proposed, or read as another one, which costs a wrong guess and no more.
+    """
+    for token_id in range(min(one.vocab_size, other.vocab_size)):
+        if one.token_bytes(token_id) != other.token_bytes(token_id):
+            return token_id
+    return None
+
 
 OpenWeights = Callable[[EngineConfig], Checkpoint]
 

@@ -11,7 +11,7 @@ import torch
 
 from onbeat.core.request import SamplingParams
 from onbeat.engine.cuda.kernels import BestBuffers, DrawParams
-from onbeat.engine.cuda.reference_draw import draw
+from onbeat.engine.cuda.reference import draw
 from onbeat.engine.random_stream import uniform
 from onbeat.engine.sampler import Sampler, SamplingRow
 from tests.cpu.sampler.reference import distribution, invert
