@@ -28,6 +28,9 @@ FOR_OTHERS = ("plan",)
 JSON = "JSON"
 """Metavar of flags whose value is a JSON object: a configuration file may give them a mapping."""
 
+PASSED_ON = "passed_on"
+"""Default that commands set which pass on what stands behind `--`, as it is."""
+
 
 class Parser(argparse.ArgumentParser):
     """`ArgumentParser` without abbreviations, whose errors are one line on stderr and exit code 2."""
@@ -71,10 +74,15 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     ------
     SystemExit : with code 2 and one line on stderr, for anything that is not understood.
     """
-    arguments = [normalise(argument) for argument in argv]
+    own, passed_on = list(argv), None
+    if "--" in own and find_command(parser, own).get_default(PASSED_ON) is not None:
+        own, passed_on = own[: own.index("--")], own[own.index("--") + 1 :]
+    arguments = [normalise(argument) for argument in own]
     command = find_command(parser, arguments)
     arguments = _with_repeated_flags(insert_config_file(arguments, command), command)
     namespace, unknown = parser.parse_known_args(arguments)
+    if passed_on is not None:
+        setattr(namespace, PASSED_ON, passed_on)
     if unknown:
         hint = _hint_to_repeat(arguments, unknown[0], command)
         command.error(unknown_argument_message(command, unknown[0]) + hint)

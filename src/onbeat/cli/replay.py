@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from onbeat.core.step_time import StepTimeModel
     from onbeat.recording.log import RecordHeader
     from onbeat.recording.reader import Recording
+    from onbeat.scheduler.config import SchedulerConfig
     from onbeat.simulator.replay.decisions import ReplayResult
     from onbeat.simulator.replay.forecast import Forecast
     from onbeat.simulator.replay.report import ReplayReport
@@ -171,7 +172,7 @@ def _replay_fleet(console: Console, options: ReplayOptions, path: Path) -> int:
 
 def _replay(options: ReplayOptions, recording: Recording) -> ReplayReport:
     from onbeat.simulator.replay.decisions import Replay, scheduler_config
-    from onbeat.simulator.replay.forecast import forecast_with_model, forecast_with_recorded_times
+    from onbeat.simulator.replay.forecast import forecast_with_recorded_times
     from onbeat.simulator.replay.history import read_history
     from onbeat.simulator.replay.model import learning_model
     from onbeat.simulator.replay.report import ReplayReport
@@ -195,15 +196,15 @@ def _replay(options: ReplayOptions, recording: Recording) -> ReplayReport:
     history = read_history(recording)
     replay = Replay(recording, own_model)
     report = ReplayReport(recording, history, replay.result, notes=notes)
+    is_ours = "vllm_version" not in recording.header.engine
+    if not is_ours:
+        notes.append("vLLM took these steps: its decisions are not repeated, its latencies are compared")
     try:
-        replay.run()
-        report.forecasts["recorded step times"] = forecast_with_recorded_times(recording, history, config)
-        if predicted is not None:
-            name, model = predicted
-            overhead = history.host_overhead if options.host_overhead is None else options.host_overhead
-            report.forecasts[name] = forecast_with_model(
-                recording, history, config, model, host_overhead=overhead
-            )
+        if is_ours:
+            replay.run()
+        if is_ours or own_model is not None:
+            report.forecasts["recorded step times"] = forecast_with_recorded_times(recording, history, config)
+        _add_forecast(report, options, predicted, config)
     except ConfigError as error:  # the decisions are compared all the same
         notes.append(f"latencies are not compared: {error}")
     except KeyboardInterrupt:
@@ -213,6 +214,24 @@ def _replay(options: ReplayOptions, recording: Recording) -> ReplayReport:
             f"calls and {len(report.forecasts)} simulations"
         )
     return report
+
+
+def _add_forecast(
+    report: ReplayReport,
+    options: ReplayOptions,
+    predicted: tuple[str, StepTimeModel] | None,
+    config: SchedulerConfig,
+) -> None:
+    """Simulate with predicted step times, if there is what predicts them."""
+    from onbeat.simulator.replay.forecast import forecast_with_model
+
+    if predicted is not None:
+        name, model = predicted
+        history = report.history
+        overhead = history.host_overhead if options.host_overhead is None else options.host_overhead
+        report.forecasts[name] = forecast_with_model(
+            report.recording, history, config, model, host_overhead=overhead
+        )
 
 
 def _step_time_model(options: ReplayOptions, header: RecordHeader) -> tuple[str, StepTimeModel]:

