@@ -89,6 +89,8 @@ def _show(report: CapacityReport) -> None:
                 "saturate it; raise --num-prompts",
                 markup=False,
             )
+    for warning in dict.fromkeys(each.beyond for each in report.capacities if each.beyond):
+        console.print(f"note: {warning}", markup=False, soft_wrap=True)
     highest = max((each.rate for each in report.capacities), default=0.0)
     if highest and report.num_requests / highest < SHORT_LOAD:
         console.print(

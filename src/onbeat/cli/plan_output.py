@@ -215,7 +215,12 @@ def warnings_of(report: PlanReport) -> list[str]:
     best = report.plan.best
     if best is None:
         return []
-    lines = [*_scarce(best, report.plan.rate), *_unsure(best, report.plan.rate, report.task.objective.share)]
+    beyond = [run.beyond for run in best.runs if run.beyond]
+    lines = [
+        *beyond[:1],
+        *_scarce(best, report.plan.rate),
+        *_unsure(best, report.plan.rate, report.task.objective.share),
+    ]
     hours = ", ".join(
         str(hour.hour) for hour in report.hours if hour.fleet and _scarce(hour.fleet, hour.rate)
     )

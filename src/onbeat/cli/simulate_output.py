@@ -77,7 +77,7 @@ def as_run(
         timing_origin=SCHEDULED,
         is_interrupted=not result.is_complete,
         records=result.records,
-        warnings=tuple(_warnings(simulation, load, machine, outcomes)),
+        warnings=(*_warnings(simulation, load, machine, outcomes), *filter(None, [result.beyond])),
         machine=machine,
         drafts=_drafts(simulation, result),
         settings=settings,

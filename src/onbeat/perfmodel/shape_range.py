@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from onbeat.core.errors import ConfigError
@@ -11,6 +11,15 @@ from onbeat.core.step import BatchShape
 
 INFLATION_PER_DOUBLING = 1.1
 _EXPONENT = math.log2(INFLATION_PER_DOUBLING)
+_WORDS = {
+    "num_sequences": "requests",
+    "num_new_tokens": "new tokens",
+    "context_tokens": "tokens of context",
+    "query_key_pairs": "query-key pairs of prompts",
+}
+
+Beyond = Mapping[str, tuple[int, int]]
+"""Field of a range -> (the most that a run had in a step, the most that was measured)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +80,51 @@ class ShapeRange:
             context_tokens / (self.context_tokens or 0.5),
         )
         return float(excess**_EXPONENT)
+
+
+class LargestStep:
+    """The most of each kind of work that a step of a run had."""
+
+    __slots__ = ("context_tokens", "num_new_tokens", "num_sequences", "query_key_pairs")
+
+    def __init__(self) -> None:
+        self.num_new_tokens = self.num_sequences = self.query_key_pairs = self.context_tokens = 0
+
+    def see(self, shape: BatchShape, decode_context_tokens: int) -> None:
+        """Look at a step, or at the last of a run of them, whose decodes read this much."""
+        context = shape.chunk_cached_tokens + decode_context_tokens
+        if shape.num_new_tokens > self.num_new_tokens:
+            self.num_new_tokens = shape.num_new_tokens
+        if shape.num_sequences > self.num_sequences:
+            self.num_sequences = shape.num_sequences
+        if shape.query_key_pairs > self.query_key_pairs:
+            self.query_key_pairs = shape.query_key_pairs
+        if context > self.context_tokens:
+            self.context_tokens = context
+
+    def beyond(self, measured: ShapeRange) -> Beyond:
+        """Return where the run left what was measured."""
+        pairs = {name: (int(getattr(self, name)), int(getattr(measured, name))) for name in _WORDS}
+        return {name: (had, most) for name, (had, most) in pairs.items() if had > most}
+
+
+def join_beyond(parts: Iterable[Beyond]) -> Beyond:
+    """Return the worst of several runs, by field."""
+    joined: dict[str, tuple[int, int]] = {}
+    for part in parts:
+        for name, (had, most) in part.items():
+            known = joined.get(name)
+            if known is None or had * known[1] > known[0] * most:
+                joined[name] = (had, most)
+    return joined
+
+
+def told_beyond(beyond: Beyond) -> str:
+    """Return a warning for the reader of a run's numbers; empty where all was measured."""
+    if not beyond:
+        return ""
+    found = ", ".join(f"{had:,} {_WORDS[name]} ({most:,})" for name, (had, most) in beyond.items())
+    return (
+        f"steps went beyond what the profile was fitted to: up to {found}; predictions of these are "
+        "extrapolated. Record or measure such steps for numbers that hold"
+    )

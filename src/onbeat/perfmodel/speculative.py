@@ -9,6 +9,7 @@ from typing import Protocol
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.correction import Drift
 from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.shape_range import ShapeRange
 
 
 class SpeculativeStepTime:
@@ -79,6 +80,11 @@ class SpeculativeStepTime:
     def observe_guides(self, num_rows: int, seconds: float) -> None:
         """Learn what a row under a grammar takes. See `core.LearnsGuides`."""
         self._target.observe_guides(num_rows, seconds)
+
+    @property
+    def shape_range(self) -> ShapeRange | None:
+        """The batches that the target's model was fitted to; None where it holds everywhere."""
+        return self._target.shape_range
 
     @property
     def drift(self) -> Drift | None:

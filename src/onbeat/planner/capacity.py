@@ -80,6 +80,18 @@ class Capacity:
     def rate_per_device(self) -> float:
         return self.rate / self.num_devices if self.num_devices else 0.0
 
+    @property
+    def beyond(self) -> str:
+        """Warning of the highest rate that kept the objective; see `SimulationResult.beyond`."""
+        kept = [
+            trial
+            for repeat in self.repeats
+            if repeat.bracket is not None
+            for trial in repeat.bracket.trials
+            if trial.verdict.is_met
+        ]
+        return max(kept, key=lambda trial: trial.rate).verdict.beyond if kept else ""
+
     def as_dict(self) -> dict[str, Any]:
         """Return the keys of a saved result."""
         brackets = [repeat.bracket for repeat in self.repeats if repeat.bracket is not None]

@@ -102,6 +102,8 @@ class FleetRun:
     """Share of the good requests of each class of objectives; None where the run was ended as missed."""
     duration: float = 0.0
     """Virtual seconds."""
+    beyond: str = ""
+    """See `SimulationResult.beyond`."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -149,6 +151,7 @@ def _run(task: FleetTask, context: TaskContext) -> FleetRun | None:
         mean_tpot=mean_tpot(result.records),
         by_class=good_by_class(result.records, objective),
         duration=result.duration,
+        beyond=result.beyond,
     )
 
 

@@ -60,6 +60,8 @@ class Verdict:
     reason: str
     """The measure that binds most, with its numbers."""
     measures: tuple[Measure, ...] = ()
+    beyond: str = ""
+    """See `SimulationResult.beyond`."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the keys of a saved result."""

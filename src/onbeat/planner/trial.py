@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from onbeat.core.step import StepStats
 from onbeat.metrics.record import RequestRecord
@@ -30,7 +31,7 @@ def run_trial(
         result = simulate_trial(case.build(), load, is_stopped, watched=None if to_the_end else objective)
     except ObjectiveMissed as missed:
         return missed.verdict
-    return objective.judge(result)
+    return replace(objective.judge(result), beyond=result.beyond)
 
 
 def simulate_trial(

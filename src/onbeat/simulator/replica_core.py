@@ -13,6 +13,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.handover import Detached
 from onbeat.core.step import BatchShape, DraftStats, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
+from onbeat.perfmodel.shape_range import Beyond, LargestStep, ShapeRange
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.replica.scheduler import Scheduler
@@ -83,6 +84,8 @@ class ReplicaCore:
         self._steady = SteadyRuns(self.scheduler, ORDINARY)
         self._may_stop = config.declared_max_tokens is not None
         self._work = BatchShape()
+        self._measured: ShapeRange | None = getattr(step_time, "shape_range", None)
+        self._largest = None if self._measured is None else LargestStep()
         self._busy_since = inf
 
     def add(self, offered: OfferedRequest, now: float) -> None:
@@ -168,6 +171,8 @@ class ReplicaCore:
         """Count steps that have ended; return what the decodes of the first of them read."""
         first_context = step.shape.decode_context_tokens
         self.num_steps += len(ends)
+        if self._largest is not None:
+            self._largest.see(step.shape, first_context + step.shape.num_lm_head_rows * (len(ends) - 1))
         _add_work(self._work, step.shape, first_context=first_context, num_steps=len(ends))
         return first_context
 
@@ -223,6 +228,11 @@ class ReplicaCore:
             self.busy_seconds += now - self._busy_since
             self._busy_since = inf
 
+    def _beyond(self) -> Beyond:
+        if self._largest is None or self._measured is None:
+            return {}
+        return self._largest.beyond(self._measured)
+
     def counters(self) -> ReplicaCounters:
         """Return what the replica has done so far."""
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
@@ -237,6 +247,7 @@ class ReplicaCore:
             peak_used_blocks=pool.peak_used_blocks,
             num_leaked_blocks=pool.num_used_blocks if scheduler.num_unfinished == 0 else 0,
             drafts=self.sampler.counts,
+            beyond=self._beyond(),
         )
 
 

@@ -10,6 +10,7 @@ from onbeat.core.request import FinishReason
 from onbeat.core.slo import Fate
 from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
+from onbeat.perfmodel.shape_range import Beyond, join_beyond, told_beyond
 
 
 @dataclass(slots=True)
@@ -69,6 +70,8 @@ class ReplicaCounters:
     """Idle time of pipeline stages while the replica was busy, summed over the stages."""
     drafts: DraftCounts | None = None
     """None where nothing is speculated."""
+    beyond: Beyond = field(default_factory=dict)
+    """Where steps left what their times were fitted to; see `LargestStep`."""
 
     def joined(self, later: ReplicaCounters) -> ReplicaCounters:
         """Return the counts of two lives of a replica together."""
@@ -76,6 +79,7 @@ class ReplicaCounters:
         for each in fields(BatchShape):
             setattr(work, each.name, getattr(work, each.name) + getattr(later.work, each.name))
         both = ReplicaCounters(work=work, num_blocks=later.num_blocks, drafts=self.drafts)
+        both.beyond = join_beyond((self.beyond, later.beyond))
         for name in (
             *("num_steps", "busy_seconds", "num_preemptions", "num_prefix_queries", "num_prefix_hits"),
             *("num_leaked_blocks", "bubble_seconds"),
@@ -147,6 +151,11 @@ class SimulationResult:
         for each in found:
             total.add_all(each)
         return total
+
+    @property
+    def beyond(self) -> str:
+        """Warning that predicted times are extrapolated; empty where none are."""
+        return told_beyond(join_beyond(each.beyond for each in self.replicas))
 
     @property
     def num_steps(self) -> int:

@@ -113,3 +113,24 @@ def test_too_few_steps_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     path = write_lines(tmp_path, ORIGIN, *made_up_steps(6))
     assert main(["profile", "--from", str(path)]) == 2
     assert "too few that differ for a fit" in capsys.readouterr().err
+
+
+def test_what_was_never_measured_is_not_extrapolated_in_silence(
+    profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Recorded steps had 40 requests and 512 prompt tokens; here come prompts of 4,000, one a step."""
+    common = "--model Llama-3.1-8B --device h100-sxm --tp 2 --dtype fp8 --step-time fitted --disable-tqdm"
+    load = "--policy sarathi --max-num-batched-tokens 4096 --random-output-len 4 --random-range-ratio 0"
+    few = "--num-prompts 10 --request-rate 1"
+    words = "note: steps went beyond what the profile was fitted to: up to"
+    for num_tokens, is_told in ((4000, True), (300, False)):
+        shape = f"--random-input-len {num_tokens}"
+        arguments = ["simulate", *common.split(), *load.split(), *few.split(), *shape.split()]
+        assert main([*arguments, "--profile", str(profile)]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert out.count(words) == is_told
+        assert ("new tokens (5" in out) == is_told
+    shape = "--random-input-len 4000 --num-prompts 30 --slo-ttft-ms 2000 --slo-tbt-ms 200 --repeats 1"
+    arguments = ["capacity", *common.split(), *load.split(), *shape.split()]
+    assert main([*arguments, "--profile", str(profile)]) == 0
+    assert " ".join(capsys.readouterr().out.split()).count(words) == 1
