@@ -1,25 +1,28 @@
 """The book of open jobs: it gives each call its share of the time that its job has left.
 
 A call of a job arrives. D is the job's deadline, n the number of calls that follow it, h the time between two
-calls, w the call's work and u that of a later one. The call may take
+calls, w the call's work and u that of a later one, and p what a unit of work takes of late. The call may take
 
-    (D - now - n h) * w / (w + n u)
+    D - now - n h - n u p
 
-seconds. That is its end-to-end objective, so that nothing behind the front door knows of jobs. What nobody
-states is learnt from ended calls and jobs of the same kind. JITServe (NSDI 2026) gives deadlines to
-stages of compound requests likewise; it knows their graphs, here a caller says at most how many calls follow.
+seconds: all but what later calls usually take. Where that is less than w p, the time is too short for all of
+them, and they share it by their work: the call may take (D - now - n h) w / (w + n u). That is its end-to-end
+objective, so that nothing behind the front door knows of jobs. What nobody states is learnt from ended calls
+and jobs of the same kind. JITServe (NSDI 2026) gives deadlines to stages of compound requests likewise; it
+knows their graphs, here a caller says at most how many calls follow.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf
 
 from onbeat.core.errors import InvalidRequest, Overloaded, SLOUnattainable
-from onbeat.jobs.call import CallShare, JobCall, JobEnd, JobReport, Later, Split, by_work
-from onbeat.jobs.counts import JobCounts
+from onbeat.core.slo import LONGEST_OBJECTIVE
+from onbeat.jobs.call import CallShare, JobCall, JobEnd, JobReport, Later, Split, beside_later
 from onbeat.jobs.learnt import KindOfJob, Pace, work_of
 
 MOST_JOBS = 65_536
@@ -43,7 +46,7 @@ nobody has asked for yet are rough."""
 class _Job:
     """A job that is open."""
 
-    key: tuple[str | None, str]
+    key: tuple[str, str]
     first: float
     deadline: float
     stated: JobCall
@@ -88,13 +91,14 @@ class JobBook:
     Parameters
     ----------
     split : says what a call may take of the time that its job has left.
+    on_end : hears how each job ended, its seconds in calls, and those between them.
     """
 
-    split: Split = by_work
-    counts: JobCounts = field(default_factory=JobCounts)
-    _jobs: dict[tuple[str | None, str], _Job] = field(default_factory=dict)
+    split: Split = beside_later
+    on_end: Callable[[JobEnd, float, float], None] = lambda _end, _in_calls, _between: None
+    _jobs: dict[tuple[str, str], _Job] = field(default_factory=dict)
     _per_tenant: Counter[str] = field(default_factory=Counter)
-    _ends: list[tuple[float, tuple[str | None, str]]] = field(default_factory=list)
+    _ends: list[tuple[float, tuple[str, str]]] = field(default_factory=list)
     """(when to look whether a job is to be forgotten, its key)"""
     _kinds: dict[str, KindOfJob] = field(default_factory=dict)
     _pace: Pace = field(default_factory=Pace)
@@ -120,7 +124,7 @@ class JobBook:
         SLOUnattainable : the job is predicted to be late, and its caller prefers to hear so now.
         """
         self._forget(now)
-        key = (call.tenant, call.job_id)
+        key = (call.tenant or "", call.job_id)
         job = self._jobs.get(key)
         is_first = job is None
         if job is None:
@@ -186,11 +190,12 @@ class JobBook:
         known = job.work / job.num_ended if job.num_ended else kind.work.value
         num_later = kind.calls_left(job.num_stages) if call.calls_left is None else float(call.calls_left)
         between = num_later * kind.between.value
-        later = Later(job.deadline - now - between, own, num_later * known, num_later)
+        usual = self._pace.usual
+        later = Later(job.deadline - now - between, own, num_later * known, num_later, usual.value)
         least = own * self._pace.quickest
         predicted = None
-        if self._pace.usual.count:
-            predicted = (own + later.later_work) * self._pace.usual.value + between
+        if usual.count:
+            predicted = (own + later.later_work) * usual.value + between
         if now + least > job.deadline:
             return CallShare(e2e=None, predicted_job=predicted)
         return CallShare(e2e=max(self.split(later), least, 1e-3), predicted_job=predicted)
@@ -199,7 +204,7 @@ class JobBook:
         has = job.deadline - now
         if predicted <= has * _DOUBT:
             return
-        self.counts.end(JobEnd.REFUSED, 0.0, 0.0)
+        self.on_end(JobEnd.REFUSED, 0.0, 0.0)
         raise SLOUnattainable(
             f"the job would end {predicted:.3g} s after its first call; its deadline is {has:.3g} s. Give it "
             "more time or fewer calls, or set slo.shed to false to have it served late",
@@ -210,7 +215,7 @@ class JobBook:
 
     # ---- opening, ending, forgetting ----
 
-    def _new(self, key: tuple[str | None, str], call: JobCall, now: float) -> _Job:
+    def _new(self, key: tuple[str, str], call: JobCall, now: float) -> _Job:
         """Return a job that begins; it is not in the book yet.
 
         Raises
@@ -231,6 +236,13 @@ class JobBook:
             raise InvalidRequest(
                 f"slo.job.deadline_ms of job {call.job_id[:40]!r} was {now - deadline:.3g} s ago; state a "
                 "time to come, in milliseconds since 1970",
+                param="slo.job.deadline_ms",
+                code="invalid_value",
+            )
+        if deadline - now > LONGEST_OBJECTIVE:
+            raise InvalidRequest(
+                f"slo.job.deadline_ms of job {call.job_id[:40]!r} is {(deadline - now) / 3600:.3g} h away; "
+                "at most 24 h are allowed. It is in milliseconds since 1970",
                 param="slo.job.deadline_ms",
                 code="invalid_value",
             )
@@ -256,7 +268,7 @@ class JobBook:
 
     def _enter(self, job: _Job) -> None:
         self._jobs[job.key] = job
-        if job.key[0] is not None:
+        if job.key[0]:
             self._per_tenant[job.key[0]] += 1
         heappush(self._ends, (job.forgotten, job.key))
         if len(self._ends) > 2 * len(self._jobs) + _MOST_JOBS_GONE:
@@ -268,13 +280,13 @@ class JobBook:
         if self._jobs.get(job.key) is not job:
             return  # another call has ended it
         del self._jobs[job.key]
-        if (tenant := job.key[0]) is not None:
+        if tenant := job.key[0]:
             self._per_tenant[tenant] -= 1
             if not self._per_tenant[tenant]:
                 del self._per_tenant[tenant]
         if end in (JobEnd.KEPT, JobEnd.LATE):
             job.kind.end(job.num_stages)
-        self.counts.end(end, job.in_calls, max(now - job.first - job.in_calls, 0.0))
+        self.on_end(end, job.in_calls, max(now - job.first - job.in_calls, 0.0))
 
     def _forget(self, now: float) -> None:
         """End jobs of which nothing more has come."""

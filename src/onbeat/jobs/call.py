@@ -38,6 +38,8 @@ class Later(NamedTuple):
     """Of the calls behind it, all together."""
     num_later: float
     """How many these are."""
+    pace: float
+    """Seconds that a unit of work has taken of late; 0 where nothing is known."""
 
 
 Split = Callable[[Later], float]
@@ -45,8 +47,18 @@ Split = Callable[[Later], float]
 
 
 def by_work(later: Later) -> float:
-    """Give a call its share of the work that is left."""
+    """Give a call its share of the work that is left, and so of the slack."""
     return later.seconds * later.own_work / (later.own_work + later.later_work)
+
+
+def beside_later(later: Later) -> float:
+    """Give a call all but what the calls behind it usually take; by work where that leaves it too little.
+
+    A call that misses its share is served behind all others, and its job is lost with it. So slack is given
+    to the call that is there: what it does not need, the next one has.
+    """
+    rest = later.seconds - later.later_work * later.pace
+    return rest if later.pace and rest >= later.own_work * later.pace else by_work(later)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

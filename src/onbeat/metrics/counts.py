@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from onbeat.core.fleet import ReplicaId, replica_id
 from onbeat.core.slo import SLOMode
@@ -80,6 +80,25 @@ class GrammarCounts:
         self.seconds += stats.guide_seconds
 
 
+@dataclass(slots=True)
+class JobCounts:
+    """Jobs, which are calls with one deadline, and how long they took."""
+
+    num_open: int = 0
+    ended: Counter[str] = field(default_factory=Counter)
+    """By how they ended: `kept`, `late`, `refused`, `abandoned`."""
+    in_calls: float = 0.0
+    """Seconds of ended jobs in which calls were open."""
+    between: float = 0.0
+    """Seconds of ended jobs between their calls."""
+
+    def end(self, how: str, in_calls: float, between: float) -> None:
+        """Count a job that ended."""
+        self.ended[how] += 1
+        self.in_calls += in_calls
+        self.between += between
+
+
 class RunCounts:
     """A `metrics.tracker.RunListener` that counts.
 
@@ -93,6 +112,7 @@ class RunCounts:
     policy : what a policy with deadlines plans and decides.
     speculation : drafts planned, verified and accepted.
     grammars : tokens asked about.
+    jobs : chains of calls.
     """
 
     def __init__(self, slo_mode: SLOMode = "stream") -> None:
@@ -100,6 +120,7 @@ class RunCounts:
         self.policy = PolicyCounts()
         self.speculation = SpeculationCounts()
         self.grammars = GrammarCounts()
+        self.jobs = JobCounts()
         self.num_open = 0
         """Requests with which the engine has not done."""
         self.engines: dict[ReplicaId, EngineGauges] = {}

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from onbeat import __version__
 from onbeat.core.protocols import EngineClient, FleetView
 from onbeat.metrics.buckets import LAG_SECONDS
-from onbeat.metrics.counts import GrammarCounts, RunCounts
+from onbeat.metrics.counts import GrammarCounts, JobCounts, RunCounts
 from onbeat.metrics.exporter_fleet import fleet_metrics
 from onbeat.metrics.exporter_slo import slo_metrics
 from onbeat.metrics.exporter_speculation import speculation_metrics
@@ -114,6 +114,7 @@ class MetricsExporter(Collector):
         now = self._clock()
         yield from slo_metrics(self._counts, now, uptime=now - self._start)
         yield from _grammars(self._counts.grammars)
+        yield from _jobs(self._counts.jobs)
         if self._engine is not None:
             yield from _signs_of_life(self._engine, now)
         if self._fleet is not None:
@@ -238,6 +239,17 @@ def _signs_of_life(engine: EngineClient, now: float) -> Iterator[Metric]:
         ),
     ):
         yield gauge(f"onbeat_{name}", text, value)
+
+
+def _jobs(counts: JobCounts) -> Iterator[Metric]:
+    yield gauge("onbeat_jobs_open", "Jobs of which calls may follow", counts.num_open)
+    yield counters("onbeat_jobs", "Ended jobs, by what became of them", ("outcome",), keyed(counts.ended))
+    yield counters(
+        "onbeat_job_seconds",
+        "Seconds of ended jobs, in calls and between them",
+        ("part",),
+        {("in_calls",): counts.in_calls, ("between",): counts.between},
+    )
 
 
 def _grammars(counts: GrammarCounts) -> Iterator[Metric]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -106,6 +107,16 @@ class LoadView:
     predicted_wait: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class JobsView:
+    """Jobs, since the start of the server."""
+
+    num_open: float
+    by_outcome: Mapping[str, float]
+    in_calls: float | None
+    """Share of the time of ended jobs in which calls were open; None before any ended."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerView:
     """All that a frame shows."""
@@ -120,6 +131,8 @@ class ServerView:
     running: float
     waiting: float
     best_effort: float
+    jobs: JobsView | None
+    """None before any job came."""
     used_blocks: float
     blocks: float
     load: LoadView
@@ -206,6 +219,7 @@ class ServerHistory:
             running=new.value("onbeat_requests_running") or 0.0,
             waiting=new.value("onbeat_requests_waiting") or 0.0,
             best_effort=new.value("onbeat_requests_best_effort") or 0.0,
+            jobs=_jobs(new),
             used_blocks=new.value("onbeat_kv_blocks_used") or 0.0,
             blocks=new.value("onbeat_kv_blocks") or 0.0,
             load=_load(recent),
@@ -227,6 +241,19 @@ def _is_restarted(old: Scrape, new: Scrape) -> bool:
     if old.value(name) != new.value(name):
         return True
     return (new.value("onbeat_steps_total") or 0.0) < (old.value("onbeat_steps_total") or 0.0)
+
+
+def _jobs(scrape: Scrape) -> JobsView | None:
+    num_open = scrape.value("onbeat_jobs_open") or 0.0
+    by_outcome = {
+        outcome: scrape.total("onbeat_jobs_total", outcome=outcome) or 0.0
+        for outcome in scrape.label_values("onbeat_jobs_total", "outcome")
+    }
+    in_calls = scrape.total("onbeat_job_seconds_total", part="in_calls") or 0.0
+    between = scrape.total("onbeat_job_seconds_total", part="between") or 0.0
+    if not num_open and not by_outcome:
+        return None
+    return JobsView(num_open, by_outcome, in_calls / (in_calls + between) if in_calls else None)
 
 
 def _info(scrape: Scrape) -> dict[str, str]:

@@ -21,6 +21,7 @@ from onbeat.server.config import MAX_ANSWER_PARTS
 from onbeat.server.errors import ClientGone, error_reply, predicted_ttft_header
 from onbeat.server.fair_threads import Turns
 from onbeat.server.generation_request import GenerationRequest
+from onbeat.server.jobs import CallTicket
 from onbeat.server.middleware import HttpContext, context_of
 from onbeat.server.pieces import Piece, PiecesResponse
 from onbeat.server.services import Services
@@ -73,6 +74,7 @@ class AnswerResponse(Response):
         ]
         self._deltas = services.generator.run(self._choices, text_options)
         self._writer = _AnswerWriter(self._choices, body, answer_format, services.config.slo.mode)
+        self._jobs = services.jobs
         self._lifecycle = services.lifecycle
         self._slow_readers = services.slow_readers
 
@@ -89,7 +91,10 @@ class AnswerResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
         try:
-            with self._lifecycle.generation():
+            with (
+                self._lifecycle.generation(),
+                self._jobs.call(context.job, self._choices) as self._writer.ticket,
+            ):
                 async with cancelled_on_disconnect(receive), aclosing(self._deltas) as deltas:
                     if self._is_streamed:
                         last = await self._send_events(deltas, send, context)
@@ -197,6 +202,8 @@ class _AnswerWriter:
         self._slo_mode = slo_mode
         self._has_usage_event = body.includes_usage
         self._has_usage_so_far = body.has_continuous_usage
+        self.ticket: CallTicket | None = None
+        """Of a call of a job."""
         self._num_open = len(choices)
         self._slo_reports: list[dict[str, Any]] = []
         """Of the choices that have ended."""
@@ -218,7 +225,7 @@ class _AnswerWriter:
         is_last = self._num_open == 0 and not self._has_usage_event
         extras = Extras(
             usage=usage_of([delta.choice], delta) if self._has_usage_so_far else None,
-            slo=worst_report(self._slo_reports) if is_last else None,
+            slo=self._slo_report() if is_last else None,
         )
         return self._format.events(delta, extras)
 
@@ -234,7 +241,12 @@ class _AnswerWriter:
                 self._slo_reports.append(report)
 
     def _final_extras(self) -> Extras:
-        return Extras(usage=usage_of(self._choices), slo=worst_report(self._slo_reports))
+        return Extras(usage=usage_of(self._choices), slo=self._slo_report())
+
+    def _slo_report(self) -> dict[str, Any] | None:
+        """Return how the objectives were kept: those of the worst choice, and of the job if there is one."""
+        worst = worst_report(self._slo_reports)
+        return worst if self.ticket is None else self.ticket.report(worst)
 
 
 def prediction_header(choices: Sequence[Choice]) -> Mapping[str, str]:

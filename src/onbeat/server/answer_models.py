@@ -104,6 +104,18 @@ class ChatChoice(_Choice):
     logprobs: ChatLogprobs | None
 
 
+class JobReport(BaseModel):
+    """How the job of a call stands after it."""
+
+    id: str
+    calls: int
+    elapsed_ms: float
+    in_calls_ms: float
+    remaining_ms: float | None
+    share_ms: float | None
+    met: bool | None
+
+
 class SLOReport(BaseModel):
     """How the objectives were kept; of several choices, by the worst."""
 
@@ -114,6 +126,8 @@ class SLOReport(BaseModel):
     met: bool
     predicted_ttft_ms: float | None
     relegated: bool
+    job: JobReport | None = None
+    """Only of a call of a job."""
 
 
 class PromptLogprob(BaseModel):

@@ -23,6 +23,7 @@ from onbeat.server.errors import IGNORED_FIELDS_HEADER, PREDICTED_TTFT_HEADER, h
 from onbeat.server.fleet import FLEET_BODIES, fleet_routes
 from onbeat.server.generation import Generator
 from onbeat.server.grammars import GrammarDesk
+from onbeat.server.jobs import JobDesk
 from onbeat.server.lifecycle import EngineWatch, Lifecycle, garbage_kept, tidy
 from onbeat.server.messages import CountTokensRequest, MessageRequest, message_routes
 from onbeat.server.middleware import (
@@ -103,6 +104,7 @@ def create_app(
         lifecycle=lifecycle,
         encoder=PromptEncoder(tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len),
         grammars=GrammarDesk(GrammarGuard(tokenizer, info.vocab_size), is_needed=info.generates),
+        jobs=JobDesk(telemetry.jobs),
         generator=Generator(engine, tokenizer, lifecycle, telemetry.tracker),
         watch=EngineWatch(engine, config.hang),
         slow_readers=SlowReaders(config.max_unread_bytes),

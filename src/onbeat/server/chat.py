@@ -145,6 +145,7 @@ async def chat_requests(
     _check_chat(body, config, info)
     asked = ReplyPlan(body.text_options, grammar_of(body))
     objectives = request_objectives(body, request.headers, context, config.slo)
+    context.job = objectives.job
     text = await _rendered(body, request, services)
     place = PromptEnd(text, continued_text(body))
     hides = body.include_reasoning is False

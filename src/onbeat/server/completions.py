@@ -164,6 +164,7 @@ def completion_routes(services: Services) -> APIRouter:
         _check_completion(body, config, info)
         await services.grammars.take(grammar_of(body), context)
         objectives = request_objectives(body, request.headers, context, config.slo)
+        context.job = objectives.job
         options = encode_options(body, info.max_model_len)
         async with cancelled_on_disconnect(request.receive):
             prompts = await services.encoder.encode_all(body.prompt, options, context.caller)

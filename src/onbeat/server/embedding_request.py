@@ -135,6 +135,12 @@ async def embed(
     """
     context = context_of(http.scope)
     objectives = request_objectives(body, http.headers, context, services.config.slo)
+    if objectives.job is not None:
+        raise InvalidRequest(
+            "slo.job is for calls that generate text; leave it out here, and state slo.e2e_ms",
+            param="slo.job",
+            code="invalid_value",
+        )
     choices: list[Choice] = []
     try:
         with services.lifecycle.generation():

@@ -219,6 +219,21 @@ def unattainable(error: SLOUnattainable, request: HasObjectives) -> ApiError:
     )
 
 
+def job_unattainable(error: SLOUnattainable) -> ApiError:
+    """Return what a caller gets to know whose job cannot end in time: 429 at its first call."""
+    return ApiError(
+        429,
+        str(error),
+        code=error.code or "job_unattainable",
+        param="slo.job",
+        headers=_retry_headers(error.retry_after),
+        details={
+            "reason": "predicted_job_time_above_deadline",
+            "predicted_job_ms": milliseconds(error.predicted_ttft),
+        },
+    )
+
+
 def predicted_ttft_header(predicted: float | None) -> Mapping[str, str]:
     """Return the header that tells a prediction, if there is one; answers have it as well as refusals.
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.request import Grammar
+from onbeat.jobs.call import JobCall
 from onbeat.server.config import MAX_QUOTED
 from onbeat.server.connection import refusal_of
 from onbeat.server.errors import (
@@ -73,6 +74,8 @@ class HttpContext:
     """The id of the answer (`chatcmpl-...`), if one was asked for; the engine's request ids start with it."""
     grammar: Grammar | None = None
     """What the answer must match."""
+    job: JobCall | None = None
+    """Of which job it is a call; None of none."""
     num_prompt_tokens: int = 0
     """0 where no answer was begun."""
     num_output_tokens: int = 0

@@ -27,7 +27,10 @@ from starlette.datastructures import Headers
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, SLO, ShedMode
+from onbeat.jobs.call import JobCall
 from onbeat.server.fields import near_match, refuse_unknown
+from onbeat.server.job_fields import HEADERS as JOB_HEADERS
+from onbeat.server.job_fields import JobFields, stated_job
 from onbeat.server.slo_defaults import LARGEST_WEIGHT, ClassDefaults, KeyDefaults, SLODefaults
 
 TTFT_HEADER = "x-llm-d-slo-ttft-ms"
@@ -65,6 +68,8 @@ class SLOFields(BaseModel):
     """One of the server's classes; it gives the objectives that nobody states."""
     weight: float | None = Field(None, gt=0, le=LARGEST_WEIGHT, allow_inf_nan=False)
     """Worth beside other requests; the larger, the more important."""
+    job: JobFields | None = None
+    """Which job it is a call of; the job's deadline then gives it objectives, too."""
     shed: bool | None = None
     """If TTFT is predicted to be missed: true refuses the request at once, false serves it when it can."""
 
@@ -104,11 +109,13 @@ class RequestObjectives:
     tenant: str | None = None
     shed: ShedMode = ShedMode.OFF
     resumes: bool = True
+    job: JobCall | None = None
+    """Of which job the request is a call: no engine hears of that."""
 
     @property
     def of_request(self) -> dict[str, Any]:
-        """The same, as arguments of a `core.Request`."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        """All but the job, as arguments of a `core.Request`."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "job"}
 
 
 class Caller(Protocol):
@@ -151,13 +158,17 @@ def request_objectives(
         slo, named = _filled(slo, defaults.slo), defaults.slo_class
     of_class = _NO_CLASS_DEFAULTS if named is None else defaults.classes[named]
     slo = _filled(slo, of_class.slo)
+    tenant = _tenant(fields, headers, caller, of_key)
+    if body.job is not None:
+        caller.ignored_fields.extend(header for header in JOB_HEADERS if header in headers)
     return RequestObjectives(
         slo=None if slo.is_empty else slo,
         slo_class=named,
         weight=_weight(body.weight, of_key, of_class, defaults.classes),
-        tenant=_tenant(fields, headers, caller, of_key),
+        tenant=tenant,
         shed=_shed_of_body(body) or of_class.shed or defaults.shed,
         resumes=_resumes(fields, headers),
+        job=stated_job(body.job, headers, tenant),
     )
 
 
@@ -166,16 +177,20 @@ def metadata_objectives(metadata: Mapping[str, Any] | None) -> dict[str, Any] | 
 
     Parameters
     ----------
-    metadata : keys such as `slo_ttft_ms` and `slo_class`; numbers and booleans may be text, as OpenAI's
-        metadata must be. Other keys are the caller's own.
+    metadata : keys such as `slo_ttft_ms`, `slo_class` and `slo_job_id`; numbers and booleans may be text, as
+        OpenAI's metadata must be. Other keys are the caller's own.
     """
     stated = {name[4:]: value for name, value in (metadata or {}).items() if name.startswith("slo_")}
     for name, value in stated.items():
-        if isinstance(value, str) and name != "class":
+        if isinstance(value, str) and name not in ("class", "job_id", "job_class"):
             stated[name] = {"true": True, "false": False}.get(value, value)
             if _NUMBER.fullmatch(value):
                 stated[name] = float(value)
-    return stated or None
+    job = {name[4:]: stated.pop(name) for name in list(stated) if name.startswith("job_")}
+    left = job.get("calls_left")
+    if isinstance(left, float) and left.is_integer():
+        job["calls_left"] = int(left)
+    return (stated | {"job": job} if job else stated) or None
 
 
 def _seconds(milliseconds: float | None) -> float | None:

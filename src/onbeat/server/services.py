@@ -9,6 +9,7 @@ from onbeat.server.config import MAX_QUOTED, ServerConfig
 from onbeat.server.errors import ApiError
 from onbeat.server.generation import Generator
 from onbeat.server.grammars import GrammarDesk
+from onbeat.server.jobs import JobDesk
 from onbeat.server.lifecycle import EngineWatch, Lifecycle
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.unread import SlowReaders
@@ -31,6 +32,7 @@ class Services:
     lifecycle: Lifecycle
     encoder: PromptEncoder
     grammars: GrammarDesk
+    jobs: JobDesk
     generator: Generator
     watch: EngineWatch
     slow_readers: SlowReaders

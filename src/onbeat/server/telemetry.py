@@ -38,6 +38,7 @@ class Telemetry:
     Attributes
     ----------
     tracker : must observe the engine client (`observers=[telemetry.tracker]`).
+    jobs : counts jobs that end.
     """
 
     def __init__(  # noqa: PLR0913 -- what is served, and who wants to hear
@@ -52,6 +53,7 @@ class Telemetry:
         fleet_counts: FleetCounts | None = None,
     ) -> None:
         counts = RunCounts(slo_mode)
+        self.jobs = counts.jobs
         self.tracker = RequestTracker([counts, *listeners])
         self.exporter = MetricsExporter(
             counts,

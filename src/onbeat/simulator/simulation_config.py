@@ -10,7 +10,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import DRAIN_SECONDS
 from onbeat.core.slo import ShedMode
 from onbeat.core.step_time import StepTimeModel
-from onbeat.jobs.call import Split, by_work
+from onbeat.jobs.call import Split, beside_later
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.cluster.scaling import parse_policy
@@ -152,7 +152,7 @@ class SimulationConfig:
     """Of drafts, where the scheduler plans any."""
     kv_link: KVLink | None = None
     """Over which requests go on elsewhere with their KV; None: they end where they began."""
-    job_split: Split = by_work
+    job_split: Split = beside_later
     """What a call of a job may take of the time that its job has left."""
     fleet_changes: tuple[FleetChange, ...] = ()
     fleet_times: FleetTimes = field(default_factory=FleetTimes)

@@ -64,11 +64,14 @@ def read(extra_args: Mapping[str, Any] | None, defaults: SLODefaults) -> Request
         if stated.get("shed") in tuple(ShedMode):
             stated["shed"] = _shed_flag(stated["shed"])
         fields = ObjectiveFields(slo=validated(SLOFields, stated, [])) if stated else ObjectiveFields()
-        return request_objectives(fields, Headers(), Nobody(), defaults)
+        objectives = request_objectives(fields, Headers(), Nobody(), defaults)
+        refuse_job(objectives.job)
+        return objectives
     tenant, shed = stated.pop("tenant", None), stated.pop("shed", ShedMode.OFF)
     if shed not in tuple(ShedMode) or not (tenant is None or isinstance(tenant, str)):
         raise InvalidRequest(f"slo_shed is {shed!r} and slo_tenant {tenant!r}; let the middleware set them")
     body = validated(SLOFields, stated, [])
+    refuse_job(body.job)
     slo = SLO(**{name: None if ms is None else ms / 1e3 for name, ms in _milliseconds(body)})
     return RequestObjectives(
         slo=None if slo.is_empty else slo,
@@ -109,3 +112,14 @@ def _largest_weight(defaults: SLODefaults) -> float:
     known = [each.weight for each in defaults.classes.values()]
     known += [each.weight for each in defaults.keys.values()]
     return max([1.0, *(weight for weight in known if weight is not None)])
+
+
+def refuse_job(job: object | None) -> None:
+    """Refuse calls of jobs, whose book only onbeat's own server keeps."""
+    if job is not None:
+        raise InvalidRequest(
+            "a job is named, but vLLM's server divides no deadlines of jobs; leave slo.job out, and "
+            "state slo.e2e_ms",
+            param="slo.job",
+            code="invalid_value",
+        )

@@ -20,7 +20,7 @@ from onbeat.server.objectives import (
     request_objectives,
 )
 from onbeat.server.slo_defaults import SLODefaults
-from onbeat.vllm.objectives import PREFIX, as_extra_args
+from onbeat.vllm.objectives import PREFIX, as_extra_args, refuse_job
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -66,6 +66,7 @@ def read_request(
         stated = metadata_objectives(others) or metadata_objectives(_mapping(body, "metadata"))
     fields = validated(ObjectiveFields, {"slo": stated, **_shared(path, body)}, [])
     objectives = request_objectives(fields, headers, caller, defaults)
+    refuse_job(objectives.job)
     kept = {name: value for name, value in others.items() if not name.startswith(PREFIX)}
     body["vllm_xargs"] = kept | as_extra_args(objectives, slo_id)
     return ReadRequest(

@@ -39,7 +39,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% if loud %}!{% endif %}{% endif %}"
 )
 
-REFUSAL_FIELDS = {"reason", "predicted_ttft_ms", "slo"}
+REFUSAL_FIELDS = {"predicted_job_ms", "reason", "predicted_ttft_ms", "slo"}
 """What the error of a request has whose objectives cannot be kept."""
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]

@@ -1,0 +1,125 @@
+"""Calls of jobs: what they are held to, what their answers say, and what is refused."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from onbeat.core.request import Request
+from tests.cpu.server.asking import CHAT, TEXT, ask_chat, ask_text, check
+from tests.cpu.server.running import HELLO, Served, parse_events
+from tests.fakes_engine import FakeEngine
+
+JOB = {"id": "order-7781", "e2e_ms": 20_000, "calls_left": 1, "class": "agent"}
+
+
+@pytest.fixture
+def engine() -> KeepingEngine:
+    return KeepingEngine()
+
+
+class KeepingEngine(FakeEngine):
+    """Keeps the requests that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.got: list[Request] = []
+
+    def generate(self, request: Request) -> Any:
+        self.got.append(request)
+        return super().generate(request)
+
+
+async def test_calls_get_shares_and_the_last_says_how_the_job_ended(
+    served: Served, engine: KeepingEngine
+) -> None:
+    first = await ask_chat(served, slo={"job": JOB, "ttft_ms": 5000})
+    assert first["slo"]["job"].keys() == {
+        *("id", "calls", "elapsed_ms", "in_calls_ms", "remaining_ms", "share_ms", "met")
+    }
+    assert (first["slo"]["job"]["calls"], first["slo"]["job"]["met"]) == (1, None)
+    last = await ask_text(served, slo={"job": JOB | {"calls_left": 0, "e2e_ms": None}})
+    assert (last["slo"]["met"], last["slo"]["job"]["calls"], last["slo"]["job"]["met"]) == (True, 2, True)
+    one, other = (request.slo for request in engine.got)
+    assert one is not None
+    assert (one.ttft, other is not None and one.e2e is not None and other.e2e is not None) == (5.0, True)
+    assert 19.0 < other.e2e <= 20.0, "the last call may take what is left"  # type: ignore[union-attr, operator]
+    text = (await served.get("/metrics")).body.decode()
+    for line in ("onbeat_jobs_open 0.0", 'onbeat_jobs_total{outcome="kept"} 1.0', 'part="in_calls"'):
+        assert line in text
+
+
+async def test_a_stream_and_headers_say_the_same(served: Served) -> None:
+    headers = {"x-slo-job-id": "a", "x-slo-job-deadline-ms": f"{(time.time() + 9) * 1e3:.0f}"}
+    headers |= {"x-slo-job-calls-left": "0", "x-slo-job-class": "agent"}
+    answer = await served.post(CHAT, {"messages": HELLO, "stream": True}, headers=headers)
+    events = parse_events(answer.body)
+    job = events[-2]["slo"]["job"]
+    assert (job["id"], job["met"]) == ("a", True)
+    assert 0 < job["remaining_ms"] <= 9000
+
+
+async def test_metadata_of_responses_says_the_same(served: Served) -> None:
+    own = {"slo_job_id": "17", "slo_job_e2e_ms": "5000", "slo_job_calls_left": "0"}
+    answer = await served.post("/v1/responses", {"input": "x", "metadata": own})
+    assert answer.status == 200, answer.body
+    assert answer.json["slo"]["job"]["id"] == "17"
+
+
+@pytest.mark.parametrize(
+    ("job", "param", "words"),
+    [
+        ({**JOB, "id": "x" * 10_000}, "slo.job.id", "at most 128"),
+        ({"e2e_ms": 5}, "slo.job.id", "is missing"),
+        ({**JOB, "calls_left": -1}, "slo.job.calls_left", "-1"),
+        ({**JOB, "deadline": 5}, "slo.job.deadline", "deadline_ms"),
+        ({"id": "a"}, "slo.job", "this call states no deadline"),
+        ({"id": "a", "deadline_ms": 1000}, "slo.job.deadline_ms", "state a time to come"),
+    ],
+)
+async def test_a_bad_job_is_told_in_a_sentence(
+    served: Served, job: dict[str, Any], param: str, words: str
+) -> None:
+    answer = await served.post(TEXT, {"prompt": "x", "slo": {"job": job}})
+    assert answer.status == 400
+    assert words in answer.error["message"]
+    assert len(answer.error["message"]) < 300
+    assert answer.error["param"] == param
+
+
+async def test_calls_of_a_job_state_one_deadline(served: Served) -> None:
+    await ask_text(served, slo={"job": JOB})
+    answer = await served.post(TEXT, {"prompt": "x", "slo": {"job": JOB | {"e2e_ms": 30_000}}})
+    message = check(answer, 400, "invalid_value", "slo.job.e2e_ms")
+    assert "is another than that of its first call" in message
+
+
+@pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        ({"x-slo-job-e2e-ms": "5000"}, "without x-slo-job-id"),
+        ({"x-slo-job-id": "a", "x-slo-job-e2e-ms": "soon"}, "x-slo-job-e2e-ms is 'soon'"),
+    ],
+)
+async def test_bad_headers_are_named(served: Served, headers: dict[str, str], words: str) -> None:
+    answer = await served.post(TEXT, {"prompt": "x"}, headers=headers)
+    assert answer.status == 400
+    assert words in answer.error["message"]
+
+
+async def test_a_job_that_cannot_be_done_in_time_is_refused_at_its_first_call(served: Served) -> None:
+    await ask_text(served, slo={"job": JOB | {"calls_left": 0}})
+    hopeless = {"id": "b", "e2e_ms": 1, "calls_left": 9000}
+    answer = await served.post(TEXT, {"prompt": "x", "slo": {"job": hopeless, "shed": True}})
+    assert (answer.status, answer.error["code"]) == (429, "job_unattainable")
+    assert answer.error["predicted_job_ms"] > 1
+    assert "Retry-After" in answer.headers
+    late = await ask_text(served, slo={"job": hopeless, "shed": False})
+    assert late["slo"]["job"]["met"] is None
+
+
+async def test_an_embedding_is_no_call_of_a_job(served: Served) -> None:
+    answer = await served.post("/v1/embeddings", {"input": "x", "slo": {"job": JOB}})
+    assert answer.status == 400

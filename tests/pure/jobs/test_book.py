@@ -1,0 +1,179 @@
+"""The book of jobs: shares, what is learnt, what is refused, and that nothing stays for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from onbeat.core.errors import InvalidRequest, Overloaded, SLOUnattainable
+from onbeat.core.slo import SLO
+from onbeat.jobs import book as module
+from onbeat.jobs.book import FORGOTTEN_AFTER, JobBook, OpenCall
+from onbeat.jobs.call import CallShare, JobCall, JobEnd, by_work
+
+
+def call(name: str = "a", **stated: Any) -> JobCall:
+    return JobCall(job_id=name, **{"e2e": 10.0, "calls_left": 1, **stated})
+
+
+def opened(book: JobBook, now: float, *, prompt: int = 128, refuses: bool = False, **stated: Any) -> OpenCall:
+    return book.open(call(**stated), now, num_prompt_tokens=prompt, max_tokens=60, refuses=refuses)
+
+
+def run(book: JobBook, now: float, seconds: float = 1.0, **stated: Any) -> None:
+    """Let a call come and go."""
+    book.close(opened(book, now, **stated), now + seconds, num_output_tokens=60, why=None)
+
+
+def test_a_first_call_shares_by_work_while_nothing_is_known() -> None:
+    share = opened(JobBook(), 0.0, calls_left=4).share
+    assert share.e2e == pytest.approx(10.0 * 65 / (65 + 4 * 260))
+    assert share.predicted_job is None
+
+
+def test_a_call_may_take_all_but_what_later_calls_usually_take() -> None:
+    book = JobBook()
+    run(book, 0.0, name="x", calls_left=0)  # 65 units of work in a second
+    first = opened(book, 1.0, calls_left=2)
+    assert first.share.e2e == pytest.approx(10.0 - 2.0)
+    assert first.share.predicted_job == pytest.approx(3.0)
+    book.close(first, 2.0, num_output_tokens=60, why=None)
+    last = opened(book, 4.0, prompt=128 + 60 + 128, calls_left=0)
+    assert last.new_tokens == 128, "the prompt goes on behind the one before it"
+    assert last.share.e2e == pytest.approx(7.0), "ten seconds, of which three have passed"
+
+
+def test_where_time_is_too_short_for_all_calls_they_share_it_by_work() -> None:
+    book = JobBook()
+    run(book, 0.0, name="x", calls_left=0)
+    assert opened(book, 1.0, calls_left=3, e2e=3.0).share.e2e == pytest.approx(max(3.0 / 4, 1.0))
+    split = JobBook(split=by_work)
+    run(split, 0.0, name="x", calls_left=0)
+    assert opened(split, 1.0, calls_left=3, e2e=8.0).share.e2e == pytest.approx(2.0)
+
+
+def test_calls_left_and_times_between_calls_are_learnt_by_class() -> None:
+    book = JobBook()
+    for number in range(8):
+        for stage in range(3):
+            left = 0 if stage == 2 else None
+            run(book, 100.0 * number + 3.0 * stage, name=str(number), kind="agent", calls_left=left, e2e=60.0)
+    share = opened(book, 900.0, kind="agent", calls_left=None, e2e=60.0).share
+    assert share.e2e == pytest.approx(60.0 - 2 * (2.0 + 1.0), rel=0.05)
+    other = opened(book, 900.0, name="b", kind="other", calls_left=None, e2e=60.0).share
+    assert other.e2e != share.e2e
+
+
+def test_a_call_of_a_job_that_is_late_for_certain_is_best_effort() -> None:
+    book = JobBook()
+    run(book, 0.0, calls_left=1)
+    share = opened(book, 9.5, calls_left=0).share
+    assert (share.e2e, share.objectives(SLO(ttft=1.0))) == (None, None)
+
+
+def test_the_tighter_of_own_objective_and_share_counts() -> None:
+    share = CallShare(e2e=4.0, predicted_job=None)
+    assert share.objectives(SLO(ttft=1.0, e2e=2.0)) == SLO(ttft=1.0, e2e=2.0)
+    assert share.objectives(None) == SLO(e2e=4.0)
+
+
+@pytest.mark.parametrize(("seconds", "end"), [(1.0, JobEnd.KEPT), (11.0, JobEnd.LATE)])
+def test_the_last_call_says_how_the_job_ended(seconds: float, end: JobEnd) -> None:
+    ends: list[tuple[JobEnd, float, float]] = []
+    book = JobBook(on_end=lambda *each: ends.append(each))
+    run(book, 0.0)
+    last = opened(book, 2.0, calls_left=0)
+    report = book.close(last, 2.0 + seconds, num_output_tokens=1, why=None)
+    assert (report.end, report.num_calls, len(book)) == (end, 2, 0)
+    assert ends == [(end, 1.0 + seconds, 1.0)]
+
+
+def test_calls_at_once_end_the_job_together() -> None:
+    book = JobBook()
+    one, other = opened(book, 0.0, calls_left=0), opened(book, 0.5, calls_left=0)
+    assert book.close(one, 2.0, num_output_tokens=1, why=None).end is None
+    report = book.close(other, 3.0, num_output_tokens=1, why=None)
+    assert (report.end, report.in_calls) == (JobEnd.KEPT, 3.0)
+
+
+def test_a_refused_call_may_be_sent_again() -> None:
+    book = JobBook()
+    first = opened(book, 0.0)
+    assert book.close(first, 0.1, num_output_tokens=0, why=JobEnd.REFUSED).end is None
+    again = opened(book, 1.0, calls_left=0)
+    assert again.share.e2e == pytest.approx(9.0), "the deadline counts from the first try"
+    assert book.close(again, 2.0, num_output_tokens=1, why=None).end is JobEnd.KEPT
+
+
+def test_a_job_that_cannot_be_done_in_time_is_refused_where_its_caller_asks_for_that() -> None:
+    book = JobBook()
+    run(book, 0.0, name="x", calls_left=0)
+    with pytest.raises(SLOUnattainable, match=r"would end 10 s after its first call; its deadline is 5 s"):
+        opened(book, 1.0, calls_left=9, e2e=5.0, refuses=True)
+    assert len(book) == 0
+    assert opened(book, 1.0, calls_left=9, e2e=5.0).share.e2e is not None
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        ({"e2e": None}, "job 'a' is not open, and this call states no deadline"),
+        ({"e2e": None, "deadline": 3.0}, "was 2 s ago; state a time to come"),
+        ({"e2e": None, "deadline": 1e6}, "at most 24 h are allowed"),
+    ],
+)
+def test_a_first_call_states_a_deadline_to_come(stated: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        opened(JobBook(), 5.0, **stated)
+
+
+@pytest.mark.parametrize("stated", [{"e2e": 20.0}, {"e2e": None, "deadline": 30.0}])
+def test_calls_of_a_job_state_one_deadline(stated: dict[str, Any]) -> None:
+    book = JobBook()
+    run(book, 0.0)
+    with pytest.raises(InvalidRequest, match="is another than that of its first call"):
+        opened(book, 1.0, **stated)
+    opened(book, 1.0, e2e=None)  # it need not be said again
+
+
+def test_nobody_joins_a_job_of_another_tenant() -> None:
+    book = JobBook()
+    run(book, 0.0, tenant="one")
+    with pytest.raises(InvalidRequest, match="is not open"):
+        opened(book, 1.0, tenant="other", e2e=None)
+
+
+def test_open_jobs_are_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_JOBS", 20)
+    monkeypatch.setattr(module, "MOST_OF_TENANT", 8)
+    book = JobBook()
+    for number in range(8):
+        run(book, 0.0, name=str(number), tenant="t")
+    with pytest.raises(Overloaded, match="8 jobs of this caller are open"):
+        opened(book, 0.0, name="more", tenant="t")
+    for number in range(12):
+        run(book, 0.0, name=str(number))
+    with pytest.raises(Overloaded, match="20 jobs are open"):
+        opened(book, 0.0, name="more")
+    ends: list[JobEnd] = []
+    book.on_end = lambda end, _in_calls, _between: ends.append(end)
+    opened(book, 10.0 + FORGOTTEN_AFTER, name="later")
+    assert (len(book), set(ends), len(ends)) == (1, {JobEnd.ABANDONED}, 20)
+
+
+def test_ids_that_are_used_a_million_times_leave_nothing() -> None:
+    book = JobBook()
+    for number in range(5000):
+        run(book, float(number % 7), name=str(number), calls_left=0, kind=str(number), tenant=str(number))
+    assert len(book) == len(book._per_tenant) == 0
+    assert len(book._ends) < 2000
+    assert len(book._kinds) <= module.MOST_KINDS + 1
+
+
+def test_a_job_whose_calls_do_not_say_how_many_follow_ends_when_it_is_forgotten() -> None:
+    ends: list[JobEnd] = []
+    book = JobBook(on_end=lambda end, _in_calls, _between: ends.append(end))
+    run(book, 0.0, calls_left=None)
+    run(book, 100.0, name="b", calls_left=0)
+    assert ends == [JobEnd.KEPT, JobEnd.KEPT]
