@@ -26,8 +26,7 @@ import pytest
 from _pytest.outcomes import Skipped
 
 import onbeat
-from onbeat.hub.files import ModelFiles
-from onbeat.hub.known import DEFAULT_MODEL
+from benchmarks.check.vllm_api.serve import stand_in
 from onbeat.hub.resolve import resolve_model
 
 _START_SECONDS = 600
@@ -79,26 +78,30 @@ class ForeignFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 @cache
-def _model() -> ModelFiles:
-    return resolve_model(DEFAULT_MODEL)
-
-
-@cache
-def get_tokenizer(*_: object, **__: object) -> Any:
-    """Return transformers' tokenizer of the embedded model, whatever model is asked for."""
+def _tokenizer(known_model: str) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(_model().path.parent, gguf_file=_model().path.name)
+    path = resolve_model(known_model).path
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def get_tokenizer(tokenizer_name: str, *_: object, **__: object) -> Any:
+    """Return transformers' tokenizer of the model that is served in place of another."""
+    return _tokenizer(stand_in(tokenizer_name))
 
 
 class ModelConfig:
     """The size of the vocabulary, which is all that tests ask it for."""
 
-    def __init__(self, *_: object, **__: object) -> None: ...
+    def __init__(self, model: str, *_: object, **__: object) -> None:
+        self._model = model
 
     def get_vocab_size(self) -> int:
-        """Return that of the embedded model."""
-        return len(get_tokenizer())
+        """Return that of the model that is served in its place."""
+        from transformers import AutoConfig
+
+        path = resolve_model(stand_in(self._model)).path
+        return int(AutoConfig.from_pretrained(path.parent, gguf_file=path.name).vocab_size)
 
 
 class Hub:
@@ -219,6 +222,8 @@ class RemoteOpenAIServer:
         )
 
 
+_environment = Foreign("vllm.envs")
+_environment.VLLM_USE_RUST_FRONTEND = False  # type: ignore[attr-defined]
 GIVEN: dict[str, Any] = {
     "RemoteOpenAIServer": RemoteOpenAIServer,
     "get_tokenizer": get_tokenizer,
@@ -226,9 +231,16 @@ GIVEN: dict[str, Any] = {
     "get_open_port": get_open_port,
     "hf_api": Hub,
     "VERSION": onbeat.__version__,
+    "envs": _environment,
     "POOLING_TASKS": (),
 }
-RESULTS: list[dict[str, str]] = []
+
+
+def note(test: str, outcome: str, reason: str) -> None:
+    """Take down what became of a test."""
+    with Path(os.environ["VLLM_API_RESULTS"]).open("a") as results:
+        results.write(json.dumps({"test": test, "outcome": outcome, "reason": reason}) + "\n")
+
 
 _version = ForeignModule("vllm.version")
 _version.__version__ = onbeat.__version__  # type: ignore[attr-defined]
@@ -243,14 +255,14 @@ def local_asset_server() -> None:
 
 
 def pytest_configure() -> None:
-    """Have transformers read the embedded model's tokenizer, whichever is asked for by its hub id."""
+    """Have transformers read a stand-in's tokenizer where one is asked for by its hub id."""
     import transformers
 
     auto = transformers.AutoTokenizer
     read = auto.from_pretrained
 
     def from_pretrained(name: Any, *arguments: Any, **options: Any) -> Any:
-        return read(name, *arguments, **options) if Path(name).exists() else get_tokenizer()
+        return read(name, *arguments, **options) if Path(name).exists() else get_tokenizer(name)
 
     auto.from_pretrained = from_pretrained
 
@@ -269,7 +281,7 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
     """Take down a file that cannot be read."""
     if report.failed:
         reason = " ".join(str(report.longrepr).split())[-300:]
-        RESULTS.append({"test": report.nodeid, "outcome": "failed", "reason": reason})
+        note(report.nodeid, "failed", reason)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -283,11 +295,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
             is_skip = isinstance(call.excinfo.value, Skipped)
             error = call.excinfo.value.msg if is_skip else call.excinfo.exconly()
             reason = " ".join(str(error).split())[:400]
-        RESULTS.append({"test": item.nodeid, "outcome": report.outcome, "reason": reason})
+        note(item.nodeid, report.outcome, reason)
 
 
 def pytest_sessionfinish() -> None:
-    """Write the results, and end the last server."""
+    """End the last server."""
     if RemoteOpenAIServer.running is not None:
         RemoteOpenAIServer.running.stop()
-    Path(os.environ["VLLM_API_RESULTS"]).write_text(json.dumps(RESULTS))

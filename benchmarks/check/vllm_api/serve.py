@@ -1,4 +1,4 @@
-"""Start `onbeat serve` as vLLM's tests start `vllm serve`: the embedded model under the test's name.
+"""Start `onbeat serve` as vLLM's tests start `vllm serve`: another model under the test's name.
 
 Flags that onbeat does not take are left out, one by one; the tests of what they turn on fail then.
 """
@@ -14,6 +14,21 @@ from collections.abc import Sequence
 from onbeat.cli.main import build_parser
 from onbeat.core.errors import OnbeatError
 from onbeat.hub.known import DEFAULT_MODEL
+
+CHAT_MODEL = "VLLM_API_CHAT_MODEL"
+"""The variable of the environment that names the model for tests of larger chat models."""
+
+_KNOWN = (
+    (("opt-125m", "gpt2"), "gemma3-270m"),
+    (("smollm", "tiny-random", "small"), DEFAULT_MODEL),
+)
+"""Parts of names -> the nearest known model: a base model for base models, a small one for small ones."""
+
+
+def stand_in(model: str) -> str:
+    """Return the model that is served in place of one that a test asks for."""
+    known = (name for parts, name in _KNOWN if any(part in model.lower() for part in parts))
+    return next(known, os.environ.get(CHAT_MODEL) or DEFAULT_MODEL)
 
 
 def accepted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -55,7 +70,7 @@ def main() -> None:
     if dropped:
         print("left out:", *dropped, file=sys.stderr)
     names = [] if "--served-model-name" in kept else ["--served-model-name", model]
-    own = ("-m", "onbeat", "serve", DEFAULT_MODEL, "--metrics-aliases", "vllm")
+    own = ("-m", "onbeat", "serve", stand_in(model), "--metrics-aliases", "vllm")
     os.execv(sys.executable, [sys.executable, *own, *names, *kept])
 
 

@@ -49,7 +49,7 @@ def _limits_nothing(text: str) -> bool:
 
 
 _SWITCH = 0
-_BY_PATH = "the path of a request says what is done"
+_BY_PATH = "one server answers chats, makes embeddings and scores texts; the path of a request says which"
 _POLICY_CUTS = "the policy decides which prompts are cut"
 _NO_DEFAULTS = "no sampling defaults are read from a model; requests state their own"
 _ONE_MACHINE = "an engine runs on one machine; --launcher ray puts replicas on others"
@@ -105,8 +105,9 @@ FOREIGN_FLAGS = (
     ForeignFlag("--nnodes -n", _ONE_MACHINE, values=("1",)),
     ForeignFlag("--node-rank -r", _ONE_MACHINE, values=("0",)),
     ForeignFlag("--distributed-executor-backend", _ONE_MACHINE, values=("mp", "uni")),
-    ForeignFlag("--task --runner", _BY_PATH, values=("auto", "generate")),
-    ForeignFlag("--convert", _BY_PATH, values=("auto", "none")),
+    ForeignFlag("--task", _BY_PATH, values=("auto", "generate", "embed", "embedding", "score")),
+    ForeignFlag("--runner", _BY_PATH, values=("auto", "generate", "pooling")),
+    ForeignFlag("--convert", _BY_PATH, values=("auto", "none", "embed")),
     ForeignFlag("--limit-mm-per-prompt", "prompts are text only", values=_limits_nothing, metavar=JSON),
     ForeignFlag("--hf-overrides", "a model's configuration is taken as it is", values=("{}",), metavar=JSON),
     ForeignFlag("--root-path", "paths begin at the root; let the proxy strip its prefix", values=("", "/")),

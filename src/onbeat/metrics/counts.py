@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from onbeat.core.fleet import ReplicaId, replica_id
@@ -97,6 +97,29 @@ class JobCounts:
         self.ended[how] += 1
         self.in_calls += in_calls
         self.between += between
+
+
+class AskedCounts:
+    """What requests for answers ask for."""
+
+    def __init__(self) -> None:
+        self.num_choices = Histogram(ROWS)
+        """Of each prompt."""
+        self.max_tokens = Histogram(TOKENS)
+        """Of each choice."""
+
+    def observe(self, num_choices: int, max_tokens: Sequence[int]) -> None:
+        """Count one request.
+
+        Parameters
+        ----------
+        num_choices : of each of its prompts.
+        max_tokens : of each choice, of all prompts.
+        """
+        for _ in range(len(max_tokens) // num_choices):
+            self.num_choices.observe(num_choices)
+        for number in max_tokens:
+            self.max_tokens.observe(number)
 
 
 class RunCounts:
@@ -205,6 +228,11 @@ class RunCounts:
     def num_used_blocks(self) -> int:
         """Blocks held as of the last step; none once no request is open."""
         return sum(each.num_used_blocks for each in self.engines.values()) if self.num_open else 0
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that is held, 0 to 1."""
+        return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
 
     def keep_engines(self, replicas: Collection[ReplicaId]) -> None:
         """Forget how the replicas stood that do not serve any more.

@@ -16,11 +16,11 @@ from prometheus_client.registry import Collector
 from onbeat import __version__
 from onbeat.core.protocols import EngineClient, FleetView
 from onbeat.metrics.buckets import LAG_SECONDS
-from onbeat.metrics.counts import GrammarCounts, JobCounts, RunCounts
+from onbeat.metrics.counts import AskedCounts, GrammarCounts, JobCounts, RunCounts
 from onbeat.metrics.exporter_fleet import fleet_metrics
 from onbeat.metrics.exporter_slo import slo_metrics
 from onbeat.metrics.exporter_speculation import speculation_metrics
-from onbeat.metrics.exporter_vllm import vllm_metrics
+from onbeat.metrics.exporter_vllm import vllm_cache, vllm_metrics, vllm_requests
 from onbeat.metrics.families import counter, counters, gauge, histogram, keyed
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.metrics.histogram import Histogram
@@ -38,6 +38,10 @@ class MetricsExporter(Collector):
     aliases : `vllm` adds the metrics of vLLM that this server can fill truthfully.
     fleet_counts : what a fleet does with requests; None where there is none.
     clock : the clock of steps and requests, seconds.
+
+    Attributes
+    ----------
+    asked : what requests for answers ask for; the server counts it.
     """
 
     def __init__(  # noqa: PLR0913 -- what is served, and where its numbers are
@@ -52,6 +56,7 @@ class MetricsExporter(Collector):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._counts = counts
+        self.asked = AskedCounts()
         self._info = {
             "version": __version__,
             "model": model_name,
@@ -98,6 +103,14 @@ class MetricsExporter(Collector):
         """Count one connection that was closed before its request was complete."""
         self._refused_connections[reason] += 1
 
+    def load(self) -> dict[str, float]:
+        """Return what load balancers weigh servers by, under the names that vLLM tells them."""
+        counts = self._counts
+        return {
+            "kv_cache_usage_perc": counts.kv_usage,
+            "num_requests_waiting": float(counts.num_waiting),
+        }
+
     def render(self) -> tuple[bytes, str]:
         """Return the text that Prometheus reads, and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
@@ -124,6 +137,9 @@ class MetricsExporter(Collector):
         if self._aliases == "vllm":
             speculates = self._proposer is not None
             yield from vllm_metrics(self._counts, self._info["model"], speculates=speculates)
+            yield from vllm_requests(self._counts, self.asked, self._info["model"])
+            if self._engine is not None:
+                yield vllm_cache(self._engine.info)
 
     def _gauges(self) -> Iterator[Metric]:
         counts = self._counts

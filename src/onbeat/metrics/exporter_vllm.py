@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
-from onbeat.metrics.counts import RunCounts
+from onbeat.core.protocols import EngineInfo
+from onbeat.metrics.counts import AskedCounts, RunCounts
 from onbeat.metrics.exporter_speculation import positions
 from onbeat.metrics.families import Labels, counter, counters, gauge, gauges, histogram
 from onbeat.metrics.speculation_counts import SpeculationCounts
@@ -29,14 +30,37 @@ def vllm_metrics(counts: RunCounts, model_name: str, *, speculates: bool = False
         yield from _drafts(counts.speculation, labels)
 
 
+def vllm_requests(counts: RunCounts, asked: AskedCounts, model_name: str) -> Iterator[Metric]:
+    """Yield the aliases of what requests ask for, and of those that a full queue refuses."""
+    labels = {"model_name": model_name, "engine": "0"}
+    yield histogram("vllm:request_params_n", "As in vLLM", asked.num_choices, labels)
+    yield histogram("vllm:request_params_max_tokens", "As in vLLM", asked.max_tokens, labels)
+    reasons = ("queue_full", "queue_too_long")
+    refused: dict[tuple[str, ...], float] = {(model_name, each): counts.refused[each] for each in reasons}
+    name = "vllm:admission_rejections"
+    yield counters(name, "As in vLLM; the reasons are ours", ("model_name", "reason"), refused)
+
+
+def vllm_cache(info: EngineInfo) -> Metric:
+    """Return the size of one replica's KV cache, in labels as vLLM has it."""
+    size = info.num_blocks * info.block_size
+    labels = {
+        "engine": "0",
+        "block_size": str(info.block_size),
+        "num_gpu_blocks": str(info.num_blocks),
+        "kv_cache_size_tokens": str(size),
+        "kv_cache_max_concurrency": f"{size / info.max_model_len:.2f}",
+    }
+    return gauge("vllm:cache_config_info", "As in vLLM, of one replica; always 1", 1, labels)
+
+
 def _scalars(counts: RunCounts, labels: Labels) -> Iterator[Metric]:
-    usage = counts.num_used_blocks / counts.num_blocks if counts.num_blocks else 0.0
     yield gauge("vllm:num_requests_running", "As in vLLM", counts.num_running, labels)
     yield gauge("vllm:num_requests_waiting", "As in vLLM", counts.num_waiting, labels)
     waiting = {(*labels.values(), "capacity"): counts.num_waiting, (*labels.values(), "deferred"): 0}
     name = "vllm:num_requests_waiting_by_reason"
     yield gauges(name, "As in vLLM; here all wait for capacity", (*labels, "reason"), waiting)
-    yield gauge("vllm:kv_cache_usage_perc", "As in vLLM: 1 is full", usage, labels)
+    yield gauge("vllm:kv_cache_usage_perc", "As in vLLM: 1 is full", counts.kv_usage, labels)
     yield counter("vllm:prompt_tokens", "As in vLLM", counts.num_prompt_tokens, labels)
     yield counter("vllm:prompt_tokens_cached", "As in vLLM", counts.num_cached_tokens, labels)
     yield counter("vllm:generation_tokens", "As in vLLM", counts.num_output_tokens, labels)

@@ -72,6 +72,7 @@ class AnswerResponse(Response):
             )
             for index, request in enumerate(requests)
         ]
+        self._num_choices = body.num_choices
         self._deltas = services.generator.run(self._choices, text_options)
         self._writer = _AnswerWriter(self._choices, body, answer_format, services.config.slo.mode)
         self._jobs = services.jobs
@@ -90,6 +91,8 @@ class AnswerResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
+        context.num_choices = self._num_choices
+        context.max_tokens = [choice.request.sampling.max_tokens for choice in self._choices]
         try:
             with (
                 self._lifecycle.generation(),

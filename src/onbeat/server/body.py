@@ -79,7 +79,7 @@ async def read_body(request: Request, model: type[_Model], *, unused: Collection
     ClientGone : the connection closed before the body was complete.
     """
     context = context_of(request.scope)
-    body = await _read_json_object(request)
+    body = context.body or await read_json_object(request)
     context.arrival = time.monotonic()
     if model.model_config.get("extra") == "forbid":
         refuse_unknown(body, model.model_fields)
@@ -93,7 +93,8 @@ async def read_body(request: Request, model: type[_Model], *, unused: Collection
     return checked
 
 
-async def _read_json_object(request: Request) -> dict[str, Any]:
+async def read_json_object(request: Request) -> dict[str, Any]:
+    """Return the body of a request, a JSON object; raise as `read_body` does."""
     content_type = request.headers.get("content-type", "")
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type != "application/json":

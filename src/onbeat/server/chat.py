@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Annotated, Any
 
 import orjson
@@ -34,7 +34,7 @@ from onbeat.server.answer_models import ChatCompletion
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.chat_messages import ChatMessages, echoed_text
 from onbeat.server.chat_parts import event_delta, finish_reason, whole_message
-from onbeat.server.chat_prompt import continued_text, render_chat
+from onbeat.server.chat_prompt import KVTransferParams, continued_text, render_chat
 from onbeat.server.choices import ChoiceDelta, ShownToken, TextOptions
 from onbeat.server.config import ServerConfig
 from onbeat.server.engine_requests import engine_requests
@@ -49,13 +49,15 @@ from onbeat.server.objectives import request_objectives
 from onbeat.server.openapi import generation_route
 from onbeat.server.pieces import Piece, json_inside
 from onbeat.server.prompt_scores import PromptLogprobsWriter
+from onbeat.server.prompts import PromptInput, check_token_ids
 from onbeat.server.reply import PromptEnd, ReplyPlan, plan_reply
 from onbeat.server.services import Services
 from onbeat.server.structured import grammar_of
+from onbeat.server.thinking import ThinkingFields, unread_variables
 from onbeat.server.tools import ToolFields
 
 
-class ChatCompletionRequest(ToolFields, GenerationRequest):
+class ChatCompletionRequest(ToolFields, ThinkingFields, GenerationRequest):
     """OpenAI's chat completion, with vLLM's extra fields."""
 
     prompt_field = "messages"
@@ -72,14 +74,18 @@ class ChatCompletionRequest(ToolFields, GenerationRequest):
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag | None = None
     """Go on writing the last message instead of answering it."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the model's chat template."""
+    kv_transfer_params: KVTransferParams | None = None
     include_reasoning: Flag | None = None
     """False leaves reasoning out of the answer, not out of its tokens."""
 
     @property
     def asked_max_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def forwarded_ids(self) -> list[int] | None:
+        """The prompt as somebody has tokenized it already; None where the template makes it."""
+        return None if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
 
     @property
     def num_logprobs(self) -> int | None:
@@ -103,6 +109,12 @@ def _check_chat(body: ChatCompletionRequest, config: ServerConfig, info: EngineI
             param="top_logprobs",
         )
     check_num_logprobs(body.top_logprobs, "top_logprobs", config, info)
+    if body.forwarded_ids is not None and body.continue_final_message:
+        raise InvalidRequest(
+            "kv_transfer_params.prompt_token_ids are the whole prompt, so no message is continued; leave "
+            "continue_final_message out",
+            param="continue_final_message",
+        )
 
 
 def chat_routes(services: Services) -> APIRouter:
@@ -151,7 +163,7 @@ async def chat_requests(
     hides = body.include_reasoning is False
     plan = plan_reply(services.reply_style, asked, body.tool_use, place, drops_reasoning=hides)
     await services.grammars.take(plan.constraint, context)
-    prompt = await _encoded(text, body, request, services)
+    prompt = await _encoded(body.forwarded_ids or text, body, request, services)
     requests = await engine_requests(body, [prompt], objectives, info, services.tokenizer, context)
     return requests, plan.options
 
@@ -164,19 +176,30 @@ async def chat_prompt(body: ChatCompletionRequest, request: Request, services: S
     OnbeatError : the template, or the model's context, does not take the chat.
     ClientGone : the caller has left.
     """
-    return await _encoded(await _rendered(body, request, services), body, request, services)
+    text = body.forwarded_ids or await _rendered(body, request, services)
+    return await _encoded(text, body, request, services)
 
 
 async def _rendered(body: ChatCompletionRequest, request: Request, services: Services) -> str:
-    caller = context_of(request.scope).caller
+    """Return the prompt of a chat as text: from its template, or of the tokens that came instead."""
+    context, tokenizer = context_of(request.scope), services.tokenizer
     async with cancelled_on_disconnect(request.receive):
-        return await render_chat(body, services.encoder, services.chat_template, services.reply_style, caller)
+        if (token_ids := body.forwarded_ids) is not None:
+            check_token_ids(token_ids, services.info.vocab_size, "kv_transfer_params.prompt_token_ids")
+            decode = partial(tokenizer.decode, token_ids, skip_special_tokens=False)
+            return await services.encoder.off_loop(context.caller, len(token_ids), decode)
+        template, style = services.chat_template, services.reply_style
+        if template is not None:
+            context.ignored_fields += unread_variables(body.chat_template_kwargs, template.source)
+        return await render_chat(body, services.encoder, template, style, context.caller)
 
 
-async def _encoded(text: str, body: ChatCompletionRequest, request: Request, services: Services) -> list[int]:
-    caller = context_of(request.scope).caller
+async def _encoded(
+    prompt: PromptInput, body: ChatCompletionRequest, request: Request, services: Services
+) -> list[int]:
+    options = encode_options(body, services.info.max_model_len)
     async with cancelled_on_disconnect(request.receive):
-        return await services.encoder.encode(text, encode_options(body, services.info.max_model_len), caller)
+        return await services.encoder.encode(prompt, options, context_of(request.scope).caller)
 
 
 class TokenWriter:
@@ -201,6 +224,10 @@ class TokenWriter:
             b'{"token":%b,"logprob":' % orjson.dumps(text),
             b',"bytes":%b' % orjson.dumps(list(data)),
         )
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def entry(self, token: ShownToken) -> bytes:
         """Return a token of `logprobs.content`."""

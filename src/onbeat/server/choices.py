@@ -46,7 +46,7 @@ class ChoiceDelta:
 
 @dataclass(slots=True)
 class ShownToken:
-    """A token of the answer. The stop token that ended it is not one."""
+    """A token of the answer; the one that ended it only where it is asked for."""
 
     token_id: int
     text_offset: int
@@ -123,6 +123,8 @@ class TextOptions:
     """Whether the answer goes on where the prompt ends, and is no text of its own."""
     text_starts: tuple[int, ...] = ()
     """For each prompt, the characters that go before its answers: those of an echo."""
+    lists_end: bool = False
+    """Whether an end token, which is no text, is among the tokens whose log-probabilities are shown."""
     drops_answer: bool = False
     """Whether the prompt alone was asked for, and the one token that is generated goes nowhere."""
     new_reader: Callable[[], ReplyReader] | None = None
@@ -136,6 +138,7 @@ class ChoiceText:
         self._choice = choice
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._include_stop = options.include_stop
+        self._lists_end = options.lists_end
         self._drops_answer = options.drops_answer
         self._text_start = options.text_starts[choice.prompt_index] if options.text_starts else 0
         self._reader = None if options.new_reader is None else options.new_reader()
@@ -180,12 +183,13 @@ class ChoiceText:
         num_before = choice.num_output_tokens
         choice.token_ids += token_ids
         choice.num_output_tokens += len(token_ids)
+        end_id = None
         if output.stop_token_id is not None:
             if output.stop_token_id not in self._eos:
                 choice.stop_reason = output.stop_token_id
             if not self._include_stop:
-                token_ids = token_ids[:-1]
-        delta = self._delta(token_ids, output.logprobs)
+                token_ids, end_id = token_ids[:-1], output.stop_token_id
+        delta = self._delta(token_ids, output.logprobs, end_id)
         self.num_new_tokens = choice.num_output_tokens - num_before
         self._count_drafts(output)
         if delta is not None:
@@ -202,7 +206,9 @@ class ChoiceText:
         self._choice.num_drafted_tokens = output.num_drafted_tokens
         self._choice.num_accepted_tokens += min(num_new, self.num_new_tokens)
 
-    def _delta(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> ChoiceDelta | None:
+    def _delta(
+        self, token_ids: list[int], logprobs: list[TokenLogprobs] | None, end_id: int | None
+    ) -> ChoiceDelta | None:
         choice = self._choice
         is_last, is_complete = choice.finish_reason is not None, False
         events: list[ReplyEvent] | None = None
@@ -211,9 +217,12 @@ class ChoiceText:
         else:
             piece, events = self._read(self._reader, token_ids, final=is_last)
             is_complete = self._reader.is_complete
-        known: Sequence[TokenLogprobs | None] = logprobs or [None] * len(token_ids)
+        known: Sequence[TokenLogprobs | None] = logprobs or [None] * (len(token_ids) + 1)
         offsets = [self._text_start + offset for offset in piece.token_offsets]
         self._held += map(ShownToken, token_ids, offsets, known)
+        if end_id is not None and self._lists_end:
+            end = self._text_start + self._stream.num_chars
+            self._held.append(ShownToken(end_id, end, known[-1]))
         if piece.stop_string is not None or is_complete:
             self._end_at(piece.stop_string, self._stream.num_consumed_tokens)
         if not (piece.text if events is None else events) and choice.finish_reason is None:

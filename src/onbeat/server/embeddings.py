@@ -90,7 +90,7 @@ def embedding_routes(services: Services) -> APIRouter:
         head = new_head("embd", services.check_model(body.model))
         context.completion_id = head.completion_id
         check_embeds(body, info)
-        _check_dimensions(body, info)
+        check_dimensions(body.dimensions, "dimensions", info)
         if (body.input is None) == (body.messages is None):
             raise InvalidRequest("send either input or messages", param="input")
         texts, param = body.input, "input"
@@ -111,19 +111,25 @@ def embedding_routes(services: Services) -> APIRouter:
     return router
 
 
-def _check_dimensions(body: EmbeddingRequest, info: EngineInfo) -> None:
-    if body.dimensions is not None and body.dimensions > info.embedding_size:
+def check_dimensions(asked: int | None, param: str, info: EngineInfo) -> None:
+    """Check how many numbers of each embedding are wanted.
+
+    Raises
+    ------
+    InvalidRequest : it has fewer.
+    """
+    if asked is not None and asked > info.embedding_size:
         raise InvalidRequest(
-            f"dimensions is {body.dimensions}; embeddings of this model have {info.embedding_size} numbers. "
-            "Ask for at most as many",
-            param="dimensions",
+            f"{param} is {asked}; embeddings of this model have {info.embedding_size} numbers. Ask for at "
+            "most as many",
+            param=param,
             code="invalid_value",
         )
 
 
 def _whole(embedded: Embedded, body: EmbeddingRequest, model: str) -> Iterator[Piece]:
     """Yield the answer in pieces, one for each embedding."""
-    write = as_base64 if body.encoding_format == "base64" else _as_numbers
+    write = as_base64 if body.encoding_format == "base64" else as_numbers
     start = b'{"object":"list","data":['
     vectors = embedded.vectors(dimensions=body.dimensions, normalize=body.normalize is not False)
     for index, vector in enumerate(vectors):
@@ -132,7 +138,8 @@ def _whole(embedded: Embedded, body: EmbeddingRequest, model: str) -> Iterator[P
     yield b"]," + orjson.dumps({"model": model, **embedded.rest})[1:]
 
 
-def _as_numbers(vector: NDArray[np.float32]) -> bytes:
+def as_numbers(vector: NDArray[np.float32]) -> bytes:
+    """Return a vector as a JSON array."""
     return orjson.dumps(np.ascontiguousarray(vector), option=orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -96,7 +96,7 @@ _OLLAMA = "Ollama's API is"
 _LLAMA_CPP = "llama.cpp's own API is"
 _LORA = "LoRA adapters are"
 _OTHER_APIS = {
-    **dict.fromkeys(("/embeddings", "/embedding", "/embed", "/v2/embed"), _EMBEDDINGS),
+    **dict.fromkeys(("/embeddings", "/embedding", "/embed"), _EMBEDDINGS),
     **dict.fromkeys(("/api/embed", "/api/embeddings", "/pooling"), _EMBEDDINGS),
     "/classify": "telling classes is",
     "/api": _OLLAMA,
@@ -109,7 +109,6 @@ _OTHER_APIS = {
     "/v1/batches": "the Batch API is",
     "/v1/files": "storing files is",
     **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/lora-adapters"), _LORA),
-    "/invocations": "SageMaker's API is",
 }
 """Paths of other servers, with all below them -> what is asked for there, up to `not in this version`."""
 

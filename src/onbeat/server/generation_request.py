@@ -183,6 +183,7 @@ class GenerationRequest(ObjectiveFields, StructureFields):
             skip_special_tokens=self.skip_special_tokens is not False,
             min_tokens=self.min_tokens or 0,
             continues_prompt=self.continues_prompt,
+            lists_end=bool(self.return_token_ids),
             drops_answer=self.asked_max_tokens == 0,
         )
 

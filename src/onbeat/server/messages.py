@@ -21,7 +21,6 @@ from onbeat.server.config import MAX_MESSAGES, MAX_STOP_STRINGS
 from onbeat.server.errors import unsupported
 from onbeat.server.generation_request import GenerationRequest, StopString
 from onbeat.server.messages_format import MessageFormat
-from onbeat.server.middleware import context_of
 from onbeat.server.openapi import error_answers, generation_route, json_body
 from onbeat.server.services import Services
 from onbeat.server.translation import chat_of, function_tools, text_field
@@ -84,7 +83,8 @@ class CountTokensRequest(GenerationRequest):
             "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
             "response_format": _response_format(config.get("format")),
             "reasoning_effort": config.get("effort"),
-            "chat_template_kwargs": _variables(self.thinking, self.chat_template_kwargs),
+            "thinking": self.thinking,
+            "chat_template_kwargs": self.chat_template_kwargs,
             "user": (self.metadata or {}).get("user_id") if self.user is None else None,
         }
 
@@ -202,19 +202,6 @@ def _response_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _variables(thinking: Mapping[str, Any] | None, given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the template's variables: whether to think is one of them."""
-    kind = (thinking or {}).get("type")
-    if kind not in (None, "enabled", "adaptive", "disabled"):
-        raise InvalidRequest(
-            f"thinking.type is {quoted(kind)}; it should be enabled, adaptive or disabled",
-            param="thinking.type",
-        )
-    if kind is None:
-        return given
-    return {"enable_thinking": kind != "disabled", **(given or {})}
-
-
 def message_routes(services: Services) -> APIRouter:
     """Return the routes of the Messages API."""
     router = APIRouter()
@@ -226,8 +213,6 @@ def message_routes(services: Services) -> APIRouter:
         body = await read_body(request, MessageRequest)
         head = new_head("msg", services.check_model(body.model), joint="_")
         chat = await chat_of(body, body.chat_fields(), body.metadata, request)
-        if "budget_tokens" in (body.thinking or {}):
-            context_of(request.scope).ignored_fields.append("thinking.budget_tokens")
         requests, options = await chat_requests(chat, request, head, services)
         return AnswerResponse(chat, requests, options, MessageFormat(head), services)
 

@@ -12,9 +12,11 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import orjson
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -34,6 +36,10 @@ from onbeat.server.errors import (
 from onbeat.server.slo_defaults import key_digest
 
 logger = logging.getLogger("onbeat.server")
+
+LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
+"""Of requests: how the answer shall tell the load, TEXT or JSON (ORCA, for load balancers)."""
+LOAD_HEADER = "endpoint-load-metrics"
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _UNFIT = re.compile(r"[^A-Za-z0-9._:/+=@$\[\]-]")
@@ -68,6 +74,8 @@ class HttpContext:
     key_digest: str | None = None
     """SHA-256 of the API key that let it in, hexadecimal; None where none was asked for."""
     status: int = 0
+    body: dict[str, Any] | None = None
+    """What it asks for, where somebody has had to read that before its endpoint."""
     arrival: float = math.nan
     """When its whole body had come."""
     completion_id: str = ""
@@ -76,6 +84,10 @@ class HttpContext:
     """What the answer must match."""
     job: JobCall | None = None
     """Of which job it is a call; None of none."""
+    num_choices: int = 0
+    """Choices of each prompt that were asked for; 0 where no answer was begun."""
+    max_tokens: Sequence[int] = ()
+    """Most output tokens of each choice, of all prompts."""
     num_prompt_tokens: int = 0
     """0 where no answer was begun."""
     num_output_tokens: int = 0
@@ -113,6 +125,7 @@ class RequestLog:
     app : the next application.
     endpoints : known paths; others are counted as `unmatched`, so that a scan cannot fill the metrics.
     on_done : called with each finished request (metrics).
+    load : tells the load of the server, by name, to those who ask.
     log_requests : whether to log a line for each.
     """
 
@@ -122,11 +135,13 @@ class RequestLog:
         *,
         endpoints: frozenset[str],
         on_done: Callable[[HttpContext], None],
+        load: Callable[[], Mapping[str, float]],
         log_requests: bool,
     ) -> None:
         self._app = app
         self._endpoints = endpoints
         self._on_done = on_done
+        self._load = load
         self._log_requests = log_requests
         self._named: set[str] = set()
 
@@ -137,6 +152,7 @@ class RequestLog:
         address, _ = scope.get("client") or ("", 0)
         context = HttpContext(_request_id(scope), self._endpoint(scope["path"]), address)
         scope[_CONTEXT] = context
+        load_format = Headers(scope=scope).get(LOAD_FORMAT_HEADER, "").upper()
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -145,6 +161,8 @@ class RequestLog:
                 headers["x-request-id"] = context.request_id
                 if context.ignored_fields:
                     headers[IGNORED_FIELDS_HEADER] = ", ".join(map(_printable, context.ignored_fields))
+                if load_format in ("TEXT", "JSON"):
+                    headers[LOAD_HEADER] = f"{load_format} {load_report(self._load(), load_format)}"
                 if not headers.get("content-type", "").startswith("text/event-stream"):
                     headers["openai-processing-ms"] = str(round(context.elapsed * 1000))
             await send(message)
@@ -188,6 +206,13 @@ class RequestLog:
             if path not in self._named and len(self._named) < _MOST_NAMED:
                 self._named.add(path)
                 logger.warning("%s: the field %s is ignored (said once)", context.endpoint, path)
+
+
+def load_report(load: Mapping[str, float], load_format: str) -> str:
+    """Return the load as a header has it, in one of ORCA's formats, TEXT or JSON."""
+    if load_format == "JSON":
+        return orjson.dumps({"named_metrics": load}).decode()
+    return ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
 
 
 def _printable(name: str) -> str:

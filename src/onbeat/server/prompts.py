@@ -215,7 +215,7 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> 
     if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= vocab_size:
         others = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
         raise InvalidRequest(
-            f"{param} holds the token id{'s' * (len(others) > 1)} {first_of(others)}; this model's "
-            f"vocabulary is 0 to {vocab_size - 1}",
+            f"{param} holds the token id{'s' * (len(others) > 1)} {first_of(others)}, out of vocabulary: "
+            f"ids of this model's {vocab_size} tokens begin at 0",
             param=param,
         )

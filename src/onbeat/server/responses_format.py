@@ -33,6 +33,7 @@ class ResponseFormat:
     def __init__(self, head: AnswerHead, body: ResponseRequest, writer: TokenWriter) -> None:
         self._head = head
         self._has_logprobs = body.wants_logprobs
+        self._has_messages = bool(body.enable_response_messages)
         self._writer = writer
         self._repeated = _repeated(body)
         self._parts: StreamedParts | None = None
@@ -146,10 +147,19 @@ class ResponseFormat:
         }
         if extras.slo is not None:
             fields["slo"] = extras.slo
+        if choice is not None and self._has_messages:
+            request, own = choice.choice.request, choice.choice.token_ids
+            fields["input_messages"] = [self._raw_message(request.prompt_token_ids)]
+            fields["output_messages"] = [self._raw_message(own)]
         yield orjson.dumps(fields)[:-1] + b',"output":['
         if choice is not None:
             yield from self._output(choice, is_cut=is_cut)
         yield b"]}"
+
+    def _raw_message(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """Return a prompt or an answer as the model sees it."""
+        text = self._writer.text(token_ids)
+        return {"type": "raw_message_tokens", "message": text, "tokens": token_ids}
 
     def _output(self, choice: WholeChoice, *, is_cut: bool) -> Iterator[Piece]:
         parts = choice.parts or [WholePart("content", bytearray())]

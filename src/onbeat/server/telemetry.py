@@ -67,6 +67,8 @@ class Telemetry:
     def on_http(self, context: HttpContext) -> None:
         """Count an HTTP request that has ended."""
         self.exporter.count_http(context.endpoint, context.status)
+        if context.num_choices:
+            self.exporter.asked.observe(context.num_choices, context.max_tokens)
         if context.status == 200 and context.error_code is not None:
             self.exporter.count_stream_error(context.error_code)
 

@@ -25,6 +25,7 @@ from onbeat.server.openapi import error_answers, json_body
 from onbeat.server.pieces import PiecesResponse, json_inside, list_in_pieces
 from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
 from onbeat.server.services import Services
+from onbeat.server.thinking import ThinkingFields
 from onbeat.server.tools import ToolFields
 
 _EITHER: list[Any] = [
@@ -33,7 +34,7 @@ _EITHER: list[Any] = [
 ]
 
 
-class TokenizeRequest(ToolFields):
+class TokenizeRequest(ToolFields, ThinkingFields):
     """A text, or a chat, whose tokens are wanted."""
 
     model_config = ConfigDict(strict=True, json_schema_extra={"oneOf": _EITHER})
@@ -45,7 +46,6 @@ class TokenizeRequest(ToolFields):
     """True by default for a prompt, false for messages, whose template writes them."""
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = None
     truncation_side: Literal["left", "right"] | None = None
     max_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None

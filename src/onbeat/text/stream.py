@@ -72,7 +72,7 @@ class TextStream:
         self._decoder = _UTF8_DECODER(errors="replace")
         self._strips_space = tokenizer.strips_leading_space and not continues_text
         """Whether the next character, if it is a space, is dropped."""
-        self._num_chars = 0
+        self.num_chars = 0
         """Characters decoded so far, held ones included."""
         self._held = ""
         """Decoded text that may be the beginning of a stop string."""
@@ -84,7 +84,7 @@ class TextStream:
         """Take new tokens; `final` says that there are no more, so nothing is held back any longer."""
         delta = TextDelta("")
         for token_id in token_ids:
-            delta.token_offsets.append(self._num_chars)
+            delta.token_offsets.append(self.num_chars)
             if self._is_ended:
                 continue
             self.num_consumed_tokens += 1
@@ -117,7 +117,7 @@ class TextStream:
         """Pass on new text, except what a stop string cuts off or may yet claim."""
         if not new_text:
             return
-        self._num_chars += len(new_text)
+        self.num_chars += len(new_text)
         if not self._stop:
             delta.text += new_text
             return

@@ -35,7 +35,9 @@ TEMPLATE = (
     "{% if m.content == 'show' %}{{ shown | tojson }}{% endif %}"
     "[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}\n"
     "{% endfor %}"
-    "{% if enable_thinking is defined and not enable_thinking %}<no thinking>{% endif %}"
+    "{% if enable_thinking is defined %}"
+    "{% if enable_thinking %}<thinking>{{ reasoning_effort }}{% else %}<no thinking>{% endif %}"
+    "{% endif %}"
     "{% if add_generation_prompt %}[assistant]{% if loud %}!{% endif %}{% endif %}"
 )
 

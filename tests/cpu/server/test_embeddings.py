@@ -193,9 +193,9 @@ async def test_what_the_engine_refuses_or_fails_on(served: Served, engine: FakeE
         ({"input": {"text": "a"}}, "input", "input must be"),
         ({"input": [1.5]}, "input", "input must be"),
         ({"input": ["a"] * (MAX_INPUTS + 1)}, "input", "holds 2049 texts; at most 2048"),
-        ({"input": [VOCAB_SIZE]}, "input", "vocabulary is 0 to 259"),
-        ({"input": [[1], [-1]]}, "input", "vocabulary is 0 to 259"),
-        ({"input": [10**18]}, "input", "vocabulary is 0 to 259"),
+        ({"input": [VOCAB_SIZE]}, "input", "out of vocabulary: ids of this model's 260 tokens"),
+        ({"input": [[1], [-1]]}, "input", "out of vocabulary: ids of this model's 260 tokens"),
+        ({"input": [10**18]}, "input", "out of vocabulary: ids of this model's 260 tokens"),
         ({"input": [10**30]}, "input", "input must be"),
         ({"input": "a", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"input": "a", "dimensions": EMBEDDING_SIZE + 1}, "dimensions", "have 32 numbers"),
@@ -228,6 +228,51 @@ async def test_a_model_without_a_head_generates_nothing(served: Served, engine: 
     assert "/v1/embeddings" in check(await served.post(CHAT, {"messages": HELLO}), 400, "no_generation")
     check(await served.post(TEXT, {"prompt": "a"}), 400, "no_generation")
     await ask(served, input="a")
+
+
+async def test_coheres_embeddings_are_the_same(served: Served) -> None:
+    kinds = ["float", "base64", "binary", "ubinary"]
+    body = await ask(served, "/v2/embed", texts=["one", "other"], embedding_types=kinds, output_dimension=3)
+    found = body["embeddings"]
+    for index, text in enumerate(["one", "other"]):
+        expected = unit(tokens(text), 3)
+        np.testing.assert_allclose(found["float"][index], expected, atol=TOLERANCE)
+        given = np.frombuffer(base64.b64decode(found["base64"][index]), "<f4")
+        np.testing.assert_allclose(given, expected, atol=TOLERANCE)
+        bits = np.packbits(expected >= 0).tolist()
+        assert (found["ubinary"][index], found["binary"][index]) == (bits, [each - 128 for each in bits])
+    assert (body["texts"], body["response_type"]) == (["one", "other"], "embeddings_by_type")
+    assert body["meta"]["billed_units"] == {"input_tokens": 10, "image_tokens": 0}
+    assert (await ask(served, "/v2/embed", texts=["a"]))["embeddings"].keys() == {"float"}
+
+
+@pytest.mark.parametrize(
+    ("truncate", "kept"),
+    [({}, [BOS, *b"ab"]), ({"truncate": "END"}, [BOS, *b"ab"]), ({"truncate": "START"}, [*b"cde"])],
+)
+async def test_cohere_says_which_end_is_cut(
+    served: Served, engine: FakeEngine, truncate: dict[str, str], kept: list[int]
+) -> None:
+    await ask(served, "/v2/embed", texts=["abcde"], max_tokens=3, **truncate)
+    assert list(engine.requests[0].prompt_token_ids) == kept
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"texts": ["a" * 3000], "truncate": "NONE"}, "texts"),
+        ({"texts": []}, "texts"),
+        ({}, "texts"),
+        ({"texts": ["a"], "input_type": "search_query"}, "input_type"),
+        ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types"),
+        ({"texts": ["a"], "output_dimension": 10**6}, "output_dimension"),
+        ({"texts": ["a"], "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
+    ],
+    ids=str,
+)
+async def test_wrong_requests_of_cohere(served: Served, fields: dict[str, Any], param: str) -> None:
+    answer = await served.post("/v2/embed", fields)
+    assert (answer.status, answer.error["param"]) == (400, param)
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])

@@ -227,7 +227,6 @@ UNSUPPORTED = {
     "audio": {"voice": "alloy"},
     "modalities": ["text", "audio"],
     "prediction": {"type": "content", "content": "x"},
-    "reasoning_effort": "high",
     "use_beam_search": True,
     "length_penalty": 2.0,
     "logits_processors": ["x"],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from onbeat.server.thinking import unread_variables
 from tests.cpu.server.running import HELLO, Answer, Served
 from tests.fakes_engine import FakeEngine
 
@@ -149,10 +150,7 @@ async def test_what_asks_for_nothing_is_taken(served: Served, fields: dict[str, 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"reasoning_effort": "high"},
-        {"thinking": {"type": "enabled"}},
-        {"enable_thinking": True},
-        {"enable_thinking": 0},
+        {"verbosity": "low"},
         {"mirostat": 2},
         {"typical_p": 0.5},
     ],
@@ -171,7 +169,6 @@ ASKED_OF_OTHERS: dict[str, dict[str, Any]] = {
         "no_stop_trim": True,
         "return_hidden_states": True,
         "session_params": {"id": "s"},
-        "reasoning": {"effort": "high"},
     },
     "llama.cpp": {
         "n_predict": 3,
@@ -252,14 +249,62 @@ async def test_what_a_message_carries_for_others_is_never_ignored(
     )
 
 
-async def test_templates_learn_that_no_reasoning_is_wanted(served: Served, engine: FakeEngine) -> None:
-    shown = {"messages": [{"role": "user", "content": "think?"}]}
-    await served.post(CHAT, shown)
-    await served.post(CHAT, {**shown, "reasoning_effort": "none"})
-    asked = {**shown, "think": False, "chat_template_kwargs": {"enable_thinking": True}}
-    await served.post(CHAT, asked)
-    prompts = [bytes(request.prompt_token_ids) for request in engine.requests]
-    assert [b"<no thinking>" in prompt for prompt in prompts] == [False, True, False]
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({}, None),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "high"}, True),
+        ({"reasoning_effort": ""}, None),
+        ({"reasoning": {"effort": "low", "enabled": True}}, True),
+        ({"reasoning": {"enabled": False}}, False),
+        ({"thinking": {"type": "enabled"}}, True),
+        ({"thinking": False}, False),
+        ({"enable_thinking": True}, True),
+        ({"think": "medium"}, True),
+        ({"think": False, "chat_template_kwargs": {"enable_thinking": True}}, True),
+    ],
+    ids=str,
+)
+async def test_templates_learn_whether_reasoning_is_wanted(
+    served: Served, fields: dict[str, Any], thinks: bool | None
+) -> None:
+    answer = await served.post("/tokenize", {"messages": HELLO, **fields})
+    prompt = bytes(answer.json["tokens"])
+    assert (b"<thinking>" in prompt, b"<no thinking>" in prompt) == (thinks is True, thinks is False)
+    assert (await chat(served, **fields)).json["usage"]["prompt_tokens"] == len(prompt)
+
+
+async def test_templates_learn_how_much_reasoning_is_wanted(served: Served, engine: FakeEngine) -> None:
+    body = {"reasoning": {"effort": "low", "max_tokens": 9}, "chat_template_kwargs": {"loud": True}}
+    answer = await chat(served, **body)
+    assert bytes(engine.requests[0].prompt_token_ids).endswith(b"<thinking>low[assistant]!")
+    assert answer.headers[IGNORED] == "reasoning.max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"reasoning_effort": "high", "think": False}, "reasoning_effort"),
+        ({"enable_thinking": 0}, "enable_thinking"),
+        ({"thinking": {"type": "perhaps"}}, "thinking"),
+    ],
+    ids=str,
+)
+async def test_wrong_ways_to_ask_for_reasoning(served: Served, fields: dict[str, Any], param: str) -> None:
+    answer = await chat(served, **fields)
+    assert (refused(answer)[0], answer.error["param"]) == ("invalid_value", param)
+    if "think" not in fields:
+        assert refused(await served.post(TEXT, {"prompt": "a", **fields}))[0] == "unsupported_parameter"
+
+
+def test_variables_that_no_template_reads_are_named() -> None:
+    asked = {"reasoning_effort": "low", "enable_thinking": True}
+    assert unread_variables(asked, "{{ messages }}") == [f"chat_template_kwargs.{name}" for name in asked]
+    assert unread_variables(asked, "{{ reasoning_effort }}") == []
+    assert unread_variables({"enable_thinking": False}, "{{ messages }}") == []
+    assert unread_variables(None, "") == []
 
 
 async def test_reasoning_of_earlier_answers_reaches_the_template(served: Served, engine: FakeEngine) -> None:

@@ -70,6 +70,16 @@ async def test_events_are_numbered_and_the_last_is_the_whole_answer(served: Serv
     assert whole == last["response"]
 
 
+async def test_prompt_and_answer_are_shown_as_the_model_sees_them(served: Served, engine: FakeEngine) -> None:
+    body = {"input": "hi", "enable_response_messages": True, "reasoning": {"effort": "low"}}
+    answer = (await served.post(RESPONSES, body)).json
+    (given,), (made,) = answer["input_messages"], answer["output_messages"]
+    assert given["tokens"] == list(engine.requests[0].prompt_token_ids) == list(given["message"].encode())
+    assert given["message"].endswith("<thinking>low[assistant]")
+    assert (made["type"], made["message"][:13]) == ("raw_message_tokens", "Hello, world!")
+    assert "input_messages" not in (await served.post(RESPONSES, {"input": "hi"})).json
+
+
 async def test_objectives_stand_in_metadata_and_are_judged(served: Served, engine: FakeEngine) -> None:
     body = {"input": "hi", "metadata": {"slo_ttft_ms": "60000", "slo_class": "standard", "mine": "x"}}
     answer = (await served.post(RESPONSES, body)).json

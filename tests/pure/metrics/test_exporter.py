@@ -37,6 +37,9 @@ VLLM_NAMES = {
     "vllm:request_generation_tokens",
     "vllm:request_num_preemptions",
     "vllm:iteration_tokens_total",
+    "vllm:request_params_n",
+    "vllm:request_params_max_tokens",
+    "vllm:admission_rejections_total",
 }
 """As vLLM's dashboards ask for them."""
 
@@ -178,7 +181,9 @@ def test_vllm_names_appear_only_when_asked_for(counts: RunCounts) -> None:
     tracker.open(request("open", arrival=20.0))
     plain = shown_by(MetricsExporter(counts, model_name="m"))
     assert not [name for name in plain if name.startswith("vllm:")]
-    aliased = shown_by(MetricsExporter(counts, model_name="m", aliases="vllm"))
+    exporter = MetricsExporter(counts, model_name="m", aliases="vllm")
+    exporter.asked.observe(2, [5, 5, 5, 5])
+    aliased = shown_by(exporter)
     families = {name.split("{")[0] for name in aliased if name.startswith("vllm:")}
     for suffix in ("_bucket", "_sum", "_count"):
         families = {name.removesuffix(suffix) for name in families}
@@ -191,6 +196,8 @@ def test_vllm_names_appear_only_when_asked_for(counts: RunCounts) -> None:
     assert aliased["vllm:num_requests_waiting_by_reason{reason=capacity}"] == waiting
     assert aliased["vllm:num_requests_waiting_by_reason{reason=deferred}"] == 0
     assert aliased["vllm:request_num_preemptions_count"] == 1
+    assert (aliased["vllm:request_params_n_count"], aliased["vllm:request_params_n_sum"]) == (2, 4)
+    assert aliased["vllm:request_params_max_tokens_sum"] == 20
 
 
 @given(st.lists(st.floats(0, 100)), st.lists(st.floats(0.001, 50), min_size=1, unique=True).map(sorted))
