@@ -1,4 +1,4 @@
-"""A cell of a table in the documents is a value or a phrase; what needs more room is prose under the table."""
+"""A cell of a table in the documents is a value or a phrase; what needs more room stands under the table."""
 
 from __future__ import annotations
 
