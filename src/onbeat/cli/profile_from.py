@@ -68,6 +68,12 @@ class FromOptions:
         help="what its server adds to each request's first token beside steps (default: as recorded, else 0)",
     )
 
+    requests: Path | None = _recorded(
+        None,
+        metavar="FILE",
+        help="measure that by what clients saw: a detailed result of `onbeat bench serve` one by one",
+    )
+
     def __post_init__(self) -> None:
         check(self, FromOptions)
         given = [each for each in settings_of(FromOptions) if getattr(self, each.name) is not None]
@@ -75,6 +81,8 @@ class FromOptions:
             raise ConfigError(
                 f"{given[0].flag} is of another engine's steps; give --from SOURCE too, or leave it out"
             )
+        if self.requests is not None and self.request_overhead is not None:
+            raise ConfigError("--requests measures what --request-overhead-ms says; leave one out")
 
 
 def run_from(args: argparse.Namespace, options: FromOptions, console: Console) -> int:
@@ -185,16 +193,29 @@ def _profile(
         fitted=found.fitted,
         server=ServerTerms(
             steps_ahead=_steps_ahead(key, options, stream.origin),
-            request_seconds=_request_seconds(options, stream),
+            request_seconds=_request_seconds(options, stream, target, found),
         ),
         limits=limits,
         engine={"source": str(options.source), "num_recorded": len(stream.steps), "times": timed.basis},
     )
 
 
-def _request_seconds(options: FromOptions, stream: StepStream) -> float:
+def _request_seconds(options: FromOptions, stream: StepStream, target: FitTarget, found: StreamFit) -> float:
+    """Return what the server does for a request beside steps: given, measured by clients or by itself."""
+    from onbeat.cli.profile_requests import request_seconds
+    from onbeat.perfmodel.models import fitted_predictor
+
     if options.request_overhead is not None:
         return options.request_overhead
+    if options.requests is not None:
+        predictor = fitted_predictor(
+            found.fitted,
+            model=target.model,
+            device=target.device,
+            parallelism=target.parallelism,
+            precision=target.precision,
+        )
+        return request_seconds(options.requests, predictor)
     return median(stream.request_seconds) if stream.request_seconds else 0.0
 
 

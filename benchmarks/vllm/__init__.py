@@ -1,0 +1,1 @@
+"""What onbeat's models say of a vLLM server, against that server."""
