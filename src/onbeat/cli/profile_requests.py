@@ -34,7 +34,8 @@ def request_seconds(path: Path, model: Predictor) -> float:
     columns = [_column(read_json(path, "the requests"), name, path) for name in _COLUMNS]
     rows = sorted(row for row in zip(*columns, strict=True) if None not in row)
     longest = math.inf if model.shape_range is None else model.shape_range.num_new_tokens
-    found, busy_until = [], -math.inf
+    found: list[float] = []
+    busy_until = -math.inf
     for index, (start, end, ttft, num_tokens) in enumerate(rows):
         is_alone = start >= busy_until and (index + 1 == len(rows) or rows[index + 1][0] >= end)
         busy_until = max(busy_until, end)
