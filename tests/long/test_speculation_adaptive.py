@@ -13,8 +13,7 @@ from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import SchedulerOutput
 from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.scheduler.replica.speculation.drafting import make_drafting
-from onbeat.scheduler.replica.speculation.fixed import FixedDrafts
+from onbeat.scheduler.replica.speculation.drafting import FixedDrafts, make_drafting
 from tests.pure.scheduler.speculating import (
     DraftStepTime,
     TimedSpeculatingDriver,

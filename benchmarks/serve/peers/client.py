@@ -9,7 +9,6 @@ from typing import Any
 
 from onbeat.bench.client import Endpoint, StreamingClient, open_session
 from onbeat.bench.config import TargetConfig
-from onbeat.bench.feed import PromptFeed
 from onbeat.bench.objectives import RequestObjectives, SendSLO, choose_transport
 from onbeat.bench.outcomes import summarise_groups
 from onbeat.bench.payload import Api, PayloadBuilder
@@ -17,6 +16,7 @@ from onbeat.bench.probe import ServerModels, choose_model, wait_until_ready
 from onbeat.bench.result import group_errors
 from onbeat.bench.runner import LoadOutcome, LoadPlan, LoadRunner
 from onbeat.bench.saved import error_keys
+from onbeat.bench.session import PromptFeed
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.settled_memory import settled_memory
 from onbeat.core.slo import SLO

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from onbeat.bench.objectives import SendSLO, check_transport
 from onbeat.bench.payload import DEFAULT_PATHS, Api
@@ -31,7 +31,6 @@ DatasetName = Literal[
     "lengths",
 ]
 
-DATASET_NAMES: tuple[str, ...] = get_args(DatasetName)
 FILE_DATASETS = frozenset({"sharegpt", "custom", "azure", "mooncake", "burstgpt", "vidur", "lengths"})
 TEXT_DATASETS = frozenset({"sharegpt", "custom"})
 """Those that bring their own prompts, whose length only a tokenizer can tell."""

@@ -13,45 +13,6 @@ if TYPE_CHECKING:
     from onbeat.cli.plan_options import PlanOptions
     from onbeat.cli.plan_output import PlanReport
 
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from rich.progress import Progress as Bar
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
-
-from onbeat.planner.plan_task import Progress
-
-
-@contextmanager
-def show_progress(console: Console, *, is_quiet: bool) -> Iterator[Progress]:
-    """Show the stage that is under way, and a line for each thing that is found out."""
-    if is_quiet:
-        yield Progress()
-        return
-    bar = Bar(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        TextColumn("{task.completed} runs simulated"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    row = bar.add_task("planning", total=None)
-
-    def on_stage(text: str) -> None:
-        bar.update(row, description=text)
-        if not console.is_terminal:
-            on_note(text)
-
-    def on_note(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    with bar:
-        yield Progress(on_stage=on_stage, on_note=on_note, on_run=lambda: bar.advance(row))
-
-
 INFEASIBLE = 3
 INTERRUPTED = 130
 STAGES = (1, 2, 4)
@@ -99,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, options: PlanOptions, console: Console, *, is_quiet: bool) -> PlanReport:
-    from onbeat.cli.plan import show_progress
     from onbeat.cli.plan_options import base_settings, parse_degrees, parse_gpus, plan_task, rates_by_hour
     from onbeat.cli.plan_output import PlanReport
+    from onbeat.cli.plan_progress import show_progress
     from onbeat.planner.buckets import buckets_of
     from onbeat.planner.day import plan_hours
     from onbeat.planner.fleet_plan import Planner

@@ -100,7 +100,6 @@ class Fate(StrEnum):
 
 
 ShedOrder = Literal["most", "longest-wait"]
-SHED_ORDERS: tuple[ShedOrder, ...] = get_args(ShedOrder)
 """Which prompts to leave behind where not all can be in time: `most`, those with the most work, so that as
 many as possible are in time; `longest-wait`, those that came last, so that a request that has waited
 keeps its turn however long its prompt is."""

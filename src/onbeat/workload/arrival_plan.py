@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,6 @@ from onbeat.workload.arrivals import (
 )
 
 ArrivalKind = Literal["poisson", "gamma", "constant", "burst", "steps", "replay"]
-ARRIVAL_KINDS: tuple[ArrivalKind, ...] = get_args(ArrivalKind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

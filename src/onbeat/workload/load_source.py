@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,6 @@ LoadName = Literal[
     "retrieval-plan",
     "map-reduce",
 ]
-LOAD_NAMES: tuple[LoadName, ...] = get_args(LoadName)
 DRAWN_LOADS = frozenset({"random", "conversation", "zipf", *JOB_KINDS})
 """Those whose lengths come from a distribution, not from a file."""
 TIMED_LOADS = TIMED_KINDS | {"jobs"}

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from onbeat.bench.feed import PromptFeed
+from onbeat.bench.session import PromptFeed
 from onbeat.workload.prompts import GivenPrompts
 from onbeat.workload.workload import Workload
 
