@@ -93,7 +93,8 @@ def run_from(args: argparse.Namespace, options: FromOptions, console: Console) -
 
     stream = _read(args, options, console)
     timed = step_times(stream.steps)
-    key, target = _target(args, options, stream.origin)
+    model, device = _named(args, options, stream.origin)
+    key, target = _target(model, device, options, stream.origin)
     found = fit_stream(target, timed.steps)
     profile = _profile(key, target, options, stream, timed, found)
     path = args.output or profile_path(profiles_dir(), key)
@@ -103,7 +104,7 @@ def run_from(args: argparse.Namespace, options: FromOptions, console: Console) -
         raise ConfigError(f"cannot write the profile {path}: {error.strerror}; give --output FILE") from error
     _show(profile, stream, timed, found)
     print(f"profile: {path}")
-    print(f"use it: --step-time fitted --profile {path} --model {key.model} --device {key.device}")
+    print(f"use it: --step-time fitted --profile {path} --model {model} --device {device}")
     return 0
 
 
@@ -131,15 +132,9 @@ def _read(args: argparse.Namespace, options: FromOptions, console: Console) -> S
         return read_steps(path)
 
 
-def _target(
-    args: argparse.Namespace, options: FromOptions, origin: StepOrigin
-) -> tuple[ProfileKey, FitTarget]:
+def _named(args: argparse.Namespace, options: FromOptions, origin: StepOrigin) -> tuple[str, str]:
+    """Return the model and the device, as flags or the source name them."""
     from onbeat.cli.engine_args import model_name
-    from onbeat.perfmodel.best_fit import FitTarget
-    from onbeat.perfmodel.device_spec import find_device
-    from onbeat.perfmodel.model_spec import find_model_spec
-    from onbeat.perfmodel.parallelism import Parallelism
-    from onbeat.perfmodel.profile import ProfileKey
 
     is_named = args.model or args.model_positional
     model = model_name(args) if is_named else origin.model
@@ -151,6 +146,18 @@ def _target(
             raise ConfigError(f"{options.source} does not say of which {name} its steps are; give {form}")
     assert model is not None
     assert device is not None
+    return model, device
+
+
+def _target(
+    model: str, device: str, options: FromOptions, origin: StepOrigin
+) -> tuple[ProfileKey, FitTarget]:
+    from onbeat.perfmodel.best_fit import FitTarget
+    from onbeat.perfmodel.device_spec import find_device
+    from onbeat.perfmodel.model_spec import find_model_spec
+    from onbeat.perfmodel.parallelism import Parallelism
+    from onbeat.perfmodel.profile import ProfileKey
+
     spec, where = find_model_spec(model), find_device(device)
     precision = precision_by_weights(options.weights or origin.dtype or "bf16")
     parallelism = Parallelism(

@@ -86,7 +86,8 @@ def _model(path: Path, options: ReplayOptions, origin: StepOrigin) -> Predictor:
         kind = STEP_TABLE if is_step_table(profile.name) else "fitted"
     if kind == "fitted" and profile is not None:
         key = read_profile(profile).key
-        model, device = options.model or key.model, options.device or key.device
+        # A profile has the name of its model alone; the steps may say where its configuration is.
+        model, device = model or key.model, options.device or key.device
         precision, parallelism = key.precision, key.parallelism
     if model is None or device is None:
         raise ConfigError(

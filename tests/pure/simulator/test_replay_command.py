@@ -99,3 +99,26 @@ def test_a_cut_file_needs_a_flag(path: Path, capsys: pytest.CaptureFixture[str])
     assert "is cut short after line" in capsys.readouterr().err
     assert main(["replay", str(path), "--allow-partial"]) == 0
     assert "note: the record is cut short" in capsys.readouterr().out
+
+
+def test_the_steps_of_a_record_are_steps_as_those_of_other_engines(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rewrite(path, lambda lines: lines[0]["engine"].update(dtype="float16"))
+    found, profile = tmp_path / "found.json", tmp_path / "profile.json"
+    flags = ["--model", "Llama-3.1-8B", "--device", "h100-sxm"]
+    assert main(["replay", "--steps", str(path), *flags, "--json", str(found)]) == 0
+    kinds = {each["kind"]: each["num_steps"] for each in json.loads(found.read_text())["errors"]}
+    assert kinds["all"] == kinds["decode"] + kinds["mixed"] + kinds["prompt"] > 30
+    assert main(["profile", "--from", str(path), *flags, "--output", str(profile)]) == 0
+    key = json.loads(profile.read_text())["key"]
+    assert (key["backend"], key["engine_version"], key["precision"]["weights"]) == (
+        *("onbeat", "0.0.test", "fp16"),
+    )
+    assert f"--profile {profile}" in capsys.readouterr().out
+
+
+def test_either_a_run_or_steps_are_replayed(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["replay"], ["replay", str(path), "--steps", str(path)]):
+        assert main(arguments) == 2
+        assert "a FILE of `onbeat serve --record`, or --steps FILE" in capsys.readouterr().err
