@@ -1,0 +1,91 @@
+"""`onbeat predict`: predicted latencies for a router, over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from onbeat.cli.options import add_options, read_options
+from onbeat.core.errors import ConfigError
+from onbeat.core.options import check, option
+
+_GROUP = "what is predicted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictOptions:
+    """What is predicted, and where.
+
+    Raises
+    ------
+    ConfigError : a value is out of range, or nobody says what predicts.
+    """
+
+    protocol: Literal["llm-d"] = option("llm-d", group="server", help="of the router that asks")
+    profile: Path | None = option(None, metavar="FILE", group=_GROUP, help="of `onbeat profile`")
+    num_kv_tokens: int | None = option(
+        None,
+        at_least=1,
+        metavar="N",
+        group=_GROUP,
+        help="tokens that a model server's KV cache holds, as its log says (default: by its memory)",
+    )
+    max_num_batched_tokens: int = option(
+        2048, at_least=1, metavar="N", group=_GROUP, help="most tokens of a model server's step"
+    )
+    pools: Path | None = option(
+        None, metavar="FILE.yaml", group=_GROUP, help="several kinds of model servers, in place of --profile"
+    )
+    quantile: float = option(
+        0.9, metavar="Q", group=_GROUP, help="of the latencies that is predicted; 0 predicts their mean"
+    )
+    host: str = option("0.0.0.0", group="server", help="address to listen on")
+    port: int = option(8000, group="server", help="port to listen on")
+
+    def __post_init__(self) -> None:
+        check(self, PredictOptions)
+        if not 0 <= self.quantile < 1:
+            raise ConfigError(f"--quantile is {self.quantile:g}; it must be at least 0 and below 1")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port is {self.port}; it must be between 0 and 65535")
+        if (self.profile is None) == (self.pools is None):
+            raise ConfigError(
+                "give what predicts: --profile FILE of `onbeat profile`, or --pools FILE.yaml for several "
+                "kinds of model servers"
+            )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add all flags of the command."""
+    add_options(parser, PredictOptions)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until interrupted."""
+    import uvicorn
+
+    from onbeat.predict.llm_d import PredictionDesk, create_app
+    from onbeat.predict.pools import PoolConfig, build_pools, read_pools
+
+    options = read_options(args, PredictOptions)
+    if options.pools is not None:
+        configs = read_pools(options.pools)
+    else:
+        assert options.profile is not None, "checked above"
+        configs = [
+            PoolConfig(
+                profile=options.profile,
+                num_kv_tokens=options.num_kv_tokens,
+                max_num_batched_tokens=options.max_num_batched_tokens,
+            )
+        ]
+    desk = PredictionDesk(build_pools(configs), options.quantile or None)
+    print(
+        f"onbeat: predicting {', '.join(desk.pools)} at http://{options.host}:{options.port}; set "
+        "PREDICTION_SERVER_URL and TRAINING_SERVER_URL of llm-d's endpoint picker to this server",
+        flush=True,
+    )
+    uvicorn.run(create_app(desk), host=options.host, port=options.port, log_level="warning", access_log=False)
+    return 0

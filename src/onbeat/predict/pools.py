@@ -1,0 +1,125 @@
+"""Which model servers a router chooses among, and what predicts the steps of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onbeat.core.errors import ConfigError, quoted
+from onbeat.core.hints import likely_meant
+from onbeat.files import read_yaml
+from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.memory import kv_capacity
+from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.perfmodel.models import make_step_time_model
+from onbeat.perfmodel.profile_file import read_profile
+from onbeat.predict.latency import LatencyModel
+
+DEFAULT_BATCHED_TOKENS = 2048
+_KEYS = ("name", "profile", "num_kv_tokens", "max_num_batched_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """One kind of model server.
+
+    Raises
+    ------
+    ConfigError : a number below 1, or a name that cannot stand in a path.
+    """
+
+    name: str = "default"
+    profile: Path
+    """Measured step times."""
+    num_kv_tokens: int | None = None
+    """Tokens that its KV cache holds, as its log says; None: computed from the device's memory."""
+    max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS
+    """Most tokens of one of its steps."""
+
+    def __post_init__(self) -> None:
+        if not self.name.replace("-", "").replace("_", "").isalnum() or not self.name.isascii():
+            raise ConfigError(f"a pool is named {self.name!r}; use letters, digits, - and _")
+        for name in ("num_kv_tokens", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} of pool {self.name!r} is {value}; it must be at least 1")
+
+
+def read_pools(path: Path) -> list[PoolConfig]:
+    """Return the pools of a YAML file: a list of mappings with the fields of `PoolConfig`.
+
+    Profiles are named as seen from the file.
+
+    Raises
+    ------
+    ConfigError : the file cannot be read, or an entry is wrong; names it.
+    """
+    content = read_yaml(path, "the pools in")
+    if not isinstance(content, list) or not content:
+        raise ConfigError(f"{path} must be a list of mappings with {', '.join(_KEYS)}")
+    try:
+        return [_pool_of(entry, path.parent) for entry in content]
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _pool_of(entry: Any, folder: Path) -> PoolConfig:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"a pool is {quoted(entry)}; it must be a mapping with {', '.join(_KEYS)}")
+    for key in entry:
+        if key not in _KEYS:
+            near = likely_meant(str(key), _KEYS)
+            raise ConfigError(
+                f"a pool has an unknown key {key!r}; " + (f"did you mean {near}?" if near else "")
+            )
+    if not isinstance(entry.get("name"), str) or not isinstance(entry.get("profile"), str):
+        raise ConfigError(f"a pool is {quoted(dict(entry))}; it needs a name and a profile")
+    for key in _KEYS[2:]:
+        value = entry.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(
+                f"{key} of pool {entry['name']!r} is {quoted(value)}; it must be a whole number"
+            )
+    return PoolConfig(**{**entry, "profile": folder / entry["profile"]})
+
+
+def build_pools(configs: Sequence[PoolConfig]) -> dict[str, LatencyModel]:
+    """Return what predicts each pool, by its name; the first is asked where nobody names one.
+
+    Raises
+    ------
+    ConfigError : two have one name, a profile cannot be used, or nobody says how large a KV cache is.
+    """
+    pools: dict[str, LatencyModel] = {}
+    for config in configs:
+        if config.name in pools:
+            raise ConfigError(f"two pools are named {config.name!r}; give each a name of its own")
+        pools[config.name] = _model_of(config)
+    return pools
+
+
+def _model_of(config: PoolConfig) -> LatencyModel:
+    key = read_profile(config.profile).key
+    model, device = find_model_spec(key.model), find_device(key.device)
+    predictor = make_step_time_model(
+        "fitted",
+        model=model,
+        device=device,
+        parallelism=key.parallelism,
+        precision=key.precision,
+        profile=config.profile,
+    )
+    num_kv_tokens = config.num_kv_tokens
+    if num_kv_tokens is None:
+        num_kv_tokens = kv_capacity(
+            model,
+            device,
+            parallelism=key.parallelism,
+            precision=key.precision,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        ).num_tokens
+    return LatencyModel(
+        predictor, num_kv_tokens=num_kv_tokens, max_num_batched_tokens=config.max_num_batched_tokens
+    )
