@@ -81,7 +81,8 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             ) from error
         if not isinstance(values, dict):
             raise ConfigError(f"{where} holds a JSON {type(values).__name__}; it must be an object")
-        yield number, values
+        event = values.get("event")  # of the envelope that Dynamo's traces have
+        yield number, event if isinstance(event, dict) else values
 
 
 def _origin(header: Mapping[str, Any], where: str) -> StepOrigin:
@@ -108,11 +109,12 @@ def _origin(header: Mapping[str, Any], where: str) -> StepOrigin:
 
 
 def _stream(path: Path, origin: StepOrigin, lines: Iterable[tuple[int, dict[str, Any]]]) -> StepStream:
-    order, own, steps = StepOrder(), _OwnOrder(), []
+    order, own, steps, is_whole = StepOrder(), _OwnOrder(), [], True
     for number, values in lines:
         where = f"{path}, line {number}"
         if "fpm" in values:
             received = _received(values, where)
+            is_whole &= values.get("capture_mode") != "sampled"
             step = order.take(read_forward_pass(values["fpm"], where), received, where)
         else:
             step = own.take(values, where)
@@ -123,7 +125,8 @@ def _stream(path: Path, origin: StepOrigin, lines: Iterable[tuple[int, dict[str,
             f", only {order.num_heartbeats} signs of life of an idle engine" if order.num_heartbeats else ""
         )
         raise ConfigError(f"{path} has no steps{idle}; send the engine requests while its steps are recorded")
-    return StepStream(origin, steps, order.num_heartbeats, order.num_lost, own.request_seconds)
+    num_lost = order.num_lost if is_whole else 0
+    return StepStream(origin, steps, order.num_heartbeats, num_lost, own.request_seconds)
 
 
 def _received(values: Mapping[str, Any], where: str) -> float | None:

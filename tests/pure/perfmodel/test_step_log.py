@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.logged_step import LoggedStep, rows_shape, step_times
@@ -67,8 +71,12 @@ def test_each_worker_has_steps_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_trace_of_dynamo_is_read(tmp_path: Path) -> None:
-    line = {"schema": "dynamo.fpm.trace.v1", "observed_at_unix_ms": 5, "fpm": fpm(decodes=1, context=9)}
-    assert read_step_log(write_lines(tmp_path, line)).steps == [LoggedStep(decodes(1, 10), 0.01)]
+    about = {"schema": "dynamo.fpm.trace.v1", "capture_mode": "sampled", "observed_at_unix_ms": 5}
+    events = [about | {"fpm": fpm(counter=number, decodes=1, context=9)} for number in (4, 400)]
+    lines = [{"timestamp": 1250, "event": event} for event in events]
+    stream = read_step_log(write_lines(tmp_path, *lines))
+    assert stream.steps == [LoggedStep(decodes(1, 10), 0.01)] * 2
+    assert stream.num_lost == 0
 
 
 def test_a_line_cut_short_at_the_end_is_left_out(tmp_path: Path) -> None:
@@ -182,3 +190,37 @@ def test_the_engines_own_times_count_where_they_say_the_same() -> None:
     found = step_times(steps([(0.010, 0.0102), (0.010, 0.0099)] * 10))
     assert {step.seconds for step in found.steps} == {0.010}
     assert found.basis == "the engine's own times"
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=3),
+    st.lists(st.integers(), max_size=2),
+)
+
+
+@given(place=st.integers(0, 60), junk=JUNK, is_gone=st.booleans())
+def test_whatever_stands_in_a_file_is_read_or_refused_in_words(
+    place: int, junk: object, is_gone: bool
+) -> None:
+    header = HEADER | {"engine": "vllm", "tensor_parallel": 1, "steps_ahead": 0}
+    full = fpm_line(1, 2.0, prompts=1, tokens=9, decodes=1, context=9)
+    lines: list[dict[str, Any]] = json.loads(json.dumps([header, own_line(1.0), full]))
+    places = [(part, name) for line in lines for part in parts_of(line) for name in part]
+    part, name = places[place % len(places)]
+    if is_gone:
+        del part[name]
+    else:
+        part[name] = junk
+    with TemporaryDirectory() as folder, suppress(ConfigError):
+        assert read_step_log(write_lines(Path(folder), *lines)).steps
+
+
+def parts_of(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield values
+    for value in values.values():
+        if isinstance(value, dict):
+            yield from parts_of(value)
