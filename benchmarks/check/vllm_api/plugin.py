@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import inspect
 import json
 import os
@@ -33,6 +34,9 @@ _START_SECONDS = 600
 _SERVER_FIXTURES = ("server", "client", "remote", "url")
 
 
+FOREIGN = ("vllm", *(() if importlib.util.find_spec("PIL") else ("PIL",)))
+
+
 class Foreign:
     """Something of vLLM's Python; whoever calls it is skipped."""
 
@@ -45,9 +49,29 @@ class Foreign:
         return Foreign(f"{self.name}.{name}")
 
     def __call__(self, *_: object, **__: object) -> Any:
+        if "PYTEST_CURRENT_TEST" not in os.environ:  # while a file is read
+            return self
         pytest.skip(f"tests vLLM's own Python ({self.name}), no server")
 
-    __add__ = __radd__ = __call__
+    def __mro_entries__(self, _: object) -> tuple[type, ...]:
+        return ()
+
+    __add__ = __radd__ = __or__ = __ror__ = __call__
+
+
+class Shown:
+    """An answer's JSON, whose fields are attributes: what tests read vLLM's models of answers for."""
+
+    @classmethod
+    def model_validate(cls, value: Any) -> Any:
+        """Return JSON with its objects as these."""
+        if isinstance(value, list):
+            return list(map(cls.model_validate, value))
+        if not isinstance(value, dict):
+            return value
+        shown = cls()
+        shown.__dict__ = {name: cls.model_validate(each) for name, each in value.items()}
+        return shown
 
 
 class ForeignModule(ModuleType):
@@ -59,6 +83,8 @@ class ForeignModule(ModuleType):
         full = f"{self.__name__}.{name}"
         if name in GIVEN:
             return GIVEN[name]
+        if name.endswith("Response"):
+            return Shown
         return type(name, (Exception,), {}) if name.endswith("Error") else Foreign(full)
 
 
@@ -66,7 +92,7 @@ class ForeignFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds every module of vLLM's, and what its tests share that needs these."""
 
     def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-        if name.split(".")[0] == "vllm" or name in ("tests.utils", "tests.conftest"):
+        if name.split(".")[0] in FOREIGN or name in ("tests.utils", "tests.conftest"):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 

@@ -41,7 +41,7 @@ def accepted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     kept: list[str] = []
     dropped: list[str] = []
     for group in groups:
-        if is_accepted(group):
+        if group[0] != "--tokenizer" and is_accepted(group):  # that of another model
             kept += group
         else:
             dropped.append(group[0])
