@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from onbeat.cli.options import add_options, read_options
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, MissingExtra
 from onbeat.core.options import check, option
 
 _GROUP = "what is predicted"
@@ -64,12 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    import uvicorn
+    options = read_options(args, PredictOptions)
+    try:
+        import uvicorn
 
-    from onbeat.predict.llm_d import PredictionDesk, create_app
+        from onbeat.predict.llm_d import PredictionDesk, create_app
+    except ImportError as error:
+        raise MissingExtra("`onbeat predict` needs the serve extra: pip install 'onbeat[serve]'") from error
     from onbeat.predict.pools import PoolConfig, build_pools, read_pools
 
-    options = read_options(args, PredictOptions)
     if options.pools is not None:
         configs = read_pools(options.pools)
     else:

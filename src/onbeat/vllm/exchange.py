@@ -70,6 +70,7 @@ class Exchange:
         self._start: Message | None = None
         self.status = 0
         """That the client got; 0 before."""
+        self.is_refused = False
         self._take = self._take_whole
         self._body = bytearray()
         self._splitter = EventSplitter()
@@ -186,14 +187,16 @@ class Exchange:
 
     async def _refuse(self, refusal: Refusal) -> None:
         self._entry.refuse(refusal, self._clock())
-        self._start, self._take = None, self._take_nothing
+        self._start, self._take, self.is_refused = None, self._take_nothing, True
         response = error_response(refusal.error(self._entry.request.objectives), self._scope["path"])
         self.status = response.status_code
         self._name_ignored(response.headers)
         await response(self._scope, self._receive, self._send)
 
     async def _take_nothing(self, body: bytes, *, has_more: bool) -> None:
-        """Drop what vLLM still says after a refusal."""
+        """Drop what vLLM still says after a refusal; choices that go on are ended, as if nobody read."""
+        if has_more and body and DONE not in body:
+            raise OSError("the request was refused: nobody reads its other choices")
 
     async def _release(self, body: bytes, *, has_more: bool) -> None:
         """Send the head, and the first of the body."""

@@ -167,6 +167,9 @@ class _Desk:
         )
         try:
             await app(_with_length(scope, len(request.body)), receive, exchange.send)
+        except Exception:
+            if not exchange.is_refused:  # else it has its answer, and vLLM was told that nobody reads on
+                raise
         finally:
             self.ledger.drop(entry, time.monotonic())
             self.ledger.exporter.count_http(request.path, exchange.status or CLIENT_LEFT)

@@ -79,6 +79,21 @@ async def test_a_refusal_is_a_status_of_its_own_streamed_or_not(path, text):
         )
 
 
+async def test_other_choices_of_a_refused_request_are_ended():
+    refused = chat_chunk({"content": ""}, "abort", stop_reason=REFUSED)
+    app, sent = VLLMApp(lambda _: [refused, *[chat_chunk({"content": "x"})] * 100]), []
+
+    def pieces(raw: bytes):
+        for piece in raw.split(b"\n\n"):
+            sent.append(piece)
+            yield piece + b"\n\n"
+
+    app.cut = pieces
+    reply = await client_of(app).post(CHAT, json={**ASK, "stream": True, "n": 2})
+    assert reply.status_code == 429
+    assert len(sent) < 5
+
+
 async def test_other_refusals_have_their_statuses():
     for status, code in ((503, "server_overloaded"), (400, "invalid_value")):
         text = refusal_text(status, reason="no room for it here")
