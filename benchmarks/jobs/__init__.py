@@ -1,3 +1,1 @@
-"""The policy `slo` in simulation."""
-
-import benchmarks.policies.register  # noqa: F401 (the study compares with them)
+"""Jobs: calls with one deadline together, in simulation."""
