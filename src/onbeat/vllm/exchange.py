@@ -98,6 +98,17 @@ class Exchange:
             logger.exception("an answer of %s is not understood, and is passed on as it is", self._path)
             await self._give_up(message)
 
+    async def rescue(self) -> bool:
+        """Answer a refused request whose answer broke off before it began; say whether it has an answer.
+
+        vLLM's Responses API breaks off so, as it has no event for such an error.
+        """
+        if not (self.is_refused or self.status):
+            refusal = await self._entry.refusal_told(self._told_seconds)
+            if refusal is not None:
+                await self._refuse(refusal)
+        return self.is_refused
+
     async def _take_whole(self, body: bytes, *, has_more: bool) -> None:
         self._body += body
         if has_more:

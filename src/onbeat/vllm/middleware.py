@@ -168,7 +168,7 @@ class _Desk:
         try:
             await app(_with_length(scope, len(request.body)), receive, exchange.send)
         except Exception:
-            if not exchange.is_refused:  # else it has its answer, and vLLM was told that nobody reads on
+            if not await exchange.rescue():
                 raise
         finally:
             self.ledger.drop(entry, time.monotonic())

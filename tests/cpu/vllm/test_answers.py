@@ -13,6 +13,7 @@ from onbeat.vllm.refusals import refusal_text
 from onbeat.vllm.requests import ROUTES
 from onbeat.vllm.telemetry import Publisher, request_message
 from tests.cpu.vllm.vllm_app import (
+    BREAKS_OFF,
     CHAT,
     COMPLETIONS,
     HEAD,
@@ -105,9 +106,13 @@ async def test_other_refusals_have_their_statuses():
 
 @pytest.mark.parametrize("path", sorted(ROUTES))
 async def test_a_refusal_that_vllm_hides_is_told_by_the_scheduler(path, tmp_path):
-    """vLLM before 0.33 says nothing of an aborted request in these APIs."""
+    """vLLM says nothing of a refusal in these APIs, or breaks off."""
     empty = {
-        RESPONSES: [(200, response_object("completed", [])), STREAMS[RESPONSES]()[:2]],
+        RESPONSES: [
+            (200, response_object("completed", [])),
+            STREAMS[RESPONSES]()[:2],
+            [*STREAMS[RESPONSES]()[:2], BREAKS_OFF],
+        ],
         MESSAGES: [
             (200, {"type": "message", "content": [], "stop_reason": None}),
             [STREAMS[MESSAGES]()[0], event({"type": "message_delta", "delta": {"stop_reason": None}})],

@@ -14,6 +14,8 @@ from onbeat.vllm.middleware import SLOMiddleware
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+BREAKS_OFF = b"breaks off"
+"""In a stream: the application fails there."""
 HEAD = {"id": "x-1", "created": 1, "model": "m"}
 USAGE = {"prompt_tokens": 7, "total_tokens": 9, "completion_tokens": 2}
 
@@ -54,9 +56,11 @@ class VLLMApp:
             await _whole(send, answer[0], json.dumps(answer[1]).encode())
             return
         await send(_start(200, b"text/event-stream; charset=utf-8"))
-        for piece in self.cut(b"".join(answer)):
+        for piece in self.cut(b"".join(each for each in answer if each != BREAKS_OFF)):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             await asyncio.sleep(0)
+        if BREAKS_OFF in answer:
+            raise ValueError("the answer breaks off")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
