@@ -32,7 +32,12 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     """How the model's text is made."""
     group = find_group(parser, "model")
     group.add_argument("--tokenizer", type=Path, help="directory or .gguf to take the tokenizer from")
-    group.add_argument("--chat-template", type=Path, help="file with a Jinja chat template")
+    group.add_argument(
+        "--chat-template",
+        type=lambda text: text if "{{" in text or "{%" in text else Path(text),
+        metavar="FILE",
+        help="file with a Jinja chat template, or the template itself",
+    )
 
 
 def model_name(args: argparse.Namespace) -> str:

@@ -87,8 +87,8 @@ class ChatTemplate:
         )
 
 
-def load_chat_template(tokenizer: Tokenizer, override: Path | None) -> ChatTemplate | None:
-    """Return the template in a file, or else the model's own, or None for a model without one.
+def load_chat_template(tokenizer: Tokenizer, override: Path | str | None) -> ChatTemplate | None:
+    """Return a template, given or in a file, or else the model's own, or None for a model without one.
 
     It is rendered in a process of its own, with limits of time and memory.
 
@@ -98,7 +98,7 @@ def load_chat_template(tokenizer: Tokenizer, override: Path | None) -> ChatTempl
     """
     source = tokenizer.chat_template
     if override is not None:
-        source = read_text(override, "the chat template")
+        source = override if isinstance(override, str) else read_text(override, "the chat template")
     if source is None:
         return None
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_ids

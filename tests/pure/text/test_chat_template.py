@@ -115,6 +115,9 @@ def test_a_file_replaces_the_models_template(tmp_path):
     found = load_chat_template(ByteTokenizer(), file)
     assert found is not None
     assert found.render(CHAT) == "<bos><eos>"
+    given = load_chat_template(ByteTokenizer(), "{{ bos_token }}//")
+    assert given is not None
+    assert given.render(CHAT) == "<bos>//"
     assert load_chat_template(ByteTokenizer(), None) is None
     with pytest.raises(ConfigError, match="cannot read"):
         load_chat_template(ByteTokenizer(), tmp_path / "none.jinja")
