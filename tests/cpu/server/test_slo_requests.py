@@ -97,7 +97,7 @@ async def test_numbers_that_json_lacks_are_refused(served: Served, number: bytes
         ("ttft", "did you mean 'ttft_ms'?"),
         ("tpot_ms", "did you mean 'tbt_ms'?"),
         ("slo_class", "did you mean 'class'?"),
-        ("urgency", "known are class, e2e_ms, shed, tbt_ms, ttft_ms, weight"),
+        ("urgency", "known are class, e2e_ms, job, shed, tbt_ms, ttft_ms, weight"),
     ],
 )
 async def test_unknown_keys_get_a_near_match(served: Served, key: str, cure: str) -> None:
