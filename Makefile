@@ -5,6 +5,7 @@
 PYTHON ?= python3
 ARGS ?=
 PYTEST_ARGS ?=
+VLLM ?= 0.28.0 0.30.0 0.32.0 0.33.0
 WORKERS ?= 2
 
 MODEL := smollm2-135m-instruct
@@ -24,7 +25,7 @@ ALONE = $(shell grep -rl --include='test_*.py' 'pytest[.]mark[.]alone' $(FAST))
 .DELETE_ON_ERROR:
 # A second installer in the same environment would break it.
 .NOTPARALLEL:
-.PHONY: help serve test test-all test-triton ablate check lint types imports format flags size model clean
+.PHONY: help serve test test-all test-triton test-vllm ablate check lint types imports format flags size model clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -44,6 +45,10 @@ test-all: .venv/.dev .venv/.native model ## Run every test, the slow ones and th
 test-triton: .venv/.dev ## Install Triton (190 MB) and run the tests of the GPU engine's kernels on the CPU
 	$(INSTALL) --no-deps triton==3.6.0
 	$(BIN)/python -m pytest tests/cpu/engine/cuda $(PYTEST_ARGS)
+
+test-vllm: ## Run the tests of the plug-in on vLLM's own schedulers (VLLM="0.32.0"; installs 4 GB into .vllm)
+	@for version in $(VLLM); do echo "vLLM $$version"; scripts/vllm-env $$version && \
+	PYTHONPATH=.vllm/$$version:src:. VLLM_NO_USAGE_STATS=1 .vllm/env-0.32.0/bin/python -m pytest -m vllm tests/vllm $(PYTEST_ARGS) || exit 1; done
 
 ablate: .venv/.dev ## Show what each part of the slo policy is worth (simulated; traces under ONBEAT_SHARED)
 	$(BIN)/python -m benchmarks.slo.study ablate $(ARGS)

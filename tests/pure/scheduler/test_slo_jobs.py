@@ -55,7 +55,7 @@ class TestPrefillJobs:
     def test_who_has_delivered_before_it_was_preempted_is_never_late(self):
         queue = self.make_queue(SLO(ttft=1.0, tbt=0.1), shed=ShedMode.RELEGATE)
         (state,) = queue
-        state.output_token_ids.append(7)
+        state.follow(state.num_tokens + 1, 0, 0)
         jobs, late = prefill_jobs(plan_of(queue), 50.0, [], self.cost_model)
         assert (len(jobs), late) == (1, [])
 

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from onbeat.core.errors import Overloaded
 from onbeat.core.request import FinishReason, RequestOutput
 from onbeat.core.slo import Fate, ShedMode
 from onbeat.scheduler.replica.admission.admission import Admission
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.results import last_output
 from onbeat.scheduler.replica.step_plan import StepPlan
+
+
+class Places(Protocol):
+    """Where requests are: `RequestTable`, or what follows the queues of another engine."""
+
+    def requeue(self, state: RequestState) -> None:
+        """Give a waiting request the place that its deadline, or the loss of it, asks for."""
+        ...
+
+    def drop(self, state: RequestState) -> None:
+        """Forget a request."""
+        ...
 
 
 class Relegation:
@@ -21,7 +34,7 @@ class Relegation:
     admission : counts those that end, and knows when too many wait; None where the policy has none.
     """
 
-    def __init__(self, table: RequestTable, admission: Admission | None) -> None:
+    def __init__(self, table: Places, admission: Admission | None) -> None:
         self.num_relegated = 0
         """Requests so far that have become best effort."""
         self._expired: list[RequestOutput] = []
@@ -30,7 +43,7 @@ class Relegation:
 
     def on_arrival(self, state: RequestState) -> None:
         """Count a new request that is served as best effort from the start, though it has an objective."""
-        if state.slo.is_best_effort and not state.output_token_ids:
+        if state.slo.is_best_effort and not state.num_output_tokens:
             self.num_relegated += 1
 
     def commit(self, plan: StepPlan) -> None:

@@ -144,12 +144,12 @@ class RequestState:
 
         Nobody may judge it, or it has delivered tokens: a stream that was preempted, or came here to go on.
         """
-        return self.request.shed is ShedMode.OFF or bool(self.output_token_ids)
+        return self.request.shed is ShedMode.OFF or self.num_tokens > self.num_prompt_tokens
 
     @property
     def scores_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are to be reported, and were not yet, here or elsewhere."""
-        return self.request.num_prompt_logprobs is not None and not self.output_token_ids
+        return self.request.num_prompt_logprobs is not None and self.num_tokens == self.num_prompt_tokens
 
     @property
     def has_run(self) -> bool:
@@ -187,6 +187,18 @@ class RequestState:
         self.num_computed_tokens += num_new
         self.num_in_flight_tokens += num_sampled
         self.num_in_flight_drafts += num_drafts
+
+    def follow(self, num_tokens: int, num_computed: int, num_in_flight: int) -> None:
+        """Stand where another engine's own count of the request says that it stands.
+
+        Parameters
+        ----------
+        num_tokens : known ones.
+        num_computed : with those of planned steps, without drafts that may be rejected.
+        num_in_flight : that planned steps will sample for certain.
+        """
+        self.num_tokens, self.num_computed_tokens = num_tokens, num_computed
+        self.num_in_flight_tokens = num_in_flight
 
     def retract(self, num_tokens: int) -> None:
         """Count tokens as not computed: drafts that were rejected."""

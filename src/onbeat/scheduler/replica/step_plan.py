@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.kv import KVCacheManager
+from onbeat.scheduler.replica.kv_view import KVView
 from onbeat.scheduler.replica.parts import Chunking, QueueOrder, Reservation
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
@@ -31,7 +31,6 @@ class StepPlan:
     """
 
     __slots__ = (
-        "_config",
         "_freed_block_ids",
         "_kv",
         "admissions",
@@ -66,7 +65,7 @@ class StepPlan:
         self,
         *,
         config: SchedulerConfig,
-        kv: KVCacheManager,
+        kv: KVView,
         running: RunningList,
         waiting: WaitingQueue,
         now: float,
@@ -83,7 +82,6 @@ class StepPlan:
         """The shortest TBT objective of the streams, seconds; infinite without any, or if nobody looked."""
         self.budget_request_id: str | None = None
         """The request whose deadline set the budget."""
-        self._config = config
         self._kv = kv
         self.waiting = waiting
         self.running = running
@@ -169,7 +167,7 @@ class StepPlan:
 
     @property
     def num_blocks(self) -> int:
-        return self._config.num_blocks
+        return self._kv.pool.num_blocks
 
     def num_freed_by(self, state: RequestState) -> int:
         """Return the blocks that preempting a request would free."""
@@ -356,7 +354,7 @@ class StepPlan:
         """
         if self.num_kept - len(self.victims) == num_gone and not self.admissions:
             return 0
-        return reservation.num_spare_blocks(self._config.num_blocks)
+        return reservation.num_spare_blocks(self._kv.pool.num_blocks)
 
 
 def needs_block(state: RequestState) -> bool:

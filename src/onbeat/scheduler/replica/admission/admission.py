@@ -87,7 +87,7 @@ class Admission:
         """
         self.bound.on_arrival(plan.waiting, plan.now)
         self._slo.on_arrival(state, plan)
-        if not state.output_token_ids:  # a stream that is resumed has had its first token
+        if not state.num_output_tokens:  # a stream that is resumed has had its first token
             self._decide(state, plan, busy_until)
         self._tracker.on_arrival(state)
 

@@ -189,7 +189,7 @@ class StepRules:
         """Whether a waiting request was taken, but has had to let others go first ever since."""
         if now - _waits_since(state) <= OVERDUE * self.longest_wait:
             return False
-        return not (state.has_run or state.output_token_ids)
+        return not (state.has_run or state.num_output_tokens)
 
     def loss(self, state: RequestState, start: float) -> tuple[float, ...]:
         """Return a key of running requests: the greatest is the first to be preempted.

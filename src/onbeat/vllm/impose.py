@@ -1,0 +1,115 @@
+"""A plan, as vLLM's own `schedule` is made to carry it out: by order, skips, quotas and its queue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.vllm.kv_view import VLLMKVView
+from onbeat.vllm.mirror import Mirror
+from onbeat.vllm.surface import EngineRequest, Surface
+
+
+@dataclass(frozen=True, slots=True)
+class Imposed:
+    """What the next step of vLLM is held to.
+
+    Attributes
+    ----------
+    decodes : ids of the requests that get what a decode wants.
+    ends : request id -> tokens of it that are computed once the step has run; of prompts.
+    quota : request id -> tokens of the step, likewise.
+    admitted : who joins the batch, in this order.
+    with_prefix : of these, those that the prefix cache has a part of.
+    total : tokens of the step at most; None where vLLM plans some requests itself.
+    """
+
+    decodes: frozenset[str]
+    ends: dict[str, int]
+    quota: dict[str, int]
+    admitted: list[EngineRequest] = field(default_factory=list)
+    with_prefix: list[EngineRequest] = field(default_factory=list)
+    total: int | None = None
+
+    def limit(self, request_id: str, num_computed: int, num_new: int) -> int:
+        """Return the tokens that a request gets of those that vLLM would give it.
+
+        More of its prefix may be cached by now than when it was planned; it ends at the same token then.
+        """
+        if request_id not in self.quota:
+            return num_new
+        return min(num_new, self.quota[request_id], max(self.ends[request_id] - num_computed, 1))
+
+    @contextmanager
+    def during(self, surface: Surface, kv: VLLMKVView) -> Iterator[None]:
+        """Hold vLLM to it for one call of `schedule`."""
+        with kv.holding(self.with_prefix), surface.only_waiting(self.admitted):
+            if surface.has_quota or self.total is None:
+                yield
+            else:
+                with surface.total(self.total):
+                    yield
+
+
+def impose(
+    plan: StepPlan, mirror: Mirror, surface: Surface, loss: Callable[[RequestState], tuple[float, ...]]
+) -> Imposed:
+    """Preempt, sort and skip as a plan says; return what is left to hold vLLM to while it schedules.
+
+    Parameters
+    ----------
+    loss : key of running requests, the greatest is the first that vLLM may preempt where blocks run short.
+    """
+    requests = mirror.requests
+    for state in plan.preempted:
+        surface.preempt(requests[state.request_id])
+    rows = [*plan.decodes, *(state for state, _ in plan.chunks)]
+    planned = {state.request_id for state in rows}
+    gone = {state.request_id for state in plan.preempted}
+    left = [each for each in mirror.running if each.request_id not in planned and each.request_id not in gone]
+    left.sort(key=loss)
+    for state in left:
+        surface.skip(requests[state.request_id])
+    running = surface.scheduler.running
+    own = [request for request in running if request.request_id not in mirror.states]
+    running[:] = [*own, *(requests[state.request_id] for state in (*rows, *left))]
+    ends = {state.request_id: state.num_computed_tokens + num for state, num in plan.chunks}
+    quota = {state.request_id: num for state, num in plan.chunks}
+    block_size = plan.block_size
+    for admission in plan.admissions:
+        name, num = admission.state.request_id, admission.num_new_tokens
+        quota[name], ends[name] = num, len(admission.cached_block_ids) * block_size + num
+    total = len(plan.decodes) * (1 + surface.num_drafts) + sum(quota.values())
+    return Imposed(
+        frozenset(state.request_id for state in plan.decodes),
+        ends,
+        quota,
+        [requests[each.state.request_id] for each in plan.admissions],
+        [requests[each.state.request_id] for each in plan.admissions if each.cached_block_ids],
+        None if own else total,
+    )
+
+
+def mismatch(imposed: Imposed, output: Any, mirror: Mirror) -> dict[str, tuple[int, int]]:
+    """Return where a step of vLLM is not what it was held to: request id -> (planned, actual).
+
+    Tokens of decodes are counted as one; of prompts, up to where they are computed.
+    """
+    different: dict[str, tuple[int, int]] = {}
+    rows = dict(Surface.rows(output))
+    for name in imposed.decodes - rows.keys():
+        different[name] = (1, 0)
+    for name, end in imposed.ends.items():
+        actual = mirror.requests[name].num_computed_tokens if name in rows else 0
+        has_more_cached = actual > end and rows[name] == 1  # one token has to be computed all the same
+        if actual != end and not has_more_cached:
+            different[name] = (end, actual)
+    known = imposed.decodes | imposed.ends.keys()
+    different.update(
+        {name: (0, num) for name, num in rows.items() if name in mirror.states and name not in known}
+    )
+    return different

@@ -1,0 +1,248 @@
+"""What stands between vLLM's scheduler and our plans: no fault of ours may end or stall the engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from onbeat.core.errors import InvalidRequest, Overloaded, SLOUnattainable
+from onbeat.core.request import RequestOutput
+from onbeat.core.slo import Fate
+from onbeat.vllm.calibrate import step_times
+from onbeat.vllm.config import read_config
+from onbeat.vllm.impose import Imposed, impose, mismatch
+from onbeat.vllm.keeper import PromiseKeeper
+from onbeat.vllm.objectives import read
+from onbeat.vllm.refusals import refusal_text
+from onbeat.vllm.surface import EngineRequest, EngineScheduler, Surface
+
+logger = logging.getLogger("onbeat.vllm")
+
+MOST_FAULTS = 3
+"""Faults in a row after which onbeat plans no more in this process."""
+_SAY_EVERY = 60.0
+"""Seconds between two lines about steps that were not as planned."""
+
+
+class Plugin:
+    """One scheduler's plans, and what is done where there is none.
+
+    Attributes
+    ----------
+    is_on : whether onbeat plans.
+    num_planned, num_foreign : steps that onbeat planned, and that vLLM planned itself.
+    num_faults : steps that vLLM planned because onbeat failed.
+    num_mismatches : requests whose tokens in a step were not those of the plan.
+    """
+
+    def __init__(self, scheduler: EngineScheduler) -> None:
+        self.num_planned = self.num_foreign = self.num_faults = self.num_mismatches = 0
+        self._faults_in_a_row, self._has_failed = 0, False
+        """Steps with a fault until now, and whether the one under way had any."""
+        self._said_at = float("-inf")
+        self._imposed: Imposed | None = None
+        self._refused: list[tuple[int, Any]] = []
+        self.surface = surface = Surface(scheduler, engine_version())
+        self.is_on = not surface.is_pooling
+        if not self.is_on:
+            logger.info("onbeat plans nothing here: the model pools, and has no time between tokens")
+            return
+        self.config = read_config(surface.options, os.environ)
+        self.keeper = PromiseKeeper(surface, step_times(self.config), self.config.slo.mode)
+
+    # --- a step ---------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> Imposed | None:
+        """Plan the next step; None leaves it to vLLM."""
+        if not self._has_failed:
+            self._faults_in_a_row = 0
+        self._has_failed = False
+        if not self.is_on or self.surface.is_paused():
+            return None
+        with self._guarded():
+            keeper = self.keeper
+            plan = keeper.plan(now)
+            if plan.is_empty and not (keeper.in_flight or plan.infeasible or plan.overdue):
+                return None  # never stand still
+            for output in keeper.commit(plan):
+                self._expire(output)
+            return impose(
+                plan, keeper.mirror, self.surface, lambda state: keeper.slo.rules.loss(state, plan.now)
+            )
+        return None
+
+    @contextmanager
+    def imposing(self, imposed: Imposed) -> Iterator[None]:
+        """Hold vLLM to a plan for one call of `schedule`."""
+        self._imposed = imposed
+        try:
+            with imposed.during(self.surface, self.keeper.mirror.kv):
+                yield
+        finally:
+            self._imposed = None
+
+    def limit(self, request: EngineRequest, num_computed: int, num_new: int) -> int:
+        """Return the tokens that a request gets of those that vLLM would give it."""
+        imposed = self._imposed
+        return num_new if imposed is None else imposed.limit(request.request_id, num_computed, num_new)
+
+    def note_step(self, output: Any, imposed: Imposed | None, now: float) -> None:
+        """Count a step that vLLM has planned, and see whether it is the one that it was held to."""
+        if not self.is_on:
+            return
+        if imposed is None:
+            self.num_foreign += 1
+        else:
+            self.num_planned += 1
+        with self._guarded():
+            self.keeper.note_step(output, now)
+            if imposed is not None and (different := mismatch(imposed, output, self.keeper.mirror)):
+                self.num_mismatches += len(different)
+                self._say_different(different, now)
+
+    def take(self, output: Any, now: float) -> None:
+        """Learn from a step whose results vLLM has taken."""
+        if self.is_on:
+            with self._guarded():
+                self.keeper.take(output, now)
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest, arrival: float, now: float) -> None:
+        """Take a request that vLLM has taken, or have it refused.
+
+        Parameters
+        ----------
+        arrival : when it came, seconds of the clock of `now`.
+        """
+        if not (self.is_on and self.surface.is_planned(request)):
+            return
+        with self._guarded():
+            try:
+                objectives = read(self.surface.extra_args(request), self.config.slo)
+                self.keeper.add(request, objectives, arrival, now)
+            except SLOUnattainable as refusal:
+                self._refuse(
+                    request,
+                    429,
+                    reason=str(refusal),
+                    predicted_ttft=refusal.predicted_ttft,
+                    retry_after=refusal.retry_after,
+                )
+            except Overloaded as refusal:
+                self._refuse(request, 503, reason=str(refusal), retry_after=refusal.retry_after)
+            except InvalidRequest as refusal:
+                self._refuse(request, 400, reason=str(refusal))
+
+    def forget_ended(self, request_ids: Any) -> None:
+        """Forget requests that vLLM has ended."""
+        if not self.is_on:
+            return
+        with self._guarded():
+            requests = self.keeper.mirror.requests
+            given = list(requests) if request_ids is None else request_ids
+            for request_id in [given] if isinstance(given, str) else list(given):
+                known = requests.get(request_id)
+                if known is not None and known.is_finished():
+                    self.keeper.forget(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether something has to be told that no request is left for."""
+        return bool(self._refused)
+
+    def add_refusals(self, outputs: dict[int, Any]) -> None:
+        """Put the last outputs of refused requests among those that go out."""
+        if self._refused:
+            refused, self._refused = self._refused, []
+            self.surface.add_outputs(outputs, refused)
+
+    def close(self) -> None:
+        """Let go of what the process holds."""
+
+    def _expire(self, output: RequestOutput) -> None:
+        """End a request that waited in vain."""
+        request = self.surface.scheduler.requests[output.request_id]
+        status = 504 if output.fate is Fate.EXPIRED else 503
+        self._refuse(
+            request,
+            status,
+            reason=output.error or "",
+            predicted_ttft=output.predicted_ttft,
+            retry_after=output.retry_after,
+        )
+
+    def _refuse(
+        self,
+        request: EngineRequest,
+        status: int,
+        *,
+        reason: str,
+        predicted_ttft: float | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        """End a request in vLLM, with words by which the middleware knows the refusal."""
+        self.surface.end(request.request_id)
+        text = refusal_text(status, reason=reason, predicted_ttft=predicted_ttft, retry_after=retry_after)
+        self._refused.append((request.client_index, self.surface.refusal(request, text)))
+
+    # --- faults ---------------------------------------------------------------------------------------
+
+    def _guarded(self) -> _Guard:
+        return _Guard(self._note_fault)
+
+    def _note_fault(self, fault: BaseException) -> None:
+        """Count a fault of ours; after several in a row plan no more."""
+        self.num_faults += 1
+        self._faults_in_a_row += not self._has_failed
+        self._has_failed = True
+        logger.error("onbeat failed; vLLM goes on by itself for this step", exc_info=fault)
+        if self._faults_in_a_row >= MOST_FAULTS:
+            self.is_on = False
+            logger.error(
+                "onbeat failed %d times in a row and plans no more: vLLM serves without objectives until it "
+                "is started again; please report the error above",
+                MOST_FAULTS,
+            )
+
+    def _say_different(self, different: dict[str, tuple[int, int]], now: float) -> None:
+        if now - self._said_at >= _SAY_EVERY:
+            self._said_at = now
+            logger.warning(
+                "vLLM's step is not the planned one for %d requests, such as %s (planned, actual); %d so "
+                "far. It is served all the same",
+                len(different),
+                next(iter(different.items())),
+                self.num_mismatches,
+            )
+
+
+class _Guard:
+    """Keeps a fault of ours from vLLM.
+
+    Parameters
+    ----------
+    on_fault : told of it.
+    """
+
+    def __init__(self, on_fault: Callable[[BaseException], None]) -> None:
+        self._on_fault = on_fault
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> bool:
+        if not isinstance(fault, Exception):
+            return False
+        self._on_fault(fault)
+        return True
+
+
+def engine_version() -> str:
+    """Return vLLM's version."""
+    from vllm.version import __version__
+
+    return str(__version__)

@@ -1,0 +1,385 @@
+"""The one module that knows vLLM's internals: what they are called, since when, and what is refused.
+
+Nothing here imports vLLM: a `Surface` is given a scheduler object, so that a stand-in can take its place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from onbeat.core.errors import ConfigError
+
+SUPPORTED = ((0, 26), (0, 33))
+"""First and last minor version of vLLM whose scheduler was read and tried."""
+_NEEDED = (
+    "running",
+    "waiting",
+    "requests",
+    "current_step",
+    "max_num_scheduled_tokens",
+    "kv_cache_manager",
+    "_pause_state",
+    "_preempt_request",
+    "finish_requests",
+)
+"""Attributes of vLLM's scheduler without which no plan can be imposed."""
+_QUEUES = ("waiting", "skipped_waiting")
+"""Queues from which vLLM admits what holds no KV; the second has gone with 0.31."""
+_PROMOTE = ("_handle_blocked_waiting_request", "_try_promote_blocked_waiting_request")
+"""Lets a request whose grammar is compiled wait for its turn; the second until 0.30."""
+_RUNNING, _PREEMPTED, _GRAMMAR = "RUNNING", "PREEMPTED", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"
+_HINT = "or start vLLM without --scheduler-cls"
+
+
+class EngineRequest(Protocol):
+    """What is read of vLLM's `Request`, and the one field that is written."""
+
+    request_id: str
+    client_index: int
+    arrival_time: float
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_output_placeholders: int
+    num_preemptions: int
+    max_tokens: int
+    sampling_params: Any
+    pooling_params: Any
+    resumable: bool
+    status: Any
+    next_decode_eligible_step: int
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def is_finished(self) -> bool: ...
+
+
+class EngineScheduler:
+    """What is called and read of vLLM's scheduler: the base of our mixin, for type checks alone."""
+
+    vllm_config: Any
+    kv_cache_config: Any
+    kv_cache_manager: Any
+    requests: dict[str, EngineRequest]
+    running: list[EngineRequest]
+    waiting: Any
+    current_step: int
+    max_num_scheduled_tokens: int
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        raise NotImplementedError
+
+    def add_request(self, request: EngineRequest) -> None:
+        raise NotImplementedError
+
+    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
+        raise NotImplementedError
+
+    def has_requests(self) -> bool:
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
+        raise NotImplementedError
+
+    def _reserve_prefill_lookahead(
+        self, request: EngineRequest, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        raise NotImplementedError
+
+
+def check_version(version: str) -> tuple[int, int]:
+    """Return the minor version of vLLM.
+
+    Raises
+    ------
+    ConfigError : one that was not tried.
+    """
+    parts = version.split(".")
+    found = tuple(int(part) for part in parts[:2]) if all(part.isdigit() for part in parts[:2]) else ()
+    low, high = SUPPORTED
+    if len(found) != 2 or not low <= found <= high:
+        raise ConfigError(
+            f"onbeat's scheduler works inside vLLM {low[0]}.{low[1]} to {high[0]}.{high[1]}; this is vLLM "
+            f"{version}. Install one of these, {_HINT}"
+        )
+    return found[0], found[1]
+
+
+class Surface:
+    """One vLLM scheduler, by its internals.
+
+    Parameters
+    ----------
+    scheduler : vLLM's, already constructed.
+    version : vLLM's.
+
+    Raises
+    ------
+    ConfigError : another version, a setting with which no plan can be imposed, or a lever that is missing.
+
+    Attributes
+    ----------
+    has_quota : whether vLLM asks for each request's tokens; else order and total alone say how many they are.
+    num_drafts : most drafts that a decode verifies.
+    num_lookahead : KV slots beyond its tokens that a row needs.
+    """
+
+    def __init__(self, scheduler: EngineScheduler, version: str) -> None:
+        self.version = check_version(version)
+        self.scheduler = scheduler
+        if missing := [name for name in _NEEDED if not hasattr(scheduler, name)]:
+            raise ConfigError(
+                f"vLLM {version}'s scheduler has no {missing[0]}, which onbeat needs to impose its plan; use "
+                f"a scheduler class that is derived from vLLM's own, {_HINT}"
+            )
+        self._queues = [name for name in _QUEUES if hasattr(scheduler, name)]
+        self.has_quota = any(
+            "_reserve_prefill_lookahead" in vars(base)
+            for base in type(scheduler).__mro__
+            if not base.__module__.startswith("onbeat.")
+        )
+        self.num_drafts = getattr(scheduler, "num_spec_tokens", 0)
+        self.num_lookahead = getattr(scheduler, "num_lookahead_tokens", 0)
+        _check_settings(scheduler)
+
+    # --- what vLLM is set to --------------------------------------------------------------------------
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests that may run at once."""
+        scheduler: Any = self.scheduler
+        return int(
+            getattr(scheduler, "max_num_active_reqs", scheduler.vllm_config.scheduler_config.max_num_seqs)
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest request."""
+        return int(self.scheduler.vllm_config.model_config.max_model_len)
+
+    @property
+    def options(self) -> Mapping[str, Any] | None:
+        """What `--additional-config` says."""
+        additional = self.scheduler.vllm_config.additional_config
+        return additional if isinstance(additional, Mapping) else None
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether the model pools, and generates nothing."""
+        return bool(self.scheduler.vllm_config.model_config.runner_type == "pooling")
+
+    # --- requests -------------------------------------------------------------------------------------
+
+    def is_paused(self) -> bool:
+        """Whether vLLM was told to schedule nothing, or nothing new."""
+        scheduler: Any = self.scheduler
+        return bool(scheduler._pause_state.name != "UNPAUSED")
+
+    @staticmethod
+    def is_planned(request: EngineRequest) -> bool:
+        """Whether onbeat plans a request: streaming sessions and pooling stay vLLM's."""
+        return request.pooling_params is None and not request.resumable
+
+    @staticmethod
+    def is_running(request: EngineRequest) -> bool:
+        return bool(request.status.name == _RUNNING)
+
+    def may_wait(self, request: EngineRequest) -> bool:
+        """Whether a request waits for a plan, and for nothing else.
+
+        A grammar that is compiled by now is noted. What holds KV from a connector stays vLLM's until it runs.
+        """
+        if request.status.name == _GRAMMAR:
+            promote = next(name for name in _PROMOTE if hasattr(self.scheduler, name))
+            getattr(self.scheduler, promote)(request)
+        return request.status.name in ("WAITING", _PREEMPTED) and not request.num_computed_tokens
+
+    @staticmethod
+    def num_stale(request: EngineRequest) -> int:
+        """Return the tokens of steps in flight that were planned before a request was preempted."""
+        return int(getattr(request, "num_stale_output_tokens", 0))
+
+    @staticmethod
+    def extra_args(request: EngineRequest) -> Mapping[str, Any]:
+        """Return what a request's `vllm_xargs` say."""
+        return getattr(request.sampling_params, "extra_args", None) or {}
+
+    @staticmethod
+    def num_prompt_logprobs(request: EngineRequest) -> int | None:
+        return getattr(request.sampling_params, "prompt_logprobs", None)
+
+    @property
+    def num_foreign_slots(self) -> int:
+        """Places in the batch of those that onbeat does not plan."""
+        scheduler: Any = self.scheduler
+        running = sum(not self.is_planned(request) for request in scheduler.running)
+        return running + int(getattr(scheduler, "num_waiting_for_streaming_input", 0))
+
+    # --- levers ---------------------------------------------------------------------------------------
+
+    def skip(self, request: EngineRequest) -> None:
+        """Leave a running request out of the next step, and of no other."""
+        request.next_decode_eligible_step = self.scheduler.current_step + 2
+
+    def preempt(self, request: EngineRequest) -> None:
+        """Take a running request out of the batch; its tokens are computed again later."""
+        scheduler: Any = self.scheduler
+        scheduler.running.remove(request)
+        drop = getattr(scheduler, "requires_kv_delivery", False)
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=drop)
+
+    @contextmanager
+    def only_waiting(self, planned: list[EngineRequest]) -> Iterator[None]:
+        """Let vLLM find, for one call of `schedule`, only these in its queue, and those that are its own.
+
+        Requests that are not to be admitted are out of the queue meanwhile: vLLM would look at each of them.
+        """
+        scheduler: Any = self.scheduler
+        chosen = {id(request) for request in planned}
+        aside: dict[str, Any] = {}
+        for name in self._queues:
+            aside[name] = queue = getattr(scheduler, name)
+            setattr(scheduler, name, type(queue)())
+        for request in planned:
+            scheduler.waiting.add_request(request)
+        for name in self._queues:
+            for request in aside[name]:
+                if id(request) not in chosen and not self.is_planned(request):
+                    getattr(scheduler, name).add_request(request)
+                    chosen.add(id(request))
+        try:
+            yield
+        finally:
+            left = {name: list(getattr(scheduler, name)) for name in self._queues}
+            for name in self._queues:
+                queue = aside[name]
+                if chosen:
+                    queue.remove_requests([each for each in queue if id(each) in chosen])
+                queue.prepend_requests(left[name][::-1])
+                setattr(scheduler, name, queue)
+            if hasattr(scheduler, "prefill_capacity_bound"):
+                held = getattr(scheduler, "deferred_waiting", ())
+                scheduler.prefill_capacity_bound = sum(len(aside[name]) for name in self._queues) > len(held)
+
+    @contextmanager
+    def total(self, num_tokens: int) -> Iterator[None]:
+        """Bound the tokens of one call of `schedule`."""
+        scheduler = self.scheduler
+        before = scheduler.max_num_scheduled_tokens
+        scheduler.max_num_scheduled_tokens = min(before, max(num_tokens, 1))
+        try:
+            yield
+        finally:
+            scheduler.max_num_scheduled_tokens = before
+
+    @staticmethod
+    def rows(output: Any) -> Iterable[tuple[str, int]]:
+        """Return the rows of a step: request id, tokens."""
+        rows: Mapping[str, int] = output.num_scheduled_tokens
+        return rows.items()
+
+    # --- refusals -------------------------------------------------------------------------------------
+
+    def end(self, request_id: str) -> None:
+        """End a request that is not to be served; `refusal` is what its caller hears."""
+        from vllm.v1.request import RequestStatus
+
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    @staticmethod
+    def refusal(request: EngineRequest, text: str) -> Any:
+        """Return the last output of a request that is not served.
+
+        Since 0.33 an output can carry an error. Before, the text is what stopped the request; it has one
+        end-of-sequence token, since the API drops the last chunk of a stream that has none.
+        """
+        from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+        if "error" in EngineCoreOutput.__struct_fields__:
+            from vllm.outputs import RequestError
+
+            error = RequestError(code="onbeat_refused", message=text, retryable=True)
+            return EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=error)
+        eos = getattr(request.sampling_params, "_eos_token_id", None)
+        return EngineCoreOutput(
+            request.request_id, [eos or 0], finish_reason=FinishReason.ABORT, stop_reason=text
+        )
+
+    @staticmethod
+    def add_outputs(outputs: dict[int, Any], refused: list[tuple[int, Any]]) -> None:
+        """Put last outputs among those that go to the API servers.
+
+        Parameters
+        ----------
+        refused : index of the API server, output.
+        """
+        from vllm.v1.engine import EngineCoreOutputs
+
+        for client_index, output in refused:
+            found = outputs.get(client_index)
+            if found is None:
+                outputs[client_index] = found = EngineCoreOutputs(outputs=[])
+            found.outputs.append(output)
+
+
+def _check_settings(scheduler: EngineScheduler) -> None:
+    """Raise ConfigError for a setting under which vLLM would not carry out a plan."""
+    config = scheduler.vllm_config
+    scheduling, parallel = config.scheduler_config, config.parallel_config
+    refusals = (
+        (
+            scheduling.policy != "fcfs",
+            f"--scheduling-policy is {scheduling.policy}, but objectives are the order; leave it out "
+            "(the weight of a request says what it is worth)",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1,
+            f"--pipeline-parallel-size is {parallel.pipeline_parallel_size}; onbeat plans no pipelines "
+            "inside vLLM yet: use tensor parallelism",
+        ),
+        (
+            getattr(parallel, "decode_context_parallel_size", 1) > 1
+            or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "context parallelism spreads a request's KV over devices, which onbeat does not count; leave it "
+            "out",
+        ),
+        (
+            not scheduling.enable_chunked_prefill,
+            "chunked prefill is off, but a step's time is kept by cutting prompts; leave out "
+            "--no-enable-chunked-prefill",
+        ),
+        (
+            scheduling.long_prefill_token_threshold > 0,
+            f"--long-prefill-token-threshold is {scheduling.long_prefill_token_threshold}, which cuts "
+            "prompts a second time; leave it out, objectives bound a step's prompts",
+        ),
+        (
+            getattr(scheduling, "prefill_schedule_interval", 1) > 1
+            and getattr(parallel, "data_parallel_size", 1) == 1,
+            "--prefill-schedule-interval holds prompts back; leave it out, objectives say when they run",
+        ),
+        (
+            bool(getattr(config.model_config, "is_encoder_decoder", False)),
+            "the model has an encoder beside its decoder, whose blocks onbeat does not count",
+        ),
+        (
+            bool(getattr(config.model_config, "is_diffusion", False)),
+            "the model writes by diffusion, so that it has no time between tokens",
+        ),
+        (
+            getattr(scheduler, "num_spec_tokens", 0) > 0
+            and bool(scheduling.async_scheduling)
+            and not getattr(scheduler, "use_v2_model_runner", False),
+            "speculative decoding beside asynchronous scheduling finds its drafts by the step before, so "
+            "that no stream can be skipped; add --no-async-scheduling",
+        ),
+    )
+    for is_so, why in refusals:
+        if is_so:
+            raise ConfigError(f"onbeat's scheduler cannot run so: {why}, {_HINT}")

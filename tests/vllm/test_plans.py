@@ -1,0 +1,199 @@
+"""vLLM carries out what is planned, in every step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import pytest
+
+from onbeat.scheduler.replica.parts import ChunkedPrompts
+from onbeat.scheduler.replica.slo.filler import RESERVATION
+
+pytest.importorskip("vllm.v1.core.sched.scheduler")
+from vllm.v1.request import RequestStatus
+
+from tests.vllm.harness import Clock, Engine, check_ended, make_request, make_scheduler, model_folder
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+def workload(num: int, rate: float, *, long_every: int = 10, start: float = 1000.0, **objectives):
+    rng = random.Random(3)
+    requests, now = [], start
+    for index in range(num):
+        now += rng.expovariate(rate)
+        num_prompt = 1500 if long_every and index % long_every == 0 else rng.randrange(20, 300)
+        requests.append(make_request(f"r{index}", num_prompt, rng.randrange(2, 120), now, **objectives))
+    return requests
+
+
+OBJECTIVES = {"slo_ttft_ms": 1000.0, "slo_tbt_ms": 50.0}
+
+
+def serve(folder, requests, *, is_async=False, **settings):
+    clock = Clock()
+    scheduler = make_scheduler(folder, clock, is_async=is_async, **settings)
+    engine = Engine(scheduler, clock, depth=2 if is_async else 1, noise=0.05)
+    engine.add(*requests)
+    engine.run()
+    return engine
+
+
+def check_planned(engine, *, faults=0):
+    plugin = engine.scheduler.onbeat
+    assert plugin.is_on
+    assert plugin.num_faults == faults
+    assert plugin.num_mismatches == 0
+    assert plugin.num_planned > 0.9 * engine.num_steps
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("mode", ["stream", "gap"])
+def test_every_step_is_as_planned(folder, is_async, mode):
+    requests = workload(60, 4.0, **OBJECTIVES)
+    engine = serve(folder, requests, is_async=is_async, options={"mode": mode})
+    check_ended(engine, requests)
+    check_planned(engine)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+class TestTightPlaces:
+    def test_shared_prefixes_are_found_and_planned_with(self, folder, is_async):
+        requests = [
+            make_request(f"r{index}", 400, 20, 1000.0 + 0.05 * index, prefix=f"p{index % 4}", **OBJECTIVES)
+            for index in range(60)
+        ]
+        engine = serve(folder, requests, is_async=is_async, prefix_caching=True)
+        check_ended(engine, requests)
+        check_planned(engine)
+        assert engine.num_cached > 50 * 150
+
+    @pytest.mark.parametrize("prefix_caching", [False, True])
+    def test_where_memory_is_short_streams_are_preempted_and_end(self, folder, is_async, prefix_caching):
+        requests = workload(60, 20.0, long_every=0, **OBJECTIVES)
+        engine = serve(folder, requests, is_async=is_async, num_blocks=90, prefix_caching=prefix_caching)
+        check_ended(engine, requests)
+        check_planned(engine)
+        assert sum(request.num_preemptions for request in requests) > 0
+
+    def test_more_than_can_be_served_is_refused_with_numbers(self, folder, is_async):
+        requests = workload(150, 40.0, slo_shed="reject", **OBJECTIVES)
+        engine = serve(folder, requests, is_async=is_async)
+        texts = {
+            name: str(ends[0].stop_reason or ends[0].error.message)
+            for name, ends in engine.ended.items()
+            if is_refused(ends[0])
+        }
+        assert 10 < len(texts) < 140
+        check_ended(engine, requests, refused=texts)
+        check_planned(engine)
+        for text in texts.values():
+            kind, status, body = text.split(":", 2)
+            assert (kind, status in ("429", "503", "504")) == ("onbeat", True)
+            assert {"predicted_ttft_ms", "retry_after_s", "reason"} == json.loads(body).keys()
+
+    def test_best_effort_is_served_under_overload(self, folder, is_async):
+        requests = workload(120, 30.0, **OBJECTIVES) + [
+            make_request(f"b{index}", 100, 30, 1000.0 + 0.1 * index) for index in range(20)
+        ]
+        engine = serve(folder, requests, is_async=is_async)
+        overloaded = [name for name, ends in engine.ended.items() if is_refused(ends[0])]
+        assert len(overloaded) < 70
+        check_ended(engine, requests, refused=overloaded)
+        check_planned(engine)
+        assert engine.scheduler.onbeat.keeper.relegation.num_relegated > 0
+
+    def test_aborts_lose_nothing(self, folder, is_async):
+        clock = Clock()
+        scheduler = make_scheduler(folder, clock, is_async=is_async, num_blocks=200)
+        engine = Engine(scheduler, clock, depth=2 if is_async else 1)
+        requests = workload(40, 20.0, long_every=0, **OBJECTIVES)
+        for request in requests:
+            scheduler.add_request(request)
+        for request in requests[::2]:
+            for _ in range(2):
+                engine.step()
+            scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+        engine.run()
+        check_ended(engine, requests[1::2])
+        assert not scheduler.onbeat.keeper.mirror.states
+        assert not scheduler.onbeat.keeper.mirror.requests
+        check_planned(engine)
+
+    @pytest.mark.parametrize("prefix_caching", [False, True])
+    @pytest.mark.parametrize("seed", range(3))
+    def test_any_plan_is_carried_out(self, folder, is_async, prefix_caching, seed):
+        clock = Clock()
+        scheduler = make_scheduler(
+            folder, clock, is_async=is_async, num_blocks=400, prefix_caching=prefix_caching
+        )
+        keeper = scheduler.onbeat.keeper
+        keeper.policy = dataclasses.replace(keeper.policy, composer=Chaos(seed))
+        engine = Engine(scheduler, clock, depth=2 if is_async else 1)
+        requests = [
+            make_request(
+                f"r{index}",
+                30 + 17 * (index % 23),
+                1 + index % 40,
+                1000.0 + 0.02 * index,
+                prefix=f"p{index % 5}",
+            )
+            for index in range(80)
+        ]
+        engine.add(*requests)
+        engine.run()
+        check_ended(engine, requests)
+        check_planned(engine)
+        assert sum(request.num_preemptions for request in requests) > 5
+
+
+def is_refused(output) -> bool:
+    return str(output.finish_reason) != "length"
+
+
+class Chaos:
+    """Plans at random: skips, orders, chunks and preemptions that no policy would choose."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+
+    def compose(self, plan, order) -> None:
+        rng = self.rng
+        running = list(plan.running)
+        rng.shuffle(running)
+        if len(running) > 2 and rng.random() < 0.1:
+            plan.preempt(running.pop())
+        for state in running:
+            if state.num_in_flight_tokens and state.will_be_full:
+                continue
+            wanted = state.num_wanted_tokens
+            if rng.random() < 0.35 or plan.num_tokens_left < 1:
+                continue
+            if wanted == 1 and (not plan.num_growing([state]) or plan.take_block()):
+                plan.decodes.append(state)
+                plan.num_tokens_left -= 1
+            elif wanted > 1:
+                num = rng.randrange(1, min(wanted, plan.num_tokens_left) + 1)
+                plan.chunks.append((state, num))
+                plan.num_tokens_left -= num
+        waiting = list(plan.waiting)
+        rng.shuffle(waiting)
+        for state in waiting[: rng.randrange(3)]:
+            if plan.num_slots_left < 1 or plan.num_tokens_left < 1 or state.num_in_flight_tokens:
+                continue
+            cached = plan.match(state)
+            most = min(state.num_tokens - len(cached) * plan.block_size, plan.num_tokens_left)
+            plan.admit(state, cached, rng.randrange(1, most + 1), RESERVATION)
+        if plan.is_empty and plan.running and not plan.victims:
+            plan.decode_running()
+            plan.continue_prefills(ChunkedPrompts())
+
+    def commit(self, plan) -> None:
+        pass
