@@ -15,9 +15,10 @@ from onbeat.vllm.calibrate import step_times
 from onbeat.vllm.config import read_config
 from onbeat.vllm.impose import Imposed, impose, mismatch
 from onbeat.vllm.keeper import PromiseKeeper
-from onbeat.vllm.objectives import read
+from onbeat.vllm.objectives import ID, read
 from onbeat.vllm.refusals import refusal_text
 from onbeat.vllm.surface import EngineRequest, EngineScheduler, Surface
+from onbeat.vllm.telemetry import Publisher, added_message, rank_address
 
 logger = logging.getLogger("onbeat.vllm")
 
@@ -45,12 +46,15 @@ class Plugin:
         self._said_at = float("-inf")
         self._imposed: Imposed | None = None
         self._refused: list[tuple[int, Any]] = []
+        self._publisher: Publisher | None = None
         self.surface = surface = Surface(scheduler, engine_version())
         self.is_on = not surface.is_pooling
         if not self.is_on:
             logger.info("onbeat plans nothing here: the model pools, and has no time between tokens")
             return
         self.config = read_config(surface.options, os.environ)
+        if self.config.telemetry is not None:
+            self._publisher = Publisher(rank_address(self.config.telemetry, surface.rank))
         self.keeper = PromiseKeeper(surface, step_times(self.config), self.config.slo.mode)
 
     # --- a step ---------------------------------------------------------------------------------------
@@ -124,6 +128,7 @@ class Plugin:
             try:
                 objectives = read(self.surface.extra_args(request), self.config.slo)
                 self.keeper.add(request, objectives, arrival, now)
+                self._tell_added(request, now)
             except SLOUnattainable as refusal:
                 self._refuse(
                     request,
@@ -162,6 +167,17 @@ class Plugin:
 
     def close(self) -> None:
         """Let go of what the process holds."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _tell_added(self, request: EngineRequest, now: float) -> None:
+        if self._publisher is not None:
+            state, slo_id = (
+                self.keeper.mirror.states[request.request_id],
+                self.surface.extra_args(request).get(ID),
+            )
+            predicted = state.slo.predicted_ttft
+            self._publisher.send(added_message(state.request, now, slo_id=slo_id, predicted_ttft=predicted))
 
     def _expire(self, output: RequestOutput) -> None:
         """End a request that waited in vain."""

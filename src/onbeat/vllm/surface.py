@@ -170,6 +170,11 @@ class Surface:
         return additional if isinstance(additional, Mapping) else None
 
     @property
+    def rank(self) -> int:
+        """Which of the data-parallel ranks this is."""
+        return int(getattr(self.scheduler.vllm_config.parallel_config, "data_parallel_index", 0))
+
+    @property
     def is_pooling(self) -> bool:
         """Whether the model pools, and generates nothing."""
         return bool(self.scheduler.vllm_config.model_config.runner_type == "pooling")

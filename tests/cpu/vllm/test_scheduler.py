@@ -194,6 +194,19 @@ def test_plans_are_carried_out_and_everybody_ends(make):
     assert not plugin.keeper.mirror.requests
 
 
+def test_requests_that_are_taken_are_told_of(make, monkeypatch):
+    scheduler = make()
+    told = []
+    scheduler.onbeat._publisher = SimpleNamespace(send=told.append, close=lambda: None)
+    add_some(scheduler, 2, slo_id="x", slo_ttft_ms=500.0)
+    run(scheduler)
+    scheduler.shutdown()
+    assert [(each["event"], each["request_id"], each["id"]) for each in told] == [
+        ("added", "r0", "x"),
+        ("added", "r1", "x"),
+    ]
+
+
 def test_who_cannot_be_in_time_and_asks_so_is_refused_with_numbers(make):
     scheduler = make()
     add_some(scheduler, 3)
