@@ -13,7 +13,6 @@ from pydantic import BaseModel
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE
 from onbeat.server.answer_models import ErrorBody
 from onbeat.server.fields import HARMLESS, NO_OP_VALUES
-from onbeat.server.job_fields import HEADERS as JOB_HEADERS
 from onbeat.server.middleware import OPEN_PATHS
 from onbeat.server.objectives import LONGEST_TENANT, RESUME_HEADER, TBT_HEADER, TENANT_HEADER, TTFT_HEADER
 from onbeat.server.prompts import TOKEN_ID_SCHEMA
@@ -67,7 +66,6 @@ def _slo_headers() -> list[dict[str, Any]]:
         (TTFT_HEADER, "TTFT objective, milliseconds", objective),
         (TBT_HEADER, "TBT objective, milliseconds", objective),
         (RESUME_HEADER, "Whether it goes on elsewhere where its replica is lost", resume),
-        *((name, f"The same as slo.job.{field}", {"type": "string"}) for name, field in JOB_HEADERS.items()),
         (TENANT_HEADER, "Who shares the server fairly with others", tenant),
     ]
     return [
