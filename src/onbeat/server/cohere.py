@@ -52,8 +52,12 @@ class CohereEmbedRequest(TextsRequest):
     """Refused: no model here has prompts of its own for it."""
 
 
+_Vectors = list[list[float]]
+# `float` is a field below, which would stand for itself there.
+
+
 class CohereEmbeddings(BaseModel):
-    float: list[list[float]] | None = None
+    float: _Vectors | None = None
     base64: list[str] | None = None
     binary: list[list[int]] | None = None
     ubinary: list[list[int]] | None = None

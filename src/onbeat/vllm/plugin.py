@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from onbeat.vllm.keeper import PromiseKeeper
 from onbeat.vllm.objectives import ID, read
 from onbeat.vllm.refusals import refusal_text
 from onbeat.vllm.surface import EngineRequest, EngineScheduler, Surface
-from onbeat.vllm.telemetry import Publisher, added_message, rank_address
+from onbeat.vllm.telemetry import Publisher, added_message, rank_address, request_message
 
 logger = logging.getLogger("onbeat.vllm")
 
@@ -172,12 +173,10 @@ class Plugin:
 
     def _tell_added(self, request: EngineRequest, now: float) -> None:
         if self._publisher is not None:
-            state, slo_id = (
-                self.keeper.mirror.states[request.request_id],
-                self.surface.extra_args(request).get(ID),
-            )
+            state = self.keeper.mirror.states[request.request_id]
             predicted = state.slo.predicted_ttft
-            self._publisher.send(added_message(state.request, now, slo_id=slo_id, predicted_ttft=predicted))
+            told = added_message(state.request, now, slo_id=self._slo_id(request), predicted_ttft=predicted)
+            self._publisher.send(told)
 
     def _expire(self, output: RequestOutput) -> None:
         """End a request that waited in vain."""
@@ -204,6 +203,23 @@ class Plugin:
         self.surface.end(request.request_id)
         text = refusal_text(status, reason=reason, predicted_ttft=predicted_ttft, retry_after=retry_after)
         self._refused.append((request.client_index, self.surface.refusal(request, text)))
+        if self._publisher is not None:
+            self._publisher.send(
+                request_message(
+                    "refused",
+                    request.request_id,
+                    time.monotonic(),
+                    slo_id=self._slo_id(request),
+                    status=status,
+                    reason=reason,
+                    predicted_ttft_ms=None if predicted_ttft is None else predicted_ttft * 1e3,
+                    retry_after_s=retry_after,
+                )
+            )
+
+    def _slo_id(self, request: EngineRequest) -> str | None:
+        slo_id = self.surface.extra_args(request).get(ID)
+        return slo_id if isinstance(slo_id, str) else None
 
     # --- faults ---------------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ async def test_a_stop_token_inside_the_deliverys_drafts_is_not_shown(served: Ser
     answer = (await served.post(CHAT, body)).json
     choice = answer["choices"][0]
     assert (choice["message"]["content"], choice["stop_reason"]) == ("Hell", ord("o"))
-    assert (choice["token_ids"], len(choice["logprobs"]["content"])) == (list(b"Hello"), 4)
+    assert (choice["token_ids"], len(choice["logprobs"]["content"])) == (list(b"Hello"), 5)
     usage = answer["usage"]
     assert usage["completion_tokens"] == 5
     assert usage["completion_tokens_details"]["accepted_prediction_tokens"] == 3 + 1

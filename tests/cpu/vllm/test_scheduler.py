@@ -194,17 +194,21 @@ def test_plans_are_carried_out_and_everybody_ends(make):
     assert not plugin.keeper.mirror.requests
 
 
-def test_requests_that_are_taken_are_told_of(make, monkeypatch):
+def test_requests_that_are_taken_or_refused_are_told_of(make, monkeypatch):
     scheduler = make()
     told = []
     scheduler.onbeat._publisher = SimpleNamespace(send=told.append, close=lambda: None)
     add_some(scheduler, 2, slo_id="x", slo_ttft_ms=500.0)
+    scheduler.add_request(FakeRequest("late", 2000, 5, slo_id="y", slo_ttft_ms=1.0, slo_shed="reject"))
     run(scheduler)
     scheduler.shutdown()
     assert [(each["event"], each["request_id"], each["id"]) for each in told] == [
         ("added", "r0", "x"),
         ("added", "r1", "x"),
+        ("refused", "late", "y"),
     ]
+    assert told[-1]["status"] == 429
+    assert told[-1]["predicted_ttft_ms"] > 1
 
 
 def test_who_cannot_be_in_time_and_asks_so_is_refused_with_numbers(make):

@@ -126,7 +126,8 @@ def test_nobody_is_kept_in_vain_beside_those_whom_nobody_may_judge(fixed, others
 
 def test_a_stream_that_was_preempted_is_never_left_behind():
     jobs = make_jobs([(1, 3), (10, 8), (10, 8)])
-    jobs[0].state.output_token_ids.append(7)
+    state = jobs[0].state
+    state.follow(state.num_tokens + 1, 0, 0)
     kept, left_behind = select_feasible(jobs, start=0.0, share=1.0, cost=cost_of)
     assert kept == jobs[:1]
     assert left_behind == jobs[1:]
