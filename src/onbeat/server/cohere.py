@@ -16,14 +16,13 @@ from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.answer import prediction_header
-from onbeat.server.answer_format import AnswerHead, new_head
+from onbeat.server.answer_format import AnswerHead
 from onbeat.server.answer_models import SLOReport
-from onbeat.server.body import WHOLE, read_body
-from onbeat.server.embedding_request import Embedded, TextsRequest, check_embeds, check_texts, embed
+from onbeat.server.body import WHOLE
+from onbeat.server.embedding_request import Embedded, TextsRequest, check_texts, embed, read_texts
 from onbeat.server.embeddings import as_base64, as_numbers, check_dimensions
 from onbeat.server.errors import unsupported
 from onbeat.server.fair_threads import Turns
-from onbeat.server.middleware import context_of
 from onbeat.server.openapi_embeddings import embedding_route
 from onbeat.server.pieces import Piece, PiecesResponse
 from onbeat.server.prompts import EncodeOptions
@@ -79,12 +78,8 @@ def cohere_routes(services: Services) -> APIRouter:
     @router.post(COHERE_PATH, **embedding_route(CohereEmbedRequest, CohereAnswer))
     async def cohere_embed(request: Request) -> Response:
         """Make vectors of texts, in Cohere's form."""
-        services.lifecycle.check_open()
-        context, info = context_of(request.scope), services.info
-        body = await read_body(request, CohereEmbedRequest)
-        head = new_head("embd", services.check_model(body.model))
-        context.completion_id = head.completion_id
-        check_embeds(body, info)
+        body, head = await read_texts(request, CohereEmbedRequest, services, prefix="embd")
+        info = services.info
         check_dimensions(body.output_dimension, "output_dimension", info)
         check_texts(body.texts, "texts")
         if body.input_type is not None:

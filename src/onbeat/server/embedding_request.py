@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,9 @@ from onbeat.core.errors import InvalidRequest, OnbeatError, PromptTooLong
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Request, SamplingParams, WholeRequest
 from onbeat.server.answer import cancelled_on_disconnect, note_choices
+from onbeat.server.answer_format import AnswerHead, new_head
 from onbeat.server.answer_report import slo_report
-from onbeat.server.body import WHOLE, Flag
+from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.choices import Choice, TextOptions
 from onbeat.server.config import MAX_INPUTS
 from onbeat.server.errors import ApiError, error_reply
@@ -47,6 +48,9 @@ class TextsRequest(ObjectiveFields):
     cache_salt: str | None = Field(None, min_length=1, max_length=1000)
 
 
+_Body = TypeVar("_Body", bound=TextsRequest)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedded:
     """Texts that have become vectors."""
@@ -74,7 +78,29 @@ def _finished(embedding: bytes | None, dimensions: int | None, *, normalize: boo
     return vector if length == 0.0 else (vector / length).astype(np.float32)
 
 
-def check_embeds(body: TextsRequest, info: EngineInfo) -> None:
+async def read_texts(
+    http: HttpRequest, kind: type[_Body], services: Services, *, prefix: str
+) -> tuple[_Body, AnswerHead]:
+    """Return the checked body of a request that embeds texts, and the head of its answer.
+
+    Parameters
+    ----------
+    prefix : of the answer's id.
+
+    Raises
+    ------
+    OnbeatError : the server takes no more, or the body is wrong (`body.read_body`), or names another model.
+    ApiError, InvalidRequest : the engine does not embed, or not as asked.
+    """
+    services.lifecycle.check_open()
+    body = await read_body(http, kind)
+    head = new_head(prefix, services.check_model(body.model))
+    context_of(http.scope).completion_id = head.completion_id
+    _check_embeds(body, services.info)
+    return body, head
+
+
+def _check_embeds(body: TextsRequest, info: EngineInfo) -> None:
     """Check that the engine embeds texts, and that it can do so as asked.
 
     Raises

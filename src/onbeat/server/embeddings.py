@@ -17,18 +17,17 @@ from starlette.responses import Response
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.protocols import EngineInfo
 from onbeat.server.answer import cancelled_on_disconnect, prediction_header
-from onbeat.server.answer_format import new_head
-from onbeat.server.body import WHOLE, Flag, read_body
+from onbeat.server.body import WHOLE, Flag
 from onbeat.server.chat_messages import ChatMessages
 from onbeat.server.chat_prompt import render_chat
 from onbeat.server.completions import TOKEN_IDS_SCHEMA, checked_prompts
 from onbeat.server.embedding_request import (
     Embedded,
     TextsRequest,
-    check_embeds,
     check_texts,
     embed,
     encode_options,
+    read_texts,
 )
 from onbeat.server.fair_threads import Turns
 from onbeat.server.middleware import context_of
@@ -84,12 +83,8 @@ def embedding_routes(services: Services) -> APIRouter:
     @router.post("/v1/embeddings", **embedding_route(EmbeddingRequest, EmbeddingList))
     async def embeddings(request: Request) -> Response:
         """Make vectors of texts."""
-        services.lifecycle.check_open()
+        body, head = await read_texts(request, EmbeddingRequest, services, prefix="embd")
         context, info = context_of(request.scope), services.info
-        body = await read_body(request, EmbeddingRequest)
-        head = new_head("embd", services.check_model(body.model))
-        context.completion_id = head.completion_id
-        check_embeds(body, info)
         check_dimensions(body.dimensions, "dimensions", info)
         if (body.input is None) == (body.messages is None):
             raise InvalidRequest("send either input or messages", param="input")

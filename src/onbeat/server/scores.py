@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 import orjson
@@ -14,17 +14,16 @@ from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.answer import prediction_header
-from onbeat.server.answer_format import AnswerHead, new_head
-from onbeat.server.body import WHOLE, Flag, read_body
+from onbeat.server.answer_format import AnswerHead
+from onbeat.server.body import WHOLE, Flag
 from onbeat.server.embedding_request import (
     Embedded,
     TextsRequest,
-    check_embeds,
     check_texts,
     embed,
     encode_options,
+    read_texts,
 )
-from onbeat.server.middleware import context_of
 from onbeat.server.openapi_embeddings import Ranking, ScoreList, embedding_route
 from onbeat.server.services import Services
 
@@ -46,9 +45,6 @@ _TEXT_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, _TEXT_OBJECT]}
 _Text = Annotated[str, PlainValidator(_checked_text), WithJsonSchema(_TEXT_SCHEMA)]
 _Texts = Annotated[list[_Text], Field(min_length=1, fail_fast=True)]
 _OneOrMore = str | Annotated[list[str], Field(min_length=1, fail_fast=True)]
-
-
-_Body = TypeVar("_Body", bound=TextsRequest)
 
 
 class RerankRequest(TextsRequest):
@@ -75,13 +71,13 @@ def score_routes(services: Services) -> APIRouter:
 
     async def rerank(request: Request) -> Response:
         """Order documents by how near they are to a query."""
-        body, head = await _read(request, RerankRequest, services)
+        body, head = await read_texts(request, RerankRequest, services, prefix="score")
         embedded = await _embed(services, request, body, {"query": [body.query], "documents": body.documents})
         return _answer(_ranking(body, head, embedded), embedded)
 
     async def score(request: Request) -> Response:
         """Tell how near texts are to one another."""
-        body, head = await _read(request, ScoreRequest, services)
+        body, head = await read_texts(request, ScoreRequest, services, prefix="score")
         first, second = _pairs(body)
         embedded = await _embed(services, request, body, {"text_1": first, "text_2": second})
         return _answer(_scores(len(first), head, embedded), embedded)
@@ -91,15 +87,6 @@ def score_routes(services: Services) -> APIRouter:
     for path in SCORE_PATHS:
         router.add_api_route(path, score, methods=["POST"], **embedding_route(ScoreRequest, ScoreList))
     return router
-
-
-async def _read(request: Request, kind: type[_Body], services: Services) -> tuple[_Body, AnswerHead]:
-    services.lifecycle.check_open()
-    body = await read_body(request, kind)
-    head = new_head("score", services.check_model(body.model))
-    context_of(request.scope).completion_id = head.completion_id
-    check_embeds(body, services.info)
-    return body, head
 
 
 async def _embed(
