@@ -53,10 +53,11 @@ def slo_report(choice: Choice, mode: SLOMode) -> dict[str, Any] | None:
     ----------
     mode : what keeping a TBT objective means.
     """
-    return record_report(_record(choice), mode)
+    return record_report(record_of(choice), mode)
 
 
-def _record(choice: Choice) -> RequestRecord:
+def record_of(choice: Choice) -> RequestRecord:
+    """Return what became of a choice, as metrics keep it."""
     request, times = choice.request, choice.delivery_times
     return RequestRecord(
         request_id=request.request_id,

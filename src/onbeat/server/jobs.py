@@ -14,8 +14,10 @@ from onbeat.core.slo import ShedMode
 from onbeat.jobs.book import JobBook, OpenCall
 from onbeat.jobs.call import JobCall, JobEnd, JobReport
 from onbeat.metrics.counts import JobCounts
+from onbeat.server.answer_report import record_of
 from onbeat.server.choices import Choice
 from onbeat.server.errors import job_unattainable, milliseconds
+from onbeat.server.slo_report import unjudged_report
 
 
 class JobDesk:
@@ -112,17 +114,9 @@ class CallTicket:
         ----------
         of_call : None of a call that was best effort, since its job was late for certain.
         """
-        job, first = self.close(), self._choices[0]
+        job = self.close()
         if of_call is None:
-            ttft = None if first.first_delivery is None else first.first_delivery - first.request.arrival
-            of_call = {
-                "class": first.request.slo_class,
-                "ttft_ms": milliseconds(ttft),
-                **dict.fromkeys(("tbt_p99_ms", "token_attainment")),
-                "met": False,
-                "predicted_ttft_ms": milliseconds(first.predicted_ttft),
-                "relegated": True,
-            }
+            of_call = unjudged_report(record_of(self._choices[0]))
         return of_call | {
             "job": {
                 "id": job.job_id,

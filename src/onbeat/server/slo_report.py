@@ -27,14 +27,24 @@ def record_report(record: RequestRecord, mode: SLOMode) -> dict[str, Any] | None
         return None
     times = np.asarray(record.delivery_times, dtype=np.float64)
     gaps = np.diff(times)
-    return {
-        "class": record.request_class,
-        "ttft_ms": milliseconds(record.ttft),
+    return unjudged_report(record) | {
         "tbt_p99_ms": milliseconds(float(np.percentile(gaps, GAP_PERCENTILE))) if len(gaps) else None,
         "token_attainment": _token_attainment(record, gaps, slo, mode),
         "met": bool(good_requests([record], mode=mode)[0]),
-        "predicted_ttft_ms": milliseconds(record.predicted_ttft),
         "relegated": record.fate is Fate.RELEGATED,
+    }
+
+
+def unjudged_report(record: RequestRecord) -> dict[str, Any]:
+    """Return the same of a request that was best effort from its arrival on, as its job was late by then."""
+    return {
+        "class": record.request_class,
+        "ttft_ms": milliseconds(record.ttft),
+        "tbt_p99_ms": None,
+        "token_attainment": None,
+        "met": False,
+        "predicted_ttft_ms": milliseconds(record.predicted_ttft),
+        "relegated": True,
     }
 
 
