@@ -10,6 +10,7 @@ from typing import Literal
 from onbeat.cli.options import add_options, read_options
 from onbeat.core.errors import ConfigError, MissingExtra
 from onbeat.core.options import check, option
+from onbeat.perfmodel.memory import USUAL_BATCHED_TOKENS
 
 _GROUP = "what is predicted"
 
@@ -33,7 +34,11 @@ class PredictOptions:
         help="tokens that a model server's KV cache holds, as its log says (default: by its memory)",
     )
     max_num_batched_tokens: int = option(
-        2048, at_least=1, metavar="N", group=_GROUP, help="most tokens of a model server's step"
+        USUAL_BATCHED_TOKENS,
+        at_least=1,
+        metavar="N",
+        group=_GROUP,
+        help="most tokens of a model server's step",
     )
     pools: Path | None = option(
         None, metavar="FILE.yaml", group=_GROUP, help="several kinds of model servers, in place of --profile"

@@ -82,38 +82,34 @@ class _Recorder:
         try:
             with path.open("w", encoding="utf-8", buffering=1) as file:
                 file.write(header_line(StepOrigin()) + "\n")
-                order, deadline = StepOrder(), time.monotonic() + seconds
+                order, start = StepOrder(), time.monotonic()
                 try:
-                    while time.monotonic() < deadline:
-                        if (line := self._next(order, time.monotonic() + min(SILENCE, seconds))) is not None:
+                    while time.monotonic() < start + seconds:
+                        if (line := self._next(order)) is not None:
                             file.write(line + "\n")
                             on_step(self._num_steps)
+                        elif not self._num_messages and time.monotonic() >= start + SILENCE:
+                            break
+                    if not self._num_messages:
+                        raise ConfigError(
+                            f"nothing came from {self._address} in {min(SILENCE, seconds):g} s; start the "
+                            "engine with its forward-pass metrics on, send it requests, and give the address "
+                            "that its log names"
+                        )
                 except KeyboardInterrupt:
                     pass
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
         return self._num_steps
 
-    def _next(self, order: StepOrder, patience: float) -> str | None:
+    def _next(self, order: StepOrder) -> str | None:
         """Return the next message as a line; None where none came for a moment."""
         import zmq
 
         try:
             frames = self._socket.recv_multipart()
         except zmq.Again:
-            while not self._num_messages and time.monotonic() < patience:
-                try:
-                    frames = self._socket.recv_multipart()
-                    break
-                except zmq.Again:
-                    continue
-            else:
-                if self._num_messages:
-                    return None
-                raise ConfigError(
-                    f"nothing came from {self._address} in {SILENCE:g} s; start the engine with its "
-                    "forward-pass metrics on, send it requests, and give the address that its log names"
-                ) from None
+            return None
         received, where = time.monotonic(), f"{self._address}, message {self._num_messages + 1}"
         try:
             message = self._decode(frames[-1])

@@ -13,6 +13,8 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline_terms import check_parallelism, kv_share
 
+USUAL_BATCHED_TOKENS = 2048
+"""Most tokens of a step, where nobody says otherwise."""
 CONTEXT_BYTES = 1 * 2**30
 """What a device's runtime, libraries and captured graphs take; a CPU has none of it."""
 _ACTIVATION_COPIES = 2
@@ -53,7 +55,7 @@ def kv_capacity(  # noqa: PLR0913 - each is a flag of its own
     parallelism: Parallelism | None = None,
     precision: Precision | None = None,
     block_size: int = 16,
-    max_num_batched_tokens: int = 2048,
+    max_num_batched_tokens: int = USUAL_BATCHED_TOKENS,
     gpu_memory_utilization: float = 0.9,
     least_tokens: int = 1,
 ) -> KVCapacity:

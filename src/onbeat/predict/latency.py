@@ -7,6 +7,7 @@ that the router measures: it stands for queues and bursts, which the load does n
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -142,10 +143,13 @@ class LatencyModel:
 
     def predict(self, features: Features, quantile: float | None) -> Latency:
         """Return the latencies of one more request; their quantiles, or their means for None."""
-        return Latency(
-            self._ttft_term(features).predict(self._ttft(features), quantile),
-            self.terms["tpot"].predict(self._tpot(features), quantile),
-        )
+        return self.predict_each(features, (quantile,))[0]
+
+    def predict_each(self, features: Features, quantiles: Sequence[float | None]) -> list[Latency]:
+        """Return the same for several quantiles; the step times behind them are computed once."""
+        ttft, tpot = self._ttft(features), self._tpot(features)
+        of_ttft, of_tpot = self._ttft_term(features), self.terms["tpot"]
+        return [Latency(of_ttft.predict(ttft, each), of_tpot.predict(tpot, each)) for each in quantiles]
 
     def learn(self, entry: Measured, quantile: float | None) -> Latency:
         """Learn from a measured request; return what was predicted of what was measured, else 0."""

@@ -81,8 +81,7 @@ class PredictionDesk(Collector):
         """Return one prediction, as the protocol has it; milliseconds."""
         name = self._name_of(pool, features)
         self._num_predicted[name] += 1
-        ttft, tpot = self.pools[name].predict(features, self.quantile)
-        mean = self.pools[name].predict(features, None) if self.quantile is not None else (ttft, tpot)
+        (ttft, tpot), mean = self.pools[name].predict_each(features, (self.quantile, None))
         return {
             "ttft_ms": ttft * 1e3,
             "tpot_ms": tpot * 1e3,

@@ -11,13 +11,12 @@ from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.hints import likely_meant
 from onbeat.files import read_yaml
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.perfmodel.memory import kv_capacity
+from onbeat.perfmodel.memory import USUAL_BATCHED_TOKENS, kv_capacity
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.profile_file import read_profile
 from onbeat.predict.latency import LatencyModel
 
-DEFAULT_BATCHED_TOKENS = 2048
 _KEYS = ("name", "profile", "num_kv_tokens", "max_num_batched_tokens")
 
 
@@ -35,7 +34,7 @@ class PoolConfig:
     """Measured step times."""
     num_kv_tokens: int | None = None
     """Tokens that its KV cache holds, as its log says; None: computed from the device's memory."""
-    max_num_batched_tokens: int = DEFAULT_BATCHED_TOKENS
+    max_num_batched_tokens: int = USUAL_BATCHED_TOKENS
     """Most tokens of one of its steps."""
 
     def __post_init__(self) -> None:
