@@ -13,11 +13,14 @@ from onbeat.vllm.refusals import refusal_text
 from onbeat.vllm.requests import ROUTES
 from onbeat.vllm.telemetry import Publisher, request_message
 from tests.cpu.vllm.vllm_app import (
+    ASK,
     BREAKS_OFF,
     CHAT,
     COMPLETIONS,
+    EXPIRED,
     HEAD,
     MESSAGES,
+    REFUSED,
     RESPONSES,
     STREAMS,
     VLLMApp,
@@ -29,11 +32,6 @@ from tests.cpu.vllm.vllm_app import (
     event,
     response_object,
 )
-
-REFUSED = refusal_text(429, predicted_ttft=1.25, retry_after=2.5)
-EXPIRED = refusal_text(504)
-ASK = {"model": "m", "messages": [], "slo": {"ttft_ms": 500, "tbt_ms": 50}}
-KEY_HASH = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"  # of "test"
 
 
 def refused_answers(path: str, text: str):

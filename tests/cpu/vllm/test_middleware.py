@@ -9,9 +9,9 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.vllm.objectives import read
-from onbeat.vllm.refusals import refusal_text
 from onbeat.vllm.requests import ROUTES
 from tests.cpu.vllm.vllm_app import (
+    ASK,
     CHAT,
     MESSAGES,
     VLLMApp,
@@ -20,9 +20,6 @@ from tests.cpu.vllm.vllm_app import (
     client_of,
 )
 
-REFUSED = refusal_text(429, predicted_ttft=1.25, retry_after=2.5)
-EXPIRED = refusal_text(504)
-ASK = {"model": "m", "messages": [], "slo": {"ttft_ms": 500, "tbt_ms": 50}}
 KEY_HASH = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"  # of "test"
 
 
