@@ -45,7 +45,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         choices=("auto", "always", "off"),
         default="auto",
-        help="measure steps at the start: unless there is a profile, each time, or never",
+        help="whether steps are measured at the start; that is not there yet: `always` is refused, and the "
+        "others take the profile, or a guess",
     )
     group.add_argument("--profile", type=Path, metavar="FILE", help="measured step times to plan with")
     group.add_argument(

@@ -37,7 +37,8 @@ class PluginConfig:
     telemetry: str | None = None
     """ZeroMQ address on which the scheduler tells what it does; None: it tells nobody."""
     calibrate: Calibrate = "auto"
-    """`auto` measures steps at the start unless a profile is there, `always` each time, `off` never."""
+    """Whether steps are measured at the start, which is not there yet: `always` is refused, and the others
+    take the profile, or a guess."""
     profile: Path | None = None
     """File of measured step times."""
     max_body_bytes: int = MAX_BODY_BYTES
