@@ -72,6 +72,7 @@ class MetricsExporter(Collector):
         self._fleet_counts = fleet_counts or FleetCounts()
         self._http: Counter[tuple[str, ...]] = Counter()
         self._stream_errors: Counter[str] = Counter()
+        self._rate_limited: Counter[str] = Counter()
         self._loop_lag = Histogram(LAG_SECONDS)
         self._refused_connections: Counter[str] = Counter()
         self._registry = CollectorRegistry()
@@ -94,6 +95,10 @@ class MetricsExporter(Collector):
     def count_stream_error(self, code: str) -> None:
         """Count one stream that began with status 200 and ended with an error event."""
         self._stream_errors[code] += 1
+
+    def count_rate_limited(self, limit: str) -> None:
+        """Count one request that was refused as its API key had reached a limit."""
+        self._rate_limited[limit] += 1
 
     def observe_loop_lag(self, seconds: float) -> None:
         """Count by how much later than it was due the server's event loop did something."""
@@ -198,6 +203,12 @@ class MetricsExporter(Collector):
             "Streams that ended with an error event",
             ("code",),
             keyed(self._stream_errors),
+        )
+        yield counters(
+            "onbeat_rate_limited",
+            "Requests refused as their API key had reached a limit",
+            ("limit",),
+            keyed(self._rate_limited),
         )
         yield counters(
             "onbeat_http_connections_refused",

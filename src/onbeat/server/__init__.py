@@ -4,6 +4,7 @@ The way of a request, and what holds for all of them:
 
 =================================  ====================================================================
 `connection`, `middleware`         bounds of a connection; id, log, key and size of a request
+`rate_limits`                      what an API key may take
 `chat`, `completions`              a route each, with its body and its answers
 `tokenization`, `status`           the tokenizer; health, version, models
 `body`, `checked_fields`, `fields`  bytes to a checked body; which fields are honoured, refused, ignored

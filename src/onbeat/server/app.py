@@ -38,10 +38,12 @@ from onbeat.server.middleware import (
 )
 from onbeat.server.openapi import describe
 from onbeat.server.prompts import PromptEncoder
+from onbeat.server.rate_limits import RATE_HEADERS, RateLimits
 from onbeat.server.reply import reply_style
 from onbeat.server.responses import ResponseRequest, response_routes
 from onbeat.server.scores import RERANK_PATHS, SCORE_PATHS, RerankRequest, ScoreRequest, score_routes
 from onbeat.server.services import Services
+from onbeat.server.slo_defaults import NO_LIMITS
 from onbeat.server.status import health_routes, model_routes
 from onbeat.server.telemetry import Telemetry
 from onbeat.server.tokenization import DetokenizeRequest, TokenizeRequest, tokenizer_routes
@@ -64,7 +66,7 @@ REQUEST_BODIES = (
 )
 EXPOSED_HEADERS = (
     *("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms"),
-    *(PREDICTED_TTFT_HEADER, IGNORED_FIELDS_HEADER),
+    *(PREDICTED_TTFT_HEADER, IGNORED_FIELDS_HEADER, *RATE_HEADERS),
 )
 """Headers of answers that pages of other origins may read."""
 
@@ -167,6 +169,8 @@ def create_app(
 def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) -> None:
     """Wrap the application, from the inside out."""
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    if limits := {key: its.limits for key, its in config.slo.keys.items() if its.limits != NO_LIMITS}:
+        app.add_middleware(RateLimits, limits=limits, on_limited=telemetry.exporter.count_rate_limited)
     app.add_middleware(ApiKeys, keys=config.guarding_keys)
     app.add_middleware(PathCheck)
     if config.allowed_origins:

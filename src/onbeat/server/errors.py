@@ -6,6 +6,7 @@ error                                     status  type / code of the body
 InvalidRequest                            400     invalid_request_error / invalid_value or its own code
 PromptTooLong                             400     invalid_request_error / context_length_exceeded
 missing or wrong API key                  401     invalid_request_error / invalid_api_key
+limit of an API key reached               429     rate_limit_error / rate_limit_exceeded
 unknown model                             404     invalid_request_error / model_not_found
 unknown path, wrong method                404/5   invalid_request_error / not_found, method_not_allowed
 body over the limit                       413     invalid_request_error / request_too_large
@@ -143,7 +144,7 @@ def error_reply(error: Exception) -> ErrorReply:
             if error.retry_after is None:
                 headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
             else:
-                headers = _retry_headers(error.retry_after)
+                headers = retry_headers(error.retry_after)
         case RequestRejected():
             status, code, param = 400, error.code or "invalid_value", error.param
         case EngineDead():
@@ -203,7 +204,7 @@ def unattainable(error: SLOUnattainable, request: HasObjectives) -> ApiError:
     slo = request.slo
     objectives = {f"{name}_ms": milliseconds(getattr(slo, name, None)) for name in ("ttft", "tbt", "e2e")}
     # After a wait there is no estimate unless the engine gives one; clients then back off by themselves.
-    retry = {} if has_waited and not error.retry_after > 0 else _retry_headers(error.retry_after)
+    retry = {} if has_waited and not error.retry_after > 0 else retry_headers(error.retry_after)
     return ApiError(
         504 if has_waited else 429,
         str(error),
@@ -225,7 +226,7 @@ def job_unattainable(error: SLOUnattainable) -> ApiError:
         str(error),
         code=error.code or "job_unattainable",
         param="slo.job",
-        headers=_retry_headers(error.retry_after),
+        headers=retry_headers(error.retry_after),
         details={
             "reason": "predicted_job_time_above_deadline",
             "predicted_job_ms": milliseconds(error.predicted_ttft),
@@ -243,7 +244,7 @@ def predicted_ttft_header(predicted: float | None) -> Mapping[str, str]:
     return {} if predicted is None else {PREDICTED_TTFT_HEADER: f"{predicted * 1e3:.1f}"}
 
 
-def _retry_headers(seconds: float) -> dict[str, str]:
+def retry_headers(seconds: float) -> dict[str, str]:
     """Return when to try again: as the standard has it, and as OpenAI's clients read it first."""
     seconds = min(seconds, LONGEST_RETRY_SECONDS) if seconds > 0 else RETRY_AFTER_SECONDS
     return {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1e3))}

@@ -22,7 +22,8 @@ LARGEST_WEIGHT = 1000.0
 
 _SECTIONS = ("classes", "api_keys")
 _CLASS_KEYS = ("name", *OBJECTIVE_KEYS, "weight", "shed")
-_KEY_KEYS = ("key_sha256", "key_env", "class", "weight", "tenants")
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_open_requests")
+_KEY_KEYS = ("key_sha256", "key_env", "class", "weight", "tenants", *_LIMITS)
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
 
 
@@ -44,6 +45,30 @@ class ClassDefaults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeyLimits:
+    """How much the requests of one API key may take. None is no limit.
+
+    Raises
+    ------
+    ConfigError : a limit below 1.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """Of prompts and answers."""
+    max_open_requests: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in _LIMITS:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+
+
+NO_LIMITS = KeyLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeyDefaults:
     """What the requests of one API key are given unless they say otherwise, and what they may say.
 
@@ -57,6 +82,8 @@ class KeyDefaults:
     """Its requests may state no more; None leaves that to their class."""
     names_tenants: bool = False
     """Whether its holder, such as a gateway, says whose each request is; else all are the key's."""
+    limits: KeyLimits = NO_LIMITS
+    """Of all its requests together."""
 
     def __post_init__(self) -> None:
         check_weight(self.weight)
@@ -146,6 +173,7 @@ def read_classes_file(path: Path, environment: Mapping[str, str]) -> ClassesFile
         api_keys:
           - {key_env: TEAM_A_KEY, class: chat}
           - {key_sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08, weight: 3}
+          - {key_env: CORPUS_KEY, class: offline, tokens_per_minute: 600000, max_open_requests: 8}
 
     Parameters
     ----------
@@ -241,13 +269,28 @@ def _key_defaults(where: str, entry: Mapping[str, Any]) -> KeyDefaults:
     name, weight, names_tenants = entry.get("class"), entry.get("weight"), entry.get("tenants", False)
     if not isinstance(names_tenants, bool):
         raise ConfigError(f"tenants of {where} must be true or false, got {names_tenants!r}")
-    if name is None and weight is None and not names_tenants:
-        raise ConfigError(f"{where} gives its key nothing; give a class, a weight or 'tenants: true'")
+    limits = _limits(where, entry)
+    if name is None and weight is None and not names_tenants and limits == NO_LIMITS:
+        raise ConfigError(
+            f"{where} gives its key nothing; give a class, a weight, 'tenants: true', or one of "
+            f"{', '.join(_LIMITS)}"
+        )
     if not (name is None or isinstance(name, str)):
         raise ConfigError(f"the class of {where} must be a name, got {name!r}")
     if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
         raise ConfigError(f"the weight of {where} must be a number, got {weight!r}")
     try:
-        return KeyDefaults(slo_class=name, weight=weight, names_tenants=names_tenants)
+        return KeyDefaults(slo_class=name, weight=weight, names_tenants=names_tenants, limits=limits)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _limits(where: str, entry: Mapping[str, Any]) -> KeyLimits:
+    given = {name: entry[name] for name in _LIMITS if entry.get(name) is not None}
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{name} of {where} must be a whole number, got {value!r}")
+    try:
+        return KeyLimits(**given)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error

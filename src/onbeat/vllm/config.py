@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_args
 from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.hints import likely_meant
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode
-from onbeat.server.slo_defaults import ClassesFile, SLODefaults, read_classes_file
+from onbeat.server.slo_defaults import NO_LIMITS, ClassesFile, SLODefaults, read_classes_file
 
 Word = TypeVar("Word", bound=str)
 Calibrate = Literal["auto", "always", "off"]
@@ -87,6 +87,11 @@ def _read(stated: Mapping[str, Any], environment: Mapping[str, str]) -> PluginCo
     file = ClassesFile()
     if stated.get("classes") is not None:
         file = read_classes_file(Path(_text(stated, "classes")), environment)
+        if any(its.limits != NO_LIMITS for its in file.keys.values()):
+            raise ConfigError(
+                f"{stated['classes']} limits what an API key may take, which only onbeat serve does; "
+                "leave that out"
+            )
     others: dict[str, Any] = {}
     if stated.get("profile") is not None:
         others["profile"] = Path(_text(stated, "profile"))

@@ -8,7 +8,14 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLO_CLASSES, ShedMode
-from onbeat.server.slo_defaults import ClassDefaults, ClassesFile, KeyDefaults, key_digest, read_classes_file
+from onbeat.server.slo_defaults import (
+    ClassDefaults,
+    ClassesFile,
+    KeyDefaults,
+    KeyLimits,
+    key_digest,
+    read_classes_file,
+)
 
 DIGEST = key_digest("team-b")
 
@@ -44,6 +51,12 @@ def test_a_full_file(tmp_path: Path) -> None:
         key_digest("team-a"): KeyDefaults(slo_class="chat"),
         DIGEST: KeyDefaults(slo_class="batch", weight=3.0, names_tenants=True),
     }
+
+
+def test_limits_of_a_key(tmp_path: Path) -> None:
+    text = f"api_keys: [{{key_sha256: '{DIGEST}', tokens_per_minute: 900, max_open_requests: 8}}]"
+    limits = KeyLimits(tokens_per_minute=900, max_open_requests=8)
+    assert read(tmp_path, text).keys == {DIGEST: KeyDefaults(limits=limits)}
 
 
 def test_either_section_may_be_left_out(tmp_path: Path) -> None:
@@ -92,6 +105,9 @@ BAD_FILES = {
     "api_keys: [{key_env: SET, weight: true}]": "the weight of api_keys[0] must be a number",
     "api_keys: [{key_env: SET, tenants: 1}]": "tenants of api_keys[0] must be true or false, got 1",
     "api_keys: [{key_env: SET, tenants: false}]": "gives its key nothing",
+    "api_keys: [{key_env: SET, tokens_per_minute: 0}]": "api_keys[0]: tokens_per_minute is 0; it must be at",
+    "api_keys: [{key_env: SET, requests_per_minute: 1.5}]": "requests_per_minute of api_keys[0] must be a",
+    "api_keys: [{key_env: SET, max_open_requests: true}]": "must be a whole number, got True",
     "api_keys: [{key_env: SET, weight: -1}]": "api_keys[0]: the weight is -1",
     "api_keys: [{key_env: SET, weight: 1}, {key_env: SAME, weight: 2}]": "api_keys[1] is the same API key",
 }

@@ -96,3 +96,10 @@ def test_what_the_middleware_has_worked_out_comes_through_as_it_is(defaults):
 def test_a_client_that_feigns_the_middleware_gets_no_more_weight_than_anybody_may_have(defaults):
     assert read({"slo_id": "x", "slo_weight": 999}, defaults).weight == 2.0
     assert read({"slo_weight": 1, "slo_tenant": "boss"}, defaults).tenant is None
+
+
+def test_limits_of_keys_are_the_servers(tmp_path):
+    path = tmp_path / "classes.yaml"
+    path.write_text("api_keys: [{key_env: KEY, tokens_per_minute: 5}]")
+    with pytest.raises(ConfigError, match="limits what an API key may take, which only onbeat serve does"):
+        read_config({"onbeat": {"classes": str(path)}}, {"KEY": "secret"})
