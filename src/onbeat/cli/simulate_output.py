@@ -27,6 +27,7 @@ from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import Simulation
 from onbeat.simulator.virtual_clients import call_times
 from onbeat.workload.job_load import job_outcomes
+from onbeat.workload.lanes import LANES
 from onbeat.workload.offered import OfferedLoad
 
 HIDDEN_SETTINGS = frozenset({"run", "command"})
@@ -96,7 +97,7 @@ def as_run(
 
 
 def _jobs(load: OfferedLoad, result: SimulationResult) -> dict[str, JobSummary]:
-    if load.jobs is None:
+    if load.jobs is None or load.name == LANES:  # whose requests are nobody's jobs
         return {}
     calls = {int(each.request_id): call_times(each) for each in result.records}
     return summarise_jobs(job_outcomes(load.jobs, calls))

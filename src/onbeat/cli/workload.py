@@ -18,6 +18,7 @@ from onbeat.core.slo import OBJECTIVES, SLO, SLO_CLASSES
 from onbeat.workload.arrival_plan import ArrivalKind, ArrivalPlan
 from onbeat.workload.arrivals import RateStep
 from onbeat.workload.class_traces import have_traces
+from onbeat.workload.lanes import LANE_CLASSES, LANES
 from onbeat.workload.load_source import JOB_LOADS, TIMED_LOADS, LoadName, LoadSource, make_load
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
@@ -233,6 +234,8 @@ def offered_load(options: WorkloadOptions, *, max_model_len: int, seed: int) -> 
     source = load_source(options)
     if options.num_prompts is not None and options.num_prompts < 1:
         raise ConfigError(f"--num-prompts must be at least 1, got {options.num_prompts}")
+    if source.name == LANES and not classes:
+        classes = LANE_CLASSES
     plan = arrival_plan(options, is_timed=source.name in TIMED_LOADS)
     load = make_load(source, plan, num_requests=options.num_prompts, seed=seed)
     if not have_traces(classes):
@@ -281,8 +284,8 @@ def _refuse_foreign(options: WorkloadOptions, name: str) -> None:
     for field, names in owners.items():
         if getattr(options, field) and name not in names:
             raise ConfigError(f"{flags[field]} is for --dataset-name {' or '.join(names)}, not for {name}")
-    if options.output_len is not None and name in JOB_LOADS:
-        raise ConfigError(f"--output-len has no effect on {name}, whose calls have lengths of their own")
+    if options.output_len is not None and name in {*JOB_LOADS, LANES}:
+        raise ConfigError(f"--output-len has no effect on {name}, whose requests have lengths of their own")
     if options.output_len is not None and options.output_len < 1:
         raise ConfigError(f"--output-len must be at least 1, got {options.output_len}")
 

@@ -102,7 +102,7 @@ class JobChains:
         number, index = self._rows.place(row)
         job = self._rows.jobs[number]
         self._ends.setdefault(number, now + job.deadline)
-        if job.deadline == inf:
+        if job.deadline == inf or not job.calls[index].output_tokens:  # a server takes no job there
             return slo
         call = JobCall(
             job_id=str(number),

@@ -22,6 +22,7 @@ class Call:
     input_tokens: int
     """Of its own: a question, or what a tool has returned."""
     output_tokens: int
+    """0 where it wants the embedding of its input, not an answer."""
     think: float = 0.0
     """Seconds between the end of the calls that it needs and its arrival: a person reads, a tool runs."""
     continues: int | None = None
@@ -77,9 +78,12 @@ class Job:
             self._check(index, call)
 
     def _check(self, index: int, call: Call) -> None:
-        for what, value in (("input_tokens", call.input_tokens), ("output_tokens", call.output_tokens)):
-            if value < 1:
-                raise ConfigError(f"{what} of call {index} is {value}; it must be at least 1")
+        for what, value, least in (
+            ("input_tokens", call.input_tokens, 1),
+            ("output_tokens", call.output_tokens, 0),
+        ):
+            if value < least:
+                raise ConfigError(f"{what} of call {index} is {value}; it must be at least {least}")
         if not (isfinite(call.think) and call.think >= 0):
             raise ConfigError(f"the think time of call {index} is {call.think:g} s; it must be 0 or more")
         if any(not 0 <= each < index for each in call.needs):
@@ -88,13 +92,20 @@ class Job:
                 "calls in an order in which they can run"
             )
 
+        for each in (*call.quotes, *(() if call.continues is None else (call.continues,))):
+            if not self.calls[each].output_tokens:
+                raise ConfigError(
+                    f"call {index} goes on with or quotes call {each}, which has an embedding and no answer; "
+                    "let it come after that call ('after')"
+                )
+
     @cached_property
     def calls_left(self) -> tuple[int, ...]:
-        """How many calls follow each call, one after another; calls that run at once count as one."""
+        """How many answers follow each call, one after another; calls that run at once count as one."""
         left = [0] * len(self.calls)
         for index in range(len(self.calls) - 1, -1, -1):
             for each in self.calls[index].needs:
-                left[each] = max(left[each], left[index] + 1)
+                left[each] = max(left[each], left[index] + (self.calls[index].output_tokens > 0))
         return tuple(left)
 
     @cached_property

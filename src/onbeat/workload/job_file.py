@@ -5,7 +5,8 @@
         {"input_tokens": 350, "output_tokens": 120, "think_ms": 400}]}
 
 A call continues the one before it unless it has `continues` (the id of another call, or null to begin
-anew), `quotes` or `after` (ids of calls whose answers its prompt holds, or which it only waits for).
+anew), `quotes` or `after` (ids of calls whose answers its prompt holds, or which it only waits for). With 0
+output tokens it wants the embedding of its input.
 """
 
 from __future__ import annotations

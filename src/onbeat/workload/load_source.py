@@ -16,6 +16,7 @@ from onbeat.workload.job import Job
 from onbeat.workload.job_file import read_jobs
 from onbeat.workload.job_kinds import JOB_KINDS, draw_jobs
 from onbeat.workload.job_load import given_starts, job_load
+from onbeat.workload.lanes import LANES, lane_load
 from onbeat.workload.lengths import Lengths, LogNormalLength, UniformLength, ZipfLength
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.sharegpt import read_sharegpt, sharegpt_workload
@@ -37,8 +38,9 @@ LoadName = Literal[
     "retrieval-chain",
     "retrieval-plan",
     "map-reduce",
+    "lanes",
 ]
-DRAWN_LOADS = frozenset({"random", "conversation", "zipf", *JOB_KINDS})
+DRAWN_LOADS = frozenset({"random", "conversation", "zipf", LANES, *JOB_KINDS})
 """Those whose lengths come from a distribution, not from a file."""
 TIMED_LOADS = TIMED_KINDS | {"jobs"}
 """Those whose files may have times."""
@@ -133,6 +135,11 @@ def make_load(
     ConfigError : a bad file, or fewer requests than asked for in one that cannot be drawn from again.
     """
     rng = np.random.default_rng([seed, 0])
+    if source.name == LANES:
+        if arrivals is None:
+            raise ConfigError("chats and queries of lanes arrive by themselves: give --request-rate")
+        num_online = num_requests or DEFAULT_NUM_REQUESTS
+        return lane_load(arrivals.offsets(num_online, rng=np.random.default_rng([seed, 1])), rng)
     if source.name in JOB_LOADS:
         return _job_load(source, arrivals, num_requests, seed, rng)
     if source.name in DRAWN_LOADS:

@@ -44,7 +44,7 @@ def test_a_file_of_jobs_is_read(tmp_path: Path) -> None:
     ("job", "words"),
     [
         ({"calls": []}, "line 1: a job has no calls"),
-        ({"calls": [{**CALL, "output_tokens": 0}]}, "output_tokens of call 0 is 0"),
+        ({"calls": [{**CALL, "output_tokens": -1}]}, "output_tokens of call 0 is -1; it must be at least 0"),
         ({"calls": [{**CALL, "input_tokens": "many"}]}, "input_tokens is 'many'; it must be a whole number"),
         ({"calls": [{**CALL, "quotes": ["x"]}]}, "quotes names call 'x', which does not come before it"),
         ({"calls": [CALL], "deadline": 5}, "a job has no field 'deadline'"),
@@ -107,3 +107,13 @@ def test_drawn_jobs_can_be_kept_and_are_drawn_alike(kind: str) -> None:
     for job in draws[0]:
         assert job.deadline >= 3 * seconds_alone(job, 0.02)
         assert job.calls_left[-1] == 0
+
+
+def test_a_call_may_want_an_embedding(tmp_path: Path) -> None:
+    embed = {"id": "query", "input_tokens": 30, "output_tokens": 0}
+    (job,) = read_jobs(write(tmp_path / "jobs.jsonl", {"calls": [embed, {"after": ["query"], **CALL}]}), None)
+    assert job.calls_left == (1, 0)
+    load = job_load("jobs", [job], np.zeros(1))
+    assert (load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist()) == ([30, 32], [0, 16])
+    with pytest.raises(ConfigError, match="call 1 goes on with or quotes call 0, which has an embedding"):
+        read_jobs(write(tmp_path / "jobs.jsonl", {"calls": [embed, CALL]}), None)

@@ -1,0 +1,38 @@
+"""Lanes: chats and queries at their times, documents one behind another from the start."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.workload.arrival_plan import ArrivalPlan
+from onbeat.workload.lanes import LANE_CLASSES, NUM_CLIENTS, lane_load
+from onbeat.workload.load_source import LoadSource, make_load
+
+PLAN = ArrivalPlan(kind="gamma", rate=10.0)
+
+
+def test_lanes_are_drawn_alike_and_have_their_classes() -> None:
+    one, other = (
+        make_load(LoadSource(name="lanes"), PLAN, num_requests=70, seed=3).with_classes(LANE_CLASSES, seed=0)
+        for _ in range(2)
+    )
+    assert (one.num_prompt_tokens == other.num_prompt_tokens).all()
+    assert one.class_ids is not None
+    assert one.jobs is not None
+    kinds = np.array([LANE_CLASSES[row].name for row in one.class_ids.tolist()])
+    assert (one.num_output_tokens[kinds == "chat"] > 0).all()
+    assert (one.num_output_tokens[kinds != "chat"] == 0).all()
+    assert (int((kinds == "offline").sum()), int((kinds != "offline").sum())) == (140, 70)
+    assert len(one.jobs.heads) == NUM_CLIENTS + 70, "a client's next document waits for the one before"
+
+
+def test_lanes_without_a_corpus() -> None:
+    load = lane_load(np.arange(5.0), np.random.default_rng(0), num_documents=0, query_share=1.0)
+    assert load.num_output_tokens.tolist() == [0] * 5
+
+
+def test_lanes_need_arrivals() -> None:
+    with pytest.raises(ConfigError, match="give --request-rate"):
+        make_load(LoadSource(name="lanes"), None, num_requests=5, seed=0)
