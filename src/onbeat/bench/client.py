@@ -241,7 +241,7 @@ def refusal(
     if status in STATUSES and code not in BREAKDOWNS:
         record.status = STATUSES[status]
         record.predicted_ttft = milliseconds(fields.get("predicted_ttft_ms"))
-        record.retry_after = _retry_after(headers)
+        record.retry_after = retry_after(headers)
     return StreamError(
         f"HTTP {status}",
         error_text(message) if message is not None else "",
@@ -249,7 +249,7 @@ def refusal(
     )
 
 
-def _retry_after(headers: Mapping[str, str]) -> float | None:
+def retry_after(headers: Mapping[str, str]) -> float | None:
     """Return the wait that the headers ask for, seconds: the finer one of the two that servers send."""
     for name, unit in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
         try:

@@ -26,6 +26,7 @@ COMMANDS = {
     "serve": Command("onbeat.cli.serve", "serve a model behind an OpenAI-compatible API"),
     "top": Command("onbeat.cli.top", "watch a running server: queues, classes, steps and plans"),
     "bench": Command("onbeat.cli.bench", "load any OpenAI-compatible server and report its latency"),
+    "embed": Command("onbeat.cli.embed", "embed a corpus by a running server, in the time that others leave"),
     "simulate": Command("onbeat.cli.simulate", "run the scheduler on virtual hardware under a virtual clock"),
     "profile": Command(
         "onbeat.cli.profile", "measure a model's step times on this machine, and fit what predicts them"
