@@ -58,6 +58,9 @@ check: lint types imports ## Run all static checks
 lint: .venv/.dev ## Check format and lint rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/hadolint --ignore DL3008 deploy/Containerfile # versions of Debian's packages: those of the image
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec deploy/compose/compose.yaml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yaml
 
 types: .venv/.dev ## Check types
 	$(BIN)/mypy

@@ -133,7 +133,10 @@ def build_library(
         unit = unit._replace(flags=(*COMMON_FLAGS, *extra, *unit.flags))
         digest = _digest(compiler.version, *unit.flags, headers, unit.source.read_text(encoding="utf-8"))
         objects[cache / f"{variant}{unit.name}-{digest}.o"] = unit
-    link = (*compiler.command, *LINK_FLAGS, *(extra or STRICT_LINK_FLAGS))
+    own = shlex.split(
+        os.environ.get("LDFLAGS", "")
+    )  # such as -static-libstdc++, for wheels that others install
+    link = (*compiler.command, *LINK_FLAGS, *(extra or STRICT_LINK_FLAGS), *own)
     digest = _digest(*link, *(path.name for path in objects))
     stamp = cache / f"{variant}{output.name}.stamp"
     if output.is_file() and stamp.is_file() and stamp.read_text() == digest:
