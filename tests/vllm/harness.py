@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -69,10 +84,22 @@ def make_scheduler(
     max_num_seqs: int = 64,
     max_num_batched_tokens: int = 2048,
     prefix_caching: bool = False,
+    num_drafts: int = 0,
+    is_second_runner: bool = False,
+    windows: Sequence[int] = (),
+    more_groups: Sequence[Any] = (),
     options: dict[str, object] | None = None,
     **scheduling,
 ):
-    """Return vLLM's scheduler, with our mixin before it or without."""
+    """Return vLLM's scheduler, with our mixin before it or without.
+
+    Parameters
+    ----------
+    num_drafts : most draft tokens of a step.
+    is_second_runner : whether it works for vLLM's second model runner, which a CPU does not have.
+    windows : of sliding attention, tokens; each is a group of layers beside those of full attention.
+    more_groups : KV specifications of yet other groups.
+    """
     model = ModelConfig(
         model=str(folder),
         tokenizer=str(folder),
@@ -92,14 +119,20 @@ def make_scheduler(
             **scheduling,
         ),
         device_config=DeviceConfig("cpu"),
+        speculative_config=None if not num_drafts else _drafts(model, num_drafts),
         additional_config={"onbeat": options or {}},
     )
     config.scheduler_config.async_scheduling = is_async
+    if is_second_runner:
+        config.__class__ = type("Second", (VllmConfig,), {"use_v2_model_runner": True})
     config.cache_config.num_gpu_blocks = num_blocks
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    kv = KVCacheConfig(
-        num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
-    )
+    layer = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    specs = [
+        FullAttentionSpec(**layer),
+        *(SlidingWindowSpec(**layer, sliding_window=each) for each in windows),
+    ]
+    groups = [KVCacheGroupSpec([f"layer{index}"], each) for index, each in enumerate((*specs, *more_groups))]
+    kv = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     base = AsyncScheduler if is_async else Scheduler
     if plug_in:
         base = type(
@@ -109,8 +142,18 @@ def make_scheduler(
         vllm_config=config,
         kv_cache_config=kv,
         structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK,
+        block_size=math.lcm(*(each.block_size for each in (*specs, *more_groups))),
         log_stats=True,
+    )
+
+
+def _drafts(model: ModelConfig, num_drafts: int) -> SpeculativeConfig:
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=num_drafts,
+        prompt_lookup_max=3,
+        target_model_config=model,
+        target_parallel_config=ParallelConfig(),
     )
 
 
@@ -156,7 +199,7 @@ class Engine:
         self.ended: dict[str, list[Any]] = {}
         self.flying: deque[Any] = deque()
         self.free_at = clock.now
-        self.num_steps = self.num_cached = 0
+        self.num_steps = self.num_cached = self.num_accepted = 0
 
     def add(self, *requests: Request) -> None:
         self.arrivals.extend(requests)
@@ -194,12 +237,26 @@ class Engine:
         result = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[[self.rng.randrange(3, 1000)] if name in samples else [] for name in names],
+            sampled_token_ids=[self._sample(output, name) if name in samples else [] for name in names],
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=[],
         )
         self._hear(scheduler.update_from_output(output, result))
+        if scheduler.num_spec_tokens and self.depth == 1:
+            most = scheduler.num_spec_tokens
+            drafts = [self._tokens(self.rng.randrange(most + 1)) for _ in samples]
+            scheduler.update_draft_token_ids(DraftTokenIds(list(samples), drafts))
+
+    def _sample(self, output, name: str) -> list[int]:
+        """Return the tokens that a row samples; of its drafts, some are accepted."""
+        drafts = output.scheduled_spec_decode_tokens.get(name, ())
+        num_accepted = self.rng.randrange(len(drafts) + 1) if drafts else 0
+        self.num_accepted += num_accepted
+        return self._tokens(1 + num_accepted)
+
+    def _tokens(self, num: int) -> list[int]:
+        return [self.rng.randrange(3, 1000) for _ in range(num)]
 
     def _hear(self, outputs) -> None:
         for each in outputs.values():

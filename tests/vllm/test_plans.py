@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 
 import pytest
 
-from onbeat.scheduler.replica.parts import ChunkedPrompts
-from onbeat.scheduler.replica.slo.filler import RESERVATION
-
 pytest.importorskip("vllm.v1.core.sched.scheduler")
 from vllm.v1.request import RequestStatus
 
+from tests.vllm.chaos import let_chaos_plan
 from tests.vllm.harness import Clock, Engine, check_ended, make_request, make_scheduler, model_folder
 
 pytestmark = pytest.mark.vllm
@@ -134,8 +131,7 @@ class TestTightPlaces:
         scheduler = make_scheduler(
             folder, clock, is_async=is_async, num_blocks=400, prefix_caching=prefix_caching
         )
-        keeper = scheduler.onbeat.keeper
-        keeper.policy = dataclasses.replace(keeper.policy, composer=Chaos(seed))
+        let_chaos_plan(scheduler, seed)
         engine = Engine(scheduler, clock, depth=2 if is_async else 1)
         requests = [
             make_request(
@@ -156,44 +152,3 @@ class TestTightPlaces:
 
 def is_refused(output) -> bool:
     return str(output.finish_reason) != "length"
-
-
-class Chaos:
-    """Plans at random: skips, orders, chunks and preemptions that no policy would choose."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-
-    def compose(self, plan, order) -> None:
-        rng = self.rng
-        running = list(plan.running)
-        rng.shuffle(running)
-        if len(running) > 2 and rng.random() < 0.1:
-            plan.preempt(running.pop())
-        for state in running:
-            if state.num_in_flight_tokens and state.will_be_full:
-                continue
-            wanted = state.num_wanted_tokens
-            if rng.random() < 0.35 or plan.num_tokens_left < 1:
-                continue
-            if wanted == 1 and (not plan.num_growing([state]) or plan.take_block()):
-                plan.decodes.append(state)
-                plan.num_tokens_left -= 1
-            elif wanted > 1:
-                num = rng.randrange(1, min(wanted, plan.num_tokens_left) + 1)
-                plan.chunks.append((state, num))
-                plan.num_tokens_left -= num
-        waiting = list(plan.waiting)
-        rng.shuffle(waiting)
-        for state in waiting[: rng.randrange(3)]:
-            if plan.num_slots_left < 1 or plan.num_tokens_left < 1 or state.num_in_flight_tokens:
-                continue
-            cached = plan.match(state)
-            most = min(state.num_tokens - len(cached) * plan.block_size, plan.num_tokens_left)
-            plan.admit(state, cached, rng.randrange(1, most + 1), RESERVATION)
-        if plan.is_empty and plan.running and not plan.victims:
-            plan.decode_running()
-            plan.continue_prefills(ChunkedPrompts())
-
-    def commit(self, plan) -> None:
-        pass

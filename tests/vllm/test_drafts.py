@@ -1,0 +1,84 @@
+"""vLLM's speculative decoding under our plans: a decode takes its token and the drafts that it verifies."""
+
+from __future__ import annotations
+
+import pytest
+
+from onbeat.core.errors import ConfigError
+
+pytest.importorskip("vllm.v1.core.sched.scheduler")
+
+from tests.vllm.chaos import let_chaos_plan
+from tests.vllm.harness import Clock, Engine, check_ended, make_request, make_scheduler, model_folder
+from tests.vllm.test_plans import OBJECTIVES, check_planned, serve, workload
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+HOW = [
+    pytest.param({"is_async": False}, id="sync"),
+    pytest.param({"is_async": False, "is_second_runner": True}, id="sync, second runner"),
+    pytest.param({"is_async": True, "is_second_runner": True}, id="async, second runner"),
+]
+"""Steps overlap on vLLM's second model runner alone where there are drafts."""
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("mode", ["stream", "gap"])
+def test_every_step_is_as_planned(folder, how, mode):
+    requests = workload(60, 4.0, **OBJECTIVES)
+    engine = serve(folder, requests, **how, num_drafts=3, options={"mode": mode})
+    check_ended(engine, requests)
+    check_planned(engine)
+    assert engine.num_accepted > 500
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_where_memory_is_short_streams_are_preempted_and_end(folder, how, prefix_caching):
+    requests = workload(60, 20.0, long_every=0, **OBJECTIVES)
+    engine = serve(folder, requests, **how, num_drafts=3, num_blocks=90, prefix_caching=prefix_caching)
+    check_ended(engine, requests)
+    check_planned(engine)
+    assert sum(request.num_preemptions for request in requests) > 0
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_small_budget_holds_tokens_and_drafts(folder, how):
+    requests = workload(40, 10.0, long_every=4, **OBJECTIVES)
+    engine = serve(folder, requests, **how, num_drafts=3, max_num_seqs=16, max_num_batched_tokens=80)
+    check_ended(engine, requests)
+    check_planned(engine)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("seed", range(3))
+def test_any_plan_is_carried_out(folder, how, seed):
+    clock = Clock()
+    scheduler = make_scheduler(folder, clock, **how, num_blocks=400, num_drafts=3)
+    let_chaos_plan(scheduler, seed)
+    engine = Engine(scheduler, clock, depth=2 if how["is_async"] else 1)
+    requests = [
+        make_request(f"r{index}", 30 + 17 * (index % 23), 1 + index % 40, 1000.0 + 0.02 * index)
+        for index in range(80)
+    ]
+    engine.add(*requests)
+    engine.run()
+    check_ended(engine, requests)
+    check_planned(engine)
+    assert sum(request.num_preemptions for request in requests) > 5
+
+
+def test_the_first_runner_with_overlapped_steps_is_refused(folder):
+    with pytest.raises(ConfigError, match="--no-async-scheduling"):
+        make_scheduler(folder, Clock(), is_async=True, num_drafts=3)
+
+
+def test_more_drafts_than_a_block_are_refused(folder):
+    with pytest.raises(ConfigError, match="num_speculative_tokens"):
+        make_scheduler(folder, Clock(), num_drafts=20)
