@@ -58,8 +58,7 @@ _SPEED_OF_GPUS = "it tunes vLLM's GPU kernels and graphs; the GPU engine here ch
 FOREIGN_FLAGS = (
     # What is never done, or always.
     ForeignFlag("--trust-remote-code", "no code of a model is ever run", _SWITCH),
-    ForeignFlag("--enable-prompt-tokens-details", "usage always has them", _SWITCH),
-    ForeignFlag("--enable-request-id-headers", "answers always have x-request-id", _SWITCH),
+    ForeignFlag("--enable-prompt-tokens-details", "usage has them wherever they say something", _SWITCH),
     ForeignFlag("--enable-server-load-tracking", "GET /load always tells the load", _SWITCH),
     ForeignFlag("--enable-tokenizer-info-endpoint", "/tokenizer_info is always there", _SWITCH),
     ForeignFlag("--enable-offline-docs", "/docs never loads anything from elsewhere", _SWITCH),
@@ -110,7 +109,6 @@ FOREIGN_FLAGS = (
     ForeignFlag("--convert", _BY_PATH, values=("auto", "none", "embed")),
     ForeignFlag("--limit-mm-per-prompt", "prompts are text only", values=_limits_nothing, metavar=JSON),
     ForeignFlag("--hf-overrides", "a model's configuration is taken as it is", values=("{}",), metavar=JSON),
-    ForeignFlag("--root-path", "paths begin at the root; let the proxy strip its prefix", values=("", "/")),
 )
 
 _NO_LORA = "no LoRA adapters yet"
@@ -137,7 +135,6 @@ MISSING_FLAGS: Mapping[str, str] = {
     "no OTLP traces yet; --timeline writes a trace of steps and requests": "--otlp-traces-endpoint "
     "--collect-detailed-traces",
     "the log never holds prompts or answers": "--enable-log-outputs --enable-log-deltas",
-    "streams tell usage where stream_options.include_usage asks for it": "--enable-force-include-usage",
     "no embeddings in place of prompts": "--enable-prompt-embeds",
     "an engine never sleeps; stop the server": "--enable-sleep-mode",
     "KV stays in memory; --disaggregate moves it between replicas": "--kv-transfer-config "

@@ -15,7 +15,7 @@ from onbeat.core.errors import InvalidRequest, OnbeatError
 from onbeat.core.request import Request
 from onbeat.core.slo import SLOMode
 from onbeat.server.answer_format import EVENT_STREAM_HEADERS, AnswerFormat, Extras, WholeChoice
-from onbeat.server.answer_report import slo_report, usage_of
+from onbeat.server.answer_report import slo_report, usage_of, without_empty_details
 from onbeat.server.choices import Choice, ChoiceDelta, TextOptions
 from onbeat.server.config import MAX_ANSWER_PARTS
 from onbeat.server.errors import ClientGone, error_reply, predicted_ttft_header
@@ -205,6 +205,7 @@ class _AnswerWriter:
         self._slo_mode = slo_mode
         self._has_usage_event = body.includes_usage
         self._has_usage_so_far = body.has_continuous_usage
+        self._has_all_details = body.has_all_details
         self.ticket: CallTicket | None = None
         """Of a call of a job."""
         self._num_open = len(choices)
@@ -227,7 +228,7 @@ class _AnswerWriter:
         self._note_end(delta)
         is_last = self._num_open == 0 and not self._has_usage_event
         extras = Extras(
-            usage=usage_of([delta.choice], delta) if self._has_usage_so_far else None,
+            usage=self._usage([delta.choice], delta) if self._has_usage_so_far else None,
             slo=self._slo_report() if is_last else None,
         )
         return self._format.events(delta, extras)
@@ -244,7 +245,11 @@ class _AnswerWriter:
                 self._slo_reports.append(report)
 
     def _final_extras(self) -> Extras:
-        return Extras(usage=usage_of(self._choices), slo=self._slo_report())
+        return Extras(usage=self._usage(self._choices), slo=self._slo_report())
+
+    def _usage(self, choices: Sequence[Choice], delta: ChoiceDelta | None = None) -> dict[str, Any]:
+        usage = usage_of(choices, delta)
+        return usage if self._has_all_details else without_empty_details(usage)
 
     def _slo_report(self) -> dict[str, Any] | None:
         """Return how the objectives were kept: those of the worst choice, and of the job if there is one."""

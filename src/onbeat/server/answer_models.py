@@ -46,10 +46,15 @@ class CompletionTokensDetails(BaseModel):
     )
 
 
-class Usage(BaseModel):
+class TextUsage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
+
+
+class Usage(TextUsage):
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
 
@@ -176,7 +181,7 @@ class Completion(BaseModel):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoice]
-    usage: Usage
+    usage: TextUsage
     slo: SLOReport | None = None
 
 

@@ -44,6 +44,11 @@ def usage_of(choices: Sequence[Choice], delta: ChoiceDelta | None = None) -> dic
     }
 
 
+def without_empty_details(usage: dict[str, Any]) -> dict[str, Any]:
+    """Return a usage without the details of which all numbers are 0."""
+    return {key: value for key, value in usage.items() if not isinstance(value, dict) or any(value.values())}
+
+
 def slo_report(choice: Choice, mode: SLOMode) -> dict[str, Any] | None:
     """Return how a finished choice fared, as the `slo` object of an answer. None without objectives.
 

@@ -13,13 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from onbeat import __version__
-from onbeat.core.errors import OnbeatError
+from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.protocols import EngineClient, FleetView, Tokenizer
 from onbeat.server.chat import ChatCompletionRequest, chat_routes
 from onbeat.server.cohere import COHERE_PATH, CohereEmbedRequest, cohere_routes
 from onbeat.server.completions import CompletionRequest, completion_routes
 from onbeat.server.config import ServerConfig
-from onbeat.server.embeddings import EmbeddingRequest, embedding_routes
+from onbeat.server.embeddings import POOLING_PATH, EmbeddingRequest, PoolingRequest, embedding_routes
 from onbeat.server.errors import IGNORED_FIELDS_HEADER, PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.fleet import FLEET_BODIES, fleet_routes
 from onbeat.server.generation import Generator
@@ -35,6 +35,7 @@ from onbeat.server.middleware import (
     BodyLimit,
     PathCheck,
     RequestLog,
+    RootPath,
 )
 from onbeat.server.openapi import describe
 from onbeat.server.prompts import PromptEncoder
@@ -55,14 +56,14 @@ ENDPOINTS = OPEN_PATHS | {
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),
     *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize", "/tokenizer_info", INVOCATIONS_PATH),
-    *("/v1/embeddings", COHERE_PATH, *RERANK_PATHS, *SCORE_PATHS),
+    *("/v1/embeddings", COHERE_PATH, POOLING_PATH, *RERANK_PATHS, *SCORE_PATHS),
     *("/fleet", "/fleet/drain", "/fleet/scale", "/fleet/restart"),
 }
 """The paths that the log and the metrics tell apart."""
 REQUEST_BODIES = (
     *(ChatCompletionRequest, CompletionRequest, ResponseRequest, MessageRequest),
     *(CountTokensRequest, TokenizeRequest, DetokenizeRequest),
-    *(EmbeddingRequest, CohereEmbedRequest, RerankRequest, ScoreRequest),
+    *(EmbeddingRequest, PoolingRequest, CohereEmbedRequest, RerankRequest, ScoreRequest),
 )
 EXPOSED_HEADERS = (
     *("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms"),
@@ -91,13 +92,19 @@ def create_app(
     telemetry : metrics and timeline; its tracker must observe the engine.
     fleet : the replicas behind the engine client, to show and to ask; None where there is nothing to ask.
 
+    Raises
+    ------
+    ConfigError : the prefix of paths is one that the API has itself.
+
     Notes
     -----
     `app.state` has what `server.run` needs of the application: `lifecycle`, `engine`, `fleet`,
     `telemetry`, and `warm_up`, which does ahead what first requests would wait for.
     """
     lifecycle = Lifecycle()
-    info = engine.info
+    info, prefix = engine.info, config.prefix
+    if prefix and (taken := [path for path in sorted(ENDPOINTS) if f"{path}/".startswith(f"{prefix}/")]):
+        raise ConfigError(f"root_path is {prefix!r}, where {taken[0]} already is; choose another prefix")
     services = Services(
         engine=engine,
         fleet=fleet,
@@ -135,6 +142,7 @@ def create_app(
         redirect_slashes=False,
         redoc_url=None,
         static_url=DOCS_FILES,
+        servers=[{"url": prefix}] if prefix else None,
     )
     app.state.lifecycle = lifecycle
     app.state.engine = engine
@@ -187,4 +195,7 @@ def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) ->
         on_done=telemetry.on_http,
         load=telemetry.exporter.load,
         log_requests=config.log_requests,
+        names_all=config.request_id_headers,
     )
+    if config.prefix:
+        app.add_middleware(RootPath, prefix=config.prefix)

@@ -40,6 +40,7 @@ from onbeat.server.config import ServerConfig
 from onbeat.server.engine_requests import engine_requests
 from onbeat.server.generation_request import (
     GenerationRequest,
+    as_server_has_it,
     check_common,
     check_num_logprobs,
     encode_options,
@@ -126,7 +127,7 @@ def chat_routes(services: Services) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
         services.lifecycle.check_open()
-        body = await read_body(request, ChatCompletionRequest)
+        body = as_server_has_it(await read_body(request, ChatCompletionRequest), services.config)
         head = new_head("chatcmpl", services.check_model(body.model))
         requests, options = await chat_requests(body, request, head, services)
         return AnswerResponse(body, requests, options, ChatFormat(head, body, writers, role), services)

@@ -105,11 +105,9 @@ def _options(body: CohereEmbedRequest, max_model_len: int) -> EncodeOptions:
     ------
     InvalidRequest : both Cohere's fields and ours say how texts are cut.
     """
-    if body.truncate_prompt_tokens is not None:
-        raise InvalidRequest(
-            "truncate_prompt_tokens is not taken here; send truncate and max_tokens",
-            param="truncate_prompt_tokens",
-        )
+    for name in ("truncate_prompt_tokens", "truncation_side"):
+        if getattr(body, name) is not None:
+            raise InvalidRequest(f"{name} is not taken here; send truncate and max_tokens", param=name)
     most = min(body.max_tokens or max_model_len, max_model_len)
     options = EncodeOptions(add_special_tokens=body.add_special_tokens is not False, param="texts")
     if body.truncate == "NONE":

@@ -37,6 +37,7 @@ from onbeat.server.engine_requests import engine_requests
 from onbeat.server.errors import unsupported
 from onbeat.server.generation_request import (
     GenerationRequest,
+    as_server_has_it,
     check_common,
     check_num_logprobs,
     encode_options,
@@ -95,6 +96,8 @@ class CompletionRequest(GenerationRequest):
 
     default_max_tokens = 16
     """OpenAI's."""
+    has_all_details = False
+    """As OpenAI's text completions, whose usage has none."""
 
     prompt: Annotated[list[PromptInput], PlainValidator(checked_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     echo: Flag | None = None
@@ -157,7 +160,7 @@ def completion_routes(services: Services) -> APIRouter:
         """Go on writing a text."""
         services.lifecycle.check_open()
         context, info = context_of(request.scope), services.info
-        body = await read_body(request, CompletionRequest)
+        body = as_server_has_it(await read_body(request, CompletionRequest), config)
         head = new_head("cmpl", services.check_model(body.model))
         context.completion_id = head.completion_id
         check_common(body, config, info, num_prompts=len(body.prompt))

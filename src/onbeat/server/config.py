@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.hang import HangLimits
 from onbeat.core.options import check, option, part
 from onbeat.server.slo_defaults import SLODefaults, key_digest
@@ -51,6 +51,9 @@ fill it, and so may two with 15 alternatives for each token."""
 
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+", re.ASCII)
 """What a browser sends as `Origin`, and `*` for all of them."""
+
+_ROOT_PATH = re.compile(r"/?|(/[A-Za-z0-9._~-]+)+")
+"""No prefix at all, or some parts of a path."""
 
 _option = partial(option, group="server")
 
@@ -123,6 +126,25 @@ class ServerConfig:
     shutdown_timeout: float = _option(30.0, metavar="SECONDS", help="time to drain after SIGTERM")
     hang: HangLimits = field(default_factory=HangLimits)
     log_requests: bool = _option(default=True, help="one line a request")
+    root_path: str = _option(
+        "",
+        metavar="PREFIX",
+        help="prefix under which a proxy shows this server, such as /llm; paths may begin with it or not",
+    )
+    request_id_headers: bool = _option(
+        default=False,
+        flag="--enable-request-id-headers",
+        help="put x-request-id into all answers, those of /health and the like included",
+    )
+    force_include_usage: bool = _option(
+        default=False,
+        flag="--enable-force-include-usage",
+        help="put the usage so far into every event of a stream, as if stream_options asked for it",
+    )
+    return_tokens_as_token_ids: bool = _option(
+        default=False,
+        help="name tokens token_id:5 beside log-probabilities, unless a request says otherwise",
+    )
     metrics_aliases: Literal["vllm"] | None = _option(None, help="export metrics under these names too")
     slo: SLODefaults = field(default_factory=SLODefaults)
     """What requests get that do not state it themselves: objectives, class, weight."""
@@ -149,11 +171,7 @@ class ServerConfig:
             raise ConfigError(
                 f"shutdown_timeout is {self.shutdown_timeout}; it must be finite and not negative"
             )
-        if wrong := [each for each in self.allowed_origins if not _ORIGIN.fullmatch(each)]:
-            raise ConfigError(
-                f"allowed_origins holds {wrong[0]!r}, which no browser sends; give *, or an origin such as "
-                "https://app.example or http://localhost:3000, in small letters and without a path"
-            )
+        self._check_addresses()
         if self.tool_call_parser not in ("auto", "none"):
             family_named(self.tool_call_parser)
         if self.reasoning_parser not in ("auto", "none"):
@@ -167,6 +185,22 @@ class ServerConfig:
             )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile; only one is given")
+
+    def _check_addresses(self) -> None:
+        if wrong := [each for each in self.allowed_origins if not _ORIGIN.fullmatch(each)]:
+            raise ConfigError(
+                f"allowed_origins holds {wrong[0]!r}, which no browser sends; give *, or an origin such as "
+                "https://app.example or http://localhost:3000, in small letters and without a path"
+            )
+        if not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(
+                f"root_path is {quoted(self.root_path)}; give a path such as /llm, without / at its end"
+            )
+
+    @property
+    def prefix(self) -> str:
+        """What stands before paths that a proxy shows, such as `/llm`; empty for nothing."""
+        return self.root_path.rstrip("/")
 
     @property
     def fleet_keys(self) -> tuple[str, ...]:

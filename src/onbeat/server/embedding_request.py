@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,9 @@ class TextsRequest(ObjectiveFields):
 
     model: str | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = None
-    """Keep only this many of each text's last tokens; -1 keeps what fits."""
+    """Keep only this many of each text's tokens; -1 keeps what fits."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Whether its last tokens are kept (left, the default) or its first."""
     add_special_tokens: Flag | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] | None = None
     """Lower is earlier; needs the priority scheduling policy unless 0."""
@@ -210,13 +212,20 @@ def encode_options(
 
     Raises
     ------
-    InvalidRequest : truncation leaves nothing of them.
+    InvalidRequest : truncation leaves nothing of them, or more than fits.
     """
     asked = body.truncate_prompt_tokens
+    if (asked or 0) > max_model_len:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is {asked}; this model takes at most {max_model_len} tokens. Please "
+            "request a smaller truncation size. -1 keeps what fits",
+            param="truncate_prompt_tokens",
+        )
     return EncodeOptions(
         add_special_tokens=special if body.add_special_tokens is None else body.add_special_tokens,
         # there is no answer to leave room for
         truncate_to=truncate_to(asked, max_tokens=1, max_model_len=max_model_len + 1),
+        keeps_first=body.truncation_side == "right",
         param=param,
     )
 
@@ -227,7 +236,8 @@ def _check_lengths(prompts: Sequence[list[int]], max_model_len: int, param: str)
         if len(token_ids) > max_model_len:
             raise PromptTooLong(
                 f"{param}[{index}] has {len(token_ids)} tokens; this model takes at most {max_model_len}. "
-                "Shorten it, or set truncate_prompt_tokens to -1 to keep the last tokens that fit",
+                "Please reduce the length of the input prompt, or set truncate_prompt_tokens to -1 to keep "
+                "what fits",
                 param=param,
             )
 

@@ -1,9 +1,10 @@
-"""POST /v1/embeddings: its body and its answer."""
+"""POST /v1/embeddings, and vLLM's /pooling for the same vectors: bodies and answers."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -14,7 +15,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from onbeat.core.errors import InvalidRequest
+from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.core.protocols import EngineInfo
 from onbeat.server.answer import cancelled_on_disconnect, prediction_header
 from onbeat.server.body import WHOLE, Flag
@@ -29,12 +30,15 @@ from onbeat.server.embedding_request import (
     encode_options,
     read_texts,
 )
+from onbeat.server.errors import unsupported
 from onbeat.server.fair_threads import Turns
 from onbeat.server.middleware import context_of
-from onbeat.server.openapi_embeddings import EmbeddingList, embedding_route
-from onbeat.server.pieces import Piece, PiecesResponse
+from onbeat.server.openapi_embeddings import EmbeddingList, PooledList, embedding_route
+from onbeat.server.pieces import PiecesResponse
 from onbeat.server.prompts import PromptInput
 from onbeat.server.services import Services
+
+POOLING_PATH = "/pooling"
 
 _TEXT = {"type": "string", "minLength": 1}
 _INPUT_SCHEMA = {
@@ -61,11 +65,17 @@ class EmbeddingRequest(TextsRequest):
     messages: ChatMessages | None = None
     """A chat, which the model's template makes one text of."""
     encoding_format: Literal["float", "base64"] | None = None
-    """base64 is of the numbers as float32, little-endian."""
+    """base64 is of the numbers' bytes."""
+    embed_dtype: Literal["float32", "float16"] | None = None
+    """Type of the numbers in base64; float32 if absent."""
+    endianness: Literal["little", "big", "native"] | None = None
+    """Order of their bytes in base64; little if absent."""
     dimensions: Annotated[int, Field(ge=1), WHOLE] | None = None
     """Give the first numbers of each embedding alone."""
     normalize: Flag | None = None
     """Give each embedding the length 1; true if absent."""
+    use_activation: Flag | None = None
+    """vLLM's name of `normalize`."""
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -76,34 +86,62 @@ class EmbeddingRequest(TextsRequest):
         return
 
 
+class PoolingRequest(EmbeddingRequest):
+    """vLLM's request for what a model pools, which is an embedding here."""
+
+    task: str | None = None
+    """Only `embed`."""
+
+
 def embedding_routes(services: Services) -> APIRouter:
-    """Return the route of embeddings."""
+    """Return the routes of embeddings."""
     router = APIRouter()
 
     @router.post("/v1/embeddings", **embedding_route(EmbeddingRequest, EmbeddingList))
     async def embeddings(request: Request) -> Response:
         """Make vectors of texts."""
         body, head = await read_texts(request, EmbeddingRequest, services, prefix="embd")
-        context, info = context_of(request.scope), services.info
-        check_dimensions(body.dimensions, "dimensions", info)
-        if (body.input is None) == (body.messages is None):
-            raise InvalidRequest("send either input or messages", param="input")
-        texts, param = body.input, "input"
-        if texts is None:
-            param = "messages"
-            async with cancelled_on_disconnect(request.receive):
-                template, style = services.chat_template, services.reply_style
-                texts = [await render_chat(body, services.encoder, template, style, context.caller)]
-        check_texts(texts, param)
-        options = encode_options(body, info.max_model_len, param=param, special=param == "input")
-        embedded = await embed(services, request, body, texts, options)
-        pieces, turns = list[Piece](), Turns()
-        for piece in _whole(embedded, body, head.model):
-            pieces.append(piece)
-            await turns.rest()
-        return PiecesResponse(pieces, services.slow_readers, prediction_header(embedded.choices))
+        embedded = await _embedded(body, request, services)
+        return await _answer(embedded, body, ("embedding", "embedding"), {"model": head.model}, services)
+
+    @router.post(POOLING_PATH, **embedding_route(PoolingRequest, PooledList))
+    async def pooling(request: Request) -> Response:
+        """Make vectors of texts, in vLLM's form."""
+        body, head = await read_texts(request, PoolingRequest, services, prefix="pool")
+        if body.task not in (None, "embed"):
+            raise unsupported(f"Unsupported task: {quoted(body.task)}; this server has 'embed'", "task")
+        embedded = await _embedded(body, request, services)
+        told = {"id": head.completion_id, "created": head.created, "model": head.model}
+        return await _answer(embedded, body, ("pooling", "data"), told, services)
 
     return router
+
+
+async def _embedded(body: EmbeddingRequest, request: Request, services: Services) -> Embedded:
+    """Return the embeddings that a request asks for.
+
+    Raises
+    ------
+    OnbeatError : it is refused, or fails.
+    """
+    context, info = context_of(request.scope), services.info
+    check_dimensions(body.dimensions, "dimensions", info)
+    if (body.input is None) == (body.messages is None):
+        raise InvalidRequest("send either input or messages", param="input")
+    if None not in (body.normalize, body.use_activation) and body.normalize != body.use_activation:
+        raise InvalidRequest(
+            "normalize and use_activation are two names of one switch and contradict each other; send one",
+            param="use_activation",
+        )
+    texts, param = body.input, "input"
+    if texts is None:
+        param = "messages"
+        async with cancelled_on_disconnect(request.receive):
+            template, style = services.chat_template, services.reply_style
+            texts = [await render_chat(body, services.encoder, template, style, context.caller)]
+    check_texts(texts, param)
+    options = encode_options(body, info.max_model_len, param=param, special=param == "input")
+    return await embed(services, request, body, texts, options)
 
 
 def check_dimensions(asked: int | None, param: str, info: EngineInfo) -> None:
@@ -122,15 +160,29 @@ def check_dimensions(asked: int | None, param: str, info: EngineInfo) -> None:
         )
 
 
-def _whole(embedded: Embedded, body: EmbeddingRequest, model: str) -> Iterator[Piece]:
-    """Yield the answer in pieces, one for each embedding."""
-    write = as_base64 if body.encoding_format == "base64" else as_numbers
-    start = b'{"object":"list","data":['
-    vectors = embedded.vectors(dimensions=body.dimensions, normalize=body.normalize is not False)
-    for index, vector in enumerate(vectors):
-        yield start + b'{"object":"embedding","index":%d,"embedding":%b}' % (index, write(vector))
-        start = b","
-    yield b"]," + orjson.dumps({"model": model, **embedded.rest})[1:]
+async def _answer(
+    embedded: Embedded,
+    body: EmbeddingRequest,
+    names: tuple[str, str],
+    told: Mapping[str, Any],
+    services: Services,
+) -> Response:
+    """Return the answer, written in pieces, one for each embedding.
+
+    Parameters
+    ----------
+    names : what each is called, and the field that holds its numbers.
+    told : what stands behind all of them, before the usage.
+    """
+    pieces, turns = [b'{"object":"list","data":['], Turns()
+    start = b'{"object":"%b","index":%%d,"%b":' % (names[0].encode(), names[1].encode())
+    write = partial(as_base64, dtype=_numbers_type(body)) if body.encoding_format == "base64" else as_numbers
+    is_unit = body.normalize is not False and body.use_activation is not False
+    for index, vector in enumerate(embedded.vectors(dimensions=body.dimensions, normalize=is_unit)):
+        pieces.append(b"," * bool(index) + start % index + write(vector) + b"}")
+        await turns.rest()
+    pieces.append(b"]," + orjson.dumps({**told, **embedded.rest})[1:])
+    return PiecesResponse(pieces, services.slow_readers, prediction_header(embedded.choices))
 
 
 def as_numbers(vector: NDArray[np.float32]) -> bytes:
@@ -138,6 +190,11 @@ def as_numbers(vector: NDArray[np.float32]) -> bytes:
     return orjson.dumps(np.ascontiguousarray(vector), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def as_base64(vector: NDArray[np.float32]) -> bytes:
-    """Return a vector as JSON text: the base64 of its numbers, float32, little-endian."""
-    return b'"%b"' % base64.b64encode(vector.astype("<f4").tobytes())
+def as_base64(vector: NDArray[np.float32], dtype: str = "<f4") -> bytes:
+    """Return a vector as JSON text: the base64 of its numbers, in a type as numpy writes it."""
+    return b'"%b"' % base64.b64encode(vector.astype(dtype).tobytes())
+
+
+def _numbers_type(body: EmbeddingRequest) -> str:
+    order = {"big": ">", "native": "="}.get(body.endianness or "", "<")
+    return f"{order}f{2 if body.embed_dtype == 'float16' else 4}"

@@ -98,7 +98,7 @@ _LLAMA_CPP = "llama.cpp's own API is"
 _LORA = "LoRA adapters are"
 _OTHER_APIS = {
     **dict.fromkeys(("/embeddings", "/embedding", "/embed"), _EMBEDDINGS),
-    **dict.fromkeys(("/api/embed", "/api/embeddings", "/pooling"), _EMBEDDINGS),
+    **dict.fromkeys(("/api/embed", "/api/embeddings"), _EMBEDDINGS),
     "/classify": "telling classes is",
     "/api": _OLLAMA,
     **dict.fromkeys(("/completion", "/completions", "/infill", "/props", "/slots"), _LLAMA_CPP),

@@ -62,6 +62,10 @@ _LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
     (_ZERO, "routed_experts_prompt_start"),
     (_ONE, "length_penalty stream_interval"),
     ((None,), "thinking_token_budget"),
+    # vLLM's entrypoints/pooling, of embeddings and scores
+    ((None, "do_not_pad"), "padding"),
+    (_ZERO, "max_tokens_per_doc max_tokens_per_query"),
+    (_EMPTY, "instruction"),
     # SGLang's entrypoints/openai/protocol.py, and its GenerateReqInput
     (_EMPTY, "custom_logit_processor custom_params images_config lora_path"),
     (_EMPTY, "audio_data image_data input_embeds input_ids sampling_params session_params stop_regex"),

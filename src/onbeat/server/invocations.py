@@ -23,6 +23,8 @@ _ENDPOINTS = {
     "input": "/v1/embeddings",
     "query": "/v1/rerank",
     "text_1": "/v1/score",
+    "queries": "/v1/score",
+    "data_1": "/v1/score",
 }
 """A field that a request must have, and whose it is; the first that is there counts."""
 

@@ -1,7 +1,7 @@
 """What happens to every HTTP request, and what is known of it, as plain ASGI: no task, no copy per message.
 
-From the outside in: `RequestLog` (id, access log, counters, last resort for bugs), Starlette's CORS,
-`PathCheck`, `ApiKeys`, `BodyLimit`.
+From the outside in: `RootPath`, `RequestLog` (id, access log, counters, last resort for bugs), Starlette's
+CORS, `PathCheck`, `ApiKeys`, `BodyLimit`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
 """Of requests: how the answer shall tell the load, TEXT or JSON (ORCA, for load balancers)."""
 LOAD_HEADER = "endpoint-load-metrics"
 
+_REQUEST_ID = "x-request-id"
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _UNFIT = re.compile(r"[^A-Za-z0-9._:/+=@$\[\]-]")
 _MOST_NAMED = 1000
@@ -117,6 +118,27 @@ def context_of(scope: Scope) -> HttpContext:
     return context
 
 
+class RootPath:
+    """Takes the prefix off a path under which a proxy shows the server, whether or not the proxy has done so.
+
+    Parameters
+    ----------
+    app : the next application.
+    prefix : such as `/llm`.
+    """
+
+    def __init__(self, app: ASGIApp, *, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._prefix}/"):
+            scope["path"] = scope["path"].removeprefix(self._prefix)
+        if scope.get("path") == "/docs":
+            scope["root_path"] = self._prefix  # of the files that the page loads
+        await self._app(scope, receive, send)
+
+
 class RequestLog:
     """Names a request, measures it, and answers 500 where nothing else did.
 
@@ -127,6 +149,7 @@ class RequestLog:
     on_done : called with each finished request (metrics).
     load : tells the load of the server, by name, to those who ask.
     log_requests : whether to log a line for each.
+    names_all : whether answers of `OPEN_PATHS` have an id although their requests had none.
     """
 
     def __init__(
@@ -137,8 +160,10 @@ class RequestLog:
         on_done: Callable[[HttpContext], None],
         load: Callable[[], Mapping[str, float]],
         log_requests: bool,
+        names_all: bool,
     ) -> None:
         self._app = app
+        self._names_all = names_all
         self._endpoints = endpoints
         self._on_done = on_done
         self._load = load
@@ -153,12 +178,13 @@ class RequestLog:
         context = HttpContext(_request_id(scope), self._endpoint(scope["path"]), address)
         scope[_CONTEXT] = context
         load_format = Headers(scope=scope).get(LOAD_FORMAT_HEADER, "").upper()
+        named = {_REQUEST_ID: context.request_id} if self._is_named(scope) else {}
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = context.request_id
+                headers.update(named)
                 if context.ignored_fields:
                     headers[IGNORED_FIELDS_HEADER] = ", ".join(map(_printable, context.ignored_fields))
                 if load_format in ("TEXT", "JSON"):
@@ -179,6 +205,9 @@ class RequestLog:
                 raise  # half an answer is out: only closing the connection tells the client
         finally:
             self._finish(scope, context)
+
+    def _is_named(self, scope: Scope) -> bool:
+        return self._names_all or _REQUEST_ID in Headers(scope=scope) or not _is_open(scope["path"])
 
     def _endpoint(self, path: str) -> str:
         if path.startswith("/v1/models/"):
@@ -221,7 +250,7 @@ def _printable(name: str) -> str:
 
 
 def _request_id(scope: Scope) -> str:
-    given = Headers(scope=scope).get("x-request-id", "")
+    given = Headers(scope=scope).get(_REQUEST_ID, "")
     return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
 
 

@@ -87,7 +87,7 @@ def describe(app: FastAPI, bodies: Iterable[type[BaseModel]], *, vocab_size: int
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes, servers=app.servers)
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             schemas.update(_body_schemas(bodies))
             _bound_token_ids(schemas, vocab_size)

@@ -39,6 +39,22 @@ class EmbeddingList(BaseModel):
     slo: SLOReport | None = None
 
 
+class Pooled(BaseModel):
+    object: Literal["pooling"]
+    index: int
+    data: list[float] | str
+
+
+class PooledList(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Pooled]
+    usage: EmbeddingUsage
+    slo: SLOReport | None = None
+
+
 class RankedText(BaseModel):
     text: str
 

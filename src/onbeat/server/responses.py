@@ -204,7 +204,7 @@ def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
 def response_routes(services: Services) -> APIRouter:
     """Return the routes of the Responses API."""
     router = APIRouter()
-    writer = TokenWriter(services.tokenizer)
+    writer = TokenWriter(services.tokenizer, as_ids=services.config.return_tokens_as_token_ids)
 
     @router.post("/v1/responses", **generation_route(ResponseRequest, ModelResponse))
     async def responses(request: Request) -> Response:

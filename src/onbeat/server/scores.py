@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -58,11 +58,38 @@ class RerankRequest(TextsRequest):
     """Put their texts into the answer; true if absent."""
 
 
-class ScoreRequest(TextsRequest):
-    """Pairs of texts: one with each of many, or pair by pair (vLLM's)."""
+_FIRST = ("text_1", "queries", "data_1")
+_SECOND = ("text_2", "documents", "items", "data_2")
 
-    text_1: _OneOrMore
-    text_2: _OneOrMore
+
+class ScoreRequest(TextsRequest):
+    """Pairs of texts: one with each of many, or pair by pair, by all of vLLM's names for the two sides."""
+
+    text_1: _OneOrMore | None = None
+    queries: _OneOrMore | None = None
+    data_1: _OneOrMore | None = None
+    text_2: _OneOrMore | None = None
+    documents: _OneOrMore | None = None
+    items: _OneOrMore | None = None
+    data_2: _OneOrMore | None = None
+
+    def side(self, names: Sequence[str]) -> tuple[str, list[str]]:
+        """Return the name that one side has in this request, and its texts.
+
+        Raises
+        ------
+        InvalidRequest : it is missing, or there twice.
+        """
+        given = {name: texts for name in names if (texts := getattr(self, name)) is not None}
+        if len(given) != 1:
+            found = f"{' and '.join(given)} are both given" if given else f"{names[0]} is missing"
+            raise InvalidRequest(
+                f"{found}; send one of {', '.join(names)}",
+                param=next(iter(given), names[0]),
+                code="invalid_value" if given else "missing_required_parameter",
+            )
+        ((name, texts),) = given.items()
+        return name, [texts] if isinstance(texts, str) else texts
 
 
 def score_routes(services: Services) -> APIRouter:
@@ -78,9 +105,10 @@ def score_routes(services: Services) -> APIRouter:
     async def score(request: Request) -> Response:
         """Tell how near texts are to one another."""
         body, head = await read_texts(request, ScoreRequest, services, prefix="score")
-        first, second = _pairs(body)
-        embedded = await _embed(services, request, body, {"text_1": first, "text_2": second})
-        return _answer(_scores(len(first), head, embedded), embedded)
+        sides = dict((body.side(_FIRST), body.side(_SECOND)))
+        num_first = _num_first(sides)
+        embedded = await _embed(services, request, body, sides)
+        return _answer(_scores(num_first, head, embedded), embedded)
 
     for path in RERANK_PATHS:
         router.add_api_route(path, rerank, methods=["POST"], **embedding_route(RerankRequest, Ranking))
@@ -90,7 +118,7 @@ def score_routes(services: Services) -> APIRouter:
 
 
 async def _embed(
-    services: Services, request: Request, body: TextsRequest, fields: dict[str, Sequence[str]]
+    services: Services, request: Request, body: TextsRequest, fields: Mapping[str, Sequence[str]]
 ) -> Embedded:
     """Return the embeddings of the texts of some fields, one field after the other."""
     for param, texts in fields.items():
@@ -101,16 +129,21 @@ async def _embed(
     return await embed(services, request, body, together, options)
 
 
-def _pairs(body: ScoreRequest) -> tuple[list[str], list[str]]:
-    """Return the texts of both sides: one, or as many as the other side has."""
-    first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
+def _num_first(sides: dict[str, list[str]]) -> int:
+    """Return how many texts the first side has: one, or as many as the other.
+
+    Raises
+    ------
+    InvalidRequest : it has another number of them.
+    """
+    (name, first), (other, second) = sides.items()
     if len(first) not in (1, len(second)):
         raise InvalidRequest(
-            f"text_1 holds {len(first)} texts and text_2 {len(second)}; give one, or as many as text_2 has",
-            param="text_1",
+            f"{name} holds {len(first)} texts and {other} {len(second)}; give one, or as many as {other} has",
+            param=name,
             code="invalid_value",
         )
-    return first, second
+    return len(first)
 
 
 def _cosines(embedded: Embedded, num_first: int) -> list[float]:

@@ -87,11 +87,51 @@ async def test_dimensions_are_the_first_numbers_normalised_again(served: Served,
 async def test_without_normalize_the_numbers_are_the_engines(served: Served) -> None:
     (found,) = (await ask(served, input="aab", normalize=False, dimensions=3))["data"]
     assert found["embedding"] == counted(tokens("aab"))[:3].tolist()
+    assert (await ask(served, input="aab", use_activation=False, dimensions=3))["data"] == [found]
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype"),
+    [
+        ({}, "<f4"),
+        ({"embed_dtype": "float16"}, "<f2"),
+        ({"endianness": "big"}, ">f4"),
+        ({"embed_dtype": "float16", "endianness": "native"}, "=f2"),
+    ],
+)
+async def test_base64_has_the_type_and_order_that_are_asked_for(
+    served: Served, fields: dict[str, Any], dtype: str
+) -> None:
+    (found,) = (await ask(served, input="aab", encoding_format="base64", **fields))["data"]
+    vector = np.frombuffer(base64.b64decode(found["embedding"]), dtype)
+    np.testing.assert_allclose(vector, unit(tokens("aab")), atol=1e-3 if "2" in dtype else TOLERANCE)
+
+
+async def test_pooling_gives_the_same_vectors_in_vllms_form(served: Served) -> None:
+    fields: dict[str, Any] = {"input": ["one", "other"], "dimensions": 5, "normalize": False}
+    own, pooled = await ask(served, **fields), await ask(served, "/pooling", task="embed", **fields)
+    assert [each["data"] for each in pooled["data"]] == [each["embedding"] for each in own["data"]]
+    assert [(each["object"], each["index"]) for each in pooled["data"]] == [("pooling", 0), ("pooling", 1)]
+    assert pooled["id"].startswith("pool-")
+    assert pooled.keys() == {"id", "object", "created", "model", "data", "usage"}
+    assert (pooled["usage"], (await ask(served, "/pooling", input="a"))["usage"]["total_tokens"]) == (
+        own["usage"],
+        2,
+    )
+    told = check(
+        await served.post("/pooling", {"input": "a", "task": "classify"}),
+        400,
+        "unsupported_parameter",
+        "task",
+    )
+    assert told.startswith("Unsupported task: 'classify'")
 
 
 async def test_truncation_keeps_the_last_tokens(served: Served, engine: FakeEngine) -> None:
     (found,) = (await ask(served, input="abcdef", truncate_prompt_tokens=2))["data"]
     np.testing.assert_allclose(found["embedding"], unit(list(b"ef")), atol=TOLERANCE)
+    first = await ask(served, input="abcdef", truncate_prompt_tokens=2, truncation_side="right")
+    np.testing.assert_allclose(first["data"][0]["embedding"], unit([BOS, ord("a")]), atol=TOLERANCE)
     (found,) = (await ask(served, input=[[9] * 5000], truncate_prompt_tokens=-1))["data"]
     assert len(engine.requests[-1].prompt_token_ids) == engine.max_model_len
 
@@ -201,6 +241,10 @@ async def test_what_the_engine_refuses_or_fails_on(served: Served, engine: FakeE
         ({"input": "a", "dimensions": EMBEDDING_SIZE + 1}, "dimensions", "have 32 numbers"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format", "base64"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "leaves no prompt"),
+        ({"input": "a", "truncate_prompt_tokens": 9999}, "truncate_prompt_tokens", "smaller truncation size"),
+        ({"input": "a", "embed_dtype": "fp8_e4m3"}, "embed_dtype", "float16"),
+        ({"input": "a", "normalize": True, "use_activation": False}, "use_activation", "send one"),
+        ({"input": "a", "padding": "max_length"}, "padding", "not supported"),
         ({"input": "a", "priority": 1}, "priority", "--scheduling-policy priority"),
     ],
 )
@@ -299,6 +343,21 @@ async def test_scores_are_cosines(served: Served, one: Any, other: Any) -> None:
     expected = [float(unit(tokens(left)) @ unit(tokens(right))) for left, right in pairs]
     assert [each["index"] for each in body["data"]] == list(range(len(others)))
     np.testing.assert_allclose([each["score"] for each in body["data"]], expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")]
+)
+async def test_the_sides_of_scores_have_other_names_too(served: Served, first: str, second: str) -> None:
+    body = await ask(served, "/score", **{first: "a", second: ["a", "b"]})
+    assert body["data"] == (await ask(served, "/score", text_1="a", text_2=["a", "b"]))["data"]
+    missing = await served.post("/score", {first: "a"})
+    assert "send one of text_2, documents" in check(missing, 400, "missing_required_parameter", "text_2")
+    twice = await served.post("/score", {"text_1": "a", first: "b", second: "c"})
+    assert f"text_1 and {first} are both given" in check(twice, 400, "invalid_value", "text_1")
+    both = await served.post("/score", {first: ["a", "b"], second: ["a"]})
+    assert f"{first} holds 2 texts and {second} 1" in check(both, 400, "invalid_value", first)
+    check(await served.post("/score", {first: "a", second: [""]}), 400, "invalid_value", second)
 
 
 async def test_wrong_rankings_and_scores(served: Served) -> None:

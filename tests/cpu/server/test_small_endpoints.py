@@ -138,6 +138,7 @@ async def test_the_load_is_told_to_those_who_ask(served: Served, kind: str) -> N
         ({"input": "a"}, "/v1/embeddings"),
         ({"query": "a", "documents": ["b"]}, "/v1/rerank"),
         ({"text_1": "a", "text_2": "b"}, "/v1/score"),
+        ({"queries": "a", "documents": "b"}, "/v1/score"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,0 +1,91 @@
+"""Flags of the server that change what answers say, and where they are found."""
+
+from __future__ import annotations
+
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.server.config import ServerConfig
+from tests.cpu.server.asking import CHAT, TEXT, check
+from tests.cpu.server.running import HELLO, Served, make_app
+from tests.fakes_engine import FakeEngine
+
+
+async def test_probes_are_named_only_where_they_ask_for_it(served: Served) -> None:
+    assert "x-request-id" not in (await served.get("/health")).headers
+    assert "x-request-id" in (await served.get("/v1/models")).headers
+
+
+@pytest.mark.parametrize("served", [{"request_id_headers": True}], indirect=True)
+async def test_with_the_flag_probes_are_named_too(served: Served) -> None:
+    assert len((await served.get("/health")).headers["x-request-id"]) == 32
+
+
+@pytest.mark.parametrize("served", [{"force_include_usage": True}], indirect=True)
+@pytest.mark.parametrize(("path", "asked"), [(CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"})])
+async def test_streams_tell_usage_unasked(served: Served, path: str, asked: dict[str, object]) -> None:
+    *events, end, _ = await served.events(path, {**asked, "stream_options": {"include_usage": False}})
+    counts = [event["usage"]["completion_tokens"] for event in (*events, end)]
+    assert counts == sorted(counts)
+    assert counts[-1] == 14
+    assert end["choices"] == []
+    assert "usage" in (await served.post(path, asked)).json
+
+
+@pytest.mark.parametrize("served", [{"return_tokens_as_token_ids": True}], indirect=True)
+async def test_tokens_are_named_by_their_ids_unless_a_request_says_otherwise(served: Served) -> None:
+    asked = {"prompt": "a", "logprobs": 0, "max_tokens": 1}
+    (token,) = (await served.post(TEXT, asked)).json["choices"][0]["logprobs"]["tokens"]
+    assert token == f"token_id:{ord('H')}"
+    named = await served.post(TEXT, {**asked, "return_tokens_as_token_ids": False})
+    assert named.json["choices"][0]["logprobs"]["tokens"] == ["H"]
+    chat = await served.post(CHAT, {"messages": HELLO, "logprobs": True})
+    assert chat.json["choices"][0]["logprobs"]["content"][0]["token"] == token
+    fields = {"input": "a", "include": ["message.output_text.logprobs"]}
+    part = (await served.post("/v1/responses", fields)).json["output"][0]["content"][0]
+    assert part["logprobs"][0]["token"] == token
+
+
+@pytest.mark.parametrize(
+    "served", [{"root_path": "/llm", "api_keys": ("key",)}], indirect=True, ids=["root_path"]
+)
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+async def test_paths_are_taken_with_the_prefix_of_a_proxy_and_without(served: Served, prefix: str) -> None:
+    own = {"Authorization": "Bearer key"}
+    assert (await served.post(prefix + CHAT, {"messages": HELLO}, headers=own)).status == 200
+    check(await served.post(prefix + CHAT, {"messages": HELLO}), 401, "invalid_api_key")
+    assert (await served.get(f"{prefix}/health")).status == 200
+    assert (await served.post(f"{prefix}/v1/messages", {})).json["type"] == "error"  # as Anthropic has it
+    assert (await served.post(f"{prefix}/invocations", {"prompt": "a"}, headers=own)).status == 200
+    page = (await served.get(f"{prefix}/docs")).body.decode()
+    assert "/llm/openapi.json" in page
+    assert (await served.get(f"{prefix}/docs/static/swagger-ui.css")).status == 200
+    assert (await served.get(f"{prefix}/openapi.json")).json["servers"] == [{"url": "/llm"}]
+    assert (await served.get("/llmx/health")).status == 401
+
+
+@pytest.mark.parametrize("wrong", ["llm", "/llm/", "/a b", "http://a/llm"])
+def test_a_prefix_is_a_path(wrong: str) -> None:
+    with pytest.raises(ConfigError, match="give a path such as /llm"):
+        ServerConfig(root_path=wrong)
+
+
+@pytest.mark.parametrize("taken", ["/v1", "/docs", "/fleet"])
+def test_a_prefix_is_none_of_the_apis_own_paths(taken: str) -> None:
+    with pytest.raises(ConfigError, match=f"root_path is '{taken}', where {taken}"):
+        make_app(FakeEngine(), ServerConfig(root_path=taken))
+
+
+async def test_text_completions_leave_out_details_that_say_nothing(
+    served: Served, engine: FakeEngine
+) -> None:
+    plain = {"prompt_tokens", "completion_tokens", "total_tokens"}
+    asked = {"prompt": "a", "max_tokens": 2}
+    assert (await served.post(TEXT, asked)).json["usage"].keys() == plain
+    *_, end, _ = await served.events(TEXT, {**asked, "stream_options": {"include_usage": True}})
+    assert end["usage"].keys() == plain
+    chat = (await served.post(CHAT, {"messages": HELLO})).json["usage"]
+    assert chat.keys() - plain == {"prompt_tokens_details", "completion_tokens_details"}
+    engine.script.num_cached_tokens = 1
+    usage = (await served.post(TEXT, asked)).json["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
