@@ -36,8 +36,8 @@ def complete(url: str, **fields: Any) -> dict[str, Any]:
 
 
 def drafts_of(usage: dict[str, Any]) -> tuple[int, int]:
-    details = usage["completion_tokens_details"]
-    return details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+    details = usage.get("completion_tokens_details", {})
+    return details.get("accepted_prediction_tokens", 0), details.get("rejected_prediction_tokens", 0)
 
 
 def test_usage_and_metrics_count_the_same_drafts(server: ServerProgram) -> None:
