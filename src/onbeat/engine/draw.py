@@ -26,10 +26,10 @@ def locate(cumulative: Floats, target: float) -> int:
     Rounding may put the target at or above the end; then it is the last index of positive weight, so an entry
     of weight zero is never chosen.
     """
-    index = int(np.searchsorted(cumulative, target, side="right"))
+    index = int(cumulative.searchsorted(target, side="right"))
     if index < len(cumulative):
         return index
-    return int(np.searchsorted(cumulative, cumulative[-1], side="left"))
+    return int(cumulative.searchsorted(cumulative[-1], side="left"))
 
 
 def min_p_bound(params: SamplingParams, peak: float) -> float:

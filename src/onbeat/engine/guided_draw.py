@@ -11,11 +11,12 @@ References
 Beurer-Kellner, Fischer and Vechev, "Guiding LLMs The Right Way: Fast, Non-Invasive Constrained Generation",
 ICML 2024 (opportunistic masking).
 
-Legend: R rows, V vocabulary, A tokens that a grammar allows.
+Legend: R rows, V vocabulary, G rows that are refused, W words of 32 tokens, A tokens that a grammar allows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -24,11 +25,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from onbeat.core.errors import InvalidRequest, RequestRejected
 from onbeat.core.request import SamplingParams
 from onbeat.engine.draw import draw, locate, nucleus_candidates
 from onbeat.engine.random_stream import uniform
 from onbeat.engine.sampling_row import SamplingRow, TokenIds
-from onbeat.text.grammar.guide import GrammarTooComplex
+from onbeat.text.grammar.guide import GrammarTooComplex, Guide, ids_in
 
 NO_TOKEN = -1
 DEAD_END = (
@@ -50,17 +52,34 @@ class GuideWork:
     """That it took on the host."""
     faults: dict[int, str] = field(default_factory=dict)
     """Row index to why its grammar cannot be followed; the request is at fault, and its KV is sound."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """Row index to why its grammar was not followed, where the engine is at fault."""
+
+    @property
+    def errors(self) -> dict[int, str]:
+        """Both."""
+        return self.faults | self.failures
 
     def add(self, part: GuideWork, indices: Sequence[int]) -> None:
-        """Count what was done for some of the rows, whose indices these are."""
+        """Count what was done for some of the rows, whose indices these are; failures are the caller's."""
         self.num_tokens += part.num_tokens
         self.num_redrawn += part.num_redrawn
         self.seconds += part.seconds
         self.faults |= {indices[place]: message for place, message in part.faults.items()}
 
+    def note(self, index: int, error: Exception) -> None:
+        """Note why a row has no token."""
+        if isinstance(error, GrammarTooComplex):
+            self.faults[index] = f"the grammar is too complex: {error}"
+        elif isinstance(error, RequestRejected):
+            self.faults[index] = str(error)
+        else:
+            self.failures[index] = f"its grammar could not be followed: {type(error).__name__}: {error}"
 
-Redraw = Callable[[int, int, TokenIds], int]
-"""Given a row's index, its refused token and those that its grammar allows, returns one of these."""
+
+Redraw = Callable[[Sequence[int], Sequence[TokenIds]], list[int]]
+"""Given rows' indices and the tokens that their grammars allow, some of each, returns one of these for each
+row; `NO_TOKEN` where none can be sampled."""
 
 
 def hold_to_grammars(
@@ -68,7 +87,8 @@ def hold_to_grammars(
 ) -> GuideWork:
     """Ask each row's grammar about its token, and draw another where it is refused.
 
-    The grammar advances over the token, so that this is called once for each token of an answer.
+    The grammar advances over the token, so that this is called once for each token of an answer. What goes
+    wrong for one row is noted, and the others go on.
 
     Parameters
     ----------
@@ -77,60 +97,116 @@ def hold_to_grammars(
     """
     start = perf_counter()
     work = GuideWork(len(guided))
-    for index in guided:
-        row = rows[index]
-        if row.guide is None:
-            work.faults[index] = row.fault or "this engine enforces no grammars"
-            continue
-        if row.guide.is_complete:
-            continue  # of a step that was planned before its end was known: nobody gets the token
-        try:
-            if not takes(row, token_ids[index]):
-                work.num_redrawn += 1
-                allowed_A = allowed_ids(row)
-                if len(allowed_A):
-                    token_ids[index] = redraw(index, token_ids[index], allowed_A)
-                has_one = len(allowed_A) > 0 and token_ids[index] != NO_TOKEN
-                if not (has_one and takes(row, token_ids[index])):
-                    work.faults[index] = DEAD_END
-        except GrammarTooComplex as error:
-            work.faults[index] = f"the grammar is too complex: {error}"
+    refused = [index for index in guided if not _takes(rows, index, token_ids, work)]
+    if refused:
+        work.num_redrawn = len(refused)
+        _draw_again(rows, refused, token_ids, redraw, work)
     work.seconds = perf_counter() - start
     return work
 
 
-def takes(row: SamplingRow, token_id: int) -> bool:
-    """Return whether a row's grammar allows a token, which has come then."""
-    assert row.guide is not None, "the row has a grammar"
-    if row.guide.accepts(token_id):
+def _draw_again(
+    rows: Sequence[SamplingRow],
+    refused: Sequence[int],
+    token_ids: list[int],
+    redraw: Redraw,
+    work: GuideWork,
+) -> None:
+    pairs = list(zip(refused, allowed_ids(rows, refused, work), strict=True))
+    able = [(index, allowed_A) for index, allowed_A in pairs if len(allowed_A)]
+    indices = [index for index, _ in able]
+    for index, token_id in zip(indices, redraw(indices, [ids for _, ids in able]), strict=True):
+        token_ids[index] = token_id
+    for index, allowed_A in pairs:
+        if index in work.faults or index in work.failures:
+            continue
+        has_one = len(allowed_A) > 0 and token_ids[index] != NO_TOKEN
+        if not (has_one and _takes(rows, index, token_ids, work)):
+            work.faults[index] = DEAD_END
+
+
+def _takes(rows: Sequence[SamplingRow], index: int, token_ids: Sequence[int], work: GuideWork) -> bool:
+    """Return whether a row's grammar allows its token, which has come then; True where it needs none."""
+    row, token_id = rows[index], token_ids[index]
+    try:
+        guide = _guide_of(row)
+        if guide.is_complete:
+            return True  # of a step that was planned before its end was known: nobody gets the token
+        return guide.accepts(token_id) or (
+            token_id in row.stops and guide.may_end and not row.holds_back_stops
+        )
+    except Exception as error:  # what a library does to one row is not to end the step of all
+        work.note(index, error)
         return True
-    return token_id in row.stops and row.guide.may_end and not row.holds_back_stops
 
 
-def redrawn(logits_V: Tensor, row: SamplingRow, allowed_A: TokenIds) -> int:
-    """Return a token of those that a row's grammar allows; none of these where none can be sampled."""
-    values_A = logits_V.cpu().numpy()[allowed_A].astype(np.float64)
-    peak = values_A.max()
-    if not np.isfinite(peak):
+def _guide_of(row: SamplingRow) -> Guide:
+    if row.guide is None:
+        raise row.problem or InvalidRequest("this engine enforces no grammars")
+    return row.guide
+
+
+def allowed_ids(rows: Sequence[SamplingRow], refused: Sequence[int], work: GuideWork) -> list[TokenIds]:
+    """Return the tokens that each row's grammar allows, stop tokens where it may end included.
+
+    Parameters
+    ----------
+    refused : indices of the rows.
+    work : told of rows whose grammar fails; they get no token.
+    """
+    tokens = _guide_of(rows[refused[0]]).tokens
+    words_GW = np.zeros((len(refused), tokens.num_words), np.uint32)
+    address, num_bytes = words_GW.ctypes.data, words_GW.strides[0]
+    ends: list[tuple[int, int]] = []
+    for line, index in enumerate(refused):
+        row = rows[index]
+        try:
+            guide = _guide_of(row)
+            guide.fill_mask(address + line * num_bytes, num_bytes)
+        except Exception as error:  # as above
+            work.note(index, error)
+            words_GW[line] = 0
+            continue
+        if guide.may_end and not row.holds_back_stops:
+            ends += ((line, token_id) for token_id in row.stops if token_id < tokens.vocab_size)
+    tokens.clear_ends(words_GW)
+    for line, token_id in ends:
+        words_GW[line, token_id >> 5] |= np.uint32(1 << (token_id & 31))
+    return list(map(ids_in, words_GW))
+
+
+def redrawn(
+    logits_RV: Tensor, rows: Sequence[SamplingRow], refused: Sequence[int], allowed: Sequence[TokenIds]
+) -> list[int]:
+    """Return for each row that was refused a token of those that its grammar allows; see `Redraw`."""
+    if logits_RV.device.type == "cpu":
+        host_RV = logits_RV.numpy()
+        lines_G = [host_RV[index] for index in refused]
+    else:
+        lines_G = list(logits_RV[list(refused)].cpu().numpy())
+    return [
+        _redrawn(logits_V[allowed_A].astype(np.float64), rows[index], allowed_A)
+        for logits_V, index, allowed_A in zip(lines_G, refused, allowed, strict=True)
+    ]
+
+
+def _redrawn(values_A: Floats, row: SamplingRow, allowed_A: TokenIds) -> int:
+    best = int(values_A.argmax())
+    peak = float(values_A[best])
+    if not math.isfinite(peak):
         return NO_TOKEN
     if row.is_greedy:
-        return int(allowed_A[values_A.argmax()])
+        return int(allowed_A[best])
     params, number = row.params, uniform(row.params.seed, row.position, draw=1)
-    weights_A = np.exp((values_A - peak) / params.temperature)
+    weights_A = values_A - peak
+    weights_A /= params.temperature
+    np.exp(weights_A, out=weights_A)
     if not row.is_truncated:
-        cumulative_A = np.cumsum(weights_A)
+        cumulative_A = weights_A.cumsum()
         return int(allowed_A[locate(cumulative_A, number * cumulative_A[-1])])
     mass = float(weights_A.sum())
     places = _kept(values_A, params, mass)
     return draw(allowed_A[places], values_A[places], params, mass=mass, number=number)
-
-
-def allowed_ids(row: SamplingRow) -> TokenIds:
-    """Return the tokens that a row's grammar allows, stop tokens where it may end included."""
-    assert row.guide is not None, "the row has a grammar"
-    if row.guide.may_end and not row.holds_back_stops:
-        return row.guide.allowed(row.stop_token_ids[row.stop_token_ids < row.guide.vocab_size])
-    return row.guide.allowed()
 
 
 def _kept(values_A: Floats, params: SamplingParams, mass: float) -> TokenIds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from onbeat.core.errors import RequestRejected
+from onbeat.core.errors import EngineError
 from onbeat.core.request import Grammar
 from onbeat.core.step import GuidedRows
 from onbeat.engine.guided_draw import GuideWork
@@ -37,11 +37,11 @@ def begin_guide(row: SamplingRow, guides: Guides | None) -> None:
     try:
         guide = guides.guide(grammar)
         num_taken = guide.consume(row.output_token_ids)
-    except (RequestRejected, GrammarTooComplex) as error:
-        row.fault = str(error)
+    except Exception as error:  # told when it samples: the requests beside it are not to fail with it
+        row.problem = error
         return
     if num_taken < len(row.output_token_ids):
-        row.fault = f"token {num_taken} of the answer so far is not what its grammar allows"
+        row.problem = EngineError(f"token {num_taken} of the answer so far is not what its grammar allows")
         return
     row.guide = guide
 

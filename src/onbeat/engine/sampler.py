@@ -128,9 +128,9 @@ class Sampler:
                 rows,
                 guided,
                 sampled.token_ids,
-                lambda index, _, allowed: redrawn(logits_RV[index], rows[index], allowed),
+                lambda refused, allowed: redrawn(logits_RV, rows, refused, allowed),
             )
-            for index, message in sampled.guides.faults.items():
+            for index, message in sampled.guides.errors.items():
                 sampled.errors[index], sampled.token_ids[index] = message, INVALID_TOKEN
 
         if kept_CV is not None:

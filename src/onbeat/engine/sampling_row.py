@@ -94,8 +94,9 @@ class SamplingRow:
         self.is_guided = params.grammar is not None
         self.guide: Guide | None = None
         """Holds it to its grammar; whoever takes the request in sets it."""
-        self.fault: str | None = None
-        """Why a guided row has no guide."""
+        self.problem: Exception | None = None
+        """Why a guided row has no guide: `RequestRejected` or `GrammarTooComplex` where the grammar is at
+        fault."""
         self.is_always_plain = not (self.asks_logprobs or self._may_edit or self.is_guided)
         """Whether it never asks for more than a draw; if not, it may do so at some positions only."""
 

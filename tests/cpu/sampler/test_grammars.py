@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from onbeat.core.request import SamplingParams
 from onbeat.engine.grammar_port import GrammarPort
-from onbeat.engine.guided_draw import DEAD_END, allowed_ids
+from onbeat.engine.guided_draw import DEAD_END, GuideWork, allowed_ids
+from onbeat.engine.guided_rows import begin_guide
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.text.grammar.source import choice_grammar, json_grammar, regex_grammar
@@ -39,6 +40,13 @@ def guided_row(compiler, grammar, before: bytes = b"", **params) -> SamplingRow:
     return row
 
 
+def allowed_to(row: SamplingRow) -> np.ndarray:
+    work = GuideWork()
+    (allowed,) = allowed_ids([row], [0], work)
+    assert not work.errors
+    return allowed
+
+
 def logits_of(seed: int, num_rows: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(1, VOCAB_SIZE, generator=generator).repeat(num_rows, 1) * 2
@@ -56,7 +64,7 @@ def test_greedy_is_the_best_allowed_token(grammar, seed, num_steps, data):
         assert row.guide.accepts(row.output_token_ids[-1]), step
     if row.guide.is_complete:
         return
-    allowed = allowed_ids(row)
+    allowed = allowed_to(row)
     logits = logits_of(seed)
     expected = int(allowed[logits[0].numpy()[allowed].argmax()])
     sampled = Sampler(VOCAB_SIZE, CPU).sample(logits.clone(), [row])
@@ -87,7 +95,7 @@ def test_random_tokens_have_the_masked_distribution(grammar, before, temperature
         guided_row(COMPILER, grammar, before, temperature=temperature, seed=seed, max_tokens=100)
         for seed in range(NUM_DRAWS)
     ]
-    allowed = allowed_ids(rows[0])
+    allowed = allowed_to(rows[0])
     logits = logits_of(7, NUM_DRAWS)
     expected = torch.softmax(masked(logits[:1], allowed)[0].double() / temperature, dim=0).numpy()
     tokens = Sampler(VOCAB_SIZE, CPU).sample(logits, rows).token_ids
@@ -104,7 +112,7 @@ def test_truncated_draws_stay_allowed(params):
         guided_row(COMPILER, GRAMMARS[0], b"", temperature=1.0, seed=seed, max_tokens=100, **params)
         for seed in range(300)
     ]
-    allowed = set(allowed_ids(rows[0]).tolist())
+    allowed = set(allowed_to(rows[0]).tolist())
     sampled = Sampler(VOCAB_SIZE, CPU).sample(logits_of(3, 300), rows)
     assert set(sampled.token_ids) <= allowed
     assert not sampled.errors
@@ -158,6 +166,46 @@ def test_a_dead_end_is_the_fault_of_its_request_alone():
     assert sampled.errors == {0: DEAD_END}
     assert sampled.guides.faults == {0: DEAD_END}
     assert sampled.guides.num_tokens == 2
+
+
+class BrokenGuide:
+    """Fails as a library may, in one of its calls."""
+
+    def __init__(self, guide, name: str) -> None:
+        self._guide, self._name = guide, name
+
+    def __getattr__(self, name: str):
+        if name == self._name:
+            raise OSError("it broke")
+        return getattr(self._guide, name)
+
+
+@pytest.mark.parametrize("name", ["accepts", "fill_mask"])
+def test_a_guide_that_breaks_fails_its_own_request(name):
+    """The other rows of the step have their tokens, and nobody says that the caller is at fault."""
+    broken, other = (guided_row(COMPILER, GRAMMARS[0], temperature=0.0) for _ in range(2))
+    broken.guide = BrokenGuide(broken.guide, name)
+    alone = guided_row(COMPILER, GRAMMARS[0], temperature=0.0)
+    sampler = Sampler(VOCAB_SIZE, CPU)
+    sampled = sampler.sample(logits_of(1, 2), [broken, other])
+    assert list(sampled.errors) == [0]
+    assert "OSError: it broke" in sampled.errors[0]
+    assert not sampled.guides.faults
+    assert sampled.token_ids[1] == sampler.sample(logits_of(1), [alone]).token_ids[0]
+
+
+def test_a_grammar_that_cannot_be_had_fails_its_own_request():
+    class NoGuides:
+        def guide(self, _grammar):
+            raise OSError("the tokenizer is gone")
+
+    row = SamplingRow(SamplingParams(grammar=GRAMMARS[0]), (), [])
+    begin_guide(row, NoGuides())
+    other = guided_row(COMPILER, GRAMMARS[0])
+    sampled = Sampler(VOCAB_SIZE, CPU).sample(logits_of(1, 2), [row, other])
+    assert list(sampled.errors) == [0]
+    assert "the tokenizer is gone" in sampled.errors[0]
+    assert not sampled.guides.faults
 
 
 def test_a_complete_row_is_left_alone():

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -268,11 +269,11 @@ class StandInSampler:
         assert best is not None, "the forward pass has chosen"
         ids = best.ids_R.tolist()
         guided = [index for index, row in enumerate(rows) if row.is_guided]
-        work = hold_to_grammars(rows, guided, ids, _other_token) if guided else None
+        work = hold_to_grammars(rows, guided, ids, partial(_other_tokens, ids)) if guided else None
         return SampledTokens(
             ids,
             [_certain(token_id, row.params.num_logprobs) for token_id, row in zip(ids, rows, strict=True)],
-            {} if work is None else dict(work.faults),
+            {} if work is None else work.errors,
             work,
         )
 
@@ -286,9 +287,9 @@ class StandInSampler:
         return [replace(report, rank=1) for report in certain if report is not None]
 
 
-def _other_token(_index: int, token_id: int, allowed_A: TokenIds) -> int:
-    """Return the token of those that a grammar allows which the refused one stands for."""
-    return int(allowed_A[token_id % len(allowed_A)])
+def _other_tokens(token_ids: Sequence[int], refused: Sequence[int], allowed: Sequence[TokenIds]) -> list[int]:
+    """Return for each refused token one that the grammar allows, which the refused one stands for."""
+    return [int(ids[token_ids[index] % len(ids)]) for index, ids in zip(refused, allowed, strict=True)]
 
 
 def shape_of(inputs: StepInputs) -> BatchShape:

@@ -1,7 +1,13 @@
-"""Where an answer stands in its grammar: which tokens may come next."""
+"""Where an answer stands in its grammar: which tokens may come next.
+
+Legend: G masks, W words of 32 tokens each.
+"""
+
+# ruff: noqa: N803, N806 -- tensor names carry shape suffixes
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +19,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import OnbeatError
 
 TokenIds = NDArray[np.int64]
-NO_TOKENS: TokenIds = np.empty(0, np.int64)
+_WORD_BITS = 32
 _SPECIAL = b"\xff"
 """Begins a special token in the library's texts; no UTF-8 has it."""
 
@@ -33,9 +39,34 @@ class TokenRules:
     """Spells text that must come; it needs no start token."""
 
     @cached_property
-    def eos_array(self) -> TokenIds:
-        """The same as an array."""
-        return np.array(sorted(self.eos_token_ids), np.int64)
+    def num_words(self) -> int:
+        """Of a mask, which has one bit for each token."""
+        return -(-self.vocab_size // _WORD_BITS)
+
+    @cached_property
+    def _kept_bits(self) -> tuple[tuple[int, np.uint32], ...]:
+        """Words of which some bits may not be set, and the others."""
+        banned = (*self.eos_token_ids, *range(self.vocab_size, self.num_words * _WORD_BITS))
+        lost: Counter[int] = Counter()
+        for token_id in banned:
+            lost[token_id // _WORD_BITS] += 1 << token_id % _WORD_BITS
+        return tuple((word, ~np.uint32(bits)) for word, bits in lost.items())
+
+    def clear_ends(self, words_GW: NDArray[np.uint32]) -> None:
+        """Take out of masks what a grammar itself never allows: tokens that end, and those that are none."""
+        for word, kept in self._kept_bits:
+            words_GW[:, word] &= kept
+
+
+def ids_in(words_W: NDArray[np.uint32]) -> TokenIds:
+    """Return the tokens of a mask, in ascending order."""
+    # Elements of a bool array are found many times as fast as those of others.
+    (places,) = (words_W != 0).nonzero()
+    if 2 * len(places) > len(words_W):
+        return np.unpackbits(words_W.view(np.uint8), bitorder="little").view(np.bool_).nonzero()[0]
+    (found,) = np.unpackbits(words_W[places].view(np.uint8), bitorder="little").view(np.bool_).nonzero()
+    ids: TokenIds = places[found >> 5] * _WORD_BITS + (found & 31)
+    return ids
 
 
 class Guide:
@@ -55,20 +86,15 @@ class Guide:
 
     def __init__(self, matcher: LLMatcher, tokens: TokenRules) -> None:
         self._matcher = matcher
-        self._tokens = tokens
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the model."""
-        return self._tokens.vocab_size
+        self.tokens = tokens
 
     def copy(self) -> Guide:
         """Return one that stands at the same place and goes on by itself."""
-        return Guide(self._matcher.deep_copy(), self._tokens)
+        return Guide(self._matcher.deep_copy(), self.tokens)
 
     def accepts(self, token_id: int) -> bool:
         """Return whether a token may come next; if it may, it has come."""
-        if token_id in self._tokens.eos_token_ids:
+        if token_id in self.tokens.eos_token_ids:
             return False
         if self._matcher.try_consume_tokens([token_id]):
             return True
@@ -87,7 +113,7 @@ class Guide:
             return 0
         wanted = [*token_ids]
         for index, token_id in enumerate(wanted):
-            if token_id in self._tokens.eos_token_ids:
+            if token_id in self.tokens.eos_token_ids:
                 del wanted[index:]
                 break
         num_valid = self._matcher.try_consume_tokens(wanted) if wanted else 0
@@ -105,18 +131,24 @@ class Guide:
         data = self._matcher.compute_ff_bytes()
         self._check()
         text = data.partition(_SPECIAL)[0].decode(errors="ignore")
-        return self._tokens.encode(text)[:-1][:most] if text else []
+        return self.tokens.encode(text)[:-1][:most] if text else []
 
-    def allowed(self, ends: TokenIds = NO_TOKENS) -> TokenIds:
-        """Return all tokens that may come next, and those that may end it, in ascending order."""
-        num_tokens = self._tokens.vocab_size
-        words = np.zeros(-(-num_tokens // 32), np.uint32)
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+    def fill_mask(self, address: int, num_bytes: int) -> None:
+        """Write which tokens may come next as a mask; `TokenRules.clear_ends` is to follow.
+
+        Parameters
+        ----------
+        address, num_bytes : of `TokenRules.num_words` words of 32 bits, all zero.
+        """
+        self._matcher.unsafe_compute_mask_ptr(address, num_bytes)
         self._check()
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-        bits[self._tokens.eos_array] = 0
-        bits[ends] = 1
-        return np.flatnonzero(bits[:num_tokens].view(np.bool_))  # which it finds twenty times as fast
+
+    def allowed(self) -> TokenIds:
+        """Return all tokens that may come next, in ascending order."""
+        words_GW = np.zeros((1, self.tokens.num_words), np.uint32)
+        self.fill_mask(words_GW.ctypes.data, words_GW.nbytes)
+        self.tokens.clear_ends(words_GW)
+        return ids_in(words_GW[0])
 
     @property
     def may_end(self) -> bool:
