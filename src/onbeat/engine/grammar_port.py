@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from onbeat.core.errors import Overloaded, RequestRejected
+from onbeat.core.errors import EngineError, Overloaded
 from onbeat.core.request import Grammar
 from onbeat.engine.messages import AddRequest
 from onbeat.text.grammar.compiler import GrammarCompiler, Vocabulary
@@ -137,16 +137,19 @@ class CompilingRequests:
         """Drop requests that wait no longer, and return which of them did."""
         return [name for name in request_ids if self._waiting.pop(name, None) is not None]
 
-    def take_done(self) -> Iterator[tuple[AddRequest, RequestRejected | None]]:
-        """Yield the requests whose grammars are compiled, or why they are refused."""
+    def take_done(self) -> Iterator[tuple[AddRequest, Exception | None]]:
+        """Yield the requests whose grammars are compiled, or why these are not.
+
+        That is `RequestRejected` where the grammar is at fault.
+        """
         if not self._waiting and not self._compiling:
             return
         self._compiling = {key: future for key, future in self._compiling.items() if not future.done()}
         for name in [name for name, (_, future) in self._waiting.items() if future.done()]:
             message, future = self._waiting.pop(name)
             error = future.exception()
-            if error is not None and not isinstance(error, RequestRejected):
-                raise error
+            if error is not None and not isinstance(error, Exception):  # as libraries in Rust raise it
+                error = EngineError(f"{type(error).__name__}: {error}")
             yield message, error
 
 

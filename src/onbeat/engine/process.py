@@ -19,6 +19,7 @@ from onbeat import __version__
 from onbeat.core.errors import EngineDead, KVUnavailable, OnbeatError, RequestRejected
 from onbeat.core.handover import MoveVerb
 from onbeat.core.protocols import EngineInfo
+from onbeat.core.request import FinishReason, RequestOutput
 from onbeat.core.settled_memory import settled_memory
 from onbeat.core.step import StepOutputs
 from onbeat.engine.core import EngineCore
@@ -288,27 +289,42 @@ class _EngineLoop:
         try:
             if not self._compiling.takes(message):
                 self._queue(message)
-        except RequestRejected as error:
-            self._refuse(message, error)
+        except Exception as error:
+            self._turn_away(message, error)
 
     def _add_compiled(self) -> None:
         """Queue the requests whose grammars have been compiled since."""
-        for message, error in self._compiling.take_done():
+        for message, problem in self._compiling.take_done():
+            if problem is not None:
+                self._turn_away(message, problem)
+                continue
             try:
-                if error is not None:
-                    raise error
                 self._queue(message)
-            except RequestRejected as refusal:
-                self._refuse(message, refusal)
+            except Exception as error:
+                self._turn_away(message, error)
 
     def _queue(self, message: AddRequest) -> None:
         self._core.add(message.request)
         if message.stops:
             self._moves.stop_after_first(message.request.request_id)
 
-    def _refuse(self, message: AddRequest, error: RequestRejected) -> None:
-        self._say(pack_rejection(message.request.request_id, error))
-        self._send(self._core.take_load())
+    def _turn_away(self, message: AddRequest, error: Exception) -> None:
+        """Tell why a request is not served: it is refused, or it fails. The engine goes on."""
+        request = message.request
+        if isinstance(error, RequestRejected):
+            self._say(pack_rejection(request.request_id, error))
+            self._send(self._core.take_load())
+            return
+        logger.error("request %s could not be taken", request.request_id, exc_info=error)
+        self._core.abort([request.request_id])  # a part of it may have been queued
+        end = RequestOutput(
+            request.request_id,
+            [],
+            FinishReason.ERROR,
+            num_previous_tokens=len(request.resumed_token_ids),
+            error=f"the engine could not take this request: {type(error).__name__}: {error}",
+        )
+        self._send(self._core.message([end]))
 
     def _open_kv(self, message: OpenKV) -> None:
         transports: dict[str, Callable[[], KVTransport]] = {

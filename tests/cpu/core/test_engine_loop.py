@@ -1,4 +1,4 @@
-"""What the loop of an engine process does while there is nothing to run."""
+"""What the loop of an engine process does without work, and with requests that it cannot take."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
+from onbeat.core.errors import ModelLoadError
 from onbeat.core.handover import MoveTask, MoveVerb
 from onbeat.core.protocols import EnginePulse
+from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams
+from onbeat.core.step import StepOutputs
 from onbeat.engine import process
-from onbeat.engine.messages import AskMove, Shutdown, decode_from_engine, encode
+from onbeat.engine.grammar_port import GrammarPort
+from onbeat.engine.messages import AddRequest, AskMove, Shutdown, Stepped, decode_from_engine, encode
+from onbeat.text.grammar.compiler import GrammarCompiler
+from onbeat.text.grammar.source import choice_grammar
 
 
 class IdleCore:
     """An engine without work, such as one whose streams have left with their KV still lent."""
 
-    kv = grammars = None
+    kv = None
+    grammars: GrammarPort | None = None
     has_work = False
     oldest_step = None
     waits_for_others = False
@@ -71,3 +78,84 @@ def test_blocks_are_checked_while_nobody_waits_for_an_answer(
         (f"m{number}", False) for number in range(asks)
     ]
     assert bool(checks) == (not asks)
+
+
+class PickyCore(IdleCore):
+    """Takes requests, but for one that breaks it in the middle."""
+
+    def __init__(self, grammars: GrammarPort) -> None:
+        super().__init__(lambda: None)
+        self.grammars = grammars
+        self.taken: list[str] = []
+        self.aborted: list[str] = []
+
+    def add(self, request) -> None:
+        if request.request_id == "odd":
+            raise ZeroDivisionError("its lengths are odd")
+        self.taken.append(request.request_id)
+
+    def abort(self, request_ids) -> list[RequestOutput]:
+        self.aborted += request_ids
+        return []
+
+    def message(self, outputs) -> StepOutputs:
+        return StepOutputs(0.0, outputs)
+
+
+def test_a_request_that_cannot_be_taken_fails_alone(tmp_path, caplog) -> None:
+    """Its tokenizer cannot be read, or the scheduler does not cope with it: the others are served."""
+
+    class RustPanic(BaseException):
+        """As libraries in Rust raise it."""
+
+    problems = [ModelLoadError("no tokenizer.json there"), RustPanic("index out of bounds")]
+
+    def load() -> GrammarCompiler:
+        raise problems.pop(0)
+
+    port = GrammarPort(load)
+    core = PickyCore(port)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as fleet, context.socket(zmq.DEALER) as inbox:
+        fleet.bind(f"ipc://{tmp_path}/socket")
+        inbox.connect(f"ipc://{tmp_path}/socket")
+        loop = process._EngineLoop(core, inbox, address="")  # type: ignore[arg-type]
+        for name, sampling in (
+            ("no-tokenizer", SamplingParams(grammar=choice_grammar(["a"]))),
+            ("panic", SamplingParams(grammar=choice_grammar(["b"]))),
+            ("odd", SamplingParams()),
+            ("plain", SamplingParams()),
+        ):
+            fleet.send(
+                encode(
+                    AddRequest(
+                        Request(
+                            request_id=name,
+                            prompt_token_ids=(1, 2),
+                            sampling=sampling,
+                            resumed_token_ids=(3,),
+                        )
+                    )
+                )
+            )
+        ends: dict[str, RequestOutput] = {}
+        while len(ends) < 3:
+            assert inbox.poll(5000) or loop._compiling, "a request is lost"
+            loop._read_inbox()
+            loop._add_compiled()
+            while fleet.poll(50):
+                message = decode_from_engine(fleet.recv())
+                if isinstance(message, Stepped):
+                    ends |= {each.request_id: each for each in message.outputs.outputs}
+        loop.close()
+    port.close()
+    assert core.taken == ["plain"]
+    assert core.aborted == ["odd", "no-tokenizer", "panic"]
+    for name, why in (
+        ("no-tokenizer", "ModelLoadError: no tokenizer.json there"),
+        ("panic", "RustPanic: index out of bounds"),
+        ("odd", "ZeroDivisionError: its lengths are odd"),
+    ):
+        assert ends[name].finish_reason is FinishReason.ERROR
+        assert (ends[name].error_code, ends[name].num_previous_tokens) == (None, 1)
+        assert why in (ends[name].error or "")
+    assert len(caplog.records) == 3

@@ -272,9 +272,10 @@ class TestTaking:
         asked.port.error = None
         assert asked.ask(MoveVerb.RELEASE) == []
 
-    def test_a_copy_that_fails(self, asked: Asked) -> None:
+    @pytest.mark.parametrize("kind", [KVUnavailable, OSError])
+    def test_a_copy_that_fails(self, asked: Asked, kind: type[Exception]) -> None:
         asked.ask(MoveVerb.PULL)
-        asked.port.copies[0].set_exception(KVUnavailable("the lease is over"))
+        asked.port.copies[0].set_exception(kind("the lease is over"))
         assert asked.answers[0].why == "the lease is over"
         assert asked.take_answers() == [("m1", MoveVerb.PULL, False)]
 

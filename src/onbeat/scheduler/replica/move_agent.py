@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Protocol
 
@@ -307,7 +307,7 @@ class MoveAgent(Generic[LentT]):
     def _end_pull(self, move: str, pull: Future[int]) -> None:
         try:
             num_bytes = pull.result()
-        except (KVUnavailable, CancelledError) as error:
+        except Exception as error:  # what a copy meets is not to end the engine that waits for it
             self._answer(TaskAnswer(move, MoveVerb.PULL, ok=False, why=str(error)))
         else:
             self._answer(TaskAnswer(move, MoveVerb.PULL, ok=True, num_bytes=num_bytes))
