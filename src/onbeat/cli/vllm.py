@@ -243,4 +243,9 @@ def _record(args: argparse.Namespace) -> int:
     print(f"onbeat: recording {address} to {args.file}; interrupt to stop", file=sys.stderr, flush=True)
     counts = asyncio.run(record(args.file, address, seconds=args.seconds))
     print(f"{args.file}: {counts.num_requests:,} requests, {counts.num_steps:,} steps", file=sys.stderr)
+    if counts.has_fallen_silent:
+        print(
+            "onbeat: the server tells nothing any more, so it has ended or hangs; the record ends there",
+            file=sys.stderr,
+        )
     return 0

@@ -197,6 +197,10 @@ class HasObjectives(Protocol):
     def slo_class(self) -> str | None: ...
 
 
+_REASONS = {"deadline_exceeded": "ttft_out_of_reach_after_waiting", "server_overloaded": "queue_too_long"}
+"""Code of an error of objectives -> why."""
+
+
 def unattainable(error: SLOUnattainable, request: HasObjectives) -> ApiError:
     """Return what a caller gets to know whose objectives cannot be kept: 429 at once, 504 after a wait."""
     has_waited = error.code == "deadline_exceeded"
@@ -212,7 +216,7 @@ def unattainable(error: SLOUnattainable, request: HasObjectives) -> ApiError:
         param=error.param,
         headers={**retry, **predicted_ttft_header(predicted)},
         details={
-            "reason": "ttft_out_of_reach_after_waiting" if has_waited else "predicted_ttft_above_objective",
+            "reason": _REASONS.get(error.code or "", "predicted_ttft_above_objective"),
             "predicted_ttft_ms": milliseconds(predicted),
             "slo": {**objectives, "class": request.slo_class},
         },

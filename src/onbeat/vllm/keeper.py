@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.request import RequestOutput
-from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, SLOMode
-from onbeat.core.step import BatchShape
+from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, Fate, SLOMode
+from onbeat.core.step import BatchShape, SchedulerState
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import make_policy
@@ -17,7 +19,44 @@ from onbeat.scheduler.replica.results import StepFeedback, StepInFlight, StepsIn
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.server.objectives import RequestObjectives
 from onbeat.vllm.mirror import Mirror
+from onbeat.vllm.refusals import TOO_LONG
 from onbeat.vllm.surface import EngineRequest, Surface
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotedStep:
+    """A step that vLLM has planned, and what has become of requests since the one before was."""
+
+    output: Any
+    """What vLLM calls it."""
+    begin: float
+    """When its plan was begun, seconds."""
+    end: float
+    """When vLLM had planned it."""
+    shape: BatchShape
+    rows: list[tuple[str, int, int, bool]]
+    """Request id, tokens computed before it, new tokens, whether it samples."""
+    seconds: float
+    """That it is predicted to take."""
+    budget: float | None
+    """Seconds that it may take; None where nothing binds it, or vLLM planned it by itself."""
+    budget_request_id: str | None
+    begun: list[RequestState]
+    preempted: list[str]
+    relegated: list[RequestState]
+
+
+class TakenStep(NamedTuple):
+    """A step whose results vLLM has taken."""
+
+    noted: NotedStep
+    start: float
+    """Seconds, as is the next."""
+    end: float
+    counts: dict[str, int]
+    """Request -> tokens that it got."""
+    finished: dict[str, str]
+    """Request -> why it ended: a `FinishReason`."""
 
 
 class PromiseKeeper:
@@ -41,8 +80,11 @@ class PromiseKeeper:
         self.relegation = Relegation(self.mirror, admission)
         self.feedback = StepFeedback(model, slo.rules, run_side_by_side=False)
         self.in_flight = StepsInFlight()
-        self._steps: deque[tuple[Any, BatchShape]] = deque()
-        """Of each step in flight, what vLLM calls it and what it holds."""
+        self._steps: deque[NotedStep] = deque()
+        """In flight."""
+        self._relegated: list[RequestState] = []
+        self._budget: tuple[float | None, str | None] = None, None
+        """Of the plan that is carried out next."""
 
     def add(self, request: EngineRequest, objectives: RequestObjectives, arrival: float, now: float) -> None:
         """Take a new request.
@@ -53,8 +95,8 @@ class PromiseKeeper:
 
         Raises
         ------
-        SLOUnattainable : it would miss its TTFT objective and asks to be refused then.
-        Overloaded : it would have to wait for too long.
+        SLOUnattainable : it would miss its TTFT objective and asks to be refused then; or it would have to
+            wait for too long.
         """
         mirror = self.mirror
         mirror.sync(now)
@@ -70,9 +112,16 @@ class PromiseKeeper:
         busy_until = self.in_flight.busy_until if self.in_flight else now
         try:
             self.admission.on_arrival(state, plan, busy_until)
-        except Exception:
+        except Exception as error:
             del mirror.requests[request.request_id]
-            raise
+            if not isinstance(error, Overloaded):
+                raise
+            raise SLOUnattainable(
+                str(error),
+                predicted_ttft=self._ttft_at_the_end(state, now),
+                retry_after=error.retry_after or 0.0,
+                code=TOO_LONG,
+            ) from error
         self.relegation.on_arrival(state)
         mirror.add(state)
 
@@ -94,19 +143,40 @@ class PromiseKeeper:
 
     def commit(self, plan: StepPlan) -> list[RequestOutput]:
         """Remember a plan that is carried out; return the last outputs of requests that it gives up."""
+        self._budget = plan.budget, plan.budget_request_id
         self.policy.composer.commit(plan)
         self.admission.on_plan(plan)
         for request_id, num_hit_tokens in plan.num_hit_tokens.items():
             self.mirror.states[request_id].note_hits(num_hit_tokens)
         if plan.infeasible or plan.overdue:
             self.relegation.commit(plan)
-        return self.relegation.take_expired()
+            self._relegated += [each for each in plan.infeasible if each.slo.is_best_effort]
+        expired = self.relegation.take_expired()
+        if expired:
+            states = {state.request_id: state for state in (*plan.overdue, *plan.infeasible)}
+            for output in expired:
+                if output.fate is Fate.OVERDUE:
+                    output.predicted_ttft = self._ttft_at_the_end(states[output.request_id], plan.now)
+        return expired
 
-    def note_step(self, output: Any, now: float) -> None:
-        """Count a step that vLLM has planned, whoever decided what it holds."""
+    def _ttft_at_the_end(self, state: RequestState, now: float) -> float:
+        """Return the predicted TTFT of a request that waits behind all others, seconds."""
+        wait = self.admission.bound.wait(self.mirror.waiting)
+        num_tokens = state.num_tokens - state.num_hit_tokens
+        own = self.slo.cost_model.seconds(num_tokens, state.num_hit_tokens)
+        return now - state.request.arrival + wait + own
+
+    def note_step(self, output: Any, begin: float, now: float) -> NotedStep | None:
+        """Count a step that vLLM has planned, whoever decided what it holds; None if it holds nothing.
+
+        Parameters
+        ----------
+        begin : when its plan was begun, seconds.
+        """
         mirror, shape = self.mirror, BatchShape()
         drafts = getattr(output, "scheduled_spec_decode_tokens", None) or {}
         states: list[RequestState] = []
+        rows: list[tuple[str, int, int, bool]] = []
         requests = self.surface.scheduler.requests
         for request_id, num_new in self.surface.rows(output):
             request = requests[request_id]
@@ -118,27 +188,56 @@ class PromiseKeeper:
                     mirror.join(state, before, now)
             # Drafts are part of what a decode takes: plans know nothing of them, the correction learns it.
             num_own = num_new - len(drafts.get(request_id, ()))
-            shape.add(before, max(num_own, 1), samples=request.num_computed_tokens >= request.num_tokens)
+            samples = request.num_computed_tokens >= request.num_tokens
+            shape.add(before, max(num_own, 1), samples=samples)
+            rows.append((request_id, before, num_new, samples))
         if not shape.num_new_tokens:
-            return
+            return None
         in_flight = self.in_flight
         start = in_flight.next_start(now)
         seconds = self.model.step_time(shape)
         in_flight.busy_until = start + seconds
         in_flight.append(StepInFlight(in_flight.num_planned, states, (), now, seconds, 0.0))
         in_flight.num_planned += 1
-        self._steps.append((output, shape))
+        (budget, budget_request_id), self._budget = self._budget, (None, None)
+        relegated, self._relegated = self._relegated, []
+        begun, mirror.begun = mirror.begun, []
+        noted = NotedStep(
+            output=output,
+            begin=begin,
+            end=now,
+            shape=shape,
+            rows=rows,
+            seconds=seconds,
+            budget=budget,
+            budget_request_id=budget_request_id,
+            begun=begun,
+            preempted=self.surface.preempted(output),
+            relegated=relegated,
+        )
+        self._steps.append(noted)
+        return noted
 
-    def take(self, output: Any, now: float) -> None:
-        """Learn from a step whose results vLLM has taken."""
-        if any(each is output for each, _ in self._steps):
-            while self._steps:
-                each, shape = self._steps.popleft()
-                step = self.in_flight.end_oldest(now)
-                if each is output:
-                    self.feedback.observe(shape, step.planned_at, now)
-                    break
-        mirror = self.mirror
+    def take(self, output: Any, now: float) -> TakenStep | None:
+        """Learn from a step whose results vLLM has taken; None of one that was not noted."""
+        noted, start = self._end_step(output, now)
+        counts, finished = self._deliver(output, now)
+        return None if noted is None else TakenStep(noted, start, now, counts, finished)
+
+    def _end_step(self, output: Any, now: float) -> tuple[NotedStep | None, float]:
+        """Learn how long a step took; return it, None if it was not noted, and when it began."""
+        if not any(each.output is output for each in self._steps):
+            return None, now
+        while (noted := self._steps.popleft()).output is not output:
+            self.in_flight.end_oldest(now)
+        planned_at = self.in_flight.end_oldest(now).planned_at
+        start = max(planned_at, self.feedback.last_end)
+        self.feedback.observe(noted.shape, planned_at, now)
+        return noted, start
+
+    def _deliver(self, output: Any, now: float) -> tuple[dict[str, int], dict[str, str]]:
+        """Follow the tokens of a step; return how many each request got, and why some ended."""
+        mirror, counts = self.mirror, dict[str, int]()
         delivered: list[tuple[RequestState, RequestOutput]] = []
         finished: list[RequestState] = []
         for request_id, _ in self.surface.rows(output):
@@ -148,6 +247,7 @@ class PromiseKeeper:
             request = mirror.requests[request_id]
             num_new = request.num_tokens - state.num_tokens
             if num_new > 0:
+                counts[request_id] = num_new
                 before = state.num_output_tokens
                 state.follow(request.num_tokens, state.num_computed_tokens, state.num_in_flight_tokens)
                 tokens = [0] * num_new  # their number is all that counts
@@ -155,9 +255,19 @@ class PromiseKeeper:
             if request.is_finished():
                 finished.append(state)
         self.slo.tracker.on_deliveries(delivered, now)
+        reasons: dict[str, str] = {}
         for state in finished:
+            name = state.request_id
+            reasons[name] = self.surface.finish_reason(mirror.requests[name])
             self.slo.tracker.on_finish(state)
             mirror.drop(state)
+        return counts, reasons
+
+    def state(self) -> SchedulerState:
+        """Return how queues and objectives stand. Costs what the batch is long, not what waits."""
+        in_flight = self.in_flight
+        now = max(in_flight.last_plan, in_flight.busy_until if in_flight else self.feedback.last_end)
+        return self.admission.report(self._new_plan(now), self.relegation.num_relegated)
 
     def _new_plan(self, now: float) -> StepPlan:
         mirror = self.mirror

@@ -28,6 +28,7 @@ class VLLMKVView:
     Attributes
     ----------
     promised : blocks that running prompts have yet to be given.
+    has_prefix_cache : whether vLLM looks for prompts in it.
 
     Raises
     ------
@@ -37,6 +38,7 @@ class VLLMKVView:
     def __init__(self, surface: Surface, requests: dict[str, EngineRequest]) -> None:
         self._manager = manager = surface.scheduler.kv_cache_manager
         self._blocks = manager.block_pool
+        self.has_prefix_cache = bool(getattr(manager, "enable_caching", False))
         self._requests = requests
         groups = list(manager.coordinator.single_type_managers)
         sizes = {int(group.block_size) for group in groups}
@@ -71,6 +73,11 @@ class VLLMKVView:
     def num_free_blocks(self) -> int:
         free = int(self._blocks.get_num_free_blocks()) // self._num_groups
         return max(0, free - self.promised - self._watermark)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that requests hold."""
+        return self.num_blocks - int(self._blocks.get_num_free_blocks()) // self._num_groups
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -95,7 +95,7 @@ class Entry:
             record.fate = Fate.EXPIRED if has_waited else Fate.REJECTED
             record.predicted_ttft = record.predicted_wait = refusal.predicted_ttft
             record.finish_reason = "expired" if has_waited else "rejected"
-            self._counts.on_refusal(record, refusal.code)
+            self._counts.on_refusal(record, refusal.counted_as)
         self.close("error", now)
 
     def close(self, reason: str, now: float) -> None:

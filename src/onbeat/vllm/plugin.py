@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from onbeat.core.errors import InvalidRequest, Overloaded, SLOUnattainable
+from onbeat.core.errors import InvalidRequest, SLOUnattainable
 from onbeat.core.request import RequestOutput
 from onbeat.core.slo import Fate
 from onbeat.vllm.calibrate import step_times
 from onbeat.vllm.config import read_config
 from onbeat.vllm.impose import Imposed, impose, mismatch
 from onbeat.vllm.keeper import PromiseKeeper
-from onbeat.vllm.objectives import ID, read
-from onbeat.vllm.refusals import refusal_text
+from onbeat.vllm.objectives import read
+from onbeat.vllm.origin import origin_of
+from onbeat.vllm.refusals import TOO_LONG, Refusal, refusal_by
 from onbeat.vllm.surface import EngineRequest, EngineScheduler, Surface
-from onbeat.vllm.telemetry import Publisher, added_message, rank_address, request_message
+from onbeat.vllm.telemetry import Publisher, rank_address
+from onbeat.vllm.teller import Teller, hello
 
 logger = logging.getLogger("onbeat.vllm")
 
@@ -47,16 +48,18 @@ class Plugin:
         self._said_at = float("-inf")
         self._imposed: Imposed | None = None
         self._refused: list[tuple[int, Any]] = []
-        self._publisher: Publisher | None = None
+        self._teller: Teller | None = None
         self.surface = surface = Surface(scheduler, engine_version())
         self.is_on = not surface.is_pooling
         if not self.is_on:
             logger.info("onbeat plans nothing here: the model pools, and has no time between tokens")
             return
         self.config = read_config(surface.options, os.environ)
-        if self.config.telemetry is not None:
-            self._publisher = Publisher(rank_address(self.config.telemetry, surface.rank))
         self.keeper = PromiseKeeper(surface, step_times(self.config), self.config.slo.mode)
+        if self.config.telemetry is not None:
+            header = hello(self.keeper, origin_of(scheduler.vllm_config), rank=surface.rank)
+            publisher = Publisher(rank_address(self.config.telemetry, surface.rank), header)
+            self._teller = Teller(publisher, rank=surface.rank)
 
     # --- a step ---------------------------------------------------------------------------------------
 
@@ -73,7 +76,7 @@ class Plugin:
             if plan.is_empty and not (keeper.in_flight or plan.infeasible or plan.overdue):
                 return None  # never stand still
             for output in keeper.commit(plan):
-                self._expire(output)
+                self._expire(output, now)
             return impose(
                 plan, keeper.mirror, self.surface, lambda state: keeper.slo.rules.loss(state, plan.now)
             )
@@ -94,8 +97,13 @@ class Plugin:
         imposed = self._imposed
         return num_new if imposed is None else imposed.limit(request.request_id, num_computed, num_new)
 
-    def note_step(self, output: Any, imposed: Imposed | None, now: float) -> None:
-        """Count a step that vLLM has planned, and see whether it is the one that it was held to."""
+    def note_step(self, output: Any, imposed: Imposed | None, begin: float, now: float) -> None:
+        """Count a step that vLLM has planned, and see whether it is the one that it was held to.
+
+        Parameters
+        ----------
+        begin : when its plan was begun, seconds.
+        """
         if not self.is_on:
             return
         if imposed is None:
@@ -103,16 +111,25 @@ class Plugin:
         else:
             self.num_planned += 1
         with self._guarded():
-            self.keeper.note_step(output, now)
+            noted = self.keeper.note_step(output, begin, now)
+            if noted is not None and self._teller is not None:
+                self._teller.planned(self.keeper, noted)
             if imposed is not None and (different := mismatch(imposed, output, self.keeper.mirror)):
                 self.num_mismatches += len(different)
                 self._say_different(different, now)
 
-    def take(self, output: Any, now: float) -> None:
-        """Learn from a step whose results vLLM has taken."""
+    def take(self, output: Any, begin: float, now: float) -> None:
+        """Learn from a step whose results vLLM has taken.
+
+        Parameters
+        ----------
+        begin : when vLLM began to take them, seconds.
+        """
         if self.is_on:
             with self._guarded():
-                self.keeper.take(output, now)
+                taken = self.keeper.take(output, now)
+                if taken is not None and self._teller is not None:
+                    self._teller.took(self.keeper, taken, now - begin)
 
     # --- requests -------------------------------------------------------------------------------------
 
@@ -129,21 +146,12 @@ class Plugin:
             try:
                 objectives = read(self.surface.extra_args(request), self.config.slo)
                 self.keeper.add(request, objectives, arrival, now)
-                self._tell_added(request, now)
-            except SLOUnattainable as refusal:
-                self._refuse(
-                    request,
-                    429,
-                    reason=str(refusal),
-                    predicted_ttft=refusal.predicted_ttft,
-                    retry_after=refusal.retry_after,
-                )
-            except Overloaded as refusal:
-                self._refuse(request, 503, reason=str(refusal), retry_after=refusal.retry_after)
-            except InvalidRequest as refusal:
-                self._refuse(request, 400, reason=str(refusal))
+                if self._teller is not None:
+                    self._teller.added(self.keeper, request, now)
+            except (SLOUnattainable, InvalidRequest) as error:
+                self._refuse(request, refusal_by(error), now)
 
-    def forget_ended(self, request_ids: Any) -> None:
+    def forget_ended(self, request_ids: Any, now: float) -> None:
         """Forget requests that vLLM has ended."""
         if not self.is_on:
             return
@@ -153,6 +161,8 @@ class Plugin:
             for request_id in [given] if isinstance(given, str) else list(given):
                 known = requests.get(request_id)
                 if known is not None and known.is_finished():
+                    if self._teller is not None:
+                        self._teller.request("aborted", self.keeper, known, now)
                     self.keeper.forget(request_id)
 
     @property
@@ -168,58 +178,29 @@ class Plugin:
 
     def close(self) -> None:
         """Let go of what the process holds."""
-        if self._publisher is not None:
-            self._publisher.close()
+        if self._teller is not None:
+            self._teller.close()
 
-    def _tell_added(self, request: EngineRequest, now: float) -> None:
-        if self._publisher is not None:
-            state = self.keeper.mirror.states[request.request_id]
-            predicted = state.slo.predicted_ttft
-            told = added_message(state.request, now, slo_id=self._slo_id(request), predicted_ttft=predicted)
-            self._publisher.send(told)
-
-    def _expire(self, output: RequestOutput) -> None:
+    def _expire(self, output: RequestOutput, now: float) -> None:
         """End a request that waited in vain."""
         request = self.surface.scheduler.requests[output.request_id]
-        status = 504 if output.fate is Fate.EXPIRED else 503
-        self._refuse(
-            request,
-            status,
+        has_expired = output.fate is Fate.EXPIRED
+        refusal = Refusal(
+            status=504 if has_expired else 429,
             reason=output.error or "",
             predicted_ttft=output.predicted_ttft,
             retry_after=output.retry_after,
+            code="" if has_expired else TOO_LONG,
         )
+        self._refuse(request, refusal, now)
 
-    def _refuse(
-        self,
-        request: EngineRequest,
-        status: int,
-        *,
-        reason: str,
-        predicted_ttft: float | None = None,
-        retry_after: float | None = None,
-    ) -> None:
+    def _refuse(self, request: EngineRequest, refusal: Refusal, now: float) -> None:
         """End a request in vLLM, with words by which the middleware knows the refusal."""
         self.surface.end(request.request_id)
-        text = refusal_text(status, reason=reason, predicted_ttft=predicted_ttft, retry_after=retry_after)
-        self._refused.append((request.client_index, self.surface.refusal(request, text)))
-        if self._publisher is not None:
-            self._publisher.send(
-                request_message(
-                    "refused",
-                    request.request_id,
-                    time.monotonic(),
-                    slo_id=self._slo_id(request),
-                    status=status,
-                    reason=reason,
-                    predicted_ttft_ms=None if predicted_ttft is None else predicted_ttft * 1e3,
-                    retry_after_s=retry_after,
-                )
-            )
-
-    def _slo_id(self, request: EngineRequest) -> str | None:
-        slo_id = self.surface.extra_args(request).get(ID)
-        return slo_id if isinstance(slo_id, str) else None
+        self._refused.append((request.client_index, self.surface.refusal(request, refusal.text())))
+        if self._teller is not None:
+            details = {"status": refusal.status, **refusal.details()}
+            self._teller.request("refused", self.keeper, request, now, details)
 
     # --- faults ---------------------------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
 """How the scheduler's process says that a request is refused, and what its client then gets.
 
 vLLM carries a text to the client, in the message of an error, or as the stop reason of a choice that was
-aborted: `onbeat:429:{"predicted_ttft_ms": ..., "retry_after_s": ..., "reason": ...}`. 429 is a refusal at
-arrival, 504 of a request that waited in vain, 503 of one whose wait would be too long, 400 of one with wrong
-objectives.
+aborted: `onbeat:429:{"predicted_ttft_ms": ..., "retry_after_s": ..., "reason": ..., "code": ...}`. 429 is a
+refusal for what is predicted: that the request would be late (`slo_unattainable`), or would wait for too long
+(`server_overloaded`). 504 is of one that waited in vain, 400 of one with wrong objectives. 503 is vLLM's own,
+for an engine that is not there: gateways take a server out that says it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onbeat.core.errors import InvalidRequest, Overloaded, RequestRejected, SLOUnattainable
+from onbeat.core.errors import InvalidRequest, RequestRejected, SLOUnattainable
 from onbeat.server.errors import HasObjectives, unattainable
 
-_MARK = re.compile(r"onbeat:(400|429|503|504):(?=\{)")
+_MARK = re.compile(r"onbeat:(400|429|504):(?=\{)")
 _LONGEST_TEXT = 2**14
-_CODES = {429: "slo_unattainable", 504: "deadline_exceeded", 503: "queue_too_long"}
-"""Status -> the reason, as metrics count refusals (`metrics.tracker.REFUSALS`)."""
+LATE, TOO_LONG = "slo_unattainable", "server_overloaded"
+"""Codes of a refusal with 429."""
+_CODES = {429: LATE, 504: "deadline_exceeded"}
+"""Status -> code where none is said; of others it is `invalid_value`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +39,30 @@ class Refusal:
     retry_after: float | None = None
     """Seconds after which it is predicted to fit; None where nobody knows."""
 
+    code: str = ""
+    """As clients get it; by default that of the status."""
+
+    def __post_init__(self) -> None:
+        if not self.code:
+            object.__setattr__(self, "code", _CODES.get(self.status, "invalid_value"))
+
     @property
-    def code(self) -> str:
-        """The reason, as metrics count it."""
-        return _CODES.get(self.status, "invalid_value")
+    def counted_as(self) -> str:
+        """The reason, as metrics count it (`metrics.tracker.REFUSALS`)."""
+        return "queue_too_long" if self.code == TOO_LONG else self.code
+
+    def details(self) -> dict[str, str | float | None]:
+        """Return what is told of it beside the status; None stands for what nobody knows."""
+        return {
+            "predicted_ttft_ms": _finite(self.predicted_ttft, 1e3),
+            "retry_after_s": _finite(self.retry_after, 1.0),
+            "reason": self.reason,
+            "code": self.code,
+        }
+
+    def text(self) -> str:
+        """Return the text that vLLM is to carry to the client."""
+        return f"onbeat:{self.status}:{json.dumps(self.details())}"
 
     def error(self, request: HasObjectives) -> RequestRejected:
         """Return the error that its client gets, the same as from our own server."""
@@ -47,8 +70,6 @@ class Refusal:
             return InvalidRequest(
                 self.reason or "the objectives are wrong", param="slo", code="invalid_value"
             )
-        if self.status == 503:
-            return Overloaded(self._message(request), retry_after=self.retry_after, reason=self.code)
         error = SLOUnattainable(
             self._message(request),
             predicted_ttft=math.inf if self.predicted_ttft is None else self.predicted_ttft,
@@ -64,31 +85,22 @@ class Refusal:
         objective = "" if ttft is None else f"; its objective is {ttft * 1e3:.0f} ms"
         if self.status == 504:
             return f"the request waited until its first token could not be in time any more{objective}"
-        if self.status == 503:
+        if self.code == TOO_LONG:
             return "the request would wait for longer than the server lets it; try again later"
         predicted = "late" if self.predicted_ttft is None else f"after {self.predicted_ttft * 1e3:.0f} ms"
         return f"the first token is predicted {predicted}{objective}; try again later, or ask for less"
 
 
-def refusal_text(
-    status: int,
-    *,
-    reason: str = "",
-    predicted_ttft: float | None = None,
-    retry_after: float | None = None,
-) -> str:
-    """Return the text that vLLM is to carry to the client.
-
-    Parameters
-    ----------
-    predicted_ttft, retry_after : seconds; None, or infinite, where nobody knows.
-    """
-    return f"onbeat:{status}:" + json.dumps(
-        {
-            "predicted_ttft_ms": _finite(predicted_ttft, 1e3),
-            "retry_after_s": _finite(retry_after, 1.0),
-            "reason": reason,
-        }
+def refusal_by(error: SLOUnattainable | InvalidRequest) -> Refusal:
+    """Return the refusal that an error of the scheduler's is."""
+    if isinstance(error, InvalidRequest):
+        return Refusal(status=400, reason=str(error))
+    return Refusal(
+        status=429,
+        reason=str(error),
+        predicted_ttft=error.predicted_ttft,
+        retry_after=error.retry_after,
+        code=error.code or LATE,
     )
 
 
@@ -105,10 +117,11 @@ def refusal_in(text: object) -> Refusal | None:
 
 def refusal_of(status: int, details: Mapping[str, Any]) -> Refusal:
     """Return a refusal from what is told of it; what is no number counts as not known."""
-    reason = details.get("reason")
+    reason, code = details.get("reason"), details.get("code")
     return Refusal(
         status=status,
         reason=reason if isinstance(reason, str) else "",
+        code=code if isinstance(code, str) and status == 429 else "",
         predicted_ttft=_number(details.get("predicted_ttft_ms"), 1e-3),
         retry_after=_number(details.get("retry_after_s"), 1.0),
     )

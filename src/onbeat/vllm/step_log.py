@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from onbeat.core.errors import ConfigError
-from onbeat.perfmodel.logged_step import StepOrigin
+from onbeat.vllm.origin import origin_of
 from onbeat.vllm.step_lines import StepLines, StepWriter
 
 ENVIRONMENT = "ONBEAT_STEP_LOG"
@@ -98,27 +98,3 @@ def kv_tokens(vllm_config: Any) -> int:
     cache = vllm_config.cache_config
     num_engines = vllm_config.parallel_config.data_parallel_size  # whose blocks the front process adds up
     return int((cache.num_gpu_blocks or 0) // num_engines * cache.block_size)
-
-
-def origin_of(vllm_config: Any) -> StepOrigin:
-    """Return what vLLM says of itself."""
-    import vllm
-    from vllm.platforms import current_platform
-
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    is_cpu = current_platform.is_cpu()
-    return StepOrigin(
-        engine="vllm",
-        engine_version=str(vllm.__version__),
-        model=str(model.model),
-        device="cpu" if is_cpu else None,
-        device_name=str(current_platform.get_device_name()),
-        dtype=_FORMATS.get(str(model.quantization or model.dtype)),
-        tensor_parallel=int(parallel.tensor_parallel_size),
-        pipeline_parallel=int(parallel.pipeline_parallel_size),
-        steps_ahead=int(bool(vllm_config.scheduler_config.async_scheduling)),
-    )
-
-
-_FORMATS = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32", "fp8": "fp8"}
-"""Of weights; of others the user says what they are."""

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.vllm.refusals import refusal_text
+from onbeat.vllm.refusals import TOO_LONG, Refusal, refusal_in
 from onbeat.vllm.requests import ROUTES
-from onbeat.vllm.telemetry import Publisher, request_message
+from onbeat.vllm.telemetry import Publisher, hello_message, request_message
 from tests.cpu.vllm.vllm_app import (
     ASK,
     BREAKS_OFF,
@@ -93,13 +93,23 @@ async def test_other_choices_of_a_refused_request_are_ended():
     assert len(sent) < 5
 
 
-async def test_other_refusals_have_their_statuses():
-    for status, code in ((503, "server_overloaded"), (400, "invalid_value")):
-        text = refusal_text(status, reason="no room for it here")
-        app = VLLMApp(lambda _, text=text: (503, {"error": {"message": text}}))
-        reply = await client_of(app).post(CHAT, json=ASK)
-        assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
-        assert reply.json()["error"]["message"] == "no room for it here"
+async def test_wrong_objectives_are_400():
+    text = Refusal(status=400, reason="no such objective").text()
+    reply = await client_of(VLLMApp(lambda _: (503, {"error": {"message": text}}))).post(CHAT, json=ASK)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_value")
+    assert reply.json()["error"]["message"] == "no such objective"
+
+
+async def test_too_long_a_queue_is_429_and_counted_apart():
+    """503 stays vLLM's, for an engine that is not there: gateways take out a server that says it."""
+    refusal = Refusal(status=429, predicted_ttft=70.0, retry_after=9.5, code=TOO_LONG)
+    client = client_of(VLLMApp(lambda _: (503, {"error": {"message": refusal.text()}})))
+    reply = await client.post(CHAT, json=ASK)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["reason"]) == (429, TOO_LONG, "queue_too_long")
+    assert (reply.headers["retry-after"], error["predicted_ttft_ms"]) == ("10", 70_000)
+    metrics = (await client.get("/metrics")).text
+    assert 'onbeat_requests_rejected_total{reason="queue_too_long"} 1.0' in metrics
 
 
 @pytest.mark.parametrize("path", sorted(ROUTES))
@@ -117,7 +127,7 @@ async def test_a_refusal_that_vllm_hides_is_told_by_the_scheduler(path, tmp_path
         ],
     }.get(path, [chat_whole("abort"), [chat_chunk({"role": "assistant", "content": ""}), event("[DONE]")]])
     address = f"ipc://{tmp_path}/t"
-    publisher = Publisher(address)
+    publisher = Publisher(address, hello_message({}))
     for answer in empty:
         app = VLLMApp(lambda _, answer=answer: answer)
 
@@ -267,9 +277,8 @@ async def test_whatever_vllm_answers_gets_through(path, body):
 
 
 def test_what_is_told_of_a_refusal_reads_back():
-    from onbeat.vllm.refusals import refusal_in
-
-    told = refusal_in(f"Error: {refusal_text(429, predicted_ttft=float('inf'), retry_after=1.5)} (at 0x1)")
+    refusal = Refusal(status=429, predicted_ttft=float("inf"), retry_after=1.5)
+    told = refusal_in(f"Error: {refusal.text()} (at 0x1)")
     assert told is not None
     assert (told.status, told.predicted_ttft, told.retry_after) == (429, None, 1.5)
     for text in ("onbeat:429:", "onbeat:429:{", "onbeat:200:{}", "onbeat:429:[1]", json.dumps({}), None, 7):

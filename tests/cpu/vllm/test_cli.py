@@ -110,18 +110,17 @@ def messages():
         )
         yield added_message(request, 0.06, slo_id=name, predicted_ttft=0.5)
     yield request_message("refused", "b", 0.07, status=429)
-    yield step_message(stats(1), rows=[("a", 0, 16, 0), ("before", 9, 1, 1)], counts=[1])
-    yield step_message(stats(2), rows=[("a", 16, 4, 1), ("c", 0, 20, 1)], counts=[1, 1])
-    yield request_message("aborted", "c", 0.3)
-    yield request_message("preempted", "a", 0.3)
-    yield step_message(stats(3), rows=[("a", 0, 21, 1)], counts=[1])
+    yield step_message(stats(1), rows=[("a", 0, 16, False), ("before", 9, 1, True)], counts=[1])
+    yield step_message(stats(2), rows=[("a", 16, 4, True), ("c", 0, 20, True)], counts=[1, 1])
+    yield request_message("aborted", "c", 0.29)
+    yield request_message("preempted", "a", 0.29)
+    yield step_message(stats(3), rows=[("a", 0, 21, True)], counts=[1], preempted=["a"])
     yield {"kind": "step", "rank": 0, "stats": 5}
-    yield step_message(stats(4), rows=[("a", 21, 3, 1)], counts=[2], finished={"a": "stop"})
+    yield step_message(stats(4), rows=[("a", 21, 3, True)], counts=[2], finished={"a": "stop"})
 
 
 async def test_a_record_of_a_server_reads_back_as_what_happened(tmp_path):
     address, path = f"ipc://{tmp_path}/t", tmp_path / "run.gz"
-    publisher = Publisher(address)
     config = SchedulerConfig(
         num_blocks=64,
         block_size=16,
@@ -134,9 +133,9 @@ async def test_a_record_of_a_server_reads_back_as_what_happened(tmp_path):
         "scheduler": asdict(config),
         "engine": {"model_name": "m", "device": "cpu", "vllm_version": "0.33"},
     }
+    publisher = Publisher(address, hello_message(header))
     recording = asyncio.create_task(record(path, address))
     while not path.exists():
-        publisher.send(hello_message(header))
         await asyncio.sleep(0.01)
     for message in messages():
         publisher.send(message)

@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 
 from onbeat.vllm.middleware import SLOMiddleware
-from onbeat.vllm.refusals import refusal_text
+from onbeat.vllm.refusals import Refusal
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 BREAKS_OFF = b"breaks off"
 """In a stream: the application fails there."""
 HEAD = {"id": "x-1", "created": 1, "model": "m"}
-REFUSED = refusal_text(429, predicted_ttft=1.25, retry_after=2.5)
-EXPIRED = refusal_text(504)
+REFUSED = Refusal(status=429, predicted_ttft=1.25, retry_after=2.5).text()
+EXPIRED = Refusal(status=504).text()
 ASK = {"model": "m", "messages": [], "slo": {"ttft_ms": 500, "tbt_ms": 50}}
 USAGE = {"prompt_tokens": 7, "total_tokens": 9, "completion_tokens": 2}
 
