@@ -91,7 +91,7 @@ clean: ## Remove the environment and everything generated
 
 .venv/.serve: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "Installing onbeat and what serving needs into .venv (PyTorch is large: minutes on a slow line)"
-	$(INSTALL) -e '.[serve]'
+	$(INSTALL) -e '.[serve,plan]'
 	@touch $@
 
 # Installing builds the native engine, too; this builds it again where its sources have changed since. Without a
@@ -102,5 +102,5 @@ clean: ## Remove the environment and everything generated
 
 .venv/.dev: .venv/.serve
 	@echo "Installing what the tests and checks need into .venv"
-	$(INSTALL) -e '.[serve,dev]'
+	$(INSTALL) -e '.[serve,plan,dev]'
 	@touch $@

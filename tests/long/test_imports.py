@@ -18,6 +18,11 @@ PURE_PACKAGES = (
     *("core", "scheduler", "perfmodel", "metrics", "recording", "text", "hub"),
     *("workload", "report", "simulator", "planner", "bench"),
 )
+ARGUMENTS = {
+    "capacity": ["capacity", "--model", "llama-3.1-8b", "--device", "h100-sxm", "--objective", "vidur"],
+    "plan": ["plan", "--model", "llama-3.1-8b", "--gpus", "l4=1", "--rate", "1", "--slo-ttft-ms", "1000"],
+    "profile": ["profile"],
+}
 
 
 def modules_after(code: str) -> set[str]:
@@ -109,6 +114,28 @@ def test_planning_commands_work_without_the_serve_extra(tmp_path: Path) -> None:
         f"{refuse_serve_extra()}\nfrom onbeat.cli.main import main\n"
         f"import onbeat\nonbeat.simulate, onbeat.make_load\n"
         f"assert [main(command) for command in {commands}] == [0, 0, 0]\n"
+    )
+
+
+def test_simulations_and_their_pages_need_neither_scipy_nor_plotly(tmp_path: Path) -> None:
+    page = tmp_path / "simulate.html"
+    where = ["--model", "llama-3.1-8b", "--device", "h100-sxm", "--max-model-len", "4096"]
+    load = ["--num-prompts", "20", "--input-len", "100", "--output-len", "10", "--disable-tqdm"]
+    modules_after(
+        "import sys; sys.modules.update(scipy=None, plotly=None)\nfrom onbeat.cli.main import main\n"
+        f"assert main({['simulate', *where, *load, '--report', str(page)]}) == 0\n"
+    )
+    assert page.stat().st_size > 100_000
+
+
+@pytest.mark.parametrize("command", ["capacity", "plan", "profile"])
+def test_planning_commands_name_the_missing_extra(command: str) -> None:
+    without = "import sys; sys.modules['scipy'] = None\nfrom onbeat.cli.main import main\n"
+    code = f"{without}sys.exit(main({ARGUMENTS[command]}))"
+    run = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 2, run.stderr
+    assert run.stderr == (
+        f"onbeat: error: onbeat {command} needs 'scipy', which is not installed: pip install 'onbeat[plan]'\n"
     )
 
 

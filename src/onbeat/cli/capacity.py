@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from onbeat.cli.engine_args import check_packages
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -32,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search; returns the exit code."""
+    check_packages("capacity", ["scipy"], extra="plan")
     from onbeat.cli.capacity_options import CapacityOptions
     from onbeat.cli.capacity_output import CapacityReport, to_document, write_page
     from onbeat.cli.capacity_plan import plan_cases

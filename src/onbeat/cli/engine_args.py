@@ -86,7 +86,7 @@ def engine_config(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
     return read_options(args, EngineConfig, model=model)
 
 
-def check_packages(command: str, packages: Iterable[str]) -> None:
+def check_packages(command: str, packages: Iterable[str], extra: str = "serve") -> None:
     """Look for the packages of an extra, without the seconds that importing them takes.
 
     Raises
@@ -96,5 +96,5 @@ def check_packages(command: str, packages: Iterable[str]) -> None:
     for name in packages:
         if importlib.util.find_spec(name) is None:
             raise MissingExtra(
-                f"onbeat {command} needs {name!r}, which is not installed: pip install 'onbeat[serve]'"
+                f"onbeat {command} needs {name!r}, which is not installed: pip install 'onbeat[{extra}]'"
             )

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from onbeat.cli.engine_args import check_packages
+
 if TYPE_CHECKING:
     from onbeat.cli.plan_options import PlanOptions
     from onbeat.cli.plan_output import PlanReport
@@ -28,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan; returns the exit code."""
+    check_packages("plan", ["scipy"], extra="plan")
     from onbeat.cli.options import read_options
     from onbeat.cli.outputs import check_writable, save_all
     from onbeat.cli.plan_files import not_served, plan_page, save_plan, to_document

@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"unknown argument {args.recorded[0]!r}; `onbeat profile record SOURCE FILE` takes two"
         )
+    check_packages("profile", ["scipy"], extra="plan")
     options = read_options(args, FromOptions)
     if options.source is not None:
         _refuse_measuring(args)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from onbeat.core.extras import require
+
 Array = NDArray[np.float64]
 
 CHUNK_VALUES = 1 << 20
@@ -71,8 +73,7 @@ def student_half_width(values: ArrayLike, level: float = LEVEL) -> float:
     values : at least two.
     level : confidence, in (0, 1).
     """
-    from scipy.special import stdtrit  # slow to import, and few commands need it
-
+    stdtrit = require("scipy.special", extra="plan", purpose="an interval of confidence").stdtrit
     values = np.asarray(values, dtype=np.float64)
     count = values.size
     return float(stdtrit(count - 1, (1 + level) / 2)) * float(np.std(values, ddof=1)) / math.sqrt(count)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.extras import require
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.fit_errors import FitErrors
@@ -50,8 +51,7 @@ class RooflineForm:
 
     def fit(self, matrix: NDArray[np.float64], seconds: NDArray[np.float64]) -> dict[str, float]:
         """Return the calibrated fields of `RooflineParameters`."""
-        from scipy.optimize import least_squares  # slow to import, and few commands fit
-
+        least_squares = require("scipy.optimize", extra="plan", purpose="fitting step times").least_squares
         defaults = asdict(default_parameters(self._device))
         names = list(defaults)
         start = np.array([defaults[name] for name in names])

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.extras import require
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.shapes import FIELDS, draft_pairs, draft_pairs_of
 
@@ -79,8 +80,7 @@ def fit_nnls(matrix: NDArray[np.float64], seconds: NDArray[np.float64]) -> dict[
     -------
     By feature, and `fixed`; `lowest` bounds the prediction from below where all of a batch's terms are 0.
     """
-    from scipy.optimize import nnls  # slow to import, and few commands fit
-
+    nnls = require("scipy.optimize", extra="plan", purpose="fitting step times").nnls
     features = _features(matrix)
     # Columns of like size: the solver's tolerance is absolute, and pairs are a million times the sequences.
     scale = features.max(axis=0)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import base64
+import gzip
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -80,8 +82,12 @@ def test_plotly_is_there_once(tmp_path: Path) -> None:
     write_report(path, sweep(), percentiles=(50,), settings={})
     text = path.read_text()
 
-    assert len(re.findall(r"\* plotly\.js v", text)) == 1
+    [packed] = re.findall(r'id="plotly">([^<]*)<', text)
+    library = gzip.decompress(base64.b64decode(packed)).decode()
+    assert len(re.findall(r"\* plotly\.js \(basic - minified\) v4", library)) == 1
+    assert "</script" not in library, "the page makes an element of it"
     assert "default-src 'none'" in text
+    assert len(text) < 1_000_000, "a page can be mailed"
 
 
 def test_a_sweep_has_its_trade_offs_and_every_run(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from onbeat.core.extras import require
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.config import SchedulerConfig
 
@@ -151,8 +152,7 @@ def mixed_batches(limits: BatchLimits, number: int) -> list[MeasuredBatch]:
 
     In every third, half of the decodes verify drafts.
     """
-    from scipy.stats import qmc  # slow to import, and an engine with a profile at hand measures nothing
-
+    qmc = require("scipy.stats", extra="plan", purpose="measuring step times")
     sequence = qmc.Sobol(d=_NUM_DIMENSIONS, rng=np.random.default_rng(1))
     points = sequence.random_base2(max(int(np.ceil(np.log2(max(number, 1)))), 1))[:number]
     return _distinct(_batches_at(points, limits, np.random.default_rng(2)))

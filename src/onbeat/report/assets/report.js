@@ -1,5 +1,11 @@
 "use strict";
-(function () {
+(async function () {
+  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (c) => c.charCodeAt(0));
+  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const library = document.createElement("script");
+  library.textContent = await new Response(unpacked).text();
+  document.head.append(library);
+
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
 
   function colour(name) {
