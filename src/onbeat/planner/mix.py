@@ -20,13 +20,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
-from scipy.sparse import coo_array
 
 from onbeat.core.errors import ConfigError, OnbeatError
+from onbeat.core.extras import require
+
+if TYPE_CHECKING:
+    from scipy.optimize import LinearConstraint
 
 Array = NDArray[np.float64]
 Counts = tuple[int, ...]
@@ -122,10 +125,11 @@ def solve_mix(
     if not np.isfinite(problem.loads).any(axis=1).all():
         return None
     program = _Program(problem, too_small, enough, below)
-    answer = milp(
+    optimize = _scipy("optimize")
+    answer = optimize.milp(
         program.costs,
         integrality=program.integrality,
-        bounds=Bounds(program.lower, program.upper),
+        bounds=optimize.Bounds(program.lower, program.upper),
         constraints=program.constraints(),
         options={"time_limit": time_limit, "mip_rel_gap": 0.0},
     )
@@ -151,8 +155,14 @@ def lower_bound(problem: MixProblem) -> float:
         np.concatenate([each.A.toarray() for each in others]),
     )
     bounds = list(zip(program.lower, program.upper, strict=True))
-    answer = linprog(program.costs, A_ub=matrix, b_ub=upper, A_eq=covered.A, b_eq=covered.ub, bounds=bounds)
+    answer = _scipy("optimize").linprog(
+        program.costs, A_ub=matrix, b_ub=upper, A_eq=covered.A, b_eq=covered.ub, bounds=bounds
+    )
     return float(answer.fun) if answer.success else inf
+
+
+def _scipy(part: str) -> Any:
+    return require(f"scipy.{part}", extra="plan", purpose="a plan")
 
 
 class _Rows:
@@ -171,8 +181,9 @@ class _Rows:
     def constraint(self, num_columns: int, *, is_equality: bool = False) -> LinearConstraint:
         rows, columns, values = zip(*self.entries, strict=True)
         shape = (len(self.upper), num_columns)
-        matrix = coo_array((values, (rows, columns)), shape=shape).tocsr()
-        return LinearConstraint(matrix, self.upper if is_equality else -inf, self.upper)
+        matrix = _scipy("sparse").coo_array((values, (rows, columns)), shape=shape).tocsr()
+        lower = self.upper if is_equality else -inf
+        return _scipy("optimize").LinearConstraint(matrix, lower, self.upper)
 
 
 class _Program:
