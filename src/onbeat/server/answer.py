@@ -32,6 +32,8 @@ logger = logging.getLogger("onbeat.server")
 TOKEN_BYTES = 400
 ALTERNATIVE_BYTES = 80
 """What a token, and each alternative to it, takes in memory from its delivery until it is written."""
+PING_SECONDS = 10.0
+"""After so long without an event a stream says that it goes on, where its API has a word for that."""
 
 
 class AnswerResponse(Response):
@@ -46,6 +48,7 @@ class AnswerResponse(Response):
     text_options : how tokens become text, and what tells its parts apart.
     answer_format : the endpoint's.
     services : run the requests.
+    ping : the event that says that a stream goes on; empty where the API has none.
 
     Raises
     ------
@@ -59,8 +62,13 @@ class AnswerResponse(Response):
         text_options: TextOptions,
         answer_format: AnswerFormat,
         services: Services,
+        *,
+        ping: bytes = b"",
     ) -> None:
         super().__init__()
+        self._ping = ping
+        self._num_begun = self._num_sent = 0
+        """Pieces of the stream that are being sent, and that are on their way."""
         _check_size(requests, services.info.max_model_len)
         self._is_streamed = bool(body.stream)
         self._choices = [
@@ -126,10 +134,11 @@ class AnswerResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         turns = Turns()
         try:
-            await self._send_delta(first, send)
-            async for delta in deltas:
-                await self._send_delta(delta, send)
-                await turns.rest()
+            async with self._pinging(send):
+                await self._send_delta(first, send)
+                async for delta in deltas:
+                    await self._send_delta(delta, send)
+                    await turns.rest()
         except Exception as error:  # the status is out: the stream itself must tell
             reply = error_reply(error)
             context.error_code = reply.code
@@ -152,9 +161,28 @@ class AnswerResponse(Response):
 
     async def _send_delta(self, delta: ChoiceDelta, send: Send) -> None:
         body = self._writer.events(delta)
+        self._num_begun += 1
         await self._slow_readers.sent(
             self, send({"type": "http.response.body", "body": body, "more_body": True})
         )
+        self._num_sent += 1
+
+    @asynccontextmanager
+    async def _pinging(self, send: Send) -> AsyncIterator[None]:
+        """Say that the stream goes on whenever it has been silent for long, while the block runs."""
+        pings = asyncio.create_task(self._send_pings(send)) if self._ping else None
+        try:
+            yield
+        finally:
+            if pings is not None:
+                pings.cancel()
+
+    async def _send_pings(self, send: Send) -> None:
+        while True:
+            before = self._num_sent
+            await asyncio.sleep(PING_SECONDS)
+            if before == self._num_sent == self._num_begun:  # else its client has yet to read
+                await send({"type": "http.response.body", "body": self._ping, "more_body": True})
 
     def _prediction(self) -> Mapping[str, str]:
         return prediction_header(self._choices)

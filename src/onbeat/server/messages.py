@@ -20,7 +20,7 @@ from onbeat.server.chat import chat_prompt, chat_requests
 from onbeat.server.config import MAX_MESSAGES, MAX_STOP_STRINGS
 from onbeat.server.errors import unsupported
 from onbeat.server.generation_request import GenerationRequest, StopString
-from onbeat.server.messages_format import MessageFormat
+from onbeat.server.messages_format import PING, MessageFormat
 from onbeat.server.openapi import error_answers, generation_route, json_body
 from onbeat.server.services import Services
 from onbeat.server.translation import chat_of, function_tools, text_field
@@ -214,7 +214,7 @@ def message_routes(services: Services) -> APIRouter:
         head = new_head("msg", services.check_model(body.model), joint="_")
         chat = await chat_of(body, body.chat_fields(), body.metadata, request)
         requests, options = await chat_requests(chat, request, head, services)
-        return AnswerResponse(chat, requests, options, MessageFormat(head), services)
+        return AnswerResponse(chat, requests, options, MessageFormat(head), services, ping=PING)
 
     @router.post(
         "/v1/messages/count_tokens",

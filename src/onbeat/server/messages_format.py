@@ -14,6 +14,7 @@ from onbeat.server.errors import ErrorReply, anthropic_error
 from onbeat.server.pieces import Piece
 from onbeat.server.streamed_parts import StreamedParts, named_event
 
+PING = named_event("ping", {})
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
@@ -68,7 +69,10 @@ class MessageFormat:
 
     def part_begins(self, index: int, part: WholePart) -> bytes:
         block = orjson.Fragment(b"".join(_block(WholePart(part.kind, bytearray(), part.call))))
-        return named_event("content_block_start", {"index": index, "content_block": block})
+        # Anthropic's streams have a ping behind the first of these.
+        return named_event("content_block_start", {"index": index, "content_block": block}) + PING * (
+            not index
+        )
 
     def part_grows(self, index: int, part: WholePart, text: str, columns: Sequence[bytes]) -> bytes:  # noqa: ARG002
         kind, name = {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from onbeat.core.errors import InvalidRequest
+from onbeat.server import answer
 from onbeat.server.messages import messages_of
 from tests.cpu.server.running import Served, named_events
 from tests.fakes_engine import FakeEngine
@@ -54,13 +55,28 @@ async def test_client_counts_tokens(client: anthropic.AsyncAnthropic) -> None:
 async def test_a_stream_has_the_events_of_its_blocks(served: Served) -> None:
     events = await named_events(served, MESSAGES, {**BODY, "stop_sequences": [", "]})
     assert [name for name, _ in events] == [
-        *("message_start", "content_block_start"),
-        *(["content_block_delta"] * (len(events) - 5)),
+        *("message_start", "content_block_start", "ping"),
+        *(["content_block_delta"] * (len(events) - 6)),
         *("content_block_stop", "message_delta", "message_stop"),
     ]
     assert events[-2][1]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": ", "}
     text = "".join(event["delta"]["text"] for name, event in events if name == "content_block_delta")
     assert text == "Hello"
+
+
+async def test_a_stream_that_is_silent_says_that_it_goes_on(
+    served: Served, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer, "PING_SECONDS", 0.02)
+    engine.script.seconds_per_step = 0.2
+    names = [name for name, _ in await named_events(served, MESSAGES, {**BODY, "max_tokens": 3})]
+    assert names[:3] == ["message_start", "content_block_start", "ping"]
+    first, last = (
+        names.index("content_block_delta"),
+        len(names) - names[::-1].index("content_block_delta"),
+    )
+    assert names[first:last].count("ping") >= 2
+    assert names[last:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
 async def test_errors_have_the_form_of_the_api(served: Served, engine: FakeEngine) -> None:
@@ -70,8 +86,8 @@ async def test_errors_have_the_form_of_the_api(served: Served, engine: FakeEngin
         ({**BODY, "messages": [{"role": "robot", "content": ""}]}, "invalid_request_error", 400),
         ({**BODY, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "invalid_request_error", 400),
     ):
-        answer = await served.post(MESSAGES, body)
-        assert (answer.status, answer.json["type"], answer.json["error"]["type"]) == (status, "error", kind)
+        reply = await served.post(MESSAGES, body)
+        assert (reply.status, reply.json["type"], reply.json["error"]["type"]) == (status, "error", kind)
     engine.script.error_after = 3
     name, last = (await named_events(served, MESSAGES, BODY))[-1]
     assert (name, last["type"], last["error"]["type"]) == ("error", "error", "api_error")
@@ -86,10 +102,10 @@ async def test_a_key_may_come_by_its_header(served: Served) -> None:
 
 async def test_objectives_and_tenant_stand_in_metadata(served: Served, engine: FakeEngine) -> None:
     metadata = {"user_id": "anna", "slo_tbt_ms": 100, "slo_shed": "false"}
-    answer = (await served.post(MESSAGES, {**BODY, "metadata": metadata})).json
+    message = (await served.post(MESSAGES, {**BODY, "metadata": metadata})).json
     request = engine.requests[-1]
     assert request.slo is not None
-    assert (answer["slo"]["met"], request.slo.tbt) == (True, 0.1)
+    assert (message["slo"]["met"], request.slo.tbt) == (True, 0.1)
     assert (request.tenant or "").startswith("user:")
 
 
