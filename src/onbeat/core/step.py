@@ -262,6 +262,10 @@ class StepStats:
     """Of these, refused, and drawn again."""
     guide_seconds: float = 0.0
     """That grammars took on the host."""
+    num_guide_faults: int = 0
+    """Requests that ended because their grammar could not be followed any further."""
+    compile_seconds: list[float] = field(default_factory=list)
+    """What each grammar took that was compiled since the step before."""
 
 
 @dataclass(slots=True)

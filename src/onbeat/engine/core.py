@@ -327,7 +327,8 @@ class EngineCore:
         stats.drafts = self.scheduler.results.drafts
         if (guided := result.guided) is not None:
             stats.num_guided_tokens, stats.num_redrawn_tokens = guided.num_tokens, guided.num_redrawn
-            stats.guide_seconds = guided.seconds
+            stats.guide_seconds, stats.num_guide_faults = guided.seconds, len(guided.faults)
+        stats.compile_seconds = self.grammars.take_seconds()
         for judge in self._judges:
             judge.judge(stats)
         self._last_end = now

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 from onbeat.core.errors import EngineError, Overloaded
 from onbeat.core.request import Grammar
@@ -34,6 +35,8 @@ class GrammarPort:
         self._load = load
         self._compiler: GrammarCompiler | None = None
         self._worker: ThreadPoolExecutor | None = None
+        self._seconds: list[float] = []
+        """What each grammar took that was compiled since somebody asked."""
 
     @classmethod
     def of_model(cls, path: Path, vocab_size: int, *, spells: bool) -> GrammarPort:
@@ -73,7 +76,11 @@ class GrammarPort:
 
     def compile(self, grammar: Grammar) -> Future[Guide]:
         """Have a grammar compiled by the thread."""
-        return self._thread().submit(lambda: self._loaded().compile(grammar))
+        return self._thread().submit(self._compiled, grammar)
+
+    def take_seconds(self) -> list[float]:
+        """Return what each grammar took that was compiled since the last call."""
+        return [self._seconds.pop() for _ in range(len(self._seconds))]  # the thread may add some meanwhile
 
     def close(self) -> None:
         """Let the thread go; nothing is compiled any more."""
@@ -84,6 +91,12 @@ class GrammarPort:
         if self._worker is None:
             self._worker = _with_stack(ThreadPoolExecutor(max_workers=1, thread_name_prefix="onbeat-grammar"))
         return self._worker
+
+    def _compiled(self, grammar: Grammar) -> Guide:
+        compiler, start = self._loaded(), perf_counter()
+        guide = compiler.compile(grammar)
+        self._seconds.append(perf_counter() - start)
+        return guide
 
     def _loaded(self) -> GrammarCompiler:
         """Return the compiler; only the thread calls this."""

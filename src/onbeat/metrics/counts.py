@@ -14,6 +14,7 @@ from onbeat.metrics.buckets import (
     ERROR_RATIOS,
     GAP_SECONDS,
     HOST_SECONDS,
+    LAG_SECONDS,
     REQUEST_SECONDS,
     ROWS,
     SHARES,
@@ -64,20 +65,36 @@ class EngineGauges:
         self.step_seconds, self.predicted_wait, self.is_drifting = 0.0, None, None
 
 
+GRAMMAR_REFUSALS = ("too_complex", "unsupported", "invalid", "in_answer")
+"""Why requests under a grammar end without an answer: it takes too much; it cannot be enforced; it is none;
+it could not be followed to the end."""
+_CODES = {"grammar_too_complex": "too_complex", "unsupported_schema": "unsupported"}
+
+
 @dataclass(slots=True)
 class GrammarCounts:
-    """Tokens that grammars were asked about, and what it took."""
+    """Tokens that grammars were asked about, and what it took; what it took to compile, and refusals."""
 
     num_tokens: int = 0
     num_redrawn: int = 0
     """Of these, refused, and drawn again."""
     seconds: float = 0.0
+    compile: Histogram = field(default_factory=lambda: Histogram(LAG_SECONDS))
+    """Seconds of new grammars."""
+    refused: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(GRAMMAR_REFUSALS, 0)))
+
+    def refuse(self, code: str | None) -> None:
+        """Count a request that is refused for its grammar, by the code of its error."""
+        self.refused[_CODES.get(code or "", "invalid")] += 1
 
     def on_step(self, stats: StepStats) -> None:
         """Count a step."""
         self.num_tokens += stats.num_guided_tokens
         self.num_redrawn += stats.num_redrawn_tokens
         self.seconds += stats.guide_seconds
+        self.refused["in_answer"] += stats.num_guide_faults
+        for seconds in stats.compile_seconds:
+            self.compile.observe(seconds)
 
 
 @dataclass(slots=True)

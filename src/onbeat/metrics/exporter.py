@@ -288,3 +288,10 @@ def _grammars(counts: GrammarCounts) -> Iterator[Metric]:
         {("accepted",): counts.num_tokens - counts.num_redrawn, ("refused",): counts.num_redrawn},
     )
     yield counter("onbeat_guide_seconds", "Seconds that grammars took of steps", counts.seconds)
+    yield histogram("onbeat_grammar_compile_seconds", "Compiling a new grammar", counts.compile)
+    yield counters(
+        "onbeat_grammar_refusals",
+        "Requests that ended for what their answer had to match",
+        ("reason",),
+        keyed(counts.refused),
+    )

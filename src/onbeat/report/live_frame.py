@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from onbeat.report.fleet_view import fleet_table, plain_table
+from onbeat.report.guided_view import GuidedView
 from onbeat.report.live_view import ClassView, DraftView, Percentiles, ServerView, StepView, WorstDecileView
 from onbeat.report.units import against, duration, percent, short, sparkline
 
@@ -46,6 +47,7 @@ def live_frame(
     parts += [] if view.worst_decile is None else [gap, _worst_decile(view.worst_decile)]
     parts += [gap, _steps(view.steps)]
     parts += [] if view.drafts is None else [_drafts(view.drafts)]
+    parts += [] if view.guided is None else [_guided(view.guided)]
     parts.append(_decisions(view))
     if any(step_seconds):
         parts += [gap, _history(attainment, step_seconds)]
@@ -185,6 +187,17 @@ def _drafts(drafts: DraftView) -> RenderableType:
     )
     if goodput:
         rows.add_row("goodput", _fields(*goodput))
+    return rows
+
+
+def _guided(guided: GuidedView) -> RenderableType:
+    rows = _grid()
+    shares = _known(
+        (percent(guided.redrawn), "drawn again"), (percent(guided.step_share), "of the step's time")
+    )
+    rows.add_row("grammars", _fields((short(guided.rows), "rows a step"), *shares))
+    compiling = _known((duration(guided.compile_p99), "compile P99"))
+    rows.add_row("new grammars", _fields(*compiling, (short(guided.refused), "refused")))
     return rows
 
 

@@ -9,6 +9,7 @@ from math import inf
 
 from onbeat.metrics.exposition import Scrape, ScrapeWindow
 from onbeat.report.fleet_view import FleetRows, fleet_rows
+from onbeat.report.guided_view import GuidedView, guided_view
 
 RATE_SECONDS = 10.0
 """Rates and means are over so long."""
@@ -141,6 +142,8 @@ class ServerView:
     steps: StepView
     drafts: DraftView | None
     """None where the server does not speculate."""
+    guided: GuidedView | None
+    """None before any request had a grammar."""
     classes: tuple[ClassView, ...]
     worst_decile: WorstDecileView | None
     """None where too few requests have ended, or all had prompts of one length."""
@@ -226,6 +229,7 @@ class ServerHistory:
             fleet=fleet_rows(recent),
             steps=_steps(recent, longer),
             drafts=_drafts(recent),
+            guided=guided_view(recent, longer),
             classes=_classes(longer),
             worst_decile=_worst_decile(new),
             refused=_by_reason(new),

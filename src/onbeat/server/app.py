@@ -114,7 +114,9 @@ def create_app(
         config=config,
         lifecycle=lifecycle,
         encoder=PromptEncoder(tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len),
-        grammars=GrammarDesk(GrammarGuard(tokenizer, info.vocab_size), is_needed=info.generates),
+        grammars=GrammarDesk(
+            GrammarGuard(tokenizer, info.vocab_size), telemetry.grammars, is_needed=info.generates
+        ),
         jobs=JobDesk(telemetry.jobs),
         generator=Generator(engine, tokenizer, lifecycle, telemetry.tracker),
         watch=EngineWatch(engine, config.hang),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onbeat.core.errors import InvalidRequest, RequestRejected
+from onbeat.metrics.counts import GrammarCounts
 from onbeat.server.fair_threads import MOST_SHORT_WORK, FairThreads
 from onbeat.server.middleware import HttpContext
 from onbeat.server.structured import Constraint
@@ -16,11 +17,13 @@ class GrammarDesk:
     Parameters
     ----------
     guard : tries them.
+    counts : told of refusals.
     is_needed : whether the model writes answers, so that a grammar may come.
     """
 
-    def __init__(self, guard: GrammarGuard, *, is_needed: bool = True) -> None:
+    def __init__(self, guard: GrammarGuard, counts: GrammarCounts, *, is_needed: bool = True) -> None:
         self._guard = guard
+        self._counts = counts
         self._is_needed = is_needed
         # One process tries, so one thread waits for it; grammars that are known do not.
         self._threads = FairThreads("onbeat-grammar", num_threads=1, num_short=1)
@@ -44,6 +47,13 @@ class GrammarDesk:
         """
         if constraint is None:
             return
+        try:
+            await self._take(constraint, context)
+        except InvalidRequest as error:
+            self._counts.refuse(error.code)
+            raise
+
+    async def _take(self, constraint: Constraint, context: HttpContext) -> None:
         caller, field = context.caller, constraint.field
         try:
             grammar = await self._threads.run(caller, 1, constraint.make)

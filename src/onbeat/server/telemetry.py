@@ -39,6 +39,7 @@ class Telemetry:
     ----------
     tracker : must observe the engine client (`observers=[telemetry.tracker]`).
     jobs : counts jobs that end.
+    grammars : counts requests that are refused for what their answer must match.
     """
 
     def __init__(  # noqa: PLR0913 -- what is served, and who wants to hear
@@ -53,7 +54,7 @@ class Telemetry:
         fleet_counts: FleetCounts | None = None,
     ) -> None:
         counts = RunCounts(slo_mode)
-        self.jobs = counts.jobs
+        self.jobs, self.grammars = counts.jobs, counts.grammars
         self.tracker = RequestTracker([counts, *listeners])
         self.exporter = MetricsExporter(
             counts,

@@ -202,3 +202,23 @@ def test_keywords_that_are_not_enforced_are_named(smollm2_server: ServerProgram)
     assert answer.status_code == 200
     name = "response_format.json_schema.schema.uniqueItems"
     assert answer.headers["x-onbeat-ignored-fields"] == name
+
+
+def test_metrics_tell_what_was_compiled_and_refused(smollm2_server: ServerProgram) -> None:
+    def values() -> dict[str, float]:
+        page = httpx.get(f"{smollm2_server.url}/metrics").text
+        found = re.findall(r"^(onbeat_(?:grammar|guided?)_\S+) (\S+)$", page, re.MULTILINE)
+        return {name: float(value) for name, value in found}
+
+    before = values()
+    text(smollm2_server, "Say", guided_regex="(never|compiled) before", max_tokens=3)
+    for _ in range(2):
+        bad = post(smollm2_server, "completions", prompt="x", guided_json={"uniqueItems": True})
+        assert bad.json()["error"]["code"] == "unsupported_schema"
+    moved = {name: value - before[name] for name, value in values().items()}
+    assert moved["onbeat_grammar_compile_seconds_count"] == 1
+    assert 0 < moved["onbeat_grammar_compile_seconds_sum"] < 5
+    assert moved['onbeat_grammar_refusals_total{reason="unsupported"}'] == 2
+    assert moved['onbeat_guided_tokens_total{result="accepted"}'] + moved[
+        'onbeat_guided_tokens_total{result="refused"}'
+    ] == pytest.approx(3, abs=1)

@@ -210,3 +210,25 @@ def test_histograms_count_like_prometheus(values: list[float], bounds: list[floa
     assert (last[0], int(last[1])) == ("+Inf", len(values))
     assert histogram.count == len(values)
     assert histogram.sum == pytest.approx(sum(values))
+
+
+def test_grammars_are_counted(counts: RunCounts) -> None:
+    work = {"num_guided_tokens": 8, "num_redrawn_tokens": 2, "guide_seconds": 0.003}
+    counts.on_step(stats(0.1, 0.2, **work, compile_seconds=[0.004, 0.2], num_guide_faults=1))
+    counts.on_step(stats(0.2, 0.3))
+    for code in ("grammar_too_complex", "grammar_too_complex", "unsupported_schema", "invalid_value", None):
+        counts.grammars.refuse(code)
+    got = shown_by(MetricsExporter(counts, model_name="m"))
+    expected = {
+        "onbeat_guided_tokens_total{result=accepted}": 6,
+        "onbeat_guided_tokens_total{result=refused}": 2,
+        "onbeat_guide_seconds_total": 0.003,
+        "onbeat_grammar_compile_seconds_count": 2,
+        "onbeat_grammar_compile_seconds_sum": 0.204,
+        "onbeat_grammar_compile_seconds_bucket{le=0.005}": 1,
+        "onbeat_grammar_refusals_total{reason=too_complex}": 2,
+        "onbeat_grammar_refusals_total{reason=unsupported}": 1,
+        "onbeat_grammar_refusals_total{reason=invalid}": 2,
+        "onbeat_grammar_refusals_total{reason=in_answer}": 1,
+    }
+    assert {name: got[name] for name in expected} == pytest.approx(expected)

@@ -151,3 +151,15 @@ def test_drafts_have_lines_of_their_own() -> None:
     at = drawn.index("drafts       ngram proposes   1.50 a row   66.7 % accepted   2 tokens a row")
     assert drawn[at + 1] == "goodput      40 tokens/s of steps   35 predicted"
     assert drawn[at + 2].startswith("decisions")
+
+
+def test_grammars_have_a_line_once_a_request_had_one() -> None:
+    server = FakeServer()
+    server.step(0.0, 0.1)
+    assert not [line for line in lines(server.text(1.0)) if line.startswith("grammars")]
+    work = {"num_guided_tokens": 8, "num_redrawn_tokens": 2, "guide_seconds": 0.003}
+    server.step(0.1, 0.2, **work, compile_seconds=[0.004, 0.009], num_guide_faults=1)
+    server.counts.grammars.refuse("unsupported_schema")
+    drawn = lines(server.text(2.0))
+    at = drawn.index("grammars     4 rows a step   25 % drawn again   1.50 % of the step's time")
+    assert drawn[at + 1] == "new grammars 9.90 ms compile P99   2 refused"
