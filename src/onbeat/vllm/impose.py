@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,10 +48,11 @@ class Imposed:
     def during(self, surface: Surface, kv: VLLMKVView) -> Iterator[None]:
         """Hold vLLM to it for one call of `schedule`."""
         with kv.holding(self.with_prefix), surface.only_waiting(self.admitted):
-            if surface.has_quota or self.total is None:
-                yield
+            if surface.has_quota:
+                with surface.limiting(self.limit) if self.quota else nullcontext():
+                    yield
             else:
-                with surface.total(self.total):
+                with nullcontext() if self.total is None else surface.total(self.total):
                     yield
 
 
@@ -64,19 +65,17 @@ def impose(
     ----------
     loss : key of running requests, the greatest is the first that vLLM may preempt where blocks run short.
     """
-    requests = mirror.requests
-    for state in plan.preempted:
+    requests, preempted, own = mirror.requests, plan.preempted, mirror.foreign
+    for state in preempted:
         surface.preempt(requests[state.request_id])
     rows = [*plan.decodes, *(state for state, _ in plan.chunks)]
-    planned = {state.request_id for state in rows}
-    gone = {state.request_id for state in plan.preempted}
-    left = [each for each in mirror.running if each.request_id not in planned and each.request_id not in gone]
-    left.sort(key=loss)
+    left: list[RequestState] = []
+    if len(rows) + len(preempted) < len(mirror.running):
+        taken = {state.request_id for state in (*rows, *preempted)}
+        left = sorted([each for each in mirror.running if each.request_id not in taken], key=loss)
     for state in left:
         surface.skip(requests[state.request_id])
-    running = surface.scheduler.running
-    own = [request for request in running if request.request_id not in mirror.states]
-    running[:] = [*own, *(requests[state.request_id] for state in (*rows, *left))]
+    surface.scheduler.running[:] = [*own, *[requests[state.request_id] for state in (*rows, *left)]]
     ends = {state.request_id: state.num_computed_tokens + num for state, num in plan.chunks}
     quota = {state.request_id: num for state, num in plan.chunks}
     block_size = plan.block_size
@@ -85,7 +84,7 @@ def impose(
         quota[name], ends[name] = num, len(admission.cached_block_ids) * block_size + num
     total = len(plan.decodes) * (1 + surface.num_drafts) + sum(quota.values())
     return Imposed(
-        frozenset(state.request_id for state in plan.decodes),
+        frozenset([state.request_id for state in plan.decodes]),
         ends,
         quota,
         [requests[each.state.request_id] for each in plan.admissions],
@@ -100,7 +99,7 @@ def mismatch(imposed: Imposed, output: Any, mirror: Mirror) -> dict[str, tuple[i
     Tokens of decodes are counted as one; of prompts, up to where they are computed.
     """
     different: dict[str, tuple[int, int]] = {}
-    rows = dict(Surface.rows(output))
+    rows: Mapping[str, int] = output.num_scheduled_tokens
     for name in imposed.decodes - rows.keys():
         different[name] = (1, 0)
     for name, end in imposed.ends.items():
@@ -108,8 +107,8 @@ def mismatch(imposed: Imposed, output: Any, mirror: Mirror) -> dict[str, tuple[i
         has_more_cached = actual > end and rows[name] == 1  # one token has to be computed all the same
         if actual != end and not has_more_cached:
             different[name] = (end, actual)
-    known = imposed.decodes | imposed.ends.keys()
-    different.update(
-        {name: (0, num) for name, num in rows.items() if name in mirror.states and name not in known}
-    )
+    if len(rows) > len(imposed.decodes) + len(imposed.ends) - len(different):
+        known = imposed.decodes | imposed.ends.keys()
+        others = [name for name in rows if name not in known and name in mirror.states]
+        different.update({name: (0, rows[name]) for name in others})
     return different

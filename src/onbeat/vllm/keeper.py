@@ -173,26 +173,38 @@ class PromiseKeeper:
         ----------
         begin : when its plan was begun, seconds.
         """
-        mirror, shape = self.mirror, BatchShape()
+        mirror, known = self.mirror, self.mirror.states
         drafts = getattr(output, "scheduled_spec_decode_tokens", None) or {}
+        num_decodes = num_context = num_sampling = 0
+        chunks: list[tuple[int, int, bool]] = []
         states: list[RequestState] = []
         rows: list[tuple[str, int, int, bool]] = []
         requests = self.surface.scheduler.requests
         for request_id, num_new in self.surface.rows(output):
             request = requests[request_id]
-            before = request.num_computed_tokens - num_new
-            state = mirror.states.get(request_id)
+            num_computed = request.num_computed_tokens
+            before = num_computed - num_new
+            state = known.get(request_id)
             if state is not None:
                 states.append(state)
                 if state.status is not RequestStatus.RUNNING:
                     mirror.join(state, before, now)
             # Drafts are part of what a decode takes: plans know nothing of them, the correction learns it.
-            num_own = num_new - len(drafts.get(request_id, ()))
-            samples = request.num_computed_tokens >= request.num_tokens
-            shape.add(before, max(num_own, 1), samples=samples)
+            num_own = num_new - len(drafts.get(request_id, ())) if drafts else num_new
+            samples = num_computed >= request.num_tokens
+            if num_own > 1:
+                chunks.append((before, num_own, samples))
+            else:
+                num_decodes += 1
+                num_context += before + 1
+                num_sampling += samples
             rows.append((request_id, before, num_new, samples))
-        if not shape.num_new_tokens:
+        if not rows:
             return None
+        shape = BatchShape.of_decodes(num_decodes, num_context)
+        shape.num_lm_head_rows = num_sampling
+        for before, num_own, samples in chunks:
+            shape.add(before, num_own, samples=samples)
         in_flight = self.in_flight
         start = in_flight.next_start(now)
         seconds = self.model.step_time(shape)
@@ -237,28 +249,37 @@ class PromiseKeeper:
 
     def _deliver(self, output: Any, now: float) -> tuple[dict[str, int], dict[str, str]]:
         """Follow the tokens of a step; return how many each request got, and why some ended."""
-        mirror, counts = self.mirror, dict[str, int]()
+        mirror, surface, counts = self.mirror, self.surface, dict[str, int]()
+        running: Any = None
+        """The status of those that run, once one is seen."""
         delivered: list[tuple[RequestState, RequestOutput]] = []
         finished: list[RequestState] = []
-        for request_id, _ in self.surface.rows(output):
+        outputs: dict[int, RequestOutput] = {}
+        """By their tokens, whose number is all that counts: nobody else hears of them."""
+        for request_id, _ in surface.rows(output):
             state = mirror.states.get(request_id)
             if state is None:
                 continue
             request = mirror.requests[request_id]
-            num_new = request.num_tokens - state.num_tokens
+            num_tokens = request.num_tokens
+            num_new = num_tokens - state.num_tokens
             if num_new > 0:
                 counts[request_id] = num_new
-                before = state.num_output_tokens
-                state.follow(request.num_tokens, state.num_computed_tokens, state.num_in_flight_tokens)
-                tokens = [0] * num_new  # their number is all that counts
-                delivered.append((state, RequestOutput(request_id, tokens, num_previous_tokens=before)))
-            if request.is_finished():
-                finished.append(state)
+                state.num_tokens = num_tokens
+                output_of = outputs.get(num_new)
+                if output_of is None:
+                    outputs[num_new] = output_of = RequestOutput("", [0] * num_new)
+                delivered.append((state, output_of))
+            if request.status is not running:
+                if surface.is_running(request):
+                    running = request.status
+                elif request.is_finished():
+                    finished.append(state)
         self.slo.tracker.on_deliveries(delivered, now)
         reasons: dict[str, str] = {}
         for state in finished:
             name = state.request_id
-            reasons[name] = self.surface.finish_reason(mirror.requests[name])
+            reasons[name] = surface.finish_reason(mirror.requests[name])
             self.slo.tracker.on_finish(state)
             mirror.drop(state)
         return counts, reasons
@@ -274,7 +295,7 @@ class PromiseKeeper:
         plan = StepPlan(
             config=self.config, kv=mirror.kv, running=mirror.running, waiting=mirror.waiting, now=now
         )
-        plan.max_num_seqs -= self.surface.num_foreign_slots
+        plan.max_num_seqs -= len(mirror.foreign) + self.surface.num_idle_sessions
         return plan
 
 

@@ -120,7 +120,7 @@ class VLLMKVView:
         """
         state.block_ids = blocks = self._main.req_to_blocks.get(state.request_id) or []
         num_blocks = len(blocks)
-        if state.num_wanted_tokens > 1:
+        if state.num_tokens + state.num_in_flight_tokens - state.num_computed_tokens > 1:
             missing = self.num_blocks_for(state.num_tokens) - num_blocks
             self.promised += max(missing, 0)
             num_blocks += max(missing, 0)

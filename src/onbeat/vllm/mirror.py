@@ -31,6 +31,8 @@ class Mirror:
         self.running = RunningList()
         self.waiting = WaitingQueue()
         self.states: dict[str, RequestState] = {}
+        self.foreign: list[EngineRequest] = []
+        """Requests that run and are vLLM's own to plan."""
         self.requests: dict[str, EngineRequest] = {}
         self.kv = VLLMKVView(surface, self.requests)
         self.begun: list[RequestState] = []
@@ -105,21 +107,23 @@ class Mirror:
 
     def sync(self, now: float) -> None:
         """See where vLLM's requests stand. Costs what the batch is long, not what waits."""
-        surface, kv = self._surface, self.kv
-        for state in [
-            state for state in self.running if not surface.is_running(self.requests[state.request_id])
-        ]:
-            self._leave(state)
+        surface, states, kv = self._surface, self.states, self.kv
         for state in list(self._held.values()):
             self._look_after(state)
-        kv.promised = 0
-        for request in surface.scheduler.running:
-            known = self.states.get(request.request_id)
+        kv.promised, self.foreign = 0, []
+        running = surface.scheduler.running
+        for request in running:
+            known = states.get(request.request_id)
             if known is None:
+                self.foreign.append(request)
                 continue
             if known.status is not RequestStatus.RUNNING:
                 self.join(known, request.num_computed_tokens, now)
             self._follow(known, request)
+        if len(self.running) > len(running) - len(self.foreign):
+            for state in list(self.running):
+                if not surface.is_running(self.requests[state.request_id]):
+                    self._leave(state)
         for state in self._stale:
             if state.status is RequestStatus.WAITING:
                 request = self.requests[state.request_id]
@@ -127,8 +131,9 @@ class Mirror:
         self._stale = [state for state in self._stale if state.num_in_flight_tokens]
 
     def _follow(self, state: RequestState, request: EngineRequest) -> None:
-        in_flight = request.num_output_placeholders
-        certain = -(-in_flight // self._per_step)
+        in_flight = certain = request.num_output_placeholders
+        if in_flight:
+            certain = -(-in_flight // self._per_step)
         uncertain = in_flight - certain
         state.follow(request.num_tokens, request.num_computed_tokens - uncertain, certain)
         self.kv.follow(state, uncertain)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from onbeat.core.errors import InvalidRequest, SLOUnattainable
@@ -46,7 +46,6 @@ class Plugin:
         self._faults_in_a_row, self._has_failed = 0, False
         """Steps with a fault until now, and whether the one under way had any."""
         self._said_at = float("-inf")
-        self._imposed: Imposed | None = None
         self._refused: list[tuple[int, Any]] = []
         self._teller: Teller | None = None
         self.surface = surface = Surface(scheduler, engine_version())
@@ -82,20 +81,9 @@ class Plugin:
             )
         return None
 
-    @contextmanager
-    def imposing(self, imposed: Imposed) -> Iterator[None]:
+    def imposing(self, imposed: Imposed) -> AbstractContextManager[None]:
         """Hold vLLM to a plan for one call of `schedule`."""
-        self._imposed = imposed
-        try:
-            with imposed.during(self.surface, self.keeper.mirror.kv):
-                yield
-        finally:
-            self._imposed = None
-
-    def limit(self, request: EngineRequest, num_computed: int, num_new: int) -> int:
-        """Return the tokens that a request gets of those that vLLM would give it."""
-        imposed = self._imposed
-        return num_new if imposed is None else imposed.limit(request.request_id, num_computed, num_new)
+        return imposed.during(self.surface, self.keeper.mirror.kv)
 
     def note_step(self, output: Any, imposed: Imposed | None, begin: float, now: float) -> None:
         """Count a step that vLLM has planned, and see whether it is the one that it was held to.

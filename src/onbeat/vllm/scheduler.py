@@ -74,12 +74,6 @@ class SLOSchedulerMixin(_Base):
         self.onbeat.close()
         super().shutdown()
 
-    def _reserve_prefill_lookahead(
-        self, request: EngineRequest, num_computed_tokens: int, num_new_tokens: int
-    ) -> int:
-        limited = self.onbeat.limit(request, num_computed_tokens, num_new_tokens)
-        return super()._reserve_prefill_lookahead(request, num_computed_tokens, limited)
-
 
 def _make_scheduler() -> type:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler

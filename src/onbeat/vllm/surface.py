@@ -6,7 +6,7 @@ Nothing here imports vLLM: a `Surface` is given a scheduler object, so that a st
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -87,11 +87,6 @@ class EngineScheduler:
     def shutdown(self) -> None:
         raise NotImplementedError
 
-    def _reserve_prefill_lookahead(
-        self, request: EngineRequest, num_computed_tokens: int, num_new_tokens: int
-    ) -> int:
-        raise NotImplementedError
-
 
 def check_version(version: str) -> tuple[int, int]:
     """Return the minor version of vLLM.
@@ -139,11 +134,7 @@ class Surface:
                 f"a scheduler class that is derived from vLLM's own, {_HINT}"
             )
         self._queues = [name for name in _QUEUES if hasattr(scheduler, name)]
-        self.has_quota = any(
-            "_reserve_prefill_lookahead" in vars(base)
-            for base in type(scheduler).__mro__
-            if not base.__module__.startswith("onbeat.")
-        )
+        self.has_quota = hasattr(scheduler, "_reserve_prefill_lookahead")
         self.num_drafts = getattr(scheduler, "num_spec_tokens", 0)
         self.num_lookahead = getattr(scheduler, "num_lookahead_tokens", 0)
         _check_settings(scheduler)
@@ -225,11 +216,9 @@ class Surface:
         return getattr(request.sampling_params, "prompt_logprobs", None)
 
     @property
-    def num_foreign_slots(self) -> int:
-        """Places in the batch of those that onbeat does not plan."""
-        scheduler: Any = self.scheduler
-        running = sum(not self.is_planned(request) for request in scheduler.running)
-        return running + int(getattr(scheduler, "num_waiting_for_streaming_input", 0))
+    def num_idle_sessions(self) -> int:
+        """Places in the batch of streaming sessions that wait for their callers."""
+        return int(getattr(self.scheduler, "num_waiting_for_streaming_input", 0))
 
     # --- levers ---------------------------------------------------------------------------------------
 
@@ -276,6 +265,27 @@ class Surface:
             if hasattr(scheduler, "prefill_capacity_bound"):
                 held = getattr(scheduler, "deferred_waiting", ())
                 scheduler.prefill_capacity_bound = sum(len(aside[name]) for name in self._queues) > len(held)
+
+    @contextmanager
+    def limiting(self, limit: Callable[[str, int, int], int]) -> Iterator[None]:
+        """Have each row of one call of `schedule` limited, where vLLM asks what its drafts leave of it.
+
+        Parameters
+        ----------
+        limit : from a request's id, its computed tokens and those that vLLM would give it, to what it gets.
+        """
+        scheduler: Any = self.scheduler
+        own = scheduler._reserve_prefill_lookahead
+
+        def limited(request: EngineRequest, num_computed_tokens: int, num_new_tokens: int) -> int:
+            num = limit(request.request_id, num_computed_tokens, num_new_tokens)
+            return int(own(request, num_computed_tokens, num))
+
+        scheduler._reserve_prefill_lookahead = limited
+        try:
+            yield
+        finally:
+            del scheduler._reserve_prefill_lookahead
 
     @contextmanager
     def total(self, num_tokens: int) -> Iterator[None]:
