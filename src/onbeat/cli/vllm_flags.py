@@ -58,7 +58,6 @@ _SPEED_OF_GPUS = "it tunes vLLM's GPU kernels and graphs; the GPU engine here ch
 FOREIGN_FLAGS = (
     # What is never done, or always.
     ForeignFlag("--trust-remote-code", "no code of a model is ever run", _SWITCH),
-    ForeignFlag("--enable-prompt-tokens-details", "usage has them wherever they say something", _SWITCH),
     ForeignFlag("--enable-server-load-tracking", "GET /load always tells the load", _SWITCH),
     ForeignFlag("--enable-tokenizer-info-endpoint", "/tokenizer_info is always there", _SWITCH),
     ForeignFlag("--enable-offline-docs", "/docs never loads anything from elsewhere", _SWITCH),

@@ -13,11 +13,10 @@ from starlette.types import Receive, Scope, Send
 
 from onbeat.core.errors import InvalidRequest, OnbeatError
 from onbeat.core.request import Request
-from onbeat.core.slo import SLOMode
 from onbeat.server.answer_format import EVENT_STREAM_HEADERS, AnswerFormat, Extras, WholeChoice
 from onbeat.server.answer_report import slo_report, usage_of, without_empty_details
 from onbeat.server.choices import Choice, ChoiceDelta, TextOptions
-from onbeat.server.config import MAX_ANSWER_PARTS
+from onbeat.server.config import MAX_ANSWER_PARTS, ServerConfig
 from onbeat.server.errors import ClientGone, error_reply, predicted_ttft_header
 from onbeat.server.fair_threads import Turns
 from onbeat.server.generation_request import GenerationRequest
@@ -82,7 +81,7 @@ class AnswerResponse(Response):
         ]
         self._num_choices = body.num_choices
         self._deltas = services.generator.run(self._choices, text_options)
-        self._writer = _AnswerWriter(self._choices, body, answer_format, services.config.slo.mode)
+        self._writer = _AnswerWriter(self._choices, body, answer_format, services.config)
         self._jobs = services.jobs
         self._lifecycle = services.lifecycle
         self._slow_readers = services.slow_readers
@@ -225,15 +224,15 @@ class _AnswerWriter:
         choices: Sequence[Choice],
         body: GenerationRequest,
         answer_format: AnswerFormat,
-        slo_mode: SLOMode,
+        config: ServerConfig,
     ) -> None:
         self._choices = choices
         self._format = answer_format
         self.failed = answer_format.failed
-        self._slo_mode = slo_mode
+        self._slo_mode = config.slo.mode
         self._has_usage_event = body.includes_usage
         self._has_usage_so_far = body.has_continuous_usage
-        self._has_all_details = body.has_all_details
+        self._has_all_details = body.has_all_details or config.prompt_tokens_details
         self.ticket: CallTicket | None = None
         """Of a call of a job."""
         self._num_open = len(choices)

@@ -141,6 +141,11 @@ class ServerConfig:
         flag="--enable-force-include-usage",
         help="put the usage so far into every event of a stream, as if stream_options asked for it",
     )
+    prompt_tokens_details: bool = _option(
+        default=False,
+        flag="--enable-prompt-tokens-details",
+        help="put details into the usage of text completions although they are all 0",
+    )
     return_tokens_as_token_ids: bool = _option(
         default=False,
         help="name tokens token_id:5 beside log-probabilities, unless a request says otherwise",

@@ -89,3 +89,9 @@ async def test_text_completions_leave_out_details_that_say_nothing(
     engine.script.num_cached_tokens = 1
     usage = (await served.post(TEXT, asked)).json["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
+@pytest.mark.parametrize("served", [{"prompt_tokens_details": True}], indirect=True)
+async def test_with_the_flag_text_completions_have_all_details(served: Served) -> None:
+    usage = (await served.post(TEXT, {"prompt": "a", "max_tokens": 2})).json["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 0}

@@ -31,7 +31,6 @@ def serve(*arguments: str) -> argparse.Namespace:
         ("--task embed", "the path of a request says which"),
         ("--runner pooling", "ignored: --runner ("),
         ("--convert embed", "ignored: --convert ("),
-        ("--enable-prompt-tokens-details", "usage has them"),
         ("--max-model-len auto", "that is the default"),
         ("--download-dir /models", "HF_HOME"),
         ("--hf-token hf_secret", "$HF_TOKEN"),
