@@ -65,6 +65,7 @@ class FakeOpenAI:
         app = web.Application(client_max_size=1 << 26)
         app.router.add_post("/v1/completions", self.handle)
         app.router.add_post("/v1/chat/completions", self.handle)
+        app.router.add_post("/v1/embeddings", self.handle)
         app.router.add_get("/v1/models", self.models)
         if self.metrics:
             app.router.add_get("/metrics", self.show_metrics)
@@ -107,6 +108,8 @@ class FakeOpenAI:
             return self.refuse(int(fault.removeprefix("status:")))
         if fault == "hang":
             await asyncio.sleep(3600)
+        if "input" in body:
+            return await self.embed(body, fault)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         is_chat = "messages" in body
@@ -135,6 +138,14 @@ class FakeOpenAI:
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
+
+    async def embed(self, body: dict[str, Any], fault: str) -> web.Response:
+        await asyncio.sleep(self.first_token_delay)
+        data = [] if fault == "empty" else [{"index": 0, "object": "embedding", "embedding": [0.6, 0.8]}]
+        num_tokens = 1 + len(body["input"].split())
+        verdict = {} if self.verdict is None else {"slo": self.verdict}
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return web.json_response({"object": "list", "data": data, "usage": usage} | verdict)
 
     def refuse(self, status: int) -> web.Response:
         error: dict[str, Any] = {

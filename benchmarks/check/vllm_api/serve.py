@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from onbeat.cli.main import build_parser
+from onbeat.cli.serve_args import API_KEY_VARIABLE
 from onbeat.core.errors import OnbeatError
 from onbeat.hub.known import DEFAULT_MODEL
 
@@ -70,6 +71,8 @@ def main() -> None:
     if dropped:
         print("left out:", *dropped, file=sys.stderr)
     names = [] if "--served-model-name" in kept else ["--served-model-name", model]
+    if key := os.environ.get("VLLM_API_KEY"):  # which `vllm serve` reads
+        os.environ.setdefault(API_KEY_VARIABLE, key)
     own = ("-m", "onbeat", "serve", stand_in(model), "--metrics-aliases", "vllm")
     os.execv(sys.executable, [sys.executable, *own, *names, *kept])
 

@@ -1,4 +1,4 @@
-"""A streaming client for one OpenAI-compatible endpoint that notes when every delivery arrives."""
+"""A client for one OpenAI-compatible endpoint that notes when every delivery arrives."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ class StreamingClient:
         self._count_tokens = count_tokens
         self._keep_text = keep_text
         self._clock = clock
-        self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"} | endpoint.headers
+        accept = "text/event-stream" if endpoint.payload.is_streamed else "application/json"
+        self._headers = {"Content-Type": "application/json", "Accept": accept} | endpoint.headers
 
     async def send(self, prompt: str, record: RequestRecord) -> RequestRecord:
         """Send one request and read its answer; every failure ends up in the record."""
@@ -144,6 +145,9 @@ class StreamingClient:
             if response.status != 200:
                 raise await _refused(response, record)
             clock = self._clock
+            if not self._endpoint.payload.is_streamed:
+                stream.take_embeddings(await response.read(), clock())
+                return
             content = response.content
             while piece := await content.readany():
                 stream.feed(piece, clock())
@@ -179,7 +183,10 @@ class StreamingClient:
         usage = stream.usage or {}
         record.num_prompt_tokens = _count(usage, "prompt_tokens") or record.num_prompt_tokens
         _take_drafts(usage, record)
-        if num_output_tokens := _count(usage, "completion_tokens"):
+        if not self._endpoint.payload.is_streamed:  # nothing is generated, whatever the data set plans
+            record.num_output_tokens = record.max_tokens = 0
+            record.count_source = TokenCountSource.USAGE
+        elif num_output_tokens := _count(usage, "completion_tokens"):
             record.num_output_tokens = num_output_tokens
             record.count_source = TokenCountSource.USAGE
         elif self._count_tokens is not None:

@@ -1,4 +1,4 @@
-"""Request bodies of the two OpenAI endpoints, and what their stream chunks carry."""
+"""Request bodies of OpenAI's endpoints, and what their stream chunks carry."""
 
 from __future__ import annotations
 
@@ -8,19 +8,28 @@ from typing import Any, Literal
 
 import orjson
 
-Api = Literal["completions", "chat"]
+Api = Literal["completions", "chat", "embeddings"]
 
-DEFAULT_PATHS: dict[Api, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+DEFAULT_PATHS: dict[Api, str] = {
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    "embeddings": "/v1/embeddings",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadBuilder:
-    """Makes the body of a streaming request."""
+    """Makes the body of a request: one that streams its answer, or one for an embedding."""
 
     api: Api
     model: str
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields added to every body; they win over the built ones."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer comes in events."""
+        return self.api != "embeddings"
 
     def build(self, prompt: str, max_tokens: int, own: Mapping[str, Any] | None = None) -> bytes:
         """Return the JSON body that asks for at most `max_tokens` tokens and a usage count.
@@ -29,13 +38,12 @@ class PayloadBuilder:
         ----------
         own : fields of this one request.
         """
-        body: dict[str, Any] = {
-            "model": self.model,
-            "max_tokens": max_tokens,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if self.api == "chat":
+        body: dict[str, Any] = {"model": self.model}
+        if self.is_streamed:
+            body |= {"max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
+        if self.api == "embeddings":
+            body["input"] = prompt
+        elif self.api == "chat":
             body["messages"] = [{"role": "user", "content": prompt}]
         else:
             body["prompt"] = prompt

@@ -146,6 +146,20 @@ class AnswerStream:
         if not self.delivery_times:
             raise StreamError("no text", f"the answer has no text (finish reason: {self.finish_reason})")
 
+    def take_embeddings(self, data: bytes, now: float) -> None:
+        """Take the whole answer of an endpoint that embeds texts, the one delivery.
+
+        Raises
+        ------
+        StreamError : it is none.
+        """
+        found = self._read(data).get("data")
+        if not (isinstance(found, list) and found and all(isinstance(each, dict) for each in found)):
+            raise StreamError("no embedding", f"the answer has no list of embeddings: {data[:120]!r}")
+        if not all(each.get("embedding") for each in found):
+            raise StreamError("no embedding", f"an embedding is missing: {data[:120]!r}")
+        self.delivery_times.append(now)
+
     def _take_all(self, events: list[bytes], now: float) -> None:
         for data in events:
             self._take(data, now)
@@ -156,6 +170,17 @@ class AnswerStream:
         if data.strip() == b"[DONE]":
             self._is_done = True
             return
+        message = self._read(data)
+        try:
+            text = self._take_choices(message.get("choices") or ())
+        except (AttributeError, TypeError) as error:
+            raise StreamError("malformed chunk", f"not an OpenAI chunk: {data[:120]!r}") from error
+        if text:
+            self.delivery_times.append(now)
+            self.texts.append(text)
+
+    def _read(self, data: bytes) -> dict[str, Any]:
+        """Return the JSON object of an answer or a part of one, its usage and verdict taken."""
         try:
             message = orjson.loads(data)
         except orjson.JSONDecodeError as error:
@@ -168,13 +193,7 @@ class AnswerStream:
             self.usage = message["usage"] or self.usage
         if isinstance(message.get("slo"), dict):
             self.verdict = ServerVerdict.parse(message["slo"])
-        try:
-            text = self._take_choices(message.get("choices") or ())
-        except (AttributeError, TypeError) as error:
-            raise StreamError("malformed chunk", f"not an OpenAI chunk: {data[:120]!r}") from error
-        if text:
-            self.delivery_times.append(now)
-            self.texts.append(text)
+        return message
 
     def _take_choices(self, choices: Iterable[dict[str, Any]]) -> str:
         """Return the text of a chunk."""

@@ -30,6 +30,7 @@ BACKENDS: dict[str, Api] = {
     "vllm": "completions",
     "openai-chat": "chat",
     "vllm-chat": "chat",
+    "openai-embeddings": "embeddings",
 }
 # Other names of metrics: E2E is timed from the scheduled arrival, so it contains the client's queue.
 METRIC_ALIASES = {"tbt": "itl", "e2el_including_client_queue": "e2el"}
@@ -47,7 +48,10 @@ class ServerOptions:
     host: str = option("127.0.0.1", group="server", help="name or address of the server")
     port: int = option(8000, parse=int, group="server", help="of the server")
     endpoint: str | None = option(
-        None, metavar="PATH", group="server", help="path of the API (default: the backend's usual one)"
+        None,
+        metavar="PATH",
+        group="server",
+        help="path of the API, embeddings for /v1/embeddings (default: the backend's usual one)",
     )
     model: str | None = option(
         None, group="server", help="model to ask for (default: the first one that the server lists)"
@@ -79,10 +83,14 @@ class ServerOptions:
         key = os.environ.get("OPENAI_API_KEY")
         if key and "authorization" not in map(str.lower, headers):
             headers["Authorization"] = f"Bearer {key}"
+        path = self.endpoint
+        if path is not None and not path.startswith("/"):
+            path = f"/v1/{path}"
+        embeds = path is not None and path.rstrip("/").endswith("/embeddings")
         return TargetConfig(
             base_url=self.base_url or f"http://{self.host}:{self.port}",
-            api=BACKENDS[self.backend],
-            path=self.endpoint,
+            api="embeddings" if embeds else BACKENDS[self.backend],
+            path=path,
             model=self.served_model_name or self.model,
             headers=headers,
             request_timeout=self.request_timeout_sec,
@@ -124,25 +132,40 @@ class SamplingOptions:
     extra_body: str = option("{}", metavar="JSON", group="sampling", help="fields added to every request")
 
     def body(self) -> dict[str, Any]:
-        """Return the fields that are added to each request.
+        """Return the fields that are added to each request that generates.
 
         Raises
         ------
         ConfigError : --extra-body is no JSON object.
         """
+        # Greedy by default: a load test should do the same work each time.
+        return {"temperature": 0.0} | self._given() | self._extra()
+
+    def body_of_embeddings(self) -> dict[str, Any]:
+        """Return the fields that are added to each request for an embedding.
+
+        Raises
+        ------
+        ConfigError : --extra-body is no JSON object, or something is to be sampled.
+        """
+        if given := self._given():
+            flag = "--" + next(iter(given)).replace("_", "-")
+            raise ConfigError(f"{flag} is given, but embeddings sample nothing: leave it out")
+        return self._extra()
+
+    def _given(self) -> dict[str, Any]:
+        names = (each.name for each in settings_of(SamplingOptions) if each.name != "extra_body")
+        found = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in found.items() if value is not None and value is not False}
+
+    def _extra(self) -> dict[str, Any]:
         try:
             extra = json.loads(self.extra_body)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"--extra-body is not JSON ({error}): {quoted(self.extra_body)}") from error
         if not isinstance(extra, dict):
             raise ConfigError(f"--extra-body must be a JSON object, got {self.extra_body!r}")
-        # Greedy by default: a load test should do the same work each time.
-        body: dict[str, Any] = {"temperature": 0.0}
-        for setting in settings_of(SamplingOptions):
-            value = getattr(self, setting.name)
-            if setting.name not in {"ignore_eos", "extra_body"} and value is not None:
-                body[setting.name] = value
-        return body | ({"ignore_eos": True} if self.ignore_eos else {}) | extra
+        return extra
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,16 +286,17 @@ def bench_config(options: BenchOptions) -> BenchConfig:
     ------
     ConfigError : a value is wrong.
     """
-    output, salt = options.output, options.dataset.salt
+    output, salt, target = options.output, options.dataset.salt, options.server.target()
+    sampling = options.sampling
     return BenchConfig(
-        target=options.server.target(),
+        target=target,
         backend=options.server.backend,
         label=output.label,
         tokenizer=options.server.tokenizer,
         num_warmups=options.load.num_warmups,
         seed=options.dataset.seed,
         salt=secrets.token_hex(4) if salt is None else salt,
-        extra_body=options.sampling.body(),
+        extra_body=sampling.body_of_embeddings() if target.api == "embeddings" else sampling.body(),
         summary=SummaryOptions(
             metrics=tuple(name for name in output.table_metrics() if name in METRICS),
             percentiles=output.percentiles(),

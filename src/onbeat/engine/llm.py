@@ -1,11 +1,14 @@
-"""Offline generation in this process: the same engine, without a server."""
+"""Offline generation and embeddings in this process: the same engine, without a server."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from onbeat.core.errors import EngineError, InvalidRequest
 from onbeat.core.options import make
@@ -13,11 +16,13 @@ from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from onbeat.engine.build import build_engine
 from onbeat.engine.config import EngineConfig
+from onbeat.engine.core import EngineCore
 from onbeat.engine.speculation.config import read_speculative_config
 from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.hub.resolve import resolve_model
 from onbeat.hub.stand_in import find_stand_in
 from onbeat.text.chat_template import load_chat_template
+from onbeat.text.embedding import vector_of
 from onbeat.text.stream import TextStream, holds_text
 from onbeat.text.tokenizer import load_tokenizer
 
@@ -130,6 +135,54 @@ class LLM:
         sampling = self._checked(sampling, ignore_eos=False)
         return _OfflineRun(self, [token_ids], sampling, stop, continues_prompts=False).run()[0]
 
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool = True,
+    ) -> list[NDArray[np.float32]]:
+        """Return the embeddings of all texts, in their order.
+
+        Parameters
+        ----------
+        texts : one or several, each a text or token ids.
+        dimensions : give the first numbers of each alone; None gives all.
+        normalize : give each the length 1.
+
+        Raises
+        ------
+        InvalidRequest : the engine computes no embeddings, or these have fewer numbers.
+        RequestRejected : a text cannot be served; none has been run.
+        EngineError : the engine failed on a text.
+        """
+        size, pooling = self.info.embedding_size, self.info.pooling
+        if pooling is None:
+            raise InvalidRequest("this engine computes no embeddings; choose backend='torch' or 'native'")
+        if dimensions is not None and not 1 <= dimensions <= size:
+            raise InvalidRequest(
+                f"dimensions is {dimensions}; this model's embeddings have 1 to {size} numbers"
+            )
+        requests = [
+            Request(
+                request_id=f"offline-{self._num_requests + index}",
+                prompt_token_ids=self._encode(text),
+                sampling=SamplingParams(max_tokens=1),
+                arrival=time.monotonic(),
+                pooling=pooling,
+            )
+            for index, text in enumerate(_as_list(texts))
+        ]
+        self._num_requests += len(requests)
+        found: dict[str, bytes | None] = {request.request_id: None for request in requests}
+
+        def take(output: RequestOutput) -> None:
+            _check_output(output)
+            found[output.request_id] = output.embedding
+
+        _run(self._core, requests, take)
+        return [vector_of(each, dimensions, normalize=normalize) for each in found.values()]
+
     def _checked(self, sampling: SamplingParams | None, *, ignore_eos: bool) -> SamplingParams:
         sampling = sampling or SamplingParams()
         if not ignore_eos:
@@ -185,24 +238,14 @@ class _OfflineRun:
         llm._num_requests += len(prompts)
 
     def run(self) -> list[Generation]:
-        try:
-            for request in self._requests:
-                self._core.add(request)
-            while self._core.has_work:
-                message = self._core.step()
-                for output in message.outputs if message else ():
-                    self._take(output)
-        finally:
-            # After an error or Ctrl-C nothing of this call may stay behind in the engine.
-            self._core.abort(self._generations)
+        _run(self._core, self._requests, self._take)
         return list(self._generations.values())
 
     def _take(self, output: RequestOutput) -> None:
         generation = self._generations[output.request_id]
         if generation.finish_reason is not None:
             return
-        if output.finish_reason is FinishReason.ERROR:
-            raise EngineError(output.error or "the engine failed on this request")
+        _check_output(output)
         generation.num_cached_tokens = output.num_cached_tokens
         generation.token_ids += output.new_token_ids
         if output.logprobs:
@@ -220,6 +263,31 @@ class _OfflineRun:
             if generation.logprobs:
                 del generation.logprobs[stream.num_consumed_tokens :]
             self._core.abort([output.request_id])
+
+
+def _run(core: EngineCore, requests: Sequence[Request], take: Callable[[RequestOutput], None]) -> None:
+    """Step until all requests have ended.
+
+    Raises
+    ------
+    RequestRejected : the engine refuses one.
+    EngineError : `take` says that it failed on one.
+    """
+    try:
+        for request in requests:
+            core.add(request)
+        while core.has_work:
+            message = core.step()
+            for output in message.outputs if message else ():
+                take(output)
+    finally:
+        # After an error or Ctrl-C nothing of this call may stay behind in the engine.
+        core.abort([request.request_id for request in requests])
+
+
+def _check_output(output: RequestOutput) -> None:
+    if output.finish_reason is FinishReason.ERROR:
+        raise EngineError(output.error or "the engine failed on this request")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -30,6 +30,7 @@ from onbeat.server.objectives import ObjectiveFields, RequestObjectives, request
 from onbeat.server.prompts import EncodeOptions, PromptInput
 from onbeat.server.services import Services
 from onbeat.server.slo_report import worst_report
+from onbeat.text.embedding import vector_of
 
 _NO_SAMPLING = SamplingParams(max_tokens=1)
 
@@ -70,14 +71,7 @@ class Embedded:
 
     def vectors(self, *, dimensions: int | None = None, normalize: bool = True) -> list[NDArray[np.float32]]:
         """Return the embeddings, cut to their first numbers and of length 1 where that is wanted."""
-        return [_finished(choice.embedding, dimensions, normalize=normalize) for choice in self.choices]
-
-
-def _finished(embedding: bytes | None, dimensions: int | None, *, normalize: bool) -> NDArray[np.float32]:
-    assert embedding is not None, "the engine delivers one, or an error"
-    vector = np.frombuffer(embedding, "<f4")[:dimensions]
-    length = float(np.linalg.norm(vector.astype(np.float64))) if normalize else 0.0
-    return vector if length == 0.0 else (vector / length).astype(np.float32)
+        return [vector_of(choice.embedding, dimensions, normalize=normalize) for choice in self.choices]
 
 
 async def read_texts(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -18,6 +17,7 @@ from starlette.responses import Response
 from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.core.protocols import EngineInfo
 from onbeat.server.answer import cancelled_on_disconnect, prediction_header
+from onbeat.server.answer_format import AnswerHead
 from onbeat.server.body import WHOLE, Flag
 from onbeat.server.chat_messages import ChatMessages
 from onbeat.server.chat_prompt import render_chat
@@ -102,7 +102,7 @@ def embedding_routes(services: Services) -> APIRouter:
         """Make vectors of texts."""
         body, head = await read_texts(request, EmbeddingRequest, services, prefix="embd")
         embedded = await _embedded(body, request, services)
-        return await _answer(embedded, body, ("embedding", "embedding"), {"model": head.model}, services)
+        return await _answer(embedded, body, ("embedding", "embedding"), head, services)
 
     @router.post(POOLING_PATH, **embedding_route(PoolingRequest, PooledList))
     async def pooling(request: Request) -> Response:
@@ -111,8 +111,7 @@ def embedding_routes(services: Services) -> APIRouter:
         if body.task not in (None, "embed"):
             raise unsupported(f"Unsupported task: {quoted(body.task)}; this server has 'embed'", "task")
         embedded = await _embedded(body, request, services)
-        told = {"id": head.completion_id, "created": head.created, "model": head.model}
-        return await _answer(embedded, body, ("pooling", "data"), told, services)
+        return await _answer(embedded, body, ("pooling", "data"), head, services)
 
     return router
 
@@ -164,7 +163,7 @@ async def _answer(
     embedded: Embedded,
     body: EmbeddingRequest,
     names: tuple[str, str],
-    told: Mapping[str, Any],
+    head: AnswerHead,
     services: Services,
 ) -> Response:
     """Return the answer, written in pieces, one for each embedding.
@@ -172,7 +171,6 @@ async def _answer(
     Parameters
     ----------
     names : what each is called, and the field that holds its numbers.
-    told : what stands behind all of them, before the usage.
     """
     pieces, turns = [b'{"object":"list","data":['], Turns()
     start = b'{"object":"%b","index":%%d,"%b":' % (names[0].encode(), names[1].encode())
@@ -181,6 +179,7 @@ async def _answer(
     for index, vector in enumerate(embedded.vectors(dimensions=body.dimensions, normalize=is_unit)):
         pieces.append(b"," * bool(index) + start % index + write(vector) + b"}")
         await turns.rest()
+    told = {"id": head.completion_id, "created": head.created, "model": head.model}
     pieces.append(b"]," + orjson.dumps({**told, **embedded.rest})[1:])
     return PiecesResponse(pieces, services.slow_readers, prediction_header(embedded.choices))
 

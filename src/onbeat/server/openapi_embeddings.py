@@ -32,7 +32,9 @@ class Embedding(BaseModel):
 
 
 class EmbeddingList(BaseModel):
+    id: str
     object: Literal["list"]
+    created: int
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 import onbeat
@@ -74,6 +75,30 @@ def test_whom_to_leave_behind_is_an_option_of_slo_alone(tiny_directory: Path) ->
         LLM(str(tiny_directory), policy="sarathi", shed_order="longest-wait", **options)
     with pytest.raises(ConfigError, match="unknown shed_order 'longest'; choose one of most, longest-wait"):
         LLM(str(tiny_directory), shed_order="longest", **options)
+
+
+def test_embeddings_are_those_of_the_server(smollm2: LLM, smollm2_server: ServerProgram) -> None:
+    body: dict[str, Any] = {"input": PROMPTS, "dimensions": 64}
+    reply = httpx.post(f"{smollm2_server.url}/v1/embeddings", json=body, timeout=60).json()
+    found = smollm2.embed(PROMPTS, dimensions=64)
+    for vector, entry in zip(found, reply["data"], strict=True):
+        assert vector.dtype == np.float32
+        assert vector @ np.array(entry["embedding"]) == pytest.approx(1, abs=1e-3)
+    (alone,) = smollm2.embed(smollm2.tokenizer.encode(PROMPTS[1]), normalize=False)
+    assert len(alone) == smollm2.info.embedding_size
+    np.testing.assert_allclose(alone[:64] / np.linalg.norm(alone[:64]), found[1], atol=1e-4)
+    check_nothing_is_left(smollm2)
+
+
+def test_what_cannot_be_embedded_is_refused(tiny: LLM) -> None:
+    size = tiny.info.embedding_size
+    with pytest.raises(InvalidRequest, match=f"embeddings have 1 to {size} numbers"):
+        tiny.embed("a", dimensions=size + 1)
+    with pytest.raises(PromptTooLong):
+        tiny.embed([[1, 2], [3] * 600])
+    with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+        tiny.embed([-1])
+    check_nothing_is_left(tiny)
 
 
 def test_text_and_ids_alone_and_in_a_batch(smollm2: LLM) -> None:

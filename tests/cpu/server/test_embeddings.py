@@ -69,7 +69,7 @@ async def test_the_official_client_gets_unit_vectors(served: Served, given_forma
 )
 async def test_texts_and_token_ids(served: Served, given_input: Any, expected: list[list[int]]) -> None:
     body = await ask(served, input=given_input)
-    assert body.keys() == {"object", "data", "model", "usage"}
+    assert body.keys() == {"id", "object", "created", "data", "model", "usage"}
     for each, token_ids in zip(body["data"], expected, strict=True):
         np.testing.assert_allclose(each["embedding"], unit(token_ids), atol=TOLERANCE)
 
