@@ -19,6 +19,10 @@ from onbeat.text.reply.calls import Calls
 
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 """Names that models write as in JSON."""
+_COST, _COST_IN_TEXT, _MOST_COST = 40, 1, 400_000
+"""Of a call's characters. Python's parser reads a call at once, where it holds up other requests: a thousand
+characters of numbers or lists take it half a millisecond, and a text as long a tenth of that or less. A call
+of more is no call, but text."""
 _PLAIN = frozenset(map(chr, range(128))) - frozenset("'\"()[]{}<")
 """Outside of texts, what ends and begins nothing. A mark may begin with `<`."""
 
@@ -37,6 +41,7 @@ class PythonCalls(StepReader):
         self._quote = ""
         self._is_escaped = False
         self._depth = 0
+        self._cost = 0
 
     @property
     def is_in_text(self) -> bool:
@@ -46,6 +51,7 @@ class PythonCalls(StepReader):
         if self._step != self._in_arguments:
             return False
         self._keep(character)
+        self._cost += _COST
         return True
 
     def _before_list(self, text: str, at: int) -> int:
@@ -60,6 +66,7 @@ class PythonCalls(StepReader):
         character, has_calls = text[at], self._has_calls
         if character in NAME_CHARACTERS:
             self._item = []
+            self._cost = 0
             self._step = self._in_name
             if has_calls:
                 self._raw.clear()
@@ -83,6 +90,10 @@ class PythonCalls(StepReader):
         end = at
         while end < len(text):
             character = text[end]
+            self._cost += _COST_IN_TEXT if self._quote else _COST
+            if self._cost > _MOST_COST:
+                self._step = refuse
+                break
             if self._quote:
                 self._in_quote(character)
             elif character == "<":

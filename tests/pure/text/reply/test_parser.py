@@ -58,17 +58,45 @@ def test_text_without_calls_and_reasoning_is_content_to_the_letter(text: str) ->
             assert found.content == text
 
 
-@pytest.mark.parametrize("family", sorted(FORMS))
-def test_random_splits(family: str) -> None:
-    rng = random.Random(family)
-    for case in CASES:
-        if case.family != family:
-            continue
-        whole = events(parser(family, opens_in_reasoning=case.opens), [case.text])
-        for _ in range(5):
-            cuts = sorted(rng.sample(range(len(case.text) + 1), min(len(case.text), 9)))
-            pieces = [case.text[a:b] for a, b in pairwise([0, *cuts, len(case.text)])]
-            assert events(parser(family, opens_in_reasoning=case.opens), pieces) == whole, pieces
+def varied(rng: random.Random, text: str) -> str:
+    """Return a text with a part that is left out, said again, or replaced by what may mean something."""
+    for _ in range(rng.randrange(3)):
+        start, end = sorted(rng.choices(range(len(text) + 1), k=2))
+        text = text[:start] + rng.choice(["", text[start:end] * 2, rng.choice(FRAGMENTS)]) + text[end:]
+    return text
+
+
+@pytest.mark.parametrize(
+    ("num_texts", "num_splits"), [(120, 4), pytest.param(10_000, 10, marks=pytest.mark.slow)]
+)
+def test_random_splits(num_texts: int, num_splits: int) -> None:
+    rng = random.Random(num_texts)
+    for _ in range(num_texts):
+        case = rng.choice(CASES)
+        text = varied(rng, case.text)
+        whole = events(parser(case.family, opens_in_reasoning=case.opens), [text])
+        for _ in range(num_splits):
+            cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randrange(1, 12)))
+            pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+            assert events(parser(case.family, opens_in_reasoning=case.opens), pieces) == whole, pieces
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_call"),
+    [
+        ("text='" + "é" * 350_000 + "'", True),
+        ("text='" + "é" * 400_000 + "'", False),
+        ("list=[" + "1," * 4_500 + "]", True),
+        ("list=[" + "1," * 5_000 + "]", False),
+    ],
+)
+def test_a_call_that_python_would_read_for_long_is_text(arguments: str, is_call: bool) -> None:
+    text = f"[mix({arguments})] so"
+    for size in (len(text), 997):
+        found = read("pythonic", [text[at : at + size] for at in range(0, len(text), size)])
+        assert bool(found.calls) == is_call
+        if not is_call:
+            assert found.content == text
 
 
 @pytest.mark.parametrize("family", sorted(FORMS))
