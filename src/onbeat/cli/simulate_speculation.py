@@ -58,6 +58,11 @@ def speculation_settings(args: argparse.Namespace) -> SpeculationSettings | None
             if getattr(args, name) not in (None, []):
                 raise ConfigError(f"--{name.replace('_', '-')} needs --speculative-config")
         return None
+    if config.method == "grammar":
+        raise ConfigError(
+            "simulated requests have no text, so nobody knows what of it a grammar prescribes; simulate "
+            "method ngram with --draft-hit-rate, the share of steps that have such text"
+        )
     return SpeculationSettings(
         num_speculative_tokens=config.num_speculative_tokens,
         is_adaptive=config.draft_length == "adaptive",

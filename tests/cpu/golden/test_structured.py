@@ -16,6 +16,7 @@ import torch
 
 from onbeat.core.request import FinishReason, Request
 from onbeat.engine.grammar_port import GrammarPort
+from onbeat.engine.speculation.no_drafts import NoDrafts
 from onbeat.recording.reader import Recording
 from onbeat.recording.writer import create_record
 from onbeat.scheduler.config import SchedulerConfig
@@ -82,6 +83,19 @@ def test_every_schema_with_and_without_drafts(temperature: float) -> None:
     assert_same(drafted, plain)
     assert drafted.num_accepted > 500, "text that must come is drafts"
     assert len(drafted.steps) < 0.9 * len(plain.steps)
+
+
+def test_text_that_must_come_is_drafted_without_anything_else() -> None:
+    guided = requests_of(range(0, len(SCHEMAS), 6))
+    free = [make_request(f"free{index}", random_prompt(9 + index), 40, seed=index) for index in range(3)]
+    plain = run(exact(), [*guided, *free], guides=PORT, **LIMITS_HERE)
+    drafted = run(
+        exact(), [*guided, *free], speculation=fixed(5), proposer=NoDrafts(), guides=PORT, **LIMITS_HERE
+    )
+    assert_same(drafted, plain)
+    assert drafted.num_accepted > 80
+    assert drafted.num_accepted > 0.75 * drafted.num_drafted, "other spellings are few"
+    assert not any(drafted.outcomes[each.request_id].num_drafted for each in free)
 
 
 def test_every_schema_short_of_memory() -> None:

@@ -115,12 +115,18 @@ def test_what_cannot_be_is_refused_before_weights_are_read(
         prepare_model(config_of(folder, speculative, **options))
 
 
-def test_the_start_says_what_drafts(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "what"),
+    [
+        ("ngram", "what followed the same 2 to 5 tokens before"),
+        ("grammar", "what the grammars of answers prescribe"),
+    ],
+)
+def test_the_start_says_what_drafts(folder: Path, method: str, what: str) -> None:
     said: list[str] = []
-    adaptive = METHODS["ngram"](folder) | {"draft_length": "adaptive"}
-    prepare_model(config_of(folder, adaptive)).load(said.append)
+    prepare_model(config_of(folder, {"method": method, "num_speculative_tokens": 5})).load(said.append)
     assert (
-        "speculative decoding by what followed the same 2 to 5 tokens before: drafts of a request in a step: "
+        f"speculative decoding by {what}: drafts of a request in a step: "
         "as many as the load makes worthwhile, at most 5; no weights or KV cache of its own"
     ) in said
 

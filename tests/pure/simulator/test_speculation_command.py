@@ -63,6 +63,14 @@ def test_every_method_runs(tmp_path: Path, config: str) -> None:
     assert speculation(result)["draft_length"] == "adaptive"
 
 
+def test_what_a_grammar_prescribes_is_not_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = (*MODEL, *LOAD, "--num-prompts", "2", "--speculative-config", '{"method": "grammar"}')
+    assert main(["simulate", *flags, "--json", str(tmp_path / "on.json")]) == 2
+    assert "method ngram with --draft-hit-rate" in capsys.readouterr().err
+
+
 def test_rates_are_read_from_a_record(tmp_path: Path) -> None:
     record = tmp_path / "run.gz"
     speculative = SpeculationConfig(num_speculative_tokens=4, draft_length="fixed")

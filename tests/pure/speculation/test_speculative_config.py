@@ -33,6 +33,10 @@ from onbeat.scheduler.config import SpeculationConfig
         ({"method": "ngram"}, {"num_speculative_tokens": 12, "draft_length": "adaptive", "model": None}),
         ({"method": "ngram", "prompt_lookup_max": 1}, {"prompt_lookup_max": 1, "prompt_lookup_min": 1}),
         ({"method": "ngram", "prompt_lookup_min": 7}, {"prompt_lookup_max": 7, "prompt_lookup_min": 7}),
+        (
+            {"method": "grammar"},
+            {"num_speculative_tokens": 12, "draft_length": "adaptive", "runs_model": False},
+        ),
         ({"method": "ngram", "model": None}, {"method": "ngram", "model": None}),
         ({"method": "draft_model", "model": "a/b"}, {"method": "draft-model", "model": "a/b"}),
         ({"model": "a/b"}, {"method": "draft-model", "num_speculative_tokens": 4}),
@@ -82,10 +86,14 @@ def test_keys_are_those_of_vllm_and_have_defaults(content: dict[str, Any], expec
             "key 'model' belongs to method 'draft-model', not to 'ngram'",
         ),
         ('{"method": "draft-model"}', "needs the key 'model'"),
+        (
+            '{"method": "grammar", "prompt_lookup_max": 3}',
+            "'prompt_lookup_max' belongs to method 'ngram', not to 'grammar'",
+        ),
         ('{"method": "draft-model", "model": ""}', "needs the key 'model'"),
         (
             '{"method": "early-exit"}',
-            "unknown speculative method 'early-exit'; choose one of ngram, draft-model",
+            "unknown speculative method 'early-exit'; choose one of ngram, draft-model, grammar",
         ),
         ('{"method": "ngram", "num_layers": 2}', "unknown key 'num_layers' in the speculative config"),
         (

@@ -19,6 +19,7 @@ from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.config import SpeculativeConfig
 from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.ngram import NgramProposer
+from onbeat.engine.speculation.no_drafts import NoDrafts
 from onbeat.engine.speculation.proposer import Proposer
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.hub.files import ModelFiles
@@ -127,6 +128,22 @@ class NgramBuilder:
         return NgramProposer(self.config)
 
 
+class GrammarBuilder:
+    """Drafts of nothing but what grammars prescribe."""
+
+    description = "what the grammars of answers prescribe"
+    torch_threads = 1
+
+    def weight_bytes(self) -> int:
+        return 0
+
+    def block_bytes(self, block_size: int) -> int:  # noqa: ARG002
+        return 0
+
+    def build(self, forward: ForwardPass, limits: SchedulerConfig) -> Proposer:  # noqa: ARG002
+        return NoDrafts()
+
+
 @dataclass(frozen=True, slots=True)
 class DraftModelBuilder:
     """Drafts by a second model."""
@@ -192,6 +209,8 @@ def choose_proposer(
         return None
     if speculative.method == "ngram":
         return NgramBuilder(speculative)
+    if speculative.method == "grammar":
+        return GrammarBuilder()
     return _choose_draft_model(speculative, config, target, open_weights)
 
 

@@ -11,14 +11,14 @@ from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.hints import likely_meant
 from onbeat.scheduler.config import DRAFT_LENGTHS, DraftLength, SpeculationConfig
 
-Method = Literal["ngram", "draft-model"]
+Method = Literal["ngram", "draft-model", "grammar"]
 METHODS: tuple[str, ...] = get_args(Method)
 
 MAX_CATCH_UP_TOKENS = 256
 """Most tokens that a step lets a draft model catch up with, over all rows that are far behind. A row that
 is not through proposes nothing in this step and goes on in the next, so that a long prompt, or many at once,
 costs several steps a little and none of them much."""
-DEFAULT_DRAFTS: Mapping[Method, int] = {"ngram": 12, "draft-model": 4}
+DEFAULT_DRAFTS: Mapping[Method, int] = {"ngram": 12, "draft-model": 4, "grammar": 12}
 """Most drafts of a request where the user names none: looked up, they cost only their verification."""
 DEFAULT_LOOKUP_MAX = 5
 DEFAULT_LOOKUP_MIN = 2
@@ -27,6 +27,7 @@ _COMMON_KEYS = ("method", "num_speculative_tokens", "draft_length")
 _OWN_KEYS: Mapping[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft-model": ("model",),
+    "grammar": (),
 }
 _ALL_KEYS = (*_COMMON_KEYS, *(key for keys in _OWN_KEYS.values() for key in keys))
 _TEXT_KEYS = frozenset({"method", "draft_length", "model"})
@@ -40,7 +41,8 @@ class SpeculativeConfig:
 
     method: Method
     """`ngram`: what followed the same tokens earlier in the request (prompt lookup). `draft-model`: a smaller
-    model with the same tokenizer."""
+    model with the same tokenizer. `grammar`: only text that an answer's grammar prescribes, which the others
+    draft too."""
     num_speculative_tokens: int
     """Most drafts of a request in one step."""
     draft_length: DraftLength = "adaptive"
@@ -82,7 +84,7 @@ class SpeculativeConfig:
     @property
     def runs_model(self) -> bool:
         """Whether drafts take forward passes."""
-        return self.method != "ngram"
+        return self.method == "draft-model"
 
     def for_scheduler(self) -> SpeculationConfig:
         """Return what the scheduler must know of this."""
@@ -90,7 +92,7 @@ class SpeculativeConfig:
             num_speculative_tokens=self.num_speculative_tokens,
             draft_length=self.draft_length,
             runs_model=self.runs_model,
-            max_catch_up_tokens=MAX_CATCH_UP_TOKENS if self.method == "draft-model" else 0,
+            max_catch_up_tokens=MAX_CATCH_UP_TOKENS if self.runs_model else 0,
         )
 
 
