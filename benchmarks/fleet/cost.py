@@ -17,10 +17,18 @@ from statistics import median
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.slo import SLO
-from onbeat.scheduler.cluster.events import Arrived, Delivered, FleetEvent, Joined, Reported, ScaleAsked, Send
+from onbeat.scheduler.cluster.events import (
+    Arrived,
+    Delivered,
+    FleetEvent,
+    Joined,
+    Reported,
+    RoutingRequest,
+    ScaleAsked,
+    Send,
+)
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.routers import ROUTERS, make_router
-from onbeat.scheduler.cluster.routing import RoutingRequest
 
 LIMITS = ReplicaLimits(max_model_len=8192, max_num_seqs=256, num_blocks=27_000, block_size=16)
 COSTS = PrefillCosts(token=2.6e-5, pair=1.3e-10, step=7e-3, decode=1e-5)

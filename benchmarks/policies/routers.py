@@ -6,9 +6,9 @@ from collections.abc import Collection
 from hashlib import blake2b
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
-from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED
+from onbeat.scheduler.cluster.events import RoutingRequest
 from onbeat.scheduler.cluster.routers import ByLoad, Stateless
-from onbeat.scheduler.cluster.routing import RoutingChoice, RoutingRequest
+from onbeat.scheduler.cluster.routing import NONE_EXCLUDED, RoutingChoice
 
 UNIT_COSTS = PrefillCosts(token=1.0, pair=0.0, step=0.0, decode=1.0)
 """Where no replica predicts: a token is as much as another."""

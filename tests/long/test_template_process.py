@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from onbeat.core.errors import ConfigError, InvalidRequest
-from onbeat.text.template_process import TemplateProcess
+from onbeat.text.chat_template import TemplateProcess
 
 GREEDY = "{% if greedy %}{{ SOURCE }}{% else %}fine{% endif %}"
 

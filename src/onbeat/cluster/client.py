@@ -31,12 +31,12 @@ from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.scheduler.cluster.events import (
     Aborted,
     Arrived,
+    RoutingRequest,
     ScaleAsked,
     ScalingAsked,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import FleetStatus, ReplicaState, ReplicaStatus
-from onbeat.scheduler.cluster.routing import RoutingRequest
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 
 logger = logging.getLogger("onbeat.cluster")

@@ -17,9 +17,8 @@ from onbeat.cluster.joining import other_blocks, other_version
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.life import Life
 from onbeat.cluster.live_moves import LiveMoves
-from onbeat.cluster.open_request import OpenRequest
 from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild, Processes
-from onbeat.cluster.streams import Streams
+from onbeat.cluster.streams import OpenRequest, Streams
 from onbeat.cluster.wire import Wire
 from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest
 from onbeat.core.fleet import DRAIN_SECONDS, ReplicaId
@@ -55,12 +54,12 @@ from onbeat.scheduler.cluster.events import (
     Send,
     Start,
     Stop,
+    Teller,
     Tick,
     Withdraw,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import ReplicaState
-from onbeat.scheduler.cluster.teller import Teller
 
 logger = logging.getLogger("onbeat.cluster")
 
@@ -119,7 +118,7 @@ class FleetController:
             on_stayed=streams.on_stayed,
             on_copied=streams.on_copied,
         )
-        self._teller = Teller(fleet, self)
+        self._teller = Teller(fleet.on_event, self)
         self._open_wire: Wire | None = None
         self._look: asyncio.Task[None] | None = None
         self._round: asyncio.Task[None] | None = None

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from onbeat.cluster.clock_offset import by_their_clock
-from onbeat.cluster.open_request import OpenRequest, Origin
+from onbeat.cluster.streams import OpenRequest, Origin
 from onbeat.core.fleet import ReplicaId
 from onbeat.core.handover import Detached, MoveTask, TaskAnswer
 from onbeat.core.request import Request

@@ -7,17 +7,16 @@ The way of a request, and what holds for all of them:
 `rate_limits`                      what an API key may take
 `chat`, `completions`              a route each, with its body and its answers
 `tokenization`, `status`           the tokenizer; health, version, models
-`body`, `checked_fields`, `fields`  bytes to a checked body; which fields are honoured, refused, ignored
+`body`, `fields`                   bytes to a checked body; which fields are honoured, refused, ignored
 `generation_request`               fields of both completion endpoints
 `engine_requests`                  the engine's requests, one for each choice
 `objectives`, `slo_defaults`       what a request is held to: as it states, as the server is configured
 `chat_prompt`, `prompts`           messages to text; text to tokens, off the event loop
-`generation`                       the engine's deliveries to pieces of text, choice by choice
+`generation`                       the engine's deliveries to pieces of text; which requests are open
 `answer`                           sends the pieces, streamed or whole
-`answer_format`, `answer_report`   heads and events; usage
-`slo_report`                       how objectives were kept
+`answer_format`, `answer_report`   heads and events; usage, and how objectives were kept
 `errors`, `openapi`, `telemetry`   statuses and bodies of errors; the description; the metrics
 `app`, `services`, `config`        put together: the parts that routes share, what can be configured
-`run`, `lifecycle`                 listen, drain, stop; what is open, and whether the engine goes on
+`run`, `engine_watch`              listen, drain, stop; whether the engine goes on
 =================================  ====================================================================
 """

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from onbeat.core.errors import InvalidRequest, OnbeatError
 from onbeat.core.request import Request
 from onbeat.server.answer_format import EVENT_STREAM_HEADERS, AnswerFormat, Extras, WholeChoice
-from onbeat.server.answer_report import slo_report, usage_of, without_empty_details
+from onbeat.server.answer_report import slo_report, usage_of, without_empty_details, worst_report
 from onbeat.server.choices import Choice, ChoiceDelta, TextOptions
 from onbeat.server.config import MAX_ANSWER_PARTS, ServerConfig
 from onbeat.server.errors import ClientGone, error_reply, predicted_ttft_header
@@ -24,7 +24,6 @@ from onbeat.server.jobs import CallTicket
 from onbeat.server.middleware import HttpContext, context_of
 from onbeat.server.pieces import Piece, PiecesResponse
 from onbeat.server.services import Services
-from onbeat.server.slo_report import worst_report
 
 logger = logging.getLogger("onbeat.server")
 

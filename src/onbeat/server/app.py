@@ -20,13 +20,12 @@ from onbeat.server.cohere import COHERE_PATH, CohereEmbedRequest, cohere_routes
 from onbeat.server.completions import CompletionRequest, completion_routes
 from onbeat.server.config import ServerConfig
 from onbeat.server.embeddings import POOLING_PATH, EmbeddingRequest, PoolingRequest, embedding_routes
+from onbeat.server.engine_watch import EngineWatch, garbage_kept, tidy
 from onbeat.server.errors import IGNORED_FIELDS_HEADER, PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.fleet import FLEET_BODIES, fleet_routes
-from onbeat.server.generation import Generator
-from onbeat.server.grammars import GrammarDesk
+from onbeat.server.generation import Generator, Lifecycle
 from onbeat.server.invocations import INVOCATIONS_PATH, invocation_routes
 from onbeat.server.jobs import JobDesk
-from onbeat.server.lifecycle import EngineWatch, Lifecycle, garbage_kept, tidy
 from onbeat.server.messages import CountTokensRequest, MessageRequest, message_routes
 from onbeat.server.middleware import (
     DOCS_FILES,
@@ -46,6 +45,7 @@ from onbeat.server.scores import RERANK_PATHS, SCORE_PATHS, RerankRequest, Score
 from onbeat.server.services import Services
 from onbeat.server.slo_defaults import NO_LIMITS
 from onbeat.server.status import health_routes, model_routes
+from onbeat.server.structured import GrammarDesk
 from onbeat.server.telemetry import Telemetry
 from onbeat.server.tokenization import DetokenizeRequest, TokenizeRequest, tokenizer_routes
 from onbeat.server.unread import SlowReaders

@@ -52,10 +52,9 @@ from onbeat.server.pieces import Piece, json_inside
 from onbeat.server.prompt_scores import PromptLogprobsWriter
 from onbeat.server.prompts import PromptInput, check_token_ids
 from onbeat.server.reply import PromptEnd, ReplyPlan, plan_reply
+from onbeat.server.reply_fields import ThinkingFields, ToolFields, unread_variables
 from onbeat.server.services import Services
 from onbeat.server.structured import grammar_of
-from onbeat.server.thinking import ThinkingFields, unread_variables
-from onbeat.server.tools import ToolFields
 
 
 class ChatCompletionRequest(ToolFields, ThinkingFields, GenerationRequest):

@@ -10,7 +10,7 @@ import orjson
 from onbeat.server.answer_format import WholeChoice, WholePart
 from onbeat.server.choices import ChoiceDelta
 from onbeat.server.pieces import Piece
-from onbeat.server.tools import ToolUse
+from onbeat.server.reply_fields import ToolUse
 from onbeat.text.reply.events import CallStart, CallText, ContentText, ReasoningText, ReplyEvent
 
 

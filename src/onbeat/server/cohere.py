@@ -23,7 +23,7 @@ from onbeat.server.embedding_request import Embedded, TextsRequest, check_texts,
 from onbeat.server.embeddings import as_base64, as_numbers, check_dimensions
 from onbeat.server.errors import unsupported
 from onbeat.server.fair_threads import Turns
-from onbeat.server.openapi_embeddings import embedding_route
+from onbeat.server.openapi import embedding_route
 from onbeat.server.pieces import Piece, PiecesResponse
 from onbeat.server.prompts import EncodeOptions
 from onbeat.server.services import Services

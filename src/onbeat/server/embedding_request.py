@@ -17,7 +17,7 @@ from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Request, SamplingParams, WholeRequest
 from onbeat.server.answer import cancelled_on_disconnect, note_choices
 from onbeat.server.answer_format import AnswerHead, new_head
-from onbeat.server.answer_report import slo_report
+from onbeat.server.answer_report import slo_report, worst_report
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.choices import Choice, TextOptions
 from onbeat.server.config import MAX_INPUTS
@@ -29,7 +29,6 @@ from onbeat.server.middleware import HttpContext, context_of
 from onbeat.server.objectives import ObjectiveFields, RequestObjectives, request_objectives
 from onbeat.server.prompts import EncodeOptions, PromptInput
 from onbeat.server.services import Services
-from onbeat.server.slo_report import worst_report
 from onbeat.text.embedding import vector_of
 
 _NO_SAMPLING = SamplingParams(max_tokens=1)

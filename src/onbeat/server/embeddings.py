@@ -33,7 +33,7 @@ from onbeat.server.embedding_request import (
 from onbeat.server.errors import unsupported
 from onbeat.server.fair_threads import Turns
 from onbeat.server.middleware import context_of
-from onbeat.server.openapi_embeddings import EmbeddingList, PooledList, embedding_route
+from onbeat.server.openapi import EmbeddingList, PooledList, embedding_route
 from onbeat.server.pieces import PiecesResponse
 from onbeat.server.prompts import PromptInput
 from onbeat.server.services import Services

@@ -29,8 +29,7 @@ from onbeat.core.errors import InvalidRequest
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, SLO, ShedMode
 from onbeat.jobs.call import JobCall
 from onbeat.server.fields import near_match, refuse_unknown
-from onbeat.server.job_fields import HEADERS as JOB_HEADERS
-from onbeat.server.job_fields import JobFields, stated_job
+from onbeat.server.jobs import JOB_HEADERS, JobFields, stated_job
 from onbeat.server.slo_defaults import LARGEST_WEIGHT, ClassDefaults, KeyDefaults, SLODefaults
 
 TTFT_HEADER = "x-llm-d-slo-ttft-ms"

@@ -4,18 +4,100 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import deepcopy
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE
-from onbeat.server.answer_models import ErrorBody
+from onbeat.server.answer_models import ErrorBody, SLOReport
 from onbeat.server.fields import HARMLESS, NO_OP_VALUES
 from onbeat.server.middleware import OPEN_PATHS
 from onbeat.server.objectives import LONGEST_TENANT, RESUME_HEADER, TBT_HEADER, TENANT_HEADER, TTFT_HEADER
 from onbeat.server.prompts import TOKEN_ID_SCHEMA
+
+
+def embedding_route(body: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:
+    """Return the description of an endpoint that embeds texts, as arguments of FastAPI's route."""
+    own = {"tags": ["embeddings"], "response_model_exclude_none": False}
+    described = generation_route(body, answer) | own
+    described["responses"] = {
+        status: told for status, told in described["responses"].items() if status != 200
+    }
+    return described
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    slo: SLOReport | None = None
+
+
+class Pooled(BaseModel):
+    object: Literal["pooling"]
+    index: int
+    data: list[float] | str
+
+
+class PooledList(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Pooled]
+    usage: EmbeddingUsage
+    slo: SLOReport | None = None
+
+
+class RankedText(BaseModel):
+    text: str
+
+
+class RankedDocument(BaseModel):
+    index: int
+    relevance_score: float
+    document: RankedText | None = None
+
+
+class Ranking(BaseModel):
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: EmbeddingUsage
+    slo: SLOReport | None = None
+
+
+class Score(BaseModel):
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoreList(BaseModel):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+    slo: SLOReport | None = None
+
 
 _COMPONENT = "#/components/schemas/{model}"
 

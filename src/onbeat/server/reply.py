@@ -14,8 +14,8 @@ from onbeat.core.request import Grammar
 from onbeat.server.choices import TextOptions
 from onbeat.server.config import ServerConfig
 from onbeat.server.errors import unsupported
+from onbeat.server.reply_fields import ToolUse
 from onbeat.server.structured import Constraint
-from onbeat.server.tools import ToolUse
 from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.reply.families import FAMILIES, family_named, family_of, reasoning_named, reasoning_of
 from onbeat.text.reply.grammar import WantedCalls, answer_grammar

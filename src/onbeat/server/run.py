@@ -22,7 +22,7 @@ from onbeat.core.protocols import EngineClient, FleetView
 from onbeat.core.settled_memory import settled_memory
 from onbeat.server.config import ServerConfig
 from onbeat.server.connection import BodyRoom, BoundedConnection
-from onbeat.server.lifecycle import Lifecycle
+from onbeat.server.generation import Lifecycle
 
 logger = logging.getLogger("onbeat.server")
 

@@ -24,7 +24,7 @@ from onbeat.server.embedding_request import (
     encode_options,
     read_texts,
 )
-from onbeat.server.openapi_embeddings import Ranking, ScoreList, embedding_route
+from onbeat.server.openapi import Ranking, ScoreList, embedding_route
 from onbeat.server.services import Services
 
 RERANK_PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")

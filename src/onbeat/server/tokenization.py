@@ -24,9 +24,8 @@ from onbeat.server.middleware import context_of
 from onbeat.server.openapi import error_answers, json_body
 from onbeat.server.pieces import PiecesResponse, json_inside, list_in_pieces
 from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
+from onbeat.server.reply_fields import ThinkingFields, ToolFields
 from onbeat.server.services import Services
-from onbeat.server.thinking import ThinkingFields
-from onbeat.server.tools import ToolFields
 
 _EITHER: list[Any] = [
     {"required": [one], "properties": {one: {"type": kind}, other: {"type": "null"}}}

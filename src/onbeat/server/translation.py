@@ -9,10 +9,9 @@ from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.chat import ChatCompletionRequest
-from onbeat.server.checked_fields import validated
 from onbeat.server.errors import unsupported
 from onbeat.server.fair_threads import Turns
-from onbeat.server.fields import check_fields
+from onbeat.server.fields import check_fields, validated
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.middleware import context_of
 from onbeat.server.objectives import SLOFields, metadata_objectives

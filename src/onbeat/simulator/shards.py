@@ -23,7 +23,8 @@ from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.slo import Fate
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.record import RequestRecord
-from onbeat.scheduler.cluster.routing import Router, RoutingRequest
+from onbeat.scheduler.cluster.events import RoutingRequest
+from onbeat.scheduler.cluster.routing import Router
 from onbeat.simulator.deliveries import Collector, Keep
 from onbeat.simulator.fleet_loop import run_alone
 from onbeat.simulator.replica import make_replica

@@ -24,18 +24,19 @@ from onbeat.scheduler.cluster.events import (
     Refuse,
     Refused,
     Rescale,
+    RoutingRequest,
     ScaleAsked,
     ScalingAsked,
     Send,
     Start,
     Stop,
+    Teller,
     Tick,
     Withdraw,
 )
 from onbeat.scheduler.cluster.fleet import Decided, Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetRules
-from onbeat.scheduler.cluster.routing import Router, RoutingRequest
-from onbeat.scheduler.cluster.teller import Teller
+from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.deliveries import REFUSALS, refuse
 from onbeat.simulator.fleet_loop import COPY, HEAR, MOVE, TICK, FleetLoop, Member
@@ -96,7 +97,7 @@ class VirtualFleet:
         self._loop = loop
         self._config = config
         self._fleet = Fleet(router, fleet_rules(config), on_decision=on_decision)
-        self._teller = Teller(self._fleet, self)
+        self._teller = Teller(self._fleet.on_event, self)
         self._is_reported = wants_reports(config, router)
         self.lives = Lives(
             loop,

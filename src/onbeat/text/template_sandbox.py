@@ -2,7 +2,7 @@
 
 Jinja's sandbox keeps a template from reaching Python's internals and from changing its arguments, but nested
 loops, calls or a repeated string could still take all time and memory: these are counted or bounded. What is
-not, such as wide formats or text that doubles itself, the limits of a process end (`template_process`).
+not, such as wide formats or text that doubles itself, the limits of a process end (`TemplateProcess`).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from onbeat.core.slo import Fate, SLOMode
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter import MetricsExporter
 from onbeat.metrics.record import RequestRecord
-from onbeat.server.slo_report import record_report, worst_report
+from onbeat.server.answer_report import record_report, worst_report
 from onbeat.vllm.refusals import Refusal, refusal_of
 from onbeat.vllm.requests import ReadRequest
 from onbeat.vllm.telemetry import stats_of

@@ -24,7 +24,7 @@ from starlette.datastructures import Headers
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.slo import SLO, ShedMode
-from onbeat.server.checked_fields import validated
+from onbeat.server.fields import validated
 from onbeat.server.objectives import (
     ObjectiveFields,
     RequestObjectives,

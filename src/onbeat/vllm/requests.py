@@ -10,8 +10,7 @@ import orjson
 from starlette.datastructures import Headers
 
 from onbeat.core.errors import InvalidRequest, quoted
-from onbeat.server.checked_fields import validated
-from onbeat.server.fields import refuse_misplaced
+from onbeat.server.fields import refuse_misplaced, validated
 from onbeat.server.objectives import (
     Caller,
     ObjectiveFields,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from onbeat.server.thinking import unread_variables
+from onbeat.server.reply_fields import unread_variables
 from tests.cpu.server.running import HELLO, Answer, Served
 from tests.fakes_engine import FakeEngine
 

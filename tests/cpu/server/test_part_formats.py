@@ -14,7 +14,7 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.server.answer_format import AnswerFormat, AnswerHead, Extras, WholeChoice
 from onbeat.server.answer_report import usage_of
 from onbeat.server.choices import Choice, ChoiceDelta
-from onbeat.server.messages_format import MessageFormat
+from onbeat.server.messages import MessageFormat
 from onbeat.server.responses import ResponseRequest
 from onbeat.server.responses_format import ResponseFormat
 from onbeat.text.reply.events import CallEnd, CallStart, CallText, ContentText, ReasoningText, ReplyEvent

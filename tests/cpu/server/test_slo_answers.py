@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from onbeat.core.request import FinishReason, Request
 from onbeat.core.slo import SLO, SLO_MODES, SLOMode
-from onbeat.server.answer_report import slo_report
+from onbeat.server.answer_report import slo_report, worst_report
 from onbeat.server.choices import Choice
 from onbeat.server.slo_defaults import SLODefaults
-from onbeat.server.slo_report import worst_report
 from tests.cpu.server.predicting_engine import PredictingEngine
 from tests.cpu.server.running import HELLO, Served
 

@@ -13,8 +13,7 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.metrics.tracker import RequestTracker
 from onbeat.server.answer_report import usage_of
 from onbeat.server.choices import Choice, TextOptions
-from onbeat.server.generation import Generator
-from onbeat.server.lifecycle import Lifecycle
+from onbeat.server.generation import Generator, Lifecycle
 from tests.cpu.server.running import HELLO, Served, parse_events
 from tests.fakes_engine import EOS, ByteTokenizer, FakeEngine
 

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat.cluster.client import prompt_hashes
-from onbeat.cluster.open_request import MOST_AT_ONCE, HandOut, OpenRequest
+from onbeat.cluster.streams import MOST_AT_ONCE, HandOut, OpenRequest
 from onbeat.core.hashing import hash_blocks, root_hash
 from onbeat.core.protocols import Delivery
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.slo import SLO
-from onbeat.server import lifecycle
+from onbeat.server import engine_watch
 from onbeat.server.config import MAX_ANSWER_PARTS, MAX_JSON_VALUES
 from tests.cpu.server.loop_turns import KEY, post_from_outside, quickly
 from tests.cpu.server.running import HELLO, Answer, Served, parse_events, serving
@@ -258,7 +258,7 @@ async def test_a_step_for_many_wakes_some_streams_at_a_time_and_keeps_the_order(
 async def test_full_rounds_of_garbage_collection_wait_until_nothing_is_open(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifecycle, "TIDY_SECONDS", 0.01)
+    monkeypatch.setattr(engine_watch, "TIDY_SECONDS", 0.01)
     collected: list[int] = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
     monkeypatch.setattr(gc, "get_count", lambda: (0, 0, 1))

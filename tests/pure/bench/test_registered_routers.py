@@ -11,8 +11,9 @@ from benchmarks.policies.routers import LeastWork, RandomRouter
 from onbeat.cli.main import main
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PrefillCosts, ReplicaLoad
+from onbeat.scheduler.cluster.events import RoutingRequest
 from onbeat.scheduler.cluster.routers import ROUTERS, make_router
-from onbeat.scheduler.cluster.routing import Router, RoutingRequest
+from onbeat.scheduler.cluster.routing import Router
 from onbeat.simulator.simulate import simulate
 from tests.pure.simulator.loads import linear_time, make_config, random_load
 

@@ -23,6 +23,7 @@ from onbeat.scheduler.cluster.events import (
     Refuse,
     Refused,
     Reported,
+    RoutingRequest,
     ScaleAsked,
     Send,
     Start,
@@ -34,7 +35,6 @@ from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.cluster.routing import RoutingRequest
 from tests.pure.scheduler.carried_engine import Engine
 
 MOST_REPLICAS = 6

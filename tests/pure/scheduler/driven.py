@@ -9,6 +9,7 @@ from onbeat.scheduler.cluster.events import (
     Delivered,
     FleetAction,
     Joined,
+    RoutingRequest,
     ScaleAsked,
     Send,
 )
@@ -16,7 +17,6 @@ from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.membership import ReplicaState
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.cluster.routing import RoutingRequest
 
 
 def limits(**changes) -> ReplicaLimits:

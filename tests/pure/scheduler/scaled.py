@@ -16,6 +16,7 @@ from onbeat.scheduler.cluster.events import (
     Lost,
     Reported,
     Rescale,
+    RoutingRequest,
     ScaleAsked,
     ScalingAsked,
     Send,
@@ -26,7 +27,6 @@ from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.membership import ReplicaState
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.cluster.routing import RoutingRequest
 
 LIMITS = ReplicaLimits(max_model_len=8192, max_num_seqs=64, num_blocks=4000, block_size=16)
 COSTS = PrefillCosts(token=1e-4, pair=0.0, step=2e-3, decode=1e-4, decode_base=5e-3)

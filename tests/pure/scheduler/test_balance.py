@@ -15,6 +15,7 @@ from onbeat.scheduler.cluster.events import (
     Joined,
     MoveStep,
     Reported,
+    RoutingRequest,
     ScaleAsked,
     Send,
     Withdraw,
@@ -22,7 +23,6 @@ from onbeat.scheduler.cluster.events import (
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.mending import has_spare_capacity, is_worth_it, trouble
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.cluster.routing import RoutingRequest
 
 COSTS = PrefillCosts(token=1e-4, pair=0.0, step=0.01, decode=1e-4)
 LIMITS = ReplicaLimits(

@@ -18,6 +18,7 @@ from onbeat.scheduler.cluster.events import (
     Lost,
     MoveStep,
     Reported,
+    RoutingRequest,
     ScaleAsked,
     Send,
     Stop,
@@ -26,7 +27,6 @@ from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.cluster.routing import RoutingRequest
 
 COSTS = PrefillCosts(token=1e-4, pair=0.0, step=0.01, decode=1e-4)
 LIMITS = ReplicaLimits(

@@ -10,6 +10,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
+from onbeat.scheduler.cluster.events import RoutingRequest
 from onbeat.scheduler.cluster.routers import (
     ROUTERS,
     LeastOutstanding,
@@ -17,7 +18,7 @@ from onbeat.scheduler.cluster.routers import (
     RoundRobin,
     make_router,
 )
-from onbeat.scheduler.cluster.routing import Router, RoutingRequest
+from onbeat.scheduler.cluster.routing import Router
 
 
 def request(request_id="r", blocks=()) -> RoutingRequest:

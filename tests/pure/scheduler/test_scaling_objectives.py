@@ -12,12 +12,12 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.scheduler.cluster.events import (
     Arrived,
+    RoutingRequest,
     ScalingAsked,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.offered_work import Offered, OfferedWork
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.cluster.routing import RoutingRequest
 from onbeat.scheduler.cluster.scaling import ScaleBounds, parse_bounds, parse_policy
 from tests.examples import examples
 from tests.pure.scheduler.scaled import COSTS, LIMITS, START_SECONDS, Scaled

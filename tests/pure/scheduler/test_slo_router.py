@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.slo import SLO, ShedMode
+from onbeat.scheduler.cluster.events import RoutingRequest
 from onbeat.scheduler.cluster.load_view import LoadView
-from onbeat.scheduler.cluster.routing import RoutingRequest
 from onbeat.scheduler.cluster.slo_router import SLORouter
 from onbeat.scheduler.replica.admission import admission
 from onbeat.scheduler.replica.slo.cost_model import CostModel

@@ -18,13 +18,13 @@ from onbeat.scheduler.cluster.events import (
     Joined,
     MoveStep,
     Reported,
+    RoutingRequest,
     ScaleAsked,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.cluster.routing import RoutingRequest
 
 LIMITS = ReplicaLimits(
     max_model_len=8192, max_num_seqs=64, num_blocks=1000, block_size=16, moves_streams=True

@@ -2,11 +2,69 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
+from typing import Any, Protocol
 
 from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaLoad
 from onbeat.core.handover import MoveVerb
-from onbeat.scheduler.cluster.routing import RoutingRequest
+from onbeat.core.hashing import BlockHash
+from onbeat.core.request import Request
+from onbeat.core.slo import SLO, ShedMode
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRequest:
+    """What a router may know of a request."""
+
+    request_id: str
+    block_hashes: Sequence[BlockHash] = ()
+    """Of its prompt, first block first; empty where prefixes are not known."""
+    num_prompt_tokens: int = 0
+    max_tokens: int = 0
+    """Most output tokens, those that it has included."""
+    num_output_tokens: int = 0
+    """That its client has got already, from replicas that are gone; another computes them with the prompt."""
+    arrival: float = 0.0
+    slo: SLO | None = None
+    resumes: bool = True
+    """Whether it goes on elsewhere when its replica is lost; else it is refused then."""
+    rather_refused: bool = False
+    """Whether it is refused where it is predicted to be late; else it is served late."""
+    priority: int = 0
+    """Lower is earlier; see `Request.priority`."""
+
+    @classmethod
+    def of(cls, request: Request, block_hashes: Sequence[BlockHash]) -> RoutingRequest:
+        """Return what a router may know of a request.
+
+        Parameters
+        ----------
+        block_hashes : of its prompt; none where the router does not look at prefixes.
+        """
+        return cls(
+            request.request_id,
+            block_hashes,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_tokens=request.sampling.max_tokens,
+            arrival=request.arrival,
+            slo=request.slo,
+            resumes=request.resumes,
+            rather_refused=request.shed is ShedMode.REJECT,
+            priority=request.priority,
+        )
+
+    @property
+    def ttft_objective(self) -> float:
+        """Seconds from its arrival to its first token; infinite without objective."""
+        return inf if self.slo is None or self.slo.ttft is None else self.slo.ttft
+
+    @property
+    def ttft_deadline(self) -> float:
+        """When its first token is due, by the clock of `arrival`; infinite without objective."""
+        return self.arrival + self.ttft_objective
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,3 +299,68 @@ class Rescale:
 
 
 FleetAction = Send | Withdraw | Refuse | Start | Stop | MoveStep | Rescale
+
+
+class Hands(Protocol):
+    """Who carries out what a fleet decides: each action has its method, which is given the time, too."""
+
+    def do_send(self, action: Send, now: float) -> None: ...
+
+    def do_withdraw(self, action: Withdraw, now: float) -> None: ...
+
+    def do_refuse(self, action: Refuse, now: float) -> None: ...
+
+    def do_start(self, action: Start, now: float) -> None: ...
+
+    def do_stop(self, action: Stop, now: float) -> None: ...
+
+    def do_move_step(self, action: MoveStep, now: float) -> None: ...
+
+    def do_rescale(self, action: Rescale, now: float) -> None: ...
+
+
+class Teller:
+    """Tells a fleet one event after the other.
+
+    What is carried out may itself be an event, such as a replica that refuses what it is sent: it has its
+    turn after all that the event before has led to.
+
+    Parameters
+    ----------
+    on_event : the fleet's.
+    hands : carry out what it returns.
+    """
+
+    def __init__(self, on_event: Callable[[FleetEvent, float], Sequence[FleetAction]], hands: Hands) -> None:
+        self._on_event = on_event
+        self._events: deque[tuple[FleetEvent, float]] = deque()
+        self.is_telling = False
+        self._calls: dict[type[FleetAction], Callable[[Any, float], None]] = {
+            Send: hands.do_send,
+            Withdraw: hands.do_withdraw,
+            Refuse: hands.do_refuse,
+            Start: hands.do_start,
+            Stop: hands.do_stop,
+            MoveStep: hands.do_move_step,
+            Rescale: hands.do_rescale,
+        }
+
+    def tell(self, event: FleetEvent, now: float) -> None:
+        """Tell the fleet of an event, and carry out what it decides.
+
+        Parameters
+        ----------
+        now : seconds, not before that of the last call.
+        """
+        events, calls = self._events, self._calls
+        events.append((event, now))
+        if self.is_telling:
+            return
+        self.is_telling = True
+        try:
+            while events:
+                event, now = events.popleft()
+                for action in self._on_event(event, now):
+                    calls[type(action)](action, now)
+        finally:
+            self.is_telling = False

@@ -83,7 +83,7 @@ class Fleet:
         self._left: list[Replica] = []
         """Those from which a request has been moved in this call."""
         self._moves_streams = False
-        """Whether a replica has joined whose streams can move."""
+        """Whether there have been two replicas between which streams can move."""
         self._scaling: Scaling | None = None
         self._watcher = ScalingPolicy()
         if self._rules.autoscale:
@@ -278,8 +278,10 @@ class Fleet:
         if replica.state is not ReplicaState.STARTING:  # it came back before anybody saw it go
             self._leave(replica, ReplicaState.STARTING, "")
         orphans = self._take_all(replica)
-        self._moves_streams = self._moves_streams or event.limits.moves_streams
         self._members.enter(replica, event.limits, now)
+        if event.limits.moves_streams and not self._moves_streams:
+            others = (each for each in self._members.replicas.values() if each is not replica)
+            self._moves_streams = any(each.moves_streams for each in others)
         self._router.join(replica.number, event.limits)
         self._requests.tell_router()
         self._migration.look()

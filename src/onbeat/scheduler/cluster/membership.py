@@ -11,8 +11,8 @@ from math import inf
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import MOST_REPLICAS, ReplicaId, ReplicaLimits, ReplicaLoad, ScalingView, replica_id
-from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED
-from onbeat.scheduler.cluster.routing import RoutingRequest
+from onbeat.scheduler.cluster.events import RoutingRequest
+from onbeat.scheduler.cluster.routing import NONE_EXCLUDED
 
 FIRST_RESTART_DELAY = 0.5
 LONGEST_RESTART_DELAY = 30.0

@@ -6,8 +6,8 @@ from collections import deque
 from math import ceil, inf
 
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
+from onbeat.scheduler.cluster.events import RoutingRequest
 from onbeat.scheduler.cluster.offered_work import LONGEST_WINDOW, Offered, OfferedWork
-from onbeat.scheduler.cluster.routing import RoutingRequest
 from onbeat.scheduler.cluster.scaling_policy import FleetLoad, ScalingPolicy, Wanted
 
 PLANNED_SHARE = 0.85

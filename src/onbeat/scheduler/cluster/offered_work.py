@@ -8,7 +8,7 @@ from math import ceil, exp, inf, log, sqrt
 from typing import NamedTuple
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits
-from onbeat.scheduler.cluster.routing import RoutingRequest
+from onbeat.scheduler.cluster.events import RoutingRequest
 
 LONGEST_WINDOW = 240
 """Seconds over which work is summed up at most."""

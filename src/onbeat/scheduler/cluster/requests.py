@@ -153,7 +153,7 @@ class Requests:
             return
         replica = self._members.by_number[choice.replica]
         open_request.replica, open_request.has_started = replica.replica_id, False
-        goes_to = self._migration.stream_replica(open_request, replica)
+        goes_to = self._migration.stream_replica(open_request, replica) if open_request.is_routed else replica
         open_request.stops = goes_to is not replica
         replica.open[request.request_id] = open_request
         replica.num_sent += 1

@@ -10,8 +10,8 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.core.hashing import BlockHash
 from onbeat.scheduler.cluster.comparators.freeness_router import FreenessRouter
-from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED, LeastLoaded
-from onbeat.scheduler.cluster.routing import Router, RoutingChoice, RoutingRequest
+from onbeat.scheduler.cluster.events import RoutingRequest
+from onbeat.scheduler.cluster.routing import NONE_EXCLUDED, LeastLoaded, Router, RoutingChoice
 from onbeat.scheduler.cluster.slo_router import SLORouter
 
 

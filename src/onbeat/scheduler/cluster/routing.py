@@ -1,69 +1,15 @@
-"""What a router is told of a request, what it answers, and what it hears of."""
+"""What a router answers and hears of, and the least loaded of many replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from math import inf
+from collections.abc import Collection, Mapping
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Protocol
 
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
-from onbeat.core.hashing import BlockHash
-from onbeat.core.request import Request
-from onbeat.core.slo import SLO, ShedMode
-from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED
+from onbeat.scheduler.cluster.events import RoutingRequest
 
-
-@dataclass(frozen=True, slots=True)
-class RoutingRequest:
-    """What a router may know of a request."""
-
-    request_id: str
-    block_hashes: Sequence[BlockHash] = ()
-    """Of its prompt, first block first; empty where prefixes are not known."""
-    num_prompt_tokens: int = 0
-    max_tokens: int = 0
-    """Most output tokens, those that it has included."""
-    num_output_tokens: int = 0
-    """That its client has got already, from replicas that are gone; another computes them with the prompt."""
-    arrival: float = 0.0
-    slo: SLO | None = None
-    resumes: bool = True
-    """Whether it goes on elsewhere when its replica is lost; else it is refused then."""
-    rather_refused: bool = False
-    """Whether it is refused where it is predicted to be late; else it is served late."""
-    priority: int = 0
-    """Lower is earlier; see `Request.priority`."""
-
-    @classmethod
-    def of(cls, request: Request, block_hashes: Sequence[BlockHash]) -> RoutingRequest:
-        """Return what a router may know of a request.
-
-        Parameters
-        ----------
-        block_hashes : of its prompt; none where the router does not look at prefixes.
-        """
-        return cls(
-            request.request_id,
-            block_hashes,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            max_tokens=request.sampling.max_tokens,
-            arrival=request.arrival,
-            slo=request.slo,
-            resumes=request.resumes,
-            rather_refused=request.shed is ShedMode.REJECT,
-            priority=request.priority,
-        )
-
-    @property
-    def ttft_objective(self) -> float:
-        """Seconds from its arrival to its first token; infinite without objective."""
-        return inf if self.slo is None or self.slo.ttft is None else self.slo.ttft
-
-    @property
-    def ttft_deadline(self) -> float:
-        """When its first token is due, by the clock of `arrival`; infinite without objective."""
-        return self.arrival + self.ttft_objective
+NONE_EXCLUDED: frozenset[int] = frozenset()
 
 
 class RoutingChoice(NamedTuple):
@@ -134,3 +80,72 @@ class Router(Protocol):
     def leave(self, replica: int) -> None:
         """Choose a replica no more; it may still end what it has."""
         ...
+
+
+class LeastLoaded:
+    """Replicas by a load that goes up and down; of equal ones, the least recently chosen first.
+
+    A heap in which only a replica's newest entry counts; stale ones are dropped when they come to the top, or
+    all at once when they are the majority, so a change costs O(log replicas).
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self.loads: list[float] = []
+        self.members: set[int] = set()
+        """Replicas that may be chosen; the loads of others are kept."""
+        self._last_choices: list[int] = []
+        self._num_choices = 0
+        self._heap: list[tuple[float, int, int]] = []
+        for replica in range(num_replicas):
+            self.join(replica)
+
+    def peek(self, excluded: Collection[int] = NONE_EXCLUDED) -> int | None:
+        """Return the member with the least load; None where there is none that may be chosen."""
+        found = self.least(1, excluded)
+        return found[0] if found else None
+
+    def least(self, number: int, excluded: Collection[int] = NONE_EXCLUDED) -> list[int]:
+        """Return up to so many members that may be chosen, those with the least load first."""
+        heap, members, loads, last_choices = self._heap, self.members, self.loads, self._last_choices
+        looked_at: list[tuple[float, int, int]] = []
+        found: list[int] = []
+        while heap and len(found) < number:
+            load, last_choice, replica = entry = heappop(heap)
+            if load != loads[replica] or last_choice != last_choices[replica] or replica not in members:
+                continue
+            looked_at.append(entry)
+            if replica not in excluded and replica not in found:
+                found.append(replica)
+        for entry in looked_at:
+            heappush(heap, entry)
+        return found
+
+    def choose(self, replica: int, load: float) -> None:
+        """Add load to a replica that was chosen."""
+        self._last_choices[replica] = self._num_choices
+        self._num_choices += 1
+        self.add(replica, load)
+
+    def add(self, replica: int, load: float) -> None:
+        """Change a replica's load."""
+        self.loads[replica] += load
+        heappush(self._heap, self._entry(replica))
+        if len(self._heap) > 4 * len(self.loads):
+            self._heap = [self._entry(each) for each in self.members]
+            heapify(self._heap)
+
+    def join(self, replica: int) -> None:
+        """Let a replica be chosen: a new one, or one that has left."""
+        num_new = replica + 1 - len(self.loads)
+        self.loads += [0.0] * num_new
+        self._last_choices += [-1] * num_new  # of those that were never chosen, the lowest number is first
+        if replica not in self.members:
+            self.members.add(replica)
+            heappush(self._heap, self._entry(replica))
+
+    def leave(self, replica: int) -> None:
+        """Choose a replica no more."""
+        self.members.discard(replica)
+
+    def _entry(self, replica: int) -> tuple[float, int, int]:
+        return (self.loads[replica], self._last_choices[replica], replica)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
-from onbeat.scheduler.cluster.routing import RoutingRequest
+from onbeat.scheduler.cluster.events import RoutingRequest
 
 
 class FleetLoad(NamedTuple):

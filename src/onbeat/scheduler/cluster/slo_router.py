@@ -7,10 +7,10 @@ from itertools import islice
 from typing import NamedTuple
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
-from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED, LeastLoaded
+from onbeat.scheduler.cluster.events import RoutingRequest
 from onbeat.scheduler.cluster.load_view import FirstToken, LoadView
 from onbeat.scheduler.cluster.prefixes import Holders, PrefixMemory
-from onbeat.scheduler.cluster.routing import RoutingChoice, RoutingRequest
+from onbeat.scheduler.cluster.routing import NONE_EXCLUDED, LeastLoaded, RoutingChoice
 
 _PRICE = 0.3
 """Seconds of prefill work that a second until the first token is worth."""

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.scheduler.cluster.comparators.virtual_usage import freeness, is_high
-from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED
-from onbeat.scheduler.cluster.routing import RoutingChoice, RoutingRequest
+from onbeat.scheduler.cluster.events import RoutingRequest
+from onbeat.scheduler.cluster.routing import NONE_EXCLUDED, RoutingChoice
 
 _UNKNOWN = ReplicaLimits(max_model_len=0, max_num_seqs=256, num_blocks=1 << 16, block_size=16)
 
