@@ -15,8 +15,8 @@ from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import DoneStep, ThreadExecutor
 from onbeat.engine.kv_access import BlockMemory, KVLayout, KVRegion
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.fake_step_time import LinearStepTime
 from tests.fakes_engine import LOGPROB, VOCAB_SIZE
 

@@ -45,9 +45,9 @@ from onbeat.core.request import Request, RequestOutput, SamplingParams
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.observer import SimulationObserver, StepsWanted
 from onbeat.simulator.replica_core import make_scheduler
 from onbeat.simulator.settings import ReplicaSettings

@@ -34,8 +34,8 @@ from onbeat.core.options import change, make
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.build import build_engine
-from onbeat.engine.config import EngineConfig
 from onbeat.engine.core import EngineCore
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.load import prepare_model
 from onbeat.engine.profiling.profiler import FULL, profile_model
 from onbeat.hub.known import DEFAULT_MODEL

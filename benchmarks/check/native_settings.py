@@ -24,7 +24,7 @@ from benchmarks.check.cpu_step.driver import StepDriver, StepSeconds
 from benchmarks.check.cpu_step.floor import Case
 from benchmarks.harness.pages import REPOSITORY, git_commit, machine
 from onbeat.core.options import change, make
-from onbeat.engine.config import QUANTIZATIONS, EngineConfig
+from onbeat.engine.engine_config import QUANTIZATIONS, EngineConfig
 from onbeat.engine.load import prepare_model
 from onbeat.hub.resolve import resolve_model
 

@@ -25,8 +25,8 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import ModelRunnerOutput
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.replica_core import make_scheduler
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import build_for_load, build_simulation

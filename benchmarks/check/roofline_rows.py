@@ -22,7 +22,7 @@ import numpy as np
 
 from onbeat.core.options import make
 from onbeat.engine.busy import OthersMeter
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.load import LoadedModel, prepare_model
 from onbeat.engine.profiling.batches import BatchRow, MeasuredBatch
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for

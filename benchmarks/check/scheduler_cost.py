@@ -30,9 +30,9 @@ from onbeat.core.settled_memory import settled_memory
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import BatchShape, ModelRunnerOutput
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.replica_core import make_scheduler
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import build_simulation

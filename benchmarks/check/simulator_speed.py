@@ -31,8 +31,8 @@ from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import default_token_budget
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import SimulationConfig

@@ -47,13 +47,13 @@ from onbeat.cluster.start import open_fleet
 from onbeat.core.fleet import ReplicaId
 from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.build import build_engine
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.hub.stand_in import find_stand_in
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.membership import DEATHS_WINDOW
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.config import SchedulerLimits
+from onbeat.scheduler.scheduler_config import SchedulerLimits
 from tests.fake_runner import build_fake_engine
 
 VOCABULARY = 97

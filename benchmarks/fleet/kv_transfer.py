@@ -21,7 +21,7 @@ from typing import Any
 
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.kv_transfer.cma import CmaTransport
 from onbeat.engine.kv_transfer.nixl import NixlTransport
 from onbeat.engine.kv_transfer.source import KVSource

@@ -46,7 +46,7 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.scheduler.cluster.fleet import Decided
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import KVLink, ReplicaKind, SimulationConfig
 from onbeat.workload.offered import OfferedLoad

@@ -9,7 +9,7 @@ import pytest
 from onbeat.cluster.start import engine_of
 from onbeat.core.errors import ConfigError
 from onbeat.core.kinds import ReplicaGroup, parse_kind
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.hub.resolve import resolve_model

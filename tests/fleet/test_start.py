@@ -11,12 +11,12 @@ from onbeat.cluster.fleet_options import FleetOptions
 from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.cluster.start import open_fleet
 from onbeat.core.errors import ConfigError
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.recording.fleet_log import read_header
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.scaling import ScaleBounds
-from onbeat.scheduler.config import SchedulerLimits
+from onbeat.scheduler.scheduler_config import SchedulerLimits
 from tests.fake_runner import build_fake_engine
 from tests.fleet.fleets import fleet_of
 

@@ -11,9 +11,9 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import SchedulerOutput
-from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.speculation.drafting import FixedDrafts, make_drafting
+from onbeat.scheduler.scheduler_config import SpeculationConfig
 from tests.pure.scheduler.speculating import (
     DraftStepTime,
     TimedSpeculatingDriver,

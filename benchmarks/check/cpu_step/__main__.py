@@ -40,7 +40,7 @@ from benchmarks.check.cpu_step.weights import weight_bytes
 from benchmarks.harness.pages import REPOSITORY, git_commit, machine
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
-from onbeat.engine.config import BACKENDS, DTYPES, QUANTIZATIONS, EngineConfig
+from onbeat.engine.engine_config import BACKENDS, DTYPES, QUANTIZATIONS, EngineConfig
 from onbeat.engine.load import LoadedModel, prepare_model
 from onbeat.engine.step_time_spec import model_spec_of
 from onbeat.hub.resolve import resolve_model

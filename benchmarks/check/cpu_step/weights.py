@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gguf import GGUFReader
 
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.load import LoadedModel
 from onbeat.perfmodel.model_sizes import ModelSpec
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from onbeat.bench.bench_config import TargetConfig
 from onbeat.bench.client import Endpoint, StreamingClient, open_session
-from onbeat.bench.config import TargetConfig
 from onbeat.bench.objectives import RequestObjectives, SendSLO, choose_transport
 from onbeat.bench.outcomes import summarise_groups
 from onbeat.bench.payload import Api, PayloadBuilder

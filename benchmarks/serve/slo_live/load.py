@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from onbeat.bench.config import BenchConfig, DatasetConfig, LoadConfig, RampConfig, RunConfig, TargetConfig
+from onbeat.bench.bench_config import (
+    BenchConfig,
+    DatasetConfig,
+    LoadConfig,
+    RampConfig,
+    RunConfig,
+    TargetConfig,
+)
 from onbeat.bench.objectives import SendSLO
 from onbeat.bench.record import RequestRecord
 from onbeat.bench.result import BenchResult

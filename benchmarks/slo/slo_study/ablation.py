@@ -19,12 +19,12 @@ from benchmarks.slo.slo_study.scored import RateRun, Scored, curves
 from benchmarks.slo.slo_study.trial import MOST_GROWTH, Question, Runner, longest_request
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES, slo_composition
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.rules import SPENT_SHARE, StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.scheduler.triage import LEAST_SHARE, PrefillShare
 
 Split = tuple[list[PromptJob], list[PromptJob]]

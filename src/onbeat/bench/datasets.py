@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import orjson
 
-from onbeat.bench.config import DEFAULT_NUM_PROMPTS, DatasetConfig
+from onbeat.bench.bench_config import DEFAULT_NUM_PROMPTS, DatasetConfig
 from onbeat.core.errors import ConfigError
 from onbeat.files import read_text
 from onbeat.workload.lengths import UniformLength, ZipfLength

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from onbeat.bench.config import DatasetConfig, LoadConfig, RunConfig
+from onbeat.bench.bench_config import DatasetConfig, LoadConfig, RunConfig
 from onbeat.core.errors import ConfigError
 
 

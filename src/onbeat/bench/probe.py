@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from onbeat.bench.config import TargetConfig
+from onbeat.bench.bench_config import TargetConfig
 from onbeat.core.errors import ConfigError
 from onbeat.workload.prompts import WordPool, calibrated_pool
 from onbeat.workload.words import COMMON_WORDS

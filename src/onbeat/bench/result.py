@@ -9,7 +9,7 @@ from datetime import datetime
 
 import numpy as np
 
-from onbeat.bench.config import BenchConfig, RunConfig
+from onbeat.bench.bench_config import BenchConfig, RunConfig
 from onbeat.bench.outcomes import (
     RefusalAdvice,
     ResponseTimes,

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from onbeat.bench.config import BenchConfig, DatasetConfig, LoadConfig
+from onbeat.bench.bench_config import BenchConfig, DatasetConfig, LoadConfig
 from onbeat.bench.outcomes import RefusalAdvice, ResponseTimes, VerdictSummary
 from onbeat.bench.result import BenchResult
 from onbeat.core.errors import ConfigError

@@ -13,8 +13,8 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
+from onbeat.bench.bench_config import TEXT_DATASETS, BenchConfig, LoadConfig, RunConfig
 from onbeat.bench.client import CountTokens, Endpoint, StreamingClient, open_session
-from onbeat.bench.config import TEXT_DATASETS, BenchConfig, LoadConfig, RunConfig
 from onbeat.bench.datasets import PromptTools, load_workload
 from onbeat.bench.objectives import RequestObjectives, choose_transport
 from onbeat.bench.payload import PayloadBuilder

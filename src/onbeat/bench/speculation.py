@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from onbeat.bench.config import TargetConfig
+from onbeat.bench.bench_config import TargetConfig
 from onbeat.bench.probe import PROBE_TIMEOUT
 from onbeat.bench.record import RequestRecord
 from onbeat.metrics.exposition import Scrape, read_exposition

@@ -16,7 +16,7 @@ from rich.console import Console
 from onbeat.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from onbeat.bench.config import BenchConfig, RunConfig
+    from onbeat.bench.bench_config import BenchConfig, RunConfig
     from onbeat.bench.result import BenchResult
     from onbeat.cli.bench_progress import BenchProgress
     from onbeat.cli.bench_settings import OutputOptions

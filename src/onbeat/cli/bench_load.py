@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from onbeat.bench.config import (
+from onbeat.bench.bench_config import (
     FILE_DATASETS,
     TIMED_DATASETS,
     DatasetConfig,

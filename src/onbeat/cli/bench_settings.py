@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onbeat.bench.config import BenchConfig, TargetConfig
+from onbeat.bench.bench_config import BenchConfig, TargetConfig
 from onbeat.bench.objectives import SendSLO
 from onbeat.bench.payload import Api
 from onbeat.cli.args import numbers

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from onbeat.cli.options import find_group, read_options
 from onbeat.core.errors import ConfigError, MissingExtra
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import DEFAULT_MODEL
 

@@ -42,7 +42,7 @@ from onbeat.planner.plan_file import digest_of, digest_of_classes, write_plan
 from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask
 from onbeat.report.page import Page, heading, notes, table
 from onbeat.report.run_report import settings_section
-from onbeat.scheduler.config import SchedulerLimits
+from onbeat.scheduler.scheduler_config import SchedulerLimits
 from onbeat.simulator.settings import AUTO, ReplicaSettings
 from onbeat.simulator.setup import described_times
 

@@ -17,7 +17,7 @@ from onbeat.cli.outputs import check_writable
 from onbeat.cli.profile_from import FromOptions, record, run_from
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import settings_of
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from onbeat.engine.load import LoadedModel

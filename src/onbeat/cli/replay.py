@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from onbeat.core.step_time import StepTimeModel
     from onbeat.recording.log import RecordHeader
     from onbeat.recording.reader import Recording
-    from onbeat.scheduler.config import SchedulerConfig
+    from onbeat.scheduler.scheduler_config import SchedulerConfig
     from onbeat.simulator.replay.decisions import ReplayResult
     from onbeat.simulator.replay.forecast import Forecast
     from onbeat.simulator.replay.report import ReplayReport

@@ -31,9 +31,9 @@ from onbeat.cli.serve_args import API_KEY_VARIABLE, add_server_arguments, server
 from onbeat.cli.vllm_flags import take_vllm_flags
 from onbeat.cluster.fleet_options import FleetOptions
 from onbeat.core.errors import ConfigError
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.hub.files import ModelFiles
-from onbeat.server.config import ServerConfig
+from onbeat.server.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from onbeat.core.protocols import EngineInfo

@@ -12,7 +12,7 @@ from onbeat.cli.options import add_options, find_group, read_options
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import OBJECTIVES, SLO
 from onbeat.files import read_text
-from onbeat.server.config import ServerConfig
+from onbeat.server.server_config import ServerConfig
 from onbeat.server.slo_defaults import ClassesFile, SLODefaults, read_classes_file
 
 API_KEY_VARIABLE = "ONBEAT_API_KEY"

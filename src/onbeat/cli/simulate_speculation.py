@@ -8,8 +8,8 @@ from pathlib import Path
 
 from onbeat.cli.options import add_options, find_group, number
 from onbeat.core.errors import ConfigError
-from onbeat.engine.config import EngineConfig
-from onbeat.engine.speculation.config import SpeculativeConfig
+from onbeat.engine.engine_config import EngineConfig
+from onbeat.engine.speculation.speculative_config import SpeculativeConfig
 from onbeat.simulator.draft_acceptance import DEFAULT_RATE, Acceptance
 from onbeat.simulator.replay.recorded_drafts import read_acceptance
 from onbeat.simulator.speculation import SpeculationSettings

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
     from onbeat.server.slo_defaults import SLODefaults
-    from onbeat.vllm.config import MAX_BODY_BYTES
+    from onbeat.vllm.plugin_config import MAX_BODY_BYTES
 
     parser.set_defaults(**{PASSED_ON: []})
     parser.add_argument("model", metavar="MODEL", help="as for `vllm serve`; vLLM's options follow behind --")
@@ -111,7 +111,7 @@ def vllm_arguments(args: argparse.Namespace, address: str) -> list[str]:
     ------
     ConfigError : a value is wrong, or one of vLLM's options cannot be had together with onbeat.
     """
-    from onbeat.vllm.config import read_config
+    from onbeat.vllm.plugin_config import read_config
 
     passed_on = list(args.passed_on)
     _refuse_conflicts(passed_on)

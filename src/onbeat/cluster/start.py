@@ -18,15 +18,15 @@ from onbeat.core.fleet import ReplicaId, replica_number
 from onbeat.core.kinds import ReplicaGroup, as_settings, kind_of
 from onbeat.core.options import change
 from onbeat.core.protocols import EngineInfo
-from onbeat.engine.config import EngineConfig, MemoryShare
 from onbeat.engine.container import host_memory, usable_cores
 from onbeat.engine.core import EngineCore
+from onbeat.engine.engine_config import EngineConfig, MemoryShare
 from onbeat.engine.process import BuildEngine
 from onbeat.recording.fleet_log import fleet_record, plain
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.config import DEFAULT_POLICY
 from onbeat.scheduler.replica.policies import queue_seconds
+from onbeat.scheduler.scheduler_config import DEFAULT_POLICY
 
 
 def engine_of(replica: ReplicaId, engine: EngineConfig, kinds: Sequence[ReplicaGroup]) -> EngineConfig:

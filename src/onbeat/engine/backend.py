@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 
 from onbeat.core.errors import ConfigError, ModelLoadError
-from onbeat.engine.config import EngineConfig, InstructionSet, native_settings
 from onbeat.engine.cuda.backend import CudaBackend, SettleLimits, fast_kernels, quickest_products, why_not
 from onbeat.engine.device import DeviceConfig, device_name
+from onbeat.engine.engine_config import EngineConfig, InstructionSet, native_settings
 from onbeat.engine.forward import ForwardPass, TorchForward
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.models.model import build_model
@@ -25,7 +25,7 @@ from onbeat.engine.native.weights_copy import NONE, CopyChoice, choose_copy, mak
 from onbeat.engine.parallel.backend import ParallelBackend
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.perfmodel.profile_file import cache_dir
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 OnProgress = Callable[[str], None]
 

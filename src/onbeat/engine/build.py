@@ -12,9 +12,9 @@ from typing import Protocol
 from onbeat import __version__
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import EngineInfo
-from onbeat.engine.config import EngineConfig
 from onbeat.engine.core import EngineCore
 from onbeat.engine.device import DeviceConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.footprint import short_memory_in_words
 from onbeat.engine.grammar_port import GrammarPort
@@ -27,10 +27,10 @@ from onbeat.engine.step_time_source import StepTime, choose_step_time
 from onbeat.engine.step_time_spec import precision_of
 from onbeat.recording.log import RecordHeader
 from onbeat.recording.writer import create_record
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.idle_check import IdleCheck
 from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 _SWITCH_SECONDS = 2e-4
 """Between threads of the interpreter: at its 5 ms one that plans would hold up another that launches."""

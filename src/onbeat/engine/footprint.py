@@ -17,8 +17,8 @@ from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.speculation.build import ProposerBuilder
 from onbeat.engine.weights import parameter_shapes
-from onbeat.scheduler.config import SchedulerLimits
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET
+from onbeat.scheduler.scheduler_config import SchedulerLimits
 
 _START_BYTES = 160 * 2**20
 """What the engine takes while it starts, then gives back: most of it an array that no cache holds."""

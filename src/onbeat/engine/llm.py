@@ -15,9 +15,9 @@ from onbeat.core.options import make
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from onbeat.engine.build import build_engine
-from onbeat.engine.config import EngineConfig
 from onbeat.engine.core import EngineCore
-from onbeat.engine.speculation.config import read_speculative_config
+from onbeat.engine.engine_config import EngineConfig
+from onbeat.engine.speculation.speculative_config import read_speculative_config
 from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.hub.resolve import resolve_model
 from onbeat.hub.stand_in import find_stand_in

@@ -10,10 +10,10 @@ import torch
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.backend import Backend, KeepsQuantized, MeasuresMemory, OnProgress, choose_backend
-from onbeat.engine.config import DEFAULT_GPU_UTILIZATION, EngineConfig
 from onbeat.engine.container import FreeMemory
 from onbeat.engine.cuda.backend import SettleLimits
 from onbeat.engine.device import DeviceConfig, detect_device, free_memory, thread_advice
+from onbeat.engine.engine_config import DEFAULT_GPU_UTILIZATION, EngineConfig
 from onbeat.engine.footprint import Footprint
 from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, block_bytes_of, giving_kv
 from onbeat.engine.kv_cache import modest_kv_bytes
@@ -25,8 +25,8 @@ from onbeat.engine.speculation.build import ProposerBuilder, Target, choose_prop
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
 from onbeat.engine.weights.rounding import loading_remarks
 from onbeat.perfmodel.description import StepTimeDescription
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import settle
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 __all__ = ["LoadedModel", "ModelLoader", "OnProgress", "open_weights", "prepare_model", "resolve_limits"]
 

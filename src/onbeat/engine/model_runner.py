@@ -25,7 +25,7 @@ from onbeat.engine.prompt_scorer import PromptScorer
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
 from onbeat.engine.speculation.proposer import DraftRow, Proposer
 from onbeat.engine.speculation.verifier import TokenSampler, VerifiedTokens, verify
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 
 class ModelRunner:

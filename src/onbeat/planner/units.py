@@ -24,7 +24,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.memory import Choices, DoesNotFit
 from onbeat.planner.buckets import Bucket
 from onbeat.planner.prices import Prices
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.idle import IdleReplica
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import build_simulation

@@ -16,7 +16,7 @@ The way of a request, and what holds for all of them:
 `answer`                           sends the pieces, streamed or whole
 `answer_format`, `answer_report`   heads and events; usage, and how objectives were kept
 `errors`, `openapi`, `telemetry`   statuses and bodies of errors; the description; the metrics
-`app`, `services`, `config`        put together: the parts that routes share, what can be configured
+`app`, `services`, `server_config` put together: the parts that routes share, what can be configured
 `run`, `engine_watch`              listen, drain, stop; whether the engine goes on
 =================================  ====================================================================
 """

@@ -16,13 +16,13 @@ from onbeat.core.request import Request
 from onbeat.server.answer_format import EVENT_STREAM_HEADERS, AnswerFormat, Extras, WholeChoice
 from onbeat.server.answer_report import slo_report, usage_of, without_empty_details, worst_report
 from onbeat.server.choices import Choice, ChoiceDelta, TextOptions
-from onbeat.server.config import MAX_ANSWER_PARTS, ServerConfig
 from onbeat.server.errors import ClientGone, error_reply, predicted_ttft_header
 from onbeat.server.fair_threads import Turns
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.jobs import CallTicket
 from onbeat.server.middleware import HttpContext, context_of
 from onbeat.server.pieces import Piece, PiecesResponse
+from onbeat.server.server_config import MAX_ANSWER_PARTS, ServerConfig
 from onbeat.server.services import Services
 
 logger = logging.getLogger("onbeat.server")

@@ -18,7 +18,6 @@ from onbeat.core.protocols import EngineClient, FleetView, Tokenizer
 from onbeat.server.chat import ChatCompletionRequest, chat_routes
 from onbeat.server.cohere import COHERE_PATH, CohereEmbedRequest, cohere_routes
 from onbeat.server.completions import CompletionRequest, completion_routes
-from onbeat.server.config import ServerConfig
 from onbeat.server.embeddings import POOLING_PATH, EmbeddingRequest, PoolingRequest, embedding_routes
 from onbeat.server.engine_watch import EngineWatch, garbage_kept, tidy
 from onbeat.server.errors import IGNORED_FIELDS_HEADER, PREDICTED_TTFT_HEADER, handle_error
@@ -42,6 +41,7 @@ from onbeat.server.rate_limits import RATE_HEADERS, RateLimits
 from onbeat.server.reply import reply_style
 from onbeat.server.responses import ResponseRequest, response_routes
 from onbeat.server.scores import RERANK_PATHS, SCORE_PATHS, RerankRequest, ScoreRequest, score_routes
+from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
 from onbeat.server.slo_defaults import NO_LIMITS
 from onbeat.server.status import health_routes, model_routes

@@ -14,11 +14,11 @@ from pydantic import BaseModel, BeforeValidator, GetCoreSchemaHandler, GetJsonSc
 from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.server.config import MAX_JSON_PARTS, MAX_JSON_VALUES, MAX_QUOTED
 from onbeat.server.errors import ApiError, ClientGone
 from onbeat.server.fair_threads import Turns
 from onbeat.server.fields import check_fields, refuse_unknown, validated
 from onbeat.server.middleware import context_of
+from onbeat.server.server_config import MAX_JSON_PARTS, MAX_JSON_VALUES, MAX_QUOTED
 
 _Model = TypeVar("_Model", bound=BaseModel)
 

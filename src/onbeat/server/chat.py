@@ -36,7 +36,6 @@ from onbeat.server.chat_messages import ChatMessages, echoed_text
 from onbeat.server.chat_parts import event_delta, finish_reason, whole_message
 from onbeat.server.chat_prompt import KVTransferParams, continued_text, render_chat
 from onbeat.server.choices import ChoiceDelta, ShownToken, TextOptions
-from onbeat.server.config import ServerConfig
 from onbeat.server.engine_requests import engine_requests
 from onbeat.server.generation_request import (
     GenerationRequest,
@@ -53,6 +52,7 @@ from onbeat.server.prompt_scores import PromptLogprobsWriter
 from onbeat.server.prompts import PromptInput, check_token_ids
 from onbeat.server.reply import PromptEnd, ReplyPlan, plan_reply
 from onbeat.server.reply_fields import ThinkingFields, ToolFields, unread_variables
+from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
 from onbeat.server.structured import grammar_of
 

@@ -16,9 +16,9 @@ from pydantic import (
 )
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.server.config import MAX_MESSAGES
 from onbeat.server.errors import unsupported
 from onbeat.server.fields import ignorable
+from onbeat.server.server_config import MAX_MESSAGES
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of content parts that hold text, and the field that does."""

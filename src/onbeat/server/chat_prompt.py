@@ -10,11 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.chat_messages import ChatMessages, MessageReader
-from onbeat.server.config import MAX_QUOTED, MAX_VARIABLES_BYTES
 from onbeat.server.errors import ApiError, unsupported
 from onbeat.server.fair_threads import Turns
 from onbeat.server.prompts import PromptEncoder, TokenId
 from onbeat.server.reply_fields import ToolUse
+from onbeat.server.server_config import MAX_QUOTED, MAX_VARIABLES_BYTES
 from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.reply.families import FAMILIES, Family
 from onbeat.text.reply.parser import ReplyStyle

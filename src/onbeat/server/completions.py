@@ -32,7 +32,6 @@ from onbeat.server.answer_format import (
 from onbeat.server.answer_models import Completion
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.choices import Choice, ChoiceDelta, ShownToken
-from onbeat.server.config import ServerConfig
 from onbeat.server.engine_requests import engine_requests
 from onbeat.server.errors import unsupported
 from onbeat.server.generation_request import (
@@ -55,6 +54,7 @@ from onbeat.server.prompt_scores import (
     token_offsets,
 )
 from onbeat.server.prompts import TOKEN_ID_SCHEMA, EncodeOptions, PromptInput
+from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
 from onbeat.server.structured import grammar_of
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from onbeat.server.config import ConnectionLimits
 from onbeat.server.errors import RETRY_AFTER_SECONDS, error_body
+from onbeat.server.server_config import ConnectionLimits
 
 logger = logging.getLogger("onbeat.server")
 

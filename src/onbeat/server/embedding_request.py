@@ -20,7 +20,6 @@ from onbeat.server.answer_format import AnswerHead, new_head
 from onbeat.server.answer_report import slo_report, worst_report
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.choices import Choice, TextOptions
-from onbeat.server.config import MAX_INPUTS
 from onbeat.server.errors import ApiError, error_reply
 from onbeat.server.fair_threads import Turns
 from onbeat.server.generation import MOST_EMBEDDED
@@ -28,6 +27,7 @@ from onbeat.server.generation_request import check_priority, truncate_to
 from onbeat.server.middleware import HttpContext, context_of
 from onbeat.server.objectives import ObjectiveFields, RequestObjectives, request_objectives
 from onbeat.server.prompts import EncodeOptions, PromptInput
+from onbeat.server.server_config import MAX_INPUTS
 from onbeat.server.services import Services
 from onbeat.text.embedding import vector_of
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from onbeat.core.errors import InvalidRequest, quoted
-from onbeat.server.config import MAX_QUOTED
 from onbeat.server.errors import unsupported
+from onbeat.server.server_config import MAX_QUOTED
 
 HARMLESS = frozenset(
     (

@@ -15,10 +15,10 @@ from onbeat.core.fleet import DRAIN_SECONDS, MOST_REPLICAS, ReplicaView, Scaling
 from onbeat.core.protocols import FleetView
 from onbeat.server.answer_models import FleetStatus
 from onbeat.server.body import WHOLE, read_body
-from onbeat.server.config import ServerConfig
 from onbeat.server.errors import ApiError
 from onbeat.server.middleware import bearer_key
 from onbeat.server.openapi import error_answers, json_body
+from onbeat.server.server_config import ServerConfig
 
 LONGEST_DRAIN_SECONDS = 24 * 3600.0
 

@@ -19,11 +19,17 @@ from onbeat.core.errors import InvalidRequest, first_of, quoted
 from onbeat.core.protocols import EngineInfo
 from onbeat.server.body import NUMBER, WHOLE, Flag
 from onbeat.server.choices import TextOptions
-from onbeat.server.config import MAX_BAD_WORDS, MAX_BIASES, MAX_LISTED_TOKENS, MAX_STOP_STRINGS, ServerConfig
 from onbeat.server.errors import ApiError
 from onbeat.server.fields import with_one_unknown
 from onbeat.server.objectives import ObjectiveFields
 from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
+from onbeat.server.server_config import (
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_LISTED_TOKENS,
+    MAX_STOP_STRINGS,
+    ServerConfig,
+)
 from onbeat.server.structured import StructureFields
 
 _INT64 = 2**63

@@ -19,11 +19,11 @@ from onbeat.server.answer_report import usage_of
 from onbeat.server.body import WHOLE, read_body
 from onbeat.server.chat import chat_prompt, chat_requests
 from onbeat.server.choices import ChoiceDelta, ShownToken
-from onbeat.server.config import MAX_MESSAGES, MAX_STOP_STRINGS
 from onbeat.server.errors import ErrorReply, anthropic_error, unsupported
 from onbeat.server.generation_request import GenerationRequest, StopString
 from onbeat.server.openapi import error_answers, generation_route, json_body
 from onbeat.server.pieces import Piece
+from onbeat.server.server_config import MAX_MESSAGES, MAX_STOP_STRINGS
 from onbeat.server.services import Services
 from onbeat.server.streamed_parts import StreamedParts, named_event
 from onbeat.server.translation import chat_of, function_tools, text_field

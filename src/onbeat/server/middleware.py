@@ -23,7 +23,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.request import Grammar
 from onbeat.jobs.call import JobCall
-from onbeat.server.config import MAX_QUOTED
 from onbeat.server.connection import refusal_of
 from onbeat.server.errors import (
     CLIENT_GONE,
@@ -33,6 +32,7 @@ from onbeat.server.errors import (
     error_response,
     too_large,
 )
+from onbeat.server.server_config import MAX_QUOTED
 from onbeat.server.slo_defaults import key_digest
 
 logger = logging.getLogger("onbeat.server")

@@ -12,9 +12,9 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import Grammar
 from onbeat.server.choices import TextOptions
-from onbeat.server.config import ServerConfig
 from onbeat.server.errors import unsupported
 from onbeat.server.reply_fields import ToolUse
+from onbeat.server.server_config import ServerConfig
 from onbeat.server.structured import Constraint
 from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.reply.families import FAMILIES, family_named, family_of, reasoning_named, reasoning_of

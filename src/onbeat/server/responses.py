@@ -16,11 +16,11 @@ from onbeat.server.answer_format import new_head
 from onbeat.server.answer_models import ModelResponse
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.chat import TokenWriter, chat_requests
-from onbeat.server.config import MAX_MESSAGES
 from onbeat.server.errors import ApiError, unsupported
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.openapi import generation_route
 from onbeat.server.responses_format import ResponseFormat
+from onbeat.server.server_config import MAX_MESSAGES
 from onbeat.server.services import Services
 from onbeat.server.translation import chat_of, function_tools, text_field, tool_choice_of
 

@@ -20,9 +20,9 @@ from starlette.datastructures import State
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import EngineClient, FleetView
 from onbeat.core.settled_memory import settled_memory
-from onbeat.server.config import ServerConfig
 from onbeat.server.connection import BodyRoom, BoundedConnection
 from onbeat.server.generation import Lifecycle
+from onbeat.server.server_config import ServerConfig
 
 logger = logging.getLogger("onbeat.server")
 

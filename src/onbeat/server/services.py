@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onbeat.core.protocols import EngineClient, EngineInfo, FleetView, Tokenizer
-from onbeat.server.config import MAX_QUOTED, ServerConfig
 from onbeat.server.engine_watch import EngineWatch
 from onbeat.server.errors import ApiError
 from onbeat.server.generation import Generator, Lifecycle
 from onbeat.server.jobs import JobDesk
 from onbeat.server.prompts import PromptEncoder
+from onbeat.server.server_config import MAX_QUOTED, ServerConfig
 from onbeat.server.structured import GrammarDesk
 from onbeat.server.unread import SlowReaders
 from onbeat.text.chat_template import ChatTemplate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from onbeat.metrics.counts import GrammarCounts
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -12,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from onbeat.core.errors import InvalidRequest, RequestRejected
 from onbeat.core.request import Grammar
+from onbeat.metrics.counts import GrammarCounts
 from onbeat.server.body import Flag
 from onbeat.server.errors import unsupported
 from onbeat.server.fair_threads import MOST_SHORT_WORK, FairThreads

@@ -15,8 +15,8 @@ from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter import MetricsExporter
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.metrics.tracker import RequestTracker, RunListener
-from onbeat.server.config import ServerConfig
 from onbeat.server.middleware import HttpContext
+from onbeat.server.server_config import ServerConfig
 
 LAG_INTERVAL = 0.05
 """Seconds between two looks at how late the event loop is: a stall as long is never missed."""

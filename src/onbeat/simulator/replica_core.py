@@ -14,11 +14,11 @@ from onbeat.core.handover import Detached
 from onbeat.core.step import BatchShape, DraftStats, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.shape_range import Beyond, LargestStep, ShapeRange
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.steady import SteadyRun, SteadyRuns
 from onbeat.scheduler.replica.step_report import Planned, StepReporter
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.deliveries import ORDINARY, Deliveries, Sampler, VirtualSampler
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.result import ReplicaCounters

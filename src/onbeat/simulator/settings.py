@@ -19,7 +19,7 @@ from onbeat.perfmodel.models import files_of as step_time_files
 from onbeat.perfmodel.spec_file import is_spec_file
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.migration import check_move_rule
-from onbeat.scheduler.config import SchedulerLimits
+from onbeat.scheduler.scheduler_config import SchedulerLimits
 from onbeat.simulator.simulation_config import FleetChange, parse_change
 from onbeat.simulator.speculation import SpeculationSettings
 

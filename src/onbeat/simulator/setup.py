@@ -20,9 +20,9 @@ from onbeat.perfmodel.precision import Precision, narrower_formats, precision_by
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
-from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerConfig
 from onbeat.scheduler.replica.policies import composition, largest_step, settle
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET, choose_token_budget, mean_decode_context
+from onbeat.scheduler.scheduler_config import DEFAULT_POLICY, SchedulerConfig
 from onbeat.simulator.draft_acceptance import Acceptance
 from onbeat.simulator.settings import AUTO, ReplicaSettings
 from onbeat.simulator.simulation_config import FleetTimes, KVLink, ReplicaKind, SimulationConfig

@@ -14,8 +14,8 @@ from onbeat.jobs.call import Split, beside_later
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.cluster.scaling import parse_policy
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import composition
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.draft_acceptance import Acceptance
 
 

@@ -8,7 +8,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.memory import DoesNotFit, KVCapacity
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.scheduler.config import SpeculationConfig
+from onbeat.scheduler.scheduler_config import SpeculationConfig
 from onbeat.simulator.draft_acceptance import Acceptance
 
 MAX_CATCH_UP_TOKENS = 256

@@ -18,7 +18,7 @@ from onbeat.perfmodel.profile_file import read_profile
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.shape_range import ShapeRange
 from onbeat.perfmodel.shapes import shape_matrix
-from onbeat.vllm.config import PluginConfig
+from onbeat.vllm.plugin_config import PluginConfig
 
 logger = logging.getLogger("onbeat.vllm")
 

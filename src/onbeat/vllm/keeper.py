@@ -11,12 +11,12 @@ from onbeat.core.request import RequestOutput
 from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, Fate, SLOMode
 from onbeat.core.step import BatchShape, SchedulerState
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.relegation import Relegation
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.results import StepFeedback, StepInFlight, StepsInFlight
 from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.server.objectives import RequestObjectives
 from onbeat.vllm.mirror import Mirror
 from onbeat.vllm.refusals import TOO_LONG

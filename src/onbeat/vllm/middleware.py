@@ -20,9 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from onbeat.core.errors import OnbeatError
 from onbeat.server.errors import ClientGone, error_response, too_large
 from onbeat.server.slo_defaults import SLODefaults, key_digest
-from onbeat.vllm.config import PluginConfig, read_config
 from onbeat.vllm.exchange import TOLD_SECONDS, Exchange
 from onbeat.vllm.ledger import Ledger
+from onbeat.vllm.plugin_config import PluginConfig, read_config
 from onbeat.vllm.requests import ROUTES, ReadRequest, read_request
 from onbeat.vllm.telemetry import Subscriber
 

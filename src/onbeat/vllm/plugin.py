@@ -12,11 +12,11 @@ from onbeat.core.errors import InvalidRequest, SLOUnattainable
 from onbeat.core.request import RequestOutput
 from onbeat.core.slo import Fate
 from onbeat.vllm.calibrate import step_times
-from onbeat.vllm.config import read_config
 from onbeat.vllm.impose import Imposed, impose, mismatch
 from onbeat.vllm.keeper import PromiseKeeper
 from onbeat.vllm.objectives import read
 from onbeat.vllm.origin import origin_of
+from onbeat.vllm.plugin_config import read_config
 from onbeat.vllm.refusals import TOO_LONG, Refusal, refusal_by
 from onbeat.vllm.surface import EngineRequest, EngineScheduler, Surface
 from onbeat.vllm.telemetry import Publisher, rank_address

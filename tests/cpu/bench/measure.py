@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from onbeat.bench.config import BenchConfig, DatasetConfig, LoadConfig, RunConfig, TargetConfig
+from onbeat.bench.bench_config import BenchConfig, DatasetConfig, LoadConfig, RunConfig, TargetConfig
 from onbeat.bench.record import RequestRecord
 from onbeat.bench.result import BenchResult
 from onbeat.bench.session import run_bench

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.bench.config import LoadConfig
+from onbeat.bench.bench_config import LoadConfig
 from onbeat.bench.saved import result_keys
 from onbeat.core.slo import SLO
 from onbeat.workload.slo_classes import SLOClass

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
+from onbeat.bench.bench_config import LoadConfig
 from onbeat.bench.client import Endpoint, StreamingClient, open_session
-from onbeat.bench.config import LoadConfig
 from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.record import RequestRecord, Status
 from onbeat.bench.saved import result_keys

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onbeat.bench.config import DatasetConfig, LoadConfig
+from onbeat.bench.bench_config import DatasetConfig, LoadConfig
 from onbeat.bench.saved import result_keys
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.summary import SummaryOptions
@@ -213,7 +213,7 @@ async def test_no_server_is_a_clear_error() -> None:
 
 
 async def measure_url(url: str) -> None:
-    from onbeat.bench.config import BenchConfig, RunConfig, TargetConfig
+    from onbeat.bench.bench_config import BenchConfig, RunConfig, TargetConfig
     from onbeat.bench.session import run_bench
 
     watcher = Watcher()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from onbeat.bench.config import DatasetConfig, LoadConfig
+from onbeat.bench.bench_config import DatasetConfig, LoadConfig
 from onbeat.bench.saved import result_keys
 from onbeat.core.slo import SLO
 from onbeat.workload.slo_classes import SLOClass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onbeat.bench.config import LoadConfig
+from onbeat.bench.bench_config import LoadConfig
 from onbeat.bench.saved import result_keys
 from tests.cpu.bench.measure import measure
 from tests.fake_openai import FakeOpenAI

@@ -11,9 +11,9 @@ from onbeat.core.slo import Fate, ShedMode
 from onbeat.core.step import SchedulerState
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.results import last_output
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.fake_runner import FakeRunner, fake_info
 
 

@@ -15,9 +15,9 @@ from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs
 from onbeat.engine.core import EngineCore
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.fake_runner import FakeRunner
 
 STEP_SECONDS = 0.1

@@ -7,7 +7,7 @@ import pytest
 from onbeat.core.errors import EngineDead
 from onbeat.core.request import FinishReason, Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.cpu.core.shedding import shedding_core
 from tests.fake_runner import build_fake_engine
 

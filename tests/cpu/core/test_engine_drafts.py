@@ -8,8 +8,8 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import DoneStep, ThreadExecutor
-from onbeat.scheduler.config import SchedulerConfig, SpeculationConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig, SpeculationConfig
 from tests.fake_step_time import LinearStepTime
 
 MOST = 3

@@ -9,12 +9,12 @@ from typing import Protocol
 import pytest
 import torch
 
-from onbeat.engine.config import ActivationQuantization, Quantization
 from onbeat.engine.cuda.backend import missing_feature
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import load_weights
+from onbeat.engine.engine_config import ActivationQuantization, Quantization
 from onbeat.engine.forward import ForwardPass, TorchForward
 from onbeat.engine.models.model import Model
 from onbeat.engine.native.forward import NativeForward, NativeOptions

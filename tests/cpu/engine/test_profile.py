@@ -16,7 +16,7 @@ from onbeat.cli.profile_drafts import DRAFT_HEADER, draft_figure, draft_rows
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.executor import PendingStep
 from onbeat.engine.load import LoadedModel, prepare_model
 from onbeat.engine.native.library import NotLoaded, load_library

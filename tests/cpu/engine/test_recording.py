@@ -18,8 +18,8 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.recording.reader import Recording
 from onbeat.recording.writer import create_record
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.replay import decisions as replay_module
 from onbeat.simulator.replay.decisions import Replay
 from onbeat.simulator.replay.forecast import forecast_with_recorded_times

@@ -18,7 +18,7 @@ from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape, StepStats
 from onbeat.engine.build import build_engine
 from onbeat.engine.busy import Others, OthersMeter
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.load import prepare_model
 from onbeat.engine.profiling.profiler import ProfileSettings, profile_model
 from onbeat.engine.step_time_source import choose_step_time

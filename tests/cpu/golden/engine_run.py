@@ -13,8 +13,8 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.cpu.engine.forwards import MakeForward
 from tests.fake_step_time import LinearStepTime
 

@@ -20,9 +20,9 @@ from onbeat.engine.kv_transfer.transfers import KVTransfers
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.proposer import Proposer
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.move_agent import Departure
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.cpu.core.kv_engines import KEY, TRANSPORTS
 from tests.cpu.engine.forwards import MakeForward
 from tests.cpu.speculation.runs import LIMITS

@@ -20,9 +20,9 @@ from onbeat.engine.pooling import choose_pooling
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.weights import open_checkpoint
 from onbeat.hub.files import ModelFiles
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.cpu.engine.engines import NativeEngine, TinyEngine, TorchEngine
 from tests.cpu.engine.forwards import MakeForward, on_torch
 from tests.cpu.engine.tiny_models import FAMILIES, hf_tiny_model, random_prompt, tiny_model

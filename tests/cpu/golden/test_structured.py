@@ -19,7 +19,7 @@ from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.speculation.no_drafts import NoDrafts
 from onbeat.recording.reader import Recording
 from onbeat.recording.writer import create_record
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.replay.decisions import Replay
 from onbeat.text.grammar.source import COMPACT, choice_grammar, json_grammar
 from tests.cpu.engine.engines import CudaEngine

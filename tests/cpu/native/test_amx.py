@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from onbeat.engine.config import ActivationQuantization
+from onbeat.engine.engine_config import ActivationQuantization
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
 from onbeat.engine.native.structures import Source, Status, Store

@@ -14,7 +14,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.options import change, make
 from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.build import build_engine
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.load import ModelLoader, prepare_model
 from onbeat.engine.native.library import VARIABLE, NativeLibrary
 from onbeat.hub.resolve import resolve_model

@@ -16,7 +16,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.options import change, make
 from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.build import build_engine
-from onbeat.engine.config import ActivationQuantization, EngineConfig
+from onbeat.engine.engine_config import ActivationQuantization, EngineConfig
 from onbeat.engine.load import prepare_model
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.weights import Checkpoint, open_checkpoint

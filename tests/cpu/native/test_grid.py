@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.model_config.config import RopeConfig
+from onbeat.engine.model_config.architecture import RopeConfig
 from onbeat.engine.models.model import build_model
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.weights import DummyCheckpoint

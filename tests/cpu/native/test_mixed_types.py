@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from onbeat.engine.config import ActivationQuantization, Quantization
+from onbeat.engine.engine_config import ActivationQuantization, Quantization
 from onbeat.engine.models.model import build_model
 from onbeat.engine.native.layouts import NATURAL_LAYOUTS, PLAIN_LAYOUTS
 from onbeat.engine.native.library import NativeLibrary

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.engine.config import Quantization
+from onbeat.engine.engine_config import Quantization
 from onbeat.engine.model_config import ModelConfig, model_config_from_hf
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onbeat.engine.attention.base import AttentionBatch
-from onbeat.engine.config import ActivationQuantization, Quantization
+from onbeat.engine.engine_config import ActivationQuantization, Quantization
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.weights import Checkpoint, QuantizedRows, open_checkpoint

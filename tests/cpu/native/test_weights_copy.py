@@ -12,7 +12,7 @@ import torch
 
 from onbeat.core.errors import EngineError, ModelLoadError
 from onbeat.core.options import change, make
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.load import LoadedModel, prepare_model
 from onbeat.engine.native import set_timer, weights_copy
 from onbeat.engine.native.forward import NativeForward, NativeOptions

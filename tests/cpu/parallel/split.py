@@ -12,8 +12,8 @@ import torch
 
 from onbeat.core.errors import EngineDead
 from onbeat.core.options import make
-from onbeat.engine.config import EngineConfig
 from onbeat.engine.device import DeviceConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.parallel.group import RankGroup
 from onbeat.engine.parallel.layers import load_part

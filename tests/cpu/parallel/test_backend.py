@@ -13,8 +13,8 @@ import torch
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.engine.attention.torch_sdpa import TorchSdpaBackend
-from onbeat.engine.config import EngineConfig
 from onbeat.engine.device import DeviceConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.forward import TorchForward
 from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.model_config import ModelConfig, RopeConfig

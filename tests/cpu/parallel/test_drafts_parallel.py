@@ -13,7 +13,7 @@ import torch
 from onbeat.core.request import SamplingParams
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.speculation.proposer import Proposer
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.cpu.engine.engines import TorchEngine
 from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.tiny_models import tiny_model

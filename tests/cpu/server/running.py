@@ -18,8 +18,8 @@ from fastapi import FastAPI
 from openai.types.chat import ChatCompletionMessageParam
 
 from onbeat.server.app import create_app
-from onbeat.server.config import ServerConfig
 from onbeat.server.run import bind, uvicorn_config
+from onbeat.server.server_config import ServerConfig
 from onbeat.server.telemetry import Telemetry
 from onbeat.text.chat_template import ChatTemplate
 from tests.fakes_engine import ByteTokenizer, FakeEngine

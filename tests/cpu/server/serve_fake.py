@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from onbeat.core.errors import ConfigError
-from onbeat.server.config import ServerConfig
 from onbeat.server.run import bind, serve
+from onbeat.server.server_config import ServerConfig
 from tests.cpu.server.running import make_app
 from tests.fakes_engine import FakeEngine, Script
 

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 
 from onbeat.core.errors import ConfigError
-from onbeat.server.config import ServerConfig
+from onbeat.server.server_config import ServerConfig
 from tests.cpu.server.running import HELLO, Served
 
 CHAT = "/v1/chat/completions"

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from onbeat.server.config import ConnectionLimits
 from onbeat.server.connection import BoundedConnection
+from onbeat.server.server_config import ConnectionLimits
 from tests.cpu.server.running import HELLO, Served, serving
 from tests.fakes_engine import FakeEngine
 from tests.waiting import at_most

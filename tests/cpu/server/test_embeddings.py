@@ -15,9 +15,9 @@ from hypothesis.extra.numpy import arrays
 
 from onbeat.core.errors import Overloaded
 from onbeat.core.request import SamplingParams
-from onbeat.server.config import MAX_INPUTS
 from onbeat.server.embeddings import as_base64
 from onbeat.server.generation import MOST_EMBEDDED
+from onbeat.server.server_config import MAX_INPUTS
 from tests.cpu.server.asking import CHAT, TEXT, check
 from tests.cpu.server.running import HELLO, Served
 from tests.examples import examples

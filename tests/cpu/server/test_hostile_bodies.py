@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from onbeat.server.config import MAX_JSON_PARTS, MAX_JSON_VALUES, MAX_LISTED_TOKENS, MAX_MESSAGES
+from onbeat.server.server_config import MAX_JSON_PARTS, MAX_JSON_VALUES, MAX_LISTED_TOKENS, MAX_MESSAGES
 from tests.cpu.server.loop_turns import post_from_outside, quickly
 from tests.cpu.server.running import HELLO, Served
 from tests.fakes_engine import Script

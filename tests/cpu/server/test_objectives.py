@@ -11,9 +11,9 @@ from starlette.datastructures import Headers
 
 from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.core.slo import SLO, SLO_CLASSES, ShedMode
-from onbeat.server.config import ServerConfig
 from onbeat.server.middleware import HttpContext
 from onbeat.server.objectives import ObjectiveFields, RequestObjectives, request_objectives
+from onbeat.server.server_config import ServerConfig
 from onbeat.server.slo_defaults import ClassDefaults, KeyDefaults, SLODefaults, built_in_classes, key_digest
 
 KEY = key_digest("secret")

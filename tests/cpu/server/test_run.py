@@ -20,9 +20,9 @@ import pytest
 import uvloop
 
 from onbeat.core.errors import ConfigError
-from onbeat.server.config import ServerConfig
 from onbeat.server.connection import BoundedConnection
 from onbeat.server.run import bind, check_tls, serve
+from onbeat.server.server_config import ServerConfig
 from tests.cpu.server.running import HELLO, make_app, parse_events
 from tests.fakes_engine import FakeEngine
 from tests.waiting import at_most, until

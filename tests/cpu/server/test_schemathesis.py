@@ -17,7 +17,7 @@ from schemathesis.specs.openapi import checks
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.fleet import ReplicaLoad, ReplicaView
 from onbeat.metrics.fleet_counts import FleetCounts
-from onbeat.server.config import ServerConfig
+from onbeat.server.server_config import ServerConfig
 from tests.cpu.server.running import make_app
 from tests.fakes_engine import VOCAB_SIZE, FakeEngine
 

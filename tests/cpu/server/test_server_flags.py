@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.server.config import ServerConfig
+from onbeat.server.server_config import ServerConfig
 from tests.cpu.server.asking import CHAT, TEXT, check
 from tests.cpu.server.running import HELLO, Served, make_app
 from tests.fakes_engine import FakeEngine

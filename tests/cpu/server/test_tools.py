@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.server.config import ServerConfig
 from onbeat.server.reply import reply_style
+from onbeat.server.server_config import ServerConfig
 from onbeat.text.chat_template import ChatTemplate
 from tests.chat_templates import GEMMA, THINKING_HERMES
 from tests.cpu.server.asking import CHAT, check

@@ -23,7 +23,7 @@ from onbeat.core.protocols import Delivery
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.slo import SLO
 from onbeat.server import engine_watch
-from onbeat.server.config import MAX_ANSWER_PARTS, MAX_JSON_VALUES
+from onbeat.server.server_config import MAX_ANSWER_PARTS, MAX_JSON_VALUES
 from tests.cpu.server.loop_turns import KEY, post_from_outside, quickly
 from tests.cpu.server.running import HELLO, Answer, Served, parse_events, serving
 from tests.fakes_engine import FakeEngine, Script

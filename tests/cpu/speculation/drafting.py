@@ -19,8 +19,8 @@ from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.proposer import Proposer
-from onbeat.scheduler.config import SchedulerConfig, SpeculationConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig, SpeculationConfig
 from tests.cpu.engine.engines import CudaEngine, NativeEngine, TinyEngine
 from tests.cpu.engine.forwards import MakeForward, on_cuda_engine, on_native, on_torch
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt

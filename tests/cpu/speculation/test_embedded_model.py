@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from onbeat.core.request import Request
-from onbeat.engine.config import Quantization
+from onbeat.engine.engine_config import Quantization
 from onbeat.engine.models.model import build_model
 from onbeat.engine.weights import open_checkpoint
 from onbeat.hub.files import ModelFiles

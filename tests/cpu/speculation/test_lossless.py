@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from onbeat.scheduler.config import DraftLength
 from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.scheduler.scheduler_config import DraftLength
 from tests.cpu.engine.engines import TinyEngine
 from tests.cpu.engine.forwards import MakeForward, on_torch
 from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model

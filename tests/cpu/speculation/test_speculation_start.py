@@ -14,12 +14,12 @@ from onbeat import LLM, SamplingParams
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.engine.build import build_engine
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.load import prepare_model
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.speculation.build import first_difference
-from onbeat.engine.speculation.config import read_speculative_config
 from onbeat.engine.speculation.draft_model import DraftModelProposer
+from onbeat.engine.speculation.speculative_config import read_speculative_config
 from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.recording.reader import Recording

@@ -18,7 +18,7 @@ from onbeat.core.fleet import ReplicaLimits
 from onbeat.core.request import FinishReason, Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.build import build_engine
-from onbeat.engine.config import EngineConfig, MemoryShare
+from onbeat.engine.engine_config import EngineConfig, MemoryShare
 from onbeat.engine.llm import LLM
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.model_runner import ModelRunner
@@ -27,8 +27,8 @@ from onbeat.hub.stand_in import find_stand_in
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
-from onbeat.scheduler.config import SchedulerLimits
 from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.scheduler.scheduler_config import SchedulerLimits
 from tests.cpu.engine.tiny_models import random_prompt
 from tests.cpu.speculation import runs
 from tests.cpu.speculation.runs import Run, make_request

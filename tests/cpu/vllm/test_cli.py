@@ -16,9 +16,9 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape, StepStats
 from onbeat.recording.reader import Recording
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.replay.history import read_history
-from onbeat.vllm.config import read_config
+from onbeat.vllm.plugin_config import read_config
 from onbeat.vllm.recorder import record
 from onbeat.vllm.telemetry import Publisher, added_message, hello_message, request_message, step_message
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from onbeat.bench.config import BenchConfig, DatasetConfig, LoadConfig, RunConfig, TargetConfig
+from onbeat.bench.bench_config import BenchConfig, DatasetConfig, LoadConfig, RunConfig, TargetConfig
 from onbeat.bench.record import RequestRecord, Status, TokenCountSource
 from onbeat.bench.result import BenchResult, build_result
 from onbeat.bench.runner import LoadOutcome

@@ -8,8 +8,8 @@ import orjson
 import pytest
 from rich.console import Console
 
+from onbeat.bench.bench_config import DatasetConfig, LoadConfig, RampConfig
 from onbeat.bench.compare import Comparison, Row, compare, comparison_table
-from onbeat.bench.config import DatasetConfig, LoadConfig, RampConfig
 from onbeat.bench.saved import SavedRun, read_runs, to_document
 from onbeat.core.errors import ConfigError
 from tests.pure.bench.results import failure, make_records, make_result

@@ -6,7 +6,7 @@ import numpy as np
 import orjson
 import pytest
 
-from onbeat.bench.config import DatasetConfig, LoadConfig
+from onbeat.bench.bench_config import DatasetConfig, LoadConfig
 from onbeat.bench.datasets import PromptTools, load_workload
 from onbeat.bench.session import schedule
 from onbeat.core.errors import ConfigError

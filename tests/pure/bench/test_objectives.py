@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 import pytest
 
-from onbeat.bench.config import BenchConfig, TargetConfig
+from onbeat.bench.bench_config import BenchConfig, TargetConfig
 from onbeat.bench.objectives import RequestObjectives, SendSLO, SLOTransport, choose_transport
 from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.record import RequestRecord

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.bench.config import DatasetConfig, LoadConfig, RampConfig, RunConfig, TargetConfig
+from onbeat.bench.bench_config import DatasetConfig, LoadConfig, RampConfig, RunConfig, TargetConfig
 from onbeat.bench.plan import MlcStudy, concurrency_sweep, rate_sweep
 from onbeat.core.errors import ConfigError
 

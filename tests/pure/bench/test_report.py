@@ -10,7 +10,7 @@ from typing import Any, cast
 import orjson
 import pytest
 
-from onbeat.bench.config import LoadConfig
+from onbeat.bench.bench_config import LoadConfig
 from onbeat.bench.result import BenchResult
 from onbeat.core.slo import SLO
 from onbeat.metrics.summary import LatencyStatistic, SummaryOptions

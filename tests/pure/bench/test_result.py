@@ -6,7 +6,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from onbeat.bench.config import BenchConfig, LoadConfig, TargetConfig
+from onbeat.bench.bench_config import BenchConfig, LoadConfig, TargetConfig
 from onbeat.bench.record import RequestRecord, Status
 from onbeat.bench.saved import default_file_name, to_document
 from onbeat.core.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from onbeat.bench.config import LoadConfig
+from onbeat.bench.bench_config import LoadConfig
 from onbeat.bench.record import RequestRecord, ServerVerdict, Status
 from onbeat.bench.result import BenchResult
 from onbeat.bench.saved import read_runs, to_document

@@ -20,10 +20,10 @@ from onbeat.cli.workload import WorkloadOptions
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import Setting, change, check, make, option, part, settings_of
 from onbeat.core.slo import SLO, ShedMode
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.metrics.summary import SummaryOptions
-from onbeat.scheduler.config import SchedulerLimits
-from onbeat.server.config import ServerConfig
+from onbeat.scheduler.scheduler_config import SchedulerLimits
+from onbeat.server.server_config import ServerConfig
 from onbeat.server.slo_defaults import SLODefaults
 from onbeat.simulator.settings import ReplicaSettings
 from tests.pure.cli.test_args import sub_parser

@@ -15,7 +15,7 @@ from onbeat.cli.serve import example_request, public_name
 from onbeat.cli.serve_args import API_KEY_VARIABLE, FLEET_KEY_VARIABLE, server_config
 from onbeat.core.errors import ConfigError
 from onbeat.hub.files import ModelFiles
-from onbeat.server.config import ServerConfig
+from onbeat.server.server_config import ServerConfig
 
 
 def config(*arguments: str) -> ServerConfig:

@@ -15,7 +15,7 @@ from onbeat.cli.options import read_options
 from onbeat.cli.simulate_options import add_simulation_arguments, replica_settings
 from onbeat.core.slo import ShedMode
 from onbeat.metrics.summary import SummaryOptions
-from onbeat.scheduler.config import DEFAULT_POLICY
+from onbeat.scheduler.scheduler_config import DEFAULT_POLICY
 from onbeat.simulator.setup import build_simulation
 from tests.pure.cli.simulating import DATA, MODEL, error_of, simulate, summary_of
 

@@ -13,7 +13,7 @@ from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
 from onbeat.planner.cases import BuiltCase, Labels
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad

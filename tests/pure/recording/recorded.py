@@ -14,9 +14,9 @@ from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.recording.log import RecordedAdoption, RecordHeader
 from onbeat.recording.writer import RecordWriter, create_record
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 
 def make_header(config: SchedulerConfig, **changes) -> RecordHeader:

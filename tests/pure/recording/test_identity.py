@@ -13,8 +13,8 @@ from onbeat.core.slo import SLO, ShedMode
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.recording.reader import Recording
-from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.scheduler.scheduler_config import SpeculationConfig
 from onbeat.simulator.replay.decisions import Replay
 from tests.examples import examples
 from tests.pure.recording.recorded import start_run

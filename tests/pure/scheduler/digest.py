@@ -9,7 +9,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from onbeat.core.request import Request
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.fake_step_time import LinearStepTime
 from tests.pure.scheduler.timed import FakeStepTime
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.fake_step_time import LinearStepTime
 
 POLICY_NAMES = tuple(POLICIES)

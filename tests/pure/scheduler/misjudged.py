@@ -10,8 +10,8 @@ from onbeat.core.slo import SLO, Fate
 from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, check_budget, make_request
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from onbeat.core.handover import Detached
 from onbeat.core.request import Request
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.fake_step_time import LinearStepTime
 from tests.pure.scheduler.driver import EngineLoop, token_of
 

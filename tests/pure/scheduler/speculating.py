@@ -10,12 +10,12 @@ from typing import Any
 from onbeat.core.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from onbeat.core.step import BatchShape, DraftStats, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.config import SchedulerConfig, SpeculationConfig
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.speculation.draft_limits import fit_blocks, most_drafts
 from onbeat.scheduler.replica.speculation.drafting import Drafting
 from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.scheduler_config import SchedulerConfig, SpeculationConfig
 from tests.fake_step_time import LinearStepTime
 from tests.pure.scheduler.driver import EngineLoop, hash_text
 from tests.pure.scheduler.driver import make_config as make_plain_config

@@ -12,7 +12,7 @@ from onbeat.core.errors import InvalidRequest
 from onbeat.core.handover import Detached
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO
-from onbeat.scheduler.config import SpeculationConfig
+from onbeat.scheduler.scheduler_config import SpeculationConfig
 from tests.examples import examples
 from tests.pure.scheduler.driver import POLICY_NAMES, make_config, make_request
 from tests.pure.scheduler.moving import Replica, expected

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from onbeat.core.errors import RequestRejected
 from onbeat.core.request import Request
 from onbeat.core.slo import SLO, SLO_CLASSES, SLO_MODES, ShedMode
-from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SpeculationConfig
 from tests.examples import examples
 from tests.pure.scheduler.digest import attributes, digest
 from tests.pure.scheduler.speculating import SpeculatingDriver

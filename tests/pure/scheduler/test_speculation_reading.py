@@ -8,7 +8,7 @@ import pytest
 
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape, SchedulerOutput
-from onbeat.scheduler.config import DraftLength, SpeculationConfig
+from onbeat.scheduler.scheduler_config import DraftLength, SpeculationConfig
 from onbeat.simulator.verifying import AskedRow, CatchUp
 from tests.pure.scheduler.speculating import (
     DraftStepTime,

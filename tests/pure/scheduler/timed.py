@@ -11,11 +11,11 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode, SLOMode
 from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.slo.deadlines import SLOState
 from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.pure.scheduler.driver import Driver
 
 MOST_TOKENS = 1 << 20

@@ -12,8 +12,8 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.observer import StepsWanted
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad

@@ -15,7 +15,7 @@ from onbeat.core.fleet import PoolSizes
 from onbeat.core.slo import SLO, Fate
 from onbeat.scheduler.cluster.migration import MOVE_RULES
 from onbeat.scheduler.cluster.pools import POOL_RULES
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import FleetChange, FleetTimes, KVLink, ReplicaKind, SimulationConfig
 from onbeat.workload.slo_classes import SLOClass

@@ -12,7 +12,7 @@ import pytest
 
 from onbeat.core.handover import MoveVerb
 from onbeat.scheduler.cluster.events import Answered, FleetAction, MoveStep
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import FleetChange, FleetTimes, KVLink, SimulationConfig
 from tests.pure.simulator.loads import ShapeTime, fleet_config, linear_time, make_load, random_load

@@ -19,8 +19,8 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.correction import OnlineCorrection
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.recording.reader import Recording
-from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.scheduler.scheduler_config import SpeculationConfig
 from onbeat.simulator.draft_acceptance import Acceptance, KnownDrafts
 from onbeat.simulator.replay import forecast as replay_forecast
 from onbeat.simulator.replay.decisions import Replay, scheduler_config

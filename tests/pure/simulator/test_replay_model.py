@@ -21,7 +21,7 @@ from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.recording.log import RecordHeader
-from onbeat.scheduler.config import SpeculationConfig
+from onbeat.scheduler.scheduler_config import SpeculationConfig
 from onbeat.simulator.replay.model import learning_model, recorded_step_time_model
 from tests.pure.recording.recorded import make_header
 from tests.pure.scheduler.driver import make_config

@@ -11,8 +11,8 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
-from onbeat.scheduler.config import DraftLength, SpeculationConfig
 from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.scheduler.scheduler_config import DraftLength, SpeculationConfig
 from onbeat.simulator.draft_acceptance import Acceptance, KnownDrafts
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import build_simulation

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onbeat.cli.main import main
-from onbeat.scheduler.config import SpeculationConfig
+from onbeat.scheduler.scheduler_config import SpeculationConfig
 from tests.pure.recording.recorded import start_run
 from tests.pure.scheduler.driver import make_config, make_request
 

@@ -13,14 +13,14 @@ from onbeat.cli.args import parse
 from onbeat.cli.engine_args import engine_config
 from onbeat.cli.main import build_parser, main
 from onbeat.core.errors import ConfigError
-from onbeat.engine.speculation.config import (
+from onbeat.engine.speculation.speculative_config import (
     MAX_CATCH_UP_TOKENS,
     SpeculativeConfig,
     parse_speculative_config,
     read_speculative_config,
 )
 from onbeat.hub.files import ModelFiles
-from onbeat.scheduler.config import SpeculationConfig
+from onbeat.scheduler.scheduler_config import SpeculationConfig
 
 
 @pytest.mark.parametrize(
@@ -152,5 +152,6 @@ def test_a_wrong_flag_ends_the_command_with_one_line(capsys: pytest.CaptureFixtu
 
 
 def test_configuring_loads_no_torch() -> None:
-    code = "import sys, onbeat.engine.speculation.config, onbeat.engine.config; print('torch' in sys.modules)"
+    modules = "onbeat.engine.speculation.speculative_config, onbeat.engine.engine_config"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"

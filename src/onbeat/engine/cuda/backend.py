@@ -9,18 +9,18 @@ from importlib.util import find_spec
 import torch
 from torch.nn import functional
 
-from onbeat.engine.config import EngineConfig
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes
 from onbeat.engine.cuda.kernels import ChunkBackend, DecodeBackend, Kernels, KernelSizes, Multiply
 from onbeat.engine.cuda.memory import bytes_above, largest_steps, measure
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.device import DeviceConfig, compute_capability
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.perfmodel.profile_file import cache_dir
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 HEAD_DIMS = (64, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)

@@ -13,7 +13,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.engine.attention.base import AttentionBatch, IntArray
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.input_batch import StepInputs
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 _UNSEEN_BYTES = 64 << 20
 """For what the driver takes later: more of a stream's, of a library's."""

@@ -1,6 +1,6 @@
 """What a model is made of, read from a Hugging Face config.json or a GGUF file. No torch."""
 
-from onbeat.engine.model_config.config import (
+from onbeat.engine.model_config.architecture import (
     Activation,
     Experts,
     ModelConfig,

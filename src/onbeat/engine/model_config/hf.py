@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from onbeat.engine.model_config.config import ModelConfig, unsupported_architecture
+from onbeat.engine.model_config.architecture import ModelConfig, unsupported_architecture
 from onbeat.engine.model_config.families import FAMILIES, Family
 from onbeat.engine.model_config.families.gemma3 import text_part
 from onbeat.engine.model_config.hf_rope import RopeSizes, read_rope

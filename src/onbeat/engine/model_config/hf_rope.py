@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.engine.model_config.config import RopeConfig
+from onbeat.engine.model_config.architecture import RopeConfig
 from onbeat.engine.model_config.values import Values
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")

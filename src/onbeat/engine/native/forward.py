@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onbeat.core.errors import ConfigError, EngineError
 from onbeat.engine.attention.base import AttentionBatch, IntArray
-from onbeat.engine.config import ActivationQuantization
+from onbeat.engine.engine_config import ActivationQuantization
 from onbeat.engine.forward import RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_access import KVRegion

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import torch
 
-from onbeat.engine.config import Quantization
+from onbeat.engine.engine_config import Quantization
 from onbeat.engine.native.matrix import MatrixLayout
 from onbeat.engine.native.structures import Store
 from onbeat.engine.weights import Checkpoint, QuantizedRows, QuantizedSource, parameter_shapes

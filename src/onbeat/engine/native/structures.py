@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-from onbeat.engine.config import ActivationQuantization
+from onbeat.engine.engine_config import ActivationQuantization
 
 ABI_VERSION = 12
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.config import EngineConfig, native_settings
 from onbeat.engine.device import DeviceConfig
+from onbeat.engine.engine_config import EngineConfig, native_settings
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.parallel.leader import start_ranks
 from onbeat.engine.parallel.shards import Shard, check_degree, config_of_rank
 from onbeat.engine.weights import Checkpoint, parameter_shapes
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 
 class ParallelBackend:

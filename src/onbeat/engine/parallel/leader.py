@@ -10,8 +10,8 @@ import torch
 
 from onbeat.core.errors import EngineDead
 from onbeat.engine.attention.base import IntArray
-from onbeat.engine.config import EngineConfig
 from onbeat.engine.device import DeviceConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.forward import ForwardPass, RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_config import ModelConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from onbeat.engine.attention.base import IntArray
-from onbeat.engine.config import EngineConfig
 from onbeat.engine.device import DeviceConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.parallel.shards import Shard
 

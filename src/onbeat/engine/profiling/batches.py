@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from onbeat.core.extras import require
 from onbeat.core.step import BatchShape
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 MAX_CHUNKS = 4
 """Most chunks in one measured step."""

@@ -10,21 +10,21 @@ from typing import Protocol
 from onbeat.core.errors import ConfigError, ModelLoadError
 from onbeat.core.protocols import Tokenizer
 from onbeat.engine.backend import Backend, choose_backend
-from onbeat.engine.config import EngineConfig
 from onbeat.engine.device import DeviceConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
-from onbeat.engine.speculation.config import SpeculativeConfig
 from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.ngram import NgramProposer
 from onbeat.engine.speculation.no_drafts import NoDrafts
 from onbeat.engine.speculation.proposer import Proposer
+from onbeat.engine.speculation.speculative_config import SpeculativeConfig
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.resolve import resolve_model
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.text.tokenizer import load_tokenizer
 
 

@@ -19,9 +19,9 @@ from onbeat.engine.attention.base import IntArray
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.sampler import Sampler
-from onbeat.engine.speculation.config import MAX_CATCH_UP_TOKENS
 from onbeat.engine.speculation.guesser import Guesser, GuessRow
 from onbeat.engine.speculation.proposer import DraftRow, Proposer
+from onbeat.engine.speculation.speculative_config import MAX_CATCH_UP_TOKENS
 
 _NEVER = np.iinfo(np.int64).max
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.engine.input_batch import InputBatch
-from onbeat.engine.speculation.config import SpeculativeConfig
 from onbeat.engine.speculation.proposer import DraftRow, Proposer
+from onbeat.engine.speculation.speculative_config import SpeculativeConfig
 
 _TOKEN_BITS = 32
 _DRAFTS_PER_MATCHED_TOKEN = 1.5

@@ -11,8 +11,8 @@ import torch
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.step import BatchShape
-from onbeat.engine.config import EngineConfig, MemoryShare, native_settings
 from onbeat.engine.device import DTYPES, DeviceConfig
+from onbeat.engine.engine_config import EngineConfig, MemoryShare, native_settings
 from onbeat.engine.load import LoadedModel, OnProgress
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.model_runner import ModelRunner
@@ -31,9 +31,9 @@ from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.utilisation import StepWork
-from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits
 from onbeat.scheduler.replica.policies import composition, largest_step, settle
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET
+from onbeat.scheduler.scheduler_config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits
 from onbeat.text.tokenizer import load_tokenizer
 
 SOURCES = ("auto", "roofline", "none")

@@ -6,8 +6,8 @@ from collections.abc import Reversible
 
 from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong
 from onbeat.core.request import Request
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 
 def check_request(request: Request, config: SchedulerConfig) -> None:

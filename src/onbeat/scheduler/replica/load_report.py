@@ -7,13 +7,13 @@ from math import inf
 from onbeat.core.fleet import MOST_BACKLOG_ENTRIES, ReplicaLoad
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.view import MOST_JOBS
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.scheduler.triage import LEAST_SHARE
 
 _NO_DEADLINE = BEST_EFFORT_RANK / 2

@@ -10,7 +10,6 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, DEFAULT_SHED_ORDER
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits, SpeculationConfig
 from onbeat.scheduler.replica.admission.admission import Admission
 from onbeat.scheduler.replica.baselines.triaged import TriagedBudget
 from onbeat.scheduler.replica.composers import BatchAtATime, Composer, DecodesFirst, PrefillsFirst
@@ -32,6 +31,12 @@ from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import EarliestDeadline
 from onbeat.scheduler.replica.token_budget import DEFAULT_TILE, LARGEST_BUDGET
+from onbeat.scheduler.scheduler_config import (
+    DEFAULT_POLICY,
+    SchedulerConfig,
+    SchedulerLimits,
+    SpeculationConfig,
+)
 
 Compose = Callable[[SchedulerConfig, StepTimeModel | None], Composer]
 
@@ -137,7 +142,7 @@ POLICIES: dict[str, Composition] = {
 }
 """`hybrid-only` and `chunk-only` are halves of `sarathi`, for ablation (Sarathi-Serve, OSDI 2024, table 4):
 whole prompts beside decodes, and chunks that take turns with decodes. Their names stand in
-`scheduler.config` too, where the command line finds them."""
+`scheduler_config.py` too, where the command line finds them."""
 
 DEFAULT_TOKEN_BUDGET = 512
 """Sarathi-Serve's budget for a strict TBT objective (OSDI 2024, section 5)."""

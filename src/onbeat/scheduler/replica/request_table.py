@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 from onbeat.core.step import AdmittedRequest
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.kv import KVCacheManager
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.step_plan import PlannedAdmission, StepPlan
 from onbeat.scheduler.replica.tracker import SLOTracker
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 
 class RequestTable:

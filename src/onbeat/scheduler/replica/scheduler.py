@@ -14,7 +14,6 @@ from onbeat.core.step import (
     SchedulerState,
 )
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.checks import check_queue, check_request, has_choice_in
 from onbeat.scheduler.replica.handover import Handovers
 from onbeat.scheduler.replica.load_report import LoadReporter
@@ -33,6 +32,7 @@ from onbeat.scheduler.replica.rows import commit_rows
 from onbeat.scheduler.replica.slo.deadlines import SLOState
 from onbeat.scheduler.replica.speculation.drafting import Drafting, make_drafting
 from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 
 class Scheduler:

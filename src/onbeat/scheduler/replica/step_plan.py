@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.kv_view import KVView
 from onbeat.scheduler.replica.parts import Chunking, QueueOrder, Reservation
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 
 @dataclass(slots=True)

@@ -27,8 +27,8 @@ from onbeat.recording.log import (
 )
 from onbeat.recording.reader import Recording
 from onbeat.recording.typed import typed
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 STOP_TOKEN_ID = -1
 """Stands for whatever token ended a request; no tokenizer has it."""

@@ -15,7 +15,7 @@ from onbeat.metrics.distribution import percentile
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import collect_samples
 from onbeat.recording.reader import Recording
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.observer import StepsWanted
 from onbeat.simulator.replay.history import RecordedRequest, RecordedStep, RunHistory
 from onbeat.simulator.replay.model import learning_model

@@ -11,14 +11,14 @@ import torch
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.backend import TorchBackend, choose_backend
-from onbeat.engine.config import EngineConfig
 from onbeat.engine.cuda import backend as cuda_backend
 from onbeat.engine.cuda.backend import CudaBackend
 from onbeat.engine.device import DeviceConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.model_config import Experts, ModelConfig, RopeConfig
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
-from onbeat.scheduler.config import SchedulerLimits
+from onbeat.scheduler.scheduler_config import SchedulerLimits
 
 CUDA = DeviceConfig(torch.device("cuda"), torch.bfloat16, num_threads=1)
 CPU = DeviceConfig(torch.device("cpu"), torch.bfloat16, num_threads=1)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.config import EngineConfig
 from onbeat.engine.cuda.backend import CudaBackend
 from onbeat.engine.cuda.graphs import EagerGraphs
 from onbeat.engine.cuda.kernels import Multiply
@@ -19,9 +18,10 @@ from onbeat.engine.cuda.memory import MeasuredMemory, largest_steps
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import CudaWeights
 from onbeat.engine.device import DeviceConfig
+from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.cpu.engine.cuda.test_backend import MODEL as TINY
 
 GIB = 2**30

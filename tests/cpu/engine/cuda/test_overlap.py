@@ -23,8 +23,8 @@ from onbeat.engine.executor import PendingStep, ThreadExecutor
 from onbeat.engine.forward import ForwardPass, TorchForward
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.cpu.engine.cuda.fake_stream import FakeStream
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
 

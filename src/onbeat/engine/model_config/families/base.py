@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.engine.model_config.config import Activation, Experts, ModelConfig
+from onbeat.engine.model_config.architecture import Activation, Experts, ModelConfig
 from onbeat.engine.model_config.hf_rope import RopeRules
 from onbeat.engine.model_config.values import Values
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from onbeat.engine.model_config.config import ModelConfig, RopeConfig
+from onbeat.engine.model_config.architecture import ModelConfig, RopeConfig
 from onbeat.engine.model_config.families.base import Family, GgufRules, listed_layers, window_of
 from onbeat.engine.model_config.hf_rope import RopeRules
 from onbeat.engine.model_config.values import Values

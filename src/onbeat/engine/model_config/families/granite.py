@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onbeat.engine.model_config.config import ModelConfig
+from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.model_config.families.base import Family, GgufRules
 from onbeat.engine.model_config.values import Values
 

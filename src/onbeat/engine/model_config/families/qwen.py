@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from onbeat.engine.model_config.config import ModelConfig
+from onbeat.engine.model_config.architecture import ModelConfig
 from onbeat.engine.model_config.families.base import Family, GgufRules, experts_of, listed_layers, window_of
 from onbeat.engine.model_config.values import Values
 

@@ -12,13 +12,13 @@ from typing import NoReturn
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import SchedulerState
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.admission.queue_bound import SHORTEST_RETRY, QueueBound
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.filler import RESERVATION
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.scheduler.triage import (
     Capacity,
     Demand,

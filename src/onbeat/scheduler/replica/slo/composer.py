@@ -9,7 +9,6 @@ from operator import itemgetter
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.parts import QueueOrder
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
@@ -20,6 +19,7 @@ from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE, StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.replica.tracker import SLOTracker
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.scheduler.triage import PrefillShare
 
 MOST_BEST_EFFORT = 32

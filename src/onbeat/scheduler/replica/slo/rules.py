@@ -8,10 +8,10 @@ from math import inf
 
 from onbeat.core.slo import DEFAULT_QUEUE_SECONDS
 from onbeat.core.step import BatchShape
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CERTAIN, CostModel
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
+from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.scheduler.triage import PrefillShare, select_feasible
 
 GAP_QUANTILE = CERTAIN

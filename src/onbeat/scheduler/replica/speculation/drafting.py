@@ -7,13 +7,13 @@ from typing import Protocol
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.speculation.acceptance import AcceptanceRates
 from onbeat.scheduler.replica.speculation.draft_limits import fit_blocks, most_drafts
 from onbeat.scheduler.replica.speculation.goodput import GoodputDrafts, set_drafts
 from onbeat.scheduler.replica.speculation.reading import DraftReading
 from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.scheduler_config import SpeculationConfig
 
 
 class FixedDrafts:

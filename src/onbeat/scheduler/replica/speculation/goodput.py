@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.view import decode_shape
 from onbeat.scheduler.replica.speculation.acceptance import AcceptanceRates
 from onbeat.scheduler.replica.speculation.draft_limits import fit_blocks, most_drafts
 from onbeat.scheduler.replica.speculation.reading import DraftReading
 from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.scheduler_config import SpeculationConfig
 
 PROBE_SHARE = 0.005
 """Of the time, that drafts for the sake of learning may take: where each of them costs its full time, as much

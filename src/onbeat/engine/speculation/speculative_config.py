@@ -9,7 +9,7 @@ from typing import Any, Literal, cast, get_args
 
 from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.hints import likely_meant
-from onbeat.scheduler.config import DRAFT_LENGTHS, DraftLength, SpeculationConfig
+from onbeat.scheduler.scheduler_config import DRAFT_LENGTHS, DraftLength, SpeculationConfig
 
 Method = Literal["ngram", "draft-model", "grammar"]
 METHODS: tuple[str, ...] = get_args(Method)

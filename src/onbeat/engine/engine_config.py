@@ -11,9 +11,9 @@ from typing import Literal, get_args
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option, part
 from onbeat.core.slo import SLO
-from onbeat.engine.speculation.config import METHODS, SpeculativeConfig, parse_speculative_config
+from onbeat.engine.speculation.speculative_config import METHODS, SpeculativeConfig, parse_speculative_config
 from onbeat.hub.files import ModelFiles
-from onbeat.scheduler.config import SchedulerLimits
+from onbeat.scheduler.scheduler_config import SchedulerLimits
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float64"]
 DTYPES: tuple[str, ...] = get_args(DTypeName)
