@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from onbeat.core.errors import ConfigError
+from onbeat.vllm.settings import HINT, check_settings
 
 SUPPORTED = ((0, 26), (0, 33))
 """First and last minor version of vLLM whose scheduler was read and tried."""
@@ -31,7 +32,6 @@ _QUEUES = ("waiting", "skipped_waiting")
 _PROMOTE = ("_handle_blocked_waiting_request", "_try_promote_blocked_waiting_request")
 """Lets a request whose grammar is compiled wait for its turn; the second until 0.30."""
 _RUNNING, _PREEMPTED, _GRAMMAR = "RUNNING", "PREEMPTED", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"
-_HINT = "or start vLLM without --scheduler-cls"
 
 
 class EngineRequest(Protocol):
@@ -101,7 +101,7 @@ def check_version(version: str) -> tuple[int, int]:
     if len(found) != 2 or not low <= found <= high:
         raise ConfigError(
             f"onbeat's scheduler works inside vLLM {low[0]}.{low[1]} to {high[0]}.{high[1]}; this is vLLM "
-            f"{version}. Install one of these, {_HINT}"
+            f"{version}. Install one of these, {HINT}"
         )
     return found[0], found[1]
 
@@ -131,13 +131,13 @@ class Surface:
         if missing := [name for name in _NEEDED if not hasattr(scheduler, name)]:
             raise ConfigError(
                 f"vLLM {version}'s scheduler has no {missing[0]}, which onbeat needs to impose its plan; use "
-                f"a scheduler class that is derived from vLLM's own, {_HINT}"
+                f"a scheduler class that is derived from vLLM's own, {HINT}"
             )
         self._queues = [name for name in _QUEUES if hasattr(scheduler, name)]
         self.has_quota = hasattr(scheduler, "_reserve_prefill_lookahead")
         self.num_drafts = getattr(scheduler, "num_spec_tokens", 0)
         self.num_lookahead = getattr(scheduler, "num_lookahead_tokens", 0)
-        _check_settings(scheduler)
+        check_settings(scheduler)
 
     # --- what vLLM is set to --------------------------------------------------------------------------
 
@@ -351,60 +351,3 @@ class Surface:
             if found is None:
                 outputs[client_index] = found = EngineCoreOutputs(outputs=[])
             found.outputs.append(output)
-
-
-def _check_settings(scheduler: EngineScheduler) -> None:
-    """Raise ConfigError for a setting under which vLLM would not carry out a plan."""
-    config = scheduler.vllm_config
-    scheduling, parallel = config.scheduler_config, config.parallel_config
-    refusals = (
-        (
-            scheduling.policy != "fcfs",
-            f"--scheduling-policy is {scheduling.policy}, but objectives are the order; leave it out "
-            "(the weight of a request says what it is worth)",
-        ),
-        (
-            parallel.pipeline_parallel_size > 1,
-            f"--pipeline-parallel-size is {parallel.pipeline_parallel_size}; onbeat plans no pipelines "
-            "inside vLLM yet: use tensor parallelism",
-        ),
-        (
-            getattr(parallel, "decode_context_parallel_size", 1) > 1
-            or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-            "context parallelism spreads a request's KV over devices, which onbeat does not count; leave it "
-            "out",
-        ),
-        (
-            not scheduling.enable_chunked_prefill,
-            "chunked prefill is off, but a step's time is kept by cutting prompts; leave out "
-            "--no-enable-chunked-prefill",
-        ),
-        (
-            scheduling.long_prefill_token_threshold > 0,
-            f"--long-prefill-token-threshold is {scheduling.long_prefill_token_threshold}, which cuts "
-            "prompts a second time; leave it out, objectives bound a step's prompts",
-        ),
-        (
-            getattr(scheduling, "prefill_schedule_interval", 1) > 1
-            and getattr(parallel, "data_parallel_size", 1) == 1,
-            "--prefill-schedule-interval holds prompts back; leave it out, objectives say when they run",
-        ),
-        (
-            bool(getattr(config.model_config, "is_encoder_decoder", False)),
-            "the model has an encoder beside its decoder, whose blocks onbeat does not count",
-        ),
-        (
-            bool(getattr(config.model_config, "is_diffusion", False)),
-            "the model writes by diffusion, so that it has no time between tokens",
-        ),
-        (
-            getattr(scheduler, "num_spec_tokens", 0) > 0
-            and bool(scheduling.async_scheduling)
-            and not getattr(scheduler, "use_v2_model_runner", False),
-            "speculative decoding beside asynchronous scheduling finds its drafts by the step before, so "
-            "that no stream can be skipped; add --no-async-scheduling",
-        ),
-    )
-    for is_so, why in refusals:
-        if is_so:
-            raise ConfigError(f"onbeat's scheduler cannot run so: {why}, {_HINT}")
