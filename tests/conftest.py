@@ -18,6 +18,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # are tested for what they do about it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Until all is collected, next to nothing becomes garbage, and rounds to look for it take seconds.
+gc.disable()
+
 register_profiles()
 
 SMOLLM2 = "smollm2-135m-instruct"
@@ -40,6 +43,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     pytest.MonkeyPatch().setattr(gc, "unfreeze", lambda: None)  # as those do at their end
 
 

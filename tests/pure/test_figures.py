@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.many_cases import each_case
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -57,14 +57,11 @@ def is_quoted(figure: str, found: list[float]) -> bool:
 
 
 QUOTES = [
-    pytest.param(page, passage, targets, id=f"{page.relative_to(ROOT)}: {passage.split(maxsplit=1)[-1][:40]}")
-    for page in PAGES
-    for passage, targets in passages(page.read_text())
-    if targets
+    (page, passage, targets) for page in PAGES for passage, targets in passages(page.read_text()) if targets
 ]
 
 
-@pytest.mark.parametrize(("page", "passage", "targets"), QUOTES)
+@each_case(("page", "passage", "targets"), QUOTES)
 def test_figures_stand_in_the_results_beside_them(page: Path, passage: str, targets: list[str]) -> None:
     sources = [(page.parent / target).resolve() for target in targets]
     found = [number for source in sources for number in numbers_of(source)]

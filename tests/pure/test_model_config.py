@@ -8,6 +8,7 @@ import pytest
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config import RopeConfig, RopeFactors, model_config_from_gguf, model_config_from_hf
+from tests.many_cases import each_case
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -187,7 +188,7 @@ def test_gemma3_transformers_5_spelling() -> None:
     assert model_config_from_hf(scaled).layer_rope(0) == RopeConfig(theta=10000.0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("change", "message"),
     [
         (

@@ -8,12 +8,13 @@ import torch
 from tests.cpu.engine.engines import TinyEngine
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
+from tests.many_cases import each_case
 
 pytestmark = pytest.mark.golden
 
 
-@pytest.mark.parametrize("name", list(FAMILIES))
-@pytest.mark.parametrize("chunk", [1000, 16])
+@each_case("name", list(FAMILIES))
+@each_case("chunk", [1000, 16])
 def test_logits_are_near_the_exact_ones(engine: TinyEngine, name: str, chunk: int) -> None:
     exact, rounded = tiny_model(name), tiny_model(name, torch.bfloat16)
     driver = StepDriver(engine.make_forward(name, torch.bfloat16))

@@ -15,6 +15,7 @@ from onbeat.engine.forward import ForwardPass, TorchForward
 from tests.cpu.engine.engines import TinyEngine
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
+from tests.many_cases import each_case
 
 pytestmark = pytest.mark.golden
 
@@ -22,9 +23,7 @@ PROMPT_LENGTHS = (1, 2, 15, 16, 17, 63, 100, 197)
 MAX_TOKENS = 10
 
 
-@pytest.fixture(params=list(FAMILIES))
-def name(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+every_family = each_case("name", FAMILIES)
 
 
 def assert_equals_reference(driver: StepDriver, engine: TinyEngine, name: str) -> None:
@@ -35,6 +34,7 @@ def assert_equals_reference(driver: StepDriver, engine: TinyEngine, name: str) -
 
 
 @pytest.mark.parametrize(("chunk", "block_size"), [(1000, 16), (1, 16), (7, 32), (64, 16)])
+@every_family
 def test_tokens_and_logits_equal_the_reference(
     engine: TinyEngine, name: str, chunk: int, block_size: int
 ) -> None:
@@ -45,6 +45,7 @@ def test_tokens_and_logits_equal_the_reference(
     assert_equals_reference(driver, engine, name)
 
 
+@every_family
 def test_single_requests_equal_the_reference(engine: TinyEngine, name: str) -> None:
     driver = StepDriver(engine.make_forward(name))
     for length in PROMPT_LENGTHS:
@@ -54,6 +55,7 @@ def test_single_requests_equal_the_reference(engine: TinyEngine, name: str) -> N
 
 
 @pytest.mark.parametrize("seed", range(3))
+@every_family
 def test_mixed_steps_with_late_arrivals_and_preemptions_equal_the_reference(
     engine: TinyEngine, name: str, seed: int
 ) -> None:
@@ -78,6 +80,7 @@ def test_mixed_steps_with_late_arrivals_and_preemptions_equal_the_reference(
     assert_equals_reference(driver, engine, name)
 
 
+@every_family
 def test_a_finished_request_as_padding_changes_nothing(engine: TinyEngine, name: str) -> None:
     driver = StepDriver(engine.make_forward(name))
     finished = driver.add(random_prompt(17), 10**9)  # its blocks stay, as in a batch that ends as a whole

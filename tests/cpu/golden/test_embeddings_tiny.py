@@ -28,6 +28,7 @@ from tests.cpu.engine.forwards import MakeForward, on_torch
 from tests.cpu.engine.tiny_models import FAMILIES, hf_tiny_model, random_prompt, tiny_model
 from tests.cpu.golden.engine_run import PredictedTime
 from tests.fake_step_time import LinearStepTime
+from tests.many_cases import each_case
 
 pytestmark = pytest.mark.golden
 
@@ -118,9 +119,9 @@ def check(served: Served, name: str, pooling: Pooling, prompts: list[list[int]])
         assert np.linalg.norm(found) == pytest.approx(np.linalg.norm(expected), rel=1e-3)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-@pytest.mark.parametrize("budget", [256, 8])
+@each_case("name", FAMILIES)
+@each_case("pooling", ["last", "mean"])
+@each_case("budget", [256, 8])
 def test_equals_the_reference(engine: TinyEngine, name: str, pooling: Pooling, budget: int):
     prompts = [random_prompt(length) for length in LENGTHS]
     requests = [to_embed(prompt, pooling, f"e{index}") for index, prompt in enumerate(prompts)]
@@ -128,8 +129,8 @@ def test_equals_the_reference(engine: TinyEngine, name: str, pooling: Pooling, b
     check(served, name, pooling, prompts)
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-@pytest.mark.parametrize("policy", POLICIES)
+@each_case("pooling", ["last", "mean"])
+@each_case("policy", POLICIES)
 def test_beside_chats_under_each_policy(engine: TinyEngine, policy: str, pooling: Pooling):
     prompts = [random_prompt(length) for length in LENGTHS]
     requests = [to_embed(prompt, pooling, f"e{index}") for index, prompt in enumerate(prompts)]

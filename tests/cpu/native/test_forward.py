@@ -29,6 +29,7 @@ from tests.cpu.engine.tiny_models import (
     random_prompt,
     tiny_model,
 )
+from tests.many_cases import each_case
 
 GREEDY = SamplingParams(temperature=0.0)
 LENGTHS = (1, 16, 33, 70, 150)
@@ -59,8 +60,8 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((actual.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)], ids=str)
+@each_case("name", FAMILIES)
+@each_case(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
 def test_instruction_sets_agree(
     native_library: NativeLibrary, name: str, dtype: torch.dtype, error: float
 ) -> None:

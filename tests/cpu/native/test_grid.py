@@ -17,6 +17,7 @@ from onbeat.engine.weights import DummyCheckpoint
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import random_prompt
+from tests.many_cases import each_case
 
 CPU = torch.device("cpu")
 HEADS = ((4, 4), (4, 2), (6, 2), (9, 3), (8, 1), (5, 1))
@@ -97,7 +98,7 @@ def errors(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("shape", shapes(), ids=str)
+@each_case("shape", shapes())
 def test_float32_equals_torch(native_library: NativeLibrary, shape: Shape) -> None:
     native = on_native(native_library, DummyCheckpoint(shape.config()))
     for name, rows in BATCHES.items():

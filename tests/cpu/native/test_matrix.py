@@ -13,6 +13,7 @@ from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
 from onbeat.engine.native.structures import Source, Store
 from tests.cpu.weights.ggml_blocks import DECODERS
+from tests.many_cases import each_case
 
 SHAPES = [(1, 256), (16, 256), (33, 512), (100, 768)]
 SCALE_ERROR = 1e-3
@@ -77,8 +78,8 @@ def test_any_width_of_plain_numbers(native_library: NativeLibrary, store: Store,
     np.testing.assert_array_equal(rows_of(matrix), values)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", NATURAL_LAYOUTS)
+@each_case("shape", SHAPES)
+@each_case("kind", NATURAL_LAYOUTS)
 def test_quantized_rows_stay_as_they_are(
     native_library: NativeLibrary, kind: str, shape: tuple[int, int]
 ) -> None:
@@ -90,8 +91,8 @@ def test_quantized_rows_stay_as_they_are(
     assert matrix.num_bytes == padded_outputs * shape[1] * NATURAL_LAYOUTS[kind].bytes_per_number
 
 
-@pytest.mark.parametrize("kind", NATURAL_LAYOUTS)
-@pytest.mark.parametrize("group", [16, 32])
+@each_case("kind", NATURAL_LAYOUTS)
+@each_case("group", [16, 32])
 def test_eight_bits_hold_other_types_as_they_are_or_refuse_them(
     native_library: NativeLibrary, kind: str, group: int
 ) -> None:
@@ -114,8 +115,8 @@ def test_floats_are_quantized_to_eight_bits(native_library: NativeLibrary, shape
     assert (errors <= half_step + SCALE_ERROR * np.abs(groups)).all()
 
 
-@pytest.mark.parametrize("kind", ["F32", *NATURAL_LAYOUTS])
-@pytest.mark.parametrize("num_threads", [1, 3])
+@each_case("kind", ["F32", *NATURAL_LAYOUTS])
+@each_case("num_threads", [1, 3])
 def test_rows_go_where_they_are_sent(native_library: NativeLibrary, kind: str, num_threads: int) -> None:
     """In two calls, from rows that lie apart."""
     num_outputs, num_inputs = 70, 256

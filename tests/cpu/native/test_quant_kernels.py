@@ -19,6 +19,7 @@ from tests.cpu.native.quant_kernels import (
     instruction_sets,
     random_rows,
 )
+from tests.many_cases import each_case
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
@@ -73,8 +74,8 @@ def whole_inputs(num_rows: int, num_inputs: int) -> Floats:
 # ---- Packing ----
 
 
-@pytest.mark.parametrize("kind", STORE_OF)
-@pytest.mark.parametrize("num_outputs", [1, 33, 64])
+@each_case("kind", STORE_OF)
+@each_case("num_outputs", [1, 33, 64])
 def test_numbers_are_those_of_the_file(kernels: Kernels, kind: str, num_outputs: int) -> None:
     num_inputs = width(kind, 96)
     raw = random_rows(kind, num_outputs, num_inputs)
@@ -91,7 +92,7 @@ def test_numbers_are_those_of_the_file(kernels: Kernels, kind: str, num_outputs:
         assert matrix.value(output, index) == matrix.values()[output, index]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("kind", "store", "group"),
     [
         *(("Q8_0", "Q8", 16), ("Q5_0", "Q8", 16), ("Q4_0", "Q8", 16), ("Q4_0", "Q8", 32)),
@@ -122,8 +123,8 @@ def test_what_would_be_quantized_a_second_time_is_refused(kernels: Kernels) -> N
         assert not kernels.takes(store, group, kind), (store, group, kind)
 
 
-@pytest.mark.parametrize("num_inputs", [1, 31, 64, 100])
-@pytest.mark.parametrize("group", [16, 32])
+@each_case("num_inputs", [1, 31, 64, 100])
+@each_case("group", [16, 32])
 def test_plain_numbers_are_quantized_to_the_nearest(kernels: Kernels, num_inputs: int, group: int) -> None:
     rng = np.random.default_rng(2)
     # from where scales are subnormal on
@@ -144,7 +145,7 @@ def test_plain_numbers_are_quantized_to_the_nearest(kernels: Kernels, num_inputs
     np.testing.assert_array_equal(from_short, kernels.pack("Q8", group, "F32", cut, num_inputs).values())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("kind", "most_bits"),
     [("Q8_0", 8.5), ("Q4_1", 5.0), ("Q4_0", 5.0), ("Q6_K", 9.0), ("Q5_K", 9.0), ("Q2_K", 10.0)],
 )
@@ -156,8 +157,8 @@ def test_bits_of_a_weight(kernels: Kernels, kind: str, most_bits: float) -> None
 # ---- Products ----
 
 
-@pytest.mark.parametrize("kind", STORE_OF)
-@pytest.mark.parametrize("num_rows", range(1, 13))
+@each_case("kind", STORE_OF)
+@each_case("num_rows", range(1, 13))
 def test_a_product_with_whole_inputs_is_exact(kernels: Kernels, kind: str, num_rows: int) -> None:
     """Nothing is rounded but the sums: every number meets its own."""
     num_inputs = width(kind, 96)
@@ -180,8 +181,8 @@ def test_inputs_are_quantized_to_the_nearest(kernels: Kernels) -> None:
     np.testing.assert_allclose(inputs.sums, sums, rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", STORE_OF)
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(32, 1), (96, 33), (576, 100), (1536, 64)])
+@each_case("kind", STORE_OF)
+@each_case(("num_inputs", "num_outputs"), [(32, 1), (96, 33), (576, 100), (1536, 64)])
 def test_a_product_of_the_quantized_inputs_is_exact_to_rounding(
     kernels: Kernels, kind: str, num_inputs: int, num_outputs: int
 ) -> None:
@@ -197,7 +198,7 @@ def test_a_product_of_the_quantized_inputs_is_exact_to_rounding(
         np.testing.assert_array_equal(matrix.multiply(x[:num_rows]), all_rows[:num_rows])
 
 
-@pytest.mark.parametrize("kind", STORE_OF)
+@each_case("kind", STORE_OF)
 def test_instruction_sets_give_the_same_product(compiled: Callable[[str], Kernels], kind: str) -> None:
     """All add the same numbers in the same order; without fused multiply-add, each is rounded once more."""
     num_inputs = width(kind, 576)
@@ -211,9 +212,9 @@ def test_instruction_sets_give_the_same_product(compiled: Callable[[str], Kernel
         assert relative_error(product, portable.astype(np.float64)) < 1e-3
 
 
-@pytest.mark.parametrize("dtype", ["float", "bf16"])
-@pytest.mark.parametrize("kind", STORE_OF)
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(32, 1), (256, 33), (576, 100), (1536, 64)])
+@each_case("dtype", ["float", "bf16"])
+@each_case("kind", STORE_OF)
+@each_case(("num_inputs", "num_outputs"), [(32, 1), (256, 33), (576, 100), (1536, 64)])
 def test_a_product_is_near_that_of_plain_numbers(
     kernels: Kernels, kind: str, num_inputs: int, num_outputs: int, dtype: str
 ) -> None:
@@ -258,9 +259,9 @@ def test_zeros_large_and_small_inputs_keep_their_size(kernels: Kernels) -> None:
         assert relative_error(actual[row], expected[row]) < 0.02
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K", "Q5_1", "Q2_K"])
-@pytest.mark.parametrize("place", [0, 17, 255])
+@each_case("bad", [np.nan, np.inf, -np.inf])
+@each_case("kind", ["Q8_0", "Q4_1", "Q6_K", "Q5_1", "Q2_K"])
+@each_case("place", [0, 17, 255])
 def test_a_number_that_is_none_spoils_its_row_only(
     kernels: Kernels, kind: str, place: int, bad: float
 ) -> None:
@@ -275,7 +276,7 @@ def test_a_number_that_is_none_spoils_its_row_only(
 # ---- Float panels ----
 
 
-@pytest.mark.parametrize("kind", STORE_OF)
+@each_case("kind", STORE_OF)
 def test_an_expanded_panel_has_the_same_numbers(kernels: Kernels, kind: str) -> None:
     num_inputs = width(kind, 160)
     matrix = kernels.pack(*STORE_OF[kind], kind, random_rows(kind, 45, num_inputs), num_inputs)

@@ -11,6 +11,7 @@ from onbeat.core.request import SamplingParams
 from onbeat.engine.random_stream import uniform
 from onbeat.engine.sampler import INVALID_TOKEN, SampledTokens, Sampler, SamplingRow
 from tests.cpu.sampler.reference import distribution, edited_logits, invert
+from tests.many_cases import each_case
 
 VOCAB = 24
 TOKENS = st.integers(0, VOCAB - 1)
@@ -227,9 +228,9 @@ def test_bad_words_end_nowhere() -> None:
     assert sample([[9.0, 1.0, 3.0]], [row(temperature=0.0, bad_words=((1, 1, 2),))]).token_ids == [0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("penalty", [1e-300, 1e-42, 1e-38])
-@pytest.mark.parametrize(
+@each_case("dtype", [torch.float32, torch.float64])
+@each_case("penalty", [1e-300, 1e-42, 1e-38])
+@each_case(
     "params", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 2, "num_logprobs": 1}]
 )
 def test_a_tiny_repetition_penalty_only_repeats(

@@ -12,6 +12,7 @@ from tests import fakes_engine
 from tests.cpu.server.asking import CHAT, TEXT, ask_chat, ask_text
 from tests.cpu.server.running import HELLO, Served, serving
 from tests.fakes_engine import BOS, EOS, ByteTokenizer, FakeEngine, LeadingSpaceTokenizer
+from tests.many_cases import each_case
 
 
 async def test_defaults_are_openais(served: Served, engine: FakeEngine) -> None:
@@ -285,7 +286,7 @@ HARMLESS = {
 }
 
 
-@pytest.mark.parametrize("field", HARMLESS)
+@each_case("field", HARMLESS)
 async def test_fields_that_ask_for_nothing_are_accepted(served: Served, field: str) -> None:
     await ask_chat(served, **{field: HARMLESS[field]})
 

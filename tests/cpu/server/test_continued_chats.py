@@ -15,6 +15,7 @@ from onbeat.text.reply.parser import ReplyStyle
 from tests.chat_templates import GEMMA, LLAMA3, QWEN, QWEN3, SMOLLM2
 from tests.cpu.server.running import serving
 from tests.fakes_engine import VOCAB_SIZE, ByteTokenizer, FakeEngine
+from tests.many_cases import each_case
 
 GO_ON = {"add_generation_prompt": False, "continue_final_message": True}
 HEADS = {
@@ -38,8 +39,8 @@ async def continued(source: str, content: str) -> str:
         encoder.close()
 
 
-@pytest.mark.parametrize("family", HEADS)
-@pytest.mark.parametrize(
+@each_case("family", HEADS)
+@each_case(
     "content",
     ["Sum", "Sum: ", "Sum:\n\n", " Sum", "\n\nSum: \t", "", " ", "\n\n", "a  b", "é\u3000", "<|eot_id|>"],
 )

@@ -22,6 +22,7 @@ from tests.cpu.server.asking import CHAT, TEXT, check
 from tests.cpu.server.running import HELLO, Served
 from tests.examples import examples
 from tests.fakes_engine import BOS, EMBEDDING_SIZE, VOCAB_SIZE, FakeEngine, counted
+from tests.many_cases import each_case
 
 PATH = "/v1/embeddings"
 TOLERANCE = 1e-6
@@ -218,7 +219,7 @@ async def test_what_the_engine_refuses_or_fails_on(served: Served, engine: FakeE
     assert (answer.status, answer.headers["retry-after"]) == (503, "3")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "param", "says"),
     [
         ({}, "input", "send either input or messages"),

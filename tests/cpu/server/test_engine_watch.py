@@ -20,6 +20,7 @@ from tests.cpu.server.running import Served, serving
 from tests.direct_client import ProcessEngineClient
 from tests.fake_runner import build_fake_engine
 from tests.fakes_engine import FakeEngine
+from tests.many_cases import each_case
 from tests.waiting import at_most
 
 
@@ -38,7 +39,7 @@ async def serving_process(
 LIMITS = HangLimits(silence_seconds=1.8, step_seconds=0.8, step_ratio=100)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("pulse", "reason"),
     [
         (EnginePulse(71.0), None),

@@ -9,13 +9,14 @@ import pytest
 from tests.cpu.server.asking import CHAT, JSON, TEXT, check
 from tests.cpu.server.running import HELLO, Served
 from tests.fakes_engine import VOCAB_SIZE, FakeEngine
+from tests.many_cases import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     "raw",
     [b"", b"{", b"[]", b"1", b'"x"', b"null", b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}'],
 )
-@pytest.mark.parametrize("path", [CHAT, TEXT, "/tokenize", "/detokenize"])
+@each_case("path", [CHAT, TEXT, "/tokenize", "/detokenize"])
 async def test_malformed_json(served: Served, path: str, raw: bytes) -> None:
     check(await served.post(path, data=raw, headers=JSON), 400, "invalid_json")
 
@@ -137,14 +138,14 @@ async def test_an_empty_stop_string_is_said_in_one_message(served: Served, stop:
     assert message == "stop holds an empty string, which is not allowed; leave it out"
 
 
-@pytest.mark.parametrize(("fields", "param"), BAD_COMMON, ids=lambda value: str(value)[:40])
+@each_case(("fields", "param"), BAD_COMMON)
 async def test_bad_values_of_both_endpoints(served: Served, fields: dict[str, Any], param: str) -> None:
     check(await served.post(TEXT, {"prompt": "a", **fields}), 400, "invalid_value", param)
     message = check(await served.post(CHAT, {"messages": HELLO, **fields}), 400, "invalid_value", param)
     assert param in message
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),
@@ -166,7 +167,6 @@ async def test_bad_values_of_both_endpoints(served: Served, fields: dict[str, An
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
     ],
-    ids=str,
 )
 async def test_bad_chats(served: Served, fields: dict[str, Any], param: str) -> None:
     answer = await served.post(CHAT, {"messages": HELLO, **fields})
@@ -193,7 +193,7 @@ async def test_types_are_named_as_json_names_them(
     assert (answer.status, answer.error["message"]) == (400, wanted)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "param"),
     [
         ({"prompt": []}, "prompt"),
@@ -210,7 +210,6 @@ async def test_types_are_named_as_json_names_them(
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
     ],
-    ids=lambda value: str(value)[:40],
 )
 async def test_bad_completions(served: Served, fields: dict[str, Any], param: str) -> None:
     check(await served.post(TEXT, {"prompt": "a", **fields}), 400, "invalid_value", param)

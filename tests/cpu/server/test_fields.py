@@ -12,6 +12,7 @@ import pytest
 from onbeat.server.reply_fields import unread_variables
 from tests.cpu.server.running import HELLO, Answer, Served
 from tests.fakes_engine import FakeEngine
+from tests.many_cases import each_case
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -115,7 +116,7 @@ async def test_too_many_unknown_fields_are_refused(served: Served) -> None:
     assert "messages[]" in refused(await served.post(CHAT, {"messages": messages}))[1]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "fields",
     [
         {"tools": []},
@@ -138,7 +139,6 @@ async def test_too_many_unknown_fields_are_refused(served: Served) -> None:
         {"do_sample": True, "watermark": False, "adapter_id": None},
         {"reasoning": {"effort": "none"}},
     ],
-    ids=str,
 )
 async def test_what_asks_for_nothing_is_taken(served: Served, fields: dict[str, Any]) -> None:
     for path, body in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"})):

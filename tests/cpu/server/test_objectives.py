@@ -15,6 +15,7 @@ from onbeat.server.middleware import HttpContext
 from onbeat.server.objectives import ObjectiveFields, RequestObjectives, request_objectives
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.slo_defaults import ClassDefaults, KeyDefaults, SLODefaults, built_in_classes, key_digest
+from tests.many_cases import each_case
 
 KEY = key_digest("secret")
 DEFAULTS = SLODefaults(
@@ -44,7 +45,7 @@ ALL_BODY = {"slo": {"ttft_ms": 100, "tbt_ms": 10, "e2e_ms": 1000}}
 HEADERS = {"x-llm-d-slo-ttft-ms": "400", "x-llm-d-slo-tpot-ms": "40"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "headers", "key", "slo"),
     [
         (ALL_BODY, HEADERS, KEY, SLO(ttft=0.1, tbt=0.01, e2e=1.0)),
@@ -131,7 +132,7 @@ OF_KEYS = SLODefaults(
 )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("key", "slo", "weight"),
     [
         # without a word of the owner a caller is worth 1 at most, with keys and without
@@ -217,7 +218,7 @@ def test_no_header_out_of_range_becomes_an_objective(value: float) -> None:
         held_to(headers={"x-llm-d-slo-tpot-ms": repr(value)})
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
         *(

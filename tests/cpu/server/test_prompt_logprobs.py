@@ -9,6 +9,7 @@ import pytest
 from tests.cpu.server.asking import CHAT, TEXT, ask_chat, ask_text
 from tests.cpu.server.running import HELLO, Served, serving
 from tests.fakes_engine import BOS, LOGPROB, FakeEngine
+from tests.many_cases import each_case
 
 INVALID: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
@@ -29,7 +30,7 @@ INVALID: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "fields", "param"), INVALID)
+@each_case(("path", "fields", "param"), INVALID)
 async def test_contradictions_are_named(
     served: Served, path: str, fields: dict[str, Any], param: str
 ) -> None:

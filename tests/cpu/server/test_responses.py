@@ -11,6 +11,7 @@ from onbeat.core.errors import InvalidRequest
 from onbeat.server.responses import messages_of
 from tests.cpu.server.running import Served, named_events
 from tests.fakes_engine import FakeEngine
+from tests.many_cases import each_case
 
 RESPONSES = "/v1/responses"
 
@@ -92,7 +93,7 @@ async def test_objectives_stand_in_metadata_and_are_judged(served: Served, engin
     assert (wrong.status, wrong.error["code"]) == (400, "unknown_parameter")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "param"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),

@@ -27,6 +27,7 @@ from tests.cpu.speculation.drafting import (
     prompts,
     serve,
 )
+from tests.many_cases import each_case
 
 LENGTHS = (1, 40, 100, 17, 16, 64, 5)
 SHORT_OF_MEMORY = (30, 31, 28, 61, 60, 29, 44)
@@ -69,7 +70,7 @@ def test_greedy_tokens_are_those_without_drafts(engine: TinyEngine, setting: Set
     assert (drafted.num_prefix_hits > 150) == (setting.repeats > 1)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each_case("name", FAMILIES)
 def test_families_can_draft_for_one_another(engine: TinyEngine, name: str) -> None:
     requests = prompts(LENGTHS[:4])
     target = make_near(engine, name)
@@ -88,8 +89,8 @@ def test_sampled_tokens_are_those_without_drafts(engine: TinyEngine, requests) -
     assert drafted.acceptance > 0.05
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@pytest.mark.parametrize(("kind", "max_catch_up_tokens"), [("greedy", 256), ("sampled", 16)])
+@each_case("setting", SETTINGS)
+@each_case(("kind", "max_catch_up_tokens"), [("greedy", 256), ("sampled", 16)])
 def test_a_model_agrees_with_itself_on_every_token(
     engine: TinyEngine, setting: Setting, max_catch_up_tokens: int, kind: str
 ) -> None:

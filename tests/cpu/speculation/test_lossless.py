@@ -25,6 +25,7 @@ from tests.cpu.speculation.runs import (
     ngram,
     run,
 )
+from tests.many_cases import each_case
 
 LENGTHS: tuple[tuple[int, DraftLength], ...] = ((1, "fixed"), (3, "fixed"), (7, "fixed"), (7, "adaptive"))
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -59,7 +60,7 @@ def budget(policy: str) -> dict[str, Any]:
     return {"max_num_batched_tokens": 300} if policy not in ("sarathi", "chunk-only", "slo", "edf") else {}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each_case("name", FAMILIES)
 def test_greedy_of_every_family(engine: TinyEngine, name: str) -> None:
     forward = engine.make_forward(name, torch.float32)
     expected = run(forward, make_requests())
@@ -75,8 +76,8 @@ def test_greedy_of_every_family(engine: TinyEngine, name: str) -> None:
         assert len(speculated.steps) < len(expected.steps)
 
 
-@pytest.mark.parametrize("overlapped", [False, True], ids=["one-step", "overlapped"])
-@pytest.mark.parametrize("policy", POLICIES)
+@each_case("overlapped", [False, True])
+@each_case("policy", POLICIES)
 def test_every_policy(policy: str, overlapped: bool) -> None:
     for num_drafts, draft_length in LENGTHS[1:]:
         speculated = run(
@@ -92,8 +93,8 @@ def test_every_policy(policy: str, overlapped: bool) -> None:
         assert speculated.num_accepted > 0
 
 
-@pytest.mark.parametrize("overlapped", [False, True], ids=["one-step", "overlapped"])
-@pytest.mark.parametrize("name", SAMPLINGS)
+@each_case("overlapped", [False, True])
+@each_case("name", SAMPLINGS)
 def test_every_sampling_setting(engine: TinyEngine, name: str, overlapped: bool) -> None:
     """The drafts are sometimes right and sometimes not, where the prompt says nothing of the answer."""
     forward = engine.make_forward("qwen3", torch.float32)

@@ -15,6 +15,7 @@ from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.reply.parser import ReplyStyle
 from tests.chat_templates import GEMMA, TEMPLATES
 from tests.fakes_engine import VOCAB_SIZE, ByteTokenizer
+from tests.many_cases import each_case
 
 pytestmark = [
     pytest.mark.golden,
@@ -35,12 +36,10 @@ CHATS: list[list[dict[str, Any]]] = [
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é> & 'x'", "parameters": {}}}]
 
 
-@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
-@pytest.mark.parametrize("chat", CHATS, ids=["short", "system", "turns"])
-@pytest.mark.parametrize(
-    "variables", [{}, {"date_string": "1 May"}, {"enable_thinking": False}, {"tools": TOOLS}], ids=str
-)
-@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@each_case("source", TEMPLATES.values())
+@each_case("chat", CHATS)
+@each_case("variables", [{}, {"date_string": "1 May"}, {"enable_thinking": False}, {"tools": TOOLS}])
+@each_case("add_generation_prompt", [True, False])
 def test_equals_transformers(
     source: str, chat: list[dict[str, Any]], variables: dict[str, Any], add_generation_prompt: bool
 ):

@@ -14,12 +14,13 @@ from onbeat.cli.engine_args import find_model, model_name
 from onbeat.cli.main import COMMANDS, build_parser, main
 from onbeat.core.errors import ConfigError
 from onbeat.hub.known import DEFAULT_MODEL
+from tests.many_cases import each_case
 
 DATA = Path(__file__).parents[2] / "data"
 
 
 def serve(*arguments: str) -> argparse.Namespace:
-    return parse(build_parser(), ["serve", *arguments])
+    return parse(build_parser(["serve"]), ["serve", *arguments])
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -107,7 +108,7 @@ def test_help_can_be_shown(command: tuple[str, ...]) -> None:
     assert "--help" in sub_parser(*command).format_help()  # a stray % in a help text would raise
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("arguments", "expected"),
     [
         (["serve", "--max-model-lem", "8"], "unknown flag --max-model-lem; did you mean --max-model-len?"),

@@ -29,7 +29,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def serve(*arguments: str | Path) -> argparse.Namespace:
-    return parse(build_parser(), ["serve", *map(str, arguments)])
+    return parse(build_parser(["serve"]), ["serve", *map(str, arguments)])
 
 
 def test_a_file_gives_flags(file: Path) -> None:

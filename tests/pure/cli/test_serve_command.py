@@ -19,7 +19,7 @@ from onbeat.server.server_config import ServerConfig
 
 
 def config(*arguments: str) -> ServerConfig:
-    return server_config(parse(build_parser(), ["serve", *arguments]))
+    return server_config(parse(build_parser(["serve"]), ["serve", *arguments]))
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from onbeat.server.slo_defaults import KeyDefaults, SLODefaults, key_digest
 
 
 def defaults(*arguments: str) -> SLODefaults:
-    return server_config(parse(build_parser(), ["serve", *arguments])).slo
+    return server_config(parse(build_parser(["serve"]), ["serve", *arguments])).slo
 
 
 @pytest.fixture(autouse=True)
@@ -115,13 +115,13 @@ def test_mistakes_end_with_one_line_and_code_2(
 def test_limits_of_the_queue_and_the_mode_reach_the_engine(tmp_path: Path) -> None:
     files = ModelFiles(kind="hf", path=tmp_path, name="tiny")
     arguments = ["--max-num-queued-reqs", "8", "--max-num-queued-tokens", "32k", "--slo-mode", "gap"]
-    limits = engine_config(parse(build_parser(), ["serve", *arguments]), files).limits
+    limits = engine_config(parse(build_parser(["serve"]), ["serve", *arguments]), files).limits
     assert (limits.max_num_queued_reqs, limits.max_num_queued_tokens) == (8, 32_000)
     assert (limits.slo_mode, limits.shed_order) == ("gap", "most")
     for flag in ("--max-num-queued-reqs", "--max-num-queued-tokens", "--max-num-seqs"):
         name = flag.removeprefix("--").replace("-", "_")
         with pytest.raises(ConfigError, match=f"{name} is 0; it must be at least 1"):
-            engine_config(parse(build_parser(), ["serve", flag, "0"]), files)
+            engine_config(parse(build_parser(["serve"]), ["serve", flag, "0"]), files)
 
 
 def test_whom_to_leave_behind_reaches_the_engine(tmp_path: Path) -> None:
@@ -129,5 +129,5 @@ def test_whom_to_leave_behind_reaches_the_engine(tmp_path: Path) -> None:
     flags_file = tmp_path / "serve.yaml"
     flags_file.write_text("shed-order: longest-wait\n")
     for arguments in (["--shed-order", "longest-wait"], ["--config", str(flags_file)]):
-        config = engine_config(parse(build_parser(), ["serve", *arguments]), files)
+        config = engine_config(parse(build_parser(["serve"]), ["serve", *arguments]), files)
         assert config.limits.shed_order == "longest-wait"

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from onbeat.cli.main import main
+from tests.many_cases import each_case
 from tests.pure.cli.simulating import AZURE, CAPACITY, MODEL, error_of, replay_trace, simulate, summary_of
 from tests.pure.perfmodel.test_models import write_fitted
 from tests.pure.perfmodel.test_step_table import write_measured
@@ -87,7 +88,7 @@ BAD_FLAGS = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS, ids=lambda value: " ".join(value)[:50])
+@each_case(("flags", "message"), BAD_FLAGS)
 def test_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = simulate(*flags)

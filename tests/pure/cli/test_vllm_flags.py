@@ -10,13 +10,14 @@ import pytest
 from onbeat.cli.args import find_command, parse
 from onbeat.cli.main import build_parser
 from onbeat.cli.vllm_flags import FOREIGN_FLAGS, MISSING_FLAGS, ForeignFlag
+from tests.many_cases import each_case
 
 
 def serve(*arguments: str) -> argparse.Namespace:
-    return parse(build_parser(), ["serve", *arguments])
+    return parse(build_parser(["serve"]), ["serve", *arguments])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("flags", "said"),
     [
         ("--trust-remote-code", "no code of a model"),
@@ -118,8 +119,8 @@ def test_request_logs_have_vllms_names_too(flag: str, logs: bool) -> None:
     assert serve().log_requests is True
 
 
-@pytest.mark.parametrize("flag", FOREIGN_FLAGS, ids=lambda flag: flag.names)
-@pytest.mark.parametrize("place", [0, -1])
+@each_case("flag", FOREIGN_FLAGS)
+@each_case("place", [0, -1])
 def test_each_foreign_flag_is_taken_where_it_asks_for_nothing(
     flag: ForeignFlag, place: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,9 +139,7 @@ def test_each_foreign_flag_is_taken_where_it_asks_for_nothing(
         assert "not 'other'" in error
 
 
-@pytest.mark.parametrize(
-    ("name", "why"), [(name, why) for why, names in MISSING_FLAGS.items() for name in names.split()]
-)
+@each_case(("name", "why"), [(name, why) for why, names in MISSING_FLAGS.items() for name in names.split()])
 def test_each_missing_flag_says_why(name: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     for given in ([name], [name, "value"], [name, "one", "two"]):
         with pytest.raises(SystemExit) as stop:
@@ -157,7 +156,7 @@ def test_no_flag_of_the_tables_is_one_of_the_servers_own() -> None:
     foreign = [name for flag in FOREIGN_FLAGS for name in flag.names.split()]
     foreign += [name for names in MISSING_FLAGS.values() for name in names.split()]
     assert len(set(foreign)) == len(foreign)
-    shown = find_command(build_parser(), ["serve"]).format_help().replace(",", " ").split()
+    shown = find_command(build_parser(["serve"]), ["serve"]).format_help().replace(",", " ").split()
     assert not set(foreign) & set(shown)
 
 

@@ -13,6 +13,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLO_CLASSES
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
+from tests.many_cases import each_case
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
     f"2023-11-16 18:17:{second:02}.5,{100 + second},5\n" for second in range(10)
@@ -99,7 +100,7 @@ def test_overlong_requests_are_counted_or_left_out(trace: str) -> None:
     assert (len(fitted), fitted.num_skipped) == (7, 3)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("flags", "message"),
     [
         (("--num-prompts", "0"), "--num-prompts"),

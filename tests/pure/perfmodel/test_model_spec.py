@@ -9,6 +9,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.model_files import packaged_configs
 from onbeat.perfmodel.model_spec import find_model_spec, model_spec_from_hf
 from onbeat.perfmodel.precision import Precision, bytes_of
+from tests.many_cases import each_case
 
 LLAMA = {
     "model_type": "llama",
@@ -53,7 +54,7 @@ PUBLISHED_BILLIONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "billions"), PUBLISHED_BILLIONS.items())
+@each_case(("name", "billions"), PUBLISHED_BILLIONS.items())
 def test_parameter_count_is_the_published_one(name, billions):
     assert find_model_spec(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.005)
 
@@ -65,7 +66,7 @@ def test_active_parameters_of_experts(name, billions):
     assert find_model_spec(name).num_active_parameters / 1e9 == pytest.approx(billions, rel=0.02)
 
 
-@pytest.mark.parametrize("name", packaged_configs())
+@each_case("name", packaged_configs())
 def test_every_packaged_configuration_is_readable_by_all_its_names(name):
     spec = find_model_spec(name)
     for hub_id in packaged_configs()[name]["hub_ids"]:

@@ -9,6 +9,7 @@ import pytest
 from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO, ShedMode
+from tests.many_cases import each_case
 from tests.pure.scheduler import timed
 from tests.pure.scheduler.driver import (
     POLICY_NAMES,
@@ -21,10 +22,10 @@ from tests.pure.scheduler.driver import (
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("num_blocks", [18, 64], ids=["short of memory", "with room"])
-@pytest.mark.parametrize("prefix", [True, False], ids=["prefix cache", "no prefix cache"])
+@each_case("policy", POLICY_NAMES)
+@each_case("depth", [1, 2])
+@each_case("num_blocks", [18, 64])
+@each_case("prefix", [True, False])
 def test_a_stream_cut_anywhere_goes_on_as_it_would_have(policy, depth, num_blocks, prefix):
     config = make_config(policy, num_blocks=num_blocks, enable_prefix_caching=prefix)
     driver = Driver(config, depth=depth)

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from onbeat.core.slo import SLO_CLASSES
 from onbeat.scheduler.replica.policies import POLICIES
 from tests.examples import examples
+from tests.many_cases import each_case
 from tests.pure.scheduler.speculating import RandomDrafts, SpeculatingDriver, make_config, make_request
 
 POLICY_NAMES = tuple(POLICIES)
@@ -103,9 +104,9 @@ TestSpeculationMachine = SpeculationMachine.TestCase
 TestSpeculationMachine.settings = examples(40, stateful_step_count=20)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@each_case("depth", [1, 2])
+@each_case("kind", KINDS)
+@each_case("policy", POLICY_NAMES)
 def test_streams_are_whole_under_every_policy(policy, kind, depth):
     driver = make_driver(policy, kind, k=5, seed=1, depth=depth, num_blocks=18, acceptance=0.7)
     for index in range(8):

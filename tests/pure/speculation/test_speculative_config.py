@@ -21,6 +21,7 @@ from onbeat.engine.speculation.speculative_config import (
 )
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.scheduler_config import SpeculationConfig
+from tests.many_cases import each_case
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_keys_are_those_of_vllm_and_have_defaults(content: dict[str, Any], expec
     assert read_speculative_config(content) == config
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "message"),
     [
         ("ngram", "not JSON"),
@@ -138,7 +139,7 @@ def test_the_flag_of_serve_makes_the_engine_config(tmp_path: Any) -> None:
     assert config.speculative == SpeculativeConfig(method="ngram", num_speculative_tokens=3)
     assert (
         engine_config(
-            parse(build_parser(), ["serve"]), ModelFiles(kind="hf", path=tmp_path, name="tiny")
+            parse(build_parser(["serve"]), ["serve"]), ModelFiles(kind="hf", path=tmp_path, name="tiny")
         ).speculative
         is None
     )

@@ -27,8 +27,7 @@ class Case(NamedTuple):
     opens: bool = False
     """Whether the prompt ends inside of reasoning."""
 
-    @property
-    def label(self) -> str:
+    def __str__(self) -> str:
         return f"{self.family}: {self.name}"
 
 

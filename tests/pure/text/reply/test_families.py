@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
+from tests.many_cases import each_case
 from tests.pure.text.reply.cases import Case
 from tests.pure.text.reply.reading import events, parser, read
 from tests.pure.text.reply.special_cases import CASES
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+every_case = each_case("case", CASES)
 
 
 @every_case

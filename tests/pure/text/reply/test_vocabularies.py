@@ -12,6 +12,7 @@ from onbeat.text.reply.families import FAMILIES, REASONING
 from onbeat.text.reply.parser import ReplyParser, ReplyStyle
 from onbeat.text.stream import TextStream
 from onbeat.text.tokenizer import SpecialRoles, VocabularyTokenizer
+from tests.many_cases import each_case
 from tests.pure.text.reply.cases import Case
 from tests.pure.text.reply.reading import Read, events, merged, parser, read_events
 from tests.pure.text.reply.special_cases import CASES
@@ -61,14 +62,14 @@ def token_by_token(case: Case, kind: str) -> list[ReplyEvent]:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "long"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+@each_case("case", CASES)
 def test_text_is_read_as_a_whole(case: Case, kind: str) -> None:
     assert token_by_token(case, kind) == events(
         parser(case.family, opens_in_reasoning=case.opens), [case.text]
     )
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.calls], ids=lambda case: case.label)
+@each_case("case", [case for case in CASES if case.calls])
 def test_calls_are_the_same_where_marks_are_tokens(case: Case) -> None:
     found: Read = read_events(token_by_token(case, "marks"))
     assert [name for name, _ in found.calls] == [name for name, _ in case.calls]
