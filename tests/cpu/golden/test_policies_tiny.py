@@ -11,9 +11,10 @@ import pytest
 
 from onbeat.core.slo import SLO
 from onbeat.scheduler.replica.policies import POLICIES
-from tests.cpu.engine.engines import TinyEngine
+from tests.cpu.engine.engines import CudaEngine, NativeEngine, TinyEngine, TorchEngine
 from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
 from tests.cpu.golden.engine_run import Outcome, Setting, run_engine
+from tests.many_cases import each_case
 
 pytestmark = pytest.mark.golden
 
@@ -48,12 +49,21 @@ OBJECTIVES = (
 """Loose and tight ones, an impossible one and none, in turn; a step takes 2 ms and 0.1 ms a token."""
 NAMES = [name for name in FAMILIES if name not in ("phi3", "phi3-longrope", "olmo2", "granite", "qwen3-moe")]
 """The others differ from these in what a token computes, not in what it reads of the KV cache."""
-WITH_OBJECTIVES = [
-    # One family says enough of a policy that does not look at them.
-    pytest.param(name, policy, marks=[pytest.mark.slow] if policy in BLIND and name != "llama3" else [])
-    for policy in POLICIES
-    for name in NAMES
-]
+NUM_PARTS = 3
+in_parts = pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, NUM_PARTS))]
+)
+"""A plan depends on neither engine nor family. So a part has every two of setting, family and engine,
+and all parts have all three. (The GPU engine has no experts: these meet each policy at one depth or both.)"""
+
+
+def is_of_part(part: int, engine: TinyEngine, name: str, setting: int) -> bool:
+    engines = (TorchEngine, CudaEngine, NativeEngine)
+    return (NAMES.index(name) + engines.index(type(engine)) + setting) % NUM_PARTS == part
+
+
+def number_of(policy: str, depth: int = 0) -> int:
+    return 2 * list(POLICIES).index(policy) + depth
 
 
 def run(engine: TinyEngine, name: str, setting: Setting, lengths=PROMPT_LENGTHS) -> Outcome:
@@ -65,35 +75,68 @@ def run(engine: TinyEngine, name: str, setting: Setting, lengths=PROMPT_LENGTHS)
     return outcome
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_tokens_equal_the_reference(engine: TinyEngine, name: str, setting: Setting):
+@in_parts
+@each_case("name", NAMES)
+def test_tokens_equal_the_reference(engine: TinyEngine, name: str, setting: Setting, part: int):
+    if not is_of_part(part, engine, name, SETTINGS.index(setting)):
+        return
     outcome = run(engine, name, setting)
     if setting.policy in MIXING:
         assert outcome.num_mixed_steps > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_prefix_hits_change_nothing(engine: TinyEngine, name: str, policy: str):
+@in_parts
+@each_case("name", NAMES)
+def test_prefix_hits_change_nothing(engine: TinyEngine, name: str, policy: str, part: int):
+    if not is_of_part(part, engine, name, number_of(policy)):
+        return
     budget = 64 if policy in CHUNKED else None
     outcome = run(engine, name, Setting(policy=policy, budget=budget, repeats=2))
     assert outcome.num_prefix_hits > 300
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("policy", PREEMPTING)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_forced_preemption_changes_nothing(engine: TinyEngine, name: str, policy: str, depth: int):
+@in_parts
+@each_case("name", NAMES)
+def test_forced_preemption_changes_nothing(engine: TinyEngine, name: str, policy: str, depth: int, part: int):
+    if not is_of_part(part, engine, name, number_of(policy, depth)):
+        return
     budget = 64 if policy in CHUNKED else None
     setting = Setting(policy=policy, budget=budget, num_blocks=18, depth=depth, max_num_seqs=16)
     outcome = run(engine, name, setting, lengths=SHORT_OF_MEMORY)
     assert outcome.num_preemptions > 0
 
 
-@pytest.mark.parametrize(("name", "policy"), WITH_OBJECTIVES)
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in BLIND])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_objectives_change_no_token(engine: TinyEngine, name: str, policy: str, depth: int):
+@in_parts
+@each_case("name", NAMES)
+def test_objectives_change_no_token(engine: TinyEngine, name: str, policy: str, depth: int, part: int):
+    if is_of_part(part, engine, name, number_of(policy, depth)):
+        check_with_objectives(engine, name, policy, depth)
+
+
+@pytest.mark.parametrize("policy", BLIND)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_objectives_mean_nothing_to_some_policies(engine: TinyEngine, policy: str, depth: int):
+    """One family says enough of these."""
+    check_with_objectives(engine, "llama3", policy, depth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", BLIND)
+@pytest.mark.parametrize("depth", [1, 2])
+@each_case("name", [name for name in NAMES if name != "llama3"])
+def test_objectives_mean_nothing_to_some_policies_with_other_families(
+    engine: TinyEngine, name: str, policy: str, depth: int
+):
+    check_with_objectives(engine, name, policy, depth)
+
+
+def check_with_objectives(engine: TinyEngine, name: str, policy: str, depth: int) -> None:
     plain = Setting(
         policy=policy,
         budget=64 if policy in CHUNKED else None,
