@@ -123,7 +123,7 @@ def make_scheduler(
         ),
         device_config=DeviceConfig("cpu"),
         speculative_config=None if not num_drafts else _drafts(model, num_drafts),
-        additional_config={"onbeat": options or {}},
+        additional_config={"onbeat": {"calibrate": "off", **(options or {})}},
     )
     config.scheduler_config.async_scheduling = is_async
     if is_second_runner:

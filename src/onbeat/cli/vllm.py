@@ -45,8 +45,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         choices=("auto", "always", "off"),
         default="auto",
-        help="whether steps are measured at the start; that is not there yet: `always` is refused, and the "
-        "others take the profile, or a guess",
+        help="measure steps at the start: auto, unless an earlier start has measured them; always; or off",
     )
     group.add_argument("--profile", type=Path, metavar="FILE", help="measured step times to plan with")
     group.add_argument(

@@ -165,6 +165,16 @@ def fit(  # noqa: PLR0913 - measurements, and what they were measured on
     ConfigError : a time that is not positive and finite, too few shapes, or an unknown method.
     """
     form = make_form(method, model=model, device=device, parallelism=parallelism, precision=precision)
+    return fit_form(form, method, shapes, seconds)
+
+
+def fit_form(form: Form, method: str, shapes: Iterable[BatchShape], seconds: Sequence[float]) -> FittedModel:
+    """Fit a formula to measured steps; see `fit`.
+
+    Parameters
+    ----------
+    method : the formula's name, one of `FIT_METHODS`.
+    """
     shapes = list(shapes)
     times = _checked_seconds(shapes, seconds)
     matrix = shape_matrix(shapes)

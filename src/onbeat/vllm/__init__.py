@@ -7,6 +7,7 @@ Nothing here is imported before vLLM asks for it by name: `--scheduler-cls onbea
 `middleware`, `exchange`     an HTTP request and its answer: objectives in; refusals and verdicts out
 `requests`, `answers`        what the routes of vLLM take and give, and where a refusal stands in it
 `ledger`                     what became of requests, as this process sees it, for verdicts and metrics
+`calibrate`                  where step times come from; `self_calibration` and `batches` measure them
 `plugin_config`, `objectives` what the server's owner set; what a request of vLLM's engine is held to
 `telemetry`, `teller`        what the scheduler's process tells: steps, predictions, refusals
 `recorder`                   a record file from that

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from onbeat.core.errors import InvalidRequest, SLOUnattainable
 from onbeat.core.request import RequestOutput
 from onbeat.core.slo import Fate
-from onbeat.vllm.calibrate import step_times
+from onbeat.scheduler.replica.idle_check import IdleCheck
+from onbeat.vllm.batches import BatchLimits
+from onbeat.vllm.calibrate import kept_steps, step_times
 from onbeat.vllm.impose import Imposed, impose, mismatch
 from onbeat.vllm.keeper import PromiseKeeper
+from onbeat.vllm.made_up import RequestMaker, capture_sizes, hindrance, settings
 from onbeat.vllm.objectives import read
 from onbeat.vllm.origin import origin_of
 from onbeat.vllm.plugin_config import read_config
 from onbeat.vllm.refusals import TOO_LONG, Refusal, refusal_by
+from onbeat.vllm.self_calibration import SelfCalibration, is_made_up
 from onbeat.vllm.surface import EngineRequest, EngineScheduler, Surface
 from onbeat.vllm.telemetry import Publisher, rank_address
 from onbeat.vllm.teller import Teller, hello
@@ -26,6 +30,8 @@ logger = logging.getLogger("onbeat.vllm")
 
 MOST_FAULTS = 3
 """Faults in a row after which onbeat plans no more in this process."""
+_SEED = 1
+"""Of the tokens of made-up requests."""
 _SAY_EVERY = 60.0
 """Seconds between two lines about steps that were not as planned."""
 
@@ -48,15 +54,26 @@ class Plugin:
         self._said_at = float("-inf")
         self._refused: list[tuple[int, Any]] = []
         self._teller: Teller | None = None
+        self._calibration: SelfCalibration | None = None
+        """While steps are measured."""
+        self._is_measured = False
+        """Whether the step that is planned last is one of it."""
         self.surface = surface = Surface(scheduler, engine_version())
         self.is_on = not surface.is_pooling
         if not self.is_on:
             logger.info("onbeat plans nothing here: the model pools, and has no time between tokens")
             return
         self.config = read_config(surface.options, os.environ)
-        self.keeper = PromiseKeeper(surface, step_times(self.config), self.config.slo.mode)
+        origin, why_not = origin_of(scheduler.vllm_config), hindrance(scheduler)
+        self._kept = kept_steps(origin, settings(scheduler))
+        model, measures = step_times(self.config, self._kept, why_not)
+        self.keeper = PromiseKeeper(surface, model, self.config.slo.mode)
+        if measures:
+            self._calibration = self._new_calibration()
+        elif model.errors is not None:
+            self._say_misses()
         if self.config.telemetry is not None:
-            header = hello(self.keeper, origin_of(scheduler.vllm_config), rank=surface.rank)
+            header = hello(self.keeper, origin, rank=surface.rank)
             publisher = Publisher(rank_address(self.config.telemetry, surface.rank), header)
             self._teller = Teller(publisher, rank=surface.rank)
 
@@ -67,8 +84,18 @@ class Plugin:
         if not self._has_failed:
             self._faults_in_a_row = 0
         self._has_failed = False
+        self._is_measured = False
         if not self.is_on or self.surface.is_paused():
+            if self._calibration is not None:
+                with self._calibrating(self._calibration):
+                    self._calibration.suspend()
             return None
+        if self._calibration is not None:
+            with self._calibrating(self._calibration):
+                imposed = self._calibration.plan(now)
+                self._is_measured = imposed is not None
+                if imposed is not None:
+                    return imposed
         with self._guarded():
             keeper = self.keeper
             plan = keeper.plan(now)
@@ -94,6 +121,10 @@ class Plugin:
         """
         if not self.is_on:
             return
+        if self._is_measured and self._calibration is not None:
+            with self._calibrating(self._calibration):
+                self._calibration.note_step(output, begin, now)
+            return
         if imposed is None:
             self.num_foreign += 1
         else:
@@ -113,6 +144,10 @@ class Plugin:
         ----------
         begin : when vLLM began to take them, seconds.
         """
+        if self._calibration is not None:
+            with self._calibrating(self._calibration):
+                if self._calibration.take(output, now):
+                    return
         if self.is_on:
             with self._guarded():
                 taken = self.keeper.take(output, now)
@@ -128,6 +163,12 @@ class Plugin:
         ----------
         arrival : when it came, seconds of the clock of `now`.
         """
+        if self._calibration is not None:
+            with self._calibrating(self._calibration):
+                if self._calibration.owns(request.request_id):
+                    self._calibration.take_in(request, now)
+                    return
+                self._calibration.suspend()
         if not (self.is_on and self.surface.is_planned(request)):
             return
         with self._guarded():
@@ -143,6 +184,9 @@ class Plugin:
         """Forget requests that vLLM has ended."""
         if not self.is_on:
             return
+        if request_ids is None and self._calibration is not None:  # it is the end, or a new beginning
+            with self._calibrating(self._calibration):
+                self._calibration.stop()
         with self._guarded():
             requests = self.keeper.mirror.requests
             given = list(requests) if request_ids is None else request_ids
@@ -155,11 +199,16 @@ class Plugin:
 
     @property
     def has_work(self) -> bool:
-        """Whether something has to be told that no request is left for."""
-        return bool(self._refused)
+        """Whether something is to be told, or measured, that no request is left for."""
+        calibration = self._calibration
+        measures = calibration is not None and not calibration.is_done and not self.surface.is_paused()
+        return bool(self._refused) or measures
 
     def add_refusals(self, outputs: dict[int, Any]) -> None:
-        """Put the last outputs of refused requests among those that go out."""
+        """Put the last outputs of refused requests among those that go out; made-up ones do not go out."""
+        if self._calibration is not None:
+            for each in outputs.values():
+                each.outputs = [output for output in each.outputs if not is_made_up(output.request_id)]
         if self._refused:
             refused, self._refused = self._refused, []
             self.surface.add_outputs(outputs, refused)
@@ -189,6 +238,46 @@ class Plugin:
         if self._teller is not None:
             details = {"status": refusal.status, **refusal.details()}
             self._teller.request("refused", self.keeper, request, now, details)
+
+    # --- step times -----------------------------------------------------------------------------------
+
+    def _new_calibration(self) -> SelfCalibration:
+        """Return what measures steps, with requests and plans of its own."""
+        surface, kv = self.surface, self.keeper.mirror.kv
+        limits = BatchLimits(
+            num_tokens=surface.scheduler.max_num_scheduled_tokens,
+            num_seqs=surface.max_num_seqs,
+            max_model_len=surface.max_model_len,
+            num_kv_tokens=kv.num_blocks * kv.block_size,
+            graph_sizes=capture_sizes(surface.scheduler),
+        )
+        # One model for both: where requests come before all is measured, it has learnt from what was.
+        keeper = PromiseKeeper(surface, self.keeper.model, self.config.slo.mode)
+        return SelfCalibration(keeper, limits, RequestMaker(surface.scheduler, _SEED))
+
+    @contextmanager
+    def _calibrating(self, calibration: SelfCalibration) -> Iterator[None]:
+        """Let steps be measured; a fault ends that, and no step. Once all is measured, plan with it."""
+        try:
+            yield
+            if not calibration.is_done or calibration.is_under_way:
+                return
+            if not calibration.was_given_up:
+                model = self._kept.keep(calibration.steps, calibration.seconds)
+                self.keeper = PromiseKeeper(self.surface, model, self.config.slo.mode)
+                self._say_misses()
+        except Exception as fault:
+            logger.warning("step times: not measured, and guessed therefore (%s)", fault, exc_info=fault)
+            with suppress(Exception):
+                calibration.stop()
+        self._calibration = None
+
+    def _say_misses(self) -> None:
+        """Say which objectives no step can keep, before somebody waits for them."""
+        short, long = (min(num, self.surface.max_model_len) for num in (128, 1024))
+        check = IdleCheck(short=short, long=long, context=long)
+        for miss in check.misses(self.keeper.model, self.config.slo.objectives_by_class()):
+            logger.warning("%s. No plan can keep that: raise the objective, or take a faster machine", miss)
 
     # --- faults ---------------------------------------------------------------------------------------
 

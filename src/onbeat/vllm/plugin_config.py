@@ -37,8 +37,8 @@ class PluginConfig:
     telemetry: str | None = None
     """ZeroMQ address on which the scheduler tells what it does; None: it tells nobody."""
     calibrate: Calibrate = "auto"
-    """Whether steps are measured at the start, which is not there yet: `always` is refused, and the others
-    take the profile, or a guess."""
+    """Whether steps are measured at the start: `auto` where no earlier start with the same model, machine and
+    settings has, `always` each time, `off` never."""
     profile: Path | None = None
     """File of measured step times."""
     max_body_bytes: int = MAX_BODY_BYTES
@@ -47,6 +47,10 @@ class PluginConfig:
     def __post_init__(self) -> None:
         if self.calibrate not in get_args(Calibrate):
             raise ConfigError(f"calibrate is {self.calibrate!r}; it must be auto, always or off")
+        if self.calibrate == "always" and self.profile is not None:
+            raise ConfigError(
+                f"calibrate is 'always', but the profile {self.profile} is named too; leave one of them out"
+            )
         if self.telemetry is not None and not self.telemetry.startswith(("tcp://", "ipc://", "inproc://")):
             raise ConfigError(
                 f"telemetry is {self.telemetry!r}; it must be a ZeroMQ address such as tcp://127.0.0.1:5557"

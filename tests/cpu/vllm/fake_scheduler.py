@@ -6,12 +6,14 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
 from onbeat.perfmodel.logged_step import StepOrigin
 from onbeat.vllm import plugin as plugin_module
 from onbeat.vllm.scheduler import SLOSchedulerMixin
 from onbeat.vllm.surface import Surface
+from onbeat.vllm.teller import Teller
 
 BLOCK = 16
 
@@ -69,7 +71,7 @@ class FakeBlocks:
 class FakeScheduler:
     """Serves who comes first: running ones, then those that wait, as far as tokens go."""
 
-    options: ClassVar[dict[str, Any]] = {"ttft_ms": 1000, "tbt_ms": 50}
+    options: ClassVar[dict[str, Any]] = {"ttft_ms": 1000, "tbt_ms": 50, "calibrate": "off"}
 
     def __init__(self, **scheduling):
         settings = {
@@ -157,7 +159,9 @@ class FakeScheduler:
 def planned_scheduler(monkeypatch: pytest.MonkeyPatch) -> type:
     """Return the class of a scheduler whose steps onbeat plans."""
     monkeypatch.setattr(plugin_module, "engine_version", lambda: "0.32.0+cpu")
-    origin = StepOrigin(engine="vllm", engine_version="0.32.0", model="m", device="cpu", dtype="bf16")
+    origin = StepOrigin(
+        engine="vllm", engine_version="0.32.0", model="smollm2-135m", device="cpu", dtype="bf16"
+    )
     monkeypatch.setattr(plugin_module, "origin_of", lambda config: origin)
     monkeypatch.setattr(Surface, "end", lambda self, name: self.scheduler.finish_requests(name, None))
     monkeypatch.setattr(Surface, "refusal", staticmethod(lambda request, text: (request.request_id, text)))
@@ -190,3 +194,14 @@ def add_some(scheduler, num=20, **objectives):
         request.arrival_time = scheduler.now
         scheduler.add_request(request)
     return requests
+
+
+def heard_by(scheduler) -> list[dict[str, Any]]:
+    """Return a list that gets what a scheduler tells, as it comes out of a socket."""
+    told: list[dict[str, Any]] = []
+
+    def send(message):
+        told.append(msgspec.msgpack.decode(msgspec.msgpack.encode(message)))
+
+    scheduler.onbeat._teller = Teller(SimpleNamespace(send=send, close=lambda: None), rank=0)
+    return told

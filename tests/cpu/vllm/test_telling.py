@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -17,24 +16,20 @@ from onbeat.simulator.replay.history import read_history
 from onbeat.vllm.recorder import record
 from onbeat.vllm.telemetry import stats_of
 from onbeat.vllm.teller import Teller
-from tests.cpu.vllm.fake_scheduler import FakeRequest, FakeScheduler, add_some, planned_scheduler, run
+from tests.cpu.vllm.fake_scheduler import (
+    FakeRequest,
+    FakeScheduler,
+    add_some,
+    heard_by,
+    planned_scheduler,
+    run,
+)
 from tests.cpu.vllm.vllm_app import VLLMApp, chat_whole, client_of
 
 
 @pytest.fixture
 def make(monkeypatch):
     return planned_scheduler(monkeypatch)
-
-
-def heard_by(scheduler) -> list[dict[str, Any]]:
-    """Return a list that gets what a scheduler tells, as it comes out of a socket."""
-    told: list[dict[str, Any]] = []
-
-    def send(message):
-        told.append(msgspec.msgpack.decode(msgspec.msgpack.encode(message)))
-
-    scheduler.onbeat._teller = Teller(SimpleNamespace(send=send, close=lambda: None), rank=0)
-    return told
 
 
 def test_each_request_and_step_is_told_of(make):

@@ -1,0 +1,196 @@
+"""Step times inside vLLM: measured at the start by made-up requests, kept, or guessed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from onbeat.cli.main import main
+from onbeat.core.errors import ConfigError
+from onbeat.core.step import BatchShape
+from onbeat.recording.writer import create_record
+from onbeat.vllm import plugin as plugin_module
+from onbeat.vllm.batches import BatchLimits, stages
+from onbeat.vllm.recorder import Recorder, record_header
+from onbeat.vllm.teller import hello
+from tests.cpu.vllm.fake_scheduler import (
+    FakeRequest,
+    FakeScheduler,
+    add_some,
+    heard_by,
+    planned_scheduler,
+    run,
+)
+
+LIMITS = [
+    BatchLimits(8192, 1024, 131_072, 400_000, (1, 2, 4, *range(8, 513, 8))),
+    BatchLimits(2048, 64, 4096, 160_000),
+    BatchLimits(512, 8, 2048, 3200),
+    BatchLimits(16, 1, 128, 128),
+]
+
+
+@pytest.fixture
+def make(monkeypatch, tmp_path):
+    """Return a scheduler's class that measures its steps at the start."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(FakeScheduler.options, "calibrate", "auto")
+    maker = SimpleNamespace(make=FakeRequest)
+    monkeypatch.setattr(plugin_module, "RequestMaker", lambda scheduler, seed: maker)
+    return planned_scheduler(monkeypatch)
+
+
+def seconds_of(model, num_decodes: int, chunk: int) -> float:
+    shape = BatchShape()
+    for _ in range(num_decodes):
+        shape.add(40, 1, samples=True)
+    if chunk:
+        shape.add(0, chunk, samples=False)
+    return float(model.step_time(shape))
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_stages_stay_within_limits_and_grow(limits):
+    made = stages(limits)
+    assert [stage.largest for stage in made] == sorted(stage.largest for stage in made)
+    for stage in made:
+        assert stage.largest <= limits.num_tokens
+        assert max(map(len, stage.steps)) <= len(stage.prompts) <= limits.num_seqs
+        assert sum(stage.prompts) + len(stage.prompts) * len(stage.steps) <= limits.num_kv_tokens
+        assert max(stage.prompts) + stage.num_output <= limits.max_model_len
+        given = dict.fromkeys(range(len(stage.prompts)), 0)
+        for step in stage.steps:
+            for place, num in step:
+                assert num <= max(stage.prompts[place] - given[place], 1)
+                given[place] += num
+
+
+def test_sizes_of_cuda_graphs_are_measured_on_both_sides():
+    (decodes,) = [stage for stage in stages(LIMITS[0]) if len(stage.prompts) == 512]
+    sizes = {len(step) for step in decodes.steps}
+    assert {1, 256, 512} <= sizes
+    assert sum({size, size + 1} <= sizes for size in LIMITS[0].graph_sizes) > 10
+
+
+def test_steps_are_measured_kept_and_read_by_the_next_start(make, caplog, tmp_path):
+    caplog.set_level(logging.INFO, "onbeat.vllm")
+    scheduler = make()
+    assert scheduler.has_requests()
+    outputs = run(scheduler)
+    plugin = scheduler.onbeat
+    assert plugin._calibration is None
+    assert not outputs
+    assert not scheduler.requests
+    assert (plugin.num_faults, plugin.num_planned, plugin.num_mismatches) == (0, 0, 0)
+    assert "step times: measured in" in caplog.text
+    for num_decodes, chunk in ((1, 0), (8, 0), (0, 300), (4, 200)):
+        told = 0.01 + 2e-4 * (num_decodes + chunk)
+        assert seconds_of(plugin.keeper.model, num_decodes, chunk) == pytest.approx(told, rel=0.02)
+    (path,) = (tmp_path / "onbeat" / "profiles" / "vllm").iterdir()
+    again = make()
+    assert not again.has_requests()
+    assert f"as an earlier start measured them ({path})" in caplog.text
+    path.write_text("{}")
+    assert make().has_requests()
+    assert "measured anew" in caplog.text
+    changed = make(max_num_seqs=4)
+    assert changed.has_requests()
+
+
+def test_a_record_replays_with_the_profile_that_was_kept(make, tmp_path, capsys):
+    scheduler = make()
+    run(scheduler)
+    told = heard_by(scheduler)
+    add_some(scheduler, 12, slo_ttft_ms=5000.0)
+    run(scheduler)
+    path = tmp_path / "run.gz"
+    header = hello(scheduler.onbeat.keeper, plugin_module.origin_of(None), rank=0)["header"]
+    recorder = Recorder(create_record(path)(record_header(header)))
+    for message in told:
+        recorder.take(message)
+    recorder.finish()
+    recorder._writer.close()
+    (profile,) = (tmp_path / "onbeat" / "profiles" / "vllm").iterdir()
+    assert main(["replay", str(path), "--profile", str(profile), "--json", str(tmp_path / "found.json")]) == 0
+    assert f"Simulated with fitted ({profile})" in capsys.readouterr().out.replace("\n", "")
+    ((_, found),) = json.loads((tmp_path / "found.json").read_text())["forecasts"].items()
+    assert found["num_requests"] == 12
+    assert all(abs(error["relative_error"]) < 0.2 for error in found["errors"])
+
+
+def test_a_request_has_the_machine_at_once_and_measuring_goes_on_later(make):
+    scheduler = make()
+    for _ in range(7):
+        output = scheduler.schedule()
+        scheduler.now += 0.02
+        scheduler.update_from_output(output, None)
+    assert any(name.startswith("onbeat-") for name in output.num_scheduled_tokens)
+    requests = add_some(scheduler, 4)
+    assert set(scheduler.requests) == {"r0", "r1", "r2", "r3"}
+    rows = set()
+    while scheduler.requests:
+        output = scheduler.schedule()
+        rows |= output.num_scheduled_tokens.keys()
+        scheduler.now += 0.02
+        scheduler.update_from_output(output, None)
+    assert rows == {"r0", "r1", "r2", "r3"}
+    assert all(request.is_finished() for request in requests)
+    assert scheduler.has_requests()
+    run(scheduler)
+    assert scheduler.onbeat._calibration is None
+    assert scheduler.onbeat.keeper.model.errors is not None
+
+
+def test_a_fault_in_measuring_ends_it_and_no_step(make, monkeypatch, caplog):
+    monkeypatch.setattr(plugin_module, "RequestMaker", lambda scheduler, seed: SimpleNamespace())
+    scheduler = make()
+    requests = add_some(scheduler, 4)
+    run(scheduler)
+    assert all(request.is_finished() for request in requests)
+    assert (scheduler.onbeat.is_on, scheduler.onbeat.num_faults) == (True, 0)
+    assert caplog.text.count("step times: not measured, and guessed") == 1
+
+
+def test_all_aborted_or_paused_it_lets_the_engine_rest(make):
+    paused, aborted = make(), make()
+    paused.schedule()
+    paused._pause_state.name = "PAUSED_ALL"
+    paused.schedule()
+    assert not paused.has_requests()
+    paused._pause_state.name = "UNPAUSED"
+    assert paused.has_requests()
+    output = aborted.schedule()
+    assert output.num_scheduled_tokens
+    aborted.onbeat.forget_ended(None, 0.0)  # as vLLM does at its end
+    assert not aborted.has_requests()
+    aborted.update_from_output(output, None)
+    assert aborted.onbeat._calibration is None
+
+
+def test_where_it_cannot_be_measured_that_is_said(make, monkeypatch, caplog):
+    monkeypatch.setattr(plugin_module, "hindrance", lambda scheduler: "a connector is there")
+    assert not make().has_requests()
+    assert "guessed, and corrected by the first steps that run (a connector is there)" in caplog.text
+    monkeypatch.setitem(FakeScheduler.options, "calibrate", "always")
+    with pytest.raises(ConfigError, match="cannot be measured at this start: a connector is there"):
+        make()
+    monkeypatch.setitem(FakeScheduler.options, "profile", "/p.json")
+    with pytest.raises(ConfigError, match=r"'always', but the profile /p\.json is named too"):
+        make()
+
+
+def test_without_a_profile_what_is_used_is_said(make, monkeypatch, caplog):
+    monkeypatch.setitem(FakeScheduler.options, "calibrate", "off")
+    make()
+    assert "step times: guessed, and corrected by the first steps that run (calibrate is off)" in caplog.text
+
+
+def test_an_objective_that_no_step_can_keep_is_said_at_the_start(make, monkeypatch, caplog):
+    run(make())
+    assert "No plan can keep that" not in caplog.text
+    monkeypatch.setitem(FakeScheduler.options, "tbt_ms", 3)
+    make()
+    assert "class default: TBT 3 ms, but one decode alone takes 10 ms here. No plan can keep" in caplog.text
