@@ -23,6 +23,7 @@ from onbeat.server.engine_watch import EngineWatch, garbage_kept, tidy
 from onbeat.server.errors import IGNORED_FIELDS_HEADER, PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.fleet import FLEET_BODIES, fleet_routes
 from onbeat.server.generation import Generator, Lifecycle
+from onbeat.server.home import home_routes
 from onbeat.server.invocations import INVOCATIONS_PATH, invocation_routes
 from onbeat.server.jobs import JobDesk
 from onbeat.server.messages import CountTokensRequest, MessageRequest, message_routes
@@ -163,6 +164,7 @@ def create_app(
         tokenizer_routes(services),
         model_routes(services),
         health_routes(services),
+        home_routes(),
         *([] if fleet is None else [fleet_routes(fleet, config)]),
         telemetry.routes(),
     ):

@@ -51,7 +51,7 @@ _ROUTINE = frozenset(("/health", "/ping", "/ready", "/load", "/metrics", "/token
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 OPEN_PATHS = frozenset(
-    ("/health", "/ping", "/ready", "/load", "/version", "/metrics", "/docs", "/openapi.json")
+    ("/", "/health", "/ping", "/ready", "/load", "/version", "/metrics", "/docs", "/openapi.json")
 )
 """The paths that need no API key, beside the files of the page of `/docs`. All others do, those that do not
 exist included."""

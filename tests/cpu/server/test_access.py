@@ -17,7 +17,7 @@ from tests.cpu.server.running import HELLO, Served
 
 CHAT = "/v1/chat/completions"
 KEYS = {"api_keys": ("first", "second")}
-OPEN = {"/health", "/ping", "/ready", "/load", "/version", "/metrics", "/docs", "/openapi.json"}
+OPEN = {"/", "/health", "/ping", "/ready", "/load", "/version", "/metrics", "/docs", "/openapi.json"}
 """What docs/api.md leaves open."""
 CONTROLS = ("%0A", "%0a", "%0D", "%0D%0A", "%00", "%09", "%1F", "%7F", "%C2%85", "%C2%9F")
 TRICKS = (

@@ -1,0 +1,113 @@
+"""The page at `/`: what it loads, and what a real browser makes of it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from typing import Any
+
+import pytest
+
+from onbeat.core.errors import SLOUnattainable
+from tests.cpu.pages.browser import CHROMIUM, Tab, open_tab
+from tests.cpu.server.predicting_engine import PredictingEngine
+from tests.cpu.server.running import Served, serving
+
+LAST = "[...document.querySelectorAll('.message')].at(-1)"
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+
+
+async def test_the_page_loads_nothing_and_runs_its_own_script_alone() -> None:
+    async with serving(PredictingEngine()) as served, served.session.get(f"{served.url}/") as answer:
+        policy, page = answer.headers["content-security-policy"], await answer.text()
+    assert len(page) < 80_000
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(|\bon[a-z]+=|style=", page)
+    for tag in ("script", "style"):
+        [text] = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'; ")
+
+
+async def ask(tab: Tab, question: str) -> str:
+    """Type a question and Enter; return what stands below its answer in the end."""
+    count = await tab.js("document.querySelectorAll('.message').length")
+    await tab.js("document.getElementById('prompt').focus()")
+    await tab.keys(f"{question}\n")
+    await tab.until(f"document.querySelectorAll('.message').length === {count + 2}")
+    await tab.until("document.getElementById('send').textContent === 'Send'")
+    said: str = await tab.js(f"{LAST}.querySelector('.verdict').innerText")
+    return said
+
+
+@needs_browser
+async def test_a_chat_with_an_objective_shows_its_verdict_gaps_and_refusal() -> None:
+    engine = PredictingEngine(predicted_ttft=0.05)
+    async with serving(engine) as served, open_tab(served.url) as tab:
+        await tab.until("document.getElementById('what').textContent.includes('serves')")
+        assert "tokens" in await ask(tab, "hi")
+        await tab.js(
+            "document.getElementById('ttft').value = 5000; document.getElementById('tbt').value = 1000"
+        )
+        said = await ask(tab, "again")
+        assert said.startswith("objective kept · first token ")
+        assert "(predicted 50.0 ms)" in said
+        assert await tab.js(f"{LAST}.querySelector('.text').textContent") == "Hello, world!"
+        assert await tab.js(f"{LAST}.querySelectorAll('.strip rect').length") > 5
+        assert await tab.js(f"{LAST}.querySelectorAll('.strip rect.late').length") == 0
+        engine.refusals[""] = SLOUnattainable("too late", predicted_ttft=0.8125, retry_after=1.25)
+        said = await ask(tab, "now")
+        assert "refused · The server cannot keep this objective now." in said
+        assert "It predicts the first token after 813 ms. Try again in 1250 ms." in said
+        engine.refusals.clear()
+        await tab.js(f"{LAST}.querySelector('button').click()")
+        await tab.until(f"{LAST}.querySelector('.verdict').innerText.startsWith('objective kept')")
+        await tab.until("document.getElementById('classes').innerText.includes('%')")
+        complaints = [each for each in tab.complaints if "429" not in each]
+        assert not complaints
+
+
+@needs_browser
+async def test_a_server_with_keys_is_asked_with_the_key() -> None:
+    async with serving(PredictingEngine(), api_keys=("secret",)) as served, open_tab(served.url) as tab:
+        assert "wants an API key" in await ask(tab, "hi")
+        await tab.js("document.getElementById('key').focus()")
+        await tab.keys("secret")
+        await tab.js("document.getElementById('key').dispatchEvent(new Event('change'))")
+        assert "first token" in await ask(tab, "hi")
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [360, 1280])
+async def test_nothing_is_wider_than_the_screen(width: int) -> None:
+    async with serving(PredictingEngine()) as served, open_tab(served.url, width=width, height=740) as tab:
+        await ask(tab, "word" * 60)
+        assert await tab.js("document.documentElement.scrollWidth") <= width
+
+
+@needs_browser
+async def test_all_of_it_is_reached_by_keyboard_and_has_a_name() -> None:
+    kinds = "'button, input, textarea, a, svg, section, aside'"
+    name = "each.labels?.length || each.getAttribute('aria-label') || each.textContent.trim()"
+    unnamed = (
+        f"[...document.querySelectorAll({kinds})].filter((each) => !({name})).map((each) => each.outerHTML)"
+    )
+    async with serving(PredictingEngine()) as served, open_tab(served.url) as tab:
+        await ask(tab, "hi")
+        assert await tab.js(unnamed) == []
+        assert await tab.js("document.querySelectorAll('[tabindex]:not([tabindex=\"0\"])').length") == 0
+
+
+async def test_the_docs_page_needs_no_other_host() -> None:
+    async with serving(PredictingEngine()) as served:
+        page = await _text(served, "/docs")
+        for path in re.findall(r'(?:src|href)="([^"]+)"', page):
+            assert path.startswith("/docs/static/"), path
+            await _text(served, path)
+
+
+async def _text(served: Served, path: str) -> Any:
+    async with served.session.get(f"{served.url}{path}") as answer:
+        assert answer.status == 200, path
+        return (await answer.read()).decode(errors="replace")
