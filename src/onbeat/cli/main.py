@@ -24,6 +24,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "serve": Command("onbeat.cli.serve", "serve a model behind an OpenAI-compatible API"),
+    "chat": Command("onbeat.cli.chat", "talk to a running server in the terminal, with an objective"),
     "top": Command("onbeat.cli.top", "watch a running server: queues, classes, steps and plans"),
     "bench": Command("onbeat.cli.bench", "load any OpenAI-compatible server and report its latency"),
     "embed": Command("onbeat.cli.embed", "embed a corpus by a running server, in the time that others leave"),

@@ -1,0 +1,234 @@
+"""`onbeat chat`: talk to a running server in the terminal, with an objective."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import aiohttp
+import orjson
+from rich.console import Console
+
+from onbeat.bench.stream import EventStreamParser
+from onbeat.cli.options import add_options, read_options
+from onbeat.cli.top_source import server_root
+from onbeat.core.errors import ConfigError, OnbeatError
+from onbeat.core.options import check, option
+
+NO_ANSWER = 1
+_option = partial(option, group="chat")
+_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
+_REFUSALS = ("slo_unattainable", "deadline_exceeded")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """What is asked of the server with every message."""
+
+    model: str | None = _option(None, help="model to ask for (default: the server's first)")
+    system: str | None = _option(None, metavar="TEXT", help="system message")
+    message: str | None = _option(
+        None, metavar="TEXT", help="send this message alone, print the answer and end"
+    )
+    temperature: float | None = _option(None, at_least=0.0, help="of sampling (default: the model's)")
+    max_tokens: int = _option(512, at_least=1, help="most tokens of an answer")
+    slo_ttft_ms: float | None = _option(None, metavar="MS", help="objective of the first token")
+    slo_tbt_ms: float | None = _option(None, metavar="MS", help="objective of each further token")
+    shed: bool = _option(default=False, is_switch=True, help="have late requests refused")
+
+    def __post_init__(self) -> None:
+        check(self, ChatOptions)
+        for name, value in (("ttft", self.slo_ttft_ms), ("tbt", self.slo_tbt_ms)):
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"--slo-{name}-ms must be finite and above 0, got {value:g}")
+
+    @property
+    def objective(self) -> dict[str, Any]:
+        """The body's `slo`; empty where nothing is asked."""
+        given = {"ttft_ms": self.slo_ttft_ms, "tbt_ms": self.slo_tbt_ms}
+        stated: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        return {**stated, "shed": self.shed} if stated else {}
+
+
+class Refused(OnbeatError):
+    """The server gives no answer; the message is what it says."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer, as it came."""
+
+    text: str = ""
+    slo: dict[str, Any] | None = None
+    num_tokens: int | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add all flags of the command."""
+    parser.add_argument(
+        "url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="the server's address"
+    )
+    add_options(parser, ChatOptions)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until the input ends; return the exit code."""
+    options, root = read_options(args, ChatOptions), server_root(args.url)
+    return asyncio.run(_talk(root, options, Console(stderr=True, highlight=False)))
+
+
+async def _talk(root: str, options: ChatOptions, console: Console) -> int:
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with aiohttp.ClientSession(headers=headers, timeout=_TIMEOUT) as session:
+        talk = Talk(session, root, options, console)
+        await talk.open()
+        if options.message is not None:
+            return 0 if await talk.say(options.message) else NO_ANSWER
+        console.print(
+            f"{talk.model} at {root}. An empty line or Ctrl-D ends, Ctrl-C stops an answer.", style="dim"
+        )
+        while line := await asyncio.to_thread(_read_line):
+            await talk.say(line)
+    return 0
+
+
+def _read_line() -> str:
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return ""
+
+
+@dataclass(slots=True)
+class Talk:
+    """A conversation with one server.
+
+    Parameters
+    ----------
+    session : with the key, if there is one.
+    root : the server's address.
+    console : for what is no answer; answers go to the standard output.
+    """
+
+    session: aiohttp.ClientSession
+    root: str
+    options: ChatOptions
+    console: Console
+    model: str = ""
+    _messages: list[dict[str, str]] = field(default_factory=list)
+
+    async def open(self) -> None:
+        """Find the model.
+
+        Raises
+        ------
+        ConfigError : no server answers, or it wants a key.
+        """
+        try:
+            async with self.session.get(f"{self.root}/v1/models") as response:
+                await _check(response)
+                served = [each["id"] for each in (await response.json())["data"]]
+        except aiohttp.ClientError as error:
+            raise ConfigError(
+                f"no server answers at {self.root} ({error}); start one with `onbeat serve`, or name "
+                "another: `onbeat chat URL`"
+            ) from error
+        self.model = self.options.model or served[0]
+        if self.options.system is not None:
+            self._messages.append({"role": "system", "content": self.options.system})
+
+    async def say(self, text: str) -> bool:
+        """Send a message, and print the answer as it comes; return whether there was a whole one."""
+        asked = [*self._messages, {"role": "user", "content": text}]
+        answer = Answer()
+        try:
+            await self._stream(asked, answer)
+        except Refused as error:
+            self.console.print(str(error), style="yellow", markup=False)
+            return False
+        except aiohttp.ClientError as error:
+            self.console.print(f"the connection was lost: {error}", style="red", markup=False)
+            return False
+        self._messages = [*asked, {"role": "assistant", "content": answer.text}]
+        sys.stdout.write("\n")
+        self.console.print(_verdict(answer), style="dim", markup=False)
+        return True
+
+    async def _stream(self, messages: list[dict[str, str]], answer: Answer) -> None:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": self.options.max_tokens,
+        }
+        if self.options.temperature is not None:
+            body["temperature"] = self.options.temperature
+        if self.options.objective:
+            body["slo"] = self.options.objective
+        parser = EventStreamParser()
+        async with self.session.post(f"{self.root}/v1/chat/completions", json=body) as response:
+            await _check(response)
+            async for piece in response.content.iter_any():
+                for data in parser.feed(piece):
+                    if data != b"[DONE]":
+                        _take(orjson.loads(data), answer)
+
+
+def _take(event: dict[str, Any], answer: Answer) -> None:
+    if "error" in event:
+        raise Refused(f"the answer broke off: {event['error'].get('message')}")
+    for choice in event.get("choices", ()):
+        text = choice["delta"].get("content") or ""
+        answer.text += text
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    answer.slo = event.get("slo") or answer.slo
+    answer.num_tokens = (event.get("usage") or {}).get("completion_tokens", answer.num_tokens)
+
+
+async def _check(response: aiohttp.ClientResponse) -> None:
+    """Say why there is no answer.
+
+    Raises
+    ------
+    Refused : with the server's words, and when to come again.
+    """
+    if response.status == 200:
+        return
+    try:
+        error = (await response.json(content_type=None))["error"]
+    except (ValueError, KeyError, TypeError):
+        error = {"message": f"HTTP {response.status}"}
+    if response.status == 401:
+        raise Refused("the server wants an API key; put it into $OPENAI_API_KEY")
+    text = str(error.get("message"))
+    if error.get("code") in _REFUSALS:
+        wait = response.headers.get("retry-after-ms")
+        text = f"refused: {text}" + (f"; try again in {float(wait) / 1000:.1f} s" if wait else "")
+    raise Refused(text)
+
+
+def _verdict(answer: Answer) -> str:
+    """Return a line on an answer: what the server measured, and whether that was the objective."""
+    parts = [] if answer.num_tokens is None else [f"{answer.num_tokens} tokens"]
+    if slo := answer.slo:
+        kept = "kept" if slo["met"] else "given up: best effort" if slo["relegated"] else "missed"
+        forecast = slo.get("predicted_ttft_ms")
+        parts = [f"objective {kept}", _measured("first token", slo["ttft_ms"]), *parts]
+        if forecast is not None:
+            parts[1] += f" (predicted {forecast:.0f} ms)"
+        if slo["tbt_p99_ms"] is not None:
+            parts.insert(2, _measured("P99 gap", slo["tbt_p99_ms"]))
+    return " · ".join(parts)
+
+
+def _measured(name: str, value: float | None) -> str:
+    return f"{name} {'-' if value is None else f'{value:.0f} ms'}"

@@ -1,0 +1,63 @@
+"""`onbeat chat` against a server with a fake engine."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from onbeat.cli.chat import ChatOptions, _talk
+from onbeat.cli.main import build_parser
+from onbeat.core.errors import ConfigError, OnbeatError, SLOUnattainable
+from tests.cpu.server.predicting_engine import PredictingEngine
+from tests.cpu.server.running import Served
+
+
+@pytest.fixture
+def engine() -> PredictingEngine:
+    return PredictingEngine(predicted_ttft=0.05)
+
+
+async def chat(served: Served, capsys: pytest.CaptureFixture[str], **options: object) -> tuple[int, str, str]:
+    """Send one message; return the exit code, the answer and what was said beside it."""
+    code = await _talk(served.url, ChatOptions(message="hi", **options), Console(stderr=True, width=200))  # type: ignore[arg-type]
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+async def test_an_answer_and_its_verdict(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer, said = await chat(served, capsys, slo_ttft_ms=5000.0, slo_tbt_ms=1000.0, system="be kind")
+    assert (code, answer) == (0, "Hello, world!\n")
+    assert said.startswith("objective kept · first token ")
+    assert "(predicted 50 ms) · P99 gap " in said
+    assert said.rstrip().endswith("14 tokens")
+
+
+async def test_a_refusal_says_when_to_come_again(
+    served: Served, engine: PredictingEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.refusals[""] = SLOUnattainable("TTFT would be late", predicted_ttft=0.8, retry_after=1.25)
+    code, answer, said = await chat(served, capsys, slo_ttft_ms=1.0, shed=True)
+    assert (code, answer) == (1, "")
+    assert said == "refused: TTFT would be late; try again in 1.2 s\n"
+
+
+@pytest.mark.parametrize("served", [{"api_keys": ("secret",)}], indirect=True)
+async def test_a_server_with_keys(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(OnbeatError, match=r"put it into \$OPENAI_API_KEY"):
+        await chat(served, capsys)
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert (await chat(served, capsys))[1] == "Hello, world!\n"
+
+
+async def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"no server answers at http://127.0.0.1:9 .*onbeat serve"):
+        await _talk("http://127.0.0.1:9", ChatOptions(message="hi"), Console(stderr=True))
+
+
+def test_bad_flags_are_named() -> None:
+    assert build_parser(["chat"]).parse_args(["chat", "--slo-ttft-ms", "5"]).slo_ttft_ms == 5
+    with pytest.raises(ConfigError, match="--slo-ttft-ms must be finite"):
+        ChatOptions(slo_ttft_ms=0.0)
