@@ -50,9 +50,11 @@ def kept(result: Any, name: str) -> float:
     return float(good_requests(own).mean())
 
 
-def test_documents_take_what_chats_and_queries_leave() -> None:
-    without = onbeat.simulate(**WHERE, load=lanes(documents=0), policy="slo", max_queue_seconds=None)
-    result = onbeat.simulate(**WHERE, load=lanes(documents=300), policy="slo", max_queue_seconds=None)
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_documents_take_what_chats_and_queries_leave(noise: float) -> None:
+    how: dict[str, Any] = WHERE | {"policy": "slo", "max_queue_seconds": None, "step_noise": noise}
+    without = onbeat.simulate(**how, load=lanes(documents=0))
+    result = onbeat.simulate(**how, load=lanes(documents=300))
     for name in ("chat", "query"):
         assert kept(result, name) >= kept(without, name) - 0.005
         assert kept(result, name) >= 0.99

@@ -50,7 +50,9 @@ class StepComposition:
         limit, seconds = inf, 0.0
         if view.urgent is not None:  # else nothing is due, and nobody asks how long the decodes take
             seconds = self._cost_model.of(shape)
-            limit = rules.limit(view, seconds, plan.now, queue_grows=bool(best_effort))
+            # Those who never had an objective wait for as long as it takes: they say nothing of the load.
+            is_short = any(state.slo.has_objective for state in best_effort)
+            limit = rules.limit(view, seconds, plan.now, queue_grows=is_short)
             plan.budget, plan.budget_request_id = limit, view.urgent.request_id
             first, end = view.deadline, plan.now + seconds
             if first < end:  # whoever is late already is so by less, the more tokens a step brings
@@ -97,12 +99,13 @@ class StepComposition:
         shape = self._decode(rows, shape)
         starved = [state for state in best_effort if self._is_starved(state)][:1]
         others = [state for state in best_effort if state not in starved]
-        prompts = starved + [job.state for job in ordered] + others
         # Decodes alone may take longer than the limit: prompts then get nothing.
         filler = StepFiller(
             plan, self._cost_model, shape, limit=limit, most_chunk_tokens=chunk, ends_by=ends_by
         )
-        filler.fill(self._not_victims(prompts))
+        if filler.fill(self._not_victims(starved + [job.state for job in ordered])):
+            filler.leave_margin()
+            filler.fill(self._not_victims(others))
         if sitting_out and not (plan.chunks or plan.admissions):  # in vain
             self._decode(self._not_victims(sitting_out), shape)
 
@@ -233,7 +236,7 @@ class SLOComposer:
        are left behind although there are slots and memory for them, those that have plenty. Where blocks run
        short, those are preempted that lose least.
     5. A step holds an efficient chunk, or what `CostModel.prefill_share` finds best; more gains nothing. One
-       that ends a prompt holds no more than lets it be in time.
+       that ends a prompt holds no more than lets it be in time, and best effort only where that is certain.
     6. Best effort that has begun and had no token for too long goes first; who has not begun is ended then.
 
     Plans keep nothing: what is learnt is learnt between them (`SLOTracker`, `StepRules`, `CostModel`).

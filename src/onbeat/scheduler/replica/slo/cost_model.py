@@ -38,6 +38,7 @@ class CostModel:
     costs : the coefficients, of which `step` is what a step takes beside its tokens.
     efficient_chunk : the shortest chunk at which a token costs next to the least; longer ones gain nothing.
     alone_seconds : of a step of one decode of a usual context; no step with a token takes less.
+    spread : how many times its expected time a step is certain to take at most, once the model knows.
     num_left : steps until the coefficients are taken again.
     """
 
@@ -70,6 +71,7 @@ class CostModel:
         best = min([seconds / size for size, seconds in zip(_SIZES, times, strict=True)])
         place = next(place for place, size in enumerate(_SIZES) if times[place] <= best * size * _NEAR_BEST)
         self.efficient_chunk = chunk = _SIZES[place]
+        self.spread = max(1.0, step_time(_CHUNKS[place], CERTAIN) / times[place])
         with_context = step_time(_chunk(chunk, _CONTEXT), quantile)
         pair = max(0.0, (with_context - times[place]) / (chunk * _CONTEXT))
         longer = times[place + 1] if chunk < _SIZES[-1] else self.of(_chunk(2 * chunk))

@@ -41,18 +41,20 @@ class StepFiller:
         self._shape = shape.copy()
         self._limit = limit
         self._ends_by = ends_by or {}
+        self._due = inf
+        """The first of these of prompts that the step ends."""
         self._num_left = min(most_chunk_tokens, plan.num_tokens_left)
         self._is_blocked = plan.ran_out_of_blocks
         """Whether a prompt waits for a slot or for memory."""
 
-    def fill(self, states: Iterable[RequestState]) -> None:
-        """Add as much of these prompts, in this order, as the time allows.
+    def fill(self, states: Iterable[RequestState]) -> bool:
+        """Add as much of these prompts, in this order, as fits; return whether there is room for others.
 
         No prompt overtakes one that waits for a slot or for memory, but one that has both goes on.
         """
         for state in states:
             if self._num_left < 1 or self._plan.num_rows_left < 1:
-                return
+                return False
             if state.status is not RequestStatus.WAITING:
                 is_through = self._continue(state)
             elif self._is_blocked or not self._may_join(state):
@@ -61,7 +63,17 @@ class StepFiller:
             else:
                 is_through = self._admit(state)
             if not is_through:
-                return
+                return False
+        return True
+
+    def leave_margin(self) -> None:
+        """Let what follows make no prompt late that the step ends, even if the step takes long.
+
+        It is for those who have no deadline that can be met: they lose nothing by the next step.
+        """
+        certain = self._due / self._cost_model.spread
+        if certain < self._limit:
+            self._limit = min(self._limit, max(certain, self._cost_model.of(self._shape)))
 
     def _continue(self, state: RequestState) -> bool:
         """Add a chunk of a running request; False where the time is used up."""
@@ -109,9 +121,11 @@ class StepFiller:
         self._shape.add(num_cached, num_new, samples=num_new if state.scores_prompt else 1)
         self._num_left -= num_new
         ends_by = self._ends_by.get(state.request_id, inf)
-        if ends_by < self._limit and num_cached + num_new == state.num_tokens:
+        if num_cached + num_new == state.num_tokens:
             # Its token comes with the step's end: what else goes into the step must not make it late.
-            self._limit = max(ends_by, self._cost_model.of(self._shape))
+            self._due = min(self._due, ends_by)
+            if ends_by < self._limit:
+                self._limit = max(ends_by, self._cost_model.of(self._shape))
 
 
 Loss = Callable[[RequestState], tuple[float, ...]]
