@@ -48,6 +48,8 @@ def test_steps_are_measured_between_requests_and_nothing_is_left(
         assert model.step_time(shape) == pytest.approx(expected, rel=0.25), (chunk, num_decodes)
     assert len(list((tmp_path / "onbeat" / "profiles" / "vllm").iterdir())) == 1
     plugin.num_planned, before = 0, engine.num_steps
+    engine.ended.clear()
+    engine.tokens.clear()
     requests = workload(40, 4.0, start=clock.now + 0.1, **OBJECTIVES)
     engine.add(*requests)
     engine.run()

@@ -200,6 +200,10 @@ class Ledger:
                 if entry is not None:
                     entry.take(message)
 
+    def forget_steps(self) -> None:
+        """Forget how the scheduler stood: it is not there any more."""
+        self._counts.keep_engines(())
+
     def metrics(self) -> bytes:
         """Return onbeat's metrics, as Prometheus reads them."""
         return generate_latest(self._registry)

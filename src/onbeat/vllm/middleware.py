@@ -24,12 +24,13 @@ from onbeat.vllm.exchange import TOLD_SECONDS, Exchange
 from onbeat.vllm.ledger import Ledger
 from onbeat.vllm.plugin_config import PluginConfig, read_config
 from onbeat.vllm.requests import ROUTES, ReadRequest, read_request
-from onbeat.vllm.telemetry import Subscriber
+from onbeat.vllm.telemetry import SILENCE_SECONDS, Subscriber
 
 logger = logging.getLogger("onbeat.vllm")
 
 METRICS = "/metrics"
 CLIENT_LEFT = 499
+_PATIENCE = SILENCE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,22 @@ class _Desk:
             self._subscriber.close()
 
     async def _hear(self, subscriber: Subscriber) -> None:
+        is_there = False
         while True:
-            message = await subscriber.receive()
+            try:
+                async with asyncio.timeout(_PATIENCE):
+                    message = await subscriber.receive()
+            except TimeoutError:
+                if is_there:
+                    is_there = False
+                    self.ledger.forget_steps()
+                    logger.warning(
+                        "the scheduler's process has told nothing for %g s, so it has ended or hangs: its "
+                        "gauges are 0 until it tells again; see vLLM's own log",
+                        _PATIENCE,
+                    )
+                continue
+            is_there = True
             try:
                 self.ledger.take(message)
             except Exception:

@@ -36,12 +36,11 @@ from onbeat.core.step import (
 )
 from onbeat.recording.log import RecordHeader
 from onbeat.recording.writer import RecordWriter, create_record
-from onbeat.vllm.telemetry import HELLO_SECONDS, Subscriber, stats_of
+from onbeat.vllm.telemetry import SILENCE_SECONDS, Subscriber, stats_of
 
 logger = logging.getLogger("onbeat.vllm")
 
-_PATIENCE = 5 * HELLO_SECONDS
-"""Without a word for so long, a scheduler has ended."""
+_PATIENCE = SILENCE_SECONDS
 
 
 @dataclass(slots=True)

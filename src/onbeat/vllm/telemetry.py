@@ -38,6 +38,8 @@ Event = Literal["scheduled", "relegated", "preempted", "refused", "aborted"]
 
 HELLO_SECONDS = 2.0
 """How often a publisher says what it is."""
+SILENCE_SECONDS = 5 * HELLO_SECONDS
+"""One that has said nothing for so long has ended, or hangs."""
 _WAITING_MESSAGES = 2**13
 """What a slow subscriber may leave waiting, some seconds of steps; the rest is lost to it."""
 _LARGEST_MESSAGE = 2**24

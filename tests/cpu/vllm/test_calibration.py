@@ -144,6 +144,16 @@ def test_a_request_has_the_machine_at_once_and_measuring_goes_on_later(make):
     assert scheduler.onbeat.keeper.model.errors is not None
 
 
+def test_where_vllm_has_no_bound_for_single_prompts_steps_are_measured_too(make, monkeypatch):
+    """As on 0.26 and 0.27: order and the total of a step stand in for it."""
+    scheduler = make()
+    scheduler.onbeat.surface.has_quota = False
+    monkeypatch.setattr(make, "_reserve_prefill_lookahead", lambda self, request, computed, num: num)
+    run(scheduler)
+    assert scheduler.onbeat._calibration is None
+    assert seconds_of(scheduler.onbeat.keeper.model, 4, 200) == pytest.approx(0.01 + 2e-4 * 204, rel=0.02)
+
+
 def test_a_fault_in_measuring_ends_it_and_no_step(make, monkeypatch, caplog):
     monkeypatch.setattr(plugin_module, "RequestMaker", lambda scheduler, seed: SimpleNamespace())
     scheduler = make()

@@ -24,7 +24,16 @@ from tests.cpu.vllm.fake_scheduler import (
     planned_scheduler,
     run,
 )
-from tests.cpu.vllm.vllm_app import VLLMApp, chat_whole, client_of
+from tests.cpu.vllm.vllm_app import (
+    ASK,
+    CHAT,
+    VLLMApp,
+    chat_chunk,
+    chat_whole,
+    client_of,
+    data_events,
+    event,
+)
 
 
 @pytest.fixture
@@ -128,3 +137,44 @@ async def test_steps_reach_metrics_top_and_a_record_that_replays(make, monkeypat
     assert replayed.steps[-1].end == pytest.approx(scheduler.now)
     assert main(["replay", str(path)]) == 0
     assert "vLLM took these steps" in capsys.readouterr().out
+
+
+async def test_a_killed_engine_is_said_once_and_nothing_of_its_record_is_lost(
+    make, monkeypatch, tmp_path, caplog
+):
+    """vLLM answers 500 then, or ends its streams with an error; the middleware passes both on."""
+    for name in ("middleware", "recorder"):
+        monkeypatch.setattr(f"onbeat.vllm.{name}._PATIENCE", 2.0)
+    monkeypatch.setattr("onbeat.vllm.telemetry.HELLO_SECONDS", 0.05)
+    address, path = f"ipc://{tmp_path}/t", tmp_path / "run.gz"
+    monkeypatch.setitem(FakeScheduler.options, "telemetry", address)
+    scheduler = make()
+    dead = {
+        "error": {"message": "EngineCore encountered an issue", "type": "InternalServerError", "code": 500}
+    }
+    stream = [chat_chunk({"role": "assistant", "content": ""}), chat_chunk({"content": "Hi"}), event(dead)]
+    app = VLLMApp(lambda body: stream if body.get("stream") else (500, dead))
+    client = client_of(app, {"telemetry": address})
+    await client.get("/metrics")
+    recording = asyncio.create_task(record(path, address))
+    while not path.exists():
+        await asyncio.sleep(0.01)
+    add_some(scheduler, 2)
+    scheduler.update_from_output(scheduler.schedule(), None)
+    while read_exposition((await client.get("/metrics")).text).value("onbeat_kv_blocks") != 200:
+        await asyncio.sleep(0.01)
+    scheduler.onbeat._teller.close()  # it is killed
+    counts = await recording
+    assert (counts.has_fallen_silent, counts.num_requests, counts.num_steps) == (True, 2, 1)
+    assert len(read_history(Recording(path)).steps) == 1
+    reply = await client.post(CHAT, json=ASK)
+    assert (reply.status_code, reply.json()) == (500, dead)
+    reply = await client.post(CHAT, json={**ASK, "stream": True})
+    assert (reply.status_code, data_events(reply.content)[-1]) == (200, dead)
+    while "so it has ended or hangs" not in caplog.text:
+        await asyncio.sleep(0.01)
+    scrape = read_exposition((await client.get("/metrics")).text)
+    client.desk.close()
+    assert caplog.text.count("so it has ended or hangs: its gauges are 0") == 1
+    assert scrape.value("onbeat_kv_blocks") == 0
+    assert scrape.value("onbeat_requests_total", finish_reason="error") == 2
