@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.request import SamplingParams
+from onbeat.engine import sampler as sampler_module
 from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.guided_draw import DEAD_END, GuideWork, allowed_ids
 from onbeat.engine.guided_rows import begin_guide
+from onbeat.engine.logprobs import token_logprobs
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.text.grammar.source import choice_grammar, json_grammar, regex_grammar
@@ -157,6 +159,23 @@ def test_log_probabilities_are_those_of_the_model():
     assert report.token_id == sampled.token_ids[0]
     assert report.logprob == pytest.approx(float(expected[report.token_id]), abs=1e-5)
     assert report.top_token_ids[0] == int(expected.argmax())
+
+
+def test_log_probabilities_are_computed_for_those_who_ask(monkeypatch):
+    num_rows = []
+
+    def noted(logits, token_ids, *args, **options):
+        num_rows.append(len(token_ids))
+        return token_logprobs(logits, token_ids, *args, **options)
+
+    monkeypatch.setattr(sampler_module, "token_logprobs", noted)
+    rows = [guided_row(COMPILER, GRAMMARS[0], temperature=1.0, seed=seed) for seed in range(3)]
+    Sampler(VOCAB_SIZE, CPU).sample(logits_of(2, 3), rows)
+    assert not num_rows
+    asking = guided_row(COMPILER, GRAMMARS[0], temperature=1.0, num_logprobs=1)
+    sampled = Sampler(VOCAB_SIZE, CPU).sample(logits_of(2, 3), [*rows[1:], asking])
+    assert num_rows == [1]
+    assert [each is None for each in sampled.logprobs] == [True, True, False]
 
 
 def test_a_dead_end_is_the_fault_of_its_request_alone():
