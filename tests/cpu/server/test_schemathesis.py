@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import jsonschema_rs
 import pytest
 import schemathesis
+from fastapi import FastAPI
 from hypothesis import HealthCheck, Phase, assume, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.pytest.lazy import get_all_tests
 from schemathesis.specs.openapi import checks
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.fleet import ReplicaLoad, ReplicaView
 from onbeat.metrics.fleet_counts import FleetCounts
+from onbeat.server.app import ENDPOINTS
 from onbeat.server.server_config import ServerConfig
 from tests.cpu.server.running import make_app
 from tests.fakes_engine import VOCAB_SIZE, FakeEngine
+from tests.many_cases import Cases, each_case
 
 
 class FakeFleet(FakeEngine):
@@ -54,9 +59,6 @@ class FakeFleet(FakeEngine):
 
 KEY = "of the fleet"
 CONFIG = ServerConfig(log_requests=False, max_n=4, fleet_key=KEY)
-APP = make_app(FakeFleet(max_model_len=256), CONFIG, has_fleet=True)
-# each case would start and end the application, and what has ended does not start again
-APP.router.lifespan_context = lambda _: nullcontext()
 CHECKS: list[Any] = [
     not_a_server_error,
     checks.status_code_conformance,
@@ -67,11 +69,24 @@ CHECKS: list[Any] = [
     checks.unsupported_method,
 ]
 
-schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
-schema.config.generation.update(modes=list(GenerationMode))
+
+@cache
+def app() -> FastAPI:
+    made = make_app(FakeFleet(max_model_len=256), CONFIG, has_fleet=True)
+    # each case would start and end the application, and what has ended does not start again
+    made.router.lifespan_context = lambda _: nullcontext()
+    return made
 
 
-@schema.hook
+@pytest.fixture(scope="module")
+def schema() -> Any:
+    """The description; its cases take many seconds to make, so that is done where they run."""
+    read = schemathesis.openapi.from_asgi("/openapi.json", app())
+    read.config.generation.update(modes=list(GenerationMode))
+    read.hook(map_body)
+    return read
+
+
 def map_body(context: Any, body: Any) -> Any:
     """Ask for the model that is served, or else every request would end at a 404."""
     if isinstance(body, dict) and isinstance(body.get("model"), str):
@@ -79,7 +94,6 @@ def map_body(context: Any, body: Any) -> Any:
     return body
 
 
-@schema.parametrize()
 @settings(
     max_examples=25,
     deadline=None,
@@ -87,23 +101,39 @@ def map_body(context: Any, body: Any) -> Any:
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=list(HealthCheck),
 )
-def test_api_keeps_its_description(case: Any) -> None:
+def keeps_its_description(case: Any) -> None:
     # a header that nobody knows counts as wrong, but any client and proxy may send one
     assume(not any("unknown-property" in name for name in case.headers or {}))
     case.call_and_validate(checks=CHECKS, headers={"authorization": f"Bearer {KEY}"})
 
 
-def test_the_description_names_all_endpoints() -> None:
-    from onbeat.server.app import ENDPOINTS
+# one path for the bodies of five others, which have descriptions of their own
+UNTOLD = {"/docs", "/openapi.json", "/invocations"}
 
-    # one path for the bodies of five others, which have descriptions of their own
-    untold = {"/docs", "/openapi.json", "/invocations"}
-    assert {*APP.openapi()["paths"], *untold} == ENDPOINTS
+
+@pytest.mark.parametrize("path", sorted(ENDPOINTS - UNTOLD))
+def test_api_keeps_its_description(schema: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # No request leaves the process, and a look for proxies in the environment is a third of each.
+    monkeypatch.setattr("requests.sessions.get_environ_proxies", lambda *_, **__: {})
+    found = Cases()
+    made: Any
+    for made in get_all_tests(
+        schema=schema.include(path=path), test_func=keeps_its_description, settings=None, given_kwargs=None
+    ):
+        operation, test = made.ok()
+        with found.trying({"operation": operation.label}):
+            test()
+    found.end()
+    assert found.num_tried > 0
+
+
+def test_the_description_names_all_endpoints() -> None:
+    assert {*app().openapi()["paths"], *UNTOLD} == ENDPOINTS
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_the_description_is_honest_about_errors(path: str) -> None:
-    responses = APP.openapi()["paths"][path]["post"]["responses"]
+    responses = app().openapi()["paths"][path]["post"]["responses"]
     assert responses.keys() == {"200", "400", "401", "404", "413", "429", "500", "503", "504"}
     assert responses["200"]["content"].keys() == {"application/json", "text/event-stream"}
     for status in responses.keys() - {"200"}:
@@ -114,7 +144,7 @@ def test_the_description_is_honest_about_errors(path: str) -> None:
 CHAT = [{"role": "user", "content": "hi"}]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("model", "body"),
     [
         ("CompletionRequest", {"prompt": []}),
@@ -136,7 +166,6 @@ CHAT = [{"role": "user", "content": "hi"}]
         ("DetokenizeRequest", {"tokens": [-1]}),
         ("DetokenizeRequest", {"tokens": [VOCAB_SIZE]}),
     ],
-    ids=str,
 )
 def test_the_description_excludes_what_is_refused(model: str, body: dict[str, Any]) -> None:
     assert not is_described(model, body)
@@ -160,5 +189,5 @@ def test_the_description_includes_what_is_taken(model: str, body: dict[str, Any]
 
 
 def is_described(model: str, body: dict[str, Any]) -> bool:
-    components = {"components": APP.openapi()["components"]}
+    components = {"components": app().openapi()["components"]}
     return jsonschema_rs.is_valid({**components, "$ref": f"#/components/schemas/{model}"}, body)
