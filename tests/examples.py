@@ -1,4 +1,4 @@
-"""How many examples property tests try: few as a rule, all with the profiles thorough and searching."""
+"""How many examples property tests try: few as a rule, half with the profile thorough, all with searching."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 from hypothesis import settings
 
-THOROUGH = 100
+SEARCHING = 100
 """Percent."""
+THOROUGH = 50
 QUICK = 10
 
 
@@ -18,18 +19,18 @@ def register_profiles() -> None:
     for name, percent, is_fixed in (
         ("quick", QUICK, False),
         ("thorough", THOROUGH, True),
-        ("searching", THOROUGH, False),
+        ("searching", SEARCHING, False),
     ):
         settings.register_profile(name, max_examples=percent, derandomize=is_fixed, deadline=None)
     settings.load_profile("quick")
 
 
-def examples(thorough: int, **options: Any) -> settings:
-    """Return settings that try so many examples in the thorough profile, and their part of it in others.
+def examples(most: int, **options: Any) -> settings:
+    """Return settings that try so many examples in the searching profile, and their part of it in others.
 
     Parameters
     ----------
     options : further ones of hypothesis.
     """
-    percent = settings.default.max_examples if settings.default is not None else THOROUGH
-    return settings(max_examples=max(thorough * percent // THOROUGH, 1), deadline=None, **options)
+    percent = settings.default.max_examples if settings.default is not None else SEARCHING
+    return settings(max_examples=max(most * percent // SEARCHING, 1), deadline=None, **options)
