@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Protocol
 
+import pytest
 import torch
 
 from onbeat.engine.native.library import NativeLibrary
@@ -92,3 +93,22 @@ class NativeEngine:
     def check_logits(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
         errors = (logits.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert float(errors.max()) < FLOAT32_ERROR
+
+
+NUM_TURNS = 3
+in_turns = pytest.mark.parametrize(
+    "turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in range(1, NUM_TURNS))]
+)
+"""Cases by which engines take turns: at each turn each case is of one of them, and the first is not slow."""
+NOT_ON_GPU = ("phi3", "phi3-longrope", "olmo2", "mixtral", "qwen3-moe")
+"""Families that `CudaEngine` skips."""
+
+
+def is_due(engine: TinyEngine, case: int, turn: int, family: str = "qwen3") -> bool:
+    """Return whether the case of this number is of the engine at this turn.
+
+    Where one engine lacks the family, the others have all its cases at the first turn.
+    """
+    if family in NOT_ON_GPU:
+        return turn == 0
+    return ((TorchEngine, CudaEngine, NativeEngine).index(type(engine)) + case) % NUM_TURNS == turn

@@ -12,7 +12,7 @@ import torch
 
 from onbeat.engine.attention.torch_sdpa import TorchSdpaBackend
 from onbeat.engine.forward import ForwardPass, TorchForward
-from tests.cpu.engine.engines import TinyEngine
+from tests.cpu.engine.engines import TinyEngine, in_turns, is_due
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
 from tests.many_cases import each_case
@@ -55,10 +55,13 @@ def test_single_requests_equal_the_reference(engine: TinyEngine, name: str) -> N
 
 
 @pytest.mark.parametrize("seed", range(3))
+@in_turns
 @every_family
 def test_mixed_steps_with_late_arrivals_and_preemptions_equal_the_reference(
-    engine: TinyEngine, name: str, seed: int
+    engine: TinyEngine, name: str, seed: int, turn: int
 ) -> None:
+    if not is_due(engine, seed + list(FAMILIES).index(name), turn, name):
+        return
     driver = StepDriver(engine.make_forward(name), seed=seed)
     chance = random.Random(seed)
     waiting = list(PROMPT_LENGTHS)

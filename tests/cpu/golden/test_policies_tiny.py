@@ -11,7 +11,7 @@ import pytest
 
 from onbeat.core.slo import SLO
 from onbeat.scheduler.replica.policies import POLICIES
-from tests.cpu.engine.engines import CudaEngine, NativeEngine, TinyEngine, TorchEngine
+from tests.cpu.engine.engines import TinyEngine, in_turns, is_due
 from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
 from tests.cpu.golden.engine_run import Outcome, Setting, run_engine
 from tests.many_cases import each_case
@@ -48,18 +48,11 @@ OBJECTIVES = (
 )
 """Loose and tight ones, an impossible one and none, in turn; a step takes 2 ms and 0.1 ms a token."""
 NAMES = [name for name in FAMILIES if name not in ("phi3", "phi3-longrope", "olmo2", "granite", "qwen3-moe")]
-"""The others differ from these in what a token computes, not in what it reads of the KV cache."""
-NUM_PARTS = 3
-in_parts = pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, NUM_PARTS))]
-)
-"""A plan depends on neither engine nor family. So a part has every two of setting, family and engine,
-and all parts have all three. (The GPU engine has no experts: these meet each policy at one depth or both.)"""
+"""The others differ from these in what a token computes, not in what it reads of the KV cache.
 
-
-def is_of_part(part: int, engine: TinyEngine, name: str, setting: int) -> bool:
-    engines = (TorchEngine, CudaEngine, NativeEngine)
-    return (NAMES.index(name) + engines.index(type(engine)) + setting) % NUM_PARTS == part
+A plan depends on neither engine nor family. So the first turn has every two of setting, family and engine
+together, and all turns have all three.
+"""
 
 
 def number_of(policy: str, depth: int = 0) -> int:
@@ -76,10 +69,10 @@ def run(engine: TinyEngine, name: str, setting: Setting, lengths=PROMPT_LENGTHS)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-@in_parts
+@in_turns
 @each_case("name", NAMES)
-def test_tokens_equal_the_reference(engine: TinyEngine, name: str, setting: Setting, part: int):
-    if not is_of_part(part, engine, name, SETTINGS.index(setting)):
+def test_tokens_equal_the_reference(engine: TinyEngine, name: str, setting: Setting, turn: int):
+    if not is_due(engine, NAMES.index(name) + SETTINGS.index(setting), turn, name):
         return
     outcome = run(engine, name, setting)
     if setting.policy in MIXING:
@@ -87,10 +80,10 @@ def test_tokens_equal_the_reference(engine: TinyEngine, name: str, setting: Sett
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@in_parts
+@in_turns
 @each_case("name", NAMES)
-def test_prefix_hits_change_nothing(engine: TinyEngine, name: str, policy: str, part: int):
-    if not is_of_part(part, engine, name, number_of(policy)):
+def test_prefix_hits_change_nothing(engine: TinyEngine, name: str, policy: str, turn: int):
+    if not is_due(engine, NAMES.index(name) + number_of(policy), turn, name):
         return
     budget = 64 if policy in CHUNKED else None
     outcome = run(engine, name, Setting(policy=policy, budget=budget, repeats=2))
@@ -99,10 +92,10 @@ def test_prefix_hits_change_nothing(engine: TinyEngine, name: str, policy: str, 
 
 @pytest.mark.parametrize("policy", PREEMPTING)
 @pytest.mark.parametrize("depth", [1, 2])
-@in_parts
+@in_turns
 @each_case("name", NAMES)
-def test_forced_preemption_changes_nothing(engine: TinyEngine, name: str, policy: str, depth: int, part: int):
-    if not is_of_part(part, engine, name, number_of(policy, depth)):
+def test_forced_preemption_changes_nothing(engine: TinyEngine, name: str, policy: str, depth: int, turn: int):
+    if not is_due(engine, NAMES.index(name) + number_of(policy, depth), turn, name):
         return
     budget = 64 if policy in CHUNKED else None
     setting = Setting(policy=policy, budget=budget, num_blocks=18, depth=depth, max_num_seqs=16)
@@ -112,10 +105,10 @@ def test_forced_preemption_changes_nothing(engine: TinyEngine, name: str, policy
 
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in BLIND])
 @pytest.mark.parametrize("depth", [1, 2])
-@in_parts
+@in_turns
 @each_case("name", NAMES)
-def test_objectives_change_no_token(engine: TinyEngine, name: str, policy: str, depth: int, part: int):
-    if is_of_part(part, engine, name, number_of(policy, depth)):
+def test_objectives_change_no_token(engine: TinyEngine, name: str, policy: str, depth: int, turn: int):
+    if is_due(engine, NAMES.index(name) + number_of(policy, depth), turn, name):
         check_with_objectives(engine, name, policy, depth)
 
 

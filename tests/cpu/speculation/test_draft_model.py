@@ -15,7 +15,7 @@ from onbeat.engine.forward import StepLogits
 from onbeat.engine.input_batch import InputBatch, StepInputs
 from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.proposer import DraftRow
-from tests.cpu.engine.engines import TinyEngine
+from tests.cpu.engine.engines import TinyEngine, in_turns, is_due
 from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
 from tests.cpu.speculation.drafting import (
     GREEDY,
@@ -70,8 +70,11 @@ def test_greedy_tokens_are_those_without_drafts(engine: TinyEngine, setting: Set
     assert (drafted.num_prefix_hits > 150) == (setting.repeats > 1)
 
 
-@each_case("name", FAMILIES)
-def test_families_can_draft_for_one_another(engine: TinyEngine, name: str) -> None:
+@in_turns
+@each_case(("number", "name"), enumerate(FAMILIES))
+def test_families_can_draft_for_one_another(engine: TinyEngine, number: int, name: str, turn: int) -> None:
+    if not is_due(engine, number, turn, name):
+        return
     requests = prompts(LENGTHS[:4])
     target = make_near(engine, name)
     plain = serve(target, None, requests, Setting())

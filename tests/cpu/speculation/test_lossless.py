@@ -10,7 +10,7 @@ import torch
 
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.scheduler_config import DraftLength
-from tests.cpu.engine.engines import TinyEngine
+from tests.cpu.engine.engines import TinyEngine, in_turns, is_due
 from tests.cpu.engine.forwards import MakeForward, on_torch
 from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
 from tests.cpu.speculation.runs import (
@@ -60,8 +60,11 @@ def budget(policy: str) -> dict[str, Any]:
     return {"max_num_batched_tokens": 300} if policy not in ("sarathi", "chunk-only", "slo", "edf") else {}
 
 
-@each_case("name", FAMILIES)
-def test_greedy_of_every_family(engine: TinyEngine, name: str) -> None:
+@in_turns
+@each_case(("number", "name"), enumerate(FAMILIES))
+def test_greedy_of_every_family(engine: TinyEngine, number: int, name: str, turn: int) -> None:
+    if not is_due(engine, number, turn, name):
+        return
     forward = engine.make_forward(name, torch.float32)
     expected = run(forward, make_requests())
     for num_drafts, draft_length in LENGTHS:
@@ -94,9 +97,14 @@ def test_every_policy(policy: str, overlapped: bool) -> None:
 
 
 @each_case("overlapped", [False, True])
-@each_case("name", SAMPLINGS)
-def test_every_sampling_setting(engine: TinyEngine, name: str, overlapped: bool) -> None:
+@in_turns
+@each_case(("number", "name"), enumerate(SAMPLINGS))
+def test_every_sampling_setting(
+    engine: TinyEngine, number: int, name: str, overlapped: bool, turn: int
+) -> None:
     """The drafts are sometimes right and sometimes not, where the prompt says nothing of the answer."""
+    if not is_due(engine, number + overlapped, turn):
+        return
     forward = engine.make_forward("qwen3", torch.float32)
     requests = make_requests(**SAMPLINGS[name])
     expected = run(forward, requests)
