@@ -66,12 +66,6 @@ def status(url: str) -> int:
     return httpx.get(url, timeout=60).status_code
 
 
-def test_metrics_show_no_path(server: ServerProgram, tiny_directory: Path) -> None:
-    text = httpx.get(f"{server.url}/metrics").text
-    assert 'model="tiny"' in text
-    assert str(tiny_directory.parent) not in text
-
-
 def text_of(events: list[Any]) -> str:
     return "".join(event["choices"][0]["text"] for event in events)
 
@@ -140,7 +134,12 @@ def test_a_signal_to_all_processes_drains_the_server(tiny_directory: Path) -> No
         assert not any("drains and is started again" in line for line in server.lines)
 
 
-def test_sigterm_drains_then_exits_with_0(server: ServerProgram) -> None:
+def test_metrics_show_no_path_and_sigterm_drains_then_exits_with_0(
+    server: ServerProgram, tiny_directory: Path
+) -> None:
+    text = httpx.get(f"{server.url}/metrics").text
+    assert 'model="tiny"' in text
+    assert str(tiny_directory.parent) not in text
     engine = server.engine_pid
     stream = Stream(server.url, max_tokens=1500)
     stream.wait_until_flowing()
@@ -166,6 +165,7 @@ def test_a_second_signal_stops_at_once(server: ServerProgram, second: signal.Sig
     assert not is_running(engine)
 
 
+@pytest.mark.slow
 def test_the_engine_of_a_killed_server_ends_by_itself(server: ServerProgram) -> None:
     engine = server.engine_pid
     stream = Stream(server.url, max_tokens=30_000)

@@ -11,7 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("names", ["slo,slo-gap-async", "sarathi-drafts-async,static"])
+@pytest.mark.parametrize(
+    "names", ["slo-gap-async,sarathi-drafts-async", pytest.param("slo,static", marks=pytest.mark.slow)]
+)
 def test_a_short_soak_finds_no_fault(names: str) -> None:
     command = [sys.executable, "-m", "benchmarks.check.soak", "--requests", "500", "--only", names]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)

@@ -72,8 +72,9 @@ def compile_kernels(instruction_set: str, directory: Path) -> Kernels:
     build = hatch_build()
     sets = build.X86_INSTRUCTION_SETS if instruction_set != "portable" else {"portable": ()}
     common = ["g++", *build.COMMON_FLAGS, "-Werror", f"-I{ROOT / 'native/src'}", "-c", "-o"]
-    pack, shim, library = (directory / name for name in ("pack.o", "shim.o", "libkernels.so"))
-    subprocess.run([*common, str(pack), str(ROOT / "native/src/quant_pack.cpp")], check=True)
+    pack, shim, library = directory.parent / "pack.o", directory / "shim.o", directory / "libkernels.so"
+    if not pack.exists():  # by another set already
+        subprocess.run([*common, str(pack), str(ROOT / "native/src/quant_pack.cpp")], check=True)
     options = [*sets[instruction_set], f"-DOB_NAMESPACE={instruction_set}", "-fvisibility=default"]
     subprocess.run([*common, str(shim), *options, str(SHIM)], check=True)
     subprocess.run(["g++", "-shared", "-o", str(library), str(shim), str(pack)], check=True)
