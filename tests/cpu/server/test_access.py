@@ -14,6 +14,7 @@ from starlette.routing import Route
 from onbeat.core.errors import ConfigError
 from onbeat.server.server_config import ServerConfig
 from tests.cpu.server.running import HELLO, Served
+from tests.many_cases import each_case
 
 CHAT = "/v1/chat/completions"
 KEYS = {"api_keys": ("first", "second")}
@@ -177,7 +178,7 @@ async def test_without_origins_there_is_no_cors(served: Served) -> None:
     assert "access-control-allow-origin" not in answer.headers
 
 
-@pytest.mark.parametrize(
+@each_case(
     "fields",
     [
         {"port": 70000},
@@ -189,7 +190,6 @@ async def test_without_origins_there_is_no_cors(served: Served) -> None:
         {"ssl_keyfile": "key.pem"},
         {"metrics_aliases": "sglang"},
     ],
-    ids=str,
 )
 def test_wrong_configurations_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ConfigError):

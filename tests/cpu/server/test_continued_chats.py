@@ -68,7 +68,7 @@ LONG = THOUGHT + "words, and more of them than an error would show"
 CUT = "does not show the final message to its end"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("shown", "content", "problem"),
     [
         ("{{ messages[0].content }}", "five", CUT),

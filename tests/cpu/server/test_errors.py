@@ -175,7 +175,7 @@ async def test_bad_chats(served: Served, fields: dict[str, Any], param: str) -> 
     assert answer.error["code"] in ("invalid_value", "missing_required_parameter", None)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "wanted"),
     [
         ({"slo": 5}, "slo is 5; it should be an object"),
@@ -184,7 +184,6 @@ async def test_bad_chats(served: Served, fields: dict[str, Any], param: str) -> 
         ({"logit_bias": [1]}, "logit_bias is [1]; it should be an object"),
         ({"stream": True, "stream_options": 1}, "stream_options is 1; it should be an object"),
     ],
-    ids=str,
 )
 async def test_types_are_named_as_json_names_them(
     served: Served, fields: dict[str, Any], wanted: str
@@ -234,7 +233,7 @@ UNSUPPORTED = {
 }
 
 
-@pytest.mark.parametrize("field", UNSUPPORTED)
+@each_case("field", UNSUPPORTED)
 async def test_unsupported_fields_are_named(served: Served, field: str) -> None:
     answer = await served.post(CHAT, {"messages": HELLO, field: UNSUPPORTED[field]})
     assert field in check(answer, 400, "unsupported_parameter", field)

@@ -80,7 +80,7 @@ async def test_the_log_stops_naming_made_up_fields(served: Served, caplog: pytes
     assert len(caplog.records) == 1000
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "meant"),
     [
         ("temprature", "temperature"),
@@ -104,7 +104,7 @@ async def test_a_slip_of_the_pen_in_a_message_is_refused(served: Served) -> None
     assert (code, "'reasoning_content'" in message) == ("unknown_parameter", True)
 
 
-@pytest.mark.parametrize("name", ["cache_prompt", "user_id", "agent", "rid", "prompt", "keep_alive"])
+@each_case("name", ["cache_prompt", "user_id", "agent", "rid", "prompt", "keep_alive"])
 async def test_foreign_names_are_no_slips(served: Served, name: str) -> None:
     assert (await chat(served, **{name: True})).status == 200
 
@@ -147,14 +147,13 @@ async def test_what_asks_for_nothing_is_taken(served: Served, fields: dict[str, 
         assert IGNORED not in answer.headers
 
 
-@pytest.mark.parametrize(
+@each_case(
     "fields",
     [
         {"verbosity": "low"},
         {"mirostat": 2},
         {"typical_p": 0.5},
     ],
-    ids=str,
 )
 async def test_what_would_change_the_output_is_refused(served: Served, fields: dict[str, Any]) -> None:
     answer = await chat(served, **fields)
@@ -327,8 +326,8 @@ async def test_refusal_parts_hold_text(served: Served, engine: FakeEngine) -> No
     assert b"[assistant]I cannot" in bytes(engine.requests[0].prompt_token_ids)
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-@pytest.mark.parametrize("name", ["logprobs", "stream", "ignore_eos"])
+@each_case("path", [CHAT, TEXT])
+@each_case("name", ["logprobs", "stream", "ignore_eos"])
 async def test_a_word_for_a_boolean_is_refused_by_name(served: Served, path: str, name: str) -> None:
     answer = await served.post(path, {"messages": HELLO, "prompt": "a", name: "yes"})
     assert (refused(answer)[0], answer.error["param"]) == ("invalid_value", name)

@@ -72,7 +72,7 @@ def test_objectives_by_precedence(
     assert held_to(body, headers, key, DEFAULTS).slo == slo
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "key", "name"),
     [
         ({"slo": {"class": "batch"}, "service_tier": "priority"}, KEY, "batch"),
@@ -271,7 +271,7 @@ def test_defaults_of_a_key_that_opens_nothing_are_refused() -> None:
         ServerConfig(api_keys=("a",), slo=SLODefaults(keys={key_digest("b"): KeyDefaults(weight=2.0)}))
 
 
-@pytest.mark.parametrize("weight", [0.0, -1.0, 1000.5, float("nan"), float("inf")])
+@each_case("weight", [0.0, -1.0, 1000.5, float("nan"), float("inf")])
 def test_weights_have_a_range(weight: float) -> None:
     with pytest.raises(ConfigError, match="weight is"):
         ClassDefaults(slo=SLO(ttft=1.0), weight=weight)

@@ -13,6 +13,7 @@ from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong
 from tests.cpu.server.asking import CHAT, JSON, TEXT, check
 from tests.cpu.server.running import HELLO, Served, serving
 from tests.fakes_engine import FakeEngine, Script
+from tests.many_cases import each_case
 
 
 @pytest.mark.parametrize("depth", [500, 1020, 60_000])
@@ -73,7 +74,7 @@ async def test_unknown_model_path_and_method(served: Served) -> None:
     assert answer.headers["Allow"] == "POST"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "what"),
     [
         ("/api/chat", "Ollama's API is"),
@@ -97,7 +98,7 @@ async def test_other_paths_are_plainly_not_there(served: Served, path: str) -> N
     assert (await served.get(path)).error["message"] == "there is no such path; GET /docs lists them"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("bias", "said"),
     [
         ({"a": 1, "5": 1, "-1": 1}, "logit_bias has the keys 'a', '-1'; keys are token ids"),

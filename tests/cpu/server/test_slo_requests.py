@@ -10,6 +10,7 @@ from onbeat.core.slo import SLO, SLO_CLASSES, ShedMode
 from onbeat.server.slo_defaults import SLODefaults, key_digest
 from tests.cpu.server.running import HELLO, Answer, Served
 from tests.fakes_engine import FakeEngine
+from tests.many_cases import each_case
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -107,8 +108,8 @@ async def test_unknown_keys_get_a_near_match(served: Served, key: str, cure: str
     assert cure in answer.error["message"]
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-@pytest.mark.parametrize(
+@each_case("path", [CHAT, TEXT])
+@each_case(
     ("name", "meant"),
     [("ttft_slo_ms", "slo.ttft_ms"), ("tbt_ms", "slo.tbt_ms"), ("ttlt_slo_ms", "slo.e2e_ms")],
 )

@@ -20,6 +20,7 @@ from tests.chat_templates import GEMMA, THINKING_HERMES
 from tests.cpu.server.asking import CHAT, check
 from tests.cpu.server.running import HELLO, Served, serving
 from tests.fakes_engine import EOS, THINK, VOCAB_SIZE, ByteTokenizer, FakeEngine
+from tests.many_cases import each_case
 from tests.waiting import until
 
 NAME = "fake/model"
@@ -278,7 +279,7 @@ async def test_a_template_without_tools_is_told_of_them_in_messages(engine: Fake
     assert tokens == list(engine.requests[-1].prompt_token_ids)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "param", "says"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools", "it should be 'function'"),
@@ -297,7 +298,6 @@ async def test_a_template_without_tools_is_told_of_them_in_messages(engine: Fake
         ({"tools": TOOLS, "functions": [{"name": "f"}]}, "functions", "send tools alone"),
         ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call", "'g'"),
     ],
-    ids=str,
 )
 async def test_tools_that_are_refused(served: Served, fields: dict[str, Any], param: str, says: str) -> None:
     for path in (CHAT, "/tokenize"):
