@@ -41,7 +41,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
-class GuideWork:
+class GuideOutcome:
     """What grammars did for the rows of a step."""
 
     num_tokens: int = 0
@@ -60,7 +60,7 @@ class GuideWork:
         """Both."""
         return self.faults | self.failures
 
-    def add(self, part: GuideWork, indices: Sequence[int]) -> None:
+    def add(self, part: GuideOutcome, indices: Sequence[int]) -> None:
         """Count what was done for some of the rows, whose indices these are; failures are the caller's."""
         self.num_tokens += part.num_tokens
         self.num_redrawn += part.num_redrawn
@@ -84,7 +84,7 @@ row; `NO_TOKEN` where none can be sampled."""
 
 def hold_to_grammars(
     rows: Sequence[SamplingRow], guided: Sequence[int], token_ids: list[int], redraw: Redraw
-) -> GuideWork:
+) -> GuideOutcome:
     """Ask each row's grammar about its token, and draw another where it is refused.
 
     The grammar advances over the token, so that this is called once for each token of an answer. What goes
@@ -96,13 +96,13 @@ def hold_to_grammars(
     token_ids : what was drawn for each row; changed where it is refused.
     """
     start = perf_counter()
-    work = GuideWork(len(guided))
-    refused = [index for index in guided if not _takes(rows, index, token_ids, work)]
+    outcome = GuideOutcome(len(guided))
+    refused = [index for index in guided if not _takes(rows, index, token_ids, outcome)]
     if refused:
-        work.num_redrawn = len(refused)
-        _draw_again(rows, refused, token_ids, redraw, work)
-    work.seconds = perf_counter() - start
-    return work
+        outcome.num_redrawn = len(refused)
+        _draw_again(rows, refused, token_ids, redraw, outcome)
+    outcome.seconds = perf_counter() - start
+    return outcome
 
 
 def _draw_again(
@@ -110,22 +110,22 @@ def _draw_again(
     refused: Sequence[int],
     token_ids: list[int],
     redraw: Redraw,
-    work: GuideWork,
+    outcome: GuideOutcome,
 ) -> None:
-    pairs = list(zip(refused, allowed_ids(rows, refused, work), strict=True))
+    pairs = list(zip(refused, allowed_ids(rows, refused, outcome), strict=True))
     able = [(index, allowed_A) for index, allowed_A in pairs if len(allowed_A)]
     indices = [index for index, _ in able]
     for index, token_id in zip(indices, redraw(indices, [ids for _, ids in able]), strict=True):
         token_ids[index] = token_id
     for index, allowed_A in pairs:
-        if index in work.faults or index in work.failures:
+        if index in outcome.faults or index in outcome.failures:
             continue
         has_one = len(allowed_A) > 0 and token_ids[index] != NO_TOKEN
-        if not (has_one and _takes(rows, index, token_ids, work)):
-            work.faults[index] = DEAD_END
+        if not (has_one and _takes(rows, index, token_ids, outcome)):
+            outcome.faults[index] = DEAD_END
 
 
-def _takes(rows: Sequence[SamplingRow], index: int, token_ids: Sequence[int], work: GuideWork) -> bool:
+def _takes(rows: Sequence[SamplingRow], index: int, token_ids: Sequence[int], outcome: GuideOutcome) -> bool:
     """Return whether a row's grammar allows its token, which has come then; True where it needs none."""
     row, token_id = rows[index], token_ids[index]
     try:
@@ -136,7 +136,7 @@ def _takes(rows: Sequence[SamplingRow], index: int, token_ids: Sequence[int], wo
             token_id in row.stops and guide.may_end and not row.holds_back_stops
         )
     except Exception as error:  # what a library does to one row is not to end the step of all
-        work.note(index, error)
+        outcome.note(index, error)
         return True
 
 
@@ -146,13 +146,13 @@ def _guide_of(row: SamplingRow) -> Guide:
     return row.guide
 
 
-def allowed_ids(rows: Sequence[SamplingRow], refused: Sequence[int], work: GuideWork) -> list[TokenIds]:
+def allowed_ids(rows: Sequence[SamplingRow], refused: Sequence[int], outcome: GuideOutcome) -> list[TokenIds]:
     """Return the tokens that each row's grammar allows, stop tokens where it may end included.
 
     Parameters
     ----------
     refused : indices of the rows.
-    work : told of rows whose grammar fails; they get no token.
+    outcome : told of rows whose grammar fails; they get no token.
     """
     tokens = _guide_of(rows[refused[0]]).tokens
     words_GW = np.zeros((len(refused), tokens.num_words), np.uint32)
@@ -164,7 +164,7 @@ def allowed_ids(rows: Sequence[SamplingRow], refused: Sequence[int], work: Guide
             guide = _guide_of(row)
             guide.fill_mask(address + line * num_bytes, num_bytes)
         except Exception as error:  # as above
-            work.note(index, error)
+            outcome.note(index, error)
             words_GW[line] = 0
             continue
         if guide.may_end and not row.holds_back_stops:

@@ -8,7 +8,7 @@ from typing import Protocol
 from onbeat.core.errors import EngineError
 from onbeat.core.request import Grammar
 from onbeat.core.step import GuidedRows
-from onbeat.engine.guided_draw import GuideWork
+from onbeat.engine.guided_draw import GuideOutcome
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.text.grammar.guide import GrammarTooComplex, Guide
 
@@ -69,7 +69,7 @@ def with_forced(rows: Sequence[SamplingRow], num_available: list[int]) -> list[i
     ]
 
 
-def guided_rows(rows: Sequence[SamplingRow], request_ids: Sequence[str], work: GuideWork) -> GuidedRows:
+def guided_rows(rows: Sequence[SamplingRow], request_ids: Sequence[str], outcome: GuideOutcome) -> GuidedRows:
     """Return what the scheduler is told of the grammars of a step's rows."""
     completed = [
         request_id
@@ -78,8 +78,8 @@ def guided_rows(rows: Sequence[SamplingRow], request_ids: Sequence[str], work: G
     ]
     return GuidedRows(
         frozenset(completed),
-        {request_ids[index]: message for index, message in work.faults.items()},
-        work.num_tokens,
-        work.num_redrawn,
-        work.seconds,
+        {request_ids[index]: message for index, message in outcome.faults.items()},
+        outcome.num_tokens,
+        outcome.num_redrawn,
+        outcome.seconds,
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from onbeat.core.request import TokenLogprobs
 from onbeat.engine.draw import draw, locate, min_p_bound, nucleus_candidates
-from onbeat.engine.guided_draw import GuideWork, hold_to_grammars, redrawn
+from onbeat.engine.guided_draw import GuideOutcome, hold_to_grammars, redrawn
 from onbeat.engine.logit_edits import edit_logits
 from onbeat.engine.logprobs import token_logprobs, with_tokens
 from onbeat.engine.random_stream import uniform
@@ -49,7 +49,7 @@ class SampledTokens:
     """None where the row did not ask, or is in `errors`."""
     errors: dict[int, str] = field(default_factory=dict)
     """Row index to what is wrong with its logits or its grammar; the other rows are not affected."""
-    guides: GuideWork | None = None
+    guides: GuideOutcome | None = None
     """What grammars did; None where no row has one."""
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from onbeat.core.request import SamplingParams
 from onbeat.engine import sampler as sampler_module
 from onbeat.engine.grammar_port import GrammarPort
-from onbeat.engine.guided_draw import DEAD_END, GuideWork, allowed_ids
+from onbeat.engine.guided_draw import DEAD_END, GuideOutcome, allowed_ids
 from onbeat.engine.guided_rows import begin_guide
 from onbeat.engine.logprobs import token_logprobs
 from onbeat.engine.sampler import Sampler
@@ -43,9 +43,9 @@ def guided_row(compiler, grammar, before: bytes = b"", **params) -> SamplingRow:
 
 
 def allowed_to(row: SamplingRow) -> np.ndarray:
-    work = GuideWork()
-    (allowed,) = allowed_ids([row], [0], work)
-    assert not work.errors
+    outcome = GuideOutcome()
+    (allowed,) = allowed_ids([row], [0], outcome)
+    assert not outcome.errors
     return allowed
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from onbeat.core.request import TokenLogprobs
 from onbeat.engine.attention.base import IntArray
 from onbeat.engine.forward import StepLogits
-from onbeat.engine.guided_draw import GuideWork
+from onbeat.engine.guided_draw import GuideOutcome
 from onbeat.engine.input_batch import wave_order
 from onbeat.engine.sampler import INVALID_TOKEN, BestTokens, SampledTokens, take_rows
 from onbeat.engine.sampling_row import SamplingRow
@@ -68,7 +68,7 @@ class VerifiedTokens:
     """None where the row did not ask."""
     errors: dict[int, str]
     """Row index to what is wrong with its logits or its grammar."""
-    guides: GuideWork | None = None
+    guides: GuideOutcome | None = None
     """What grammars did; None where no row has one."""
 
 
@@ -128,7 +128,7 @@ def _verify_in_waves(
     assert logits.values_RV is not None
     verified = VerifiedTokens([[] for _ in rows], [[] if row.asks_logprobs else None for row in rows], {})
     if any(row.is_guided for row in rows):
-        verified.guides = GuideWork()
+        verified.guides = GuideOutcome()
     waves, owners = wave_order(np.array([len(row_drafts) for row_drafts in drafts], np.int64))
     is_alive = np.ones(len(rows), np.bool_)
     for wave in range(int(waves[-1]) + 1):
