@@ -11,7 +11,7 @@ from rich.table import Table
 from onbeat.cli.profile_drafts import DRAFT_HEADER, draft_figure, draft_rows
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.profile import MeasuredStep
-from onbeat.perfmodel.utilisation import StepWork, flops_utilisation, memory_bandwidth_utilisation
+from onbeat.perfmodel.utilisation import StepOperations, flops_utilisation, memory_bandwidth_utilisation
 from onbeat.report.page import Figure, Page, heading, notes, table
 
 if TYPE_CHECKING:
@@ -73,15 +73,15 @@ STEP_HEADER = ("step", "measured ms", "predicted ms", "MBU", "MFU")
 
 def typical_rows(result: ProfileResult) -> list[Row]:
     """Return what some plain and some mixed steps took and reached."""
-    work = StepWork(result.target.model, result.target.precision)
+    operations = StepOperations(result.target.model, result.target.precision)
     device = result.target.device
     dtype = result.target.precision.compute
     rows: list[Row] = []
     for step in _typical(result.fitted_steps):
         shape, seconds = step.shape, step.seconds
         predicted = float(result.target.predict(result.profile.fitted, [step])[0])
-        mbu = memory_bandwidth_utilisation(work, shape, seconds, device)
-        mfu = flops_utilisation(work, shape, seconds, device, dtype)
+        mbu = memory_bandwidth_utilisation(operations, shape, seconds, device)
+        mfu = flops_utilisation(operations, shape, seconds, device, dtype)
         rows.append(
             (describe(shape), f"{seconds * 1e3:.1f}", f"{predicted * 1e3:.1f}", f"{mbu:.0%}", f"{mfu:.0%}")
         )

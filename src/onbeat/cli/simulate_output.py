@@ -17,7 +17,7 @@ from onbeat.metrics.summary import GroupSummary, SummaryOptions, summarise
 from onbeat.metrics.summary_keys import milliseconds, run_keys
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.speculative import draft_pass
-from onbeat.perfmodel.utilisation import StepWork
+from onbeat.perfmodel.utilisation import StepOperations
 from onbeat.report.drafts import SimulatedDrafts
 from onbeat.report.result import SCHEDULED, Level, MachineSummary, RunHeader, RunResult
 from onbeat.simulator.idle import IdleReplica
@@ -169,9 +169,9 @@ def _utilisation(
     """Return MBU and MFU of the busy time, against the device's specification (`perfmodel.utilisation`)."""
     if not (result.num_steps and busy):
         return None, None
-    step_work, draft_work = _work(simulation, simulation.model), None
+    target, draft = _operations(simulation, simulation.model), None
     if simulation.draft is not None:
-        draft_work = _work(simulation, simulation.draft)
+        draft = _operations(simulation, simulation.draft)
     num_bytes = num_operations = 0.0
     for replica in result.replicas:
         total, num_steps = replica.work, max(1, replica.num_steps)
@@ -180,12 +180,12 @@ def _utilisation(
             chunk_cached_tokens=round(total.chunk_cached_tokens / num_steps),
             decode_context_tokens=round(total.decode_context_tokens / num_steps),
         )
-        num_bytes += step_work.bytes_read(mean) * replica.num_steps
-        num_operations += step_work.flops(total)
-        if draft_work is not None:
+        num_bytes += target.bytes_read(mean) * replica.num_steps
+        num_operations += target.flops(total)
+        if draft is not None:
             one = draft_pass(total)
-            num_bytes += draft_work.bytes_read(one) * total.num_draft_passes
-            num_operations += draft_work.flops(one) * total.num_draft_passes
+            num_bytes += draft.bytes_read(one) * total.num_draft_passes
+            num_operations += draft.flops(one) * total.num_draft_passes
     device = simulation.device
     return (
         num_bytes / busy / device.memory_bandwidth,
@@ -193,8 +193,8 @@ def _utilisation(
     )
 
 
-def _work(simulation: Simulation, model: ModelSpec) -> StepWork:
-    return StepWork(model, simulation.precision, simulation.parallelism)
+def _operations(simulation: Simulation, model: ModelSpec) -> StepOperations:
+    return StepOperations(model, simulation.precision, simulation.parallelism)
 
 
 def shown_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import MachineLimits, Profile
 from onbeat.perfmodel.profile_file import find_profile, profile_path, profiles_dir, read_profile
-from onbeat.perfmodel.speculative import BatchWork, SpeculativeStepTime, SpeculativeWork
+from onbeat.perfmodel.speculative import BatchOperations, SpeculativeOperations, SpeculativeStepTime
 from onbeat.perfmodel.step_table import is_step_table
-from onbeat.perfmodel.utilisation import StepWork
+from onbeat.perfmodel.utilisation import StepOperations
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +157,13 @@ class _Chooser:
         proposer = self._loaded.proposer
         draft = self._draft_model(proposer, target) if isinstance(proposer, DraftModelBuilder) else None
         description: AnyDescription = target
-        work: BatchWork = StepWork(self._spec, self._precision)
+        operations: BatchOperations = StepOperations(self._spec, self._precision)
         if draft is not None:
             description = SpeculativeDescription(target=target, draft=draft)
-            work = SpeculativeWork(work, StepWork(draft.model, draft.precision))
+            operations = SpeculativeOperations(operations, StepOperations(draft.model, draft.precision))
         model = description.predictor()
         watch = StepWatch(
-            work,
+            operations,
             memory_bandwidth=device.memory_bandwidth,
             peak_flops=device.peak(self._precision.compute),
             drift=lambda: model.drift,

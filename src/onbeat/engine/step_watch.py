@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
-from onbeat.core.step import BatchShape, StepStats
+from onbeat.core.step import StepStats
 from onbeat.perfmodel.correction import Drift
+from onbeat.perfmodel.speculative import BatchOperations
 
 logger = logging.getLogger("onbeat.engine")
 
@@ -15,20 +15,12 @@ _SETTLED_SECONDS = 60.0
 """A machine that other work disturbs comes and goes; what lasts this long is said."""
 
 
-class BatchWork(Protocol):
-    """What a batch takes of a device at least; `perfmodel.utilisation.StepWork` is one."""
-
-    def flops(self, shape: BatchShape) -> float: ...
-
-    def bytes_read(self, shape: BatchShape) -> float: ...
-
-
 class StepWatch:
     """Fills in what a step reached, and says in the log when step times leave their model and come back.
 
     Parameters
     ----------
-    work : operations and bytes of a batch.
+    operations : operations and bytes of a batch.
     memory_bandwidth : the device's peak, bytes per second.
     peak_flops : the device's peak in the engine's number format, operations per second.
     drift : asks the step-time model whether it still describes the machine; None where nobody predicts.
@@ -38,14 +30,14 @@ class StepWatch:
 
     def __init__(
         self,
-        work: BatchWork,
+        operations: BatchOperations,
         *,
         memory_bandwidth: float,
         peak_flops: float,
         drift: Callable[[], Drift | None] | None = None,
         was_measured: bool = False,
     ) -> None:
-        self._work = work
+        self._operations = operations
         self._seconds_per_byte = 1.0 / memory_bandwidth
         self._seconds_per_flop = 1.0 / peak_flops
         self._drift = drift
@@ -57,8 +49,8 @@ class StepWatch:
         """Set `mbu`, `mfu` and `is_drifting`; the first two stay None for a step that took no time."""
         seconds = stats.end - stats.start
         if seconds > 0:
-            stats.mbu = self._work.bytes_read(stats.shape) * self._seconds_per_byte / seconds
-            stats.mfu = self._work.flops(stats.shape) * self._seconds_per_flop / seconds
+            stats.mbu = self._operations.bytes_read(stats.shape) * self._seconds_per_byte / seconds
+            stats.mfu = self._operations.flops(stats.shape) * self._seconds_per_flop / seconds
         if self._drift is not None and (drift := self._drift()) is not None:
             stats.is_drifting = drift.is_alarming
             if self._was_measured:

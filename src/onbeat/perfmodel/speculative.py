@@ -124,8 +124,8 @@ def draft_passes(shape: BatchShape) -> list[tuple[int, BatchShape]]:
     return [(1, first), (num_passes - 1, decodes)] if num_passes > 1 else [(1, first)]
 
 
-class BatchWork(Protocol):
-    """What a batch takes of a device at least; `utilisation.StepWork` is one."""
+class BatchOperations(Protocol):
+    """What a batch takes of a device at least; `utilisation.StepOperations` is one."""
 
     def flops(self, shape: BatchShape) -> float:
         """Return operations."""
@@ -136,15 +136,15 @@ class BatchWork(Protocol):
         ...
 
 
-class SpeculativeWork:
-    """The work of a step with that of its draft passes: what MBU and MFU are made from.
+class SpeculativeOperations:
+    """The operations of a step with that of its draft passes: what MBU and MFU are made from.
 
     Parameters
     ----------
     target, draft : of the two models.
     """
 
-    def __init__(self, target: BatchWork, draft: BatchWork) -> None:
+    def __init__(self, target: BatchOperations, draft: BatchOperations) -> None:
         self._target = target
         self._draft = draft
 

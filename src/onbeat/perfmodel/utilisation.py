@@ -14,10 +14,10 @@ from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.shapes import draft_pairs
 
 
-class StepWork:
+class StepOperations:
     """What a batch takes of one device at least: operations, and bytes of weights and KV.
 
-    With several devices the work is an equal share of the whole, so that MBU and MFU are means over them.
+    With several devices the sum is an equal share of the whole, so that MBU and MFU are means over them.
     Sliding windows are counted as if their layers attended to everything.
     """
 
@@ -60,14 +60,14 @@ class StepWork:
 
 
 def memory_bandwidth_utilisation(
-    work: StepWork, shape: BatchShape, seconds: float, device: DeviceSpec
+    operations: StepOperations, shape: BatchShape, seconds: float, device: DeviceSpec
 ) -> float:
     """Return the MBU of a step that took `seconds`."""
-    return work.bytes_read(shape) / seconds / device.memory_bandwidth
+    return operations.bytes_read(shape) / seconds / device.memory_bandwidth
 
 
 def flops_utilisation(
-    work: StepWork, shape: BatchShape, seconds: float, device: DeviceSpec, dtype: str = "bf16"
+    operations: StepOperations, shape: BatchShape, seconds: float, device: DeviceSpec, dtype: str = "bf16"
 ) -> float:
     """Return the MFU of a step that took `seconds`, against the peak in a number format."""
-    return work.flops(shape) / seconds / device.peak(dtype)
+    return operations.flops(shape) / seconds / device.peak(dtype)

@@ -20,7 +20,7 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import make_roofline, roofline_seconds
 from onbeat.perfmodel.shapes import draft_pairs, draft_pairs_of, shape_matrix
-from onbeat.perfmodel.utilisation import StepWork
+from onbeat.perfmodel.utilisation import StepOperations
 from tests.examples import examples
 from tests.pure.perfmodel.shapes import batch, decodes, mixed_batches, rows, verified, verifies, with_verified
 
@@ -177,7 +177,7 @@ def test_a_linear_fit_of_before_there_were_drafts_still_predicts():
 
 
 def test_work_counts_drafts_as_arithmetic_and_their_context_once():
-    work = StepWork(LLAMA_8B)
+    work = StepOperations(LLAMA_8B)
     plain, verify = decodes(4, 1000), verifies(4, 1000, 3)
     assert work.flops(verify) == pytest.approx(4 * work.flops(plain), rel=0.01)
     assert work.bytes_read(verify) == pytest.approx(work.bytes_read(plain), rel=0.01)

@@ -26,8 +26,8 @@ from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.roofline import make_roofline
-from onbeat.perfmodel.speculative import SpeculativeStepTime, SpeculativeWork, draft_pass
-from onbeat.perfmodel.utilisation import StepWork
+from onbeat.perfmodel.speculative import SpeculativeOperations, SpeculativeStepTime, draft_pass
+from onbeat.perfmodel.utilisation import StepOperations
 from tests.examples import examples
 from tests.pure.perfmodel.shapes import (
     decodes,
@@ -157,8 +157,8 @@ def test_a_70b_with_an_8b_draft_gains_at_low_load_alone() -> None:
 
 
 def test_the_works_of_both_add_up() -> None:
-    target, draft = StepWork(LLAMA_70B), StepWork(LLAMA_8B)
-    work = SpeculativeWork(target, draft)
+    target, draft = StepOperations(LLAMA_70B), StepOperations(LLAMA_8B)
+    work = SpeculativeOperations(target, draft)
     shape = verifies(4, 500, 3, by_model=True)
     assert work.flops(shape) == target.flops(shape) + 3 * draft.flops(draft_pass(shape))
     assert work.bytes_read(shape) == target.bytes_read(shape) + 3 * draft.bytes_read(draft_pass(shape))

@@ -7,7 +7,7 @@ from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.utilisation import StepWork, flops_utilisation, memory_bandwidth_utilisation
+from onbeat.perfmodel.utilisation import StepOperations, flops_utilisation, memory_bandwidth_utilisation
 
 MODEL = find_model_spec("Llama-3.1-8B")
 
@@ -21,7 +21,7 @@ def decodes(count, context):
 
 def test_decode_reads_weights_and_context():
     weights = 2 * (MODEL.num_parameters - MODEL.embedding_parameters)  # the embedding is a look-up
-    work = StepWork(MODEL)
+    work = StepOperations(MODEL)
     assert work.bytes_read(decodes(4, 1000)) == pytest.approx(weights + 4 * 1000 * 131072)
     flops = 4 * (weights + 4 * 32 * 128 * 32 * 1000)
     assert work.flops(decodes(4, 1000)) == pytest.approx(flops)
@@ -32,12 +32,12 @@ def test_whole_prompt_attends_to_half_its_square():
     shape.add(0, 1000, samples=True)
     pairs = 1000 * 1001 // 2
     expected = 2 * MODEL.layer_parameters * 1000 + 2 * MODEL.embedding_parameters + 4 * 32 * 128 * 32 * pairs
-    assert StepWork(MODEL).flops(shape) == pytest.approx(expected)
+    assert StepOperations(MODEL).flops(shape) == pytest.approx(expected)
 
 
 def test_experts_are_read_as_far_as_they_are_met():
     mixtral = find_model_spec("Mixtral-8x7B")
-    work = StepWork(mixtral)
+    work = StepOperations(mixtral)
     expert = 2 * mixtral.num_moe_layers * mixtral.expert_parameters
     one = work.bytes_read(decodes(1, 1)) - work.bytes_read(BatchShape())
     many = work.bytes_read(decodes(500, 1))
@@ -49,18 +49,18 @@ def test_experts_are_read_as_far_as_they_are_met():
 
 def test_devices_share_the_work():
     shape = decodes(4, 1000)
-    one, eight = StepWork(MODEL), StepWork(MODEL, Precision(), Parallelism(4, 2))
+    one, eight = StepOperations(MODEL), StepOperations(MODEL, Precision(), Parallelism(4, 2))
     assert eight.flops(shape) == pytest.approx(one.flops(shape) / 8)
     assert eight.bytes_read(shape) == pytest.approx(one.bytes_read(shape) / 8)
 
 
 def test_utilisation_is_against_the_peak():
-    device, work, shape = find_device("h100-sxm"), StepWork(MODEL), decodes(8, 500)
+    device, work, shape = find_device("h100-sxm"), StepOperations(MODEL), decodes(8, 500)
     ideal = work.bytes_read(shape) / device.memory_bandwidth
     assert memory_bandwidth_utilisation(work, shape, 2 * ideal, device) == pytest.approx(0.5)
     assert flops_utilisation(work, shape, work.flops(shape) / 989.4e12, device) == pytest.approx(1.0)
 
 
 def test_empty_batch_is_no_work():
-    assert StepWork(MODEL).flops(BatchShape()) == 0
-    assert StepWork(MODEL).bytes_read(BatchShape()) == 0
+    assert StepOperations(MODEL).flops(BatchShape()) == 0
+    assert StepOperations(MODEL).bytes_read(BatchShape()) == 0

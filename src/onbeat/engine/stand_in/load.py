@@ -30,7 +30,7 @@ from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.utilisation import StepWork
+from onbeat.perfmodel.utilisation import StepOperations
 from onbeat.scheduler.replica.policies import composition, largest_step, settle
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET
 from onbeat.scheduler.scheduler_config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits
@@ -131,7 +131,7 @@ def stand_in_step_time(source: str, loaded: LoadedModel, on_progress: OnProgress
     assert what is not None
     model, tensor = what.predictor(), what.parallelism.tensor
     watch = StepWatch(
-        StepWork(what.model, what.precision),
+        StepOperations(what.model, what.precision),
         memory_bandwidth=tensor * what.device.memory_bandwidth,
         peak_flops=tensor * what.device.peak(what.precision.compute),
         drift=lambda: model.drift,
