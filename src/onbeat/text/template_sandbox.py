@@ -33,7 +33,7 @@ _ERRORS_OF_TEMPLATES = (TypeError, ValueError, LookupError, ArithmeticError, Att
 """What Python raises where a template does something that does not suit its values."""
 
 
-class WorkBudget:
+class RenderingBudget:
     """Loop turns and calls that one rendering has left."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class SandboxedTemplate:
         RecursionError : messages or variables are nested deeper than the template can follow.
         """
         try:
-            return self._template.render({**variables, _BUDGET: WorkBudget()})
+            return self._template.render({**variables, _BUDGET: RenderingBudget()})
         except RecursionError:
             raise
         except (jinja2.TemplateError, MemoryError, *_ERRORS_OF_TEMPLATES) as error:
