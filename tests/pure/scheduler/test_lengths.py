@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
-from onbeat.scheduler.replica.lengths import MAX_CLASSES, MIN_SAMPLES, OutputLengths
+from onbeat.scheduler.replica.tracker import MAX_CLASSES, MIN_SAMPLES, OutputLengths
 
 NO_LIMIT = 10**9
 

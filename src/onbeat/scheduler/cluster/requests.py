@@ -21,7 +21,7 @@ from onbeat.scheduler.cluster.migration import Migration
 from onbeat.scheduler.cluster.pools import Pools
 from onbeat.scheduler.cluster.routing import Router, RoutingChoice
 from onbeat.scheduler.cluster.scaling_policy import ScalingPolicy
-from onbeat.scheduler.replica.admission.queue_bound import SHORTEST_RETRY
+from onbeat.scheduler.replica.admission import SHORTEST_RETRY
 
 _MOST_TRIES = 2
 """Replicas that a new request is sent to before it is refused for their load."""

@@ -10,7 +10,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, DEFAULT_SHED_ORDER
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.admission.admission import Admission
+from onbeat.scheduler.replica.admission import Admission
 from onbeat.scheduler.replica.baselines.triaged import TriagedBudget
 from onbeat.scheduler.replica.composers import BatchAtATime, Composer, DecodesFirst, PrefillsFirst
 from onbeat.scheduler.replica.parts import (

@@ -7,7 +7,7 @@ from typing import Protocol
 from onbeat.core.errors import Overloaded
 from onbeat.core.request import FinishReason, RequestOutput
 from onbeat.core.slo import Fate, ShedMode
-from onbeat.scheduler.replica.admission.admission import Admission
+from onbeat.scheduler.replica.admission import Admission
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.results import last_output
 from onbeat.scheduler.replica.step_plan import StepPlan

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from itertools import compress
 
 from onbeat.core.step import BatchShape
-from onbeat.scheduler.replica.lengths import OutputLengths
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.tracker import OutputLengths
 
 
 class DraftReading:
