@@ -152,7 +152,7 @@ def mixed_batches(limits: BatchLimits, number: int) -> list[MeasuredBatch]:
 
     In every third, half of the decodes verify drafts.
     """
-    qmc = require("scipy.stats", extra="plan", purpose="measuring step times")
+    qmc = require("scipy.stats.qmc", extra="plan", purpose="measuring step times")
     sequence = qmc.Sobol(d=_NUM_DIMENSIONS, rng=np.random.default_rng(1))
     points = sequence.random_base2(max(int(np.ceil(np.log2(max(number, 1)))), 1))[:number]
     return _distinct(_batches_at(points, limits, np.random.default_rng(2)))
