@@ -12,6 +12,7 @@ from benchmarks.check.paths import one_request
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.residual import ResidualModel
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.slo_classes import SLOClass
@@ -28,7 +29,7 @@ def calls_a_request(policy: str, *, objectives: bool) -> float:
         load = load.with_classes((OBJECTIVES,), seed=1)
     limits = {"num_blocks": 4096, "max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 512}
     config = make_config(policy, scheduler=limits)
-    return num_calls(partial(simulate, load, config, Predictor(linear_time().seconds))) / NUM_REQUESTS
+    return num_calls(partial(simulate, load, config, Predictor(linear_time().seconds, ResidualModel.log_normal(0.05)))) / NUM_REQUESTS
 
 
 def num_calls(run: Callable[[], object]) -> int:
@@ -49,14 +50,14 @@ def num_calls(run: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("policy", "objectives", "most"), [("sarathi", False, 388), ("slo", False, 759), ("slo", True, 1259)]
+    ("policy", "objectives", "most"), [("sarathi", False, 388), ("slo", False, 780), ("slo", True, 1285)]
 )
 def test_a_request_costs_no_more_calls_than_it_did(policy, objectives, most):
     """The bounds are what was counted, and some 2 %: who needs more raises them, and says what for."""
     assert calls_a_request(policy, objectives=objectives) <= most
 
 
-@pytest.mark.parametrize(("policy", "most"), [("sarathi", 27), ("slo", 36)])
+@pytest.mark.parametrize(("policy", "most"), [("sarathi", 27), ("slo", 37)])
 def test_a_request_goes_through_no_more_files_than_it_did(policy, most):
     settings = make(ReplicaSettings, model="mistralai/Mistral-7B-v0.3", device="h100-sxm", policy=policy)
     assert len(one_request(settings)) <= most
