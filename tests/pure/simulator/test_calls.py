@@ -29,7 +29,12 @@ def calls_a_request(policy: str, *, objectives: bool) -> float:
         load = load.with_classes((OBJECTIVES,), seed=1)
     limits = {"num_blocks": 4096, "max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 512}
     config = make_config(policy, scheduler=limits)
-    return num_calls(partial(simulate, load, config, Predictor(linear_time().seconds, ResidualModel.log_normal(0.05)))) / NUM_REQUESTS
+    return (
+        num_calls(
+            partial(simulate, load, config, Predictor(linear_time().seconds, ResidualModel.log_normal(0.05)))
+        )
+        / NUM_REQUESTS
+    )
 
 
 def num_calls(run: Callable[[], object]) -> int:
