@@ -84,6 +84,7 @@ class ByTightestTBT(StepRules):
         start: float,  # noqa: ARG002
         *,
         queue_grows: bool = False,  # noqa: ARG002
+        streams_first: bool = False,  # noqa: ARG002
     ) -> float:
         return self.tightest_limit(view.tightest)
 

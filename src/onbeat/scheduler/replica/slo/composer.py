@@ -52,7 +52,8 @@ class StepComposition:
             seconds = self._cost_model.of(shape)
             # Those who never had an objective wait for as long as it takes: they say nothing of the load.
             is_short = any(state.slo.has_objective for state in best_effort)
-            limit = rules.limit(view, seconds, plan.now, queue_grows=is_short)
+            first = is_short and self._most_are_paced()
+            limit = rules.limit(view, seconds, plan.now, queue_grows=is_short, streams_first=first)
             plan.budget, plan.budget_request_id = limit, view.urgent.request_id
             first, end = view.deadline, plan.now + seconds
             if first < end:  # whoever is late already is so by less, the more tokens a step brings
@@ -67,6 +68,11 @@ class StepComposition:
             plan.overdue = [state for state in overdue if id(state) not in admitted]
         else:
             self._decode(rows, shape)
+
+    def _most_are_paced(self) -> bool:
+        """Whether half of the prompts with deadlines or more have no TTFT objective of their own."""
+        with_ttft = sum(job.state.slo.objective_deadline < inf for job in self._jobs)
+        return 2 * with_ttft <= len(self._jobs)
 
     def _share_out(
         self, rows: list[RequestState], shape: BatchShape, limit: float, best_effort: list[RequestState]

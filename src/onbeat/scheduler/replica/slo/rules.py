@@ -28,8 +28,10 @@ SPENT_SHARE, SPENT_WHILE_IT_GROWS = 1 / 4, 1 / 2
 """Of the slack of the most urgent stream, what one step may take; and while the queue grows."""
 LONGEST_GAP = 2.0
 """The longest step that slack may be spent on, TBT objectives."""
-PACED_SHARE = 2 / 5
-"""Of a step, what is left to prompts whatever e2e objectives ask for: a prompt that waits has one too."""
+PACED_SHARE, PACED_BEHIND_STREAMS = 2 / 5, 1 / 5
+"""Of a step, what is left to prompts whatever e2e objectives ask for: a prompt that waits has one too. Less
+while prompts wait that cannot be in time, and most of the others have no TTFT objective: each that is taken
+then makes those late that run, whose prompts have been computed already, and wants a pace itself."""
 SLACK_TOKENS = 20
 """A stream that has the slack of so many tokens may sit out a step for prompts that would be late."""
 OVERDUE = 1.5
@@ -88,13 +90,20 @@ class StepRules:
         return self._slack_reserve if start < self._stalled_until else 0.0
 
     def limit(
-        self, view: RunningView, decode_seconds: float, start: float, *, queue_grows: bool = False
+        self,
+        view: RunningView,
+        decode_seconds: float,
+        start: float,
+        *,
+        queue_grows: bool = False,
+        streams_first: bool = False,
     ) -> float:
         """Return the time that a step may take, seconds; infinite where no stream has an objective.
 
         Parameters
         ----------
         queue_grows : whether some wait that cannot be in time: then work is short, not slack.
+        streams_first : whether the pace of e2e objectives goes before prompts that wait.
         """
         slack = view.deadline - start
         objective = self.tightest_limit(view.tightest)
@@ -105,7 +114,8 @@ class StepRules:
                 objective = min(objective, max(earned, (objective + decode_seconds) / 2))
             spent = self.spent_while_it_grows if queue_grows else self.spent
             objective = max(objective, min(spent * (slack - reserve), self.longest_gap * view.tightest))
-        pace = max(view.pace, decode_seconds / (1 - PACED_SHARE))
+        paced = PACED_BEHIND_STREAMS if streams_first else PACED_SHARE
+        pace = max(view.pace, decode_seconds / (1 - paced))
         return min(objective, max(slack, decode_seconds), pace)
 
     def tightest_limit(self, tightest: float) -> float:
