@@ -77,11 +77,11 @@ def stated_job(fields: JobFields | None, headers: Headers, tenant: str | None) -
     ------
     InvalidRequest : a header is wrong.
     """
+    given = {name: headers[header].strip() for header, name in JOB_HEADERS.items() if header in headers}
+    of_headers = _of_headers(given) if given else None  # wrong ones are told even where the body counts
+    fields = fields or of_headers
     if fields is None:
-        given = {name: headers[header].strip() for header, name in JOB_HEADERS.items() if header in headers}
-        if not given:
-            return None
-        fields = _of_headers(given)
+        return None
     return JobCall(
         job_id=fields.id,
         tenant=tenant,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE
 from onbeat.server.answer_models import ErrorBody, SLOReport
 from onbeat.server.fields import HARMLESS, NO_OP_VALUES
+from onbeat.server.jobs import JOB_HEADERS, JobFields
 from onbeat.server.middleware import OPEN_PATHS
 from onbeat.server.objectives import LONGEST_TENANT, RESUME_HEADER, TBT_HEADER, TENANT_HEADER, TTFT_HEADER
 from onbeat.server.prompts import TOKEN_ID_SCHEMA
@@ -149,11 +150,22 @@ def _slo_headers() -> list[dict[str, Any]]:
         (TBT_HEADER, "TBT objective, milliseconds", objective),
         (RESUME_HEADER, "Whether it goes on elsewhere where its replica is lost", resume),
         (TENANT_HEADER, "Who shares the server fairly with others", tenant),
+        *_job_headers(),
     ]
     return [
         {"name": name, "in": "header", "required": False, "description": text, "schema": schema}
         for name, text, schema in described
     ]
+
+
+def _job_headers() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the headers that say a request's job: a name, what it means, and its schema."""
+    fields = JobFields.model_json_schema()["properties"]
+    for header, name in JOB_HEADERS.items():
+        # a header is there or not: it is never null
+        stated = next(iter(fields[name].get("anyOf", ())), fields[name])
+        schema = {key: value for key, value in stated.items() if key not in {"title", "default"}}
+        yield header, f"The same as slo.job.{name}; the body counts before it", schema
 
 
 def describe(app: FastAPI, bodies: Iterable[type[BaseModel]], *, vocab_size: int, needs_key: bool) -> None:
