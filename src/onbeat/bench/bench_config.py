@@ -14,6 +14,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.metrics.summary import SummaryOptions
 from onbeat.workload.arrival_plan import ArrivalKind, ArrivalPlan
 from onbeat.workload.arrivals import RampShape, RateStep
+from onbeat.workload.load_source import JOB_LOADS
 from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.trace import TIMED_KINDS
 
@@ -29,13 +30,19 @@ DatasetName = Literal[
     "burstgpt",
     "vidur",
     "lengths",
+    "jobs",
+    "chat-sessions",
+    "agents",
+    "retrieval-chain",
+    "retrieval-plan",
+    "map-reduce",
 ]
 
-FILE_DATASETS = frozenset({"sharegpt", "custom", "azure", "mooncake", "burstgpt", "vidur", "lengths"})
+FILE_DATASETS = frozenset({"sharegpt", "custom", "azure", "mooncake", "burstgpt", "vidur", "lengths", "jobs"})
 TEXT_DATASETS = frozenset({"sharegpt", "custom"})
 """Those that bring their own prompts, whose length only a tokenizer can tell."""
-TIMED_DATASETS = TIMED_KINDS
-"""Those whose files have arrival times."""
+TIMED_DATASETS = TIMED_KINDS | {"jobs"}
+"""Those whose files have arrival times, or may have."""
 DEFAULT_NUM_PROMPTS = 1000
 
 
@@ -101,6 +108,8 @@ class DatasetConfig:
     repetition_output_len: int = 128
     shuffle: bool = True
     """Draw conversations in random order (`sharegpt`, `lengths`) instead of file order."""
+    job_deadline: float | None = None
+    """Of each job, seconds; None: as its file says, or by its length."""
     length_scale: float = 1.0
     """Multiplies every length of a synthetic data set."""
 
@@ -111,12 +120,19 @@ class DatasetConfig:
             raise ConfigError(
                 f"--dataset-name {self.name} reads no file, but --dataset-path {self.path} was given"
             )
+        if self.job_deadline is not None and not self.has_jobs:
+            raise ConfigError(f"--job-deadline-ms is for loads of jobs, not for --dataset-name {self.name}")
         if not 0 < self.length_scale <= 1:
             raise ConfigError(f"the length scale must lie in (0, 1], got {self.length_scale:g}")
         if not 0 <= self.long_share < 1:
             raise ConfigError(f"--random-long-share must lie in [0, 1), got {self.long_share:g}")
         if self.long_share and self.prefix_len:
             raise ConfigError("--random-long-share and --random-prefix-len do not go together: leave one out")
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether its requests are calls of jobs."""
+        return self.name in JOB_LOADS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +233,8 @@ class BenchConfig:
     """How the server is told of them; `auto` tells servers that say they are onbeat."""
     asks_to_shed: bool = False
     """Ask the server to refuse requests whose TTFT it predicts to be missed."""
+    has_jobs: bool = False
+    """Whether requests are calls of jobs, whose deadlines the server is told beside their objectives."""
     names_classes: bool = True
     """Tell the server the class of a request, which it must know then, beside its objectives."""
     num_gpus: int = 1
@@ -228,4 +246,6 @@ class BenchConfig:
             raise ConfigError(f"--num-gpus must be at least 1, got {self.num_gpus}")
         if self.num_warmups < 0:
             raise ConfigError(f"--num-warmups must not be negative, got {self.num_warmups}")
-        check_transport(self.send_slo, self.slo_classes, asks_to_shed=self.asks_to_shed)
+        check_transport(
+            self.send_slo, self.slo_classes, asks_to_shed=self.asks_to_shed, has_jobs=self.has_jobs
+        )

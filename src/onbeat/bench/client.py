@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 
 from onbeat.bench.objectives import SLOTransport
-from onbeat.bench.payload import PayloadBuilder
+from onbeat.bench.payload import PayloadBuilder, Prompt
 from onbeat.bench.record import RequestRecord, Status, TokenCountSource, milliseconds
 from onbeat.bench.stream import AnswerStream, StreamError, error_code, error_text
 
@@ -110,7 +110,7 @@ class StreamingClient:
         accept = "text/event-stream" if endpoint.payload.is_streamed else "application/json"
         self._headers = {"Content-Type": "application/json", "Accept": accept} | endpoint.headers
 
-    async def send(self, prompt: str, record: RequestRecord) -> RequestRecord:
+    async def send(self, prompt: Prompt, record: RequestRecord) -> RequestRecord:
         """Send one request and read its answer; every failure ends up in the record."""
         objectives = self._endpoint.objectives
         body = self._endpoint.payload.build(prompt, record.max_tokens, objectives.body(record))
@@ -183,6 +183,9 @@ class StreamingClient:
         usage = stream.usage or {}
         record.num_prompt_tokens = _count(usage, "prompt_tokens") or record.num_prompt_tokens
         _take_drafts(usage, record)
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict) and isinstance(num_cached := details.get("cached_tokens"), int):
+            record.num_cached_tokens = num_cached
         if not self._endpoint.payload.is_streamed:  # nothing is generated, whatever the data set plans
             record.num_output_tokens = record.max_tokens = 0
             record.count_source = TokenCountSource.USAGE

@@ -44,12 +44,14 @@ class SLOTransport:
 
     def body(self, record: RequestRecord) -> dict[str, Any]:
         """Return the fields that a request's body gets."""
-        if self.how != "body" or record.slo is None or record.slo.is_empty:
+        has_objectives = record.slo is not None and not record.slo.is_empty
+        if self.how != "body" or not (has_objectives or record.job):
             return {}
-        fields: dict[str, Any] = {
+        fields: dict[str, Any] = {} if record.job is None else {"job": record.job.fields()}
+        fields |= {
             f"{name}_ms": limit * 1e3
             for name in ("ttft", "tbt", "e2e")
-            if (limit := getattr(record.slo, name)) is not None
+            if (limit := getattr(record.slo, name, None)) is not None
         }
         if self.names_classes and record.request_class not in {None, UNNAMED_CLASS}:
             fields["class"] = record.request_class
@@ -67,17 +69,26 @@ class SLOTransport:
         if self.how == "headers" and record.slo is not None:
             limits = {TTFT_HEADER: record.slo.ttft, TPOT_HEADER: record.slo.tbt}
             headers |= {name: f"{limit * 1e3:g}" for name, limit in limits.items() if limit is not None}
+        if self.how == "headers" and record.job is not None:
+            fields = record.job.fields()
+            headers |= {f"x-slo-job-{name.replace('_', '-')}": f"{value}" for name, value in fields.items()}
         return headers
 
 
-def check_transport(send: SendSLO, classes: Sequence[SLOClass], *, asks_to_shed: bool) -> None:
+def check_transport(
+    send: SendSLO, classes: Sequence[SLOClass], *, asks_to_shed: bool, has_jobs: bool = False
+) -> None:
     """Refuse ways of telling that would leave something out.
+
+    Parameters
+    ----------
+    has_jobs : whether requests are calls of jobs, whose deadlines are told.
 
     Raises
     ------
     ConfigError : there is nothing to tell, or no word for it.
     """
-    if not classes:
+    if not classes and not has_jobs:
         if asks_to_shed:
             raise ConfigError("--shed needs objectives: give --slo-ttft-ms or --slo-config")
         if send in {"body", "headers"}:

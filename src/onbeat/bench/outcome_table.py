@@ -8,6 +8,7 @@ from rich.table import Table
 from onbeat.bench.outcomes import VerdictSummary
 from onbeat.bench.result import BenchResult
 from onbeat.metrics.distribution import Distribution
+from onbeat.metrics.jobs import lines_of_jobs
 from onbeat.metrics.summary import LatencyStatistic
 from onbeat.report.table import number, percent, rows_table
 
@@ -92,7 +93,7 @@ def outcome_notes(result: BenchResult) -> list[str]:
     for row in group_rows(result):
         cells = zip(GROUP_COLUMNS[1:], row[1:], strict=True)
         notes.append(f"Requests with {row[0]} prompts: " + ", ".join(f"{c} {v}" for c, v in cells) + ".")
-    return notes
+    return [*notes, *lines_of_jobs(result.jobs)]
 
 
 def _spread(times: Distribution) -> str:

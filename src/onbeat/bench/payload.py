@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
@@ -15,6 +15,24 @@ DEFAULT_PATHS: dict[Api, str] = {
     "chat": "/v1/chat/completions",
     "embeddings": "/v1/embeddings",
 }
+
+
+class Message(NamedTuple):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    text: str
+
+
+class Conversation(NamedTuple):
+    """A prompt of several messages."""
+
+    messages: tuple[Message, ...]
+    schema: Mapping[str, Any] | None = None
+    """JSON schema that the answer must match; None: any text."""
+
+
+Prompt = str | Conversation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +49,7 @@ class PayloadBuilder:
         """Whether the answer comes in events."""
         return self.api != "embeddings"
 
-    def build(self, prompt: str, max_tokens: int, own: Mapping[str, Any] | None = None) -> bytes:
+    def build(self, prompt: Prompt, max_tokens: int, own: Mapping[str, Any] | None = None) -> bytes:
         """Return the JSON body that asks for at most `max_tokens` tokens and a usage count.
 
         Parameters
@@ -41,12 +59,16 @@ class PayloadBuilder:
         body: dict[str, Any] = {"model": self.model}
         if self.is_streamed:
             body |= {"max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
+        talk = Conversation((Message("user", prompt),)) if isinstance(prompt, str) else prompt
         if self.api == "embeddings":
             body["input"] = prompt
         elif self.api == "chat":
-            body["messages"] = [{"role": "user", "content": prompt}]
+            body["messages"] = [{"role": each.role, "content": each.text} for each in talk.messages]
         else:
-            body["prompt"] = prompt
+            body["prompt"] = " ".join(each.text for each in talk.messages)
+        if talk.schema is not None:
+            schema = {"name": "answer", "schema": talk.schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
         return orjson.dumps(body | dict(own or {}) | dict(self.extra))
 
 

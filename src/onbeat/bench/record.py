@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from onbeat.core.slo import SLO
 
@@ -73,6 +73,22 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
+class JobOfCall(NamedTuple):
+    """The job that a request is a call of, as its server is told."""
+
+    job_id: str
+    e2e: float
+    """Seconds from the start of its first call to the end of its last."""
+    calls_left: int | None
+    """Calls that follow; None where the server has to learn it."""
+    kind: str
+
+    def fields(self) -> dict[str, Any]:
+        """Return the object `slo.job`."""
+        stated = {"id": self.job_id, "e2e_ms": self.e2e * 1e3, "class": self.kind}
+        return stated if self.calls_left is None else {**stated, "calls_left": self.calls_left}
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
     """One request as the client saw it. Times are seconds of `time.perf_counter`.
@@ -113,6 +129,10 @@ class RequestRecord:
     """For whom it is, where the run's classes say."""
     weight: float = 1.0
     """Worth of keeping its objectives beside those of others."""
+    job: JobOfCall | None = None
+    """Of a call of a job with a deadline."""
+    num_cached_tokens: int | None = None
+    """Of the prompt, tokens that the server's prefix cache held; None where it does not say."""
     group: str | None = None
     """Kind of prompt, where a data set mixes several."""
     verdict: ServerVerdict | None = None

@@ -23,6 +23,7 @@ from onbeat.bench.record import RequestRecord, Status
 from onbeat.bench.runner import LoadOutcome
 from onbeat.bench.speculation import measured_drafts
 from onbeat.metrics.distribution import describe, percentile
+from onbeat.metrics.jobs import JobSummary
 from onbeat.metrics.summary import RunSummary, summarise, with_expired
 from onbeat.report.drafts import MeasuredDrafts
 from onbeat.report.result import SCHEDULED, ClientTimes, ErrorGroup, Level, RunHeader, RunResult
@@ -47,6 +48,8 @@ class BenchResult(RunResult[RequestRecord]):
     """None where the server gave none."""
     groups: Mapping[str, RunSummary]
     """By the name of the group of prompts; empty where the data set has one kind."""
+    jobs: Mapping[str, JobSummary]
+    """By the kind of job; empty where requests stand for themselves."""
     slo_sent: str
     """How the server was told of objectives."""
     num_interrupted_requests: int
@@ -58,7 +61,7 @@ class BenchResult(RunResult[RequestRecord]):
     """Output tokens of a delivery; None without one."""
 
 
-def build_result(
+def build_result(  # noqa: PLR0913 - what was run, and what is known of it besides
     bench: BenchConfig,
     run: RunConfig,
     outcome: LoadOutcome,
@@ -66,6 +69,7 @@ def build_result(
     model: str,
     length_source: str,
     slo_sent: str = "none",
+    jobs: Mapping[str, JobSummary] | None = None,
 ) -> BenchResult:
     """Return the result of a finished (or interrupted) run.
 
@@ -73,6 +77,7 @@ def build_result(
     ----------
     length_source : who measured the prompts.
     slo_sent : how the server was told of objectives.
+    jobs : what became of each kind of job; None of requests that stand for themselves.
     """
     records = sorted(
         (record for record in outcome.records if record.status is not Status.INTERRUPTED),
@@ -107,6 +112,7 @@ def build_result(
         advice=refusal_advice(records),
         verdicts=compare_verdicts(records, options),
         groups=summarise_groups(records, duration=outcome.duration, options=options),
+        jobs=jobs or {},
         slo_sent=slo_sent,
         num_interrupted_requests=len(outcome.records) - len(records),
         prompt_length_source=length_source,

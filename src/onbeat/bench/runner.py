@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +53,36 @@ class LoadOutcome:
     """What the server counted of speculation meanwhile; None where it does not say."""
 
 
+async def until_stopped(
+    offer: Callable[[float], Coroutine[None, None, None]],
+    records: list[RequestRecord],
+    stop: asyncio.Event,
+    clock: Callable[[], float],
+) -> LoadOutcome:
+    """Offer a load; when `stop` is set, cancel what is open.
+
+    Parameters
+    ----------
+    offer : sends all of it, given when it starts.
+    records : gets what is sent.
+    """
+    start = clock()
+    offering = asyncio.create_task(offer(start))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({offering, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        interrupted = not offering.done()
+        for task in (offering, stopping):
+            task.cancel()
+        results = await asyncio.gather(offering, stopping, return_exceptions=True)
+    if not interrupted and isinstance(results[0], BaseException):
+        raise results[0]
+    ended = [record.end for record in records if record.status is not Status.INTERRUPTED]
+    end = clock() if interrupted else max(ended, default=start)
+    return LoadOutcome(records=records, start=start, duration=max(end - start, 1e-9), interrupted=interrupted)
+
+
 class LoadRunner:
     """Runs one load plan.
 
@@ -77,23 +108,7 @@ class LoadRunner:
 
     async def run(self, requests: AsyncIterator[OfferedRequest], stop: asyncio.Event) -> LoadOutcome:
         """Offer all requests; when `stop` is set, cancel what is open and return what is there."""
-        start = self._clock()
-        offering = asyncio.create_task(self._offer(requests, start))
-        stopping = asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait({offering, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            interrupted = not offering.done()
-            for task in (offering, stopping):
-                task.cancel()
-            results = await asyncio.gather(offering, stopping, return_exceptions=True)
-        if not interrupted and isinstance(results[0], BaseException):
-            raise results[0]
-        ended = [record.end for record in self._records if record.status is not Status.INTERRUPTED]
-        end = self._clock() if interrupted else max(ended, default=start)
-        return LoadOutcome(
-            records=self._records, start=start, duration=max(end - start, 1e-9), interrupted=interrupted
-        )
+        return await until_stopped(partial(self._offer, requests), self._records, stop, self._clock)
 
     async def _offer(self, requests: AsyncIterator[OfferedRequest], start: float) -> None:
         if self._plan.offsets is None and self._plan.max_concurrency is not None:

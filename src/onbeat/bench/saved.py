@@ -88,6 +88,7 @@ def result_keys(result: BenchResult) -> dict[str, Any]:
         "output_throughput_per_gpu": result.point.output_throughput_per_gpu,
         "errors_by_cause": error_keys(result.errors),
         **({} if result.drafts is None else result.drafts.keys()),
+        **({"jobs": {kind: own.keys() for kind, own in result.jobs.items()}} if result.jobs else {}),
     }
 
 
@@ -113,7 +114,7 @@ def _header_keys(result: BenchResult) -> dict[str, Any]:
         "arrivals": header.arrivals,
         "dataset_name": header.dataset_name,
         "dataset_path": None if run.dataset.path is None else str(run.dataset.path),
-        "dataset": _others(run.dataset, "name", "path"),
+        "dataset": _others(run.dataset, "name", "path", *(() if run.dataset.has_jobs else ("job_deadline",))),
         "load": _others(run.load, "request_rate", "arrivals", "burstiness", "max_concurrency"),
         "title": result.title,
         "series": result.series,
@@ -196,6 +197,7 @@ def details(result: BenchResult) -> dict[str, Any]:
         "statuses": [record.status.value for record in records],
         "request_classes": [record.request_class for record in records],
         "tenants": [record.tenant for record in records],
+        "job_ids": [None if record.job is None else record.job.job_id for record in records],
         "request_groups": [record.group for record in records],
         "verdicts": [None if record.verdict is None else asdict(record.verdict) for record in records],
         "predicted_ttfts": [record.predicted_ttft for record in records],

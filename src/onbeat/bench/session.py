@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol
 
 import aiohttp
 import numpy as np
-from numpy.typing import NDArray
 
 from onbeat.bench.bench_config import TEXT_DATASETS, BenchConfig, LoadConfig, RunConfig
 from onbeat.bench.client import CountTokens, Endpoint, StreamingClient, open_session
 from onbeat.bench.datasets import PromptTools, load_workload
+from onbeat.bench.jobs import JobOffer, SendPrompt
 from onbeat.bench.objectives import RequestObjectives, choose_transport
 from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.probe import choose_model, server_pool, wait_until_ready
 from onbeat.bench.record import RequestRecord, Status
 from onbeat.bench.result import BenchResult, build_result
-from onbeat.bench.runner import LoadPlan, LoadRunner, OfferedRequest
+from onbeat.bench.runner import LoadOutcome, LoadPlan, LoadRunner, OfferedRequest
+from onbeat.bench.schedule import schedule
 from onbeat.bench.speculation import drafts_since, look_at_drafts
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.settled_memory import settled_memory
-from onbeat.workload.arrivals import ramp_arrivals
+from onbeat.metrics.jobs import JobSummary
 from onbeat.workload.prompts import PromptWriter, WordPool, estimated_pool, tokenizer_pool
 from onbeat.workload.workload import Workload
 
@@ -102,6 +103,79 @@ class PromptFeed:
         if self._objectives is not None:
             self._objectives.note(record)
         return OfferedRequest(spec.prompt, record)
+
+
+class Offer(Protocol):
+    """What a run offers to a server."""
+
+    num_prompts: int
+    """As the run counts what it offers: requests, or jobs."""
+    num_requests: int
+    """That it sends at most."""
+    needs_answers: bool
+    """Whether later prompts contain what was answered, so that records must have the texts of answers."""
+
+    async def prepare(self) -> None:
+        """Make what should be ready before the clock starts."""
+        ...
+
+    async def run(
+        self,
+        send: SendPrompt,
+        on_end: Callable[[RequestRecord], None],
+        stop: asyncio.Event,
+        *,
+        limit: int | None = None,
+    ) -> LoadOutcome:
+        """Offer it, or the first so many of its prompts; when `stop` is set, return what is there."""
+        ...
+
+    def jobs(self, records: Sequence[RequestRecord]) -> Mapping[str, JobSummary]:
+        """Return what became of each kind of job; nothing where there are none."""
+        ...
+
+
+class RequestOffer:
+    """Requests that stand for themselves."""
+
+    needs_answers = False
+
+    def __init__(self, workload: Workload, objectives: RequestObjectives, plan: LoadPlan) -> None:
+        self._workload, self._objectives, self._plan = workload, objectives, plan
+        self.num_prompts = self.num_requests = len(workload)
+        self._feed: PromptFeed | None = None
+
+    @classmethod
+    def make(cls, bench: BenchConfig, run: RunConfig, tools: PromptTools) -> RequestOffer:
+        """Return the requests of a run."""
+        workload = load_workload(run.dataset, run.num_prompts, tools, bench.seed)
+        objectives = RequestObjectives(bench.slo_classes, len(workload), bench.seed)
+        workload = objectives.with_own_traces(workload, tools.writer)
+        rng = np.random.default_rng([bench.seed, 1])
+        offsets = schedule(run.load, len(workload), rng, times=workload.times)
+        plan = LoadPlan(offsets=offsets, max_concurrency=run.load.max_concurrency)
+        return cls(workload, objectives, plan)
+
+    async def prepare(self) -> None:
+        """Make the first prompts."""
+        self._feed = PromptFeed(self._workload, objectives=self._objectives)
+        await self._feed.fill()
+
+    async def run(
+        self,
+        send: SendPrompt,
+        on_end: Callable[[RequestRecord], None],
+        stop: asyncio.Event,
+        *,
+        limit: int | None = None,
+    ) -> LoadOutcome:
+        """Send the requests, or the first so many."""
+        feed = self._feed or PromptFeed(self._workload, limit=limit)
+        return await LoadRunner(send, self._plan, on_end=on_end).run(feed, stop)
+
+    def jobs(self, records: Sequence[RequestRecord]) -> Mapping[str, JobSummary]:  # noqa: ARG002
+        """Return nothing."""
+        return {}
 
 
 class Progress(Protocol):
@@ -208,26 +282,24 @@ async def _run(
         count_tokens=server.count_tokens or _estimate_tokens,
     )
     progress.on_phase(f"making prompts ({run.dataset.name})")
-    workload, objectives = await asyncio.to_thread(_make_workload, bench, run, tools)
-    plan = LoadPlan(
-        offsets=schedule(run.load, workload, np.random.default_rng([bench.seed, 1])),
-        max_concurrency=run.load.max_concurrency,
-    )
+    make: type[JobOffer | RequestOffer] = JobOffer if run.dataset.has_jobs else RequestOffer
+    offer: Offer = await asyncio.to_thread(make.make, bench, run, tools)
     client = StreamingClient(
-        server.session, server.endpoint, count_tokens=server.count_tokens, keep_text=bench.keep_text
+        server.session,
+        server.endpoint,
+        count_tokens=server.count_tokens,
+        keep_text=bench.keep_text or offer.needs_answers,
     )
     if bench.num_warmups:
         progress.on_phase(f"warming up with {bench.num_warmups} requests")
-        await _warm_up(bench, run, client, tools, stop)
-    feed = PromptFeed(workload, objectives=objectives)
-    await feed.fill()
-    runner = LoadRunner(client.send, plan, on_end=progress.on_request)
+        await _warm_up(bench, run, make, client.send, tools, stop)
+    await offer.prepare()
     drafts_before = await look_at_drafts(server.session, bench.target)
-    progress.on_start(run, len(workload))
+    progress.on_start(run, offer.num_requests)
     with settled_memory():
-        outcome = await runner.run(feed, stop)
+        outcome = await offer.run(client.send, progress.on_request, stop)
     outcome.drafts = await drafts_since(drafts_before, server.session, bench.target)
-    run = replace(run, num_prompts=len(workload))
+    run = replace(run, num_prompts=offer.num_prompts)
     is_measured = server.count_tokens is not None or run.dataset.name not in TEXT_DATASETS
     length_source = server.pool.source if is_measured else "estimate"
     return build_result(
@@ -237,19 +309,17 @@ async def _run(
         model=server.model,
         length_source=length_source,
         slo_sent=server.endpoint.objectives.how,
+        jobs=offer.jobs(outcome.records),
     )
 
 
-def _make_workload(
-    bench: BenchConfig, run: RunConfig, tools: PromptTools
-) -> tuple[Workload, RequestObjectives]:
-    workload = load_workload(run.dataset, run.num_prompts, tools, bench.seed)
-    objectives = RequestObjectives(bench.slo_classes, len(workload), bench.seed)
-    return objectives.with_own_traces(workload, tools.writer), objectives
-
-
 async def _warm_up(
-    bench: BenchConfig, run: RunConfig, client: StreamingClient, tools: PromptTools, stop: asyncio.Event
+    bench: BenchConfig,
+    run: RunConfig,
+    make: type[JobOffer | RequestOffer],
+    send: SendPrompt,
+    tools: PromptTools,
+    stop: asyncio.Event,
 ) -> None:
     """Send requests of the run's own kind, but with other words, and forget them.
 
@@ -258,34 +328,11 @@ async def _warm_up(
     ConfigError : every one failed: the run would only repeat that.
     """
     tools = replace(tools, writer=replace(tools.writer, salt=f"{tools.writer.salt}/warm-up"))
-    workload, _ = await asyncio.to_thread(_make_workload, bench, run, tools)
-    num_warmups = min(bench.num_warmups, len(workload))
-    plan = LoadPlan(offsets=None, max_concurrency=min(num_warmups, run.load.max_concurrency or num_warmups))
-    outcome = await LoadRunner(client.send, plan).run(PromptFeed(workload, limit=num_warmups), stop)
+    load = LoadConfig(max_concurrency=min(bench.num_warmups, run.load.max_concurrency or bench.num_warmups))
+    offer: Offer = await asyncio.to_thread(make.make, bench, replace(run, load=load), tools)
+    outcome = await offer.run(send, lambda _record: None, stop, limit=bench.num_warmups)
     failures = [record for record in outcome.records if record.status is Status.FAILED]
-    if failures and len(failures) == num_warmups:
+    if failures and len(failures) == len(outcome.records):
         raise ConfigError(
-            f"all {num_warmups} warm-up requests failed: {failures[0].cause}: {failures[0].detail}"
+            f"all {len(failures)} warm-up requests failed: {failures[0].cause}: {failures[0].detail}"
         )
-
-
-def schedule(load: LoadConfig, workload: Workload, rng: np.random.Generator) -> NDArray[np.float64] | None:
-    """Return the arrival offsets of a load in seconds; None in a closed loop.
-
-    Raises
-    ------
-    ConfigError : a replay of a data set without times.
-    """
-    num_requests = len(workload)
-    if load.ramp is not None:
-        return ramp_arrivals(
-            num_requests,
-            start_rate=load.ramp.start_rate,
-            end_rate=load.ramp.end_rate,
-            shape=load.ramp.shape,
-            burstiness=load.burstiness,
-            rng=rng,
-        )
-    if not load.is_scheduled:
-        return None
-    return load.arrival_plan().offsets(num_requests, rng=rng, times=workload.times)

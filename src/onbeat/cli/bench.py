@@ -147,6 +147,7 @@ async def _measure(
 def _show(output: OutputOptions, results: list[BenchResult]) -> None:
     from onbeat.bench.outcome_table import outcome_tables
     from onbeat.bench.result import group_errors
+    from onbeat.metrics.jobs import lines_of_jobs
     from onbeat.report.breakdown import breakdown_tables, worst_decile_line
     from onbeat.report.result import merge_warnings
     from onbeat.report.table import error_table, run_tables, sweep_table
@@ -166,6 +167,8 @@ def _show(output: OutputOptions, results: list[BenchResult]) -> None:
         if line := worst_decile_line(result.summary.breakdown):
             title = f"{result.title}: " if len(results) > 1 else ""
             console.print(title + line, markup=False, highlight=False)
+        for line in lines_of_jobs(result.jobs):
+            console.print(line, markup=False, highlight=False)
     for warning in merge_warnings(results):
         console.print(f"note: {warning}", markup=False, highlight=False)
     if any(result.is_interrupted for result in results):

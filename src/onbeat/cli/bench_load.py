@@ -21,10 +21,11 @@ from onbeat.bench.bench_config import (
 from onbeat.bench.plan import MlcStudy, concurrency_sweep, rate_sweep
 from onbeat.cli.args import LEVELS, listed, numbers
 from onbeat.cli.args import seed as read_seed
-from onbeat.cli.workload import ArrivalOptions
+from onbeat.cli.workload import ArrivalOptions, job_deadline_option
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import option, part, settings_of
 from onbeat.workload.arrivals import RampShape
+from onbeat.workload.load_source import JOB_LOADS
 from onbeat.workload.trace import read_trace
 
 _SET_BY_PRESETS = frozenset(
@@ -70,8 +71,9 @@ class DatasetOptions:
         parse=int,
         metavar="N",
         group="data set",
-        help="requests per run (default: 1000, or all of a smaller file)",
+        help="requests per run (default: 1000, 100 jobs, or all of a smaller file)",
     )
+    job_deadline: float | None = job_deadline_option()
     input_len: int | None = option(
         None, parse=positive, group="data set", help="prompt tokens, for data sets that are made up"
     )
@@ -243,6 +245,7 @@ def dataset_config(options: DatasetOptions) -> DatasetConfig:
         repetition_output_len=options.prefix_repetition_output_len or 128,
         zipf_exponent=1.0 if options.zipf_exponent is None else options.zipf_exponent,
         shuffle=not options.disable_shuffle,
+        job_deadline=options.job_deadline,
     )
 
 
@@ -270,7 +273,9 @@ def _refuse_foreign(options: DatasetOptions, name: str) -> None:
             )
     if options.disable_shuffle and name not in {"sharegpt", "lengths"}:
         raise ConfigError(f"--disable-shuffle has no effect on --dataset-name {name}, which is not shuffled")
-    if options.input_len and (name in FILE_DATASETS or name == "prefix_repetition"):
+    if options.output_len is not None and name in JOB_LOADS:
+        raise ConfigError(f"--output-len has no effect on {name}, whose calls have lengths of their own")
+    if options.input_len and (name in FILE_DATASETS | JOB_LOADS or name == "prefix_repetition"):
         raise ConfigError(
             f"--input-len has no effect on --dataset-name {name}, whose prompts have their own lengths"
         )

@@ -23,6 +23,7 @@ from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.options import option, part, settings_of
 from onbeat.core.slo import SLOMode, slo_mode_option
 from onbeat.metrics.summary import METRICS, SummaryOptions
+from onbeat.workload.load_source import JOB_LOADS
 
 BACKENDS: dict[str, Api] = {
     "openai": "completions",
@@ -306,6 +307,7 @@ def bench_config(options: BenchOptions) -> BenchConfig:
         slo_classes=options.objectives.classes(),
         send_slo=options.send_slo,
         asks_to_shed=options.shed,
+        has_jobs=options.dataset.dataset_name in JOB_LOADS,
         names_classes=options.check_plan is None,  # a plan's server knows the objectives, not the names
         num_gpus=output.num_gpus,
         metadata=_pairs("--metadata", output.metadata),

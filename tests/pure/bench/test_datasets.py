@@ -8,7 +8,7 @@ import pytest
 
 from onbeat.bench.bench_config import DatasetConfig, LoadConfig
 from onbeat.bench.datasets import PromptTools, load_workload
-from onbeat.bench.session import schedule
+from onbeat.bench.schedule import schedule
 from onbeat.core.errors import ConfigError
 from onbeat.workload.prompts import PromptWriter, estimated_pool
 from onbeat.workload.workload import Workload
@@ -133,7 +133,7 @@ def test_more_custom_prompts_than_there_are(tmp_path: Path) -> None:
 def test_arrivals_depend_on_the_seed_and_not_on_the_words() -> None:
     def offsets(seed: int) -> list[float]:
         arrivals = schedule(
-            LoadConfig(request_rate=5.0), load(DatasetConfig()), np.random.default_rng([seed, 1])
+            LoadConfig(request_rate=5.0), len(load(DatasetConfig())), np.random.default_rng([seed, 1])
         )
         assert arrivals is not None
         return [float(offset) for offset in arrivals]
@@ -142,7 +142,7 @@ def test_arrivals_depend_on_the_seed_and_not_on_the_words() -> None:
 
 
 def test_a_closed_loop_has_no_schedule() -> None:
-    assert schedule(LoadConfig(max_concurrency=2), load(DatasetConfig()), np.random.default_rng(0)) is None
+    assert schedule(LoadConfig(max_concurrency=2), 20, np.random.default_rng(0)) is None
 
 
 def test_random_with_long_prompts_among_short_ones() -> None:

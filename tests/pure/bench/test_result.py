@@ -117,7 +117,7 @@ def test_details_add_one_entry_a_request() -> None:
     added = set(document) - KEYS_OF_VLLM - OWN_KEYS
     assert added == DETAILS_OF_VLLM | {
         *("end_times", "statuses", "request_classes", "request_groups", "verdicts", "predicted_ttfts"),
-        "tenants",
+        *("tenants", "job_ids"),
     }
     assert {len(document[key]) for key in added} == {4}
     assert document["ttfts"][3] is None
