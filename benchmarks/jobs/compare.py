@@ -1,6 +1,7 @@
 """Jobs in time: ways to divide a deadline among calls, EDF with triage, and first come first served.
 
-    python -m benchmarks.jobs.compare run [--jobs 2] [--seeds 5] [--minutes 30] [--seconds 60]
+    python -m benchmarks.jobs.compare run [--jobs 2] [--seeds 3] [--minutes 30] [--seconds 60] [--kind agents]
+        [--way divided]
     python -m benchmarks.jobs.compare report [--write]
 
 A run is 60 seconds of arrivals of jobs of one kind, and of chats without a deadline beside them, on one
@@ -114,6 +115,7 @@ class JobRun:
             "offered": own.num_offered,
             "kept": own.attainment,
             "wasted": own.wasted_share,
+            "twice": own.twice_share,
             "chat": float(np.mean(good_requests(chats, mode="stream"))),
         }
 
@@ -148,15 +150,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("what", choices=("run", "report"))
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=None)
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--kind", action="append", choices=sorted({kind for _, kind in RATES}))
+    parser.add_argument("--way", action="append", choices=list(WAYS))
+    parser.add_argument("--overload", action="store_true", help="only the loads that are too much")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args(argv)
     runs = [
         JobRun(device, kind, rate, way, seed, args.seconds)
-        for seed, ((device, kind), rates), way in product(range(args.seeds), RATES.items(), WAYS)
-        for rate in rates
+        for seed, ((device, kind), rates), way in product(range(args.seeds), RATES.items(), args.way or WAYS)
+        for rate in rates[args.overload :]
+        if kind in (args.kind or [kind])
     ]
     results = Results(LINES, "jobs-1")
     if args.what == "run":
@@ -170,6 +176,7 @@ def _page(runs: Sequence[JobRun], results: Results) -> str:
         [f"{device}, {kind}, {rate:g}/s", *(_cell(runs, results, (device, kind, rate, way)) for way in WAYS)]
         for (device, kind), rates in RATES.items()
         for rate in rates
+        if any((run.device, run.kind, run.rate) == (device, kind, rate) for run in runs)
     ]
     return f"Commit {git_commit()}.\n\n" + markdown_table(("load", *WAYS), rows) + "\n"
 

@@ -12,7 +12,7 @@ from math import inf
 
 import numpy as np
 
-from onbeat.bench.config import BenchConfig, RunConfig
+from onbeat.bench.bench_config import BenchConfig, RunConfig
 from onbeat.bench.datasets import PromptTools
 from onbeat.bench.payload import Conversation, Message, Prompt
 from onbeat.bench.record import JobOfCall, RequestRecord, Status

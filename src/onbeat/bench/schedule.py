@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.bench.config import LoadConfig
+from onbeat.bench.bench_config import LoadConfig
 from onbeat.workload.arrivals import ramp_arrivals
 
 

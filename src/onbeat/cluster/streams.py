@@ -20,7 +20,7 @@ from onbeat.core.errors import (
 )
 from onbeat.core.fleet import ReplicaId, ReplicaLoad
 from onbeat.core.protocols import Delivery, StepObserver
-from onbeat.core.request import Request, RequestOutput, overdue_error
+from onbeat.core.request import Placement, Request, RequestOutput, overdue_error
 from onbeat.core.slo import Fate
 from onbeat.core.step import StepOutputs
 from onbeat.engine.rejection import Rejected, unpack_rejection
@@ -75,6 +75,8 @@ class OpenRequest:
     """When its client got its last tokens."""
     moved_from: float | None = None
     """`last_token_time` before it was moved; None once there were tokens since."""
+    placement: Placement | None = None
+    """Where it was sent last, until its client is told."""
     rejection: RequestRejected | None = None
     """Why the last replica that refused it did."""
     _preemptions: int = 0
@@ -143,6 +145,7 @@ class OpenRequest:
             output.num_accepted_tokens += self._accepted
             if len(self.token_ids) > len(output.new_token_ids):
                 output.predicted_ttft = None  # of a first token that has come long ago
+        output.placement, self.placement = self.placement, None
         self._last = output
         return output
 
@@ -266,6 +269,7 @@ class Streams:
         self.by_name.pop(open_request.name, None)
         self.counts.count_routed(action.replica, action.why, num_sent_tokens=len(open_request.token_ids))
         open_request.expect(now, action.predicted_ttft)
+        open_request.placement = Placement(action.replica, action.why)
 
     def on_sent(self, open_request: OpenRequest) -> None:
         """Hear that a request has its name there."""

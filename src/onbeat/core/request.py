@@ -212,6 +212,9 @@ class Request:
     """Whether another replica goes on with it where its own is lost; else it ends with an error then."""
     shed: ShedMode = ShedMode.RELEGATE
     """What to do where its TTFT objective is predicted to be missed."""
+    kept_for: float = 0.0
+    """Seconds for which its KV is kept behind its end, if nobody needs the memory: a request that goes on
+    with it is expected."""
     pooling: Pooling | None = None
     """How its prompt becomes its embedding; None generates tokens. A request with an embedding has no output
     token: its only delivery is the embedding, which is what its TTFT objective is about. `sampling` has
@@ -234,6 +237,14 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
     rank: int | None = None
     """Place of the token among all by likelihood, from 1; of prompt tokens alone."""
+
+
+class Placement(NamedTuple):
+    """Which replica of a fleet a request was sent to."""
+
+    replica: str
+    why: str
+    """As of `RoutingChoice.why`, or `waited`."""
 
 
 @dataclass(slots=True)
@@ -270,6 +281,8 @@ class RequestOutput:
     """Of these, tokens that became output."""
     retry_after: float | None = None
     """Set with `Fate.OVERDUE`: seconds after which another is predicted to be taken."""
+    placement: Placement | None = None
+    """Set by a fleet on the first output of a request, and on the first of another replica."""
     embedding: bytes | None = None
     """The pooled hidden state of a request with `pooling`, as it is: float32, little-endian."""
 

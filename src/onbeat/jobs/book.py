@@ -21,6 +21,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 
 from onbeat.core.errors import InvalidRequest, Overloaded, SLOUnattainable
+from onbeat.core.request import Placement
 from onbeat.core.slo import LONGEST_OBJECTIVE
 from onbeat.jobs.call import CallShare, JobCall, JobEnd, JobReport, Later, Split, beside_later
 from onbeat.jobs.learnt import KindOfJob, Pace, work_of
@@ -33,6 +34,8 @@ MOST_KINDS = 256
 """Of which something is learnt; jobs of further ones are taken to be alike."""
 FORGOTTEN_AFTER = 60.0
 """Seconds after its deadline at which an open job is forgotten, and after its last call, if that is later."""
+LONGEST_KEPT = 60.0
+"""Seconds for which the KV of a call is kept behind its end at most, and not beyond the job's deadline."""
 _MOST_JOBS_GONE = 1024
 """Ended jobs whose times to be forgotten are kept, beside as many as there are open ones."""
 _SAME = 2e-3
@@ -67,6 +70,8 @@ class _Job:
     """Tokens of prompt and answer of the longest call so far."""
     calls_left: int | None = None
     """As the newest call says."""
+    replica: str | None = None
+    """That had the call before; None where nobody says."""
     failed: JobEnd | None = None
     """Why the last call to end did not come to its end; None if it did."""
 
@@ -145,13 +150,22 @@ class JobBook:
         job.calls_left = call.calls_left
         return OpenCall(share, job, call, now, new_tokens, num_prompt_tokens)
 
-    def close(self, opened: OpenCall, now: float, *, num_output_tokens: int, why: JobEnd | None) -> JobReport:
+    def close(
+        self,
+        opened: OpenCall,
+        now: float,
+        *,
+        num_output_tokens: int,
+        why: JobEnd | None,
+        placement: Placement | None = None,
+    ) -> JobReport:
         """Hear that a call ended; return how its job stands.
 
         Parameters
         ----------
         why : `REFUSED` or `ABANDONED` of a call that did not come to its end. Its caller may send it again,
             so that the job stays open.
+        placement : where the call was served; None where nobody says.
         """
         job, num_tokens = opened.job, opened.num_prompt_tokens + num_output_tokens
         job.num_open -= 1
@@ -166,6 +180,10 @@ class JobBook:
             job.kind.work.add(work)
             job.kind.output.add(num_output_tokens)
             self._pace.add(max(now - opened.arrival, 1e-9), work)
+        moved = None
+        if placement is not None:
+            moved = placement.why if job.replica not in (None, placement.replica) else None
+            job.replica = placement.replica
         job.failed, end = why, None
         if why is None and job.calls_left == 0 and not job.num_open:
             end = JobEnd.KEPT if now <= job.deadline else JobEnd.LATE
@@ -179,6 +197,8 @@ class JobBook:
             remaining=job.deadline - now,
             share=opened.share.e2e,
             in_calls=job.in_calls,
+            replica=job.replica,
+            moved=moved,
             end=end,
         )
 
@@ -198,7 +218,11 @@ class JobBook:
             predicted = (own + later.later_work) * usual.value + between
         if now + least > job.deadline:
             return CallShare(e2e=None, predicted_job=predicted)
-        return CallShare(e2e=max(self.split(later), least, 1e-3), predicted_job=predicted)
+        return CallShare(
+            e2e=max(self.split(later), least, 1e-3),
+            predicted_job=predicted,
+            kept_for=min(job.deadline - now, LONGEST_KEPT) if num_later else 0.0,
+        )
 
     def _check_attainable(self, job: _Job, predicted: float, now: float) -> None:
         has = job.deadline - now

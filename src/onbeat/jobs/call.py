@@ -69,6 +69,8 @@ class CallShare:
     """Seconds from the call's arrival; None: the job is late for certain, and the call is best effort."""
     predicted_job: float | None
     """Seconds from now until the job is expected to end; None where nothing is known of such calls."""
+    kept_for: float = 0.0
+    """Seconds for which its KV is worth keeping behind its end: another call is expected."""
 
     def objectives(self, own: SLO | None) -> SLO | None:
         """Return what the call is held to: the tighter of its own objectives and of its share."""
@@ -107,5 +109,9 @@ class JobReport:
     """Seconds that the call had; None where it was best effort."""
     in_calls: float
     """Seconds in which at least one call was open."""
+    replica: str | None
+    """That served the call; None where nobody says."""
+    moved: str | None
+    """Why that is another than served the call before it: `Placement.why`. None if it is the same."""
     end: JobEnd | None
     """None while calls are to follow, or nobody said that none do."""

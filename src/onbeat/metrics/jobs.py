@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from onbeat.metrics.attainment import TOLERANCE
 from onbeat.metrics.distribution import percentile
+
+CACHE_BLOCK = 16
+"""Tokens of the smallest KV blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,11 @@ class JobOutcome:
     """In which at least one of its calls was open."""
     num_output_tokens: int
     """Of all its calls that came."""
+    num_prompt_tokens: int = 0
+    """Of those of them that came to their end."""
+    num_computed_twice: int | None = None
+    """Of these, tokens that an earlier call of the job had computed, and that were not cached any more; None
+    where nobody says what is cached."""
 
     @property
     def is_kept(self) -> bool:
@@ -48,6 +56,9 @@ class JobSummary:
     """Share of the time of those jobs in which calls were open."""
     wasted_share: float
     """Output tokens of jobs that were not kept, of all."""
+    twice_share: float | None
+    """Prompt tokens that were computed again, of all: an earlier call of their job had computed them. None
+    where nobody says what is cached."""
 
     @property
     def attainment(self) -> float:
@@ -71,6 +82,7 @@ class JobSummary:
             "p99_job_ms": None if self.p99_seconds is None else self.p99_seconds * 1e3,
             "time_in_calls_share": self.in_calls,
             "wasted_output_share": self.wasted_share,
+            "prompt_computed_twice_share": self.twice_share,
         }
 
     def __str__(self) -> str:
@@ -78,9 +90,11 @@ class JobSummary:
         times = "no job ended"
         if self.median_seconds is not None and self.p99_seconds is not None:
             times = f"P50 {self.median_seconds:.3g} s, P99 {self.p99_seconds:.3g} s"
+        twice = "" if self.twice_share is None else f"; {self.twice_share:.1%} of prompts computed twice"
         return (
             f"{self.num_kept:,} of {self.num_offered:,} kept ({self.attainment:.1%}), "
             f"{self.num_late:,} late, {self.num_lost:,} lost; {times}, {self.in_calls:.0%} of it in calls"
+            f"{twice}"
         )
 
 
@@ -106,32 +120,68 @@ def _summary(outcomes: Sequence[JobOutcome]) -> JobSummary:
         in_calls=sum(each.in_calls for each in ended) / max(float(seconds.sum()), 1e-9),
         wasted_share=sum(each.num_output_tokens for each in outcomes if not each.is_kept)
         / max(num_tokens, 1),
+        twice_share=_twice_share(outcomes),
     )
 
 
-CallTimes = tuple[float, float, bool, int]
-"""(arrival, end, whether it came to its end, output tokens) of a call."""
+def _twice_share(outcomes: Sequence[JobOutcome]) -> float | None:
+    known = [each.num_computed_twice for each in outcomes if each.num_computed_twice is not None]
+    if len(known) < len(outcomes):
+        return None
+    return sum(known) / max(sum(each.num_prompt_tokens for each in outcomes), 1)
+
+
+class CallTimes(NamedTuple):
+    """What became of a call of a job. Times are seconds."""
+
+    arrival: float
+    end: float
+    is_done: bool
+    """Whether it came to its end."""
+    num_output_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int | None
+    """Of the prompt; None where nobody says."""
 
 
 def job_outcome(
-    kind: str, deadline: float, num_calls: int, calls: Sequence[CallTimes], start: float
+    kind: str, deadline: float, continued: Sequence[int | None], calls: Mapping[int, CallTimes], start: float
 ) -> JobOutcome:
     """Return what became of a job.
 
     Parameters
     ----------
-    num_calls : that it has.
+    continued : for each of its calls, the one whose conversation it goes on with.
     calls : those that came.
     start : when it started, seconds.
     """
-    is_whole = len(calls) == num_calls and all(is_done for _, _, is_done, _ in calls)
+    times = list(calls.values())
+    twice = [
+        _computed_twice(call, calls[before])
+        for index, call in calls.items()
+        if call.is_done and (before := continued[index]) is not None and before in calls
+    ]
+    is_whole = len(calls) == len(continued) and all(each.is_done for each in times)
     return JobOutcome(
         kind=kind,
         deadline=deadline,
-        seconds=max(end for _, end, _, _ in calls) - start if is_whole else None,
-        in_calls=sum(end - begin for begin, end in _joined((each[0], each[1]) for each in calls)),
-        num_output_tokens=sum(each[3] for each in calls),
+        seconds=max(each.end for each in times) - start if is_whole else None,
+        in_calls=sum(end - begin for begin, end in _joined((each.arrival, each.end) for each in times)),
+        num_output_tokens=sum(each.num_output_tokens for each in times),
+        num_prompt_tokens=sum(each.num_prompt_tokens for each in times if each.is_done),
+        num_computed_twice=None if None in twice else sum(each for each in twice if each is not None),
     )
+
+
+def _computed_twice(call: CallTimes, before: CallTimes) -> int | None:
+    """Return the prompt tokens of a call that the call before it had computed, and the cache lacks.
+
+    Whole blocks alone can be cached, and neither the last token of a prompt nor that of an answer.
+    """
+    if call.num_cached_tokens is None:
+        return None
+    common = min(before.num_prompt_tokens + before.num_output_tokens, call.num_prompt_tokens) - 1
+    return max(0, common // CACHE_BLOCK * CACHE_BLOCK - call.num_cached_tokens)
 
 
 def _joined(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:

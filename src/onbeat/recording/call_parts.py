@@ -20,6 +20,8 @@ def put_kv(call: dict[str, Any], request: Request, adoption: RecordedAdoption | 
         call["pooling"] = request.pooling
     if request.sampling.grammar is not None:
         call["is_guided"] = True
+    if request.kept_for:
+        call["kept_for"] = request.kept_for
     if request.num_external_tokens:
         call["num_external_tokens"] = request.num_external_tokens
     if adoption is not None:

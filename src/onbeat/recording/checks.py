@@ -68,7 +68,7 @@ _REASONS = tuple(FinishReason)
 _are_hashes = _all(_is_text)
 _is_time = _optional(_is_number)
 _FIELDS: Mapping[str, _Check] = {
-    **dict.fromkeys(("now", "arrival", "seconds", "weight"), _is_number),
+    **dict.fromkeys(("now", "arrival", "seconds", "weight", "kept_for"), _is_number),
     **dict.fromkeys(("first_token_time", "predicted_seconds", "guide_seconds"), _is_time),
     **dict.fromkeys(("request", "num_prompt_tokens", "max_tokens"), _is_count),
     **dict.fromkeys(("num_resumed_tokens", "num_external_tokens", "calls"), _is_count),

@@ -2,7 +2,7 @@
 
 The file is gzip-compressed text with one JSON object a line:
 
-1. the header: ``{"file": "onbeat-record", "schema_version": 10, ...}`` with the fields of `RecordHeader`;
+1. the header: ``{"file": "onbeat-record", "schema_version": 11, ...}`` with the fields of `RecordHeader`;
 2. one line a call, named by its field ``call``: ``add``, ``abort``, ``schedule``, ``update``, ``handover``,
    with the fields of the classes below, defaults left out;
 3. the trailer: ``{"call": "end", "calls": N}`` with the number of calls. A file without it is cut short.
@@ -32,6 +32,7 @@ not.
 9  ``add`` of a request that has an embedding in place of output tokens (`AddCall.pooling`)
 10 ``add`` of a request under a grammar (`AddCall.is_guided`), and what grammars did in a step
    (`UpdateCall.guide_seconds`, `UpdateCall.faults`)
+11 ``add`` of a request whose KV is kept behind its end (`AddCall.kept_for`)
 == ==================================================================================================
 """
 
@@ -48,7 +49,7 @@ from onbeat.core.slo import ShedMode
 DEADLINES = tuple(each.name for each in fields(StreamDeadlines))
 """Of `RecordedAdoption.deadlines`, in the order in which a file has them."""
 FILE_KIND = "onbeat-record"
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 READABLE_VERSIONS = tuple(range(1, SCHEMA_VERSION + 1))
 TRAILER = "end"
 
@@ -131,6 +132,8 @@ class AddCall:
     """How its prompt became its embedding; None where it has output tokens."""
     is_guided: bool = False
     """Whether its answer had to match a grammar."""
+    kept_for: float = 0.0
+    """Seconds for which its KV was to be kept behind its end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,6 +209,7 @@ def _add_call(values: Mapping[str, Any]) -> AddCall:
         is_scored=values.get("is_scored", False),
         pooling=values.get("pooling"),
         is_guided=values.get("is_guided", False),
+        kept_for=values.get("kept_for", 0.0),
     )
 
 

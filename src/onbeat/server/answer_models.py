@@ -118,6 +118,9 @@ class JobReport(BaseModel):
     in_calls_ms: float
     remaining_ms: float | None
     share_ms: float | None
+    replica: str | None
+    moved: str | None
+    """Why another replica than that of the call before it served the call; null if it was the same."""
     met: bool | None
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from onbeat.core.errors import EngineError, InvalidRequest, Overloaded, SLOUnattainable
 from onbeat.core.protocols import Delivery, Tokenizer
-from onbeat.core.request import FinishReason, Request, RequestOutput, TokenLogprobs, overdue_error
+from onbeat.core.request import FinishReason, Placement, Request, RequestOutput, TokenLogprobs, overdue_error
 from onbeat.core.slo import Fate
 from onbeat.metrics.record import RequestRecord
 from onbeat.text.reply.events import CallStart, ContentText, MarkToken, ReplyEvent, ReplyReader
@@ -87,6 +87,8 @@ class Choice:
     num_calls: int = 0
     """Calls of tools that its answer holds."""
     num_cached_tokens: int = 0
+    placement: Placement | None = None
+    """Where a fleet has sent it; None where there is none."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """Of each prompt token but the first, once the first output token is there; None where nobody asked."""
     finish_reason: FinishReason | None = None
@@ -173,6 +175,7 @@ class ChoiceText:
         if not choice.delivery_times:
             choice.prompt_logprobs = output.prompt_logprobs
             choice.num_cached_tokens = output.num_cached_tokens
+        choice.placement = output.placement or choice.placement
         choice.embedding = output.embedding
         if token_ids or output.embedding is not None:
             choice.delivery_times.append(delivery.time)

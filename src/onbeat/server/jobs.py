@@ -173,7 +173,8 @@ class JobDesk:
             self._counts.num_open = len(self._book)
         for choice in choices:
             request = choice.request
-            choice.request = replace(request, slo=opened.share.objectives(request.slo))
+            share = opened.share
+            choice.request = replace(request, slo=share.objectives(request.slo), kept_for=share.kept_for)
         return CallTicket(self._book, opened, choices)
 
 
@@ -201,6 +202,7 @@ class CallTicket:
                 now,
                 num_output_tokens=max(choice.num_output_tokens for choice in self._choices),
                 why=failed,
+                placement=self._choices[0].placement,
             )
         return self._report
 
@@ -222,6 +224,8 @@ class CallTicket:
                 "in_calls_ms": milliseconds(job.in_calls),
                 "remaining_ms": milliseconds(job.remaining) if math.isfinite(job.remaining) else None,
                 "share_ms": milliseconds(job.share),
+                "replica": job.replica,
+                "moved": job.moved,
                 "met": None if job.end is None else job.end is JobEnd.KEPT,
             }
         }

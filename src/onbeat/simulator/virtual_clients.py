@@ -51,7 +51,14 @@ class OfferedRequest:
 
 def call_times(record: RequestRecord) -> CallTimes:
     """Return what a record says of a call of a job."""
-    return record.arrival, record.end, record.finish_reason in _DONE, record.num_output_tokens
+    return CallTimes(
+        record.arrival,
+        record.end,
+        record.finish_reason in _DONE,
+        record.num_output_tokens,
+        record.num_prompt_tokens,
+        record.num_cached_tokens,
+    )
 
 
 class JobChains:
@@ -92,8 +99,8 @@ class JobChains:
 
     def open(
         self, row: int, slo: SLO | None, now: float, *, num_prompt_tokens: int, max_tokens: int
-    ) -> SLO | None:
-        """Return what a call is held to that arrives now.
+    ) -> tuple[SLO | None, float]:
+        """Return what a call is held to that arrives now, and its `Request.kept_for`.
 
         Parameters
         ----------
@@ -103,7 +110,7 @@ class JobChains:
         job = self._rows.jobs[number]
         self._ends.setdefault(number, now + job.deadline)
         if job.deadline == inf or not job.calls[index].output_tokens:  # a server takes no job there
-            return slo
+            return slo, 0.0
         call = JobCall(
             job_id=str(number),
             e2e=job.deadline,
@@ -112,7 +119,7 @@ class JobChains:
         )
         opened = self._book.open(call, now, num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens)
         self._open[row] = opened
-        return opened.share.objectives(slo)
+        return opened.share.objectives(slo), opened.share.kept_for
 
     def close(self, row: int, record: RequestRecord, now: float) -> None:
         """Hear that a call ended, and let those be due that waited for it."""
@@ -198,13 +205,15 @@ class Clients:
         num_prompt_tokens = int(load.num_prompt_tokens[index])
         num_output_tokens = int(load.num_output_tokens[index])
         request_class = load.request_class(index)
-        name, slo, weight = None, None, 1.0
+        name, slo, weight, kept_for = None, None, 1.0, 0.0
         if request_class is not None:
             name, slo, weight = request_class.name, request_class.slo, request_class.weight
         tenant = load.tenant(index)
         if self._chains is not None:
             most = max(num_output_tokens, self._declared_max_tokens or 0)
-            slo = self._chains.open(index, slo, arrival, num_prompt_tokens=num_prompt_tokens, max_tokens=most)
+            slo, kept_for = self._chains.open(
+                index, slo, arrival, num_prompt_tokens=num_prompt_tokens, max_tokens=most
+            )
         request = Request(
             request_id=request_id,
             prompt_token_ids=range(num_prompt_tokens),
@@ -217,6 +226,7 @@ class Clients:
             tenant=tenant,
             shed=self._shed,
             priority=0 if load.priorities is None else int(load.priorities[index]),
+            kept_for=kept_for,
             pooling=None if num_output_tokens else "last",
         )
         record = RequestRecord(

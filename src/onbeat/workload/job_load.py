@@ -115,7 +115,8 @@ def job_outcomes(rows: JobRows, calls: Mapping[int, CallTimes]) -> Iterator[JobO
     calls : those that came, by their rows.
     """
     for job, first in zip(rows.jobs, rows.firsts.tolist(), strict=True):
-        own = [calls[row] for row in range(first, first + len(job.calls)) if row in calls]
+        own = {index: calls[first + index] for index in range(len(job.calls)) if first + index in calls}
         if own:
-            start = min(arrival for arrival, _, _, _ in own)
-            yield job_outcome(job.kind, job.deadline, len(job.calls), own, start)
+            start = min(each.arrival for each in own.values())
+            continued = [call.continues for call in job.calls]
+            yield job_outcome(job.kind, job.deadline, continued, own, start)

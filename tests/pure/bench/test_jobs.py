@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
-from onbeat.bench.config import BenchConfig, DatasetConfig, LoadConfig, RunConfig, TargetConfig
+from onbeat.bench.bench_config import BenchConfig, DatasetConfig, LoadConfig, RunConfig, TargetConfig
 from onbeat.bench.datasets import PromptTools
 from onbeat.bench.jobs import JobOffer, JobRunner, summarise
 from onbeat.bench.objectives import SLOTransport

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from onbeat.core.errors import InvalidRequest, Overloaded, SLOUnattainable
+from onbeat.core.request import Placement
 from onbeat.core.slo import SLO
 from onbeat.jobs import book as module
-from onbeat.jobs.book import FORGOTTEN_AFTER, JobBook, OpenCall
+from onbeat.jobs.book import FORGOTTEN_AFTER, LONGEST_KEPT, JobBook, OpenCall
 from onbeat.jobs.call import CallShare, JobCall, JobEnd, by_work
 
 
@@ -177,3 +178,22 @@ def test_a_job_whose_calls_do_not_say_how_many_follow_ends_when_it_is_forgotten(
     run(book, 0.0, calls_left=None)
     run(book, 100.0, name="b", calls_left=0)
     assert ends == [JobEnd.KEPT, JobEnd.KEPT]
+
+
+def test_kv_is_kept_while_calls_are_to_follow_and_no_longer_than_the_job_may_last() -> None:
+    book = JobBook()
+    assert opened(book, 0.0, calls_left=1).share.kept_for == 10.0
+    assert opened(book, 0.0, name="long", e2e=600.0).share.kept_for == LONGEST_KEPT
+    assert opened(book, 0.0, name="last", calls_left=0).share.kept_for == 0.0
+
+
+def test_a_call_that_another_replica_served_says_why() -> None:
+    book = JobBook()
+    moved = []
+    for number, placement in enumerate(
+        (Placement("r0", "cost"), Placement("r0", "prefix"), None, Placement("r1", "load"))
+    ):
+        call = opened(book, float(number))
+        report = book.close(call, number + 0.5, num_output_tokens=8, why=None, placement=placement)
+        moved.append((report.replica, report.moved))
+    assert moved == [("r0", None), ("r0", None), ("r0", None), ("r1", "load")]

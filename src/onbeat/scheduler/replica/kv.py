@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 
 from onbeat.core.hashing import BlockHash, hash_blocks, root_hash
 from onbeat.scheduler.replica.request_state import NEVER, RequestState
+
+KEPT_SHARE = 0.3
+"""Of all blocks, those that may be kept for calls to come."""
 
 
 class BlockPool:
@@ -14,11 +18,14 @@ class BlockPool:
 
     A block is in one of three states: *in use* (by one request or more), *idle* (by none, its content still
     findable by hash) or *free* (by none, no content worth keeping). Idle blocks count as free space: the
-    least recently used one is evicted when the free list is empty.
+    least recently used one is evicted when the free list is empty. Some idle blocks are *kept* until a time,
+    for a request that is expected to come: they are evicted behind all others, and count as free all the
+    same, so that nobody who runs or waits goes without for them.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.most_kept = int(KEPT_SHARE * num_blocks)
         self.num_used_blocks = 0
         """Blocks in use."""
         self.peak_used_blocks = 0
@@ -27,6 +34,11 @@ class BlockPool:
         """Free blocks that were in use before; those from `_num_touched` on have never been."""
         self._num_touched = 0
         self._idle_ids: OrderedDict[int, None] = OrderedDict()
+        """Idle blocks that are not kept, the least recently used first."""
+        self._kept_until: dict[int, float] = {}
+        """The other idle blocks, and until when they are kept, seconds."""
+        self._kept_ends: list[tuple[float, int, int]] = []
+        """(until when, minus its place in its request, block) of these, as a heap; some are kept no more."""
         self._num_sharers: dict[int, int] = {}
         """References to a block beyond the first; most blocks are not shared and have no entry."""
         self._id_of_hash: dict[BlockHash, int] = {}
@@ -43,8 +55,13 @@ class BlockPool:
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
         """Count the blocks that `hold` would take out of the free space."""
-        idle_ids = self._idle_ids
-        return sum(block_id in idle_ids for block_id in block_ids)
+        idle_ids, kept = self._idle_ids, self._kept_until
+        return sum(block_id in idle_ids or block_id in kept for block_id in block_ids)
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Idle blocks that are kept for a request to come."""
+        return len(self._kept_until)
 
     def exclusive_ids(self, block_ids: Iterable[int]) -> list[int]:
         """Return the blocks that `release` would return to the free space."""
@@ -57,13 +74,17 @@ class BlockPool:
             if block_id in self._idle_ids:
                 del self._idle_ids[block_id]
                 self.num_used_blocks += 1
+            elif block_id in self._kept_until:
+                del self._kept_until[block_id]
+                self.num_used_blocks += 1
             else:
                 self._num_sharers[block_id] = self._num_sharers.get(block_id, 0) + 1
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Take blocks with one reference each; the caller has checked `num_free_blocks`.
 
-        Blocks that were in use last come first, then those that never were, then the longest idle.
+        Blocks that were in use last come first, then those that never were, then the longest idle, then kept
+        ones.
         """
         num_used = self.num_used_blocks + num_blocks
         assert num_used <= self.num_blocks, "allocation was not planned for"
@@ -79,15 +100,19 @@ class BlockPool:
             self._num_touched = min(start + num_blocks - len(block_ids), self.num_blocks)
             block_ids += range(start, self._num_touched)
         while len(block_ids) < num_blocks:
-            block_id, _ = self._idle_ids.popitem(last=False)
+            block_id = self._idle_ids.popitem(last=False)[0] if self._idle_ids else self._pop_kept()
             del self._id_of_hash[self._hash_of_id.pop(block_id)]
             block_ids.append(block_id)
         return block_ids
 
-    def release(self, block_ids: Sequence[int]) -> None:
+    def release(self, block_ids: Sequence[int], kept_until: float = 0.0) -> None:
         """Give up one reference to each block of a request, in the order of its tokens.
 
         The tail of a request becomes idle first and is evicted first, because a prefix is worth more.
+
+        Parameters
+        ----------
+        kept_until : when its content is worth no more than any other, seconds; 0 of one that is not kept.
         """
         if not self._hash_of_id and not self._num_sharers:  # the usual case without a prefix cache
             self._free_ids += reversed(block_ids)
@@ -103,6 +128,39 @@ class BlockPool:
                 self._idle_ids[block_id] = None
             else:
                 free_ids.append(block_id)
+        if kept_until:
+            self._keep(block_ids, kept_until)
+
+    def _keep(self, block_ids: Sequence[int], until: float) -> None:
+        """Keep those of a request's blocks that are idle, from the first on, as far as there is room."""
+        kept, idle_ids = self._kept_until, self._idle_ids
+        for place, block_id in enumerate(block_ids):
+            if len(kept) >= self.most_kept:
+                break
+            if block_id in idle_ids:
+                del idle_ids[block_id]
+                kept[block_id] = until
+                heappush(self._kept_ends, (until, -place, block_id))
+        if len(self._kept_ends) > 2 * self.most_kept:
+            self._kept_ends = [each for each in self._kept_ends if kept.get(each[2]) == each[0]]
+            heapify(self._kept_ends)
+
+    def _pop_kept(self) -> int:
+        """Take the kept block whose time ends first."""
+        while True:
+            until, _, block_id = heappop(self._kept_ends)
+            if self._kept_until.get(block_id) == until:
+                del self._kept_until[block_id]
+                return block_id
+
+    def expire(self, now: float) -> None:
+        """Let blocks be idle like any other whose time to be kept is over."""
+        ends = self._kept_ends
+        while ends and ends[0][0] <= now:
+            until, _, block_id = heappop(ends)
+            if self._kept_until.get(block_id) == until:
+                del self._kept_until[block_id]
+                self._idle_ids[block_id] = None
 
     def _drop_sharer(self, block_id: int) -> None:
         if self._num_sharers[block_id] == 1:
@@ -137,6 +195,9 @@ class BlockPool:
     def check_invariants(self) -> None:
         """Raise AssertionError unless every block is in exactly one state."""
         free, idle = {*self._free_ids, *range(self._num_touched, self.num_blocks)}, set(self._idle_ids)
+        assert not idle & self._kept_until.keys(), "a block is kept and not kept"
+        assert len(self._kept_until) <= self.most_kept, "too many blocks are kept"
+        idle |= self._kept_until.keys()
         num_free = len(self._free_ids) + self.num_blocks - self._num_touched
         assert len(free) == num_free, "a block is free twice"
         assert not free & idle, "a block is in two states"
@@ -233,7 +294,7 @@ class KVCacheManager:
 
     def free(self, state: RequestState) -> None:
         """Give up all blocks of a request."""
-        self.pool.release(self.detach(state))
+        self.pool.release(self.detach(state), state.kept_until)
 
     def detach(self, state: RequestState) -> list[int]:
         """Take all blocks from a request and return their ids; they stay in use."""

@@ -71,6 +71,7 @@ class RequestState:
         "draft",
         "is_guided",
         "is_in_flight",
+        "kept_until",
         "max_total_tokens",
         "num_allocated_tokens",
         "num_cached_tokens",
@@ -128,6 +129,8 @@ class RequestState:
         self.is_in_flight = False
         """Whether no step may take it: a micro-batch that has not come back has it (kept with pipeline stages
         only), or it is to leave the batch."""
+        self.kept_until = 0.0
+        """Until when its KV is kept behind its end, seconds; 0 if it is not, or has not ended."""
         self.slo = slo
         """Its deadlines, and whether they were kept."""
         self.num_hit_tokens = 0

@@ -178,7 +178,7 @@ class StepResults:
         self._feedback.observe(
             scheduled.shape, step.planned_at, now, has_run=not failed or _has_run(step.states, failed)
         )
-        delivered = self._take_rows(step, scheduled, result, outputs)
+        delivered = self._take_rows(step, scheduled, result, outputs, now)
         if result.prompt_logprobs is not None:
             for output in outputs:
                 output.prompt_logprobs = result.prompt_logprobs.get(output.request_id)
@@ -197,12 +197,14 @@ class StepResults:
         scheduled: SchedulerOutput,
         result: ModelRunnerOutput,
         outputs: list[RequestOutput],
+        now: float,
     ) -> Delivered:
         """Give requests their tokens, and end those that have all; return what may be held against deadlines.
 
         Parameters
         ----------
         outputs : gets what each request got.
+        now : when the step ended, seconds.
         """
         guided = result.guided or NOTHING_GUIDED
         failed = {**(result.failed or {}), **guided.faults}
@@ -241,7 +243,7 @@ class StepResults:
             if holds_blocks and num_valid >= state.num_tokens_to_register:
                 self._table.kv.register_full_blocks(state, num_valid)
             if finished:
-                self._finish(state)
+                self._finish(state, now)
         return delivered
 
     def _note_drafts(
@@ -267,8 +269,10 @@ class StepResults:
             state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
         )
 
-    def _finish(self, state: RequestState) -> None:
+    def _finish(self, state: RequestState, now: float) -> None:
         """End a request that has all its tokens."""
+        if state.request.kept_for:
+            state.kept_until = now + state.request.kept_for
         if self._policy.slo is not None:
             self._policy.slo.tracker.on_finish(state)
         if self.drafting is not None:

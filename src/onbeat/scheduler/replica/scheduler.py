@@ -262,6 +262,7 @@ class Scheduler:
             self.table.dequeue_and_preempt(plan)
         if plan.is_empty:
             return None
+        self.kv.pool.expire(now)
         in_flight = self.in_flight
         step_id = in_flight.num_planned
         in_flight.num_planned += 1

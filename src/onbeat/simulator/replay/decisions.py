@@ -176,6 +176,7 @@ class Replay:
             num_external_tokens=call.num_external_tokens,
             num_prompt_logprobs=0 if call.is_scored else None,
             pooling=call.pooling,
+            kept_for=call.kept_for,
         )
         if call.adoption is not None:
             self._adopt(call, call.adoption, request)

@@ -1,0 +1,106 @@
+"""KV that is kept for a request to come: bounded in memory and time, and never in anybody's way."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onbeat.scheduler.replica.kv import BlockPool
+from tests.pure.scheduler.driver import Driver, make_config, make_request
+
+
+def ended(pool: BlockPool, name: int, num_blocks: int, kept_until: float = 0.0) -> list[int]:
+    """Let a request fill blocks and end; return these."""
+    block_ids = pool.allocate(num_blocks)
+    for place, block_id in enumerate(block_ids):
+        pool.register(block_id, name * 1000 + place)
+    pool.release(block_ids, kept_until)
+    pool.check_invariants()
+    return block_ids
+
+
+def held(pool: BlockPool, name: int, num_blocks: int) -> int:
+    return sum(pool.find(name * 1000 + place) is not None for place in range(num_blocks))
+
+
+def test_kept_blocks_outlast_others_that_were_used_later() -> None:
+    pool = BlockPool(20)
+    ended(pool, 1, 5, kept_until=9.0)
+    for name in range(2, 9):
+        ended(pool, name, 6)
+    assert held(pool, 1, 5) == 5
+    pool.expire(9.0)
+    assert pool.num_kept_blocks == 0
+    for name in range(9, 13):
+        ended(pool, name, 6)
+    assert held(pool, 1, 5) == 0
+
+
+def test_they_are_free_space_all_the_same_and_a_tail_goes_before_its_head() -> None:
+    pool = BlockPool(20)
+    kept = ended(pool, 1, 6, kept_until=9.0)
+    assert (pool.num_free_blocks, pool.num_kept_blocks) == (20, 6)
+    assert pool.num_idle(kept) == 6
+    pool.allocate(18)
+    assert [pool.find(1000 + place) is not None for place in range(6)] == [True] * 2 + [False] * 4
+    pool.check_invariants()
+
+
+def test_what_is_used_again_is_kept_no_more() -> None:
+    pool = BlockPool(20)
+    kept = ended(pool, 1, 5, kept_until=9.0)
+    pool.hold(kept)
+    assert (pool.num_kept_blocks, pool.num_used_blocks) == (0, 5)
+    pool.expire(99.0)
+    pool.release(kept)
+    pool.check_invariants()
+    assert pool.num_kept_blocks == 0
+
+
+def test_ten_thousand_calls_that_nobody_follows_keep_within_the_bound_and_leave_nothing() -> None:
+    pool = BlockPool(1000)
+    for name in range(10_000):
+        ended_at = 0.01 * name
+        pool.expire(ended_at)
+        block_ids = pool.allocate(7)
+        for place, block_id in enumerate(block_ids):
+            pool.register(block_id, name * 1000 + place)
+        pool.release(block_ids, ended_at + 60.0)
+        assert pool.num_kept_blocks <= pool.most_kept == 300
+        assert len(pool._kept_ends) <= 2 * pool.most_kept
+    pool.expire(1e9)
+    assert (pool.num_kept_blocks, pool._kept_ends, pool.num_used_blocks) == (0, [], 0)
+    pool.check_invariants()
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9), st.integers(0, 12)), max_size=40))
+def test_no_block_is_lost(calls: list[tuple[int, int, int]]) -> None:
+    pool = BlockPool(30)
+    for now, (name, size, kept_for) in enumerate(calls):
+        pool.expire(float(now))
+        known = [pool.find(name * 1000 + place) for place in range(size)]
+        cached = [each for each in known[: [*known, None].index(None)] if each is not None]
+        pool.hold(cached)
+        block_ids = cached + pool.allocate(size - len(cached))
+        for place, block_id in enumerate(block_ids):
+            pool.register(block_id, name * 1000 + place)
+        pool.check_invariants()
+        pool.release(block_ids, now + kept_for if kept_for else 0.0)
+        pool.check_invariants()
+    assert pool.num_used_blocks == 0
+
+
+def test_a_call_finds_what_the_call_before_it_left_though_others_came_between() -> None:
+    def cached(kept_for: float) -> int:
+        driver = Driver(make_config(num_blocks=24))
+        driver.add(make_request("a", 64, 2, salt="job", kept_for=kept_for))
+        driver.run()
+        for number in range(4):
+            driver.add(make_request(f"other {number}", 200, 2, arrival=driver.now))
+            driver.run()
+        driver.add(make_request("b", 100, 2, salt="job", arrival=driver.now))
+        driver.run()
+        driver.scheduler.check_invariants()
+        return driver.scheduler.num_prefix_hits
+
+    assert (cached(0.0), cached(1e6), cached(1e-6)) == (0, 64, 0)
