@@ -1,10 +1,10 @@
 """Jobs in time: ways to divide a deadline among calls, EDF with triage, and first come first served.
 
-    python -m benchmarks.jobs.compare run [--jobs 2] [--seeds 3] [--minutes 30] [--seconds 60] [--kind agents]
+    python -m benchmarks.jobs.compare run [--jobs 2] [--seeds 3] [--minutes 30] [--seconds 40] [--kind agents]
         [--way divided]
     python -m benchmarks.jobs.compare report [--write]
 
-A run is 60 seconds of arrivals of jobs of one kind, and of chats without a deadline beside them, on one
+A run is 40 seconds of arrivals of jobs of one kind, and of chats without a deadline beside them, on one
 virtual device. Every request declares 1,024 output tokens, so that nobody knows lengths beforehand. A job is
 kept if all its calls end by its deadline; a client gives up once the deadline has passed. `run` appends a
 line a run and skips what is there.
@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=None)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--kind", action="append", choices=sorted({kind for _, kind in RATES}))
     parser.add_argument("--way", action="append", choices=list(WAYS))
     parser.add_argument("--overload", action="store_true", help="only the loads that are too much")
@@ -172,13 +172,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _page(runs: Sequence[JobRun], results: Results) -> str:
+    ways = list(dict.fromkeys(run.way for run in runs))
     rows = [
-        [f"{device}, {kind}, {rate:g}/s", *(_cell(runs, results, (device, kind, rate, way)) for way in WAYS)]
+        [f"{device}, {kind}, {rate:g}/s", *(_cell(runs, results, (device, kind, rate, way)) for way in ways)]
         for (device, kind), rates in RATES.items()
         for rate in rates
         if any((run.device, run.kind, run.rate) == (device, kind, rate) for run in runs)
     ]
-    return f"Commit {git_commit()}.\n\n" + markdown_table(("load", *WAYS), rows) + "\n"
+    return f"Commit {git_commit()}.\n\n" + markdown_table(("load", *ways), rows) + "\n"
 
 
 def _cell(runs: Sequence[JobRun], results: Results, wanted: tuple[str, JobKind, float, str]) -> str:

@@ -18,6 +18,7 @@ from onbeat.bench.payload import Conversation, Message, Prompt
 from onbeat.bench.record import JobOfCall, RequestRecord, Status
 from onbeat.bench.runner import LoadOutcome, until_stopped
 from onbeat.bench.schedule import schedule
+from onbeat.core.errors import ConfigError
 from onbeat.metrics.jobs import CallTimes, JobSummary, summarise_jobs
 from onbeat.workload.job import Call, Job
 from onbeat.workload.job_load import given_starts, job_load, job_outcomes
@@ -206,6 +207,11 @@ class JobOffer:
             job_deadline=dataset.job_deadline,
         )
         jobs = load_jobs(source, run.num_prompts, np.random.default_rng([bench.seed, 0]))
+        if any(not call.output_tokens for job in jobs for call in job.calls):
+            raise ConfigError(
+                "a job of this load has a call that embeds a text (output_tokens 0), and bench sends none; "
+                "leave such calls out, or simulate the load"
+            )
         rng = np.random.default_rng([bench.seed, 1])
         starts = schedule(run.load, len(jobs), rng, times=given_starts(jobs))
         load = job_load(dataset.name, jobs, starts)

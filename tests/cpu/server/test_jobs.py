@@ -37,7 +37,7 @@ async def test_calls_get_shares_and_the_last_says_how_the_job_ended(
 ) -> None:
     first = await ask_chat(served, slo={"job": JOB, "ttft_ms": 5000})
     assert first["slo"]["job"].keys() == {
-        *("id", "calls", "elapsed_ms", "in_calls_ms", "remaining_ms", "share_ms", "met")
+        *("id", "calls", "elapsed_ms", "in_calls_ms", "remaining_ms", "share_ms", "replica", "moved", "met")
     }
     assert (first["slo"]["job"]["calls"], first["slo"]["job"]["met"]) == (1, None)
     last = await ask_text(served, slo={"job": JOB | {"calls_left": 0, "e2e_ms": None}})

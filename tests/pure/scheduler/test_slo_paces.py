@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, ShedMode
 from onbeat.scheduler.replica.slo.rules import PACED_BEHIND_STREAMS, PACED_SHARE
 from tests.pure.scheduler.watch import Watch
 
@@ -39,7 +39,7 @@ def test_a_prompt_with_a_ttft_objective_keeps_its_share(own: SLO, share: float) 
     slo.rules.limit = watched  # type: ignore[method-assign]
     driver.ask("stream", 10, slo=SLO(e2e=5.0), max_tokens=50)
     driver.step()
-    driver.ask("best effort", 900)
+    driver.ask("late", 900, slo=SLO(e2e=0.01), shed=ShedMode.RELEGATE)
     driver.ask("prompt", 900, slo=own)
     driver.step()
     assert seen[-1] is (share == PACED_BEHIND_STREAMS)

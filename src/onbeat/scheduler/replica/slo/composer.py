@@ -15,7 +15,7 @@ from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.filler import RESERVATION, StepFiller, free_blocks, preempt_for
-from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE, StepRules
+from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE, MOST_WITH_TTFT, StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.replica.tracker import SLOTracker
@@ -52,8 +52,8 @@ class StepComposition:
             seconds = self._cost_model.of(shape)
             # Those who never had an objective wait for as long as it takes: they say nothing of the load.
             is_short = any(state.slo.has_objective for state in best_effort)
-            first = is_short and self._most_are_paced()
-            limit = rules.limit(view, seconds, plan.now, queue_grows=is_short, streams_first=first)
+            are_first = is_short and self._nearly_all_paced()
+            limit = rules.limit(view, seconds, plan.now, queue_grows=is_short, streams_first=are_first)
             plan.budget, plan.budget_request_id = limit, view.urgent.request_id
             first, end = view.deadline, plan.now + seconds
             if first < end:  # whoever is late already is so by less, the more tokens a step brings
@@ -69,10 +69,10 @@ class StepComposition:
         else:
             self._decode(rows, shape)
 
-    def _most_are_paced(self) -> bool:
-        """Whether half of the prompts with deadlines or more have no TTFT objective of their own."""
+    def _nearly_all_paced(self) -> bool:
+        """Whether few of the prompts with deadlines have TTFT objectives of their own."""
         with_ttft = sum(job.state.slo.objective_deadline < inf for job in self._jobs)
-        return 2 * with_ttft <= len(self._jobs)
+        return with_ttft <= MOST_WITH_TTFT * len(self._jobs)
 
     def _share_out(
         self, rows: list[RequestState], shape: BatchShape, limit: float, best_effort: list[RequestState]

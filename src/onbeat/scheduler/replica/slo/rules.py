@@ -30,8 +30,10 @@ LONGEST_GAP = 2.0
 """The longest step that slack may be spent on, TBT objectives."""
 PACED_SHARE, PACED_BEHIND_STREAMS = 2 / 5, 1 / 5
 """Of a step, what is left to prompts whatever e2e objectives ask for: a prompt that waits has one too. Less
-while prompts wait that cannot be in time, and most of the others have no TTFT objective: each that is taken
-then makes those late that run, whose prompts have been computed already, and wants a pace itself."""
+while prompts wait that cannot be in time, and few of the others have TTFT objectives: each that is taken then
+makes those late that run, whose prompts have been computed already, and wants a pace itself."""
+MOST_WITH_TTFT = 1 / 8
+"""Share of the prompts that wait which may have TTFT objectives, for that."""
 SLACK_TOKENS = 20
 """A stream that has the slack of so many tokens may sit out a step for prompts that would be late."""
 OVERDUE = 1.5
