@@ -248,8 +248,8 @@ class BenchConfig:
             raise ConfigError(f"--num-warmups must not be negative, got {self.num_warmups}")
         if self.has_jobs and self.target.api == "embeddings":
             raise ConfigError(
-                "jobs are calls that are answered, and --backend openai-embeddings has no answers: use openai "
-                "or openai-chat"
+                "jobs are calls that are answered, and --backend openai-embeddings has no answers: use "
+                "openai or openai-chat"
             )
         check_transport(
             self.send_slo, self.slo_classes, asks_to_shed=self.asks_to_shed, has_jobs=self.has_jobs
