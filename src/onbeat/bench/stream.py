@@ -11,7 +11,7 @@ import orjson
 from onbeat.bench.payload import choice_text
 from onbeat.bench.record import ServerVerdict
 
-_FAILURES = frozenset({"abort", "error"})
+FAILURES = frozenset({"abort", "error"})
 """Finish reasons of an answer that the server gave up, as vLLM and SGLang name them."""
 
 
@@ -138,7 +138,7 @@ class AnswerStream:
             raise StreamError(
                 "broken stream", f"the stream ended after {seen} chunks without a finish reason"
             )
-        if self.finish_reason in _FAILURES:
+        if self.finish_reason in FAILURES:
             seen = len(self.delivery_times)
             raise StreamError(
                 "ended by the server", f"finish reason {self.finish_reason!r} after {seen} chunks"

@@ -30,7 +30,8 @@ INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sub-commands `serve` and `compare`."""
+    """Add the sub-commands `serve`, `compare` and `chaos`."""
+    from onbeat.cli import chaos
     from onbeat.cli.bench_settings import BenchOptions
     from onbeat.cli.options import add_options
 
@@ -43,12 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare.add_argument("baseline", type=Path, metavar="A.json")
     compare.add_argument("candidate", type=Path, metavar="B.json")
     compare.add_argument("--seed", type=int, default=0, help="of the bootstrap")
+    about = "check that a server delivers each token once while connections break and engines die"
+    chaos.add_arguments(commands.add_parser("chaos", help=about, description=about))
 
 
 def run(args: argparse.Namespace) -> int:
     """Run a sub-command; returns the exit code."""
     if args.bench_command == "compare":
         return _compare(args)
+    if args.bench_command == "chaos":
+        from onbeat.cli.chaos import run as run_chaos
+
+        return run_chaos(args)
     return _serve(args)
 
 

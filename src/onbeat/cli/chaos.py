@@ -1,0 +1,173 @@
+"""`onbeat bench chaos`: whether a server delivers each token once, whatever happens to it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import aiohttp
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from onbeat.bench.chaos import TIMEOUT, Chaos, ChaosPlan, ChaosRun
+from onbeat.bench.history import End, Exchange, Violation, counts, save, violations
+from onbeat.cli.options import add_options, read_options
+from onbeat.cli.outputs import check_writable
+from onbeat.cli.top_source import server_root
+from onbeat.core.errors import ConfigError
+from onbeat.core.options import check, option
+
+VIOLATED = 3
+MOST_SHOWN = 20
+_option = partial(option, group="chaos")
+_MEANING = {
+    End.WHOLE: "every token once, one end",
+    End.CANCELLED: "broken off by this client",
+    End.FAILED: "the server said so",
+    End.REFUSED: "before anything was answered",
+    End.CUT: "the connection ended; the client knows",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosOptions:
+    """What is done to the server."""
+
+    model: str | None = _option(None, help="model to ask for (default: the server's first)")
+    seconds: float = _option(30.0, metavar="S", help="of chaos, after the answers are known")
+    concurrency: int = _option(8, at_least=1, help="requests at once")
+    num_prompts: int = _option(12, at_least=1, help="prompts with known answers")
+    max_tokens: int = _option(48, at_least=2, help="of each answer")
+    cancel_share: float = _option(
+        0.2, at_least=0.0, metavar="SHARE", help="of streams, that the client breaks off"
+    )
+    whole_share: float = _option(0.2, at_least=0.0, metavar="SHARE", help="of requests that are not streamed")
+    kill_command: str | None = _option(None, metavar="COMMAND", help="run by the shell again and again")
+    kill_every: float = _option(5.0, metavar="S", help="seconds between two runs of --kill-command")
+    history: Path | None = _option(None, metavar="FILE.jsonl", help="write down every request and what came")
+    seed: int = _option(0, help="of what is asked and broken off")
+
+    def __post_init__(self) -> None:
+        check(self, ChaosOptions)
+        for name in ("cancel_share", "whole_share"):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must be at most 1, got {getattr(self, name):g}"
+                )
+        for name in ("seconds", "kill_every"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must be finite and above 0, got {getattr(self, name):g}"
+                )
+
+    def plan(self) -> ChaosPlan:
+        """Return what the run shall do."""
+        return ChaosPlan(
+            seconds=self.seconds,
+            concurrency=self.concurrency,
+            num_prompts=self.num_prompts,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            cancel_share=self.cancel_share,
+            whole_share=self.whole_share,
+            kill_command=self.kill_command,
+            kill_every=self.kill_every,
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add all flags of the sub-command."""
+    parser.add_argument(
+        "url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="the server's address"
+    )
+    add_options(parser, ChaosOptions)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Disturb and check; return 0 if nothing is wrong, else 3."""
+    options, root = read_options(args, ChaosOptions), server_root(args.url)
+    check_writable({"--history": options.history})
+    console = Console(highlight=False)
+    result = asyncio.run(_run(root, options, Console(stderr=True)))
+    if options.history is not None:
+        save(options.history, result.exchanges, result.known)
+    return _report(result, console)
+
+
+async def _run(root: str, options: ChaosOptions, console: Console) -> ChaosRun:
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=TIMEOUT) as session:
+        model = options.model or await _first_model(session, root)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[said]}"),
+        )
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("chaos", total=options.seconds, said="")
+            ended = 0
+
+            def tell(exchange: Exchange) -> None:
+                nonlocal ended
+                ended += 1
+                progress.update(task, completed=exchange.ended, said=f"{ended} requests")
+
+            chaos = Chaos(session, root, model, options.plan(), tell)
+            await chaos.learn()
+            await chaos.run()
+            await chaos.settle()
+            return chaos.result
+
+
+async def _first_model(session: aiohttp.ClientSession, root: str) -> str:
+    try:
+        async with session.get(f"{root}/v1/models") as response:
+            if response.status != 200:
+                raise ConfigError(f"{root}/v1/models answers {response.status}; name the model with --model")
+            name: str = (await response.json())["data"][0]["id"]
+            return name
+    except aiohttp.ClientError as error:
+        raise ConfigError(f"no server answers at {root} ({error}); start one, or name another") from error
+
+
+def _report(result: ChaosRun, console: Console) -> int:
+    table, found = Table(box=None, pad_edge=False), counts(result.exchanges)
+    for name in ("requests", "ended", "meaning"):
+        table.add_column(name, justify="right" if name == "requests" else "left")
+    for end, meaning in _MEANING.items():
+        if found[end]:
+            table.add_row(str(found[end]), end.value, meaning)
+    console.print(table)
+    if result.kills:
+        failed = sum(code != 0 for _, code in result.kills)
+        console.print(
+            f"the command was run {len(result.kills)} times"
+            + (f", {failed} times it failed" if failed else "")
+        )
+    if result.unsteady:
+        console.print(f"{result.unsteady} prompts were left out: undisturbed, they got two different answers")
+    wrong = violations(result.exchanges, result.known)
+    if result.still_open:
+        wrong.append(
+            Violation(-1, f"{result.still_open} requests were open long after their clients had gone")
+        )
+    for each in wrong[:MOST_SHOWN]:
+        who = f"request {each.exchange}: " if each.exchange >= 0 else ""
+        console.print(f"{who}{each.what}", style="red", markup=False)
+    if len(wrong) > MOST_SHOWN:
+        console.print(f"and {len(wrong) - MOST_SHOWN} more; --history FILE.jsonl has all")
+    checked = len(result.exchanges)
+    console.print(
+        f"{len(wrong)} violations in {checked} requests: "
+        + ("tokens were lost, doubled or changed" if wrong else "no token lost, doubled or reordered"),
+        style="bold red" if wrong else "bold green",
+    )
+    return VIOLATED if wrong else 0
