@@ -35,15 +35,8 @@ PLAN_SCHEMA = {
     "additionalProperties": False,
 }
 SYSTEM = "You help the customers of a bicycle station. Passages of its handbook are found by a search."
-EXAMPLE = "Can I pay with cash, and how heavy is a cargo bicycle?"
-PLAN = (
-    f'Name the searches that find what is needed to answer. For example, for "{EXAMPLE}": '
-    '{"queries":["means of payment","weight of a cargo bicycle"]}'
-)
-NEXT = (
-    f'Name the next search that finds what is needed. For example, for "{EXAMPLE}": '
-    '{"thought":"They ask for cash.","query":"means of payment"}'
-)
+PLAN = "Name the searches that find what is needed to answer."
+NEXT = "What should be searched next?"
 ANSWER = "Answer the question in one or two sentences, from these passages alone:\n"
 
 
