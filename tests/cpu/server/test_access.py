@@ -64,9 +64,7 @@ async def test_keys_guard_the_api(served: Served) -> None:
 
 
 @pytest.mark.parametrize("served", [KEYS], indirect=True)
-@pytest.mark.parametrize(
-    "path", ["/health", "/ping", "/ready", "/metrics", "/version", "/load", "/openapi.json"]
-)
+@each_case("path", ["/health", "/ping", "/ready", "/metrics", "/version", "/load", "/openapi.json"])
 async def test_health_and_metrics_stay_open(served: Served, path: str) -> None:
     assert (await served.get(path)).status == 200
 
@@ -129,7 +127,7 @@ async def test_what_is_not_listed_as_open_needs_a_key(served: Served) -> None:
 
 
 @pytest.mark.parametrize("served", [KEYS], indirect=True)
-@pytest.mark.parametrize("trick", TRICKS)
+@each_case("trick", TRICKS)
 async def test_no_other_way_to_write_a_path_opens_it(served: Served, trick: str) -> None:
     body = orjson.dumps({"messages": HELLO})
     for method, path in routes(served.app):
@@ -144,7 +142,7 @@ async def test_no_other_way_to_write_a_path_opens_it(served: Served, trick: str)
 
 
 @pytest.mark.parametrize("served", [{}, KEYS], indirect=True)
-@pytest.mark.parametrize("control", CONTROLS)
+@each_case("control", CONTROLS)
 async def test_control_characters_in_paths_are_refused(served: Served, control: str) -> None:
     body = orjson.dumps({"messages": HELLO})
     for method, path in (("POST", CHAT), ("GET", "/v1/models/x"), ("GET", "/health"), ("GET", "/nowhere")):

@@ -69,8 +69,8 @@ BAD_FIELDS = [
 ]
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-@pytest.mark.parametrize(("fields", "param"), BAD_FIELDS, ids=str)
+@each_case("path", [CHAT, TEXT])
+@each_case(("fields", "param"), BAD_FIELDS)
 async def test_wrong_fields_are_named(
     served: Served, engine: FakeEngine, path: str, fields: dict[str, Any], param: str
 ) -> None:
@@ -127,9 +127,9 @@ async def test_an_unknown_class_lists_those_there_are(served: Served) -> None:
     assert "did you mean 'interactive'? known are batch, interactive, offline, standard" in message
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
-@pytest.mark.parametrize("name", ["x-llm-d-slo-ttft-ms", "X-LLM-D-SLO-TPOT-MS", "x-slo-tpot-ms"])
-@pytest.mark.parametrize("value", ["0", "-1", "18446744073709551615", "soon", ""])
+@each_case("path", [CHAT, TEXT])
+@each_case("name", ["x-llm-d-slo-ttft-ms", "X-LLM-D-SLO-TPOT-MS", "x-slo-tpot-ms"])
+@each_case("value", ["0", "-1", "18446744073709551615", "soon", ""])
 async def test_wrong_headers_are_named_and_never_urgent(
     served: Served, engine: FakeEngine, path: str, name: str, value: str
 ) -> None:
