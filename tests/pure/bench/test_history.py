@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ TOKENS = tuple("abcdefghijkl")
 KNOWN = KnownAnswer("a prompt", "".join(TOKENS), len(TOKENS), "length")
 
 
-def exchange(pieces: list[str] | tuple[str, ...] = TOKENS, **changes: object) -> Exchange:
+def exchange(pieces: list[str] | tuple[str, ...] = TOKENS, **changes: Any) -> Exchange:
     made = Exchange(
         number=7, known=0, streamed=True, begun=0.0, end=End.WHOLE, pieces=list(pieces),
         finish_reasons=["length"], usages=[len(TOKENS)], num_done=1,
@@ -67,7 +68,7 @@ def test_each_change_of_order_is_found(place: int) -> None:
         ({"pieces": [*"abcd", *"bcdefghijkl"]}, "from character 4 on"),
     ],
 )
-def test_faults_are_told_in_words(changes: dict[str, object], said: str) -> None:
+def test_faults_are_told_in_words(changes: dict[str, Any], said: str) -> None:
     assert said in wrong(exchange(**changes))
 
 
