@@ -226,3 +226,23 @@ async def test_infinite_rate_is_written_as_other_tools_write_it() -> None:
     result = await measure(FakeOpenAI(), LoadConfig(request_rate=math.inf, max_concurrency=1), num_prompts=1)
 
     assert result_keys(result)["request_rate"] == "inf"
+
+
+async def test_jobs_are_sent_call_by_call_and_reported_as_jobs() -> None:
+    fake = FakeOpenAI(owned_by="onbeat")
+    result = await measure(
+        fake,
+        LoadConfig(request_rate=50.0),
+        num_prompts=3,
+        dataset=DatasetConfig(name="retrieval-chain", job_deadline=30.0),
+        target={"api": "chat"},
+        num_warmups=1,
+    )
+    summary = result.jobs["retrieval-chain"]
+    assert (summary.num_offered, summary.num_kept, summary.twice_share) == (3, 3, None)
+    assert result_keys(result)["jobs"]["retrieval-chain"]["kept"] == 3
+    assert result.header.num_prompts == 3
+    sent = fake.bodies[-1]
+    assert sent["slo"]["job"]["calls_left"] == 0
+    assert sent["messages"][-2]["role"] == "assistant"
+    assert sent["messages"][-2]["content"], "the answer that the server gave"
