@@ -15,7 +15,7 @@ from onbeat.core.slo import SLO, ShedMode
 from onbeat.scheduler.cluster.events import RoutingRequest
 from onbeat.scheduler.cluster.load_view import LoadView
 from onbeat.scheduler.cluster.slo_router import SLORouter
-from onbeat.scheduler.replica.admission import admission
+from onbeat.scheduler.replica import admission
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.triage import PrefillShare
 from tests.pure.scheduler.test_prefix_memory import held
