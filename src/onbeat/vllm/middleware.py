@@ -22,6 +22,7 @@ from onbeat.server.errors import ClientGone, error_response, too_large
 from onbeat.server.slo_defaults import SLODefaults, key_digest
 from onbeat.vllm.exchange import TOLD_SECONDS, Exchange
 from onbeat.vllm.ledger import Ledger
+from onbeat.vllm.origin import log_as_vllm_does
 from onbeat.vllm.plugin_config import PluginConfig, read_config
 from onbeat.vllm.requests import ROUTES, ReadRequest, read_request
 from onbeat.vllm.telemetry import SILENCE_SECONDS, Subscriber
@@ -90,6 +91,7 @@ class _Desk:
     """
 
     def __init__(self, state: Any) -> None:
+        log_as_vllm_does()
         vllm_config, args = getattr(state, "vllm_config", None), getattr(state, "args", None)
         self._config: PluginConfig = read_config(getattr(vllm_config, "additional_config", None), os.environ)
         self._asks_for_keys = bool(getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY"))

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from onbeat.perfmodel.logged_step import StepOrigin
+
+
+def log_as_vllm_does() -> None:
+    """Let what onbeat says come where vLLM's own lines come, which sets up its own logger alone."""
+    ours, theirs = logging.getLogger("onbeat"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
 
 
 def origin_of(vllm_config: Any) -> StepOrigin:

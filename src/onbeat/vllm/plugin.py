@@ -18,7 +18,7 @@ from onbeat.vllm.impose import Imposed, impose, mismatch
 from onbeat.vllm.keeper import PromiseKeeper
 from onbeat.vllm.made_up import RequestMaker, capture_sizes, hindrance, settings
 from onbeat.vllm.objectives import read
-from onbeat.vllm.origin import origin_of
+from onbeat.vllm.origin import log_as_vllm_does, origin_of
 from onbeat.vllm.plugin_config import read_config
 from onbeat.vllm.refusals import TOO_LONG, Refusal, refusal_by
 from onbeat.vllm.self_calibration import SelfCalibration, is_made_up
@@ -48,6 +48,7 @@ class Plugin:
     """
 
     def __init__(self, scheduler: EngineScheduler) -> None:
+        log_as_vllm_does()
         self.num_planned = self.num_foreign = self.num_faults = self.num_mismatches = 0
         self._faults_in_a_row, self._has_failed = 0, False
         """Steps with a fault until now, and whether the one under way had any."""

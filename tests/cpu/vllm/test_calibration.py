@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from types import SimpleNamespace
@@ -204,3 +205,17 @@ def test_an_objective_that_no_step_can_keep_is_said_at_the_start(make, monkeypat
     monkeypatch.setitem(FakeScheduler.options, "tbt_ms", 3)
     make()
     assert "class default: TBT 3 ms, but one decode alone takes 10 ms here. No plan can keep" in caplog.text
+
+
+def test_what_is_said_comes_where_vllms_own_lines_come(make, monkeypatch):
+    lines = logging.StreamHandler(text := io.StringIO())
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [lines])
+    monkeypatch.setattr(logging.getLogger("onbeat"), "handlers", [])
+    logging.getLogger("vllm").setLevel(logging.INFO)
+    before = logging.getLogger("onbeat").level
+    try:
+        make()
+    finally:
+        logging.getLogger("onbeat").setLevel(before)
+        logging.getLogger("vllm").setLevel(logging.NOTSET)
+    assert "step times: measured now" in text.getvalue()
