@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
-from onbeat.core.errors import InvalidRequest, SLOUnattainable
+from onbeat.core.errors import ConfigError, InvalidRequest, SLOUnattainable
 from onbeat.core.request import RequestOutput
 from onbeat.core.slo import Fate
 from onbeat.scheduler.replica.idle_check import IdleCheck
@@ -268,7 +268,9 @@ class Plugin:
                 self.keeper = PromiseKeeper(self.surface, model, self.config.slo.mode)
                 self._say_misses()
         except Exception as fault:
-            logger.warning("step times: not measured, and guessed therefore (%s)", fault, exc_info=fault)
+            trace = None if isinstance(fault, ConfigError) else fault
+            why = calibration.what_was_left_out or fault
+            logger.warning("step times: not measured, and guessed therefore (%s)", why, exc_info=trace)
             with suppress(Exception):
                 calibration.stop()
         self._calibration = None

@@ -92,6 +92,13 @@ class SelfCalibration:
             found.append(min(runs, key=lambda run: abs(run.seconds - middle)))
         return found
 
+    @property
+    def what_was_left_out(self) -> str:
+        """Which steps were not measured since they take too long; empty where there were none."""
+        if self._most_tokens == inf:
+            return ""
+        return f"steps of {self._most_tokens:g} tokens take more than {LONGEST_STEP:g} s here"
+
     def owns(self, request_id: str) -> bool:
         """Whether it has made a request up."""
         return request_id in self._names

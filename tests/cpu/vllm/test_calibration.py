@@ -165,6 +165,13 @@ def test_a_fault_in_measuring_ends_it_and_no_step(make, monkeypatch, caplog):
     assert caplog.text.count("step times: not measured, and guessed") == 1
 
 
+def test_where_steps_take_too_long_for_requests_to_wait_it_is_said(make, monkeypatch, caplog):
+    monkeypatch.setattr("onbeat.vllm.self_calibration.LONGEST_STEP", 0.013)
+    run(make())
+    assert "guessed therefore (steps of 16 tokens take more than 0.013 s here)" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
 def test_all_aborted_or_paused_it_lets_the_engine_rest(make):
     paused, aborted = make(), make()
     paused.schedule()
