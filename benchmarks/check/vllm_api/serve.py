@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from onbeat.cli.main import build_parser
-from onbeat.cli.serve_args import API_KEY_VARIABLE
+from onbeat.cli.serve import API_KEY_VARIABLE
 from onbeat.core.errors import OnbeatError
 from onbeat.hub.known import DEFAULT_MODEL
 

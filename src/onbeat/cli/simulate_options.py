@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from onbeat.cli.args import add_config_flag, require_jobs
-from onbeat.cli.options import add_options, read_options
-from onbeat.cli.simulate_speculation import add_speculation_arguments, speculation_settings
+from onbeat.cli.options import add_options, find_group, number, read_options
 from onbeat.cli.workload import WorkloadOptions
+from onbeat.core.errors import ConfigError
 from onbeat.core.options import option
+from onbeat.engine.engine_config import EngineConfig
+from onbeat.engine.speculation.speculative_config import SpeculativeConfig
+from onbeat.simulator.draft_acceptance import DEFAULT_RATE, Acceptance
+from onbeat.simulator.replay.recorded_drafts import read_acceptance
 from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.speculation import SpeculationSettings
 
 _option = partial(option, group="run and output")
 
@@ -64,3 +69,93 @@ def replica_settings(args: argparse.Namespace) -> ReplicaSettings:
         max_concurrency=args.max_concurrency,
         speculation=speculation_settings(args),
     )
+
+
+_TITLE = "speculative decoding"
+_OF_DRAFTS = ("acceptance_rate", "acceptance_record", "draft_hit_rate")
+"""Flags that need --speculative-config."""
+
+
+def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what makes drafts, and what becomes of them."""
+    add_options(parser, EngineConfig, only=("speculative",), group=_TITLE)
+    group = find_group(parser, _TITLE)
+    group.add_argument(
+        "--acceptance-rate",
+        nargs="+",
+        default=[],
+        metavar="[CLASS=]RATE",
+        help="share of drafts that are accepted, of those whose predecessors are, for all requests or a "
+        f"class of objectives (default: {DEFAULT_RATE:g})",
+    )
+    group.add_argument(
+        "--acceptance-record",
+        type=Path,
+        metavar="FILE",
+        help="take the rates from what `onbeat serve --record FILE` has written",
+    )
+    group.add_argument(
+        "--draft-hit-rate",
+        type=number,
+        metavar="SHARE",
+        help="share of steps for which ngram finds drafts (default: all, or as in the record)",
+    )
+
+
+def speculation_settings(args: argparse.Namespace) -> SpeculationSettings | None:
+    """Return what the flags ask for; None without --speculative-config.
+
+    Raises
+    ------
+    ConfigError : flags that do not go together, or a rate that is none.
+    """
+    config: SpeculativeConfig | None = args.speculative_config
+    if config is None:
+        for name in _OF_DRAFTS:
+            if getattr(args, name) not in (None, []):
+                raise ConfigError(f"--{name.replace('_', '-')} needs --speculative-config")
+        return None
+    if config.method == "grammar":
+        raise ConfigError(
+            "simulated requests have no text, so nobody knows what of it a grammar prescribes; simulate "
+            "method ngram with --draft-hit-rate, the share of steps that have such text"
+        )
+    return SpeculationSettings(
+        num_speculative_tokens=config.num_speculative_tokens,
+        is_adaptive=config.draft_length == "adaptive",
+        draft_model=config.model,
+        acceptance=_acceptance(args, config),
+    )
+
+
+def _acceptance(args: argparse.Namespace, config: SpeculativeConfig) -> Acceptance:
+    """Return the given rates; where none is given, those of the record."""
+    found = Acceptance() if args.acceptance_record is None else read_acceptance(args.acceptance_record)
+    rate, rates = found.rate, dict(found.rates)
+    for text in args.acceptance_rate:
+        name, _, number = text.rpartition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            raise ConfigError(f"--acceptance-rate is {text!r}; write 0.7 or CLASS=0.7") from None
+        if name:
+            rates[name] = value
+        else:
+            rate = value
+    return replace(
+        found, rate=rate, rates=tuple(sorted(rates.items())), hit_rate=_hit_rate(args, config, found)
+    )
+
+
+def _hit_rate(args: argparse.Namespace, config: SpeculativeConfig, found: Acceptance) -> float | None:
+    """Return how often drafts are found; None for a model, which makes any number."""
+    given: float | None = args.draft_hit_rate
+    if config.runs_model:
+        if given is not None:
+            raise ConfigError(
+                f"--draft-hit-rate is for ngram, which looks drafts up; {config.method} always makes some"
+            )
+        return None
+    if given is not None:
+        return given
+    return 1.0 if found.hit_rate is None else found.hit_rate

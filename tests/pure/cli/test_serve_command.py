@@ -11,8 +11,7 @@ import pytest
 
 from onbeat.cli.args import parse
 from onbeat.cli.main import build_parser
-from onbeat.cli.serve import example_request, public_name
-from onbeat.cli.serve_args import API_KEY_VARIABLE, FLEET_KEY_VARIABLE, server_config
+from onbeat.cli.serve import API_KEY_VARIABLE, FLEET_KEY_VARIABLE, example_request, public_name, server_config
 from onbeat.core.errors import ConfigError
 from onbeat.hub.files import ModelFiles
 from onbeat.server.server_config import ServerConfig

@@ -9,7 +9,7 @@ import pytest
 from onbeat.cli.args import parse
 from onbeat.cli.engine_args import engine_config
 from onbeat.cli.main import build_parser, main
-from onbeat.cli.serve_args import API_KEY_VARIABLE, server_config
+from onbeat.cli.serve import API_KEY_VARIABLE, server_config
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLO_CLASSES, ShedMode
 from onbeat.hub.files import ModelFiles
