@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from transformers import Phi3Config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from onbeat.engine.layers import linear
 from onbeat.engine.layers.embedding import Embedding
 from onbeat.engine.layers.linear import PackedLinear, PlainLinear, select_linear_kernel
 from onbeat.engine.layers.norm import RMSNorm
 from onbeat.engine.layers.rotary import RotaryEmbedding, inverse_frequencies
-from onbeat.engine.model_config import RopeConfig
+from onbeat.engine.model_config import RopeConfig, model_config_from_hf
 
 CPU = torch.device("cpu")
 DTYPES = {torch.float64: 0.0, torch.float32: 1e-6, torch.bfloat16: 1.6e-2}
@@ -45,6 +47,33 @@ def test_rotation_equals_transformers() -> None:
     cos, sin = angles.cos().double()[None], angles.sin().double()[None]
     expected, _ = apply_rotary_pos_emb(x_TNH.transpose(0, 1)[None], x_TNH.transpose(0, 1)[None], cos, sin)
     torch.testing.assert_close(rotation.apply(x_TNH), expected[0].transpose(0, 1), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("num_positions", [64, 65])
+@pytest.mark.parametrize("attention_factor", [None, 1.19])
+def test_longropes_angles_equal_transformers_at_either_length(
+    num_positions: int, attention_factor: float | None
+) -> None:
+    """Transformers goes by the longest position of a call, an engine by the context that it is to serve."""
+    scaling = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0 + 0.1 * index for index in range(6)],
+        "long_factor": [2.0 + index for index in range(6)],
+        "attention_factor": attention_factor,
+        "original_max_position_embeddings": 64,
+    }
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256}
+    reference = Phi3Config(**sizes, rope_parameters=scaling, original_max_position_embeddings=64)
+    reference.architectures = ["Phi3ForCausalLM"]
+    config = model_config_from_hf(reference.to_dict(), served_len=num_positions)
+    positions = torch.arange(num_positions)
+    ours = RotaryEmbedding(config.rope, config.head_dim, dtype=torch.float32, device=CPU).at(positions)
+    cos, sin = Phi3RotaryEmbedding(reference)(torch.zeros(1), positions[None])
+    half = cos.shape[-1] // 2
+    torch.testing.assert_close(ours.cos_T1P[:, 0], cos[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours.sin_T1P[:, 0, half:], sin[0, :, half:], rtol=0, atol=1e-6)
 
 
 def test_frequency_factors_divide_frequencies() -> None:
