@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.cpu.server.running import Served
+from tests.chat_templates import THINKING_HERMES
+from tests.cpu.server.running import Served, serving
+from tests.cpu.server.test_tools import PlainTokenizer, call
+from tests.fakes_engine import FakeEngine
 
 NAME = "fake/model"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "litellm_chat.py"
@@ -61,6 +65,43 @@ async def test_litellm_streams(served: Served, litellm: Any) -> None:
         reasoning_effort="none",
     )
     assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "Hello, world!"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [False, True])
+async def test_litellm_calls_tools_in_turns_through_anthropics_api(
+    engine: FakeEngine, litellm: Any, *, streams: bool
+) -> None:
+    about = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": about}}]
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    async with serving(engine, tokenizer=PlainTokenizer(), template=THINKING_HERMES) as served:
+
+        async def ask(text: str) -> Any:
+            engine.script.text = text
+            answer = await litellm.acompletion(
+                model=f"anthropic/{NAME}",
+                api_base=served.url,
+                api_key="none",
+                messages=messages,
+                tools=tools,
+                stream=streams,
+                max_tokens=200,  # else it asks for 128,000
+            )
+            if streams:
+                answer = litellm.stream_chunk_builder([chunk async for chunk in answer])
+            messages.append(answer.choices[0].message)
+            return messages[-1]
+
+        for city in ("Paris", "Rome"):
+            (found,) = (await ask(call("get_weather", city=city))).tool_calls
+            assert found.function.name == "get_weather"
+            assert json.loads(found.function.arguments) == {"city": city}
+            messages.append({"role": "tool", "tool_call_id": found.id, "content": f"sun in {city}"})
+        assert (await ask("All is well.")).content == "All is well."
+        assert (await served.get("/metrics")).body.decode().count('endpoint="/v1/messages"') == 1
+    prompt = bytes(token for token in engine.requests[-1].prompt_token_ids if token < 256).decode()
+    assert prompt.index("sun in Paris") < prompt.index('"Rome"') < prompt.index("sun in Rome")
 
 
 @pytest.mark.slow
