@@ -34,6 +34,7 @@ from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.choices import Choice, ChoiceDelta, ShownToken
 from onbeat.server.engine_requests import engine_requests
 from onbeat.server.errors import unsupported
+from onbeat.server.fields import OF_TEMPLATES
 from onbeat.server.generation_request import (
     GenerationRequest,
     as_server_has_it,
@@ -160,7 +161,7 @@ def completion_routes(services: Services) -> APIRouter:
         """Go on writing a text."""
         services.lifecycle.check_open()
         context, info = context_of(request.scope), services.info
-        body = as_server_has_it(await read_body(request, CompletionRequest), config)
+        body = as_server_has_it(await read_body(request, CompletionRequest, unused=OF_TEMPLATES), config)
         head = new_head("cmpl", services.check_model(body.model))
         context.completion_id = head.completion_id
         check_common(body, config, info, num_prompts=len(body.prompt))

@@ -29,6 +29,9 @@ HARMLESS = frozenset(
 )
 """Accepted with any value: they change nothing about the text."""
 
+OF_TEMPLATES = frozenset(("add_generation_prompt", "chat_template_kwargs", "continue_final_message"))
+"""Harmless where no template makes the prompt."""
+
 _OFF: tuple[Any, ...] = (None, False)
 _ON: tuple[Any, ...] = (None, True)
 _ZERO: tuple[Any, ...] = (None, 0)
@@ -53,6 +56,10 @@ _LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((None, ["text"]), "modalities"),
     (_ONE, "best_of"),
     ((*_EMPTY, *_NO_THINKING["reasoning_effort"]), "reasoning_effort"),
+    # those of one completion endpoint, where the other one gets them
+    (_EMPTY, "messages prompt"),
+    ((None,), "max_completion_tokens"),
+    (_ZERO, "top_logprobs"),
     # vLLM's entrypoints/openai/{chat_completion,completion}/protocol.py
     (_EMPTY, "chat_template documents logits_processors repetition_detection"),
     (
@@ -118,9 +125,9 @@ Settings of a sampler (`dry_base`) are not here: they ask for nothing where what
 
 INSTEAD: Mapping[str, str] = {
     **dict.fromkeys(("n_predict", "num_predict", "max_tokens_to_sample"), "max_tokens"),
-    **dict.fromkeys(("max_length", "max_output_tokens"), "max_tokens"),
+    **dict.fromkeys(("max_completion_tokens", "max_length", "max_output_tokens"), "max_tokens"),
     "min_length": "min_tokens",
-    **dict.fromkeys(("n_probs", "top_n_tokens", "return_logprob"), "logprobs"),
+    **dict.fromkeys(("n_probs", "top_logprobs", "top_n_tokens", "return_logprob"), "logprobs"),
     **dict.fromkeys(("return_tokens", "return_prompt_token_ids"), "return_token_ids"),
     "return_full_text": "echo",
     "stop_sequences": "stop",
@@ -174,10 +181,12 @@ def check_fields(
     for name, value in body.items():
         if name in honoured:
             kept[name] = value
+        elif name in unused:
+            pass
         elif name in NO_OP_VALUES:
             if not _is_unused(name, body):
                 _check_no_op(name, value, NO_OP_VALUES[name])
-        elif name not in HARMLESS and name not in unused:
+        elif name not in HARMLESS:
             unknown.append(name)
     if "chat_template_kwargs" in honoured and _asks_not_to_think(body):
         variables = kept.get("chat_template_kwargs")

@@ -64,8 +64,13 @@ def test_longropes_angles_equal_transformers_at_either_length(
         "attention_factor": attention_factor,
         "original_max_position_embeddings": 64,
     }
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 256}
-    reference = Phi3Config(**sizes, rope_parameters=scaling, original_max_position_embeddings=64)
+    reference = Phi3Config(
+        hidden_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        rope_parameters=scaling,
+        original_max_position_embeddings=64,
+    )
     reference.architectures = ["Phi3ForCausalLM"]
     config = model_config_from_hf(reference.to_dict(), served_len=num_positions)
     positions = torch.arange(num_positions)

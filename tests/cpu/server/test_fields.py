@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from onbeat.server.reply_fields import unread_variables
+from tests.cpu.server.asking import check
 from tests.cpu.server.running import HELLO, Answer, Served
 from tests.fakes_engine import FakeEngine
 from tests.many_cases import each_case
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+ASKED: dict[str, dict[str, Any]] = {CHAT: {"messages": HELLO}, TEXT: {"prompt": "a"}}
 ROOT = Path(__file__).parents[3]
 IGNORED = "x-onbeat-ignored-fields"
 
@@ -104,7 +106,7 @@ async def test_a_slip_of_the_pen_in_a_message_is_refused(served: Served) -> None
     assert (code, "'reasoning_content'" in message) == ("unknown_parameter", True)
 
 
-@each_case("name", ["cache_prompt", "user_id", "agent", "rid", "prompt", "keep_alive"])
+@each_case("name", ["cache_prompt", "user_id", "agent", "rid", "keep_alive"])
 async def test_foreign_names_are_no_slips(served: Served, name: str) -> None:
     assert (await chat(served, **{name: True})).status == 200
 
@@ -223,9 +225,9 @@ async def test_what_changes_the_output_of_others_is_never_ignored(
     served: Served, engine: FakeEngine, whose: str, path: str
 ) -> None:
     for name, value in ASKED_OF_OTHERS[whose].items():
-        answer = await served.post(path, {"messages": HELLO, "prompt": "a", name: value})
+        answer = await served.post(path, {**ASKED[path], name: value})
         assert (refused(answer)[0], answer.error["param"]) == ("unsupported_parameter", name)
-        assert (await served.post(path, {"messages": HELLO, "prompt": "a", name: None})).status == 200
+        assert (await served.post(path, {**ASKED[path], name: None})).status == 200
     assert all(request.sampling.max_tokens > 3 for request in engine.requests)
 
 
@@ -326,10 +328,37 @@ async def test_refusal_parts_hold_text(served: Served, engine: FakeEngine) -> No
     assert b"[assistant]I cannot" in bytes(engine.requests[0].prompt_token_ids)
 
 
+@each_case(
+    ("path", "field", "value"),
+    [
+        (CHAT, "prompt", "a"),
+        (TEXT, "messages", HELLO),
+        (TEXT, "max_completion_tokens", 5),
+        (TEXT, "top_logprobs", 1),
+    ],
+)
+async def test_what_only_the_other_endpoint_has_is_refused(
+    served: Served, path: str, field: str, value: Any
+) -> None:
+    check(await served.post(path, {**ASKED[path], field: value}), 400, "unsupported_parameter", field)
+    answer = await served.post(path, {**ASKED[path], field: None})
+    assert (answer.status, IGNORED in answer.headers) == (200, False)
+
+
+async def test_what_templates_take_is_harmless_where_there_is_none(served: Served) -> None:
+    fields = {
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "chat_template_kwargs": {"a": 1},
+    }
+    answer = await served.post(TEXT, {"prompt": "a", **fields})
+    assert (answer.status, IGNORED in answer.headers) == (200, False)
+
+
 @each_case("path", [CHAT, TEXT])
 @each_case("name", ["logprobs", "stream", "ignore_eos"])
 async def test_a_word_for_a_boolean_is_refused_by_name(served: Served, path: str, name: str) -> None:
-    answer = await served.post(path, {"messages": HELLO, "prompt": "a", name: "yes"})
+    answer = await served.post(path, {**ASKED[path], name: "yes"})
     assert (refused(answer)[0], answer.error["param"]) == ("invalid_value", name)
     wanted = "a valid integer" if (path, name) == (TEXT, "logprobs") else "true or false"
     assert answer.error["message"] == f"{name} is 'yes'; it should be {wanted}"
