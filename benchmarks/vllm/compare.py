@@ -180,7 +180,12 @@ def _flags(args: argparse.Namespace) -> str:
 
 def shown(args: argparse.Namespace) -> list[str]:
     """Return the arguments without paths of this machine."""
-    hidden = {str(args.vllm): "VLLM", str(args.model): "MODEL", str(args.profile): "PROFILE"}
+    hidden = {
+        str(args.out): "OUT",
+        str(args.vllm): "VLLM",
+        str(args.model): "MODEL",
+        str(args.profile): "PROFILE",
+    }
     return [hidden.get(each, each) for each in sys.argv[1:]]
 
 
@@ -202,7 +207,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tbt-ms", type=levels, default={}, help="LEVEL:MS,... (default: measured)")
     parser.add_argument("--rounds", type=int, help="interleaved rounds (default: 3)")
     parser.add_argument("--minutes", type=float, default=60.0, help="no round begins that would end later")
-    parser.add_argument("--vllm-flags", default="", help="more flags of every vllm serve, as one text")
+    parser.add_argument(
+        "--vllm-flags",
+        default="",
+        help="more flags of every vllm serve, as one text: --vllm-flags='--enforce-eager'",
+    )
     parser.add_argument("--quick", action="store_true", help="one tiny round, to try it out")
     parser.add_argument("--write", action="store_true", help="write the page among the results")
     parser.add_argument(
