@@ -102,5 +102,5 @@ clean: ## Remove the environment and everything generated
 
 .venv/.dev: .venv/.serve
 	@echo "Installing what the tests and checks need into .venv"
-	$(INSTALL) -e '.[serve,plan,dev]'
+	$(INSTALL) -e '.[serve,plan,otel,dev]'
 	@touch $@

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from onbeat.cli.args import add_config_flag
+from onbeat.cli.args import add_config_flag, checked
 from onbeat.cli.engine_args import (
     add_model_arguments,
     add_text_arguments,
@@ -42,6 +42,7 @@ from onbeat.server.slo_defaults import ClassesFile, SLODefaults, read_classes_fi
 if TYPE_CHECKING:
     from onbeat.core.protocols import EngineInfo
     from onbeat.engine.core import EngineCore
+    from onbeat.metrics.tracker import RunListener
 
 
 SERVE_PACKAGES = (
@@ -72,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
     from onbeat.server.run import bind, check_tls
 
     check_writable({"--timeline": args.timeline, "--record": args.record})
+    if args.otlp_traces_endpoint:
+        check_packages("serve --otlp-traces-endpoint", ["opentelemetry"], extra="otel")
     started = time.monotonic()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     config = server_config(args)
@@ -121,13 +124,20 @@ async def _serve(
     from onbeat.server.app import create_app
     from onbeat.server.run import serve
     from onbeat.server.telemetry import Telemetry
+    from onbeat.server.tracing import TraceHeaders, exported_traces
     from onbeat.text.chat_template import load_chat_template
     from onbeat.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(args.tokenizer or engine.model.path)
     chat_template = load_chat_template(tokenizer, args.chat_template)
     with ExitStack() as stack:
-        listeners = [stack.enter_context(live_timeline(args.timeline))] if args.timeline else []
+        name = public_name(config, engine.model)
+        listeners: list[RunListener] = []
+        if args.timeline:
+            listeners.append(stack.enter_context(live_timeline(args.timeline)))
+        if args.otlp_traces_endpoint:
+            traces = exported_traces(args.otlp_traces_endpoint, name, config.slo.mode)
+            listeners.append(stack.enter_context(traces))
         build = partial(_build_engine, log_level=args.log_level)
         client = open_fleet(fleet, engine, build, stack, on_progress=announcer.say)
         if not await _finishes_before_sigterm(client.start):
@@ -135,7 +145,7 @@ async def _serve(
         async with client:
             telemetry = Telemetry(
                 config,
-                public_name(config, engine.model),
+                name,
                 listeners,
                 policy=client.info.policy,
                 proposer=client.info.speculation,
@@ -144,6 +154,8 @@ async def _serve(
             )
             client.add_observer(telemetry.tracker)
             app = create_app(client, tokenizer, chat_template, config, telemetry, fleet=client)
+            if args.otlp_traces_endpoint:
+                app.add_middleware(TraceHeaders)
             served_name = (*config.served_model_names, client.info.model_name)[0]
             ready = partial(
                 announcer.ready,
@@ -250,6 +262,18 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--timeline", type=Path, metavar="FILE", help="write a Perfetto trace of steps and requests"
     )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        type=checked(_web_address, "an address that begins with http:// or https://"),
+        help="send OpenTelemetry traces there, by OTLP over HTTP; such as http://127.0.0.1:4318/v1/traces",
+    )
+
+
+def _web_address(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise ValueError(text)
+    return text
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:

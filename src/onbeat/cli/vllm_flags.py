@@ -131,8 +131,7 @@ MISSING_FLAGS: Mapping[str, str] = {
     "a model's configuration is taken as it is": "--hf-config-path --rope-scaling --rope-theta",
     _NO_DEFAULTS: "--override-generation-config",
     "no Unix sockets yet; listen on --host 127.0.0.1": "--uds",
-    "no OTLP traces yet; --timeline writes a trace of steps and requests": "--otlp-traces-endpoint "
-    "--collect-detailed-traces",
+    "traces are of requests; --timeline writes the steps": "--collect-detailed-traces",
     "the log never holds prompts or answers": "--enable-log-outputs --enable-log-deltas",
     "no embeddings in place of prompts": "--enable-prompt-embeds",
     "an engine never sleeps; stop the server": "--enable-sleep-mode",
