@@ -107,8 +107,8 @@ def keeps_its_description(case: Any) -> None:
     case.call_and_validate(checks=CHECKS, headers={"authorization": f"Bearer {KEY}"})
 
 
-# one path for the bodies of five others, which have descriptions of their own
-UNTOLD = {"/docs", "/openapi.json", "/invocations"}
+# pages, and one path for the bodies of five others, which have descriptions of their own
+UNTOLD = {"/", "/docs", "/openapi.json", "/invocations"}
 
 
 @pytest.mark.parametrize("path", sorted(ENDPOINTS - UNTOLD))

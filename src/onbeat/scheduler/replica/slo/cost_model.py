@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from math import inf, sqrt
 
+from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import USUAL_CONTEXT, PrefillCosts
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
@@ -71,7 +72,10 @@ class CostModel:
         best = min([seconds / size for size, seconds in zip(_SIZES, times, strict=True)])
         place = next(place for place, size in enumerate(_SIZES) if times[place] <= best * size * _NEAR_BEST)
         self.efficient_chunk = chunk = _SIZES[place]
-        self.spread = max(1.0, step_time(_CHUNKS[place], CERTAIN) / times[place])
+        try:
+            self.spread = max(1.0, step_time(_CHUNKS[place], CERTAIN) / times[place])
+        except ConfigError:  # its error was never measured; it may learn of it from steps
+            self.spread = 1.0
         with_context = step_time(_chunk(chunk, _CONTEXT), quantile)
         pair = max(0.0, (with_context - times[place]) / (chunk * _CONTEXT))
         longer = times[place + 1] if chunk < _SIZES[-1] else self.of(_chunk(2 * chunk))
