@@ -1,0 +1,56 @@
+"""Sentences of pages for users: at most 35 words, 20 in the mean, none that begins with "Of "."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.many_cases import each_case
+
+ROOT = Path(__file__).parents[2]
+MOST_WORDS, MOST_MEAN = 35, 20
+# Pages whose sentences have not been read over yet; nothing may join them.
+UNREAD = {
+    *("architecture", "calibration", "capacity", "disaggregation", "fleet", "fleet_decisions", "flags"),
+    *("performance", "plan", "scheduling", "simulation", "speculation", "tensor_parallel"),
+}
+PAGES = [
+    ROOT / "README.md",
+    *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.stem not in UNREAD),
+]
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of a page's prose; code is one word, links are their text."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"\$[^$\n]+\$", "X", text)
+    for block in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", text):
+        if block.lstrip().startswith(("|", "#", "!")):
+            continue
+        words = re.sub(r"^\s*(?:[-*]|\d+\.)\s+", "", block)
+        words = re.sub(r"`[^`]*`", "X", re.sub(r"\]\([^)]*\)", "]", words)).replace("\n", " ")
+        for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z\[*(])", words):
+            if len(sentence.split()) > 1:
+                yield sentence
+
+
+@each_case("path", PAGES)
+def test_sentences_are_short(path: Path) -> None:
+    found = list(sentences(path.read_text()))
+    lengths = [len(each.split()) for each in found]
+    assert not [each for each, length in zip(found, lengths, strict=True) if length > MOST_WORDS]
+    assert not [each for each in found if each.startswith("Of ")]
+    assert not found or sum(lengths) / len(lengths) <= MOST_MEAN
+
+
+def test_the_rule_finds_what_it_forbids() -> None:
+    text = (
+        "Of keys only a hash goes on. "
+        + "Word "
+        + "word " * 35
+        + "ends.\n\n```\nOf code nothing counts.\n```\n"
+    )
+    first, second = sentences(text)
+    assert first.startswith("Of ")
+    assert len(second.split()) == 37
