@@ -12,7 +12,6 @@ line a run and skips what is there.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -21,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.pages import RESULTS, git_commit, markdown_table, publish
-from benchmarks.harness.store import Results, deadline_in, run_missing
+from benchmarks.harness.pages import RESULTS, git_commit, markdown_table
+from benchmarks.harness.store import Results, run_or_report, study_parser
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.jobs.call import Later, Split, beside_later, by_work
@@ -145,18 +144,10 @@ class JobRun:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=("run", "report"))
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=None)
-    parser.add_argument("--seconds", type=float, default=40.0)
+    parser = study_parser(__doc__, seeds=3, seconds=40.0)
     parser.add_argument("--kind", action="append", choices=sorted({kind for _, kind in RATES}))
     parser.add_argument("--way", action="append", choices=list(WAYS))
     parser.add_argument("--overload", action="store_true", help="only the loads that are too much")
-    parser.add_argument("--write", action="store_true")
     args = parser.parse_args(argv)
     runs = [
         JobRun(device, kind, rate, way, seed, args.seconds)
@@ -165,10 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if kind in (args.kind or [kind])
     ]
     results = Results(LINES, "jobs-1")
-    if args.what == "run":
-        run_missing(runs, results, jobs=args.jobs, deadline=deadline_in(args.minutes))
-    else:
-        publish(_page(runs, results), "jobs", write=args.write)
+    run_or_report(args, runs, results, lambda: _page(runs, results), "jobs")
 
 
 def _page(runs: Sequence[JobRun], results: Results) -> str:

@@ -10,7 +10,6 @@ them in one call under a JSON schema, the searches run at once, and a second cal
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -19,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.pages import RESULTS, git_commit, markdown_table, publish
-from benchmarks.harness.store import Results, deadline_in, run_missing
+from benchmarks.harness.pages import RESULTS, git_commit, markdown_table
+from benchmarks.harness.store import Results, run_or_report, study_parser
 from onbeat.core.options import make
 from onbeat.metrics.jobs import summarise_jobs
 from onbeat.simulator.settings import ReplicaSettings
@@ -69,26 +68,14 @@ class RetrievalRun:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=("run", "report"))
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=None)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--write", action="store_true")
-    args = parser.parse_args(argv)
+    args = study_parser(__doc__, seeds=5, seconds=60.0).parse_args(argv)
     runs = [
         RetrievalRun(device, kind, rate, seed, args.seconds)
         for seed, (device, rates), kind in product(range(args.seeds), RATES.items(), KINDS)
         for rate in rates
     ]
     results = Results(LINES, "plan-or-chain-1")
-    if args.what == "run":
-        run_missing(runs, results, jobs=args.jobs, deadline=deadline_in(args.minutes))
-    else:
-        publish(_page(runs, results), "plan-or-chain", write=args.write)
+    run_or_report(args, runs, results, lambda: _page(runs, results), "plan-or-chain")
 
 
 def _page(runs: Sequence[RetrievalRun], results: Results) -> str:

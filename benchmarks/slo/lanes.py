@@ -10,7 +10,6 @@ and the corpus is run alone. Steps take their predicted time times noise of 5 %.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -19,8 +18,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.harness.pages import RESULTS, git_commit, markdown_table, publish
-from benchmarks.harness.store import Results, deadline_in, run_missing
+from benchmarks.harness.pages import RESULTS, git_commit, markdown_table
+from benchmarks.harness.store import Results, run_or_report, study_parser
 from onbeat.core.options import make
 from onbeat.metrics.attainment import good_requests
 from onbeat.simulator.settings import ReplicaSettings
@@ -88,16 +87,7 @@ def _p99(records: Any) -> float | None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=("run", "report"))
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=None)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--write", action="store_true")
-    args = parser.parse_args(argv)
+    args = study_parser(__doc__, seeds=5, seconds=60.0).parse_args(argv)
     runs = [
         LaneRun(device, rate if which != "corpus" else 0.0, policy, which, seed, args.seconds)
         for seed, (device, rates), policy in product(range(args.seeds), RATES.items(), POLICIES)
@@ -105,10 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for rate in (rates if which != "corpus" else rates[:1])
     ]
     results = Results(LINES, "lanes-1")
-    if args.what == "run":
-        run_missing(runs, results, jobs=args.jobs, deadline=deadline_in(args.minutes))
-    else:
-        publish(_page(results, args.seeds, args.seconds), "lanes", write=args.write)
+    run_or_report(args, runs, results, lambda: _page(results, args.seeds, args.seconds), "lanes")
 
 
 def _page(results: Results, num_seeds: int, seconds: float) -> str:

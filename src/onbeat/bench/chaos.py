@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -16,6 +17,7 @@ import orjson
 from onbeat.bench.history import End, Exchange, KnownAnswer
 from onbeat.bench.stream import FAILURES, EventStreamParser
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import check, option
 
 _WORDS = (
     *("river", "seven", "glass", "north", "paper", "quiet", "stone", "lemon", "train", "cloud", "piano"),
@@ -25,6 +27,7 @@ _OPEN = re.compile(
     r"^(?:onbeat_requests_|vllm:num_requests_)(?:running|waiting)(?:\{.*\})? (\S+)$", re.MULTILINE
 )
 _SETTLES_WITHIN = 15.0
+_option = partial(option, group="chaos")
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=120.0)
 
 
@@ -32,18 +35,30 @@ TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=120.0)
 class ChaosPlan:
     """What is done to a server, and for how long."""
 
-    seconds: float
-    concurrency: int
-    num_prompts: int
-    max_tokens: int
-    seed: int
-    cancel_share: float
-    """Of requests, that the client breaks off."""
-    whole_share: float
-    """Of requests, that are not streamed."""
-    kill_command: str | None
-    """Run by the shell every `kill_every` seconds."""
-    kill_every: float
+    seconds: float = _option(30.0, metavar="S", help="of chaos, after the answers are known")
+    concurrency: int = _option(8, at_least=1, help="requests at once")
+    num_prompts: int = _option(12, at_least=1, help="prompts with known answers")
+    max_tokens: int = _option(48, at_least=2, help="of each answer")
+    cancel_share: float = _option(
+        0.2, at_least=0.0, metavar="SHARE", help="of streams, that the client breaks off"
+    )
+    whole_share: float = _option(0.2, at_least=0.0, metavar="SHARE", help="of requests that are not streamed")
+    kill_command: str | None = _option(None, metavar="COMMAND", help="run by the shell again and again")
+    kill_every: float = _option(5.0, metavar="S", help="seconds between two runs of --kill-command")
+    seed: int = _option(0, help="of what is asked and broken off")
+
+    def __post_init__(self) -> None:
+        check(self, ChaosPlan)
+        for name in ("cancel_share", "whole_share"):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must be at most 1, got {getattr(self, name):g}"
+                )
+        for name in ("seconds", "kill_every"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must be finite and above 0, got {getattr(self, name):g}"
+                )
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -348,6 +349,12 @@ def _count(text: str) -> int:
 
 count = checked(_count, "a whole number such as 4096, 32k (32,000) or 4G (4 x 2^30)")
 """Argparse type: an integer, with vLLM's suffixes (k, m, g decimal; K, M, G, T binary)."""
+
+
+def key_headers() -> dict[str, str]:
+    """Return the header with the API's key, which is in $OPENAI_API_KEY; nothing without one."""
+    key = os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def print_error(message: str) -> None:

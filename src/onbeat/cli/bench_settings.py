@@ -6,7 +6,6 @@ Names and defaults are those of `vllm bench serve` wherever it has the flag.
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 from onbeat.bench.bench_config import BenchConfig, TargetConfig
 from onbeat.bench.objectives import SendSLO
 from onbeat.bench.payload import Api
-from onbeat.cli.args import numbers
+from onbeat.cli.args import key_headers, numbers
 from onbeat.cli.bench_load import DatasetOptions, LoadOptions
 from onbeat.cli.workload import ObjectiveOptions
 from onbeat.core.errors import ConfigError, quoted
@@ -81,9 +80,8 @@ class ServerOptions:
         ConfigError : a value is wrong.
         """
         headers = _pairs("--header", self.header)
-        key = os.environ.get("OPENAI_API_KEY")
-        if key and "authorization" not in map(str.lower, headers):
-            headers["Authorization"] = f"Bearer {key}"
+        if "authorization" not in map(str.lower, headers):
+            headers |= key_headers()
         path = self.endpoint
         if path is not None and not path.startswith("/"):
             path = f"/v1/{path}"

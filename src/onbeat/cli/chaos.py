@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,12 @@ from rich.table import Table
 
 from onbeat.bench.chaos import TIMEOUT, Chaos, ChaosPlan, ChaosRun
 from onbeat.bench.history import End, Exchange, Violation, counts, save, violations
+from onbeat.cli.args import key_headers
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.outputs import check_writable
 from onbeat.cli.top_source import server_root
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import check, option
+from onbeat.core.options import check, option, part
 
 VIOLATED = 3
 MOST_SHOWN = 20
@@ -39,45 +39,11 @@ class ChaosOptions:
     """What is done to the server."""
 
     model: str | None = _option(None, help="model to ask for (default: the server's first)")
-    seconds: float = _option(30.0, metavar="S", help="of chaos, after the answers are known")
-    concurrency: int = _option(8, at_least=1, help="requests at once")
-    num_prompts: int = _option(12, at_least=1, help="prompts with known answers")
-    max_tokens: int = _option(48, at_least=2, help="of each answer")
-    cancel_share: float = _option(
-        0.2, at_least=0.0, metavar="SHARE", help="of streams, that the client breaks off"
-    )
-    whole_share: float = _option(0.2, at_least=0.0, metavar="SHARE", help="of requests that are not streamed")
-    kill_command: str | None = _option(None, metavar="COMMAND", help="run by the shell again and again")
-    kill_every: float = _option(5.0, metavar="S", help="seconds between two runs of --kill-command")
+    plan: ChaosPlan = part(ChaosPlan)
     history: Path | None = _option(None, metavar="FILE.jsonl", help="write down every request and what came")
-    seed: int = _option(0, help="of what is asked and broken off")
 
     def __post_init__(self) -> None:
         check(self, ChaosOptions)
-        for name in ("cancel_share", "whole_share"):
-            if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} must be at most 1, got {getattr(self, name):g}"
-                )
-        for name in ("seconds", "kill_every"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} must be finite and above 0, got {getattr(self, name):g}"
-                )
-
-    def plan(self) -> ChaosPlan:
-        """Return what the run shall do."""
-        return ChaosPlan(
-            seconds=self.seconds,
-            concurrency=self.concurrency,
-            num_prompts=self.num_prompts,
-            max_tokens=self.max_tokens,
-            seed=self.seed,
-            cancel_share=self.cancel_share,
-            whole_share=self.whole_share,
-            kill_command=self.kill_command,
-            kill_every=self.kill_every,
-        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,10 +66,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(root: str, options: ChaosOptions, console: Console) -> ChaosRun:
-    key = os.environ.get("OPENAI_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(headers=headers, connector=connector, timeout=TIMEOUT) as session:
+    async with aiohttp.ClientSession(headers=key_headers(), connector=connector, timeout=TIMEOUT) as session:
         model = options.model or await _first_model(session, root)
         columns = (
             TextColumn("{task.description}"),
@@ -112,7 +76,7 @@ async def _run(root: str, options: ChaosOptions, console: Console) -> ChaosRun:
             TextColumn("{task.fields[said]}"),
         )
         with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("chaos", total=options.seconds, said="")
+            task = progress.add_task("chaos", total=options.plan.seconds, said="")
             ended = 0
 
             def tell(exchange: Exchange) -> None:
@@ -120,7 +84,7 @@ async def _run(root: str, options: ChaosOptions, console: Console) -> ChaosRun:
                 ended += 1
                 progress.update(task, completed=exchange.ended, said=f"{ended} requests")
 
-            chaos = Chaos(session, root, model, options.plan(), tell)
+            chaos = Chaos(session, root, model, options.plan, tell)
             await chaos.learn()
             await chaos.run()
             await chaos.settle()

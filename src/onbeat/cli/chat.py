@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
-import os
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +15,7 @@ import orjson
 from rich.console import Console
 
 from onbeat.bench.stream import EventStreamParser
+from onbeat.cli.args import key_headers
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.top_source import server_root
 from onbeat.core.errors import ConfigError, OnbeatError
@@ -84,9 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _talk(root: str, options: ChatOptions, console: Console) -> int:
-    key = os.environ.get("OPENAI_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with aiohttp.ClientSession(headers=headers, timeout=_TIMEOUT) as session:
+    async with aiohttp.ClientSession(headers=key_headers(), timeout=_TIMEOUT) as session:
         talk = Talk(session, root, options, console)
         await talk.open()
         if options.message is not None:

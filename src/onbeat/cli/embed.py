@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import signal
 import time
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from onbeat.cli.args import key_headers
 from onbeat.cli.options import add_options, read_options
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option
@@ -59,14 +59,13 @@ class EmbedOptions:
 
     def endpoint(self) -> Endpoint:
         """Return where texts go; the key of the API is in $OPENAI_API_KEY."""
-        key = os.environ.get("OPENAI_API_KEY")
         return Endpoint(
             root=self.url.rstrip("/").removesuffix("/v1"),
             model=self.model,
             slo_class=None if self.slo_class == "none" else self.slo_class,
             dimensions=self.dimensions,
             encoding=self.encoding,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            headers=key_headers(),
             patience=self.patience_sec,
         )
 
