@@ -8,9 +8,8 @@ from onbeat.core.errors import ConfigError
 
 pytest.importorskip("vllm.v1.core.sched.scheduler")
 
-from tests.vllm.chaos import let_chaos_plan
-from tests.vllm.harness import Clock, Engine, check_ended, make_request, make_scheduler, model_folder
-from tests.vllm.test_plans import OBJECTIVES, check_planned, serve, workload
+from tests.vllm.harness import Clock, check_ended, make_scheduler, model_folder
+from tests.vllm.test_plans import OBJECTIVES, check_any_plan, check_planned, serve, workload
 
 pytestmark = pytest.mark.vllm
 
@@ -59,19 +58,7 @@ def test_a_small_budget_holds_tokens_and_drafts(folder, how):
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_plan_is_carried_out(folder, how, seed):
-    clock = Clock()
-    scheduler = make_scheduler(folder, clock, **how, num_blocks=400, num_drafts=3)
-    let_chaos_plan(scheduler, seed)
-    engine = Engine(scheduler, clock, depth=2 if how["is_async"] else 1)
-    requests = [
-        make_request(f"r{index}", 30 + 17 * (index % 23), 1 + index % 40, 1000.0 + 0.02 * index)
-        for index in range(80)
-    ]
-    engine.add(*requests)
-    engine.run()
-    check_ended(engine, requests)
-    check_planned(engine)
-    assert sum(request.num_preemptions for request in requests) > 5
+    check_any_plan(folder, seed, shares_prefixes=False, **how, num_blocks=400, num_drafts=3)
 
 
 def test_the_first_runner_with_overlapped_steps_is_refused(folder):

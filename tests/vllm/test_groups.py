@@ -10,9 +10,8 @@ pytest.importorskip("vllm.v1.core.sched.scheduler")
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from tests.vllm.chaos import let_chaos_plan
-from tests.vllm.harness import Clock, Engine, check_ended, make_request, make_scheduler, model_folder
-from tests.vllm.test_plans import OBJECTIVES, check_planned, serve, workload
+from tests.vllm.harness import Clock, check_ended, make_request, make_scheduler, model_folder
+from tests.vllm.test_plans import OBJECTIVES, check_any_plan, check_planned, serve, workload
 
 pytestmark = pytest.mark.vllm
 WINDOWS = [128]
@@ -60,32 +59,8 @@ class TestSlidingWindowsBesideFullAttention:
     @pytest.mark.parametrize("prefix_caching", [False, True])
     @pytest.mark.parametrize("seed", range(3))
     def test_any_plan_is_carried_out(self, folder, is_async, prefix_caching, seed):
-        clock = Clock()
-        scheduler = make_scheduler(
-            folder,
-            clock,
-            is_async=is_async,
-            windows=WINDOWS,
-            num_blocks=800,
-            prefix_caching=prefix_caching,
-        )
-        let_chaos_plan(scheduler, seed)
-        engine = Engine(scheduler, clock, depth=2 if is_async else 1)
-        requests = [
-            make_request(
-                f"r{index}",
-                30 + 17 * (index % 23),
-                1 + index % 40,
-                1000.0 + 0.02 * index,
-                prefix=f"p{index % 5}",
-            )
-            for index in range(80)
-        ]
-        engine.add(*requests)
-        engine.run()
-        check_ended(engine, requests)
-        check_planned(engine)
-        assert sum(request.num_preemptions for request in requests) > 5
+        settings = {"windows": WINDOWS, "num_blocks": 800, "prefix_caching": prefix_caching}
+        check_any_plan(folder, seed, is_async=is_async, **settings)
 
 
 def test_blocks_of_different_sizes_are_refused(folder):

@@ -51,6 +51,29 @@ def check_planned(engine, *, faults=0):
     assert plugin.num_planned > 0.9 * engine.num_steps
 
 
+def check_any_plan(folder, seed, *, is_async, shares_prefixes=True, **settings):
+    """Impose random plans on many requests in little memory: each is carried out, and all requests end."""
+    clock = Clock()
+    scheduler = make_scheduler(folder, clock, is_async=is_async, **settings)
+    let_chaos_plan(scheduler, seed)
+    engine = Engine(scheduler, clock, depth=2 if is_async else 1)
+    requests = [
+        make_request(
+            f"r{index}",
+            30 + 17 * (index % 23),
+            1 + index % 40,
+            1000.0 + 0.02 * index,
+            prefix=f"p{index % 5}" if shares_prefixes else None,
+        )
+        for index in range(80)
+    ]
+    engine.add(*requests)
+    engine.run()
+    check_ended(engine, requests)
+    check_planned(engine)
+    assert sum(request.num_preemptions for request in requests) > 5
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("mode", ["stream", "gap"])
 def test_every_step_is_as_planned(folder, is_async, mode):
@@ -127,27 +150,7 @@ class TestTightPlaces:
     @pytest.mark.parametrize("prefix_caching", [False, True])
     @pytest.mark.parametrize("seed", range(3))
     def test_any_plan_is_carried_out(self, folder, is_async, prefix_caching, seed):
-        clock = Clock()
-        scheduler = make_scheduler(
-            folder, clock, is_async=is_async, num_blocks=400, prefix_caching=prefix_caching
-        )
-        let_chaos_plan(scheduler, seed)
-        engine = Engine(scheduler, clock, depth=2 if is_async else 1)
-        requests = [
-            make_request(
-                f"r{index}",
-                30 + 17 * (index % 23),
-                1 + index % 40,
-                1000.0 + 0.02 * index,
-                prefix=f"p{index % 5}",
-            )
-            for index in range(80)
-        ]
-        engine.add(*requests)
-        engine.run()
-        check_ended(engine, requests)
-        check_planned(engine)
-        assert sum(request.num_preemptions for request in requests) > 5
+        check_any_plan(folder, seed, is_async=is_async, num_blocks=400, prefix_caching=prefix_caching)
 
 
 def is_refused(output) -> bool:
