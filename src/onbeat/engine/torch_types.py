@@ -1,0 +1,39 @@
+"""Between NumPy's and torch's number types and arrays: only what runs on torch imports this."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from onbeat.engine.dtypes import BFLOAT16, FLOAT32, FLOAT64
+
+_TORCH_TYPES = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16, FLOAT64: torch.float64}
+_NUMPY_TYPES = {theirs: ours for ours, theirs in _TORCH_TYPES.items()}
+
+
+def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    """Return torch's name of a number type of `DTYPES`."""
+    return _TORCH_TYPES[dtype]
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return NumPy's name of a number type of `DTYPES`."""
+    return _NUMPY_TYPES[dtype]
+
+
+def to_tensor(array: NDArray[Any]) -> Tensor:
+    """Return an array as a tensor on the CPU that shares its memory."""
+    if array.dtype == BFLOAT16:  # which torch.from_numpy does not know
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_array(tensor: Tensor) -> NDArray[Any]:
+    """Return a tensor on the CPU as an array that shares its memory."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(BFLOAT16)
+    return tensor.numpy()
