@@ -20,8 +20,8 @@ from gpu_check.timing import (
     step_timer,
     wall_ms,
 )
-from onbeat.engine.forward import TorchForward
 from onbeat.engine.models.model import build_model
+from onbeat.engine.torch_backend import TorchForward
 from onbeat.engine.weights.dummy import DummyCheckpoint
 
 CASES = (

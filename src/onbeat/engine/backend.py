@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import torch
-
 from onbeat.core.errors import ConfigError, ModelLoadError
-from onbeat.engine.cuda.backend import CudaBackend, SettleLimits, fast_kernels, quickest_products, why_not
+from onbeat.core.extras import require
 from onbeat.engine.device import DeviceConfig, device_name
 from onbeat.engine.engine_config import EngineConfig, InstructionSet, native_settings
-from onbeat.engine.forward import ForwardPass, TorchForward
+from onbeat.engine.forward import ForwardPass
 from onbeat.engine.kv_cache import KVCacheSpec
-from onbeat.engine.models.model import build_model
 from onbeat.engine.native.forward import NativeForward, NativeOptions
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS, WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, NotLoaded, load_library
 from onbeat.engine.native.packing import NativeWeights, WeightPacker
 from onbeat.engine.native.set_timer import choose_instruction_set
 from onbeat.engine.native.weights_copy import NONE, CopyChoice, choose_copy, make_copy, why_no_copy
-from onbeat.engine.parallel.backend import ParallelBackend
-from onbeat.engine.weights import Checkpoint, parameter_shapes
+from onbeat.engine.weights import Checkpoint
 from onbeat.perfmodel.profile_file import cache_dir
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 OnProgress = Callable[[str], None]
+SettleLimits = Callable[[int], SchedulerConfig]
+"""From a number of KV blocks to limits that go with it."""
 
 NATIVE_HEAD_MULTIPLE = 16
 """The native KV cache pads heads to a multiple of this width."""
@@ -49,11 +46,6 @@ class Backend(Protocol):
     @property
     def embedding_format(self) -> str | None:
         """Number format of the LM head, likewise."""
-        ...
-
-    @property
-    def torch_threads(self) -> int:
-        """Threads that torch gets while steps run."""
         ...
 
     def weight_bytes(self) -> int:
@@ -125,42 +117,6 @@ class KeepsQuantized(Protocol):
         ...
 
 
-class TorchBackend:
-    """The model in torch operators: any device and type.
-
-    Parameters
-    ----------
-    checkpoint, device : what runs where.
-    reason : why torch.
-    """
-
-    weights_format: str | None = None
-    embedding_format: str | None = None
-
-    def __init__(self, checkpoint: Checkpoint, device: DeviceConfig, reason: str) -> None:
-        self._checkpoint = checkpoint
-        self._device = device
-        self.description = f"by torch ({reason})"
-        self.torch_threads = device.num_threads
-
-    def weight_bytes(self) -> int:
-        shapes = parameter_shapes(self._checkpoint.config)
-        return sum(map(math.prod, shapes.values())) * self._device.dtype.itemsize
-
-    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        return KVCacheSpec.of_model(self._checkpoint.config, dtype=self._device.dtype, block_size=block_size)
-
-    def build(
-        self,
-        limits: SchedulerConfig,
-        *,
-        on_progress: OnProgress,  # noqa: ARG002
-        spare_bytes: int = 0,  # noqa: ARG002
-    ) -> ForwardPass:
-        model = build_model(self._checkpoint, dtype=self._device.dtype, device=self._device.device)
-        return TorchForward(model, num_blocks=limits.num_blocks, block_size=limits.block_size)
-
-
 class NativeBackend:
     """The native CPU engine.
 
@@ -174,10 +130,6 @@ class NativeBackend:
     ------
     ConfigError : this processor lacks the instruction set, or weights are not quantized that must be.
     """
-
-    # Threads of torch wait for their next work at full speed, on the cores that the engine computes with.
-    # What is left to torch, the draws of random rows, is done by the thread that calls.
-    torch_threads = 1
 
     def __init__(
         self,
@@ -219,8 +171,6 @@ class NativeBackend:
         )
 
     def build(self, limits: SchedulerConfig, *, on_progress: OnProgress, spare_bytes: int = 0) -> ForwardPass:
-        # Already now: its threads would wait for one another in each of thousands of small conversions.
-        torch.set_num_threads(self.torch_threads)
         num_threads = self._device.num_threads
         packer = WeightPacker(self._library, self._checkpoint, self._layouts, num_threads=num_threads)
         options = NativeOptions(
@@ -302,16 +252,19 @@ def choose_backend(config: EngineConfig, checkpoint: Checkpoint, device: DeviceC
     ConfigError : what was asked for cannot run here.
     """
     if config.tensor_parallel_size > 1:
+        require("torch", extra="torch", purpose="tensor parallelism")
+        from onbeat.engine.parallel.backend import ParallelBackend
+
         return ParallelBackend(config, checkpoint, device)
     if config.backend == "torch":
-        return _not_native(config, TorchBackend(checkpoint, device, "as asked for"), "torch (as asked for)")
+        return _not_native(config, _by_torch(checkpoint, device, "as asked for"), "torch (as asked for)")
     engine = _ENGINES[_ENGINE_OF_DEVICE[device.device.type] if config.backend == "auto" else config.backend]
     found = engine.make(config, checkpoint, device)
     if not isinstance(found, str):
         return found if isinstance(found, NativeBackend) else _not_native(config, found, engine.name)
     if config.backend != "auto":
         raise ConfigError(f"{engine.name} cannot run: {found}; leave --backend out to use torch")
-    backend = TorchBackend(checkpoint, device, f"not by {engine.name}: {found}")
+    backend = _by_torch(checkpoint, device, f"not by {engine.name}: {found}")
     return _not_native(config, backend, f"torch ({found})")
 
 
@@ -323,6 +276,19 @@ def _not_native(config: EngineConfig, backend: Backend, name: str) -> Backend:
             f"--{setting[0].replace('_', '-')} out"
         )
     return backend
+
+
+def _by_torch(checkpoint: Checkpoint, device: DeviceConfig, reason: str) -> Backend:
+    """Return the reference engine.
+
+    Raises
+    ------
+    MissingExtra : torch is not installed.
+    """
+    require("torch", extra="torch", purpose=f"a model that runs by torch ({reason})")
+    from onbeat.engine.torch_backend import TorchBackend
+
+    return TorchBackend(checkpoint, device, reason)
 
 
 def _instruction_set(library: NativeLibrary, wanted: InstructionSet) -> str | None:
@@ -352,6 +318,10 @@ def _make_native(config: EngineConfig, checkpoint: Checkpoint, device: DeviceCon
 
 def _make_cuda(config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfig) -> Backend | str:
     """Return the GPU engine, or why it cannot run."""
+    if device.device.type != "cuda":
+        return f"it runs on a CUDA device, not on {device.device}"
+    from onbeat.engine.cuda.backend import CudaBackend, fast_kernels, quickest_products, why_not
+
     return why_not(checkpoint, device, config.limits.block_size) or CudaBackend(
         checkpoint, device, config, fast_kernels, quickest_products
     )

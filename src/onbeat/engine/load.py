@@ -6,12 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from onbeat.core.errors import ConfigError
-from onbeat.engine.backend import Backend, KeepsQuantized, MeasuresMemory, OnProgress, choose_backend
+from onbeat.engine.backend import (
+    Backend,
+    KeepsQuantized,
+    MeasuresMemory,
+    OnProgress,
+    SettleLimits,
+    choose_backend,
+)
 from onbeat.engine.container import FreeMemory
-from onbeat.engine.cuda.backend import SettleLimits
 from onbeat.engine.device import DeviceConfig, detect_device, free_memory, thread_advice
 from onbeat.engine.engine_config import DEFAULT_GPU_UTILIZATION, EngineConfig
 from onbeat.engine.footprint import Footprint
@@ -137,7 +141,6 @@ class ModelLoader:
         if self.proposer is not None:
             on_progress(_describe_proposer(self.proposer, limits))
             proposer = self.proposer.build(forward, limits)
-        torch.set_num_threads(self._torch_threads)
         on_progress(
             f"KV cache of {limits.num_blocks} blocks ({limits.num_blocks * limits.block_size} tokens), "
             f"longest request {limits.max_model_len} tokens, policy {limits.policy}, "
@@ -159,12 +162,6 @@ class ModelLoader:
             proposer=self.proposer,
         )
 
-    @property
-    def _torch_threads(self) -> int:
-        """Threads that torch gets while steps run: as many as any part of a step needs."""
-        wanted = self.backend.torch_threads
-        return wanted if self.proposer is None else max(wanted, self.proposer.torch_threads)
-
 
 def prepare_model(config: EngineConfig) -> ModelLoader:
     """Look at the machine, the model's files and the limits.
@@ -176,7 +173,6 @@ def prepare_model(config: EngineConfig) -> ModelLoader:
     if config.load_format == "stand-in":
         raise ConfigError("a stand-in has no model that could be run here; leave --load-format out")
     device = detect_device(config.device, config.dtype, config.threads)
-    torch.set_num_threads(device.num_threads)
     checkpoint = open_weights(config)
     choose_pooling(config.pooling, checkpoint.config)
     backend = choose_backend(config, checkpoint, device)

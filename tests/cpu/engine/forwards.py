@@ -15,12 +15,13 @@ from onbeat.engine.cuda.graphs import EagerGraphs
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.engine_config import ActivationQuantization, Quantization
-from onbeat.engine.forward import ForwardPass, TorchForward
+from onbeat.engine.forward import ForwardPass
 from onbeat.engine.models.model import Model
 from onbeat.engine.native.forward import NativeForward, NativeOptions
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS, WeightLayouts
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.packing import NativeWeights, WeightPacker
+from onbeat.engine.torch_backend import TorchForward
 from onbeat.engine.weights import Checkpoint
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from onbeat.engine.attention.torch_sdpa import TorchSdpaBackend
-from onbeat.engine.forward import ForwardPass, TorchForward
+from onbeat.engine.forward import ForwardPass
+from onbeat.engine.torch_backend import TorchForward
 from tests.cpu.engine.engines import TinyEngine, in_turns, is_due
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model

@@ -11,9 +11,9 @@ import torch
 from onbeat.core.request import Request, SamplingParams, TokenLogprobs
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.attention.torch_sdpa import TorchSdpaBackend
-from onbeat.engine.forward import TorchForward
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import BestTokens, SampledTokens, Sampler, SamplingRow
+from onbeat.engine.torch_backend import TorchForward
 from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import random_prompt, tiny_model

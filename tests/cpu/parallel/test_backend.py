@@ -15,10 +15,10 @@ from onbeat.core.options import make
 from onbeat.engine.attention.torch_sdpa import TorchSdpaBackend
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.forward import TorchForward
 from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.parallel.backend import ParallelBackend
+from onbeat.engine.torch_backend import TorchForward
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
 from tests.cpu.parallel.split import ThreadFollowers, split_forward
@@ -58,11 +58,8 @@ def test_memory_is_that_of_all_ranks(size: int, kv_heads_on_all_ranks: int) -> N
 
 
 def test_threads_are_shared_out_and_it_is_said() -> None:
-    assert backend(2).torch_threads == 1
-    assert backend(2, replace(CPU, num_threads=5)).torch_threads == 2
     assert backend(2).description == "by torch, tensor parallel: 2 ranks of 1 thread each"
     assert "2 ranks of 2 threads each" in backend(2, replace(CPU, num_threads=5)).description
-    assert backend(4).torch_threads == 1
     assert backend(4).description.endswith(
         "4 ranks of 1 thread each, which is more than there are: ranks take turns"
     )

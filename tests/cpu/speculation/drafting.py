@@ -11,7 +11,7 @@ import torch
 from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
-from onbeat.engine.forward import ForwardPass, StepLogits, TorchForward
+from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.models.model import Model, build_model
@@ -19,6 +19,7 @@ from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.proposer import Proposer
+from onbeat.engine.torch_backend import TorchForward
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig, SpeculationConfig
 from tests.cpu.engine.engines import CudaEngine, NativeEngine, TinyEngine

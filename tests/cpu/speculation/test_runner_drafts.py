@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
-from onbeat.engine.forward import TorchForward
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import SampledTokens, Sampler
+from onbeat.engine.torch_backend import TorchForward
 from tests.cpu.engine.tiny_models import random_prompt, tiny_model
 from tests.cpu.speculation.runs import ScriptedProposer, make_request, ngram
 

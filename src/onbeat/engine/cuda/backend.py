@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import torch
 from torch.nn import functional
 
+from onbeat.engine.backend import SettleLimits
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes
 from onbeat.engine.cuda.kernels import ChunkBackend, DecodeBackend, Kernels, KernelSizes, Multiply
@@ -26,8 +27,6 @@ HEAD_DIMS = (64, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 OLDEST_CAPABILITY = (9, 0)
 
-SettleLimits = Callable[[int], SchedulerConfig]
-"""From a number of KV blocks to limits that go with it."""
 MakeKernels = Callable[[KernelSizes], Kernels]
 ChooseProducts = Callable[[CudaWeights, int, Callable[[str], None]], Multiply]
 """From weights and the most rows that decode; what was chosen is told."""
@@ -36,8 +35,6 @@ ChooseProducts = Callable[[CudaWeights, int, Callable[[str], None]], Multiply]
 def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int) -> str | None:
     """Return why the GPU engine cannot serve a model on a device; None where it can."""
     head_dim = checkpoint.config.head_dim
-    if device.device.type != "cuda":
-        return f"it runs on a CUDA device, not on {device.device}"
     if device.dtype != torch.bfloat16:
         return f"it computes in bfloat16, not in {device.dtype_name}"
     if head_dim not in HEAD_DIMS:
@@ -110,7 +107,6 @@ class CudaBackend:
 
     weights_format: str | None = None
     embedding_format: str | None = None
-    torch_threads = 1
 
     def __init__(
         self,
@@ -192,6 +188,8 @@ class CudaBackend:
         """Load the weights and choose how they are multiplied, once."""
         if self._weights is not None:
             return
+        # Threads of torch would wait for their next work at full speed, on cores that other processes need.
+        torch.set_num_threads(1)
         self._weights = load_weights(self._checkpoint, self._device.dtype, self._device.device)
         if self._choose_products is not None:
             self._multiply = self._choose_products(self._weights, limits.max_num_seqs, on_progress)

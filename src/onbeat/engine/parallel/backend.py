@@ -41,11 +41,10 @@ class ParallelBackend:
         self._rank_device = replace(device, num_threads=max(device.num_threads // size, 1))
         self._rank_config = config_of_rank(checkpoint.config, Shard(0, size))
         self._size = size
-        self.torch_threads = self._rank_device.num_threads
-        plural = "" if self.torch_threads == 1 else "s"
-        self.description = (
-            f"by torch, tensor parallel: {size} ranks of {self.torch_threads} thread{plural} each"
-            + ("" if size <= device.num_threads else ", which is more than there are: ranks take turns")
+        num_threads = self._rank_device.num_threads
+        plural = "" if num_threads == 1 else "s"
+        self.description = f"by torch, tensor parallel: {size} ranks of {num_threads} thread{plural} each" + (
+            "" if size <= device.num_threads else ", which is more than there are: ranks take turns"
         )
 
     def weight_bytes(self) -> int:

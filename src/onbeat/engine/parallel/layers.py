@@ -10,12 +10,12 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import pad
 
-from onbeat.engine.forward import TorchForward
 from onbeat.engine.layers.linear import Linear
 from onbeat.engine.models.model import build_model
 from onbeat.engine.parallel.group import RankGroup
 from onbeat.engine.parallel.messages import RankJob
 from onbeat.engine.parallel.shards import ShardedCheckpoint, vocabulary_rows
+from onbeat.engine.torch_backend import TorchForward
 from onbeat.engine.weights import Checkpoint
 
 

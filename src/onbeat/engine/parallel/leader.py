@@ -123,6 +123,7 @@ def start_ranks(
     ModelLoadError : a weight is missing or cannot be read.
     EngineDead : a rank has failed or ended.
     """
+    torch.set_num_threads(device.num_threads)
     size = config.tensor_parallel_size
     with OwnedFolder() as folder:
         meeting_file = folder / "meeting"

@@ -79,11 +79,6 @@ class ProposerBuilder(Protocol):
         """What proposes, for people."""
         ...
 
-    @property
-    def torch_threads(self) -> int:
-        """Threads that torch needs for it."""
-        ...
-
     def weight_bytes(self) -> int:
         """Return about how much memory its weights will take."""
         ...
@@ -111,7 +106,6 @@ class NgramBuilder:
     """Drafts from the request's own tokens."""
 
     config: SpeculativeConfig
-    torch_threads: int = 1
 
     @property
     def description(self) -> str:
@@ -132,7 +126,6 @@ class GrammarBuilder:
     """Drafts of nothing but what grammars prescribe."""
 
     description = "what the grammars of answers prescribe"
-    torch_threads = 1
 
     def weight_bytes(self) -> int:
         return 0
@@ -156,10 +149,6 @@ class DraftModelBuilder:
     def description(self) -> str:
         millions = num_parameters(self.draft_config) / 1e6
         return f"the draft model {self.name} ({millions:.1f} million parameters, {self.backend.description})"
-
-    @property
-    def torch_threads(self) -> int:
-        return self.backend.torch_threads
 
     @property
     def draft_config(self) -> ModelConfig:

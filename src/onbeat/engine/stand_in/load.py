@@ -82,7 +82,6 @@ class StandInLoader:
 
     def load(self, on_progress: OnProgress) -> LoadedModel:
         """Make the KV cache, and run a first step."""
-        torch.set_num_threads(self.device.num_threads)
         tokenizer = load_tokenizer(self.tokenizer_path)
         limits = self.limits
         on_progress(

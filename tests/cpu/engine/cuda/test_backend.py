@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.backend import TorchBackend, choose_backend
+from onbeat.engine.backend import choose_backend
 from onbeat.engine.cuda import backend as cuda_backend
 from onbeat.engine.cuda.backend import CudaBackend
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.model_config import Experts, ModelConfig, RopeConfig
+from onbeat.engine.torch_backend import TorchBackend
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.scheduler_config import SchedulerLimits

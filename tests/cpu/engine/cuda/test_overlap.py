@@ -20,9 +20,10 @@ from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.stream import DeviceStream
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.executor import PendingStep, ThreadExecutor
-from onbeat.engine.forward import ForwardPass, TorchForward
+from onbeat.engine.forward import ForwardPass
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
+from onbeat.engine.torch_backend import TorchForward
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.cpu.engine.cuda.fake_stream import FakeStream
