@@ -10,7 +10,7 @@ import torch
 from gpu_check.operator_bench import BLOCK_SIZE, MAX_LEN, MAX_TOKENS, SHAPES, Bench, check_all, compare, wide
 from gpu_check.record import DEVICE, IS_REHEARSAL, expect, note
 from onbeat.engine.cuda.kernels import BestBuffers, DrawParams, LayerSpec, StepTensors
-from onbeat.engine.kv_cache import LayerKVCache
+from onbeat.engine.torch_kv import LayerKVCache
 
 
 def add_norm(bench: Bench) -> None:

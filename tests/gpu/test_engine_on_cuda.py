@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onbeat.engine.device import detect_device, free_memory
+from onbeat.engine.device import Device, detect_device, free_memory
 from onbeat.engine.models.model import build_model
 from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.naive_attention import Case, Row, naive_attention, run_backend
@@ -48,4 +48,4 @@ def test_greedy_tokens_equal_the_reference(name: str, chunk: int) -> None:
 
 def test_detection_finds_the_device_and_its_memory() -> None:
     assert detect_device().device.type == "cuda"
-    assert free_memory(CUDA).num_bytes > 0
+    assert free_memory(Device("cuda")).num_bytes > 0

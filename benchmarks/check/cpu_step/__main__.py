@@ -148,7 +148,7 @@ def describe(args: argparse.Namespace, config: EngineConfig, loaded: LoadedModel
         "machine": machine(),
         "command": shlex.join(["python", "-m", "benchmarks.check.cpu_step", Path(args.model).name, *options]),
         "settings": dict(loaded.runner.forward.settings),
-        "dtype": loaded.device.dtype_name,
+        "dtype": loaded.device.dtype.name,
         "threads": loaded.device.num_threads,
         "model": asdict(model),
         "weight_bytes": asdict(weight_bytes(config, loaded, model)),

@@ -309,7 +309,7 @@ def _make_native(config: EngineConfig, checkpoint: Checkpoint, device: DeviceCon
     if device.device.type != "cpu":
         return f"it runs on the CPU, not on {device.device}"
     if device.dtype not in PLAIN_LAYOUTS:
-        return f"it does not compute in {device.dtype_name}"
+        return f"it does not compute in {device.dtype.name}"
     library = load_library()
     if isinstance(library, NotLoaded):
         return library.reason

@@ -120,7 +120,7 @@ def _check_predictions(config: EngineConfig, loader: Loader) -> None:
     if config.step_time_profile == "none":
         why, cure = "the step-time profile is 'none'", "leave --step-time-profile out, or "
     elif precision_of(loader.device.dtype) is None:
-        dtype = loader.device.dtype_name
+        dtype = loader.device.dtype.name
         why, cure = f"no step-time model knows {dtype}", "choose another --dtype, or "
     if why is None:
         return
@@ -165,7 +165,7 @@ def _describe(loaded: LoadedModel, config: EngineConfig) -> EngineInfo:
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         device=loaded.device_name,
-        dtype=loaded.device.dtype_name,
+        dtype=loaded.device.dtype.name,
         priority_scheduling=limits.scheduling_policy == "priority",
         speculation=None if config.speculative is None else config.speculative.method,
         pooling=choose_pooling(config.pooling, loaded.config) if loaded.runner.embeds else None,

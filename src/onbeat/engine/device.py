@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import resource
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.extras import require
 from onbeat.engine import numa
 from onbeat.engine.container import FreeMemory, host_memory, usable_cores
+from onbeat.engine.dtypes import BFLOAT16, DTYPES, FLOAT32
 from onbeat.perfmodel.device_spec import is_gpu
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _ADDRESSES_OF_THREADS = 256 * 2**20
 """Stacks and heaps of threads take addresses, little of them memory."""
+_NAMES = re.compile(r"cpu|cuda(?::(\d+))?")
+_SIGNS_OF_GPUS = tuple(map(Path, ("/dev/nvidiactl", "/proc/driver/nvidia", "/dev/dxg", "/dev/kfd")))
+"""Of the drivers of NVIDIA, of WSL and of AMD; without one, torch need not be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a model runs on."""
+
+    type: Literal["cpu", "cuda"]
+    index: int | None = None
+    """Of a CUDA device; None takes the current one."""
+
+    def __str__(self) -> str:
+        return self.type if self.index is None else f"{self.type}:{self.index}"
+
+
+CPU = Device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
     """Where and how a model runs."""
 
-    device: torch.device
-    dtype: torch.dtype
+    device: Device
+    dtype: np.dtype[Any]
     num_threads: int
     """CPU threads of a forward pass."""
-
-    @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
 
 
 def detect_device(device: str = "auto", dtype: str = "auto", num_threads: int | None = None) -> DeviceConfig:
@@ -50,6 +65,7 @@ def detect_device(device: str = "auto", dtype: str = "auto", num_threads: int | 
     Raises
     ------
     ConfigError : the device is not there, or the type is unknown.
+    MissingExtra : a CUDA device is asked for, but torch is not installed.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; choose auto, {', '.join(DTYPES)}")
@@ -69,83 +85,89 @@ def thread_advice(device: DeviceConfig) -> str | None:
 def device_name(device: DeviceConfig) -> str:
     """Return what the device calls itself."""
     if device.device.type == "cuda":
-        return torch.cuda.get_device_name(device.device)
+        return str(_cuda().get_device_name(str(device.device)))
     lines = _read_text(Path("/proc/cpuinfo")).splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else "unknown CPU"
 
 
-def compute_capability(device: torch.device) -> tuple[int, int]:
+def compute_capability(device: Device) -> tuple[int, int]:
     """Return the compute capability of a CUDA device."""
-    return torch.cuda.get_device_capability(device)
+    major, minor = _cuda().get_device_capability(str(device))
+    return major, minor
 
 
-def free_memory(device: torch.device) -> FreeMemory:
+def free_memory(device: Device) -> FreeMemory:
     """Return how much memory is free now: of the device, or of this machine, container or process."""
     if device.type == "cuda":
-        return FreeMemory(torch.cuda.mem_get_info(device)[0], f"the device {device}")
+        return FreeMemory(_cuda().mem_get_info(str(device))[0], f"the device {device}")
     found = [host_memory()]
     if (in_process := _address_space_left()) is not None:
         found.append(FreeMemory(in_process, "the limit of this process (ulimit -v or -d)"))
     return min(found)
 
 
-def allocate_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros whose memory is taken only as it is written, where the system can do that.
-
-    On a CPU the system's zero pages serve (NumPy's `zeros`); torch would write every byte at once, which for
-    a KV cache of gigabytes costs seconds at start and memory that may never be needed.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+def has_gpu() -> bool:
+    """Return whether a driver of GPUs is here, usable by torch or not."""
+    return any(sign.exists() for sign in _SIGNS_OF_GPUS)
 
 
-def _resolve_device(name: str) -> torch.device:
+def wait_for(device: Device) -> None:
+    """Return when a device has done all that was queued for it: before and after whatever is timed on it."""
+    if device.type == "cuda":
+        _cuda().synchronize(str(device))
+
+
+def _cuda(purpose: str = "a CUDA device") -> Any:
+    """Return `torch.cuda`, imported now."""
+    return require("torch", extra="gpu", purpose=purpose).cuda
+
+
+def _resolve_device(name: str) -> Device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        is_usable = has_gpu() and find_spec("torch") is not None and _cuda().is_available()
+        return Device("cuda") if is_usable else CPU
     if is_gpu(name):
         return _planned_gpu(name)
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"unknown device {name!r}; choose auto, cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name!r} is not supported; choose auto, cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise ConfigError(
-                f"device {name!r} is not there: this machine has {count} CUDA devices usable by torch"
-            )
-    return device
+    found = _NAMES.fullmatch(name)
+    if found is None:
+        raise ConfigError(f"unknown device {name!r}; choose auto, cpu, cuda or cuda:N")
+    if name == "cpu":
+        return CPU
+    index = None if found[1] is None else int(found[1])
+    count = _cuda(f"the device {name!r}").device_count()
+    if (index or 0) >= count:
+        raise ConfigError(
+            f"device {name!r} is not there: this machine has {count} CUDA devices usable by torch"
+        )
+    return Device("cuda", index)
 
 
-def _planned_gpu(device_id: str) -> torch.device:
+def _planned_gpu(device_id: str) -> Device:
     """Return the GPU that a plan was made for."""
-    if not torch.cuda.is_available():
+    cuda = _cuda(f"the device {device_id!r}") if has_gpu() else None
+    if cuda is None or not cuda.is_available():
         found = "no CUDA device that torch can use"
     else:
-        found = torch.cuda.get_device_name()
+        found = cuda.get_device_name()
         if device_id.partition("-")[0] in re.split(r"\W+", found.lower()):
-            return torch.device("cuda")
+            return Device("cuda")
     raise ConfigError(
         f"device {device_id!r} is not there: this machine has {found}. --device auto serves on what there "
         "is, --load-format stand-in without any"
     )
 
 
-def wait_for(device: torch.device) -> None:
-    """Return when a device has done all that was queued for it: before and after whatever is timed on it."""
+def _default_dtype(device: Device) -> np.dtype[Any]:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        return BFLOAT16 if _cuda().is_bf16_supported() else FLOAT32
+    return BFLOAT16 if multiplies_bfloat16() else FLOAT32
 
 
-def _default_dtype(device: torch.device) -> torch.dtype:
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+def multiplies_bfloat16() -> bool:
+    """Return whether this processor has instructions for products of bfloat16 (AVX-512 BF16)."""
+    lines = _read_text(Path("/proc/cpuinfo")).splitlines()
+    return any("avx512_bf16" in line.split() for line in lines if line.startswith("flags"))
 
 
 def _address_space_left() -> int | None:

@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from onbeat.core.errors import ConfigError
 from onbeat.engine.backend import Backend
 from onbeat.engine.container import FreeMemory
-from onbeat.engine.device import free_memory
+from onbeat.engine.device import Device, free_memory
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.speculation.build import ProposerBuilder
@@ -24,7 +22,7 @@ _START_BYTES = 160 * 2**20
 """What the engine takes while it starts, then gives back: most of it an array that no cache holds."""
 _FLOAT_BYTES = 4
 _SIGNS_OF_SHORT_MEMORY = ("can't allocate memory", "out of memory", "can't start new thread")
-"""In what torch and Python say."""
+"""In what torch and Python say; NumPy raises `MemoryError`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +148,7 @@ class Footprint:
 
 
 @contextmanager
-def short_memory_in_words(device: torch.device) -> Iterator[None]:
+def short_memory_in_words(device: Device) -> Iterator[None]:
     """Turn what allocators and thread starts raise into words, for a footprint is an estimate.
 
     Raises

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from onbeat.engine.attention.base import IntArray
+from onbeat.engine.device import Device
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.sampler import BestTokens
@@ -60,8 +60,8 @@ class ForwardPass(Protocol):
     def config(self) -> ModelConfig: ...
 
     @property
-    def device(self) -> torch.device:
-        """Where logits are."""
+    def device(self) -> Device:
+        """Where steps are computed."""
         ...
 
     @property

@@ -10,12 +10,9 @@ import ctypes
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from onbeat.core.errors import ConfigError, KVUnavailable
-
-if TYPE_CHECKING:
-    from torch import Tensor  # a step loop that computes with something else does without it
 
 
 class KVRegion(NamedTuple):
@@ -25,22 +22,6 @@ class KVRegion(NamedTuple):
     """Of block 0."""
     block_bytes: int
     """That a block has here."""
-
-    @classmethod
-    def of_tensor(cls, blocks: Tensor) -> KVRegion:
-        """Return the memory of a tensor whose first dimension is that of the blocks.
-
-        Raises
-        ------
-        ConfigError : it is not in host memory.
-        """
-        if blocks.device.type != "cpu":
-            raise ConfigError(
-                f"KV on {blocks.device} cannot be handed to another engine yet; run the replicas on CPUs, or "
-                "without hand-over"
-            )
-        assert blocks.is_contiguous()
-        return cls(blocks.data_ptr(), blocks[0].numel() * blocks.element_size())
 
 
 @runtime_checkable

@@ -1,20 +1,13 @@
-"""How many bytes the paged KV cache takes, and the memory itself.
-
-Legend: B blocks, S tokens of a block, K KV heads, H head width.
-"""
-
-# ruff: noqa: N815 -- tensor names carry shape suffixes
+"""How many bytes the paged KV cache takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.device import allocate_zeroed
 from onbeat.engine.model_config import ModelConfig
 
 BLOCK_SIZE_MULTIPLE = 16
@@ -29,17 +22,6 @@ def modest_kv_bytes(spare_bytes: int) -> int:
     return min(int(spare_bytes * _DEFAULT_SHARE), _DEFAULT_LIMIT_BYTES)
 
 
-class LayerKVCache(NamedTuple):
-    """Keys and values of one layer.
-
-    A KV head's part of a block is contiguous, so that gathering (block, head) pairs gives each head's keys of
-    a request in one piece, which is what matrix products want.
-    """
-
-    k_BKSH: Tensor
-    v_BKSH: Tensor
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:
     """Size of one block, tokens and bytes.
@@ -52,7 +34,7 @@ class KVCacheSpec:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: np.dtype[Any]
     block_size: int
 
     def __post_init__(self) -> None:
@@ -63,7 +45,7 @@ class KVCacheSpec:
 
     @classmethod
     def of_model(
-        cls, config: ModelConfig, *, dtype: torch.dtype, block_size: int, head_dim_multiple: int = 1
+        cls, config: ModelConfig, *, dtype: np.dtype[Any], block_size: int, head_dim_multiple: int = 1
     ) -> KVCacheSpec:
         """Return the cache shape of a model; heads may be padded to a multiple of some width."""
         return cls(
@@ -93,15 +75,3 @@ class KVCacheSpec:
                 f"{self.block_bytes} bytes; give the KV cache more memory"
             )
         return num_blocks
-
-    def allocate(self, num_blocks: int, device: torch.device) -> list[LayerKVCache]:
-        """Return the zeroed cache of every layer.
-
-        Zeroed, because slots that were never written are read (and masked) as part of a block, and masking
-        does not survive a NaN.
-        """
-        shape = (num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
-        return [
-            LayerKVCache(*(allocate_zeroed(shape, self.dtype, device) for _ in range(2)))
-            for _ in range(self.num_layers)
-        ]

@@ -26,6 +26,7 @@ from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.pooling import choose_pooling
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.build import ProposerBuilder, Target, choose_proposer
+from onbeat.engine.torch_types import torch_dtype
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
 from onbeat.engine.weights.rounding import loading_remarks
 from onbeat.perfmodel.description import StepTimeDescription
@@ -84,8 +85,8 @@ class LoadedModel:
             activations += ", batch-invariant"
         layout = KVLayout(
             model=f"{self.name} ({self.config.architecture}, {self.config.num_layers} layers)",
-            weights=self.weights_format or self.device.dtype_name,
-            dtype=self.device.dtype_name,
+            weights=self.weights_format or self.device.dtype.name,
+            dtype=self.device.dtype.name,
             block_size=limits.block_size,
             block_bytes=block_bytes_of(forward),
             backend=settings["backend"],
@@ -120,7 +121,7 @@ class ModelLoader:
         """
         device, limits, config = self.device, self.limits, self.checkpoint.config
         on_progress(
-            f"loading {self.name} ({config.architecture}) in {device.dtype_name} "
+            f"loading {self.name} ({config.architecture}) in {device.dtype.name} "
             f"on {device.device} with {device.num_threads} threads, {self.backend.description}"
         )
         for line in (thread_advice(device), *self.remarks):
@@ -204,7 +205,7 @@ def _remarks(
 ) -> Iterator[str]:
     """Yield lines on what of the checkpoint is rounded or left out, and on options of another engine."""
     plain = backend.plain_names() if isinstance(backend, KeepsQuantized) else checkpoint.names()
-    yield from loading_remarks(checkpoint, plain, device.dtype)
+    yield from loading_remarks(checkpoint, plain, torch_dtype(device.dtype))
     if isinstance(backend, MeasuresMemory):
         return
     if config.gpu_memory_utilization != DEFAULT_GPU_UTILIZATION:

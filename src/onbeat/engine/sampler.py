@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onbeat.core.request import TokenLogprobs
+from onbeat.engine.device import Device
 from onbeat.engine.draw import draw, locate, min_p_bound, nucleus_candidates
 from onbeat.engine.guided_draw import GuideOutcome, hold_to_grammars, redrawn
 from onbeat.engine.logit_edits import edit_logits
@@ -71,9 +72,9 @@ class Sampler:
     device : where the logits are.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: Device | torch.device) -> None:
         self.vocab_size = vocab_size
-        self.device = device
+        self.device = torch.device(str(device))
 
     def needs_logits(self, rows: Sequence[SamplingRow]) -> bool:
         """Whether more than each row's most likely token is needed to choose."""

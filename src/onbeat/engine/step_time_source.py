@@ -58,7 +58,7 @@ def choose_step_time(source: str, loaded: LoadedModel, on_progress: OnProgress) 
         return StepTime(None, None)
     precision = precision_of(loaded.device.dtype, loaded.weights_format, loaded.embedding_format)
     if precision is None:
-        reason = f"no step-time model knows {loaded.device.dtype_name}"
+        reason = f"no step-time model knows {loaded.device.dtype.name}"
         if source != "auto":
             raise ConfigError(f"{reason}; choose --step-time-profile none, or another dtype")
         on_progress(f"step times: not predicted, {reason}")

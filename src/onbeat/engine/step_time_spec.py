@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-import torch
+import numpy as np
 
 from onbeat.engine.device import device_name
+from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.load import LoadedModel
 from onbeat.engine.model_config import ModelConfig
 from onbeat.perfmodel.device_spec import DeviceSpec, cpu_device, find_device, known_device
@@ -14,7 +16,7 @@ from onbeat.perfmodel.model_spec import ModelSpec
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile import MachineLimits, ProfileKey
 
-FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+FORMATS = {FLOAT32: "fp32", BFLOAT16: "bf16"}
 """Step-time models know no float64, which is for tests of exactness."""
 QUANTIZED_GROUP = 32
 """Of most types that the native engine multiplies as they are."""
@@ -44,7 +46,7 @@ def model_spec_of(config: ModelConfig, name: str) -> ModelSpec:
 
 
 def precision_of(
-    dtype: torch.dtype, weights: str | None = None, embedding: str | None = None
+    dtype: np.dtype[Any], weights: str | None = None, embedding: str | None = None
 ) -> Precision | None:
     """Return the formats of weights, KV cache and arithmetic; None where step-time models lack them.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from onbeat.engine.attention.base import AttentionBackend, ForwardContext, IntArray
 from onbeat.engine.attention.registry import select_attention_backend
-from onbeat.engine.device import DeviceConfig, wait_for
+from onbeat.engine.device import Device, DeviceConfig, wait_for
 from onbeat.engine.forward import RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_access import KVRegion
@@ -25,6 +25,8 @@ from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.layers.linear import select_linear_kernel
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.models.model import Model, build_model
+from onbeat.engine.torch_kv import allocate_kv, region_of
+from onbeat.engine.torch_types import device_of, numpy_dtype, torch_device, torch_dtype
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
@@ -61,7 +63,8 @@ class TorchBackend:
         spare_bytes: int = 0,  # noqa: ARG002
     ) -> TorchForward:
         torch.set_num_threads(self._device.num_threads)
-        model = build_model(self._checkpoint, dtype=self._device.dtype, device=self._device.device)
+        dtype, device = torch_dtype(self._device.dtype), torch_device(self._device.device)
+        model = build_model(self._checkpoint, dtype=dtype, device=device)
         return TorchForward(model, num_blocks=limits.num_blocks, block_size=limits.block_size)
 
 
@@ -77,18 +80,20 @@ class TorchForward:
 
     def __init__(self, model: Model, *, num_blocks: int, block_size: int) -> None:
         self.model = model
-        spec = KVCacheSpec.of_model(model.config, dtype=model.dtype, block_size=block_size)
+        dtype = numpy_dtype(model.dtype)
+        spec = KVCacheSpec.of_model(model.config, dtype=dtype, block_size=block_size)
         backend = select_attention_backend(model.device)
         with torch.inference_mode():
-            self.attention: AttentionBackend = backend(model.config, spec.allocate(num_blocks, model.device))
+            layers = allocate_kv(spec, num_blocks, model.device)
+            self.attention: AttentionBackend = backend(model.config, layers)
 
     @property
     def config(self) -> ModelConfig:
         return self.model.config
 
     @property
-    def device(self) -> torch.device:
-        return self.model.device
+    def device(self) -> Device:
+        return device_of(self.model.device)
 
     @property
     def settings(self) -> Mapping[str, str]:
@@ -108,21 +113,21 @@ class TorchForward:
         """Run one step; see `ForwardPass.run`."""
         context = ForwardContext(self.attention, self.attention.prepare(inputs.attention))
         hidden_TD = self.model.forward(
-            torch.from_numpy(inputs.token_ids_T).to(self.device),
-            torch.from_numpy(inputs.positions_T).to(self.device),
+            torch.from_numpy(inputs.token_ids_T).to(self.model.device),
+            torch.from_numpy(inputs.positions_T).to(self.model.device),
             context,
         )
         pooled_PD = self._pooled(hidden_TD, inputs.pooled_tokens)
         if not len(inputs.sampling_tokens):  # not the rows, which a tensor-parallel rank is not told of
             return StepLogits(None, hidden_PD=pooled_PD)
-        sampling_tokens = torch.from_numpy(inputs.sampling_tokens).to(self.device)
+        sampling_tokens = torch.from_numpy(inputs.sampling_tokens).to(self.model.device)
         logits_RV = self.model.logits(hidden_TD.index_select(0, sampling_tokens))
         return StepLogits(logits_RV, hidden_PD=pooled_PD)
 
     def _pooled(self, hidden_TD: Tensor, tokens: IntArray) -> NDArray[Any] | None:
         if not len(tokens):
             return None
-        normed_PD = self.model.norm(hidden_TD.index_select(0, torch.from_numpy(tokens).to(self.device)))
+        normed_PD = self.model.norm(hidden_TD.index_select(0, torch.from_numpy(tokens).to(self.model.device)))
         return (normed_PD if self.model.dtype == torch.float64 else normed_PD.float()).cpu().numpy()
 
     @torch.inference_mode()
@@ -132,7 +137,7 @@ class TorchForward:
 
     def kv_regions(self) -> list[KVRegion]:
         """Return keys and values of each layer; see `GivesKV`."""
-        return [KVRegion.of_tensor(part) for layer in self.attention.layers for part in layer]
+        return [region_of(part) for layer in self.attention.layers for part in layer]
 
     def check_alive(self) -> None:
         """Find nothing: all of it is in this process."""
@@ -143,7 +148,7 @@ class TorchForward:
 
     def products(self) -> RowProducts:
         """Return products of the kernel that the model's layers have; see `ForwardPass.products`."""
-        return _TorchProducts(self.model.dtype, self.device)
+        return _TorchProducts(self.model)
 
     def close(self) -> None:
         """Let go of nothing: torch keeps its threads, and memory goes with the object."""
@@ -152,20 +157,22 @@ class TorchForward:
 class _TorchProducts:
     """A square matrix in the caches, times rows."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: Model) -> None:
+        dtype, device = model.dtype, model.device
         weight_OI = torch.ones(_PRODUCT_WIDTH, _PRODUCT_WIDTH, dtype=dtype, device=device)
         self.flops_per_row = 2.0 * weight_OI.numel()
         self.num_bytes = weight_OI.nbytes
         self._linear = select_linear_kernel(dtype, device)(weight_OI)
         self._weight_OI = weight_OI
+        self._device = device_of(device)
 
     @torch.inference_mode()
     def run(self, num_rows: int) -> float:
         x_TI = self._weight_OI.new_ones(num_rows, _PRODUCT_WIDTH)
-        wait_for(x_TI.device)
+        wait_for(self._device)
         start = perf_counter()
         self._linear(x_TI)
-        wait_for(x_TI.device)
+        wait_for(self._device)
         return perf_counter() - start
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onbeat.engine.device import CPU, Device
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32, FLOAT64
 
 _TORCH_TYPES = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16, FLOAT64: torch.float64}
@@ -23,6 +24,17 @@ def torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """Return NumPy's name of a number type of `DTYPES`."""
     return _NUMPY_TYPES[dtype]
+
+
+def torch_device(device: Device) -> torch.device:
+    """Return torch's name of a device."""
+    return torch.device(str(device))
+
+
+def device_of(device: torch.device) -> Device:
+    """Return the device that torch calls so."""
+    assert device.type in ("cpu", "cuda"), device
+    return Device("cuda", device.index) if device.type == "cuda" else CPU
 
 
 def to_tensor(array: NDArray[Any]) -> Tensor:

@@ -21,6 +21,7 @@ from onbeat.engine.kv_transfer.nixl import NixlTransport
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.kv_transfer.transfers import KVTransfers
+from onbeat.engine.torch_kv import region_of
 
 NUM_BLOCKS = 24
 REGION_BYTES = (4096, 1000)
@@ -49,7 +50,7 @@ class Blocks:
                     part[block] = content(block, part.shape[1])
 
     def kv_regions(self) -> list[KVRegion]:
-        return [KVRegion.of_tensor(part) for part in self.parts]
+        return [region_of(part) for part in self.parts]
 
     def holds(self, block: int, of_block: int) -> bool:
         """Whether a block has the content that a filled cache has in another."""

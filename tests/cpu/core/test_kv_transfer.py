@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from onbeat.core.errors import ConfigError, KVUnavailable
-from onbeat.engine.kv_access import BlockMemory, KVRegion, giving_kv
+from onbeat.engine.kv_access import BlockMemory, giving_kv
 from onbeat.engine.kv_transfer import leases, nixl
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.torch_kv import region_of
 from tests.cpu.core.kv_engines import (
     INSTALLED,
     NUM_BLOCKS,
@@ -327,7 +328,7 @@ class TestAccess:
 
     def test_kv_on_a_device(self) -> None:
         with pytest.raises(ConfigError, match="KV on meta cannot be handed"):
-            KVRegion.of_tensor(torch.zeros(2, 2, device="meta"))
+            region_of(torch.zeros(2, 2, device="meta"))
 
     def test_the_native_cache_is_one_piece(self, native_library: NativeLibrary) -> None:
         checkpoint = StateCheckpoint(hf_tiny_model("llama3", torch.float64))

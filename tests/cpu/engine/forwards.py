@@ -22,6 +22,7 @@ from onbeat.engine.native.layouts import PLAIN_LAYOUTS, WeightLayouts
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.packing import NativeWeights, WeightPacker
 from onbeat.engine.torch_backend import TorchForward
+from onbeat.engine.torch_types import numpy_dtype
 from onbeat.engine.weights import Checkpoint
 
 
@@ -43,7 +44,7 @@ def pack(
     quantization: Quantization = "none",
     num_threads: int = 1,
 ) -> NativeWeights:
-    layouts = WeightLayouts(checkpoint, dtype=dtype, quantization=quantization)
+    layouts = WeightLayouts(checkpoint, dtype=numpy_dtype(dtype), quantization=quantization)
     return WeightPacker(library, checkpoint, layouts, num_threads=num_threads).pack()
 
 
@@ -63,11 +64,11 @@ def on_native(
     weights = pack(library, checkpoint, dtype=dtype, quantization=quantization)
     if copy_rows:
         for matrix in weights.quantized_products:
-            matrix.copy(PLAIN_LAYOUTS[dtype], num_threads=num_threads)
+            matrix.copy(PLAIN_LAYOUTS[numpy_dtype(dtype)], num_threads=num_threads)
 
     def make(*, num_blocks: int, block_size: int) -> NativeForward:
         options = NativeOptions(
-            dtype=dtype,
+            dtype=numpy_dtype(dtype),
             num_blocks=num_blocks,
             block_size=block_size,
             num_threads=num_threads,

@@ -13,6 +13,8 @@ from onbeat.engine.attention.base import AttentionBatch
 from onbeat.engine.attention.registry import ATTENTION_BACKENDS
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig, RopeConfig
+from onbeat.engine.torch_kv import allocate_kv
+from onbeat.engine.torch_types import numpy_dtype
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,10 @@ def run_backend(
     name: str = "torch",
 ) -> torch.Tensor:
     """Return what a backend computes for the case, with the computed tokens stored in shuffled blocks."""
-    spec = KVCacheSpec.of_model(case.config(), dtype=dtype, block_size=case.block_size)
+    spec = KVCacheSpec.of_model(case.config(), dtype=numpy_dtype(dtype), block_size=case.block_size)
     blocks_needed = [-(-row.context // case.block_size) for row in case.rows]
     num_blocks = sum(blocks_needed) + 3
-    layers = spec.allocate(num_blocks, device)
+    layers = allocate_kv(spec, num_blocks, device)
     for part in layers[layer_index]:
         part.fill_(unused_slots)
     shuffled = np.random.default_rng(case.seed).permutation(num_blocks)

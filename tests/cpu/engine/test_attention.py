@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.engine.attention.registry import ATTENTION_BACKENDS, select_attention_backend
 from onbeat.engine.attention.sdpa_metadata import group_rows
+from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.torch_kv import allocate_kv
 from tests.cpu.engine.naive_attention import Case, Row, naive_attention, run_backend
 
 CPU = torch.device("cpu")
@@ -109,14 +111,14 @@ def test_a_backend_is_found_by_its_name(backend: str) -> None:
 @pytest.mark.parametrize("block_size", [0, 8, 20, -16])
 def test_block_size_must_be_a_multiple_of_16(block_size: int) -> None:
     with pytest.raises(ConfigError, match=str(block_size)):
-        KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype=torch.float32, block_size=block_size)
+        KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=8, dtype=FLOAT32, block_size=block_size)
 
 
 def test_blocks_in_a_budget() -> None:
-    spec = KVCacheSpec(num_layers=30, num_kv_heads=3, head_dim=64, dtype=torch.bfloat16, block_size=16)
+    spec = KVCacheSpec(num_layers=30, num_kv_heads=3, head_dim=64, dtype=BFLOAT16, block_size=16)
     assert spec.block_bytes == 2 * 30 * 16 * 3 * 64 * 2
     assert spec.num_blocks_in(10 * spec.block_bytes + 1) == 10
-    layers = spec.allocate(10, torch.device("cpu"))
+    layers = allocate_kv(spec, 10, torch.device("cpu"))
     assert sum(part.nbytes for layer in layers for part in layer) == 10 * spec.block_bytes
     with pytest.raises(ConfigError, match="no block"):
         spec.num_blocks_in(spec.block_bytes - 1)

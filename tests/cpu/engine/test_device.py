@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from onbeat.core.errors import ConfigError
-from onbeat.engine import container
+from onbeat.core.errors import ConfigError, MissingExtra
+from onbeat.engine import container, device
 from onbeat.engine.container import FreeMemory
-from onbeat.engine.device import detect_device, free_memory
-
-CPU = torch.device("cpu")
+from onbeat.engine.device import CPU, Device, detect_device, free_memory
+from onbeat.engine.dtypes import BFLOAT16, DTYPES, FLOAT32
 
 
 def test_cpu_with_given_values() -> None:
     config = detect_device("cpu", "float64", 3)
-    assert (config.device, config.dtype, config.num_threads) == (torch.device("cpu"), torch.float64, 3)
-    assert config.dtype_name == "float64"
+    assert (config.device, config.dtype, config.num_threads) == (CPU, DTYPES["float64"], 3)
 
 
 def test_auto_resolves_everything() -> None:
     config = detect_device()
     assert config.device.type in ("cpu", "cuda")
-    assert config.dtype in (torch.bfloat16, torch.float32)
+    assert config.dtype in (BFLOAT16, FLOAT32)
     assert 1 <= config.num_threads <= len(os.sched_getaffinity(0))
 
 
@@ -42,10 +41,20 @@ def test_threads_follow_cores_and_the_quota_of_the_container(
 
 
 def test_auto_dtype_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    assert detect_device("cpu").dtype == torch.float32
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    assert detect_device("cpu").dtype == torch.bfloat16
+    assert device.multiplies_bfloat16() == torch.cpu._is_avx512_bf16_supported()
+    monkeypatch.setattr(device, "multiplies_bfloat16", lambda: False)
+    assert detect_device("cpu").dtype == FLOAT32
+    monkeypatch.setattr(device, "multiplies_bfloat16", lambda: True)
+    assert detect_device("cpu").dtype == BFLOAT16
+
+
+def test_cuda_without_torch_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(device, "has_gpu", lambda: True)
+    assert detect_device("auto").device == CPU
+    for name in ("cuda", "cuda:1", "h100-sxm"):
+        with pytest.raises(MissingExtra, match=f"'{name}' needs 'torch'.*onbeat\\[gpu\\]"):
+            detect_device(name)
 
 
 @pytest.mark.parametrize("name", ["gpu", "mps", "cuda:99", "cpu:x"])
@@ -60,10 +69,11 @@ def test_a_planned_gpu_is_cuda_where_it_is_that_one(monkeypatch: pytest.MonkeyPa
         ConfigError, match=r"'h100-sxm' is not there.*no CUDA device.*--device auto.*stand-in"
     ):
         detect_device("h100-sxm")
+    monkeypatch.setattr(device, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    assert detect_device("h100-sxm").device == torch.device("cuda")
+    assert detect_device("h100-sxm").device == Device("cuda")
     with pytest.raises(ConfigError, match=r"'l4' is not there: this machine has NVIDIA H100"):
         detect_device("l4")
 

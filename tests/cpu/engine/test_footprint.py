@@ -9,12 +9,13 @@ import torch
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.container import FreeMemory
+from onbeat.engine.device import CPU
+from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.footprint import Footprint, short_memory_in_words
 from onbeat.engine.kv_cache import KVCacheSpec
 
 MIB = 2**20
-CPU = torch.device("cpu")
-SPEC = KVCacheSpec(num_layers=4, num_kv_heads=4, head_dim=64, dtype=torch.float32, block_size=16)
+SPEC = KVCacheSpec(num_layers=4, num_kv_heads=4, head_dim=64, dtype=FLOAT32, block_size=16)
 FOOTPRINT = Footprint(
     kv_cache=SPEC,
     draft_block_bytes=0,

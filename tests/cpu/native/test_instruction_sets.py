@@ -9,9 +9,9 @@ from copy import copy
 from pathlib import Path
 
 import pytest
-import torch
 
 from onbeat.core.errors import EngineError
+from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.native import set_timer
 from onbeat.engine.native.forward import NativeForward, NativeOptions
 from onbeat.engine.native.instruction_sets import (
@@ -171,7 +171,7 @@ def test_real_sets_are_timed_and_kept(
 ) -> None:
     checkpoint = checkpoint_of("gemma3")  # some layers slide: fewer layers have fewer of them
     weights = pack(native_library, checkpoint)
-    options = NativeOptions(dtype=torch.float32, num_blocks=1, block_size=16, num_threads=2)
+    options = NativeOptions(dtype=FLOAT32, num_blocks=1, block_size=16, num_threads=2)
     arguments = native_library, checkpoint.config, weights, options
     monkeypatch.setattr(set_timer, "_LEAST_BYTES", 0)
     monkeypatch.setattr(set_timer, "_DECODE_BYTES", 1)
@@ -203,7 +203,7 @@ def test_a_set_that_the_processor_lacks_is_not_tried(
     monkeypatch.setattr(NativeForward, "run", None)
     checkpoint = checkpoint_of("llama3")
     weights = pack(native_library, checkpoint)
-    options = NativeOptions(dtype=torch.float32, num_blocks=1, block_size=16, num_threads=1)
+    options = NativeOptions(dtype=FLOAT32, num_blocks=1, block_size=16, num_threads=1)
     chosen = choose_instruction_set(
         library, checkpoint.config, weights, options, processor="this", directory=tmp_path
     )

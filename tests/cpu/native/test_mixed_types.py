@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import ActivationQuantization, Quantization
 from onbeat.engine.models.model import build_model
 from onbeat.engine.native.layouts import NATURAL_LAYOUTS, PLAIN_LAYOUTS
@@ -93,7 +94,7 @@ def test_quantized_parts_stay_quantized(
 ) -> None:
     checkpoint = write_and_open(tmp_path / "model.gguf", types, has_bias=has_bias)
     weights = pack(native_library, checkpoint, quantization="auto")
-    stores = {NATURAL_LAYOUTS.get(name, PLAIN_LAYOUTS[torch.float32]).store for name in types}
+    stores = {NATURAL_LAYOUTS.get(name, PLAIN_LAYOUTS[FLOAT32]).store for name in types}
     for layer in weights.layers:
         assert {matrix.layout.store for matrix in layer.qkv} == stores
         assert sum(matrix.num_outputs for matrix in layer.qkv) == 8 * 24

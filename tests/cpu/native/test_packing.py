@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError
+from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.engine_config import Quantization
 from onbeat.engine.model_config import ModelConfig, model_config_from_hf
 from onbeat.engine.native.layouts import WeightLayouts
@@ -19,6 +20,7 @@ from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.matrix import PackedMatrix
 from onbeat.engine.native.packing import GatedWeights, NativeWeights
 from onbeat.engine.native.structures import Store
+from onbeat.engine.torch_types import numpy_dtype
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint
 from onbeat.engine.weights.layer_norms import LAYER_NORMS
 from onbeat.hub.files import ModelFiles
@@ -246,7 +248,7 @@ def test_the_plan_knows_the_memory_beforehand(
     tmp_path: Path,
 ) -> None:
     checkpoint = write_and_open(tmp_path / "model.gguf", {"": "Q4_1"})
-    layouts = WeightLayouts(checkpoint, dtype=dtype, quantization=quantization)
+    layouts = WeightLayouts(checkpoint, dtype=numpy_dtype(dtype), quantization=quantization)
     assert (layouts.number_format(), layouts.embedding_format()) == formats
     weights = pack(native_library, checkpoint, dtype=dtype, quantization=quantization)
     assert 0.7 * weights.num_bytes < layouts.num_bytes() < 1.3 * weights.num_bytes
@@ -255,5 +257,5 @@ def test_the_plan_knows_the_memory_beforehand(
 def test_the_plan_knows_the_format_of_the_head(tmp_path: Path) -> None:
     checkpoint = write_and_open(tmp_path / "model.gguf", {"": "Q4_1", "output": "Q8_0"})
     assert not checkpoint.config.tie_word_embeddings
-    layouts = WeightLayouts(checkpoint, dtype=torch.bfloat16, quantization="auto")
+    layouts = WeightLayouts(checkpoint, dtype=BFLOAT16, quantization="auto")
     assert layouts.embedding_format() == "int8"

@@ -12,6 +12,7 @@ import torch
 
 from onbeat.core.errors import EngineError, ModelLoadError
 from onbeat.core.options import change, make
+from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.load import LoadedModel, prepare_model
 from onbeat.engine.native import set_timer, weights_copy
@@ -30,12 +31,13 @@ from onbeat.engine.native.weights_copy import (
     why_no_copy,
 )
 from onbeat.engine.step_time_spec import precision_of, profile_key_of
+from onbeat.engine.torch_types import numpy_dtype
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import on_native, pack
 from tests.cpu.native.test_batch_invariant import TYPES, open_quantized, write_quantized
 from tests.cpu.native.test_forward import checkpoint_of, first_logits, relative_error
 
-BF16, F32 = (PLAIN_LAYOUTS[dtype] for dtype in (torch.bfloat16, torch.float32))
+BF16, F32 = (PLAIN_LAYOUTS[dtype] for dtype in (BFLOAT16, FLOAT32))
 
 
 # ---- What it holds ----
@@ -99,7 +101,7 @@ def test_a_copy_of_another_type_than_activations_is_refused(native_library: Nati
 
 
 def options_of(dtype: torch.dtype, **fields: Any) -> NativeOptions:
-    return NativeOptions(dtype=dtype, num_blocks=4, block_size=16, num_threads=2, **fields)
+    return NativeOptions(dtype=numpy_dtype(dtype), num_blocks=4, block_size=16, num_threads=2, **fields)
 
 
 # ---- Whether there is one ----
@@ -224,7 +226,7 @@ def test_a_profile_of_steps_with_a_copy_is_another_one(start: Start) -> None:
     keys = []
     for setting in ("auto", "off"):
         loaded, _ = start(0.5, weights_copy=setting)
-        precision = precision_of(torch.bfloat16)
+        precision = precision_of(BFLOAT16)
         assert precision is not None
         keys.append(profile_key_of(loaded, precision))
     assert (keys[0].instruction_set or "").endswith(" with a copy of the weights from 16 rows")

@@ -12,7 +12,7 @@ import torch
 
 from onbeat.core.errors import EngineDead
 from onbeat.core.options import make
-from onbeat.engine.device import DeviceConfig
+from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.parallel.group import RankGroup
@@ -20,6 +20,7 @@ from onbeat.engine.parallel.layers import load_part
 from onbeat.engine.parallel.leader import LeadingForward
 from onbeat.engine.parallel.messages import RankJob, ToRank
 from onbeat.engine.parallel.rank import serve_steps
+from onbeat.engine.torch_types import numpy_dtype
 from onbeat.engine.weights import Checkpoint
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import MakeForward
@@ -66,7 +67,7 @@ def split_forward(
     config = make(
         EngineConfig, model=ModelFiles(kind="hf", path=Path("none"), name="tiny"), tensor_parallel_size=size
     )
-    device = DeviceConfig(torch.device("cpu"), dtype, 1)
+    device = DeviceConfig(CPU, numpy_dtype(dtype), 1)
 
     def load(group: RankGroup) -> ForwardPass:
         job = RankJob(config, device, group.shard, Path("none"), num_blocks, block_size)

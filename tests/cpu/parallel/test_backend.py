@@ -13,12 +13,13 @@ import torch
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.engine.attention.torch_sdpa import TorchSdpaBackend
-from onbeat.engine.device import DeviceConfig
+from onbeat.engine.device import Device, DeviceConfig
+from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.parallel.backend import ParallelBackend
 from onbeat.engine.torch_backend import TorchForward
+from onbeat.engine.torch_kv import LayerKVCache
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
 from tests.cpu.parallel.split import ThreadFollowers, split_forward
@@ -38,7 +39,7 @@ MODEL = ModelConfig(
     rope=RopeConfig(theta=10000.0),
     tie_word_embeddings=True,
 )
-CPU = DeviceConfig(torch.device("cpu"), torch.float32, 3)
+CPU = DeviceConfig(Device("cpu"), FLOAT32, 3)
 
 
 def backend(size: int, device: DeviceConfig = CPU, **options: Any) -> ParallelBackend:
@@ -73,7 +74,7 @@ def test_threads_are_shared_out_and_it_is_said() -> None:
         ({"quantization": "int8"}, CPU, "^quantization int8 needs the native engine"),
         ({"activation_quantization": "int8"}, CPU, "activation_quantization int8 needs the native engine"),
         ({"instruction_set": "portable"}, CPU, "instruction_set portable needs the native engine"),
-        ({}, replace(CPU, device=torch.device("cuda:0")), "on the CPU only, but the device is cuda:0"),
+        ({}, replace(CPU, device=Device("cuda", 0)), "on the CPU only, but the device is cuda:0"),
     ],
 )
 def test_what_does_not_go_with_a_split_is_refused(

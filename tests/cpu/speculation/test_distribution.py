@@ -12,6 +12,7 @@ import torch
 from scipy.stats import binomtest, chi2_contingency, chisquare
 
 from onbeat.engine.attention.base import IntArray
+from onbeat.engine.device import CPU
 from onbeat.engine.forward import RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_config import ModelConfig, RopeConfig
@@ -20,7 +21,7 @@ from onbeat.engine.speculation.proposer import Proposer
 from tests.cpu.speculation.runs import Run, ScriptedProposer, fixed, make_request, ngram, run
 
 VOCAB = 6
-CPU = torch.device("cpu")
+
 NUM_REQUESTS = 1500
 NUM_TOKENS = 5
 PROMPT = (1, 2, 0, 1, 2, 3, 1)

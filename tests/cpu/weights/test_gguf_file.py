@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from onbeat.core.errors import ModelLoadError
+from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.model_config import model_config_from_hf
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.weights import open_checkpoint
@@ -132,7 +133,7 @@ def test_k_quants(name: str, tmp_path: Path) -> None:
     (line,) = loading_remarks(checkpoint, [down], torch.bfloat16)
     assert line.startswith(f"weights of type {name} become bfloat16")
     assert list(loading_remarks(checkpoint, [down], torch.float32)) == []
-    plain = WeightLayouts(checkpoint, dtype=torch.bfloat16, quantization="auto").plain_names()
+    plain = WeightLayouts(checkpoint, dtype=BFLOAT16, quantization="auto").plain_names()
     assert down not in plain  # the native engine has it as it is
     assert "model.layers.0.mlp.up_proj.weight" in plain
 

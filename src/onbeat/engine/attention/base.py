@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from onbeat.engine.kv_cache import LayerKVCache
+if TYPE_CHECKING:  # the engines that compute with something else have batches too
+    from torch import Tensor
+
+    from onbeat.engine.torch_kv import LayerKVCache
 
 IntArray = NDArray[np.int64]
 BlockTable = NDArray[np.int32]

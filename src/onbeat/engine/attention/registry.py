@@ -9,8 +9,8 @@ import torch
 from onbeat.core.errors import ConfigError
 from onbeat.engine.attention.base import AttentionBackend
 from onbeat.engine.attention.torch_sdpa import TorchSdpaBackend
-from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.torch_kv import LayerKVCache
 
 BackendFactory = Callable[[ModelConfig, Sequence[LayerKVCache]], AttentionBackend]
 

@@ -25,8 +25,8 @@ from onbeat.engine.attention.sdpa_metadata import (
     SdpaSizes,
     WindowGrouping,
 )
-from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.torch_kv import LayerKVCache
 
 # One more group costs about 60 us a layer: the time to read about this many keys of one KV head.
 GROUP_COST_KEYS = 2048

@@ -16,9 +16,11 @@ from onbeat.engine.cuda.kernels import ChunkBackend, DecodeBackend, Kernels, Ker
 from onbeat.engine.cuda.memory import bytes_above, largest_steps, measure
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.device import DeviceConfig, compute_capability
+from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.torch_types import torch_device, torch_dtype
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.perfmodel.profile_file import cache_dir
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -35,8 +37,8 @@ ChooseProducts = Callable[[CudaWeights, int, Callable[[str], None]], Multiply]
 def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int) -> str | None:
     """Return why the GPU engine cannot serve a model on a device; None where it can."""
     head_dim = checkpoint.config.head_dim
-    if device.dtype != torch.bfloat16:
-        return f"it computes in bfloat16, not in {device.dtype_name}"
+    if device.dtype != BFLOAT16:
+        return f"it computes in bfloat16, not in {device.dtype.name}"
     if head_dim not in HEAD_DIMS:
         return f"heads of {head_dim} are not supported; 64, 128 and 256 are"
     if block_size not in BLOCK_SIZES:
@@ -118,6 +120,7 @@ class CudaBackend:
     ) -> None:
         self._checkpoint = checkpoint
         self._device = device
+        self._torch_device = torch_device(device.device)
         self._config = config
         self._make_kernels = make_kernels
         self._choose_products = None if config.enforce_eager else choose_products
@@ -147,7 +150,7 @@ class CudaBackend:
         self._prepare(limits, on_progress)
         spec = self.kv_cache_spec(limits.block_size)
         measured = measure(
-            self._device.device,
+            self._torch_device,
             lambda num_blocks: self._make(limits, num_blocks, EagerGraphs()),
             largest_steps(limits),
             block_bytes=spec.block_bytes,
@@ -175,9 +178,9 @@ class CudaBackend:
         spare_bytes: int = 0,  # noqa: ARG002
     ) -> CudaForward:
         self._prepare(limits, on_progress)
-        graphs = EagerGraphs() if self._config.enforce_eager else CudaGraphs(self._device.device)
+        graphs = EagerGraphs() if self._config.enforce_eager else CudaGraphs(self._torch_device)
         forward = self._make(limits, limits.num_blocks, graphs)
-        if (excess := bytes_above(self._device.device, self._utilization)) > 0:
+        if (excess := bytes_above(self._torch_device, self._utilization)) > 0:
             on_progress(
                 f"the GPU engine took {excess / 2**20:.0f} MiB more than its share of the memory: its graphs "
                 "are larger than was planned for"
@@ -190,7 +193,7 @@ class CudaBackend:
             return
         # Threads of torch would wait for their next work at full speed, on cores that other processes need.
         torch.set_num_threads(1)
-        self._weights = load_weights(self._checkpoint, self._device.dtype, self._device.device)
+        self._weights = load_weights(self._checkpoint, torch_dtype(self._device.dtype), self._torch_device)
         if self._choose_products is not None:
             self._multiply = self._choose_products(self._weights, limits.max_num_seqs, on_progress)
 

@@ -30,8 +30,8 @@ from onbeat.engine.cuda.kernels import (
     Norm,
     StepTensors,
 )
-from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.model_config import Activation
+from onbeat.engine.torch_kv import LayerKVCache
 
 
 class _PlannedBySize:

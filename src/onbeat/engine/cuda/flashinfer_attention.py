@@ -21,8 +21,8 @@ from torch import Tensor
 from onbeat.engine.cuda.kernels import ChunkBackend, ChunkRows, DecodeRows, Int32Array, KernelSizes, LayerSpec
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream, Mark
 from onbeat.engine.cuda.triton_ops import list_blocks
-from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.torch_kv import LayerKVCache
 
 _SEMAPHORE_BYTES = 8 << 20
 """XQA counts in them which parts of a row are done; each of its kernels leaves zeros behind."""

@@ -36,12 +36,13 @@ from onbeat.engine.cuda.state import CudaOptions, DeviceState, HostRing
 from onbeat.engine.cuda.step_packer import PackedStep, StepPacker
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream, Mark
 from onbeat.engine.cuda.weights import CudaWeights
-from onbeat.engine.device import wait_for
+from onbeat.engine.device import Device, wait_for
 from onbeat.engine.forward import ChosenTokens, RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.sampler import BestTokens
+from onbeat.engine.torch_types import device_of, numpy_dtype
 
 __all__ = ["CudaForward", "CudaOptions", "kernel_sizes"]
 
@@ -123,7 +124,9 @@ class CudaForward:
         on_cpu = weights.device.type == "cpu"
         self._stream = stream or (CpuStream() if on_cpu else CudaStream(weights.device))
         self._sizes = graph_sizes(options.max_num_seqs)
-        spec = KVCacheSpec.of_model(weights.config, dtype=weights.dtype, block_size=options.block_size)
+        spec = KVCacheSpec.of_model(
+            weights.config, dtype=numpy_dtype(weights.dtype), block_size=options.block_size
+        )
         most = max(options.max_num_seqs, *self._sizes)
         with torch.inference_mode():
             self._state = DeviceState(spec, options, weights.device)
@@ -145,8 +148,8 @@ class CudaForward:
         return self.weights.config
 
     @property
-    def device(self) -> torch.device:
-        return self.weights.device
+    def device(self) -> Device:
+        return device_of(self.weights.device)
 
     @property
     def settings(self) -> Mapping[str, str]:
@@ -172,7 +175,9 @@ class CudaForward:
             return StepLogits(None)
         logits_NV = buffers[0].logits_NV
         if launched.packed.size is not None and not launched.packed.is_each_row_sampled:
-            logits_NV = logits_NV.index_select(0, torch.from_numpy(inputs.sampling_tokens).to(self.device))
+            logits_NV = logits_NV.index_select(
+                0, torch.from_numpy(inputs.sampling_tokens).to(self.weights.device)
+            )
         return StepLogits(logits_NV[:num_samples], found)
 
     def launch(self, inputs: StepInputs) -> ChosenTokens:
@@ -181,7 +186,7 @@ class CudaForward:
 
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored keys and values of blocks finite; see `ForwardPass.scrub`."""
-        self._stream.run(lambda: self._state.scrub(torch.from_numpy(block_ids).to(self.device)))
+        self._stream.run(lambda: self._state.scrub(torch.from_numpy(block_ids).to(self.weights.device)))
 
     def check_alive(self) -> None:
         """Find nothing: all of it is in this process."""
@@ -214,14 +219,14 @@ class CudaForward:
 
     def _fixed_buffers(self, size: int) -> _Buffers:
         """Return the buffers that the graph of a size reads and writes, full of padding."""
-        words = torch.from_numpy(self._packer.padding(size)).to(self.device)
+        words = torch.from_numpy(self._packer.padding(size)).to(self.weights.device)
         return self._buffers(words, self._packer.graph_counts(size))
 
     def _buffers(self, words: Tensor, counts: StepCounts) -> _Buffers:
         num_samples = counts.samples
-        results = torch.zeros(2 * num_samples, dtype=torch.int32, device=self.device)
+        results = torch.zeros(2 * num_samples, dtype=torch.int32, device=self.weights.device)
         best = BestBuffers(results[:num_samples], results[num_samples:].view(torch.float32))
-        drawn_N = torch.zeros(num_samples, dtype=torch.int32, device=self.device)
+        drawn_N = torch.zeros(num_samples, dtype=torch.int32, device=self.weights.device)
         logits_NV = self._logits_NV[:num_samples]
         if num_samples > len(self._logits_NV):
             logits_NV = self._logits_NV.new_empty(num_samples, self._logits_NV.shape[1])
@@ -232,7 +237,7 @@ class CudaForward:
         """Queue a step and the way back of its results."""
         words = packed.views.words
         if packed.late_updates is not None:
-            places, blocks = packed.late_updates.to(self.device, non_blocking=True)
+            places, blocks = packed.late_updates.to(self.weights.device, non_blocking=True)
             self._state.tables_SW.view(-1).index_put_((places,), blocks)
         if packed.size is not None:
             buffers = self._fixed[packed.size]
@@ -240,7 +245,7 @@ class CudaForward:
             self._plan_decodes(packed.views.parts)
             self._graphs.replay(packed.size)
         else:
-            buffers = self._buffers(words.to(self.device, non_blocking=True), packed.counts)
+            buffers = self._buffers(words.to(self.weights.device, non_blocking=True), packed.counts)
             self._compute(buffers, packed.counts.decodes, packed.chunks)
         if packed.is_random:
             self._draw(buffers)
@@ -309,7 +314,7 @@ class _Products:
     def __init__(self, weights: CudaWeights) -> None:
         layer = weights.layers[0]
         self._matrices = (layer.qkv_XD, layer.o_DX, layer.gate_up_FD, layer.down_DF)
-        self._device = weights.device
+        self._device = device_of(weights.device)
         self.flops_per_row = 2.0 * sum(matrix.numel() for matrix in self._matrices)
         self.num_bytes = sum(matrix.nbytes for matrix in self._matrices)
 

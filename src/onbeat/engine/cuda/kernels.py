@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.model_config import Activation, ModelConfig
+from onbeat.engine.torch_kv import LayerKVCache
 
 Int32Array = NDArray[np.int32]
 DecodeBackend = Literal["xqa", "fa2"]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onbeat.engine.cuda.kernels import DecodeRows, Kernels, LayerSpec, Multiply, Norm, StepTensors
 from onbeat.engine.cuda.weights import CudaLayer, CudaWeights
-from onbeat.engine.kv_cache import LayerKVCache
+from onbeat.engine.torch_kv import LayerKVCache
 
 
 class LayerStep(NamedTuple):

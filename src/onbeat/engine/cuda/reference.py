@@ -28,9 +28,9 @@ from onbeat.engine.cuda.kernels import (
     Norm,
     StepTensors,
 )
-from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.layers.mlp import ACTIVATIONS
 from onbeat.engine.model_config import Activation
+from onbeat.engine.torch_kv import LayerKVCache
 
 
 def draw(logits_RV: Tensor, params: DrawParams, best: BestBuffers) -> Tensor:

@@ -20,6 +20,7 @@ from onbeat.engine.cuda.kernels import Int32Array
 from onbeat.engine.cuda.packing import StepCounts, StepWords, host_words
 from onbeat.engine.cuda.stream import DeviceStream, Mark
 from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.torch_kv import allocate_kv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ class DeviceState:
 
     def __init__(self, spec: KVCacheSpec, options: CudaOptions, device: torch.device) -> None:
         num_slots = options.max_num_seqs + 1
-        self.kv = spec.allocate(options.num_blocks + 1, device)
+        self.kv = allocate_kv(spec, options.num_blocks + 1, device)
         self.tables_SW = torch.full(
             (num_slots, options.max_row_blocks), options.padding_block, dtype=torch.int32, device=device
         )

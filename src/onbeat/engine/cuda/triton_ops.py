@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from onbeat.engine.cuda.kernels import DecodeRows, LayerSpec, Norm, StepTensors
-from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.model_config import Activation
+from onbeat.engine.torch_kv import LayerKVCache
 
 _HEADS_TOGETHER = 4
 """Heads of a token that one program rotates, so that a cosine serves several."""

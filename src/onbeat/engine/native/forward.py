@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onbeat.core.errors import ConfigError, EngineError
 from onbeat.engine.attention.base import AttentionBatch, IntArray
+from onbeat.engine.device import CPU
 from onbeat.engine.engine_config import ActivationQuantization
 from onbeat.engine.forward import RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
@@ -45,7 +46,6 @@ from onbeat.engine.native.structures import (
 from onbeat.engine.sampler import BestTokens
 from onbeat.perfmodel.product_rates import ROW_COUNTS
 
-CPU = torch.device("cpu")
 _BYTES_AHEAD = 256 << 20
 """Of the KV cache, that an idle engine has provided beyond what it has used."""
 _STEP_PROBLEMS = {
@@ -59,7 +59,7 @@ _STEP_PROBLEMS = {
 class NativeOptions:
     """How the native engine runs a model."""
 
-    dtype: torch.dtype
+    dtype: np.dtype[Any]
     """Of activations inside products, and of the KV cache: float32 or bfloat16."""
     num_blocks: int
     block_size: int
@@ -280,7 +280,7 @@ class _EngineStructures:
         )
         experts = config.experts
         # The factor is rounded to the model's type first, as the reference does.
-        embedding_scale = float(torch.tensor(config.embedding_scale, dtype=options.dtype))
+        embedding_scale = float(np.array(config.embedding_scale, options.dtype))
         self.model = ModelStructure(
             num_layers=config.num_layers,
             hidden_size=config.hidden_size,

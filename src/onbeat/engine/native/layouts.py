@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
-import torch
+import numpy as np
 
+from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import Quantization
 from onbeat.engine.native.matrix import MatrixLayout
 from onbeat.engine.native.structures import Store
 from onbeat.engine.weights import Checkpoint, QuantizedRows, QuantizedSource, parameter_shapes
 
-PLAIN_LAYOUTS: Mapping[torch.dtype, MatrixLayout] = {
-    torch.float32: MatrixLayout(Store.F32),
-    torch.bfloat16: MatrixLayout(Store.BF16),
+PLAIN_LAYOUTS: Mapping[np.dtype[Any], MatrixLayout] = {
+    FLOAT32: MatrixLayout(Store.F32),
+    BFLOAT16: MatrixLayout(Store.BF16),
 }
 INT8_LAYOUT = MatrixLayout(Store.Q8, 32)
 NATURAL_LAYOUTS: Mapping[str, MatrixLayout] = {
@@ -48,7 +50,7 @@ class WeightLayouts:
         ones, `int8` quantizes all matrices.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, dtype: torch.dtype, quantization: Quantization) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, dtype: np.dtype[Any], quantization: Quantization) -> None:
         self.plain = PLAIN_LAYOUTS[dtype]
         self.quantization = quantization
         self._source = checkpoint if isinstance(checkpoint, QuantizedSource) else None

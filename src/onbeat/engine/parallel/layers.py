@@ -16,6 +16,7 @@ from onbeat.engine.parallel.group import RankGroup
 from onbeat.engine.parallel.messages import RankJob
 from onbeat.engine.parallel.shards import ShardedCheckpoint, vocabulary_rows
 from onbeat.engine.torch_backend import TorchForward
+from onbeat.engine.torch_types import torch_device, torch_dtype
 from onbeat.engine.weights import Checkpoint
 
 
@@ -93,8 +94,8 @@ def load_part(job: RankJob, checkpoint: Checkpoint, group: RankGroup) -> TorchFo
     """
     model = build_model(
         ShardedCheckpoint(checkpoint, job.shard),
-        dtype=job.device.dtype,
-        device=job.device.device,
+        dtype=torch_dtype(job.device.dtype),
+        device=torch_device(job.device.device),
         ranks=SplitAmongRanks(group, checkpoint.config.vocab_size),
     )
     return TorchForward(model, num_blocks=job.num_blocks, block_size=job.block_size)

@@ -10,7 +10,7 @@ import torch
 
 from onbeat.core.errors import EngineDead
 from onbeat.engine.attention.base import IntArray
-from onbeat.engine.device import DeviceConfig
+from onbeat.engine.device import Device, DeviceConfig
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.forward import ForwardPass, RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
@@ -63,7 +63,7 @@ class LeadingForward:
         return self._own.config
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> Device:
         return self._own.device
 
     @property

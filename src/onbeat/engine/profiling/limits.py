@@ -11,6 +11,7 @@ import torch
 
 from onbeat.engine.device import wait_for
 from onbeat.engine.forward import RowProducts
+from onbeat.engine.torch_types import device_of
 from onbeat.perfmodel.product_rates import ROW_COUNTS, best_rates, product_rates
 from onbeat.perfmodel.profile import MachineLimits
 
@@ -117,10 +118,10 @@ def _shortest(work: Callable[[], object], device: torch.device) -> float:
     best, num_runs = float("inf"), 0
     deadline = time.perf_counter() + _SECONDS_EACH
     while num_runs < _MIN_RUNS or time.perf_counter() < deadline:
-        wait_for(device)
+        wait_for(device_of(device))
         start = time.perf_counter()
         work()
-        wait_for(device)
+        wait_for(device_of(device))
         best = min(best, time.perf_counter() - start)
         num_runs += 1
     return best

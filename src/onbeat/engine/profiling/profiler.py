@@ -27,6 +27,7 @@ from onbeat.engine.profiling.limits import (
 )
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of, precision_of, profile_key_of
+from onbeat.engine.torch_types import torch_device, torch_dtype
 from onbeat.perfmodel.best_fit import FitTarget, fit_best
 from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES
 from onbeat.perfmodel.profile import MachineLimits, MeasuredStep, Profile
@@ -90,7 +91,7 @@ def profile_model(
     precision = precision_of(device.dtype, loaded.weights_format, loaded.embedding_format)
     if precision is None:
         raise ConfigError(
-            f"step times of {device.dtype_name} cannot be predicted; choose --dtype {' or '.join(_NAMES)}"
+            f"step times of {device.dtype.name} cannot be predicted; choose --dtype {' or '.join(_NAMES)}"
         )
     key = profile_key_of(loaded, precision)
     limits = limits_of(loaded, key.device, precision.compute)
@@ -133,13 +134,13 @@ def limits_of(loaded: LoadedModel, device_id: str, number_format: str) -> Machin
         return None
     device = loaded.device
     with torch_threads(device.num_threads):  # the limits are those of all cores, whoever computes
-        limits = measure_limits(device.device, device.dtype, number_format)
+        limits = measure_limits(torch_device(device.device), torch_dtype(device.dtype), number_format)
         if device_id != "cpu":
             return limits
         return with_product_rates(limits, loaded.runner.forward.products(), number_format)
 
 
-_NAMES = [str(dtype).removeprefix("torch.") for dtype in FORMATS]
+_NAMES = [dtype.name for dtype in FORMATS]
 
 
 def _measure(loaded: LoadedModel, settings: ProfileSettings, on_run: OnRun) -> _Measured:

@@ -17,12 +17,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from onbeat.core.request import TokenLogprobs
 from onbeat.core.step import BatchShape
 from onbeat.engine.attention.base import AttentionBatch, IntArray
+from onbeat.engine.device import CPU
 from onbeat.engine.forward import RowProducts, StepLogits
 from onbeat.engine.guided_draw import hold_to_grammars
 from onbeat.engine.input_batch import StepInputs
@@ -169,7 +169,7 @@ class StandInForward:
         settings: Mapping[str, str],
     ) -> None:
         self.config = config
-        self.device = torch.device("cpu")
+        self.device = CPU
         self.settings = settings
         self.cache = HashCache(num_blocks, block_size)
         self._ordinary_ids = tuple(ordinary_ids)
@@ -262,7 +262,7 @@ class StandInSampler:
 
     def sample(
         self,
-        logits_RV: torch.Tensor | None,  # noqa: ARG002 -- there are none
+        logits_RV: Any,  # noqa: ARG002 -- there are none
         rows: Sequence[SamplingRow],
         best: BestTokens | None = None,
     ) -> SampledTokens:
@@ -279,7 +279,7 @@ class StandInSampler:
 
     def score(
         self,
-        logits_RV: torch.Tensor | None,  # noqa: ARG002 -- there are none
+        logits_RV: Any,  # noqa: ARG002 -- there are none
         token_ids: Sequence[int],
         num_alternatives: Sequence[int],
     ) -> list[TokenLogprobs]:

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.step import BatchShape
-from onbeat.engine.device import DTYPES, DeviceConfig
+from onbeat.engine.device import CPU, DeviceConfig
+from onbeat.engine.dtypes import DTYPES
 from onbeat.engine.engine_config import EngineConfig, MemoryShare, native_settings
 from onbeat.engine.load import LoadedModel, OnProgress
 from onbeat.engine.model_config import ModelConfig, RopeConfig
@@ -47,7 +46,7 @@ _UNUSED = (
 
 
 _PROCESS_BYTES = 256 << 20
-"""Of a stand-in: its interpreter, torch and tokenizer, as measured; its KV is a number a token."""
+"""Of a stand-in: its interpreter and tokenizer, as measured; its KV is a number a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +161,7 @@ def prepare_stand_in(config: EngineConfig) -> StandInLoader:
     return StandInLoader(
         name=config.model.name,
         description=description,
-        device=DeviceConfig(torch.device("cpu"), DTYPES[dtype], num_threads=1),
+        device=DeviceConfig(CPU, DTYPES[dtype], num_threads=1),
         limits=_limits(config, description),
         tokenizer_path=config.model.path,
     )

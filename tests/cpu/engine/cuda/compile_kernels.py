@@ -56,7 +56,7 @@ def main() -> None:
     JITFunction.run = compile_launch
     from onbeat.engine.cuda import triton_draw, triton_ops, triton_products
     from onbeat.engine.cuda.kernels import BestBuffers, DecodeRows, DrawParams, LayerSpec, Norm, StepTensors
-    from onbeat.engine.kv_cache import LayerKVCache
+    from onbeat.engine.torch_kv import LayerKVCache
 
     def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.zeros(shape, dtype=dtype)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.backend import choose_backend
 from onbeat.engine.cuda import backend as cuda_backend
 from onbeat.engine.cuda.backend import CudaBackend
-from onbeat.engine.device import DeviceConfig
+from onbeat.engine.device import Device, DeviceConfig
+from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.model_config import Experts, ModelConfig, RopeConfig
 from onbeat.engine.torch_backend import TorchBackend
@@ -21,8 +21,8 @@ from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 
-CUDA = DeviceConfig(torch.device("cuda"), torch.bfloat16, num_threads=1)
-CPU = DeviceConfig(torch.device("cpu"), torch.bfloat16, num_threads=1)
+CUDA = DeviceConfig(Device("cuda"), BFLOAT16, num_threads=1)
+CPU = DeviceConfig(Device("cpu"), BFLOAT16, num_threads=1)
 MODEL = ModelConfig(
     family="llama",
     architecture="LlamaForCausalLM",
@@ -69,7 +69,7 @@ def test_it_serves_on_a_gpu_unless_torch_is_asked_for(hopper: None) -> None:
 @pytest.mark.parametrize(
     ("device", "model", "block_size", "reason"),
     [
-        (replace(CUDA, dtype=torch.float32), {}, 16, "it computes in bfloat16, not in float32"),
+        (replace(CUDA, dtype=FLOAT32), {}, 16, "it computes in bfloat16, not in float32"),
         (CUDA, {"norms": "after"}, 16, "it has no layers without norms before attention and feed-forward"),
         (CUDA, {"qk_norm": "all"}, 16, "it has no norms of queries and keys over all heads"),
         (CUDA, {"experts": EXPERTS}, 16, "it has no layers of experts"),

@@ -17,7 +17,8 @@ from onbeat.engine.cuda.kernels import Multiply
 from onbeat.engine.cuda.memory import MeasuredMemory, largest_steps
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import CudaWeights
-from onbeat.engine.device import DeviceConfig
+from onbeat.engine.device import CPU, DeviceConfig
+from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
@@ -89,7 +90,7 @@ class Memory:
 def test_a_backend_measures_then_builds_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(monkeypatch)
     config = EngineConfig(model=ModelFiles(kind="hf", path=Path("/nowhere"), name="tiny"), enforce_eager=True)
-    device = DeviceConfig(torch.device("cpu"), torch.float32, num_threads=1)
+    device = DeviceConfig(CPU, FLOAT32, num_threads=1)
     backend = CudaBackend(DummyCheckpoint(TINY), device, config, ReferenceKernels)
     limits = SchedulerConfig(
         policy="sarathi", num_blocks=64, max_model_len=200, max_num_seqs=8, max_num_batched_tokens=300
@@ -140,7 +141,7 @@ def test_products_are_chosen_once_and_only_for_graphs(
     config = EngineConfig(
         model=ModelFiles(kind="hf", path=Path("/nowhere"), name="tiny"), enforce_eager=enforce_eager
     )
-    device = DeviceConfig(torch.device("cpu"), torch.float32, num_threads=1)
+    device = DeviceConfig(CPU, FLOAT32, num_threads=1)
     backend = CudaBackend(DummyCheckpoint(TINY), device, config, ReferenceKernels, choose)
     limits = SchedulerConfig(
         policy="sarathi", num_blocks=64, max_model_len=200, max_num_seqs=8, max_num_batched_tokens=300

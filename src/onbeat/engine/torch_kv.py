@@ -1,0 +1,73 @@
+"""The KV cache in torch's memory, as the reference engine and the GPU engine have it.
+
+Legend: B blocks, S tokens of a block, K KV heads, H head width.
+"""
+
+# ruff: noqa: N815 -- tensor names carry shape suffixes
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onbeat.core.errors import ConfigError
+from onbeat.engine.kv_access import KVRegion
+from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.torch_types import torch_dtype
+
+
+class LayerKVCache(NamedTuple):
+    """Keys and values of one layer.
+
+    A KV head's part of a block is contiguous, so that gathering (block, head) pairs gives each head's keys of
+    a request in one piece, which is what matrix products want.
+    """
+
+    k_BKSH: Tensor
+    v_BKSH: Tensor
+
+
+def allocate_kv(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> list[LayerKVCache]:
+    """Return the zeroed cache of every layer.
+
+    Zeroed, because slots that were never written are read (and masked) as part of a block, and masking
+    does not survive a NaN.
+    """
+    shape = (num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
+    dtype = torch_dtype(spec.dtype)
+    return [
+        LayerKVCache(*(allocate_zeroed(shape, dtype, device) for _ in range(2)))
+        for _ in range(spec.num_layers)
+    ]
+
+
+def allocate_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros whose memory is taken only as it is written, where the system can do that.
+
+    On a CPU the system's zero pages serve (NumPy's `zeros`); torch would write every byte at once, which for
+    a KV cache of gigabytes costs seconds at start and memory that may never be needed.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+
+
+def region_of(blocks: Tensor) -> KVRegion:
+    """Return the memory of a tensor whose first dimension is that of the blocks.
+
+    Raises
+    ------
+    ConfigError : it is not in host memory.
+    """
+    if blocks.device.type != "cpu":
+        raise ConfigError(
+            f"KV on {blocks.device} cannot be handed to another engine yet; run the replicas on CPUs, or "
+            "without hand-over"
+        )
+    assert blocks.is_contiguous()
+    return KVRegion(blocks.data_ptr(), blocks[0].numel() * blocks.element_size())
