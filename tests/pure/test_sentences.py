@@ -1,4 +1,4 @@
-"""Sentences of pages for users: at most 35 words, 20 in the mean, none that begins with "Of "."""
+"""Sentences of pages: at most 35 words, 20 in the mean, none that begins with "Of "; short table cells."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 from tests.many_cases import each_case
 
 ROOT = Path(__file__).parents[2]
-MOST_WORDS, MOST_MEAN = 35, 20
+MOST_WORDS, MOST_MEAN, MOST_IN_CELL = 35, 20, 100
 # Pages whose sentences have not been read over yet; nothing may join them.
 UNREAD = {"architecture", "calibration", "fleet", "flags"}
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.stem not in UNREAD),
 ]
 
@@ -39,6 +40,18 @@ def test_sentences_are_short(path: Path) -> None:
     assert not [each for each, length in zip(found, lengths, strict=True) if length > MOST_WORDS]
     assert not [each for each in found if each.startswith("Of ")]
     assert not found or sum(lengths) / len(lengths) <= MOST_MEAN
+
+
+@each_case("path", PAGES)
+def test_cells_are_short(path: Path) -> None:
+    """Lists of names may be longer: they are code."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [
+        re.sub(r"\]\([^)]*\)", "]", cell).strip() for row in rows for cell in re.split(r"(?<!\\)\|", row)
+    ]
+    prose = [cell for cell in cells if re.search(r"[a-z]", re.sub(r"`[^`]*`", "", cell))]
+    assert not [cell for cell in prose if len(cell) > MOST_IN_CELL]
 
 
 def test_the_rule_finds_what_it_forbids() -> None:
