@@ -26,7 +26,6 @@ from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.pooling import choose_pooling
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.build import ProposerBuilder, Target, choose_proposer
-from onbeat.engine.torch_types import torch_dtype
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
 from onbeat.engine.weights.rounding import loading_remarks
 from onbeat.perfmodel.description import StepTimeDescription
@@ -205,7 +204,7 @@ def _remarks(
 ) -> Iterator[str]:
     """Yield lines on what of the checkpoint is rounded or left out, and on options of another engine."""
     plain = backend.plain_names() if isinstance(backend, KeepsQuantized) else checkpoint.names()
-    yield from loading_remarks(checkpoint, plain, torch_dtype(device.dtype))
+    yield from loading_remarks(checkpoint, plain, device.dtype)
     if isinstance(backend, MeasuresMemory):
         return
     if config.gpu_memory_utilization != DEFAULT_GPU_UTILIZATION:

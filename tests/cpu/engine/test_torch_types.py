@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from onbeat.engine.dtypes import DTYPES
+from onbeat.engine.dtypes import BFLOAT16, DTYPES
 from onbeat.engine.torch_types import numpy_dtype, to_array, to_tensor, torch_dtype
 
 
@@ -23,3 +24,13 @@ def test_there_and_back(name: str) -> None:
     back[1, 1] = 5
     assert array[1, 1] == 5
     assert back.dtype == dtype
+
+
+def test_numbers_become_bfloat16_as_in_torch() -> None:
+    """Every bfloat16 and what lies behind it: all but nothing, less than one half, one half, more."""
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    values = (upper[:, None] | lower).view(np.float32)
+    values = values[~np.isnan(values)]
+    ours, theirs = values.astype(BFLOAT16), torch.from_numpy(values).bfloat16()
+    assert np.array_equal(ours.view(np.uint16), to_array(theirs).view(np.uint16))

@@ -6,7 +6,9 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -34,6 +36,7 @@ from transformers import (
 
 from onbeat.engine.model_config import model_config_from_hf
 from onbeat.engine.models.model import Model, build_model
+from onbeat.engine.torch_types import to_array, torch_dtype
 from onbeat.engine.weights import parameter_shapes
 from onbeat.engine.weights.fused import find_rows
 
@@ -158,12 +161,12 @@ class StateCheckpoint:
     def names(self) -> list[str]:
         return list(parameter_shapes(self.config))
 
-    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         rows = self.rows[name]
         tensor: torch.Tensor = self.state[rows.tensor]
         if rows.tensor != name:
             tensor = tensor.flatten(0, -2)[rows.first : rows.end]
-        return tensor.to(dtype)
+        return to_array(tensor.to(torch_dtype(dtype)))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.engine.dtypes import BFLOAT16
+from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import Quantization
 from onbeat.engine.model_config import ModelConfig, model_config_from_hf
 from onbeat.engine.native.layouts import WeightLayouts
@@ -38,8 +38,7 @@ def rows_of(matrix: PackedMatrix) -> Numbers:
 
 
 def parameter(checkpoint: Checkpoint, name: str) -> Numbers:
-    values: Numbers = checkpoint.get(name, torch.float32).numpy()
-    return values
+    return checkpoint.get(name, FLOAT32)
 
 
 def packed_layer(checkpoint: Checkpoint, weights: NativeWeights, index: int) -> dict[str, Numbers]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from onbeat.engine.attention.base import AttentionBatch
+from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import ActivationQuantization, Quantization
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.native.library import NativeLibrary
@@ -48,11 +51,11 @@ class Requantized:
     def names(self) -> list[str]:
         return list(self._checkpoint.names())
 
-    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         return self._checkpoint.get(name, dtype)
 
     def quantized_rows(self, name: str) -> QuantizedRows | None:
-        rows = self.get(name, torch.float32).numpy()
+        rows = self.get(name, FLOAT32)
         if rows.ndim != 2:
             return None
         data = gguf.quants.quantize(rows, gguf.GGMLQuantizationType[self._type_name])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
+from onbeat.engine.dtypes import FLOAT32, FLOAT64
 from onbeat.engine.model_config import Experts, ModelConfig, RopeConfig
 from onbeat.engine.parallel.shards import (
     Shard,
@@ -42,12 +45,12 @@ CHECKPOINT = DummyCheckpoint(CONFIG, seed=1)
 LAYER = "model.layers.0"
 
 
-def parts_of(name: str, size: int) -> list[torch.Tensor]:
-    return [ShardedCheckpoint(CHECKPOINT, Shard(rank, size)).get(name, torch.float64) for rank in range(size)]
+def parts_of(name: str, size: int) -> list[NDArray[Any]]:
+    return [ShardedCheckpoint(CHECKPOINT, Shard(rank, size)).get(name, FLOAT64) for rank in range(size)]
 
 
-def whole(name: str) -> torch.Tensor:
-    return CHECKPOINT.get(name, torch.float64)
+def whole(name: str) -> NDArray[Any]:
+    return CHECKPOINT.get(name, FLOAT64)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
@@ -57,7 +60,7 @@ def test_parts_have_the_shapes_of_the_smaller_model(size: int) -> None:
         shapes = parameter_shapes(part.config)
         assert set(part.names()) == set(shapes)
         shapes["lm_head.weight"] = (len(range(211)[vocabulary_rows(211, Shard(rank, size))]), 64)
-        assert {name: tuple(part.get(name, torch.float32).shape) for name in part.names()} == shapes
+        assert {name: part.get(name, FLOAT32).shape for name in part.names()} == shapes
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 12])
@@ -68,13 +71,15 @@ def test_split_parameters_come_together_again(size: int) -> None:
         "mlp.gate_proj.weight",
         "mlp.up_proj.weight",
     ):
-        joined = torch.cat(parts_of(f"{LAYER}.{name}", size))
-        assert torch.equal(joined, whole(f"{LAYER}.{name}"))
+        joined = np.concatenate(parts_of(f"{LAYER}.{name}", size))
+        assert np.array_equal(joined, whole(f"{LAYER}.{name}"))
     for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-        assert torch.equal(torch.cat(parts_of(f"{LAYER}.{name}", size), dim=1), whole(f"{LAYER}.{name}"))
-    assert torch.equal(torch.cat(parts_of("lm_head.weight", size)), whole("lm_head.weight"))
+        assert np.array_equal(
+            np.concatenate(parts_of(f"{LAYER}.{name}", size), axis=1), whole(f"{LAYER}.{name}")
+        )
+    assert np.array_equal(np.concatenate(parts_of("lm_head.weight", size)), whole("lm_head.weight"))
     bias = f"{LAYER}.self_attn.o_proj.bias"
-    assert torch.equal(torch.stack(parts_of(bias, size)).sum(0), whole(bias))
+    assert np.array_equal(sum(parts_of(bias, size)), whole(bias))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -82,7 +87,7 @@ def test_split_parameters_come_together_again(size: int) -> None:
     "name", ["model.embed_tokens.weight", "model.norm.weight", f"{LAYER}.self_attn.q_norm.weight"]
 )
 def test_what_is_not_split_is_whole_on_every_rank(name: str, size: int) -> None:
-    assert all(torch.equal(part, whole(name)) for part in parts_of(name, size))
+    assert all(np.array_equal(part, whole(name)) for part in parts_of(name, size))
 
 
 def test_kv_heads_that_do_not_divide_are_held_more_than_once() -> None:
@@ -90,9 +95,9 @@ def test_kv_heads_that_do_not_divide_are_held_more_than_once() -> None:
     assert [kv_heads_of(CONFIG, Shard(rank, 12)) for rank in (0, 1, 2, 11)] == [(0,), (0,), (1,), (5,)]
     # Three query heads a rank, two for a KV head: rank 0 has 0, 0, 1.
     assert [kv_heads_of(CONFIG, Shard(rank, 4)) for rank in range(2)] == [(0, 0, 1), (1, 2, 2)]
-    heads = whole(f"{LAYER}.self_attn.k_proj.weight").view(6, 8, 64)
-    part = parts_of(f"{LAYER}.self_attn.k_proj.weight", 4)[1].view(3, 8, 64)
-    assert torch.equal(part, heads[[1, 2, 2]])
+    heads = whole(f"{LAYER}.self_attn.k_proj.weight").reshape(6, 8, 64)
+    part = parts_of(f"{LAYER}.self_attn.k_proj.weight", 4)[1].reshape(3, 8, 64)
+    assert np.array_equal(part, heads[[1, 2, 2]])
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))

@@ -6,8 +6,8 @@ import struct
 import gguf
 import numpy as np
 import pytest
-import torch
 
+from onbeat.engine.dtypes import BFLOAT16, FLOAT32, FLOAT64
 from onbeat.engine.weights.dequantize import SUPPORTED_TYPES, dequantize_rows
 from tests.cpu.weights.ggml_blocks import DECODERS
 
@@ -36,25 +36,25 @@ def test_every_type_equals_its_definition(name: str) -> None:
     block_size, _, decode, _ = DECODERS[name]
     num_rows, blocks_per_row = 5, max(3, 64 // block_size)
     blocks = random_blocks(name, num_rows * blocks_per_row)
-    expected = torch.tensor([value for block in blocks for value in decode(block)], dtype=torch.float64)
+    expected = np.array([value for block in blocks for value in decode(block)])
     rows = np.frombuffer(b"".join(blocks), dtype=np.uint8).reshape(num_rows, -1)
     shape = (num_rows, blocks_per_row * block_size)
     kind = gguf.GGMLQuantizationType[name]
-    values = dequantize_rows(rows, shape, kind, torch.float32)
-    assert values.dtype == torch.float32
-    torch.testing.assert_close(values.double(), expected.reshape(shape), rtol=1e-6, atol=1e-6)
+    values = dequantize_rows(rows, shape, kind, FLOAT32)
+    assert values.dtype == FLOAT32
+    np.testing.assert_allclose(values, expected.reshape(shape), rtol=1e-6, atol=1e-6)
     # A lower precision is the float32 result rounded once.
-    assert torch.equal(dequantize_rows(rows, shape, kind, torch.bfloat16), values.to(torch.bfloat16))
-    assert torch.equal(dequantize_rows(rows, shape, kind, torch.float64), values.double())
+    assert np.array_equal(dequantize_rows(rows, shape, kind, BFLOAT16), values.astype(BFLOAT16))
+    assert np.array_equal(dequantize_rows(rows, shape, kind, FLOAT64), values.astype(FLOAT64))
     # Bit for bit what the gguf package makes of it, in whatever pieces.
-    assert torch.equal(values, torch.tensor(gguf.quants.dequantize(rows, kind)))
+    assert np.array_equal(values, gguf.quants.dequantize(rows, kind))
 
 
 def test_hand_computed_q4_0_block() -> None:
     # Scale 0.5; byte i has i in its low half (number i) and 15 - i in its high half (number 16 + i).
     block = struct.pack("<e", 0.5) + bytes(i | (15 - i) << 4 for i in range(16))
     rows = np.frombuffer(block, dtype=np.uint8).reshape(1, -1)
-    values = dequantize_rows(rows, (1, 32), gguf.GGMLQuantizationType.Q4_0, torch.float32)
+    values = dequantize_rows(rows, (1, 32), gguf.GGMLQuantizationType.Q4_0, FLOAT32)
     assert values[0].tolist() == [0.5 * (i - 8) for i in range(16)] + [0.5 * (7 - i) for i in range(16)]
 
 
@@ -66,7 +66,7 @@ def test_pieces_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         num_rows, -1
     )
     shape, kind = (num_rows, blocks_per_row * block_size), gguf.GGMLQuantizationType[name]
-    whole = dequantize_rows(rows, shape, kind, torch.float32, minus=1.0)
+    whole = dequantize_rows(rows, shape, kind, FLOAT32, minus=1.0)
     monkeypatch.setattr("onbeat.engine.weights.dequantize._PIECE_NUMBERS", 5 * shape[1])
-    assert torch.equal(dequantize_rows(rows, shape, kind, torch.float32, minus=1.0), whole)
-    assert torch.equal(whole, torch.from_numpy(gguf.quants.dequantize(rows, kind) - np.float32(1)))
+    assert np.array_equal(dequantize_rows(rows, shape, kind, FLOAT32, minus=1.0), whole)
+    assert np.array_equal(whole, gguf.quants.dequantize(rows, kind) - np.float32(1))

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
-import torch
 
 from onbeat.core.errors import ModelLoadError
+from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.model_config import model_config_from_hf
 from onbeat.engine.weights import DummyCheckpoint, parameter_shapes
 from tests.cpu.weights.tiny_models import FAMILIES, parameters, tiny_model
@@ -17,25 +18,34 @@ def test_has_the_parameters_of_the_real_model(family: str) -> None:
     assert shapes == {name: tuple(tensor.shape) for name, tensor in parameters(model).items()}
     checkpoint = DummyCheckpoint(config, seed=1)
     for name in checkpoint.names():
-        tensor = checkpoint.get(name, torch.float32)
-        assert tuple(tensor.shape) == shapes[name]
-        assert tensor.isfinite().all()
-        assert tensor.std() > 0
+        values = checkpoint.get(name, FLOAT32)
+        assert values.shape == shapes[name]
+        assert np.isfinite(values).all()
+        assert values.std() > 0
 
 
 def test_same_seed_same_weights_in_any_order() -> None:
     config = model_config_from_hf(FAMILIES["llama"]().to_dict())
     first, second, other = (DummyCheckpoint(config, seed=seed) for seed in (3, 3, 4))
     names = list(first.names())
-    weights = {name: first.get(name, torch.float32) for name in names}
+    weights = {name: first.get(name, FLOAT32) for name in names}
     for name in reversed(names):
-        assert torch.equal(second.get(name, torch.float32), weights[name])
-        assert not torch.equal(other.get(name, torch.float32), weights[name])
+        assert np.array_equal(second.get(name, FLOAT32), weights[name])
+        assert not np.array_equal(other.get(name, FLOAT32), weights[name])
     q, k = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight"
-    assert not torch.equal(weights[q], weights[k])
+    assert not np.array_equal(weights[q], weights[k])
+
+
+def test_activations_keep_their_size() -> None:
+    checkpoint = DummyCheckpoint(model_config_from_hf(FAMILIES["gemma3"]().to_dict()))
+    down = checkpoint.get("model.layers.0.mlp.down_proj.weight", FLOAT32)
+    assert abs(down.mean()) < 0.01 / np.sqrt(128)
+    assert down.std() == pytest.approx(1 / np.sqrt(128), rel=0.02)
+    norm = checkpoint.get("model.norm.weight", FLOAT32)
+    assert np.abs(norm).max() < 0.1  # Gemma multiplies by one more
 
 
 def test_unknown_name() -> None:
     config = model_config_from_hf(FAMILIES["llama"]().to_dict())
     with pytest.raises(ModelLoadError, match="no parameter 'lm_tail'"):
-        DummyCheckpoint(config).get("lm_tail", torch.float32)
+        DummyCheckpoint(config).get("lm_tail", FLOAT32)

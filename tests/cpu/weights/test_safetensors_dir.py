@@ -4,13 +4,16 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
 from onbeat.core.errors import ModelLoadError
+from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.models.model import build_model
+from onbeat.engine.torch_types import numpy_dtype, to_array
 from onbeat.engine.weights import Checkpoint, open_checkpoint
 from onbeat.engine.weights.rounding import loading_remarks
 from onbeat.hub.files import ModelFiles
@@ -40,8 +43,8 @@ def test_equals_the_saved_model(family: str, shard_size: str, tmp_path: Path) ->
     expected = parameters(model)
     assert set(checkpoint.names()) == set(expected)
     for name, tensor in expected.items():
-        assert torch.equal(checkpoint.get(name, torch.float32), tensor)
-        assert torch.equal(checkpoint.get(name, torch.bfloat16), tensor.to(torch.bfloat16))
+        assert np.array_equal(checkpoint.get(name, FLOAT32), tensor.numpy())
+        assert np.array_equal(checkpoint.get(name, BFLOAT16), to_array(tensor.to(torch.bfloat16)))
 
 
 def test_the_text_part_of_a_multimodal_gemma3(tmp_path: Path) -> None:
@@ -75,8 +78,8 @@ def test_the_text_part_of_a_multimodal_gemma3(tmp_path: Path) -> None:
         save_file({**renamed, f"{vision}vision_tower.x": torch.zeros(2)}, tmp_path / "model.safetensors")
         checkpoint = open_directory(tmp_path)
         for name, value in text.items():
-            assert torch.equal(checkpoint.get(f"model.{name}", torch.float32), value)
-        (line,) = loading_remarks(checkpoint, checkpoint.names(), torch.float32)
+            assert np.array_equal(checkpoint.get(f"model.{name}", FLOAT32), value.numpy())
+        (line,) = loading_remarks(checkpoint, checkpoint.names(), FLOAT32)
         assert line == "its vision part (1 tensors) is left out: onbeat serves text alone"
     expected = model.eval()(torch.tensor([random_prompt(20)])).logits[0, -1].detach()
     ours = first_logits(
@@ -94,6 +97,7 @@ def test_the_text_part_of_a_multimodal_gemma3(tmp_path: Path) -> None:
             "weights of type F16 become bfloat16 .*--dtype float32 rounds nothing",
         ),
         (torch.float32, torch.bfloat16, "weights of type F32 become bfloat16"),
+        (torch.float64, torch.bfloat16, "weights of type F64 become bfloat16"),
         (torch.bfloat16, torch.bfloat16, None),
         (torch.float16, torch.float32, None),
     ],
@@ -104,11 +108,11 @@ def test_numbers_are_never_rounded_silently(
     model = tiny_model("qwen2").to(saved)
     model.save_pretrained(tmp_path)
     checkpoint = open_directory(tmp_path)
-    lines = list(loading_remarks(checkpoint, checkpoint.names(), dtype))
+    lines = list(loading_remarks(checkpoint, checkpoint.names(), numpy_dtype(dtype)))
     assert len(lines) == (line is not None)
     assert line is None or re.match(line, lines[0])
     for name, tensor in parameters(model).items():
-        assert torch.equal(checkpoint.get(name, dtype), tensor.to(dtype))
+        assert np.array_equal(checkpoint.get(name, numpy_dtype(dtype)), to_array(tensor.to(dtype)))
 
 
 def test_missing_tensor_is_named(directory: Path) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 from onbeat.engine.cuda.kernels import LayerSpec, Norm
 from onbeat.engine.layers.rotary import inverse_frequencies
 from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.weights import Checkpoint, parameter_on, parameter_shapes
+from onbeat.engine.torch_weights import parameter_on
+from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.engine.weights.layer_norms import LAYER_NORMS
 
 

@@ -17,7 +17,8 @@ from onbeat.engine.layers.norm import RMSNorm
 from onbeat.engine.layers.ranks import ONE_RANK, Ranks
 from onbeat.engine.layers.rotary import RotaryEmbedding
 from onbeat.engine.model_config import RopeConfig
-from onbeat.engine.weights import Checkpoint, parameter_on
+from onbeat.engine.torch_weights import parameter_on
+from onbeat.engine.weights import Checkpoint
 
 
 class LayerLoader:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError
+from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
@@ -274,19 +274,17 @@ class WeightPacker:
         """Write zeros to the rows that no part has."""
         used = np.concatenate([part.to_outputs for part in parts])
         unused = np.setdiff1d(np.arange(matrix.num_outputs), used)
-        zeros = torch.zeros(len(unused), matrix.num_inputs, dtype=_dtype(matrix))
+        zeros = np.zeros((len(unused), matrix.num_inputs), _dtype(matrix))
         return len(unused) == 0 or self._pack_numbers(matrix, zeros, unused)
 
-    def _numbers(self, matrix: PackedMatrix, name: str) -> torch.Tensor:
+    def _numbers(self, matrix: PackedMatrix, name: str) -> NDArray[Any]:
         values = self._checkpoint.get(name, _dtype(matrix))
         num_missing = matrix.num_inputs - values.shape[1]
-        return torch.nn.functional.pad(values, (0, num_missing)) if num_missing else values
+        return np.pad(values, ((0, 0), (0, num_missing))) if num_missing else values
 
-    def _pack_numbers(self, matrix: PackedMatrix, values: torch.Tensor, to_outputs: IntArray) -> bool:
-        values = values.contiguous()
-        is_bfloat16 = values.dtype == torch.bfloat16  # numpy has no such type
-        rows: NDArray[Any] = values.view(torch.int16).numpy() if is_bfloat16 else values.numpy()
-        source = Source.BF16 if is_bfloat16 else Source.F32
+    def _pack_numbers(self, matrix: PackedMatrix, values: NDArray[Any], to_outputs: IntArray) -> bool:
+        source = Source.BF16 if values.dtype == BFLOAT16 else Source.F32
+        rows = np.ascontiguousarray(values)
         return matrix.pack(rows, source, to_outputs, num_threads=self._num_threads)
 
     def _norm(self, name: str) -> FloatArray:
@@ -297,10 +295,9 @@ class WeightPacker:
         return np.concatenate([self._vector(f"{name}.bias") for name in names])
 
     def _vector(self, name: str) -> FloatArray:
-        values: FloatArray = self._checkpoint.get(name, torch.float32).numpy()
-        return values
+        return self._checkpoint.get(name, FLOAT32)
 
 
-def _dtype(matrix: PackedMatrix) -> torch.dtype:
+def _dtype(matrix: PackedMatrix) -> np.dtype[Any]:
     """Return the type in which numbers are handed to a matrix."""
-    return torch.bfloat16 if matrix.layout.store == Store.BF16 else torch.float32
+    return BFLOAT16 if matrix.layout.store == Store.BF16 else FLOAT32

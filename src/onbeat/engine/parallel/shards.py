@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.model_config import ModelConfig
@@ -108,7 +110,7 @@ class ShardedCheckpoint:
         self._shard = shard
         self._whole = checkpoint.config
         self._config = config_of_rank(self._whole, shard)
-        self._kv_heads = torch.tensor(kv_heads_of(self._whole, shard))
+        self._kv_heads = np.array(kv_heads_of(self._whole, shard))
 
     @property
     def config(self) -> ModelConfig:
@@ -119,7 +121,7 @@ class ShardedCheckpoint:
         """Return the parameters' names."""
         return parameter_shapes(self._config).keys()
 
-    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return this rank's part of a parameter; see `Checkpoint.get`."""
         whole = self._checkpoint.get(name, dtype)
         module, kind = name.split(".")[-2:]
@@ -128,19 +130,18 @@ class ShardedCheckpoint:
                 return self._nth_part(whole, 0)
             case (("k_proj" | "v_proj"), _):
                 heads = whole.reshape(self._whole.num_kv_heads, self._whole.head_dim, *whole.shape[1:])
-                return heads.index_select(0, self._kv_heads).flatten(0, 1)
+                return heads.take(self._kv_heads, 0).reshape(-1, *whole.shape[1:])
             case (("o_proj" | "down_proj"), "weight"):
                 return self._nth_part(whole, 1)
             case (("o_proj" | "down_proj"), _):
                 # The ranks' results are added up, and the bias must be in the sum once.
-                return whole if self._shard.is_first else torch.zeros_like(whole)
+                return whole if self._shard.is_first else np.zeros_like(whole)
             case "lm_head", _:
-                return whole[vocabulary_rows(self._whole.vocab_size, self._shard)].clone()
+                return whole[vocabulary_rows(self._whole.vocab_size, self._shard)].copy()
             case _:
                 return whole
 
-    def _nth_part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return a copy, so that the whole tensor's memory can go."""
-        return whole.chunk(self._shard.size, dim)[self._shard.rank].clone(
-            memory_format=torch.contiguous_format
-        )
+    def _nth_part(self, whole: NDArray[Any], axis: int) -> NDArray[Any]:
+        """Return a copy, so that the whole array's memory can go."""
+        part: NDArray[Any] = np.split(whole, self._shard.size, axis)[self._shard.rank].copy()
+        return part

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError
@@ -24,8 +23,8 @@ class Checkpoint(Protocol):
         """Return the parameters' names: just those of `parameter_shapes(config)`."""
         ...
 
-    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a parameter on the CPU; it may share memory with the file, so don't write to it.
+    def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return a parameter in one of `DTYPES`; it may share memory with the file, so don't write to it.
 
         Raises
         ------
@@ -58,27 +57,6 @@ class QuantizedSource(Protocol):
         ModelLoadError : the parameter is not there.
         """
         ...
-
-
-@runtime_checkable
-class DeviceSource(Protocol):
-    """A checkpoint that can make parameters on the device where they are wanted."""
-
-    def get_on(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a parameter on a device; see `Checkpoint.get`."""
-        ...
-
-
-def parameter_on(checkpoint: Checkpoint, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a parameter on a device; on the CPU it may share memory with a file, so don't write to it.
-
-    Raises
-    ------
-    ModelLoadError : the parameter is not there or cannot be read.
-    """
-    if isinstance(checkpoint, DeviceSource):
-        return checkpoint.get_on(name, dtype, device)
-    return checkpoint.get(name, dtype).to(device)
 
 
 def check_parameters(

@@ -1,4 +1,4 @@
-"""Turn GGUF's quantized blocks into a tensor, piece by piece."""
+"""Turn GGUF's quantized blocks into plain numbers, piece by piece."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
@@ -27,10 +26,10 @@ def dequantize_rows(
     rows: npt.NDArray[Any],
     shape: tuple[int, ...],
     quantization: GGMLQuantizationType,
-    dtype: torch.dtype,
+    dtype: np.dtype[Any],
     *,
     minus: float = 0.0,
-) -> torch.Tensor:
+) -> npt.NDArray[Any]:
     """Return a tensor of a GGUF file as plain numbers.
 
     The arithmetic is in float32, whatever the result's type.
@@ -45,7 +44,7 @@ def dequantize_rows(
     """
     # Slices of a memory map are memory maps too, and take longer to make.
     rows = rows.view(np.ndarray).reshape(-1, rows.shape[-1])
-    result = torch.empty((rows.shape[0], shape[-1]), dtype=dtype)
+    result = np.empty((rows.shape[0], shape[-1]), dtype)
     step = max(1, _PIECE_NUMBERS // shape[-1])
     for start in range(0, rows.shape[0], step):
         # As one long row, for blocks do not know where rows end: of rows, gguf takes only 16 at once.
@@ -53,7 +52,5 @@ def dequantize_rows(
         values = dequantize(piece, quantization).reshape(-1, shape[-1])
         if minus:
             values = values - np.float32(minus)
-        elif not values.flags.writeable:
-            values = values.copy()  # torch takes no read-only memory
-        result[start : start + step].copy_(torch.from_numpy(values))
+        result[start : start + step] = values
     return result.reshape(shape)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from gguf import GGMLQuantizationType
+from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError
+from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.model_config import ModelConfig, RopeFactors, model_config_from_gguf
 from onbeat.engine.model_config.families import FAMILIES, GgufRules
 from onbeat.engine.weights.checkpoint import QuantizedRows, check_parameters
@@ -71,7 +72,7 @@ def hf_name(gguf_name: str, config: ModelConfig) -> str:
     return f"{prefix}{names[part]}.{kind}"
 
 
-def unpermute_rows(name: str, values: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+def unpermute_rows(name: str, values: NDArray[Any], config: ModelConfig) -> NDArray[Any]:
     """Return a tensor's rows in the order of the Hugging Face checkpoint.
 
     Parameters
@@ -89,7 +90,7 @@ def unpermute_rows(name: str, values: torch.Tensor, config: ModelConfig) -> torc
         return values
     # Within a head, GGUF's row 2i + j stands for Hugging Face's row j * head_dim / 2 + i.
     by_pair = values.reshape(num_heads, config.head_dim // 2, 2, *values.shape[1:])
-    return by_pair.transpose(1, 2).reshape(values.shape)
+    return by_pair.swapaxes(1, 2).reshape(values.shape)
 
 
 def stored_offset(name: str, config: ModelConfig) -> float:
@@ -184,7 +185,7 @@ class GgufCheckpoint:
         """Return the parameters' names."""
         return self._shapes.keys()
 
-    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a parameter; see `Checkpoint.get`."""
         data, kind = self._stored(name)
         shape, minus = self._shapes[name], stored_offset(name, self._config)
@@ -200,7 +201,7 @@ class GgufCheckpoint:
         (data, kind), shape = self._stored(name), self._shapes[name]
         if kind in PLAIN_TYPES or len(shape) != 2:
             return None
-        from_rows = unpermute_rows(name, torch.arange(shape[0]), self._config).numpy()
+        from_rows = unpermute_rows(name, np.arange(shape[0]), self._config)
         return QuantizedRows(kind.name, data, np.argsort(from_rows))
 
     def _stored(self, name: str) -> tuple[Any, GGMLQuantizationType]:
@@ -231,7 +232,7 @@ def _read_config(metadata: dict[str, Any], tensors: dict[str, Any], served_len: 
 def _factors(tensor: Any) -> tuple[float, ...]:
     if tensor is None:
         return ()
-    return tuple(dequantize_rows(tensor.data, _shape(tensor), tensor.tensor_type, torch.float32).tolist())
+    return tuple(dequantize_rows(tensor.data, _shape(tensor), tensor.tensor_type, FLOAT32).tolist())
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-import torch
+import numpy as np
 
+from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.weights.checkpoint import Checkpoint
 
 
@@ -29,7 +30,7 @@ class DescribedSource(Protocol):
         ...
 
 
-def loading_remarks(checkpoint: Checkpoint, names: Iterable[str], dtype: torch.dtype) -> Iterator[str]:
+def loading_remarks(checkpoint: Checkpoint, names: Iterable[str], dtype: np.dtype[Any]) -> Iterator[str]:
     """Yield lines on weights that lose digits as they become plain numbers, and on what is left out.
 
     Parameters
@@ -42,7 +43,7 @@ def loading_remarks(checkpoint: Checkpoint, names: Iterable[str], dtype: torch.d
     if checkpoint.left_out is not None:
         yield f"{checkpoint.left_out} is left out: onbeat serves text alone"
     rounded = {checkpoint.stored_type(name) for name in names} - {"BF16"}
-    if dtype == torch.bfloat16 and rounded:
+    if dtype == BFLOAT16 and rounded:
         yield (
             f"weights of type {', '.join(sorted(rounded))} become bfloat16 (8 significant bits, 2 bytes a "
             "number); --dtype float32 rounds nothing and takes twice the memory"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from onbeat.core.errors import ModelLoadError
+from onbeat.engine.dtypes import BFLOAT16, FLOAT32, FLOAT64
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_config.families import FAMILIES
 from onbeat.engine.weights.checkpoint import check_parameters
@@ -24,7 +27,7 @@ _PREFIX = "model."
 embedding models do."""
 _SINGLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
-_FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_FLOAT_TYPES = {"F64": FLOAT64, "F32": FLOAT32, "F16": np.dtype(np.float16), "BF16": BFLOAT16}
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 """Tensors that old versions of transformers saved although the configuration gives them."""
 _TEXT_PART = re.compile(r"(?:model\.)?language_model\.(?:model\.)?")
@@ -33,12 +36,12 @@ _VISION_PART = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.
 
 
 class _Stored(NamedTuple):
-    """Where a parameter is."""
+    """A tensor of a file."""
 
-    file: Any
-    name: str
-    """In that file."""
+    values: NDArray[Any]
+    """In the mapped file."""
     dtype: str
+    """As the format calls it."""
 
 
 class SafetensorsCheckpoint:
@@ -82,18 +85,15 @@ class SafetensorsCheckpoint:
         """Return the parameters' names."""
         return self._shapes.keys()
 
-    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a parameter; see `Checkpoint.get`."""
         if name not in self._shapes:
             raise ModelLoadError(f"the {self._config.architecture} model has no parameter {name!r}")
         tensor_name, first, end = self._rows[name]
-        stored = self._stored[tensor_name]
-        tensor: torch.Tensor = (
-            stored.file.get_tensor(stored.name)
-            if tensor_name == name
-            else stored.file.get_slice(stored.name)[first:end]
-        )
-        return tensor.to(dtype)
+        values = self._stored[tensor_name].values
+        if tensor_name != name:
+            values = values.reshape(-1, values.shape[-1])[first:end]
+        return values.astype(dtype, copy=False)
 
     def stored_type(self, name: str) -> str:
         """Return a parameter's type in its file; see `DescribedSource.stored_type`."""
@@ -106,7 +106,10 @@ class SafetensorsCheckpoint:
 
     def _open(self, path: Path) -> dict[str, tuple[int, ...]]:
         try:
-            file: Any = safe_open(path, framework="pt")
+            with safe_open(
+                path, framework="numpy"
+            ):  # which checks sizes and places; it would copy what it reads
+                data = np.memmap(path, np.uint8, "c").view(np.ndarray)
         except FileNotFoundError:
             raise ModelLoadError(f"the weight file {path} is missing; fetch the model again") from None
         except (SafetensorError, OSError) as error:
@@ -114,18 +117,22 @@ class SafetensorsCheckpoint:
                 f"the weight file {path} is cut short or damaged ({error}); fetch the model again"
             ) from error
         shapes = {}
-        for stored_name in file.keys():  # noqa: SIM118 -- no mapping
+        start = 8 + int(data[:8].view("<u8")[0])
+        for stored_name, about in json.loads(data[8:start].tobytes()).items():
+            if stored_name == "__metadata__":
+                continue
             if self._is_gemma3 and _VISION_PART.match(stored_name):
                 self._num_left_out += 1
                 continue
-            name, view = self._own_name(stored_name), file.get_slice(stored_name)
-            if view.get_dtype() not in _FLOAT_TYPES:
+            if about["dtype"] not in _FLOAT_TYPES:
                 raise ModelLoadError(
-                    f"{path}: tensor {stored_name} is of type {view.get_dtype()}, which is not supported; "
+                    f"{path}: tensor {stored_name} is of type {about['dtype']}, which is not supported; "
                     f"supported: {', '.join(sorted(_FLOAT_TYPES))}"
                 )
-            shapes[name] = tuple(view.get_shape())
-            self._stored[name] = _Stored(file, stored_name, view.get_dtype())
+            name, (first, end) = self._own_name(stored_name), about["data_offsets"]
+            shapes[name] = tuple(about["shape"])
+            values = data[start + first : start + end].view(_FLOAT_TYPES[about["dtype"]])
+            self._stored[name] = _Stored(values.reshape(shapes[name]), about["dtype"])
         return shapes
 
     def _own_name(self, stored_name: str) -> str:
