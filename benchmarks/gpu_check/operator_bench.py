@@ -13,8 +13,7 @@ from gpu_check.record import DEVICE, IS_REHEARSAL, expect, note, seconds_left
 from onbeat.engine.cuda.backend import fast_kernels
 from onbeat.engine.cuda.kernels import Kernels, KernelSizes, LayerSpec, Norm
 from onbeat.engine.cuda.reference import ReferenceKernels
-from onbeat.engine.layers.rotary import inverse_frequencies
-from onbeat.engine.model_config import ModelConfig, model_config_from_hf
+from onbeat.engine.model_config import ModelConfig, inverse_frequencies, model_config_from_hf
 from onbeat.engine.torch_kv import LayerKVCache
 from tests.gpu.engines import relative_error
 
@@ -71,7 +70,9 @@ class Bench:
             head_dim=config.head_dim,
             scale=config.attention_scale,
             window=config.layer_window(0),
-            frequencies_H=inverse_frequencies(config.layer_rope(0), config.head_dim).to(self.device),
+            frequencies_H=torch.from_numpy(inverse_frequencies(config.layer_rope(0), config.head_dim)).to(
+                self.device
+            ),
             query_norm=query_norm,
             key_norm=key_norm,
         )

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.attention.base import IntArray
+from onbeat.engine.device import Device
 from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_config import ModelConfig
@@ -48,7 +48,7 @@ class TimedForward:
         return self._forward.config
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> Device:
         return self._forward.device
 
     @property

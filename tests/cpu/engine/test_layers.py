@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
-from transformers import Phi3Config
+from transformers import LlamaConfig, Phi3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
@@ -16,8 +18,8 @@ from onbeat.engine.layers import linear
 from onbeat.engine.layers.embedding import Embedding
 from onbeat.engine.layers.linear import PackedLinear, PlainLinear, select_linear_kernel
 from onbeat.engine.layers.norm import RMSNorm
-from onbeat.engine.layers.rotary import RotaryEmbedding, inverse_frequencies
-from onbeat.engine.model_config import RopeConfig, model_config_from_hf
+from onbeat.engine.layers.rotary import RotaryEmbedding
+from onbeat.engine.model_config import RopeConfig, inverse_frequencies, model_config_from_hf
 
 CPU = torch.device("cpu")
 DTYPES = {torch.float64: 0.0, torch.float32: 1e-6, torch.bfloat16: 1.6e-2}
@@ -43,7 +45,8 @@ def test_rotation_equals_transformers() -> None:
     x_TNH = torch.randn(9, 3, 32, dtype=torch.float64)
     positions = torch.tensor([0, 1, 5, 100, 4, 3, 511, 2, 7])
     rotation = RotaryEmbedding(RopeConfig(theta=1e4), 32, dtype=torch.float64, device=CPU).at(positions)
-    angles = positions[:, None].float() * inverse_frequencies(RopeConfig(theta=1e4), 32).repeat(2)
+    frequencies = torch.from_numpy(inverse_frequencies(RopeConfig(theta=1e4), 32))
+    angles = positions[:, None].float() * frequencies.repeat(2)
     cos, sin = angles.cos().double()[None], angles.sin().double()[None]
     expected, _ = apply_rotary_pos_emb(x_TNH.transpose(0, 1)[None], x_TNH.transpose(0, 1)[None], cos, sin)
     torch.testing.assert_close(rotation.apply(x_TNH), expected[0].transpose(0, 1), rtol=0, atol=1e-15)
@@ -81,11 +84,20 @@ def test_longropes_angles_equal_transformers_at_either_length(
     torch.testing.assert_close(ours.sin_T1P[:, 0, half:], sin[0, :, half:], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("width", [32, 80, 128, 256])
+@pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
+def test_frequencies_equal_torchs(theta: float, width: int) -> None:
+    theirs = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    np.testing.assert_array_max_ulp(inverse_frequencies(RopeConfig(theta=theta), width), theirs.numpy())
+    linear = RopeConfig(theta=theta, kind="linear", factor=4.0)
+    np.testing.assert_array_max_ulp(inverse_frequencies(linear, width), (theirs / 4.0).numpy())
+
+
 def test_frequency_factors_divide_frequencies() -> None:
     plain = inverse_frequencies(RopeConfig(theta=1e4), 8)
     factors = (1.0, 2.0, 4.0, 8.0)
     scaled = inverse_frequencies(RopeConfig(theta=1e4, kind="factors", frequency_factors=factors), 8)
-    torch.testing.assert_close(scaled, plain / torch.tensor(factors))
+    np.testing.assert_array_max_ulp(scaled, plain / np.array(factors, np.float32))
 
 
 def test_llama3_scaling_keeps_high_and_divides_low_frequencies() -> None:
@@ -94,7 +106,18 @@ def test_llama3_scaling_keeps_high_and_divides_low_frequencies() -> None:
     ratio = plain / scaled
     assert ratio[0] == 1.0
     assert ratio[-1] == pytest.approx(8.0)
-    assert (ratio.diff() >= -1e-6).all()
+    assert (np.diff(ratio) >= -1e-6).all()
+    parameters = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+    }
+    parameters |= {"low_freq_factor": config.low_freq_factor, "high_freq_factor": config.high_freq_factor}
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](
+        LlamaConfig(head_dim=128, max_position_embeddings=2**17, rope_parameters=parameters), CPU
+    )
+    np.testing.assert_array_max_ulp(scaled, theirs.numpy(), 8)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 33])

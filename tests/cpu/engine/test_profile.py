@@ -16,6 +16,8 @@ from onbeat.cli.profile_drafts import DRAFT_HEADER, draft_figure, draft_rows
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
+from onbeat.engine.cuda.limits import gpu_limits
+from onbeat.engine.device import CPU
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.executor import PendingStep
 from onbeat.engine.load import LoadedModel, prepare_model
@@ -30,7 +32,7 @@ from onbeat.engine.profiling.batches import (
     verify_batches,
 )
 from onbeat.engine.profiling.campaign import Campaign
-from onbeat.engine.profiling.limits import measure_limits, with_product_rates
+from onbeat.engine.profiling.limits import cpu_limits
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.profiling.profiler import ProfileSettings, limits_of, profile_model
 from onbeat.engine.step_time_spec import model_spec_of, profile_key_of
@@ -40,7 +42,7 @@ from onbeat.perfmodel.device_spec import cpu_device, known_device
 from onbeat.perfmodel.model_spec import model_spec_from_hf
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.product_rates import ROW_COUNTS
-from onbeat.perfmodel.profile import MachineLimits, MeasuredStep
+from onbeat.perfmodel.profile import MeasuredStep
 from onbeat.perfmodel.profile_file import read_profile, write_profile
 from onbeat.perfmodel.shapes import draft_pairs
 from tests.cpu.e2e.tiny_directory import LLAMA, write_tiny_directory
@@ -233,8 +235,8 @@ def test_a_fit_finds_the_law_behind_the_steps():
     assert fitted.errors.p95 < 0.01
 
 
-def test_limits_are_of_this_machine():
-    limits = measure_limits(torch.device("cpu"), torch.float32, "fp32")
+def test_limits_of_a_gpu_are_measured_by_torch():
+    limits = gpu_limits(CPU, torch.float32, "fp32", read_bytes=2**24, matrix_size=256)
     assert 1e8 < limits.memory_bandwidth < 1e13
     assert 1e8 < limits.peak_flops["fp32"] < 1e15
 
@@ -260,11 +262,11 @@ class FakeProducts:
 
 
 def test_rates_by_rows_are_the_best_of_several_runs():
-    limits = MachineLimits(memory_bandwidth=1e12, peak_flops={"bf16": 1e12})
     products = FakeProducts()
-    found = with_product_rates(limits, products, "bf16")
+    found = cpu_limits(1, products, "bf16")
     assert products.is_closed
-    assert found.peak_flops["bf16"] == pytest.approx(4e12), "more than the large product reached"
+    assert 1e8 < found.memory_bandwidth < 1e13
+    assert found.peak_flops["bf16"] == pytest.approx(4e12)
     rates = dict(found.product_rates)
     assert list(rates) == list(ROW_COUNTS)
     assert rates[2] == pytest.approx(1e12, rel=0.01)
@@ -272,9 +274,7 @@ def test_rates_by_rows_are_the_best_of_several_runs():
 
 
 def test_products_that_take_long_are_not_repeated():
-    limits = MachineLimits(memory_bandwidth=1e12, peak_flops={"bf16": 1e12})
-    products = FakeProducts(seconds_per_row=0.03)
-    found = with_product_rates(limits, products, "bf16")
+    found = cpu_limits(1, FakeProducts(seconds_per_row=0.03), "bf16")
     assert [rows for rows, _ in found.product_rates] == [1, 2, 4]
 
 

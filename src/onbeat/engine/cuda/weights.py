@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from onbeat.engine.cuda.kernels import LayerSpec, Norm
-from onbeat.engine.layers.rotary import inverse_frequencies
-from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.torch_weights import parameter_on
-from onbeat.engine.weights import Checkpoint, parameter_shapes
+from onbeat.engine.model_config import ModelConfig, inverse_frequencies
+from onbeat.engine.weights import Checkpoint, parameter_on, parameter_shapes
 from onbeat.engine.weights.layer_norms import LAYER_NORMS
 
 
@@ -74,7 +72,8 @@ class _Loader:
         self._device = device
         ropes = dict.fromkeys(self._config.layer_rope(index) for index in range(self._config.num_layers))
         self._frequencies = {
-            rope: inverse_frequencies(rope, self._config.head_dim).to(device) for rope in ropes
+            rope: torch.from_numpy(inverse_frequencies(rope, self._config.head_dim)).to(device)
+            for rope in ropes
         }
 
     def load(self) -> CudaWeights:

@@ -8,6 +8,7 @@ from onbeat.engine.model_config.architecture import (
     RopeConfig,
     RopeKind,
 )
+from onbeat.engine.model_config.frequencies import inverse_frequencies
 from onbeat.engine.model_config.gguf import RopeFactors, model_config_from_gguf
 from onbeat.engine.model_config.hf import model_config_from_hf
 
@@ -19,6 +20,7 @@ __all__ = [
     "RopeConfig",
     "RopeFactors",
     "RopeKind",
+    "inverse_frequencies",
     "model_config_from_gguf",
     "model_config_from_hf",
 ]

@@ -22,8 +22,7 @@ from onbeat.engine.engine_config import ActivationQuantization
 from onbeat.engine.forward import RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_access import KVRegion
-from onbeat.engine.layers.rotary import inverse_frequencies
-from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_config import ModelConfig, inverse_frequencies
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS
 from onbeat.engine.native.library import ERROR_BYTES, NativeLibrary, address
 from onbeat.engine.native.matrix import PackedMatrix
@@ -263,8 +262,7 @@ class _EngineStructures:
     def __init__(self, config: ModelConfig, weights: NativeWeights, options: NativeOptions) -> None:
         ropes = list(dict.fromkeys(config.layer_rope(index) for index in range(config.num_layers)))
         self._frequencies: list[FloatArray] = [
-            np.ascontiguousarray(inverse_frequencies(rope, config.head_dim).numpy(), np.float32)
-            for rope in ropes
+            np.ascontiguousarray(inverse_frequencies(rope, config.head_dim)) for rope in ropes
         ]
         self._frequency_pointers = _pointers(self._frequencies)
         self._expert_pointers: list[Any] = []

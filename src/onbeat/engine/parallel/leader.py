@@ -90,7 +90,7 @@ class LeadingForward:
 
     def products(self) -> RowProducts:
         """Return products by all threads in this process: what all ranks together reach at best."""
-        return self._own.products()
+        return _AllThreads(self._own.products(), self._size * torch.get_num_threads())
 
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored values of KV blocks finite, on all ranks."""
@@ -104,6 +104,23 @@ class LeadingForward:
     def close(self) -> None:
         """End the other ranks' processes; no step may run any more. Being forgotten does the same."""
         self._close()
+
+
+class _AllThreads:
+    """Products with the threads of all ranks, in this process."""
+
+    def __init__(self, products: RowProducts, num_threads: int) -> None:
+        self.flops_per_row, self.num_bytes = products.flops_per_row, products.num_bytes
+        self._products = products
+        self._own_threads = torch.get_num_threads()
+        torch.set_num_threads(num_threads)
+
+    def run(self, num_rows: int) -> float:
+        return self._products.run(num_rows)
+
+    def close(self) -> None:
+        torch.set_num_threads(self._own_threads)
+        self._products.close()
 
 
 def start_ranks(

@@ -19,15 +19,9 @@ from onbeat.engine.profiling.batches import (
     verify_batches,
 )
 from onbeat.engine.profiling.campaign import Campaign, OnRun
-from onbeat.engine.profiling.limits import (
-    best_limits,
-    measure_limits,
-    torch_threads,
-    with_product_rates,
-)
+from onbeat.engine.profiling.limits import best_limits, cpu_limits
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of, precision_of, profile_key_of
-from onbeat.engine.torch_types import torch_device, torch_dtype
 from onbeat.perfmodel.best_fit import FitTarget, fit_best
 from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES
 from onbeat.perfmodel.profile import MachineLimits, MeasuredStep, Profile
@@ -133,11 +127,12 @@ def limits_of(loaded: LoadedModel, device_id: str, number_format: str) -> Machin
     if device_id not in ("cpu", "cuda"):
         return None
     device = loaded.device
-    with torch_threads(device.num_threads):  # the limits are those of all cores, whoever computes
-        limits = measure_limits(torch_device(device.device), torch_dtype(device.dtype), number_format)
-        if device_id != "cpu":
-            return limits
-        return with_product_rates(limits, loaded.runner.forward.products(), number_format)
+    if device_id == "cpu":
+        return cpu_limits(device.num_threads, loaded.runner.forward.products(), number_format)
+    from onbeat.engine.cuda.limits import gpu_limits
+    from onbeat.engine.torch_types import torch_dtype
+
+    return gpu_limits(device.device, torch_dtype(device.dtype), number_format)
 
 
 _NAMES = [dtype.name for dtype in FORMATS]
