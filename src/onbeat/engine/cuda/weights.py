@@ -15,7 +15,8 @@ from torch import Tensor
 
 from onbeat.engine.cuda.kernels import LayerSpec, Norm
 from onbeat.engine.model_config import ModelConfig, inverse_frequencies
-from onbeat.engine.weights import Checkpoint, parameter_on, parameter_shapes
+from onbeat.engine.torch_weights import parameter_on
+from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.engine.weights.layer_norms import LAYER_NORMS
 
 
