@@ -96,8 +96,7 @@ class _Chooser:
         if profile is not None:
             return self._profiled(profile, profile_path(directory, self._key))
         return self._roofline(
-            "this model has no profile on this machine; `onbeat profile` makes one in two minutes, "
-            "--step-time-profile calibrate a coarse one now"
+            "there is no profile of this model on this machine; `onbeat profile MODEL` measures one in two minutes"
         )
 
     def _profiled(self, profile: Profile, path: Path) -> StepTime:
@@ -132,7 +131,7 @@ class _Chooser:
     def _roofline(self, reason: str) -> StepTime:
         others = OthersMeter(self._loaded.device.num_threads)
         limits = limits_of(self._loaded, self._key.device, self._precision.compute)
-        self._say(f"step times: predicted by the roofline alone, corrected as steps run ({reason})")
+        self._say(f"step times: estimated from hardware limits, corrected while serving ({reason})")
         return self._measured_beside(others, self._learning(device_spec_of(self._key, limits), None))
 
     def _measured_beside(self, others: OthersMeter, step_time: StepTime) -> StepTime:
@@ -141,8 +140,8 @@ class _Chooser:
         if self._key.device != "cpu" or found is None or not found.is_busy:
             return step_time
         self._say(
-            f"the machine is busy: {found}. Step times that are measured now are too long; they are "
-            "corrected as steps run"
+            f"the machine is busy: {found}. Step times measured now are too long; they are corrected while "
+            "serving"
         )
         return replace(step_time, was_busy=True)
 
@@ -191,12 +190,12 @@ class _Chooser:
         try:
             profile = find_profile(profiles_dir(), key)
         except ConfigError as error:  # as in `_from_cache`
-            self._say(f"step times of the draft model {name}: predicted by the roofline alone ({error})")
+            self._say(f"step times of the draft model {name}: estimated from hardware limits ({error})")
             return None
         if profile is None:
             self._say(
-                f"step times of the draft model {name}: predicted by the roofline alone, corrected as steps "
-                "run; `onbeat profile` makes a profile of it"
+                f"step times of the draft model {name}: estimated from hardware limits, corrected while "
+                "serving; `onbeat profile` measures them"
             )
             return None
         return profile.fitted
