@@ -51,7 +51,7 @@ def runner_of(forward: ForwardPass, *, num_blocks: int, max_rows: int, max_len: 
         block_size=BLOCK_SIZE,
         max_num_seqs=max_rows,
         max_model_len=max_len,
-        sampler=Sampler(forward.config.vocab_size, forward.device),
+        sampler=Sampler(forward.config.vocab_size),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -14,6 +15,7 @@ from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs
 from onbeat.engine.cuda.kernels import ChunkBackend, DecodeBackend, Multiply
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import CudaWeights
+from onbeat.engine.draw import Logits
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
 from tests.cpu.engine.forwards import MakeForward
 from tests.cpu.engine.step_driver import StepDriver
@@ -72,10 +74,10 @@ class FixedTokens:
         raise NotImplementedError
 
     def sample(
-        self, logits_RV: torch.Tensor | None, rows: Sequence[SamplingRow], best: BestTokens | None = None
+        self, logits_RV: Logits | None, rows: Sequence[SamplingRow], best: BestTokens | None = None
     ) -> SampledTokens:
         assert logits_RV is not None
-        self.logits.append(logits_RV.float().clone())
+        self.logits.append(torch.from_numpy(logits_RV.astype(np.float32)))
         if best is not None:
             self.best.append(best.ids_R.tolist())
         ids = [(7919 * row.position + len(row.prompt_token_ids)) % self.vocab_size for row in rows]

@@ -12,6 +12,7 @@ import torch
 from onbeat.engine.cuda.backend import missing_feature
 from onbeat.engine.cuda.kernels import DecodeBackend
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
+from onbeat.engine.draw import Logits
 from onbeat.engine.model_config import ModelConfig, model_config_from_hf
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import BestTokens, SampledTokens, Sampler, SamplingRow
@@ -104,14 +105,12 @@ class _Watching(Sampler):
     """Samples, and keeps the logits as the driver wants them."""
 
     def __init__(self, vocab_size: int) -> None:
-        super().__init__(vocab_size, CUDA)
+        super().__init__(vocab_size)
         self.logits: list[torch.Tensor] = []
 
-    def sample(
-        self, logits_RV: torch.Tensor | None, rows: Any, best: BestTokens | None = None
-    ) -> SampledTokens:
+    def sample(self, logits_RV: Logits | None, rows: Any, best: BestTokens | None = None) -> SampledTokens:
         assert logits_RV is not None
-        self.logits.append(logits_RV.clone())
+        self.logits.append(torch.from_numpy(logits_RV.copy()))
         return super().sample(logits_RV, rows, best)
 
     def needs_logits(self, rows: list[SamplingRow]) -> bool:  # type: ignore[override]
@@ -167,7 +166,7 @@ def test_steps_that_overlap_choose_the_tokens_of_steps_one_by_one(seed: int, fas
             block_size=16,
             max_num_seqs=MAX_NUM_SEQS,
             max_model_len=MAX_MODEL_LEN,
-            sampler=Sampler(weights.config.vocab_size, CUDA),
+            sampler=Sampler(weights.config.vocab_size),
         )
         return run(runner, Plan(seed, 4 * SETTINGS + SERIAL_SETTINGS).steps(60), depth)
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
-from torch import Tensor
 
 from onbeat.engine.attention.base import IntArray
 from onbeat.engine.device import Device
+from onbeat.engine.draw import Logits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.sampler import BestTokens
@@ -25,8 +25,9 @@ from onbeat.engine.sampler import BestTokens
 class StepLogits:
     """What a forward pass gives the sampling rows of a step."""
 
-    values_RV: Tensor | None
-    """float32 (float64 in a float64 model), contiguous, may be modified; None where nobody wants them."""
+    values_RV: Logits | None
+    """On the host: float32 (float64 in a float64 model), contiguous, may be modified; None where nobody wants
+    them."""
     best: BestTokens | None = None
     """Where the forward pass found them on the way."""
     seconds: float | None = None

@@ -17,17 +17,15 @@ Legend: R rows, V vocabulary, G rows that are refused, W words of 32 tokens, A t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
-import numpy.typing as npt
-from torch import Tensor
 
 from onbeat.core.errors import InvalidRequest, RequestRejected
 from onbeat.core.request import SamplingParams
-from onbeat.engine.draw import draw, locate, nucleus_candidates
+from onbeat.engine.draw import Floats, Logits, draw, locate, nucleus_candidates, weigh
 from onbeat.engine.random_stream import uniform
 from onbeat.engine.sampling_row import SamplingRow, TokenIds
 from onbeat.text.grammar.guide import GrammarTooComplex, Guide, ids_in
@@ -36,8 +34,6 @@ NO_TOKEN = -1
 DEAD_END = (
     "no token that the grammar allows can be sampled under allowed_token_ids, logit_bias and min_tokens"
 )
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -176,17 +172,20 @@ def allowed_ids(rows: Sequence[SamplingRow], refused: Sequence[int], outcome: Gu
 
 
 def redrawn(
-    logits_RV: Tensor, rows: Sequence[SamplingRow], refused: Sequence[int], allowed: Sequence[TokenIds]
+    lines: Mapping[int, Logits],
+    rows: Sequence[SamplingRow],
+    refused: Sequence[int],
+    allowed: Sequence[TokenIds],
 ) -> list[int]:
-    """Return for each row that was refused a token of those that its grammar allows; see `Redraw`."""
-    if logits_RV.device.type == "cpu":
-        host_RV = logits_RV.numpy()
-        lines_G = [host_RV[index] for index in refused]
-    else:
-        lines_G = list(logits_RV[list(refused)].cpu().numpy())
+    """Return for each row that was refused a token of those that its grammar allows; see `Redraw`.
+
+    Parameters
+    ----------
+    lines : the logits of each row, [vocabulary].
+    """
     return [
-        _redrawn(logits_V[allowed_A].astype(np.float64), rows[index], allowed_A)
-        for logits_V, index, allowed_A in zip(lines_G, refused, allowed, strict=True)
+        _redrawn(lines[index][allowed_A].astype(np.float64), rows[index], allowed_A)
+        for index, allowed_A in zip(refused, allowed, strict=True)
     ]
 
 
@@ -198,9 +197,8 @@ def _redrawn(values_A: Floats, row: SamplingRow, allowed_A: TokenIds) -> int:
     if row.is_greedy:
         return int(allowed_A[best])
     params, number = row.params, uniform(row.params.seed, row.position, draw=1)
-    weights_A = values_A - peak
-    weights_A /= params.temperature
-    np.exp(weights_A, out=weights_A)
+    weights_A = np.empty_like(values_A)
+    weigh(values_A, peak, params.temperature, weights_A)
     if not row.is_truncated:
         cumulative_A = weights_A.cumsum()
         return int(allowed_A[locate(cumulative_A, number * cumulative_A[-1])])

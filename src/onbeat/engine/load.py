@@ -146,9 +146,7 @@ class ModelLoader:
             f"longest request {limits.max_model_len} tokens, policy {limits.policy}, "
             f"{limits.max_num_batched_tokens} tokens a step"
         )
-        runner = ModelRunner.within(
-            limits, forward, Sampler(forward.config.vocab_size, forward.device), proposer
-        )
+        runner = ModelRunner.within(limits, forward, Sampler(forward.config.vocab_size), proposer)
         on_progress("warming up")
         runner.warm_up()
         return LoadedModel(

@@ -1,74 +1,46 @@
 """Log-probabilities of sampled tokens and their most likely alternatives."""
 
+# ruff: noqa: N803, N806 -- array names carry shape suffixes
+
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Sequence
-from dataclasses import replace
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from onbeat.core.request import TokenLogprobs
-
-_CHUNK_ROWS = 32
-"""Rows whose log-probabilities exist at once, so that their scratch memory stays in the cache."""
+from onbeat.engine.draw import Logits, TokenIds, top_k_bound
 
 
 def token_logprobs(
-    logits: Tensor, token_ids: Sequence[int], num_alternatives: Sequence[int], *, with_ranks: bool = False
-) -> list[TokenLogprobs]:
-    """Report each row's token under the softmax of its logits.
+    logits_V: Logits, token_id: int, alternatives: int | Sequence[int], *, with_rank: bool = False
+) -> TokenLogprobs:
+    """Report a row's token under the softmax of its logits.
 
     Parameters
     ----------
-    logits : [rows, vocabulary], as the model made them: before penalties and temperature.
-    token_ids : the token that was sampled, per row.
-    num_alternatives : how many of the most likely tokens to report with it, per row.
-    with_ranks : whether to count the tokens that are likelier.
+    logits_V : [vocabulary], as the model made them: before penalties and temperature.
+    token_id : the token that was sampled.
+    alternatives : how many of the most likely tokens to report with it, the lowest ids of equals; or which
+        tokens to report behind the token itself.
+    with_rank : whether to count the tokens that are likelier.
     """
-    reports: list[TokenLogprobs] = []
-    for start in range(0, len(token_ids), _CHUNK_ROWS):
-        rows = slice(start, start + _CHUNK_ROWS)
-        logprobs = torch.log_softmax(logits[rows], dim=-1)
-        report = _report(logprobs, token_ids[rows], num_alternatives[rows])
-        if with_ranks:
-            values = logprobs.gather(1, torch.tensor(token_ids[rows], device=logprobs.device).unsqueeze(1))
-            ranks = (logprobs > values).sum(dim=-1).tolist()
-            report = [replace(each, rank=1 + rank) for each, rank in zip(report, ranks, strict=True)]
-        reports += report
-    return reports
+    if isinstance(alternatives, int):
+        shown = _most_likely(logits_V, min(alternatives, len(logits_V))).tolist()
+    else:
+        shown = [token_id, *(other for other in alternatives if other != token_id)]
+    with np.errstate(invalid="ignore", over="ignore"):  # of a row that is not finite: its reports are NaN
+        peak = float(logits_V.max())
+        weights_V = logits_V - peak
+        log_mass = peak + math.log(np.exp(weights_V, out=weights_V).sum())
+    values = [value - log_mass for value in logits_V[shown].tolist()]
+    rank = 1 + int(np.count_nonzero(logits_V > logits_V[token_id])) if with_rank else None
+    return TokenLogprobs(token_id, float(logits_V[token_id]) - log_mass, tuple(shown), tuple(values), rank)
 
 
-def with_tokens(report: TokenLogprobs, logits: Tensor, token_ids: Sequence[int]) -> TokenLogprobs:
-    """Return a report with certain tokens as its alternatives, behind the token itself.
-
-    Parameters
-    ----------
-    logits : of its row, [vocabulary].
-    token_ids : the alternatives.
-    """
-    others = [token_id for token_id in token_ids if token_id != report.token_id]
-    values = torch.log_softmax(logits, dim=-1)[others].tolist()
-    return replace(report, top_token_ids=(report.token_id, *others), top_logprobs=(report.logprob, *values))
-
-
-def _report(
-    logprobs: Tensor, token_ids: Sequence[int], num_alternatives: Sequence[int]
-) -> list[TokenLogprobs]:
-    num_rows, vocab_size = logprobs.shape
-    values = logprobs[range(num_rows), token_ids].tolist()
-    # Rows that want the same number go together: which of equally likely tokens make up a row's list then
-    # depends on the row's own number, not on the largest in the batch.
-    rows_by_count: dict[int, list[int]] = defaultdict(list)
-    for row, count in enumerate(num_alternatives):
-        rows_by_count[min(count, vocab_size)].append(row)
-    alternatives: dict[int, tuple[list[int], list[float]]] = {}
-    for count, rows in rows_by_count.items():
-        top = (logprobs if len(rows) == num_rows else logprobs[rows]).topk(count, dim=-1)
-        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        alternatives.update(zip(rows, pairs, strict=True))
-    return [
-        TokenLogprobs(token_id, value, tuple(alternatives[row][0]), tuple(alternatives[row][1]))
-        for row, (token_id, value) in enumerate(zip(token_ids, values, strict=True))
-    ]
+def _most_likely(logits_V: Logits, count: int) -> TokenIds:
+    if not count:
+        return np.zeros(0, np.int64)
+    candidates = np.flatnonzero(logits_V >= top_k_bound(logits_V, count))
+    return candidates[np.argsort(-logits_V[candidates], kind="stable")[:count]]

@@ -122,7 +122,7 @@ class TorchForward:
             return StepLogits(None, hidden_PD=pooled_PD)
         sampling_tokens = torch.from_numpy(inputs.sampling_tokens).to(self.model.device)
         logits_RV = self.model.logits(hidden_TD.index_select(0, sampling_tokens))
-        return StepLogits(logits_RV, hidden_PD=pooled_PD)
+        return StepLogits(logits_RV.cpu().numpy(), hidden_PD=pooled_PD)
 
     def _pooled(self, hidden_TD: Tensor, tokens: IntArray) -> NDArray[Any] | None:
         if not len(tokens):

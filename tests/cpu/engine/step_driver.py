@@ -11,6 +11,7 @@ import torch
 
 from onbeat.core.request import Request, SamplingParams, TokenLogprobs
 from onbeat.core.step import AdmittedRequest, BatchShape, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from onbeat.engine.draw import Logits
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
 from tests.cpu.engine.forwards import MakeForward
@@ -34,17 +35,15 @@ class RecordingSampler:
         raise NotImplementedError
 
     def sample(
-        self, logits_RV: torch.Tensor | None, rows: list[SamplingRow], best: BestTokens | None = None
+        self, logits_RV: Logits | None, rows: list[SamplingRow], best: BestTokens | None = None
     ) -> SampledTokens:
         assert logits_RV is not None
         assert logits_RV.shape[0] == len(rows)
-        self.logits.append(logits_RV.clone())
-        token_ids = logits_RV.cpu().numpy().argmax(axis=-1)
+        self.logits.append(torch.from_numpy(logits_RV.copy()))
+        token_ids = logits_RV.argmax(axis=-1)
         if best is not None:
             np.testing.assert_array_equal(best.ids_R, token_ids)
-            np.testing.assert_array_equal(
-                best.logits_R, logits_RV.cpu().numpy().max(axis=-1).astype(np.float32)
-            )
+            np.testing.assert_array_equal(best.logits_R, logits_RV.max(axis=-1).astype(np.float32))
         return SampledTokens(token_ids.tolist(), [None] * len(rows))
 
 

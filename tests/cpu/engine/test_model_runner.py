@@ -11,14 +11,13 @@ import torch
 from onbeat.core.request import Request, SamplingParams, TokenLogprobs
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.attention.torch_sdpa import TorchSdpaBackend
+from onbeat.engine.draw import Logits
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import BestTokens, SampledTokens, Sampler, SamplingRow
 from onbeat.engine.torch_backend import TorchForward
 from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import random_prompt, tiny_model
-
-CPU = torch.device("cpu")
 
 
 class FailingSampler:
@@ -38,21 +37,21 @@ class FailingSampler:
         raise NotImplementedError
 
     def sample(
-        self, logits_RV: torch.Tensor | None, rows: list[SamplingRow], best: BestTokens | None = None
+        self, logits_RV: Logits | None, rows: list[SamplingRow], best: BestTokens | None = None
     ) -> SampledTokens:
         assert logits_RV is not None
         self.step += 1
         if self.step == self.failing_step:
             errors = dict.fromkeys(range(len(rows)), "broken logits")
             return SampledTokens([-1] * len(rows), [None] * len(rows), errors)
-        return SampledTokens(logits_RV.argmax(dim=-1).tolist(), [None] * len(rows))
+        return SampledTokens(logits_RV.argmax(axis=-1).tolist(), [None] * len(rows))
 
 
 def make_runner(sampler: Sampler | FailingSampler | None = None, **options: int) -> ModelRunner:
     model = tiny_model("llama3").model
     sizes = {"num_blocks": 32, "block_size": 16, "max_num_seqs": 4, "max_model_len": 128, **options}
     forward = TorchForward(model, num_blocks=sizes["num_blocks"], block_size=sizes["block_size"])
-    chooser = sampler or Sampler(model.config.vocab_size, CPU)
+    chooser = sampler or Sampler(model.config.vocab_size)
     return ModelRunner(forward=forward, sampler=chooser, proposer=None, **sizes)
 
 

@@ -49,7 +49,7 @@ def make_core(
     """Build an engine whose KV can be handed over."""
     config = SchedulerConfig(**{**LIMITS, **limits})
     forward = make_forward(num_blocks=config.num_blocks, block_size=config.block_size)
-    sampler = Sampler(forward.config.vocab_size, forward.device)
+    sampler = Sampler(forward.config.vocab_size)
     runner = ModelRunner.within(config, forward, sampler, make_proposer and make_proposer())
     runner.guides = guides
     layout = KVLayout(

@@ -99,7 +99,7 @@ def logits_of(make: MakeForward, token_ids: list[int], chunk: int) -> torch.Tens
         end = min(start + chunk, len(token_ids) - 1)
         logits_TV = forward.run(one_chunk(token_ids, start, end), wants_logits=True).values_RV
         assert logits_TV is not None
-        chunks.append(logits_TV.clone())
+        chunks.append(torch.from_numpy(logits_TV.copy()))
     return torch.cat(chunks)
 
 

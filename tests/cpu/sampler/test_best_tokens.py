@@ -7,24 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat.core.request import SamplingParams
+from onbeat.engine.draw import Logits
 from onbeat.engine.sampler import INVALID_TOKEN, BestTokens, Sampler, SamplingRow
 from tests.cpu.sampler.test_sampler import sampling_rows
-
-CPU = torch.device("cpu")
 
 
 def row(**params: Any) -> SamplingRow:
     return SamplingRow(SamplingParams(**{"temperature": 0.0, **params}), [1, 2], [])
 
 
-def best_of(logits_RV: torch.Tensor) -> BestTokens:
-    host_RV = logits_RV.numpy()
-    return BestTokens(host_RV.argmax(axis=-1), host_RV.max(axis=-1))
+def best_of(logits_RV: Logits) -> BestTokens:
+    return BestTokens(logits_RV.argmax(axis=-1), logits_RV.max(axis=-1))
 
 
 @pytest.mark.parametrize(
@@ -39,14 +36,14 @@ def best_of(logits_RV: torch.Tensor) -> BestTokens:
     ],
 )
 def test_one_row_that_needs_more_is_enough(params: dict[str, Any]) -> None:
-    sampler = Sampler(8, CPU)
+    sampler = Sampler(8)
     assert not sampler.needs_logits([row(), row()])
     assert sampler.needs_logits([row(), row(**params)])
 
 
 def test_without_logits_the_best_are_taken_and_invalid_ones_reported() -> None:
     best = BestTokens(np.array([5, 0, 2]), np.array([1.5, math.nan, math.inf], np.float32))
-    sampled = Sampler(8, CPU).sample(None, [row(), row(), row()], best)
+    sampled = Sampler(8).sample(None, [row(), row(), row()], best)
     assert sampled.token_ids == [5, INVALID_TOKEN, INVALID_TOKEN]
     assert sampled.errors == {
         1: "the model produced invalid logits: the largest is nan",
@@ -58,9 +55,9 @@ def test_without_logits_the_best_are_taken_and_invalid_ones_reported() -> None:
 @given(st.lists(sampling_rows(), min_size=1, max_size=4))
 @settings(max_examples=60, deadline=None)
 def test_known_best_tokens_change_nothing(pairs: list[tuple[list[float], SamplingRow]]) -> None:
-    logits_RV = torch.tensor([logits for logits, _ in pairs])
+    logits_RV = np.array([logits for logits, _ in pairs], np.float32)
     rows = [request for _, request in pairs]
-    sampler = Sampler(logits_RV.shape[1], CPU)
-    assert sampler.sample(logits_RV.clone(), rows, best_of(logits_RV)) == sampler.sample(
-        logits_RV.clone(), rows
+    sampler = Sampler(logits_RV.shape[1])
+    assert sampler.sample(logits_RV.copy(), rows, best_of(logits_RV)) == sampler.sample(
+        logits_RV.copy(), rows
     )

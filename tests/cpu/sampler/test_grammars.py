@@ -6,12 +6,12 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.request import SamplingParams
 from onbeat.engine import sampler as sampler_module
+from onbeat.engine.draw import Floats, Logits
 from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.guided_draw import DEAD_END, GuideOutcome, allowed_ids
 from onbeat.engine.guided_rows import begin_guide
@@ -21,7 +21,6 @@ from onbeat.engine.sampling_row import SamplingRow
 from onbeat.text.grammar.source import choice_grammar, json_grammar, regex_grammar
 from tests.grammars import EOS, VOCAB_SIZE, make_compiler
 
-CPU = torch.device("cpu")
 COMPILER = make_compiler()
 GRAMMARS = [
     json_grammar(True),
@@ -49,9 +48,9 @@ def allowed_to(row: SamplingRow) -> np.ndarray:
     return allowed
 
 
-def logits_of(seed: int, num_rows: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(1, VOCAB_SIZE, generator=generator).repeat(num_rows, 1) * 2
+def logits_of(seed: int, num_rows: int = 1) -> Logits:
+    row = 2 * np.random.default_rng(seed).standard_normal((1, VOCAB_SIZE), np.float32)
+    return np.repeat(row, num_rows, axis=0)
 
 
 @given(
@@ -68,17 +67,16 @@ def test_greedy_is_the_best_allowed_token(grammar, seed, num_steps, data):
         return
     allowed = allowed_to(row)
     logits = logits_of(seed)
-    expected = int(allowed[logits[0].numpy()[allowed].argmax()])
-    sampled = Sampler(VOCAB_SIZE, CPU).sample(logits.clone(), [row])
+    expected = int(allowed[logits[0][allowed].argmax()])
+    sampled = Sampler(VOCAB_SIZE).sample(logits.copy(), [row])
     assert sampled.token_ids == [expected]
     assert not sampled.errors
 
 
-def masked(logits: torch.Tensor, allowed: np.ndarray) -> torch.Tensor:
-    """Return logits as a mask before the draw leaves them."""
-    kept = torch.full_like(logits, -torch.inf)
-    kept[:, allowed] = logits[:, allowed]
-    return kept
+def softmax(logits: Logits) -> Floats:
+    weights: Floats = np.exp(logits.astype(np.float64) - logits.max())
+    weights /= weights.sum()
+    return weights
 
 
 @pytest.mark.parametrize(
@@ -99,8 +97,9 @@ def test_random_tokens_have_the_masked_distribution(grammar, before, temperature
     ]
     allowed = allowed_to(rows[0])
     logits = logits_of(7, NUM_DRAWS)
-    expected = torch.softmax(masked(logits[:1], allowed)[0].double() / temperature, dim=0).numpy()
-    tokens = Sampler(VOCAB_SIZE, CPU).sample(logits, rows).token_ids
+    expected = np.zeros(VOCAB_SIZE)  # as a mask before the draw has it
+    expected[allowed] = softmax(logits[0, allowed] / temperature)
+    tokens = Sampler(VOCAB_SIZE).sample(logits, rows).token_ids
     counts = np.bincount(tokens, minlength=VOCAB_SIZE)
     assert set(np.flatnonzero(counts)) <= set(allowed.tolist())
     for token_id in np.flatnonzero(expected > 2e-3):
@@ -115,14 +114,14 @@ def test_truncated_draws_stay_allowed(params):
         for seed in range(300)
     ]
     allowed = set(allowed_to(rows[0]).tolist())
-    sampled = Sampler(VOCAB_SIZE, CPU).sample(logits_of(3, 300), rows)
+    sampled = Sampler(VOCAB_SIZE).sample(logits_of(3, 300), rows)
     assert set(sampled.token_ids) <= allowed
     assert not sampled.errors
 
 
 def test_free_rows_keep_their_tokens_beside_guided_ones():
     free = [SamplingRow(SamplingParams(temperature=t, seed=s), (), []) for t in (0.0, 1.0) for s in range(20)]
-    sampler = Sampler(VOCAB_SIZE, CPU)
+    sampler = Sampler(VOCAB_SIZE)
     alone = sampler.sample(logits_of(11, len(free)), free).token_ids
     guided = [guided_row(COMPILER, GRAMMARS[2], temperature=1.0, seed=s, max_tokens=9) for s in range(40)]
     mixed = [row for pair in zip(free, guided, strict=True) for row in pair]
@@ -133,28 +132,28 @@ def test_a_row_does_not_depend_on_its_batch():
     def row(seed: int) -> SamplingRow:
         return guided_row(COMPILER, GRAMMARS[0], temperature=1.0, seed=seed, max_tokens=9)
 
-    sampler = Sampler(VOCAB_SIZE, CPU)
+    sampler = Sampler(VOCAB_SIZE)
     together = sampler.sample(logits_of(5, 30), [row(seed) for seed in range(30)]).token_ids
     assert together == [sampler.sample(logits_of(5), [row(seed)]).token_ids[0] for seed in range(30)]
 
 
 def test_an_end_is_sampled_only_where_the_grammar_may_end():
-    logits = torch.zeros(1, VOCAB_SIZE)
+    logits = np.zeros((1, VOCAB_SIZE), np.float32)
     logits[0, EOS] = 10.0
-    sampler = Sampler(VOCAB_SIZE, CPU)
+    sampler = Sampler(VOCAB_SIZE)
     open_row = guided_row(COMPILER, GRAMMARS[3], b"", temperature=0.0)
-    assert sampler.sample(logits.clone(), [open_row]).token_ids == [EOS]
+    assert sampler.sample(logits.copy(), [open_row]).token_ids == [EOS]
     inside = guided_row(COMPILER, GRAMMARS[1], b'{"ab', temperature=0.0)
-    assert sampler.sample(logits.clone(), [inside]).token_ids != [EOS]
+    assert sampler.sample(logits.copy(), [inside]).token_ids != [EOS]
     held = guided_row(COMPILER, GRAMMARS[3], b"", temperature=0.0, min_tokens=3)
-    assert sampler.sample(logits.clone(), [held]).token_ids != [EOS]
+    assert sampler.sample(logits.copy(), [held]).token_ids != [EOS]
 
 
 def test_log_probabilities_are_those_of_the_model():
     row = guided_row(COMPILER, GRAMMARS[4], temperature=0.0, num_logprobs=2)
     logits = logits_of(2)
-    expected = torch.log_softmax(logits[0], dim=0)
-    sampled = Sampler(VOCAB_SIZE, CPU).sample(logits.clone(), [row])
+    expected = np.log(softmax(logits[0]))
+    sampled = Sampler(VOCAB_SIZE).sample(logits.copy(), [row])
     (report,) = sampled.logprobs
     assert report.token_id == sampled.token_ids[0]
     assert report.logprob == pytest.approx(float(expected[report.token_id]), abs=1e-5)
@@ -162,26 +161,26 @@ def test_log_probabilities_are_those_of_the_model():
 
 
 def test_log_probabilities_are_computed_for_those_who_ask(monkeypatch):
-    num_rows = []
+    told = []
 
-    def noted(logits, token_ids, *args, **options):
-        num_rows.append(len(token_ids))
-        return token_logprobs(logits, token_ids, *args, **options)
+    def noted(logits, token_id, *args, **options):
+        told.append(token_id)
+        return token_logprobs(logits, token_id, *args, **options)
 
     monkeypatch.setattr(sampler_module, "token_logprobs", noted)
     rows = [guided_row(COMPILER, GRAMMARS[0], temperature=1.0, seed=seed) for seed in range(3)]
-    Sampler(VOCAB_SIZE, CPU).sample(logits_of(2, 3), rows)
-    assert not num_rows
+    Sampler(VOCAB_SIZE).sample(logits_of(2, 3), rows)
+    assert not told
     asking = guided_row(COMPILER, GRAMMARS[0], temperature=1.0, num_logprobs=1)
-    sampled = Sampler(VOCAB_SIZE, CPU).sample(logits_of(2, 3), [*rows[1:], asking])
-    assert num_rows == [1]
+    sampled = Sampler(VOCAB_SIZE).sample(logits_of(2, 3), [*rows[1:], asking])
+    assert told == sampled.token_ids[2:]
     assert [each is None for each in sampled.logprobs] == [True, True, False]
 
 
 def test_a_dead_end_is_the_fault_of_its_request_alone():
     dead = guided_row(COMPILER, GRAMMARS[4], temperature=0.0, allowed_token_ids=(ord("z"),))
     other = guided_row(COMPILER, GRAMMARS[4], temperature=0.0)
-    sampled = Sampler(VOCAB_SIZE, CPU).sample(logits_of(1, 2), [dead, other])
+    sampled = Sampler(VOCAB_SIZE).sample(logits_of(1, 2), [dead, other])
     assert sampled.errors == {0: DEAD_END}
     assert sampled.guides.faults == {0: DEAD_END}
     assert sampled.guides.num_tokens == 2
@@ -205,7 +204,7 @@ def test_a_guide_that_breaks_fails_its_own_request(name):
     broken, other = (guided_row(COMPILER, GRAMMARS[0], temperature=0.0) for _ in range(2))
     broken.guide = BrokenGuide(broken.guide, name)
     alone = guided_row(COMPILER, GRAMMARS[0], temperature=0.0)
-    sampler = Sampler(VOCAB_SIZE, CPU)
+    sampler = Sampler(VOCAB_SIZE)
     sampled = sampler.sample(logits_of(1, 2), [broken, other])
     assert list(sampled.errors) == [0]
     assert "OSError: it broke" in sampled.errors[0]
@@ -221,7 +220,7 @@ def test_a_grammar_that_cannot_be_had_fails_its_own_request():
     row = SamplingRow(SamplingParams(grammar=GRAMMARS[0]), (), [])
     begin_guide(row, NoGuides())
     other = guided_row(COMPILER, GRAMMARS[0])
-    sampled = Sampler(VOCAB_SIZE, CPU).sample(logits_of(1, 2), [row, other])
+    sampled = Sampler(VOCAB_SIZE).sample(logits_of(1, 2), [row, other])
     assert list(sampled.errors) == [0]
     assert "the tokenizer is gone" in sampled.errors[0]
     assert not sampled.guides.faults
@@ -230,7 +229,7 @@ def test_a_grammar_that_cannot_be_had_fails_its_own_request():
 def test_a_complete_row_is_left_alone():
     row = guided_row(COMPILER, GRAMMARS[4], b"12", temperature=0.0)
     assert row.guide.is_complete
-    sampled = Sampler(VOCAB_SIZE, CPU).sample(logits_of(4), [row])
+    sampled = Sampler(VOCAB_SIZE).sample(logits_of(4), [row])
     assert not sampled.errors
     assert row.guide.is_complete
 

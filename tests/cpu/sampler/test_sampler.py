@@ -3,11 +3,12 @@ from collections import Counter
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 
 from onbeat.core.request import SamplingParams
+from onbeat.engine.draw import Logits, top_k_bound
 from onbeat.engine.random_stream import uniform
 from onbeat.engine.sampler import INVALID_TOKEN, SampledTokens, Sampler, SamplingRow
 from tests.cpu.sampler.reference import distribution, edited_logits, invert
@@ -42,9 +43,9 @@ def sampling_rows(**extra) -> st.SearchStrategy[tuple[list[float], SamplingRow]]
     return st.tuples(LOGITS, st.builds(SamplingRow, sampling_params(**extra), tokens, tokens))
 
 
-def sample(logits: list[list[float]], rows: list[SamplingRow], dtype=torch.float64) -> SampledTokens:
-    tensor = torch.tensor(logits, dtype=dtype)
-    return Sampler(tensor.shape[1], torch.device("cpu")).sample(tensor, rows)
+def sample(logits: list[list[float]], rows: list[SamplingRow], dtype: type = np.float64) -> SampledTokens:
+    logits_RV: Logits = np.array(logits, dtype)
+    return Sampler(logits_RV.shape[1]).sample(logits_RV, rows)
 
 
 def row(**params) -> SamplingRow:
@@ -54,9 +55,9 @@ def row(**params) -> SamplingRow:
 def draws(logits: list[float], num_draws: int, **params) -> Counter[int]:
     """Tokens of one request at consecutive positions with the same logits."""
     request = row(**params)
-    sampler = Sampler(len(logits), torch.device("cpu"))
+    sampler = Sampler(len(logits))
     for _ in range(num_draws):
-        request.output_token_ids += sampler.sample(torch.tensor([logits]), [request]).token_ids
+        request.output_token_ids += sampler.sample(np.array([logits], np.float32), [request]).token_ids
     return Counter(request.output_token_ids)
 
 
@@ -77,7 +78,7 @@ def test_token_is_the_one_of_the_obvious_implementation(case: tuple[list[float],
         assert sampled.token_ids[0] == invert(distribution(expected, request.params), number)
 
 
-@given(st.lists(sampling_rows(), min_size=1, max_size=6), st.sampled_from([torch.float32, torch.float64]))
+@given(st.lists(sampling_rows(), min_size=1, max_size=6), st.sampled_from([np.float32, np.float64]))
 @settings(max_examples=200)
 def test_rows_do_not_influence_one_another(cases, dtype) -> None:
     together = sample([logits for logits, _ in cases], [request for _, request in cases], dtype)
@@ -90,18 +91,31 @@ def test_rows_do_not_influence_one_another(cases, dtype) -> None:
 
 @pytest.mark.parametrize("vocab_size", [300, 1024, 49_152])
 @pytest.mark.parametrize(
-    "kinds", [({},), ({"top_p": 0.95}, {"top_k": 50}, {"min_p": 0.1}, {"temperature": 0.0})]
+    "kinds",
+    [({},), ({"top_p": 0.95}, {"top_k": 50}, {"min_p": 0.1}, {"temperature": 0.0}, {"num_logprobs": 4})],
 )
 def test_large_batch_equals_single_rows(vocab_size: int, kinds: tuple[dict[str, Any], ...]) -> None:
     num_rows = 70
-    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 3
+    logits = 3 * np.random.default_rng(vocab_size).standard_normal((num_rows, vocab_size), np.float32)
     rows = [row(seed=seed, **kinds[seed % len(kinds)]) for seed in range(num_rows)]
-    sampler = Sampler(vocab_size, torch.device("cpu"))
-    together = sampler.sample(logits.clone(), rows).token_ids
-    assert together == [
-        sampler.sample(logits[i : i + 1].clone(), [rows[i]]).token_ids[0] for i in range(num_rows)
-    ]
-    assert max(Counter(together).values()) < num_rows // 4
+    sampler = Sampler(vocab_size)
+    together = sampler.sample(logits.copy(), rows)
+    alone = [sampler.sample(logits[i : i + 1].copy(), [rows[i]]) for i in range(num_rows)]
+    assert together.token_ids == [each.token_ids[0] for each in alone]
+    assert together.logprobs == [each.logprobs[0] for each in alone]
+    assert max(Counter(together.token_ids).values()) < num_rows // 4
+
+
+@given(st.integers(1, 5000), st.integers(1, 300), st.integers(0, 2**32), st.sampled_from([1, 1000]))
+def test_the_bound_of_top_k_keeps_the_largest_and_few_others(
+    num_ids: int, top_k: int, seed: int, steps: int
+) -> None:
+    top_k = min(top_k, num_ids)
+    logits_V = np.round(np.random.default_rng(seed).standard_normal(num_ids, np.float32) * steps)
+    kept = np.sort(logits_V[logits_V >= top_k_bound(logits_V, top_k)])
+    largest = np.sort(logits_V)[-top_k:]
+    assert kept[-top_k:].tolist() == largest.tolist()
+    assert len(kept) - np.count_nonzero(kept == kept[0]) <= 2 * top_k
 
 
 @pytest.mark.parametrize(
@@ -194,8 +208,8 @@ def test_penalties_by_hand() -> None:
         [0, 1],
         [2, 2, 3],
     )
-    logits = torch.tensor([[4.0, -1.0, 4.0, -1.0, 2.1]], dtype=torch.float64)
-    sampled = Sampler(5, torch.device("cpu")).sample(logits, [request])
+    logits = np.array([[4.0, -1.0, 4.0, -1.0, 2.1]])
+    sampled = Sampler(5).sample(logits, [request])
     # 0 and 1: prompt only; 2: twice in the output; 3: once; 4: not seen.
     assert logits.tolist() == [[2.0, -2.0, 4.0 / 2 - 0.5 - 2 * 0.25, -1.0 * 2 - 0.5 - 0.25, 2.1]]
     assert sampled.token_ids == [4]
@@ -205,9 +219,9 @@ def test_penalties_follow_growing_output() -> None:
     # Each choice lowers its token by 1, so greedy walks over ever more distinct tokens.
     vocab_size = 400
     request = row(temperature=0.0, frequency_penalty=1.0)
-    sampler = Sampler(vocab_size, torch.device("cpu"))
+    sampler = Sampler(vocab_size)
     for _ in range(2 * vocab_size):
-        request.output_token_ids += sampler.sample(torch.zeros(1, vocab_size), [request]).token_ids
+        request.output_token_ids += sampler.sample(np.zeros((1, vocab_size), np.float32), [request]).token_ids
     assert request.output_token_ids == 2 * list(range(vocab_size))
 
 
@@ -228,14 +242,12 @@ def test_bad_words_end_nowhere() -> None:
     assert sample([[9.0, 1.0, 3.0]], [row(temperature=0.0, bad_words=((1, 1, 2),))]).token_ids == [0]
 
 
-@each_case("dtype", [torch.float32, torch.float64])
+@each_case("dtype", [np.float32, np.float64])
 @each_case("penalty", [1e-300, 1e-42, 1e-38])
 @each_case(
     "params", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 2, "num_logprobs": 1}]
 )
-def test_a_tiny_repetition_penalty_only_repeats(
-    dtype: torch.dtype, penalty: float, params: dict[str, Any]
-) -> None:
+def test_a_tiny_repetition_penalty_only_repeats(dtype: type, penalty: float, params: dict[str, Any]) -> None:
     """Logits that leave the range of the type stop at its end, so what was seen is all that is sampled."""
     fields = {"repetition_penalty": penalty, "logit_bias": ((0, 100.0),), **params}
     rows = [SamplingRow(SamplingParams(seed=seed, **fields), [1, 3], []) for seed in range(8)]
@@ -300,8 +312,8 @@ def test_certain_tokens_may_be_reported_instead_of_the_likeliest() -> None:
 
 def test_shape_mismatch_is_named() -> None:
     with pytest.raises(ValueError, match=r"\(1, 3\) do not fit 2 rows x 3"):
-        Sampler(3, torch.device("cpu")).sample(torch.zeros(1, 3), [row(), row()])
+        Sampler(3).sample(np.zeros((1, 3)), [row(), row()])
 
 
 def test_no_rows() -> None:
-    assert Sampler(3, torch.device("cpu")).sample(torch.zeros(0, 3), []) == SampledTokens([], [])
+    assert Sampler(3).sample(np.zeros((0, 3)), []) == SampledTokens([], [])

@@ -122,9 +122,7 @@ def run(
     config = SchedulerConfig(**{**LIMITS, **limits}, speculation=speculation)
     forward = make_forward(num_blocks=config.num_blocks, block_size=config.block_size)
     runner = NotingRunner(
-        ModelRunner.within(
-            config, forward, sampler or Sampler(forward.config.vocab_size, forward.device), proposer
-        )
+        ModelRunner.within(config, forward, sampler or Sampler(forward.config.vocab_size), proposer)
     )
     runner.runner.guides = guides
     ticks = itertools.count()

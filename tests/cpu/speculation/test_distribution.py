@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-import torch
 from scipy.stats import binomtest, chi2_contingency, chisquare
 
 from onbeat.engine.attention.base import IntArray
 from onbeat.engine.device import CPU
+from onbeat.engine.draw import Floats
 from onbeat.engine.forward import RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_config import ModelConfig, RopeConfig
@@ -35,7 +35,7 @@ class MarkovForward:
 
     def __init__(self) -> None:
         generator = np.random.default_rng(3)
-        self.logits_VV = torch.tensor(generator.normal(0.0, 1.0, (VOCAB, VOCAB)), dtype=torch.float32)
+        self.logits_VV = generator.normal(0.0, 1.0, (VOCAB, VOCAB)).astype(np.float32)
 
     @property
     def config(self) -> ModelConfig:
@@ -58,7 +58,7 @@ class MarkovForward:
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
         if not len(inputs.sampling_tokens):
             return StepLogits(None)
-        return StepLogits(self.logits_VV[torch.from_numpy(inputs.token_ids_T[inputs.sampling_tokens])])
+        return StepLogits(self.logits_VV[inputs.token_ids_T[inputs.sampling_tokens]])
 
     def scrub(self, block_ids: IntArray) -> None: ...
 
@@ -72,8 +72,10 @@ class MarkovForward:
 
     def close(self) -> None: ...
 
-    def transitions(self, temperature: float) -> np.ndarray:
-        return torch.softmax(self.logits_VV.double() / temperature, dim=-1).numpy()
+    def transitions(self, temperature: float) -> Floats:
+        weights_VV: Floats = np.exp(self.logits_VV.astype(np.float64) / temperature)
+        weights_VV /= weights_VV.sum(axis=-1, keepdims=True)
+        return weights_VV
 
 
 def sample(
@@ -89,7 +91,7 @@ def sample(
         requests,
         speculation=fixed(num_drafts) if num_drafts else None,
         proposer=proposer,
-        sampler=Sampler(VOCAB, CPU),
+        sampler=Sampler(VOCAB),
         max_num_seqs=64,
         max_num_batched_tokens=1024,
     )
@@ -102,7 +104,7 @@ def plain(temperature: float) -> Run:
 
 def likely_chain() -> list[int]:
     """Return the tokens that follow the prompt if each is the most likely one."""
-    best = MarkovForward().logits_VV.argmax(dim=-1).tolist()
+    best = MarkovForward().logits_VV.argmax(axis=-1).tolist()
     chain = [PROMPT[-1]]
     for _ in range(20):
         chain.append(best[chain[-1]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import cycle
 
+import numpy as np
 import pytest
 import torch
 
@@ -299,8 +300,8 @@ class BreakingForward(CountingForward):
         if len(self.passes) != 2:
             return logits
         assert logits.values_RV is not None
-        broken_RV = logits.values_RV.clone()
-        broken_RV[0] = torch.nan
+        broken_RV = logits.values_RV.copy()
+        broken_RV[0] = np.nan
         return StepLogits(broken_RV)
 
     def scrub(self, block_ids: IntArray) -> None:

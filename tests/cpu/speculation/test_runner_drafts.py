@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.model_runner import ModelRunner
@@ -14,7 +13,6 @@ from onbeat.engine.torch_backend import TorchForward
 from tests.cpu.engine.tiny_models import random_prompt, tiny_model
 from tests.cpu.speculation.runs import ScriptedProposer, make_request, ngram
 
-CPU = torch.device("cpu")
 PROMPT = random_prompt(17)
 SIZES = {"num_blocks": 32, "block_size": 16, "max_num_seqs": 4, "max_model_len": 128}
 
@@ -29,7 +27,7 @@ def make_runner(proposer: Any, sampler: Any = None, **options: int) -> ModelRunn
     forward = TorchForward(model, num_blocks=sizes["num_blocks"], block_size=sizes["block_size"])
     return ModelRunner(
         forward=forward,
-        sampler=sampler or Sampler(model.config.vocab_size, CPU),
+        sampler=sampler or Sampler(model.config.vocab_size),
         proposer=proposer,
         **sizes,
     )
@@ -130,7 +128,7 @@ class FailingAtWave:
         self.num_calls += 1
         if self.num_calls >= self.first_failure:
             return SampledTokens([-1] * len(rows), [None] * len(rows), {0: "broken logits"})
-        return SampledTokens(logits_RV.argmax(dim=-1).tolist(), [None] * len(rows))
+        return SampledTokens(logits_RV.argmax(axis=-1).tolist(), [None] * len(rows))
 
 
 @pytest.mark.parametrize("wave", [0, 1, 4])

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.request import SamplingParams
+from onbeat.engine.draw import Logits
 from onbeat.engine.forward import StepLogits
 from onbeat.engine.input_batch import wave_order
 from onbeat.engine.sampler import BestTokens, Sampler
@@ -18,22 +18,21 @@ from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.speculation.verifier import VerifiedTokens, verify
 
 VOCAB = 11
-CPU = torch.device("cpu")
-SAMPLER = Sampler(VOCAB, CPU)
+SAMPLER = Sampler(VOCAB)
 
 
 def make_row(**sampling: float) -> SamplingRow:
     return SamplingRow(SamplingParams(**({"temperature": 0.0} | sampling)), (1, 2), [3])  # type: ignore[arg-type]
 
 
-def logits_of(best: Sequence[Sequence[int]], *, nan_at: tuple[int, int] | None = None) -> torch.Tensor:
+def logits_of(best: Sequence[Sequence[int]], *, nan_at: tuple[int, int] | None = None) -> Logits:
     """Logits whose largest are these, by row and position; handed over in waves."""
     waves, owners = wave_order(np.array([len(ids) - 1 for ids in best]))
-    values = torch.zeros(len(waves), VOCAB)
+    values = np.zeros((len(waves), VOCAB), np.float32)
     for place, (wave, row) in enumerate(zip(waves.tolist(), owners.tolist(), strict=True)):
         values[place, best[row][wave]] = 5.0
         if (row, wave) == nan_at:
-            values[place, 0] = torch.nan
+            values[place, 0] = np.nan
     return values
 
 
@@ -47,7 +46,7 @@ def run(
 ) -> VerifiedTokens:
     """Verify `best` against drafts, one way or another."""
     values = logits_of(best, nan_at=nan_at)
-    found = BestTokens(values.numpy().argmax(axis=-1), values.numpy().max(axis=-1))
+    found = BestTokens(values.argmax(axis=-1), values.max(axis=-1))
     logits = {
         "native": StepLogits(None, found),
         "torch": StepLogits(values),
@@ -109,7 +108,7 @@ def test_a_row_fails_where_it_gets_to_logits_that_are_none(way: str, wave: int, 
 def test_penalties_see_the_drafts_before() -> None:
     """A token that was just accepted is held against its repetition at the next position."""
     rows = [make_row(frequency_penalty=2.0, presence_penalty=2.0)]
-    values = torch.zeros(3, VOCAB)
+    values = np.zeros((3, VOCAB), np.float32)
     values[:, 4], values[:, 5] = 5.0, 4.0
     verified = verify(SAMPLER, StepLogits(values), rows, [[4, 5]], wants_logits=True)
     assert verified.token_ids == [[4, 5, 4]]

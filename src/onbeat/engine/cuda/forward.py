@@ -178,7 +178,7 @@ class CudaForward:
             logits_NV = logits_NV.index_select(
                 0, torch.from_numpy(inputs.sampling_tokens).to(self.weights.device)
             )
-        return StepLogits(logits_NV[:num_samples], found)
+        return StepLogits(logits_NV[:num_samples].cpu().numpy(), found)
 
     def launch(self, inputs: StepInputs) -> ChosenTokens:
         """Queue a step that chooses its rows' tokens; see `LaunchesSteps.launch`."""

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, EngineError
 from onbeat.engine.attention.base import AttentionBatch, IntArray
@@ -111,7 +110,7 @@ class NativeForward:
             raise ConfigError(f"the native engine cannot run: {error.value.decode(errors='replace')}")
         self._free = weakref.finalize(self, self._functions.ob_engine_free, self._engine)
         self._free.atexit = False  # the process's end frees it too
-        self._logits_RV = torch.empty(0, config.vocab_size)
+        self._logits_RV = np.empty((0, config.vocab_size), np.float32)
 
     @property
     def settings(self) -> Mapping[str, str]:
@@ -148,7 +147,7 @@ class NativeForward:
             block_table_stride=batch.block_tables_SB.shape[1],
             num_samples=num_samples,
             sample_tokens=address(inputs.sampling_tokens, np.int64),
-            logits=None if logits_RV is None else logits_RV.data_ptr(),
+            logits=address(logits_RV, np.float32),
             best_ids=address(best.ids_R, np.int64),
             best_logits=address(best.logits_R, np.float32),
             num_hidden=len(hidden_PD),
@@ -188,10 +187,10 @@ class NativeForward:
         """Let threads and KV cache go; no step may run any more. Being forgotten does the same."""
         self._free()
 
-    def _logits(self, num_rows: int) -> Tensor:
+    def _logits(self, num_rows: int) -> NDArray[np.float32]:
         """Return room for logits: used again, for fresh memory would be cleared page by page in each step."""
         if len(self._logits_RV) < num_rows:
-            self._logits_RV = torch.empty(num_rows, self.config.vocab_size)
+            self._logits_RV = np.empty((num_rows, self.config.vocab_size), np.float32)
         return self._logits_RV[:num_rows]
 
 

@@ -211,7 +211,7 @@ def _warm_up(forward: ForwardPass, limits: SchedulerConfig) -> None:
         block_size=limits.block_size,
         max_num_seqs=1,
         max_model_len=limits.max_model_len,
-        sampler=Sampler(forward.config.vocab_size, forward.device),
+        sampler=Sampler(forward.config.vocab_size),
     ).warm_up()
 
 

@@ -125,7 +125,7 @@ class DraftModelProposer(Proposer):
         max_catch_up_tokens: int = MAX_CATCH_UP_TOKENS,
     ) -> None:
         self.forward = forward
-        self._guesser = Guesser(forward.run, Sampler(forward.config.vocab_size, forward.device), vocab_size)
+        self._guesser = Guesser(forward.run, Sampler(forward.config.vocab_size), vocab_size)
         self._kv = DraftKV(num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs)
         self._near = block_size
         """Rows no further behind than this are not held back: they are so after any step with drafts."""

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
 from onbeat.core.request import TokenLogprobs
 from onbeat.engine.attention.base import IntArray
+from onbeat.engine.draw import Logits
 from onbeat.engine.forward import StepLogits
 from onbeat.engine.guided_draw import GuideOutcome
 from onbeat.engine.input_batch import wave_order
-from onbeat.engine.sampler import INVALID_TOKEN, BestTokens, SampledTokens, take_rows
+from onbeat.engine.sampler import INVALID_TOKEN, BestTokens, SampledTokens
 from onbeat.engine.sampling_row import SamplingRow
 
 _NO_DRAFT = INVALID_TOKEN - 1
@@ -48,11 +48,11 @@ class TokenSampler(Protocol):
         ...
 
     def sample(
-        self, logits_RV: Tensor | None, rows: list[SamplingRow], best: BestTokens | None = None
+        self, logits_RV: Logits | None, rows: list[SamplingRow], best: BestTokens | None = None
     ) -> SampledTokens: ...
 
     def score(
-        self, logits_RV: Tensor | None, token_ids: Sequence[int], num_alternatives: Sequence[int]
+        self, logits_RV: Logits | None, token_ids: Sequence[int], num_alternatives: Sequence[int]
     ) -> list[TokenLogprobs]:
         """Report tokens of prompts, with their ranks: one for each row of logits that nobody has changed."""
         ...
@@ -137,7 +137,7 @@ def _verify_in_waves(
             break
         indices = owners[places_C].tolist()
         sampled = sampler.sample(
-            take_rows(logits.values_RV, places_C.tolist()),
+            logits.values_RV[places_C],
             [rows[index] for index in indices],
             _select(logits.best, places_C),
         )

@@ -23,6 +23,7 @@ from onbeat.core.request import TokenLogprobs
 from onbeat.core.step import BatchShape
 from onbeat.engine.attention.base import AttentionBatch, IntArray
 from onbeat.engine.device import CPU
+from onbeat.engine.draw import Logits
 from onbeat.engine.forward import RowProducts, StepLogits
 from onbeat.engine.guided_draw import hold_to_grammars
 from onbeat.engine.input_batch import StepInputs
@@ -262,7 +263,7 @@ class StandInSampler:
 
     def sample(
         self,
-        logits_RV: Any,  # noqa: ARG002 -- there are none
+        logits_RV: Logits | None,  # noqa: ARG002 -- there are none
         rows: Sequence[SamplingRow],
         best: BestTokens | None = None,
     ) -> SampledTokens:
@@ -279,7 +280,7 @@ class StandInSampler:
 
     def score(
         self,
-        logits_RV: Any,  # noqa: ARG002 -- there are none
+        logits_RV: Logits | None,  # noqa: ARG002 -- there are none
         token_ids: Sequence[int],
         num_alternatives: Sequence[int],
     ) -> list[TokenLogprobs]:

@@ -74,7 +74,7 @@ def make_runner(forward: ForwardPass) -> ModelRunner:
         block_size=16,
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,
-        sampler=Sampler(VOCAB_SIZE, CPU),
+        sampler=Sampler(VOCAB_SIZE),
     )
 
 
