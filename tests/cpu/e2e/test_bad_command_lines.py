@@ -8,6 +8,7 @@ import re
 import resource
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from onbeat.cli.main import main
 from onbeat.engine.weights import parameter_shapes, read_model_config
 from onbeat.hub.files import ModelFiles
 from tests.cpu.e2e.program import environment, run_program, serving
@@ -23,19 +25,44 @@ from tests.cpu.e2e.tiny_directory import write_tiny_directory
 from tests.waiting import patience
 
 DUMMY = ("--load-format", "dummy", "--threads", "1")
+Refusal = Callable[..., str]
+"""Takes arguments of `onbeat serve`, and variables of the environment; returns the one line that is said."""
 
 
-def refusal(*arguments: str | Path, seconds: float = 30.0, **env: str | None) -> str:
-    """Run `onbeat serve`; return the one line that it says."""
+@pytest.fixture
+def refusal(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refusal:
+    """Run the command here, its engines in processes of their own: what the program adds is its start."""
+
+    def refuse(*arguments: str | Path, seconds: float = 30.0, **env: str) -> str:
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        with patience() as taken:
+            try:
+                code: object = main(["serve", "--port", "0", *map(str, arguments)])
+            except SystemExit as end:  # of what the parser does not know
+                code = end.code
+        assert taken.seconds < seconds
+        return line_of(code, *capfd.readouterr())
+
+    return refuse
+
+
+def program_refusal(*arguments: str | Path, seconds: float = 30.0, **env: str | None) -> str:
+    """Run the program itself."""
     with patience() as taken:
         run = run_program("serve", "--port", "0", *arguments, env=environment(**env))
-    assert run.returncode == 2, run.stderr
-    assert run.stdout == ""
-    assert run.stderr.count("\n") == 1, run.stderr
-    assert run.stderr.startswith(("onbeat: error: ", "onbeat serve: error: ")), run.stderr
-    assert "Traceback" not in run.stderr
     assert taken.seconds < seconds
-    return run.stderr
+    return line_of(run.returncode, run.stdout, run.stderr)
+
+
+def line_of(code: object, stdout: str, stderr: str) -> str:
+    """Return the one line that is said of bad input."""
+    assert code == 2, stderr
+    assert stdout == ""
+    assert stderr.count("\n") == 1, stderr
+    assert stderr.startswith(("onbeat: error: ", "onbeat serve: error: ")), stderr
+    assert "Traceback" not in stderr
+    return stderr
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +102,11 @@ def copy(directory: Path, target: Path, **config: Any) -> Path:
         pytest.param(["--config", "/no/config.yaml"], "/no/config.yaml", marks=pytest.mark.slow),
     ],
 )
-def test_flags(tiny_directory: Path, arguments: list[str], expected: str) -> None:
+def test_flags(refusal: Refusal, tiny_directory: Path, arguments: list[str], expected: str) -> None:
     assert expected in refusal(tiny_directory, *DUMMY, *arguments, seconds=10)
 
 
-def test_a_busy_port_is_known_before_the_model(tiny_directory: Path) -> None:
+def test_a_busy_port_is_known_before_the_model(refusal: Refusal, tiny_directory: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         error = refusal("/no/such/model", "--port", port, seconds=10)
@@ -87,7 +114,7 @@ def test_a_busy_port_is_known_before_the_model(tiny_directory: Path) -> None:
     assert "choose another --port" in error
 
 
-def test_a_key_that_is_not_the_certificates(tiny_directory: Path, tmp_path: Path) -> None:
+def test_a_key_that_is_not_the_certificates(refusal: Refusal, tiny_directory: Path, tmp_path: Path) -> None:
     def certificate(name: str) -> tuple[Path, Path]:
         key, cert = tmp_path / f"{name}.key", tmp_path / f"{name}.pem"
         keys = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=x")
@@ -111,12 +138,12 @@ def test_a_key_that_is_not_the_certificates(tiny_directory: Path, tmp_path: Path
         ("no model at all", "unknown model 'no model at all'"),
     ],
 )
-def test_a_model_that_is_not_there(name: str, expected: str) -> None:
+def test_a_model_that_is_not_there(refusal: Refusal, name: str, expected: str) -> None:
     assert expected in refusal(name, seconds=10)
 
 
 def test_a_hub_model_offline(tmp_path: Path) -> None:
-    error = refusal("some/model", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path), seconds=10)
+    error = program_refusal("some/model", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path), seconds=10)
     assert "offline mode is on" in error
 
 
@@ -125,19 +152,19 @@ def test_a_hub_that_does_not_answer(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=1) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         home = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": None}
-        error = refusal("some/model", HF_ENDPOINT=endpoint, seconds=20, **home)
+        error = program_refusal("some/model", HF_ENDPOINT=endpoint, seconds=20, **home)
     assert "cannot be reached" in error
 
 
-def test_a_directory_without_weights(tiny_directory: Path) -> None:
+def test_a_directory_without_weights(refusal: Refusal, tiny_directory: Path) -> None:
     assert "lacks *.safetensors" in refusal(tiny_directory, seconds=10)
 
 
-def test_an_empty_directory(tmp_path: Path) -> None:
+def test_an_empty_directory(refusal: Refusal, tmp_path: Path) -> None:
     assert "lacks config.json, tokenizer.json, *.safetensors" in refusal(tmp_path, seconds=10)
 
 
-def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused(refusal: Refusal, tmp_path: Path) -> None:
     path = write_tiny_directory(tmp_path / "model")
     (path / "pytorch_model.bin").write_bytes(pickle.dumps({"evil": 1}))
     assert "safetensors" in refusal(path)
@@ -147,7 +174,7 @@ def test_truncated_safetensors(weights_directory: Path, tmp_path: Path) -> None:
     path = copy(weights_directory, tmp_path / "model", max_position_embeddings=256)
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    assert "model.safetensors" in refusal(path)
+    assert "model.safetensors" in program_refusal(path)
 
 
 @pytest.mark.parametrize(
@@ -160,18 +187,18 @@ def test_truncated_safetensors(weights_directory: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_configuration_that_does_not_fit(
-    weights_directory: Path, tmp_path: Path, config: dict[str, Any], expected: str
+    refusal: Refusal, weights_directory: Path, tmp_path: Path, config: dict[str, Any], expected: str
 ) -> None:
     assert expected in refusal(copy(weights_directory, tmp_path / "model", **config))
 
 
-def test_a_configuration_that_is_no_json(weights_directory: Path, tmp_path: Path) -> None:
+def test_a_configuration_that_is_no_json(refusal: Refusal, weights_directory: Path, tmp_path: Path) -> None:
     path = copy(weights_directory, tmp_path / "model")
     (path / "config.json").write_text("{")
     assert "config.json: not valid JSON (Expecting property name" in refusal(path)
 
 
-def test_a_tokenizer_that_is_no_json(weights_directory: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_no_json(refusal: Refusal, weights_directory: Path, tmp_path: Path) -> None:
     path = copy(weights_directory, tmp_path / "model")
     (path / "tokenizer.json").write_text("{}")
     assert "tokenizer.json" in refusal(path)
@@ -180,7 +207,7 @@ def test_a_tokenizer_that_is_no_json(weights_directory: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "share", [0.0, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.001, 0.5)), 0.999]
 )
-def test_a_truncated_gguf(smollm2_gguf: Path, tmp_path: Path, share: float) -> None:
+def test_a_truncated_gguf(refusal: Refusal, smollm2_gguf: Path, tmp_path: Path, share: float) -> None:
     file = tmp_path / "model.gguf"
     with smollm2_gguf.open("rb") as whole:
         file.write_bytes(whole.read(int(smollm2_gguf.stat().st_size * share)))
@@ -191,7 +218,7 @@ def test_a_truncated_gguf(smollm2_gguf: Path, tmp_path: Path, share: float) -> N
     "content",
     [pytest.param(b"not a gguf file at all", marks=pytest.mark.slow), b"GGUF" + b"\xff" * 64],
 )
-def test_what_is_no_gguf(tmp_path: Path, content: bytes) -> None:
+def test_what_is_no_gguf(refusal: Refusal, tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(content)
     assert "model.gguf" in refusal(file)
@@ -221,13 +248,13 @@ def write_odd_gguf(file: Path, merge: str) -> Path:
     return file
 
 
-def test_an_unsupported_tensor_type(tmp_path: Path) -> None:
+def test_an_unsupported_tensor_type(refusal: Refusal, tmp_path: Path) -> None:
     error = refusal(write_odd_gguf(tmp_path / "model.gguf", merge="a b"))
     assert "IQ2_XXS" in error
     assert "Q4_K" in error  # what is supported
 
 
-def test_a_vocabulary_that_does_not_fit_together(tmp_path: Path) -> None:
+def test_a_vocabulary_that_does_not_fit_together(refusal: Refusal, tmp_path: Path) -> None:
     error = refusal(write_odd_gguf(tmp_path / "model.gguf", merge="a c"), seconds=10)
     assert "merge of 'a' and 'c'" in error
 
@@ -257,7 +284,9 @@ def test_a_vocabulary_that_does_not_fit_together(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_limits_that_cannot_be_kept(tiny_directory: Path, arguments: list[str], expected: str) -> None:
+def test_limits_that_cannot_be_kept(
+    refusal: Refusal, tiny_directory: Path, arguments: list[str], expected: str
+) -> None:
     assert expected in refusal(tiny_directory, *DUMMY, *arguments)
 
 
@@ -266,7 +295,9 @@ def test_too_little_memory_is_said_with_what_fits(tiny_directory: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (3_500_000_000, hard))  # programs started from here inherit it
     try:
-        error = refusal(tiny_directory, *DUMMY, "--kv-cache-memory-bytes", "3G", "--max-num-seqs", "512")
+        error = program_refusal(
+            tiny_directory, *DUMMY, "--kv-cache-memory-bytes", "3G", "--max-num-seqs", "512"
+        )
         assert "the limit of this process (ulimit -v or -d) leaves" in error
         found = re.search(r"what fits is (--kv-cache-memory-bytes) (\d+M)", error)
         assert found is not None, error
@@ -276,12 +307,14 @@ def test_too_little_memory_is_said_with_what_fits(tiny_directory: Path) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def test_cuda_where_there_is_none(tiny_directory: Path) -> None:
+def test_cuda_where_there_is_none(refusal: Refusal, tiny_directory: Path) -> None:
     assert "cuda" in refusal(tiny_directory, *DUMMY, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.parametrize("flag", ["--timeline", "--record"])
-def test_a_file_that_cannot_be_written_is_named_before_the_model_is_looked_for(flag: str) -> None:
+def test_a_file_that_cannot_be_written_is_named_before_the_model_is_looked_for(
+    refusal: Refusal, flag: str
+) -> None:
     assert f"{flag}: cannot write" in refusal("no/such-model", flag, "/dev/null/new/file")
 
 
@@ -293,7 +326,7 @@ def test_no_compiler_is_needed(tiny_directory: Path) -> None:
         assert server.metrics()["onbeat_requests_running"] == 0
 
 
-def test_more_replicas_than_memory_are_told_how_many_fit(tiny_directory: Path) -> None:
+def test_more_replicas_than_memory_are_told_how_many_fit(refusal: Refusal, tiny_directory: Path) -> None:
     line = refusal(
         tiny_directory, *DUMMY, "--replicas", "500", "--kv-cache-memory-bytes", "1G", "--dtype", "float32"
     )
