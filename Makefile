@@ -21,6 +21,9 @@ FAST := tests/pure tests/long tests/cpu tests/fleet tests/ray
 # Collecting all tests for the few that run last would take longer than these do.
 ALONE = $(shell grep -rl --include='test_*.py' 'pytest[.]mark[.]alone' $(FAST))
 
+# Tests start onbeat hundreds of times; without byte code at hand each start would compile all of it, for 0.6 s.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 # A second installer in the same environment would break it.
