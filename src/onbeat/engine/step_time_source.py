@@ -96,7 +96,8 @@ class _Chooser:
         if profile is not None:
             return self._profiled(profile, profile_path(directory, self._key))
         return self._roofline(
-            "there is no profile of this model on this machine; `onbeat profile MODEL` measures one in two minutes"
+            "there is no profile of this model on this machine; `onbeat profile MODEL` measures one in two "
+            "minutes"
         )
 
     def _profiled(self, profile: Profile, path: Path) -> StepTime:

@@ -71,9 +71,7 @@ def test_a_set_that_cannot_win_is_timed_no_further() -> None:
     assert [len(times[name]) for name in NAMES] == [3, 1, 1]
     assert timer.counts["wide", KINDS[0]] == 3
     assert timer.counts["old", KINDS[0]] == 1, "as slow as this is no disturbance"
-    assert choose_set(times) == SetChoice(
-        "new", "wide takes 3.10 times as long or more, old takes 100.00 times as long or more"
-    )
+    assert choose_set(times) == SetChoice("new", "wide 3.10x its time or more, old 100.00x its time or more")
     everything = time_sets(NAMES, KINDS, timer, gives_up=False)
     assert [len(everything[name]) for name in NAMES] == [3, 3, 3]
 
@@ -102,12 +100,10 @@ def never() -> SetTimes:
 def test_times_are_kept_by_what_they_depend_on(tmp_path: Path) -> None:
     file = SetTimesFile(tmp_path / "sets", {"processor": "A", "threads": 2})
     first = settle_set(NAMES, file, lambda: TIMES)
-    assert first == SetChoice(
-        "wide", "as timed now: new takes 2.00 times as long, old takes 6.00 times as long or more"
-    )
+    assert first == SetChoice("wide", "as timed now: new 2.00x its time, old 6.00x its time or more")
     again = settle_set(NAMES, SetTimesFile(tmp_path / "sets", {"processor": "A", "threads": 2}), never)
     assert again.instruction_set == "wide"
-    assert again.reason.startswith(f"as timed before ({file.path}): new takes 2.00 times")
+    assert again.reason.startswith(f"as timed before ({file.path}): new 2.00x its time")
     other = SetTimesFile(tmp_path / "sets", {"processor": "A", "threads": 3})
     assert settle_set(NAMES, other, lambda: {"new": [1.0], "wide": [1.0], "old": [1.0]})[0] == "new"
     assert settle_set(("wide", "old"), file, lambda: {"wide": [1.0], "old": [1.0]})[0] == "wide", "fewer sets"

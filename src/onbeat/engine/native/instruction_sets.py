@@ -120,7 +120,7 @@ def choose_set(times: SetTimes) -> SetChoice:
     quickest = min(complete, key=lambda name: scores[name], default=first)
     chosen = quickest if scores[quickest] <= 1 - LEAST_GAIN else first
     compared = [
-        f"{name} takes {scores[name] / scores[chosen]:.2f} times as long"
+        f"{name} {scores[name] / scores[chosen]:.2f}x its time"
         + ("" if len(times[name]) == num_kinds else " or more")
         for name in times
         if name != chosen

@@ -21,7 +21,7 @@ POLICY_HELP = (
 """Of the flag --autoscale-policy."""
 DOWN_SECONDS = 600.0
 DOWN_HELP = "a replica goes once the load has been low for so long"
-"""Of the flag --scale-down-seconds. A replica that goes costs its moves, and a start if it is wanted again."""
+"""Of the flag --scale-down-seconds. A replica that goes costs its moves, and a start if it comes back."""
 _LOOK_SECONDS = 1.0
 _COOL_DOWN = 0.1
 """Of the seconds for which the load has to be low: so long a replica stays after anything has changed."""
