@@ -82,6 +82,13 @@ def thread_advice(device: DeviceConfig) -> str | None:
     return numa.advice(os.sched_getaffinity(0), device.num_threads) if device.device.type == "cpu" else None
 
 
+def missed_gpu() -> str | None:
+    """Return what a GPU that is here lacks to be used; None where none is here, or torch is."""
+    if has_gpu() and find_spec("torch") is None:
+        return "this machine has a GPU, but torch is not installed: pip install 'onbeat[gpu]' to serve on it"
+    return None
+
+
 def device_name(device: DeviceConfig) -> str:
     """Return what the device calls itself."""
     if device.device.type == "cuda":

@@ -16,7 +16,7 @@ from onbeat.engine.backend import (
     choose_backend,
 )
 from onbeat.engine.container import FreeMemory
-from onbeat.engine.device import DeviceConfig, detect_device, free_memory, thread_advice
+from onbeat.engine.device import DeviceConfig, detect_device, free_memory, missed_gpu, thread_advice
 from onbeat.engine.engine_config import DEFAULT_GPU_UTILIZATION, EngineConfig
 from onbeat.engine.footprint import Footprint
 from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, block_bytes_of, giving_kv
@@ -203,6 +203,8 @@ def _remarks(
     """Yield lines on what of the checkpoint is rounded or left out, and on options of another engine."""
     plain = backend.plain_names() if isinstance(backend, KeepsQuantized) else checkpoint.names()
     yield from loading_remarks(checkpoint, plain, device.dtype)
+    if config.device == "auto" and (lacks := missed_gpu()) is not None:
+        yield lacks
     if isinstance(backend, MeasuresMemory):
         return
     if config.gpu_memory_utilization != DEFAULT_GPU_UTILIZATION:

@@ -13,7 +13,7 @@ import torch
 from onbeat.core.errors import ConfigError, MissingExtra
 from onbeat.engine import container, device
 from onbeat.engine.container import FreeMemory
-from onbeat.engine.device import CPU, Device, detect_device, free_memory
+from onbeat.engine.device import CPU, Device, detect_device, free_memory, missed_gpu
 from onbeat.engine.dtypes import BFLOAT16, DTYPES, FLOAT32
 
 
@@ -52,6 +52,7 @@ def test_cuda_without_torch_names_what_to_install(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(device, "has_gpu", lambda: True)
     assert detect_device("auto").device == CPU
+    assert "pip install 'onbeat[gpu]'" in str(missed_gpu())
     for name in ("cuda", "cuda:1", "h100-sxm"):
         with pytest.raises(MissingExtra, match=f"'{name}' needs 'torch'.*onbeat\\[gpu\\]"):
             detect_device(name)
