@@ -1,4 +1,4 @@
-"""Relative links of the documents lead to a file, and their anchors to a heading of it."""
+"""Relative links of the documents lead to a file, and their anchors to a heading; the index has every document."""
 
 from __future__ import annotations
 
@@ -32,3 +32,14 @@ def test_links_lead_somewhere(document: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert not broken
+
+
+def test_the_index_names_each_document_once_a_reader() -> None:
+    index = (ROOT / "docs/README.md").read_text()
+    listed = {
+        part.splitlines()[0]: re.findall(r"^- \[[^]]*\]\(([^)]*)\)", part, re.MULTILINE)
+        for part in index.split("\n## ")[1:]
+    }
+    assert all(len(names) == len(set(names)) for names in listed.values())
+    documents = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert documents - {"README.md"} <= {name for names in listed.values() for name in names}
