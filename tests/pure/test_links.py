@@ -1,4 +1,4 @@
-"""Relative links of the documents lead to a file, and their anchors to a heading; the index has every document."""
+"""Relative links of documents lead to a file, their anchors to a heading; the index has every document."""
 
 from __future__ import annotations
 
