@@ -248,6 +248,8 @@ class StepStats:
     is_drifting: bool | None = None
     """Whether recent steps have left the step-time model as it was before it corrected itself; None without
     a model that watches for it."""
+    num_kept_blocks: int = 0
+    """Blocks of KV that is kept for calls to come of open jobs; none of these is used."""
     budget_seconds: float | None = None
     """Time that the policy allowed the step; None where it plans by tokens, or nothing bound it."""
     budget_request_id: str | None = None

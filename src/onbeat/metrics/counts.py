@@ -39,6 +39,7 @@ class EngineGauges:
     num_running: int = 0
     num_waiting: int = 0
     num_used_blocks: int = 0
+    num_kept_blocks: int = 0
     num_blocks: int = 0
     step_seconds: float = 0.0
     predicted_wait: float | None = None
@@ -52,6 +53,7 @@ class EngineGauges:
         """Take in a step."""
         self.num_running, self.num_waiting = stats.num_running, stats.num_waiting
         self.num_used_blocks, self.num_blocks = stats.num_used_blocks, stats.num_blocks
+        self.num_kept_blocks = stats.num_kept_blocks
         self.step_seconds = stats.end - stats.start
         self.predicted_wait = None if stats.scheduler is None else stats.scheduler.predicted_wait
         self.is_drifting = stats.is_drifting
@@ -61,7 +63,8 @@ class EngineGauges:
 
     def on_loss(self) -> None:
         """Forget what ended with the process."""
-        self.num_running = self.num_waiting = self.num_used_blocks = self.num_blocks = 0
+        self.num_running = self.num_waiting = self.num_blocks = 0
+        self.num_used_blocks = self.num_kept_blocks = 0
         self.step_seconds, self.predicted_wait, self.is_drifting = 0.0, None, None
 
 
@@ -245,6 +248,11 @@ class RunCounts:
     def num_used_blocks(self) -> int:
         """Blocks held as of the last step; none once no request is open."""
         return sum(each.num_used_blocks for each in self.engines.values()) if self.num_open else 0
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Blocks kept for calls to come of open jobs, as of the last step."""
+        return sum(each.num_kept_blocks for each in self.engines.values()) if self.jobs.num_open else 0
 
     @property
     def kv_usage(self) -> float:

@@ -151,6 +151,7 @@ class MetricsExporter(Collector):
         yield gauge("onbeat_requests_running", "Requests in the batch", counts.num_running)
         yield gauge("onbeat_requests_waiting", "Requests in the queue", counts.num_waiting)
         yield gauge("onbeat_kv_blocks_used", "KV cache blocks held by requests", counts.num_used_blocks)
+        yield gauge("onbeat_kv_blocks_kept", "KV cache blocks kept for calls to come", counts.num_kept_blocks)
         yield gauge("onbeat_kv_blocks", "KV cache blocks in all", counts.num_blocks)
         for name, text, value in (
             ("step_mbu_ratio", "Of the memory bandwidth, what the last step used", counts.last_mbu),

@@ -116,6 +116,8 @@ class JobsView:
     by_outcome: Mapping[str, float]
     in_calls: float | None
     """Share of the time of ended jobs in which calls were open; None before any ended."""
+    kept_kv: float | None
+    """Share of the KV cache that is kept for calls to come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +259,13 @@ def _jobs(scrape: Scrape) -> JobsView | None:
     between = scrape.total("onbeat_job_seconds_total", part="between") or 0.0
     if not num_open and not by_outcome:
         return None
-    return JobsView(num_open, by_outcome, in_calls / (in_calls + between) if in_calls else None)
+    kept, blocks = scrape.value("onbeat_kv_blocks_kept"), scrape.value("onbeat_kv_blocks")
+    return JobsView(
+        num_open,
+        by_outcome,
+        in_calls=in_calls / (in_calls + between) if in_calls else None,
+        kept_kv=kept / blocks if kept is not None and blocks else None,
+    )
 
 
 def _info(scrape: Scrape) -> dict[str, str]:

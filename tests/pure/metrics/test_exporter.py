@@ -120,6 +120,18 @@ def test_gauges_follow_requests_between_steps(counts: RunCounts) -> None:
     assert gauges() == (0, 0, 0), "its reader is slow; the engine has done with it"
 
 
+def test_kv_is_kept_for_open_jobs_only(counts: RunCounts) -> None:
+    tracker = RequestTracker([counts])
+    step(tracker, StepOutputs(2.0, [], stats(1.0, 2.0, num_kept_blocks=30)))
+
+    def kept() -> float:
+        return shown_by(MetricsExporter(counts, model_name="m"))["onbeat_kv_blocks_kept"]
+
+    assert kept() == 0, "the job has ended since"
+    counts.jobs.num_open = 1
+    assert kept() == 30
+
+
 def test_predictions_and_utilisation_are_absent_where_nobody_predicts(counts: RunCounts) -> None:
     run_one(RequestTracker([counts]))
     got = shown_by(MetricsExporter(counts, model_name="m"))
