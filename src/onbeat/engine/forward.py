@@ -27,9 +27,9 @@ class StepLogits:
 
     values_RV: Logits | None
     """On the host: float32 (float64 in a float64 model), contiguous, may be modified; None where nobody wants
-    them."""
+    them. Rows that have got a token (`BestTokens.is_chosen_R`) hold anything."""
     best: BestTokens | None = None
-    """Where the forward pass found them on the way."""
+    """Where the forward pass found them on the way, or chose for the rows that are plain (`SamplingRow`)."""
     seconds: float | None = None
     """How long the pass took, where it was measured inside."""
     hidden_PD: NDArray[Any] | None = None

@@ -18,7 +18,6 @@ from onbeat.core.step import AdmittedRequest, ScheduledRequest
 from onbeat.engine.attention.base import IntArray
 from onbeat.engine.forward import StepLogits
 from onbeat.engine.input_batch import InputBatch, StepInputs
-from onbeat.engine.sampler import BestTokens
 from onbeat.engine.speculation.verifier import TokenSampler
 
 MOST_LOGIT_BYTES = 64 << 20
@@ -155,5 +154,5 @@ class ScoredTokens:
         return replace(
             logits,
             values_RV=None if values_NV is None else values_NV[:first],
-            best=None if best is None else BestTokens(best.ids_R[:first], best.logits_R[:first]),
+            best=None if best is None else best.take(slice(first)),
         )

@@ -61,12 +61,19 @@ class SampledTokens:
 
 
 class BestTokens(NamedTuple):
-    """Each row's most likely token, found where the logits were computed."""
+    """Each row's most likely token, found where the logits were computed; or what was drawn there."""
 
     ids_R: NDArray[np.int64]
     """The lowest id of equals."""
     logits_R: Logits
-    """Its logit; NaN where any logit of the row is NaN."""
+    """The largest logit; NaN where any logit of the row is NaN."""
+    is_chosen_R: NDArray[np.bool_] | None = None
+    """Whether the token is what the row gets, so that nobody needs its logits; None: of no row."""
+
+    def take(self, rows: NDArray[np.int64] | slice) -> BestTokens:
+        """Return those of some rows."""
+        chosen_R = None if self.is_chosen_R is None else self.is_chosen_R[rows]
+        return BestTokens(self.ids_R[rows], self.logits_R[rows], chosen_R)
 
 
 class Sampler:
@@ -82,15 +89,11 @@ class Sampler:
 
     def needs_logits(self, rows: Sequence[SamplingRow]) -> bool:
         """Whether more than each row's most likely token is needed to choose."""
-        return not all(
-            row.is_greedy and not (row.asks_logprobs or row.edits_logits or row.is_guided) for row in rows
-        )
+        return not all(row.is_greedy and row.is_plain for row in rows)
 
     def is_plain(self, rows: Sequence[SamplingRow]) -> bool:
         """Whether no row wants more than a token by temperature, top-k, top-p, min-p and its number."""
-        if all(map(_NEVER_NEEDS_LOGITS, rows)):
-            return True
-        return not any(row.asks_logprobs or row.edits_logits or row.is_guided for row in rows)
+        return all(map(_NEVER_NEEDS_LOGITS, rows)) or all(row.is_plain for row in rows)
 
     def sample(
         self, logits_RV: Logits | None, rows: Sequence[SamplingRow], best: BestTokens | None = None
@@ -100,7 +103,8 @@ class Sampler:
         Parameters
         ----------
         logits_RV : [rows, vocabulary], float32 or float64, contiguous; may be modified. None where the best
-            tokens suffice (`needs_logits`).
+            tokens suffice (`needs_logits`). Rows that have got a token (`BestTokens.is_chosen_R`) may hold
+            anything.
         rows : the requests, one per row of logits.
         best : the most likely token of each row of these logits, where it is known already.
 
@@ -119,7 +123,9 @@ class Sampler:
             _check(sampled, index, peak, "the model produced invalid logits")
         if logits_RV is None:
             return sampled
-        lines = {index: logits_V for index, logits_V in enumerate(logits_RV) if index not in sampled.errors}
+        chosen = np.zeros(len(rows), np.bool_) if best.is_chosen_R is None else best.is_chosen_R
+        left = [index for index in np.flatnonzero(~chosen).tolist() if index not in sampled.errors]
+        lines = {index: logits_RV[index] for index in left}
         originals = _edited(lines, rows, sampled)
         _draw(lines, rows, sampled)
         _hold_to_grammars(lines, rows, sampled)

@@ -125,6 +125,11 @@ class SamplingRow:
         )
 
     @property
+    def is_plain(self) -> bool:
+        """Whether this step's token takes no more than a draw."""
+        return self.is_always_plain or not (self.asks_logprobs or self.edits_logits or self.is_guided)
+
+    @property
     def banned_token_ids(self) -> TokenIds:
         """Tokens that would complete one of `bad_words` behind the output so far."""
         output, words = self.output_token_ids, self.params.bad_words

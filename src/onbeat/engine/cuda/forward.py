@@ -1,6 +1,7 @@
 """The forward pass on a GPU: decode steps by captured graphs, all others operator by operator.
 
-Legend: T tokens of the step, R rows that decode, N rows that sample, V vocabulary.
+Legend: T tokens of the step, R rows that decode, N rows that sample, C those of them that are copied
+to the host, V vocabulary.
 """
 
 # ruff: noqa: N815 -- tensor names carry shape suffixes
@@ -13,7 +14,9 @@ from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -37,6 +40,7 @@ from onbeat.engine.cuda.step_packer import PackedStep, StepPacker
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream, Mark
 from onbeat.engine.cuda.weights import CudaWeights
 from onbeat.engine.device import Device, wait_for
+from onbeat.engine.draw import Logits
 from onbeat.engine.forward import ChosenTokens, RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_cache import KVCacheSpec
@@ -161,28 +165,37 @@ class CudaForward:
         }
 
     @torch.inference_mode()
-    def run(
-        self,
-        inputs: StepInputs,
-        *,
-        wants_logits: bool,  # noqa: ARG002 -- always computed
-    ) -> StepLogits:
-        """Run one step to its end; see `ForwardPass.run`. Logits are valid until the next step."""
+    def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
+        """Run one step to its end; see `ForwardPass.run`.
+
+        The device chooses for the rows that want no more than a draw, and the logits of the others alone are
+        copied to the host. Of drafts and of tokens of prompts all are.
+        """
         buffers: list[_Buffers] = []
-        launched = self._submit(inputs, lambda packed: buffers.append(self._queue(packed)), chooses=False)
-        found, num_samples = launched.wait(), len(inputs.sampling_tokens)
-        if not num_samples:
-            return StepLogits(None)
-        logits_NV = buffers[0].logits_NV
-        if launched.packed.size is not None and not launched.packed.is_each_row_sampled:
-            logits_NV = logits_NV.index_select(
-                0, torch.from_numpy(inputs.sampling_tokens).to(self.weights.device)
-            )
-        return StepLogits(logits_NV[:num_samples].cpu().numpy(), found)
+        num_samples = len(inputs.sampling_tokens)
+        is_plain_N = None
+        if wants_logits and len(inputs.sampling_rows) == num_samples:
+            is_plain_N = np.array([row.is_plain for row in inputs.sampling_rows], np.bool_)
+        launched = self._submit(inputs, lambda packed: buffers.append(self._queue(packed)), is_plain_N)
+        found = launched.wait()
+        if not (num_samples and wants_logits):
+            return StepLogits(None, found if num_samples else None)
+        places_N = np.arange(num_samples) if launched.packed.size is None else inputs.sampling_tokens
+        if is_plain_N is None:
+            return StepLogits(self._on_host(buffers[0].logits_NV, places_N), found)
+        copied_CV = self._on_host(buffers[0].logits_NV, places_N[~is_plain_N])
+        values_NV = np.empty((num_samples, copied_CV.shape[1]), copied_CV.dtype)
+        values_NV[~is_plain_N] = copied_CV
+        return StepLogits(values_NV, found._replace(is_chosen_R=is_plain_N))
+
+    def _on_host(self, logits_NV: Tensor, places: IntArray) -> Logits:
+        where = torch.from_numpy(places).to(self.weights.device)
+        copied_CV: Logits = logits_NV.index_select(0, where).cpu().numpy()
+        return copied_CV
 
     def launch(self, inputs: StepInputs) -> ChosenTokens:
         """Queue a step that chooses its rows' tokens; see `LaunchesSteps.launch`."""
-        return self._submit(inputs, self._queue, chooses=True)
+        return self._submit(inputs, self._queue, np.ones(len(inputs.sampling_rows), np.bool_))
 
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored keys and values of blocks finite; see `ForwardPass.scrub`."""
@@ -203,10 +216,13 @@ class CudaForward:
         """Let go of nothing: memory goes with the object."""
 
     def _submit(
-        self, inputs: StepInputs, queue: Callable[[PackedStep], object], *, chooses: bool
+        self,
+        inputs: StepInputs,
+        queue: Callable[[PackedStep], object],
+        drawn_N: NDArray[np.bool_] | None,
     ) -> _Launched:
         entry = self._ring.take()
-        packed = self._packer.pack(inputs, entry, chooses=chooses)
+        packed = self._packer.pack(inputs, entry, drawn_N)
         try:
             with _failures_in_words(packed):
                 self._stream.run(lambda: queue(packed))

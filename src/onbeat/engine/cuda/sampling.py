@@ -33,20 +33,27 @@ class SlotSettings:
         self._stream_starts_S = np.zeros(num_slots, np.uint64)
         self._num_prompt_tokens_S = np.zeros(num_slots, np.int64)
 
-    def write(self, inputs: StepInputs, parts: StepWords, places: IntArray | slice) -> bool:
+    def write(
+        self,
+        inputs: StepInputs,
+        parts: StepWords,
+        places: IntArray | slice,
+        drawn_N: NDArray[np.bool_],
+    ) -> bool:
         """Write how the step's rows choose; return whether any of them is random.
 
         Parameters
         ----------
         parts : what the device reads; of sampling rows that are not in `places`, nothing is drawn.
         places : where each of the step's sampling rows is among those of `parts`.
+        drawn_N : of these, which are drawn if they are random; the others get the most likely token.
         """
         slots_N = inputs.sampling_slots
         known = self._rows
         for slot, row in zip(slots_N.tolist(), inputs.sampling_rows, strict=True):
             if known[slot] is not row:
                 self._learn(slot, row)
-        temperatures_N = self._temperatures_S[slots_N]
+        temperatures_N = self._temperatures_S[slots_N] * drawn_N
         if not temperatures_N.any():
             return False
         for part, nothing, wanted_N in (

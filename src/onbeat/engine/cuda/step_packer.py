@@ -48,11 +48,6 @@ class PackedStep:
         """Rows of the step, with those of padding."""
         return self.counts.decodes + (0 if self.chunks is None else len(self.chunks.query_lens_R))
 
-    @property
-    def is_each_row_sampled(self) -> bool:
-        """Whether the packed tokens are the sampling ones, in their order."""
-        return bool((self.sampling_tokens == np.arange(len(self.sampling_tokens))).all())
-
     def best_tokens(self) -> BestTokens:
         """Return what came back of each sampling row, once the step is done."""
         rows = slice(None) if self.size is None else self.sampling_tokens
@@ -87,23 +82,29 @@ class StepPacker:
         self._pad(host_words(words, counts), 0, 0)
         return words
 
-    def pack(self, inputs: StepInputs, entry: RingEntry, *, chooses: bool) -> PackedStep:
+    def pack(self, inputs: StepInputs, entry: RingEntry, drawn_N: NDArray[np.bool_] | None) -> PackedStep:
         """Write a step's words into a ring entry.
 
         Parameters
         ----------
-        chooses : whether the device chooses tokens and remembers them for their slots.
+        drawn_N : whether the device draws the token of each sampling row that is random, where it remembers
+            tokens for their slots; None where it only finds the most likely ones.
         """
         batch = inputs.attention
         num_rows = len(batch.slots_R)
         places, blocks = self._mirror.changes(batch.block_tables_SB, batch.slots_R, batch.context_lens_R)
         is_decode = num_rows == len(inputs.token_ids_T)
         if is_decode and num_rows <= self._sizes[-1]:
-            return self._pack_decodes(inputs, entry, places, blocks, chooses=chooses)
-        return self._pack_eager(inputs, entry, places, blocks, chooses=chooses)
+            return self._pack_decodes(inputs, entry, places, blocks, drawn_N)
+        return self._pack_eager(inputs, entry, places, blocks, drawn_N)
 
     def _pack_decodes(
-        self, inputs: StepInputs, entry: RingEntry, places: IntArray, blocks: Int32Array, *, chooses: bool
+        self,
+        inputs: StepInputs,
+        entry: RingEntry,
+        places: IntArray,
+        blocks: Int32Array,
+        drawn_N: NDArray[np.bool_] | None,
     ) -> PackedStep:
         batch = inputs.attention
         num_rows = len(batch.slots_R)
@@ -122,11 +123,16 @@ class StepPacker:
         parts.update_places_U[:num_updates] = places[:num_updates]
         parts.update_blocks_U[:num_updates] = blocks[:num_updates]
         self._pad(parts, num_rows, num_updates)
-        is_random = self._choose(inputs, parts, inputs.sampling_tokens, chooses=chooses)
+        is_random = self._choose(inputs, parts, inputs.sampling_tokens, drawn_N)
         return PackedStep(entry, views, counts, size, inputs.sampling_tokens, None, late, is_random)
 
     def _pack_eager(
-        self, inputs: StepInputs, entry: RingEntry, places: IntArray, blocks: Int32Array, *, chooses: bool
+        self,
+        inputs: StepInputs,
+        entry: RingEntry,
+        places: IntArray,
+        blocks: Int32Array,
+        drawn_N: NDArray[np.bool_] | None,
     ) -> PackedStep:
         batch = inputs.attention
         is_decode_R = (batch.query_lens_R == 1) & self._decodes_apart
@@ -144,7 +150,7 @@ class StepPacker:
         parts.lens_R[:] = batch.context_lens_R[is_decode_R]
         parts.slots_R[:] = batch.slots_R[is_decode_R]
         parts.sampled_N[:] = places_T[inputs.sampling_tokens]
-        is_random = self._choose(inputs, parts, slice(None), chooses=chooses)
+        is_random = self._choose(inputs, parts, slice(None), drawn_N)
         parts.update_places_U[:] = places[:num_updates]
         parts.update_blocks_U[:] = blocks[:num_updates]
         chunks = None
@@ -153,14 +159,18 @@ class StepPacker:
         return PackedStep(entry, views, counts, None, inputs.sampling_tokens, chunks, late, is_random)
 
     def _choose(
-        self, inputs: StepInputs, parts: StepWords, places: IntArray | slice, *, chooses: bool
+        self,
+        inputs: StepInputs,
+        parts: StepWords,
+        places: IntArray | slice,
+        drawn_N: NDArray[np.bool_] | None,
     ) -> bool:
         """Write for which slots tokens are chosen, and how; return whether any is drawn."""
         parts.write_slots_N[:] = self._options.padding_slot
-        if not chooses:
+        if drawn_N is None:
             return False
         parts.write_slots_N[places] = inputs.sampling_slots
-        return self._settings.write(inputs, parts, places)
+        return self._settings.write(inputs, parts, places, drawn_N)
 
     def forget(self) -> None:
         """Know nothing of the device's block tables any more: a step failed, and may have changed none."""

@@ -24,7 +24,6 @@ from typing import Protocol
 import numpy as np
 
 from onbeat.core.request import TokenLogprobs
-from onbeat.engine.attention.base import IntArray
 from onbeat.engine.draw import Logits
 from onbeat.engine.forward import StepLogits
 from onbeat.engine.guided_draw import GuideOutcome
@@ -139,7 +138,7 @@ def _verify_in_waves(
         sampled = sampler.sample(
             logits.values_RV[places_C],
             [rows[index] for index in indices],
-            _select(logits.best, places_C),
+            None if logits.best is None else logits.best.take(places_C),
         )
         if verified.guides is not None and sampled.guides is not None:
             verified.guides.add(sampled.guides, indices)
@@ -147,10 +146,6 @@ def _verify_in_waves(
             token_id = _take(verified, rows, index, sampled, place)
             is_alive[index] = wave < len(drafts[index]) and token_id == drafts[index][wave]
     return verified
-
-
-def _select(best: BestTokens | None, places_C: IntArray) -> BestTokens | None:
-    return None if best is None else BestTokens(best.ids_R[places_C], best.logits_R[places_C])
 
 
 def _take(

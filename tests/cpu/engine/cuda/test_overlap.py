@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,8 @@ from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.stream import DeviceStream
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.executor import PendingStep, ThreadExecutor
-from onbeat.engine.forward import ForwardPass
+from onbeat.engine.forward import ForwardPass, StepLogits
+from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.torch_backend import TorchForward
@@ -51,7 +53,7 @@ def weights() -> CudaWeights:
     return load_weights(StateCheckpoint(hf_tiny_model("llama3", torch.float64)), torch.float64, CPU)
 
 
-def on_fake_device(stream: DeviceStream) -> CudaForward:
+def on_fake_device(stream: DeviceStream, kind: type[CudaForward] = CudaForward) -> CudaForward:
     options = CudaOptions(
         num_blocks=NUM_BLOCKS,
         block_size=16,
@@ -60,7 +62,7 @@ def on_fake_device(stream: DeviceStream) -> CudaForward:
         max_num_batched_tokens=64,
     )
     kernels = ReferenceKernels(kernel_sizes(weights(), options))
-    return CudaForward(weights(), kernels, EagerGraphs(), options, stream=stream)
+    return kind(weights(), kernels, EagerGraphs(), options, stream=stream)
 
 
 def on_reference() -> TorchForward:
@@ -179,6 +181,29 @@ def test_steps_that_need_the_host_fit_in_between(seed: int) -> None:
     overlapped = run(make_runner(on_fake_device(stream)), steps, depth=2)
     assert stream.most_behind >= 2
     assert overlapped == run(make_runner(on_reference()), steps, depth=1)
+
+
+class CopyingForward(CudaForward):
+    """Spoils the logits of rows that have got a token, and notes how many rows have not."""
+
+    copied: tuple[tuple[int, int], ...] = ()
+
+    def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
+        logits = super().run(inputs, wants_logits=wants_logits)
+        if logits.values_RV is not None and logits.best is not None:
+            chosen_R = logits.best.is_chosen_R
+            assert chosen_R is not None
+            logits.values_RV[chosen_R] = np.nan
+            self.copied += ((int((~chosen_R).sum()), len(chosen_R)),)
+        return logits
+
+
+def test_rows_that_only_draw_keep_their_logits_on_the_device() -> None:
+    steps = Plan(3, SETTINGS + SERIAL_SETTINGS).steps(60)
+    forward = on_fake_device(FakeStream(), CopyingForward)
+    assert isinstance(forward, CopyingForward)
+    assert run(make_runner(forward), steps, depth=2) == run(make_runner(on_reference()), steps, depth=1)
+    assert any(0 < num_copied < num_rows for num_copied, num_rows in forward.copied)
 
 
 def serve(forward: ForwardPass, depth: int, make: Callable[[int], SamplingParams]) -> list[list[int]]:
