@@ -8,7 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import aiohttp
 import openai
@@ -17,29 +17,11 @@ import uvicorn
 from fastapi import FastAPI
 from openai.types.chat import ChatCompletionMessageParam
 
-from onbeat.server.app import create_app
 from onbeat.server.run import bind, uvicorn_config
 from onbeat.server.server_config import ServerConfig
-from onbeat.server.telemetry import Telemetry
-from onbeat.text.chat_template import ChatTemplate
+from tests.cpu.server.fake_app import TEMPLATE, make_app
 from tests.fakes_engine import ByteTokenizer, FakeEngine
 from tests.waiting import until
-
-if TYPE_CHECKING:
-    from onbeat.cluster.client import FleetClient
-
-TEMPLATE = (
-    "{% for m in messages %}"
-    "{% if m.role == 'user' and m.content == 'refuse' %}{{ raise_exception('no such talk') }}{% endif %}"
-    "{% if m.role == 'king' %}{{ raise_exception('kings have no say') }}{% endif %}"
-    "{% if m.content == 'show' %}{{ shown | tojson }}{% endif %}"
-    "[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}\n"
-    "{% endfor %}"
-    "{% if enable_thinking is defined %}"
-    "{% if enable_thinking %}<thinking>{{ reasoning_effort }}{% else %}<no thinking>{% endif %}"
-    "{% endif %}"
-    "{% if add_generation_prompt %}[assistant]{% if loud %}!{% endif %}{% endif %}"
-)
 
 REFUSAL_FIELDS = {"predicted_job_ms", "reason", "predicted_ttft_ms", "slo"}
 """What the error of a request has whose objectives cannot be kept."""
@@ -128,26 +110,6 @@ async def named_events(served: Served, path: str, body: dict[str, Any]) -> list[
         name, data = part.split("\n")
         events.append((name.removeprefix("event: "), orjson.loads(data.removeprefix("data: "))))
     return events
-
-
-def make_app(
-    engine: FakeEngine,
-    config: ServerConfig,
-    *,
-    tokenizer: ByteTokenizer | None = None,
-    template: str | None = TEMPLATE,
-    has_fleet: bool = False,
-) -> FastAPI:
-    fleet = cast("FleetClient", engine) if has_fleet else None
-    telemetry = Telemetry(
-        config,
-        engine.info.model_name,
-        proposer=engine.info.speculation,
-        fleet_counts=None if fleet is None else fleet.counts,
-    )
-    engine.add_observer(telemetry.tracker)
-    compiled = None if template is None else ChatTemplate(template, bos_token="<bos>", eos_token="<eos>")
-    return create_app(engine, tokenizer or ByteTokenizer(), compiled, config, telemetry, fleet=fleet)
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from onbeat.core.errors import ConfigError
 from onbeat.server.run import bind, serve
 from onbeat.server.server_config import ServerConfig
-from tests.cpu.server.running import make_app
+from tests.cpu.server.fake_app import make_app
 from tests.fakes_engine import FakeEngine, Script
 
 

@@ -23,7 +23,8 @@ from onbeat.core.errors import ConfigError
 from onbeat.server.connection import BoundedConnection
 from onbeat.server.run import bind, check_tls, serve
 from onbeat.server.server_config import ServerConfig
-from tests.cpu.server.running import HELLO, make_app, parse_events
+from tests.cpu.server.fake_app import make_app
+from tests.cpu.server.running import HELLO, parse_events
 from tests.fakes_engine import FakeEngine
 from tests.waiting import at_most, until
 

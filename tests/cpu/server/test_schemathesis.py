@@ -22,7 +22,7 @@ from onbeat.core.fleet import ReplicaLoad, ReplicaView
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.server.app import ENDPOINTS
 from onbeat.server.server_config import ServerConfig
-from tests.cpu.server.running import make_app
+from tests.cpu.server.fake_app import make_app
 from tests.fakes_engine import VOCAB_SIZE, FakeEngine
 from tests.many_cases import Cases, each_case
 

@@ -7,7 +7,8 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.server.server_config import ServerConfig
 from tests.cpu.server.asking import CHAT, TEXT, check
-from tests.cpu.server.running import HELLO, Served, make_app
+from tests.cpu.server.fake_app import make_app
+from tests.cpu.server.running import HELLO, Served
 from tests.fakes_engine import FakeEngine
 
 
