@@ -13,6 +13,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
+import pytest_asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,6 +105,26 @@ async def served_fleet(num_replicas: int = 1, **fields: Any) -> AsyncIterator[Se
         yield served
 
 
+# What tests of one server share: they leave nothing open, and what it remembers of earlier requests makes no
+# turn shorter.
+shared = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet_server() -> AsyncIterator[Served]:
+    async with served_fleet() as served:
+        yield served
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def old_server() -> AsyncIterator[Served]:
+    """A server that has done much; what is asked of it changes nothing."""
+    async with served_fleet(metrics_aliases="vllm") as served:
+        for number in range(20_000):
+            _end_one(served, number)
+        yield served
+
+
 async def test_no_prompt_that_is_routed_by_its_prefix_holds_up_the_event_loop() -> None:
     body = json.dumps({"prompt": [5] * (MAX_JSON_VALUES - 100), "n": 16, "max_tokens": 1}).encode()
     async with served_fleet(2) as served:
@@ -131,12 +152,12 @@ async def test_a_client_that_leaves_512_choices_does_not_hold_up_the_event_loop(
         assert (await quickly(leave_and_wait)).json == {"server_load": 0}
 
 
+@shared
 @pytest.mark.parametrize("name", ANSWERS)
-async def test_no_answer_holds_up_the_event_loop(name: str) -> None:
+async def test_no_answer_holds_up_the_event_loop(fleet_server: Served, name: str) -> None:
     path, fields = ANSWERS[name]
     body = json.dumps({"ignore_eos": True, **fields}).encode()
-    async with served_fleet() as served:
-        answer = await quickly(lambda: post_from_outside(served, path, body))
+    answer = await quickly(lambda: post_from_outside(fleet_server, path, body))
     assert answer.status == 200, answer.body[:500]
     if fields.get("stream"):
         parts = [part for part in parse_events(answer.body)[:-1] if part["choices"]]
@@ -150,25 +171,26 @@ async def test_no_answer_holds_up_the_event_loop(name: str) -> None:
         assert {choice["finish_reason"] for choice in choices} == {"length"}
 
 
-async def test_no_response_holds_up_the_event_loop() -> None:
+@shared
+async def test_no_response_holds_up_the_event_loop(fleet_server: Served) -> None:
     fields = {"input": MANY_ITEMS, "max_output_tokens": 1000, "top_logprobs": 20, "ignore_eos": True}
     body = json.dumps({**fields, "include": ["message.output_text.logprobs"], "stream": True}).encode()
-    async with served_fleet() as served:
-        answer = await quickly(lambda: post_from_outside(served, "/v1/responses", body))
+    answer = await quickly(lambda: post_from_outside(fleet_server, "/v1/responses", body))
     assert answer.status == 200, answer.body[:500]
     last = json.loads(answer.body.rpartition(b"\ndata: ")[2])
     assert (last["type"], last["response"]["usage"]["output_tokens"]) == ("response.incomplete", 1000)
 
 
-async def test_no_message_of_anthropics_api_holds_up_the_event_loop() -> None:
+@shared
+async def test_no_message_of_anthropics_api_holds_up_the_event_loop(fleet_server: Served) -> None:
     fields = {"model": "fake", "messages": MANY_ITEMS, "max_tokens": 1000, "ignore_eos": True}
-    async with served_fleet() as served:
-        body = json.dumps(fields).encode()
-        answer = await quickly(lambda: post_from_outside(served, "/v1/messages", body))
+    body = json.dumps(fields).encode()
+    answer = await quickly(lambda: post_from_outside(fleet_server, "/v1/messages", body))
     assert answer.status == 200, answer.body[:500]
     assert (answer.json["stop_reason"], answer.json["usage"]["output_tokens"]) == ("max_tokens", 1000)
 
 
+@shared
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -181,12 +203,11 @@ async def test_no_message_of_anthropics_api_holds_up_the_event_loop() -> None:
         ("/docs", None),
     ],
 )
-async def test_no_other_route_holds_up_the_event_loop(path: str, body: dict[str, Any] | None) -> None:
+async def test_no_other_route_holds_up_the_event_loop(
+    old_server: Served, path: str, body: dict[str, Any] | None
+) -> None:
     data = None if body is None else json.dumps(body).encode()
-    async with served_fleet(metrics_aliases="vllm") as served:
-        for number in range(20_000):
-            _end_one(served, number)
-        answer = await quickly(lambda: post_from_outside(served, path, data))
+    answer = await quickly(lambda: post_from_outside(old_server, path, data))
     assert answer.status == 200
     if path == "/metrics":
         assert b'onbeat_slo_requests_total{outcome="bad",slo_class="batch"} 20000.0' in answer.body
