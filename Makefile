@@ -93,17 +93,17 @@ clean: ## Remove the environment and everything generated
 	@scripts/make-venv "$(PYTHON)" .venv
 
 .venv/.serve: pyproject.toml constraints.txt | .venv/bin/python
-	@echo "Installing onbeat and what serving needs into .venv (PyTorch is large: minutes on a slow line)"
-	$(INSTALL) -e '.[serve,plan]'
+	@echo "Installing onbeat into .venv"
+	$(INSTALL) -e '.[plan]'
 	@touch $@
 
 # Installing builds the native engine, too; this builds it again where its sources have changed since. Without a
-# compiler onbeat computes with torch, and says so.
+# compiler onbeat asks for torch.
 .venv/.native: $(NATIVE) | .venv/.serve
 	-@$(BIN)/python hatch_build.py
 	@touch $@
 
 .venv/.dev: .venv/.serve
 	@echo "Installing what the tests and checks need into .venv"
-	$(INSTALL) -e '.[serve,plan,otel,dev]'
+	$(INSTALL) -e '.[torch,plan,otel,dev]'
 	@touch $@

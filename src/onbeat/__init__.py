@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from onbeat.core.errors import MissingExtra
 from onbeat.core.request import SamplingParams
 from onbeat.core.slo import SLO
 
@@ -37,19 +36,14 @@ _HOMES = {
     "make_load": "onbeat.workload.load_source",
     "simulate": "onbeat.simulator.api",
 }
-"""Loaded when asked for: the first needs torch, the others numpy."""
+"""Loaded when asked for."""
 
 
 def __getattr__(name: str) -> Any:
     """Load what needs more than the standard library only when it is asked for."""
     if name not in _HOMES:
         raise AttributeError(f"module 'onbeat' has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    except ModuleNotFoundError as error:
-        raise MissingExtra(
-            f"onbeat.{name} needs {error.name!r}, which is not installed: pip install 'onbeat[serve]'"
-        ) from error
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import onbeat
-from onbeat.cli.serve import SERVE_PACKAGES
 from tests.pure.recording.recorded import start_run
 from tests.pure.scheduler.driver import make_config, make_request
 
@@ -54,19 +53,6 @@ def test_pure_packages_load_no_framework() -> None:
     assert not modules_after(import_all(modules)) & FRAMEWORKS
 
 
-def refuse_serve_extra() -> str:
-    """Code that makes the packages of the serve extra look as if they were not installed."""
-    blocked = sorted(
-        FRAMEWORKS
-        | {"gguf", "jinja2", "msgspec", "prometheus_client", "pydantic", "safetensors", "uvicorn", "zmq"}
-    )
-    return f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
-
-
-def test_bench_works_without_the_serve_extra() -> None:
-    modules_after(refuse_serve_extra() + import_all(modules_of("core", "workload", "bench", "cli")))
-
-
 @pytest.mark.parametrize(
     ("arguments", "slow_to_import"),
     [
@@ -98,7 +84,7 @@ def test_importing_onbeat_loads_only_the_standard_library() -> None:
     assert modules_after("import onbeat") - before <= set(sys.stdlib_module_names) | {"onbeat"}
 
 
-def test_planning_commands_work_without_the_serve_extra(tmp_path: Path) -> None:
+def test_planning_commands_load_neither_an_engine_nor_a_server(tmp_path: Path) -> None:
     where = ["--model", "llama-3.1-8b", "--device", "h100-sxm", "--max-model-len", "4096"]
     load = ["--num-prompts", "20", "--input-len", "100", "--output-len", "10", "--disable-tqdm"]
     record = tmp_path / "run.gz"
@@ -110,11 +96,11 @@ def test_planning_commands_work_without_the_serve_extra(tmp_path: Path) -> None:
         ["capacity", *where, *load, "--objective", "vidur", "--repeats", "1", "--tolerance", "0.5"],
         ["replay", str(record)],
     ]
-    modules_after(
-        f"{refuse_serve_extra()}\nfrom onbeat.cli.main import main\n"
-        f"import onbeat\nonbeat.simulate, onbeat.make_load\n"
+    loaded = modules_after(
+        f"from onbeat.cli.main import main\nimport onbeat\nonbeat.simulate, onbeat.make_load\n"
         f"assert [main(command) for command in {commands}] == [0, 0, 0]\n"
     )
+    assert not loaded & (FRAMEWORKS | {"gguf", "jinja2", "prometheus_client", "pydantic", "uvicorn", "zmq"})
 
 
 def test_simulations_and_their_pages_need_neither_scipy_nor_plotly(tmp_path: Path) -> None:
@@ -137,34 +123,3 @@ def test_planning_commands_name_the_missing_extra(command: str) -> None:
     assert run.stderr == (
         f"onbeat: error: onbeat {command} needs 'scipy', which is not installed: pip install 'onbeat[plan]'\n"
     )
-
-
-@pytest.mark.parametrize("command", ["profile", "serve"])
-def test_serving_commands_name_the_missing_extra(command: str) -> None:
-    code = f"{refuse_serve_extra()}\nfrom onbeat.cli.main import main\nsys.exit(main(['{command}']))"
-    run = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert run.stderr.count("\n") == 1
-    assert f"onbeat {command} needs" in run.stderr
-    assert "which is not installed: pip install 'onbeat[serve]'" in run.stderr
-
-
-SERVE_WITHOUT_EACH = """
-import sys
-from onbeat.cli.main import main
-for package in sys.argv[1:]:
-    assert package not in sys.modules, package
-    sys.modules[package] = None
-    print(main(["serve"]))
-    del sys.modules[package]
-"""
-
-
-def test_a_missing_package_of_the_extra_is_named_with_its_cure() -> None:
-    command = [sys.executable, "-I", "-c", SERVE_WITHOUT_EACH, *SERVE_PACKAGES]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.stderr.splitlines() == [
-        f"onbeat: error: onbeat serve needs '{package}', which is not installed: pip install 'onbeat[serve]'"
-        for package in SERVE_PACKAGES
-    ]
-    assert run.stdout.split() == ["2"] * len(SERVE_PACKAGES)

@@ -4,7 +4,7 @@ Fetches the source distribution of vLLM into a cache folder (pip downloads and u
 or installed), and runs the tests below with their assertions. Their server is an onbeat server of another
 model: the embedded one for small models, Gemma 3 270M for base models (`onbeat models fetch gemma3-270m`),
 and for all others what `--chat-model` names. The tests import more than onbeat:
-`pip install -e '.[serve,dev,clients]' anthropic psutil pybase64`.
+`pip install -e '.[torch,dev,clients]' anthropic psutil pybase64`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from onbeat.cli.engine_args import check_packages
+from onbeat.core.extras import require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search; returns the exit code."""
-    check_packages("capacity", ["scipy"], extra="plan")
+    require("scipy", extra="plan", purpose="onbeat capacity")
     from onbeat.cli.capacity_options import CapacityOptions
     from onbeat.cli.capacity_output import CapacityReport, to_document, write_page
     from onbeat.cli.capacity_plan import plan_cases

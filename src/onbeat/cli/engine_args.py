@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-from collections.abc import Iterable
 from pathlib import Path
 
 from onbeat.cli.options import find_group, read_options
-from onbeat.core.errors import ConfigError, MissingExtra
+from onbeat.core.errors import ConfigError
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import DEFAULT_MODEL
@@ -84,17 +82,3 @@ def find_model(args: argparse.Namespace) -> ModelFiles:
 def engine_config(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
     """Build the engine's configuration from parsed flags."""
     return read_options(args, EngineConfig, model=model)
-
-
-def check_packages(command: str, packages: Iterable[str], extra: str = "serve") -> None:
-    """Look for the packages of an extra, without the seconds that importing them takes.
-
-    Raises
-    ------
-    MissingExtra : names the first that is not, and the cure.
-    """
-    for name in packages:
-        if importlib.util.find_spec(name) is None:
-            raise MissingExtra(
-                f"onbeat {command} needs {name!r}, which is not installed: pip install 'onbeat[{extra}]'"
-            )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from onbeat.cli.engine_args import check_packages
+from onbeat.core.extras import require
 
 if TYPE_CHECKING:
     from onbeat.cli.plan_options import PlanOptions
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan; returns the exit code."""
-    check_packages("plan", ["scipy"], extra="plan")
+    require("scipy", extra="plan", purpose="onbeat plan")
     from onbeat.cli.options import read_options
     from onbeat.cli.outputs import check_writable, save_all
     from onbeat.cli.plan_files import not_served, plan_page, save_plan, to_document

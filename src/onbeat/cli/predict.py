@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from onbeat.cli.options import add_options, read_options
-from onbeat.core.errors import ConfigError, MissingExtra
+from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option
 from onbeat.perfmodel.memory import USUAL_BATCHED_TOKENS
 
@@ -70,12 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
     options = read_options(args, PredictOptions)
-    try:
-        import uvicorn
+    import uvicorn
 
-        from onbeat.predict.llm_d import PredictionDesk, create_app
-    except ImportError as error:
-        raise MissingExtra("`onbeat predict` needs the serve extra: pip install 'onbeat[serve]'") from error
+    from onbeat.predict.llm_d import PredictionDesk, create_app
     from onbeat.predict.pools import PoolConfig, build_pools, read_pools
 
     if options.pools is not None:

@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from onbeat.cli.args import add_config_flag, count
-from onbeat.cli.engine_args import add_model_arguments, check_packages, engine_config, find_model
+from onbeat.cli.engine_args import add_model_arguments, engine_config, find_model
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.outputs import check_writable
 from onbeat.cli.profile_from import FromOptions, record, run_from
 from onbeat.core.errors import ConfigError
+from onbeat.core.extras import require
 from onbeat.core.options import settings_of
 from onbeat.engine.engine_config import EngineConfig
 
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 EXIT_INTERRUPTED = 130
 RECORD = "record"
 """In place of a model."""
-_PACKAGES = ("gguf", "safetensors", "torch")
-"""What the command imports of the serve extra."""
 _WHAT_STEPS_DEPEND_ON = (
     *("load_format", "dtype", "quantization", "activation_quantization", "seed", "device", "backend"),
     *("instruction_set", "weights_copy", "batch_invariant", "threads"),
@@ -88,12 +87,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"unknown argument {args.recorded[0]!r}; `onbeat profile record SOURCE FILE` takes two"
         )
-    check_packages("profile", ["scipy"], extra="plan")
+    require("scipy", extra="plan", purpose="onbeat profile")
     options = read_options(args, FromOptions)
     if options.source is not None:
         _refuse_measuring(args)
         return run_from(args, options, console)
-    check_packages("profile", _PACKAGES)
     try:
         result = _measure(args, console)
         return _finish(args, result)

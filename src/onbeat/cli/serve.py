@@ -24,7 +24,6 @@ from onbeat.cli.args import add_config_flag, checked
 from onbeat.cli.engine_args import (
     add_model_arguments,
     add_text_arguments,
-    check_packages,
     engine_config,
     find_model,
 )
@@ -32,6 +31,7 @@ from onbeat.cli.options import add_options, find_group, read_options
 from onbeat.cli.vllm_flags import take_vllm_flags
 from onbeat.cluster.fleet_options import FleetOptions
 from onbeat.core.errors import ConfigError
+from onbeat.core.extras import require
 from onbeat.core.slo import OBJECTIVES, SLO
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.files import read_text
@@ -45,11 +45,6 @@ if TYPE_CHECKING:
     from onbeat.metrics.tracker import RunListener
 
 
-SERVE_PACKAGES = (
-    *("fastapi", "fastapi_offline", "gguf", "jinja2", "msgspec", "prometheus_client", "pydantic"),
-    *("safetensors", "torch", "uvicorn", "uvloop", "zmq"),
-)
-"""What the command imports of the serve extra, at once or later."""
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
@@ -66,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop; return the exit code."""
-    check_packages("serve", SERVE_PACKAGES)
     import uvloop
 
     from onbeat.cli.outputs import check_writable
@@ -74,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_writable({"--timeline": args.timeline, "--record": args.record})
     if args.otlp_traces_endpoint:
-        check_packages("serve --otlp-traces-endpoint", ["opentelemetry"], extra="otel")
+        require("opentelemetry", extra="otel", purpose="onbeat serve --otlp-traces-endpoint")
     started = time.monotonic()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     config = server_config(args)

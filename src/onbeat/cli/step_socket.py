@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onbeat.core.errors import ConfigError, MissingExtra
+from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.forward_pass_metrics import StepOrder, read_forward_pass
 from onbeat.perfmodel.logged_step import StepOrigin
 from onbeat.perfmodel.step_log import header_line
@@ -47,13 +47,9 @@ def record_steps(address: str, path: Path, *, seconds: float, on_step: Callable[
     ConfigError : a wrong address, silence, a message that is not as it must be, or a file that cannot be
         written.
     """
-    try:
-        import msgspec
-        import zmq
-    except ImportError as error:
-        raise MissingExtra(
-            f"listening to {address} needs {error.name!r}, which is not installed: pip install pyzmq msgspec"
-        ) from error
+    import msgspec
+    import zmq
+
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.SUB)
     socket.setsockopt(zmq.RCVTIMEO, 200)

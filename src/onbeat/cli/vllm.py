@@ -230,13 +230,8 @@ def _record(args: argparse.Namespace) -> int:
     import asyncio
 
     from onbeat.cli.outputs import check_writable
+    from onbeat.vllm.recorder import record
 
-    try:
-        from onbeat.vllm.recorder import record
-    except ImportError as error:
-        raise MissingExtra(
-            "`onbeat vllm record` needs pyzmq and msgspec: install onbeat beside vLLM, or onbeat[serve]"
-        ) from error
     check_writable({"FILE": args.file})
     address = args.telemetry or only_address()
     print(f"onbeat: recording {address} to {args.file}; interrupt to stop", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onbeat.core.errors import MissingExtra, ModelLoadError
+from onbeat.core.errors import ModelLoadError
 from onbeat.hub.files import FetchStatus, Progress, missing_from
 from onbeat.hub.gguf_files import choose_gguf, no_model
 
@@ -45,14 +45,11 @@ def find_on_hub(model: HubModel, *, offline: bool | None, needs_weights: bool, p
 
     Raises
     ------
-    MissingExtra : huggingface_hub is not installed.
     ModelLoadError : not in the cache and the hub is unreachable, or the model is not there or not readable.
     """
-    try:
-        import huggingface_hub.errors
-        from huggingface_hub import constants
-    except ImportError as error:
-        raise MissingExtra("models of the hub need the serve extra: pip install 'onbeat[serve]'") from error
+    import huggingface_hub.errors
+    from huggingface_hub import constants
+
     is_offline = bool(offline or (offline is None and constants.HF_HUB_OFFLINE))
     cached = _cached(huggingface_hub, model, needs_weights=needs_weights, is_offline=is_offline)
     if cached is not None:

@@ -14,7 +14,6 @@ from onbeat.cli.top_source import server_root
 from onbeat.core.errors import ConfigError
 from tests.cpu.top.metrics_server import MetricsServer, showing
 from tests.cpu.top.terminal import in_terminal
-from tests.long.test_imports import modules_after, refuse_serve_extra
 
 STORED = (Path(__file__).parents[2] / "data" / "top_metrics.txt").read_text()
 
@@ -175,9 +174,3 @@ def test_intervals_that_cannot_be(interval: str, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit, match="2"):
         main(["top", "--interval", interval])
     assert f"expected seconds of at least 0.1, got '{interval}'" in capsys.readouterr().err
-
-
-def test_the_base_install_is_enough() -> None:
-    command = f"main(['top', 'http://127.0.0.1:{free_port()}'])"
-    code = f"from onbeat.cli.main import main\nassert {command} == 2\nimport onbeat.report.live_frame"
-    modules_after(refuse_serve_extra() + code)
