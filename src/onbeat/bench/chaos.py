@@ -35,17 +35,19 @@ TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=120.0)
 class ChaosPlan:
     """What is done to a server, and for how long."""
 
-    seconds: float = _option(30.0, metavar="S", help="of chaos, after the answers are known")
+    seconds: float = _option(30.0, metavar="S", help="time of chaos, once the right answers are known")
     concurrency: int = _option(8, at_least=1, help="requests at once")
     num_prompts: int = _option(12, at_least=1, help="prompts with known answers")
-    max_tokens: int = _option(48, at_least=2, help="of each answer")
+    max_tokens: int = _option(48, at_least=2, help="most tokens in each answer")
     cancel_share: float = _option(
-        0.2, at_least=0.0, metavar="SHARE", help="of streams, that the client breaks off"
+        0.2, at_least=0.0, metavar="SHARE", help="share of streams that the client breaks off"
     )
-    whole_share: float = _option(0.2, at_least=0.0, metavar="SHARE", help="of requests that are not streamed")
-    kill_command: str | None = _option(None, metavar="COMMAND", help="run by the shell again and again")
+    whole_share: float = _option(
+        0.2, at_least=0.0, metavar="SHARE", help="share of requests that are not streamed"
+    )
+    kill_command: str | None = _option(None, metavar="COMMAND", help="shell command to run again and again")
     kill_every: float = _option(5.0, metavar="S", help="seconds between two runs of --kill-command")
-    seed: int = _option(0, help="of what is asked and broken off")
+    seed: int = _option(0, help="random seed of what is asked and broken off")
 
     def __post_init__(self) -> None:
         check(self, ChaosPlan)

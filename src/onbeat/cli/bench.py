@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     compare.add_argument("baseline", type=Path, metavar="A.json")
     compare.add_argument("candidate", type=Path, metavar="B.json")
-    compare.add_argument("--seed", type=int, default=0, help="of the bootstrap")
+    compare.add_argument("--seed", type=int, default=0, help="random seed of the bootstrap")
     about = "check that a server delivers each token once while connections break and engines die"
     chaos.add_arguments(commands.add_parser("chaos", help=about, description=about))
 

@@ -59,7 +59,9 @@ positive, natural = partial(_at_least, 1), partial(_at_least, 0)
 class DatasetOptions:
     """What is asked."""
 
-    dataset_name: DatasetName | None = option(None, group="data set", help="what is asked (default: random)")
+    dataset_name: DatasetName | None = option(
+        None, group="data set", help="data set of requests (default: random)"
+    )
     dataset_path: Path | None = option(
         None, metavar="FILE", group="data set", help="file of a data set that has one; gzip too"
     )
@@ -75,7 +77,7 @@ class DatasetOptions:
     )
     job_deadline: float | None = job_deadline_option()
     input_len: int | None = option(
-        None, parse=positive, group="data set", help="prompt tokens, for data sets that are made up"
+        None, parse=positive, group="data set", help="prompt tokens, for generated data sets"
     )
     output_len: int | None = option(
         None, parse=positive, group="data set", help="output tokens, for every data set"
@@ -101,16 +103,23 @@ class DatasetOptions:
         parse=float,
         metavar="X",
         group="data set",
-        help="share of random's requests with long prompts, evenly spread; both kinds are reported apart",
+        help="share of random's requests that have long prompts; both kinds are reported apart",
     )
     random_long_input_len: int | None = option(
-        None, parse=positive, metavar="N", group="data set", help="tokens of those (default: 1500)"
+        None,
+        parse=positive,
+        metavar="N",
+        group="data set",
+        help="tokens of these long prompts (default: 1500)",
     )
     random_prefix_len: int = option(
         0, parse=natural, group="data set", help="tokens that all prompts of random share"
     )
     sharegpt_output_len: int | None = option(
-        None, parse=positive, group="data set", help="replaces the recorded answer lengths"
+        None,
+        parse=positive,
+        group="data set",
+        help="output tokens of sharegpt, in place of the recorded lengths",
     )
     prefix_repetition_prefix_len: int | None = option(
         None, parse=positive, group="data set", help="tokens of each repeated prefix (default: 256)"
@@ -129,16 +138,16 @@ class DatasetOptions:
         parse=float,
         metavar="S",
         group="data set",
-        help="of zipf: p(length) falls as length^-S (default: 1)",
+        help="exponent S of zipf: p(length) falls as length^-S (default: 1)",
     )
     disable_shuffle: bool = option(
         default=False, is_switch=True, group="data set", help="take conversations and lengths in file order"
     )
-    seed: int = option(0, parse=read_seed, group="data set", help="decides lengths and arrivals")
+    seed: int = option(0, parse=read_seed, group="data set", help="random seed of lengths and arrivals")
     salt: str | None = option(
         None,
         group="data set",
-        help="decides the words (default: new ones each time, so that no prefix cache helps)",
+        help="random seed of the words (default: new each time, so that no prefix cache helps)",
     )
 
 
@@ -156,7 +165,9 @@ class LoadOptions:
     rate_scale: float = option(
         1.0, parse=float, metavar="X", group="load", help="replay at X times the recorded rate"
     )
-    ramp_up_strategy: RampShape | None = option(None, group="load", help="move the rate during the run")
+    ramp_up_strategy: RampShape | None = option(
+        None, group="load", help="how the rate changes during the run"
+    )
     ramp_up_start_rps: float | None = option(
         None, parse=float, metavar="R", group="load", help="rate at the start, requests/s"
     )
@@ -167,10 +178,10 @@ class LoadOptions:
         0, parse=int, metavar="N", group="load", help="unmeasured requests before each run"
     )
     sweep_concurrency: str | None = option(
-        None, metavar="N,N,...", group="load", help="one closed-loop run per concurrency"
+        None, metavar="N,N,...", group="load", help="run a closed loop for each concurrency"
     )
     sweep_rate: str | None = option(
-        None, metavar="R,R,...", group="load", help="one open-loop run per request rate"
+        None, metavar="R,R,...", group="load", help="run an open loop for each request rate"
     )
     preset: Literal["mlc"] | None = option(
         None, group="load", help="a published study in one command (see the documentation)"

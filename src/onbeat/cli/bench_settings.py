@@ -46,7 +46,7 @@ class ServerOptions:
         None, metavar="URL", group="server", help="server address; replaces --host and --port"
     )
     host: str = option("127.0.0.1", group="server", help="name or address of the server")
-    port: int = option(8000, parse=int, group="server", help="of the server")
+    port: int = option(8000, parse=int, group="server", help="port of the server")
     endpoint: str | None = option(
         None,
         metavar="PATH",
@@ -126,7 +126,7 @@ class SamplingOptions:
         default=False,
         is_switch=True,
         group="sampling",
-        help="ask for the planned length whatever the model says",
+        help="generate the planned length, even if the model would stop",
     )
     extra_body: str = option("{}", metavar="JSON", group="sampling", help="fields added to every request")
 
@@ -175,7 +175,7 @@ class OutputOptions:
         None, group="output", help="name of this run in files and reports (default: the backend)"
     )
     goodput: tuple[str, ...] = option(
-        (), metavar="NAME:MS", group="output", help="objectives: ttft, tpot, tbt, e2el"
+        (), metavar="NAME:MS", group="output", help="objectives in ms: ttft, tpot, tbt, e2el"
     )
     percentile_metrics: str = option(
         ",".join(METRICS), metavar="NAMES", group="output", help="metrics in the table"
@@ -192,7 +192,7 @@ class OutputOptions:
         help="save the result under a name made from the settings",
     )
     save_detailed: bool = option(
-        default=False, is_switch=True, group="output", help="save every request's times and text too"
+        default=False, is_switch=True, group="output", help="also save every request's times and text"
     )
     append_result: bool = option(
         default=False, is_switch=True, group="output", help="add a line to the file instead of replacing it"
@@ -207,7 +207,7 @@ class OutputOptions:
         help="name of the saved result (default: made from the settings)",
     )
     metadata: tuple[str, ...] = option(
-        (), many="*", metavar="KEY=VALUE", group="output", help="added to the saved result"
+        (), many="*", metavar="KEY=VALUE", group="output", help="keys and values added to the saved result"
     )
     report: Path | None = option(
         None, metavar="FILE.html", group="output", help="write one self-contained page with plots"
@@ -264,7 +264,7 @@ class BenchOptions:
         default=False,
         is_switch=True,
         group="what the server is told of objectives",
-        help="ask it to refuse requests that it predicts to be late",
+        help="ask the server to refuse requests that it predicts to be late",
     )
     load: LoadOptions = part(LoadOptions)
     sampling: SamplingOptions = part(SamplingOptions)
@@ -273,8 +273,7 @@ class BenchOptions:
         None,
         metavar="PLAN.yaml",
         group="load",
-        help="run the load of a plan of `onbeat plan` and say whether the server keeps its promise; exit "
-        "code 3 if not",
+        help="run the load of an `onbeat plan` file and check its promise; exit code 3 if it is broken",
     )
 
 

@@ -46,21 +46,24 @@ class CapacityOptions:
         None,
         metavar="NAME",
         group="capacity",
-        help="what a rate must keep: sarathi (P99 of all gaps within --slo-tbt-ms, median scheduling delay "
-        "at most 2 s), vidur (P99 scheduling delay below 5 s), attainment:0.9 (share of good requests), "
-        "distserve:0.9 (share within TTFT and TPOT); default: sarathi, or none with a sweep",
+        help="what a rate must keep; sarathi: P99 of all gaps within --slo-tbt-ms, and a median scheduling "
+        "delay of at most 2 s; vidur: a P99 scheduling delay below 5 s; attainment:0.9: this share of "
+        "good requests; distserve:0.9: this share within TTFT and TPOT; default: sarathi, or none with "
+        "a sweep",
     )
     hopeless: Literal["count", "exclude"] = option(
         "count",
         group="capacity",
-        help="requests that even an idle machine could not serve in time: count them as missed, or leave "
-        "them out (attainment only)",
+        help="what to do with requests that even an idle machine would serve late; count: as missed; "
+        "exclude: leave them out (attainment only)",
     )
-    tolerance: float = option(0.025, metavar="SHARE", group="capacity", help="width of the final bracket")
+    tolerance: float = option(
+        0.025, metavar="SHARE", group="capacity", help="stop the search at a bracket of this width"
+    )
     repeats: int = option(
-        3, metavar="N", group="capacity", help="searches per case, each with a seed of its own"
+        3, metavar="N", group="capacity", help="searches for each case, each with its own seed"
     )
-    jobs: int = option(1, metavar="N", group="capacity", help="processes")
+    jobs: int = option(1, metavar="N", group="capacity", help="processes to use")
     vary: tuple[str, ...] = option(
         (),
         many="append",
@@ -72,10 +75,13 @@ class CapacityOptions:
         None,
         metavar="N,N,...",
         group="comparison",
-        help="latency against throughput: a closed loop for each",
+        help="show latency against throughput, by a closed loop for each concurrency",
     )
     sweep_rate: str | None = option(
-        None, metavar="R,R,...", group="comparison", help="latency against throughput: an open loop for each"
+        None,
+        metavar="R,R,...",
+        group="comparison",
+        help="show latency against throughput, by an open loop for each rate",
     )
     output: ResultOptions = part(ResultOptions)
 

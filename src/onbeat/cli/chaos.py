@@ -40,7 +40,7 @@ class ChaosOptions:
 
     model: str | None = _option(None, help="model to ask for (default: the server's first)")
     plan: ChaosPlan = part(ChaosPlan)
-    history: Path | None = _option(None, metavar="FILE.jsonl", help="write down every request and what came")
+    history: Path | None = _option(None, metavar="FILE.jsonl", help="write every request and its answer")
 
     def __post_init__(self) -> None:
         check(self, ChaosOptions)

@@ -34,13 +34,17 @@ class ChatOptions:
     model: str | None = _option(None, help="model to ask for (default: the server's first)")
     system: str | None = _option(None, metavar="TEXT", help="system message")
     message: str | None = _option(
-        None, metavar="TEXT", help="send this message alone, print the answer and end"
+        None, metavar="TEXT", help="send only this message, print the answer and end"
     )
-    temperature: float | None = _option(None, at_least=0.0, help="of sampling (default: the model's)")
-    max_tokens: int = _option(512, at_least=1, help="most tokens of an answer")
-    slo_ttft_ms: float | None = _option(None, metavar="MS", help="objective of the first token")
-    slo_tbt_ms: float | None = _option(None, metavar="MS", help="objective of each further token")
-    shed: bool = _option(default=False, is_switch=True, help="have late requests refused")
+    temperature: float | None = _option(
+        None, at_least=0.0, help="sampling temperature (default: the model's)"
+    )
+    max_tokens: int = _option(512, at_least=1, help="most tokens in an answer")
+    slo_ttft_ms: float | None = _option(None, metavar="MS", help="objective for the first token")
+    slo_tbt_ms: float | None = _option(None, metavar="MS", help="objective for each further token")
+    shed: bool = _option(
+        default=False, is_switch=True, help="ask the server to refuse requests that would be late"
+    )
 
     def __post_init__(self) -> None:
         check(self, ChatOptions)

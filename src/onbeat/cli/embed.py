@@ -35,18 +35,22 @@ class EmbedOptions:
     """Which server embeds, and how."""
 
     url: str = _option("http://127.0.0.1:8000", help="address of the server")
-    out: Path = _option(metavar="OUT.jsonl", help="file of the embeddings; a run goes on where it ends")
-    field: str = _option("text", metavar="NAME", help="field with the text, where lines are objects")
+    out: Path = _option(
+        metavar="OUT.jsonl", help="file of the embeddings; a further run goes on where it ends"
+    )
+    field: str = _option("text", metavar="NAME", help="field with the text, if lines are objects")
     model: str | None = _option(None, help="model to ask for (default: the server's)")
-    batch_size: int = _option(16, at_least=1, metavar="N", help="texts of one request")
+    batch_size: int = _option(16, at_least=1, metavar="N", help="texts in one request")
     concurrency: int = _option(4, at_least=1, metavar="N", help="requests at once")
     slo_class: str = _option(
-        "offline", metavar="NAME", help="class of objectives to ask for; none: say nothing of objectives"
+        "offline", metavar="NAME", help="class of objectives to ask for; none: send no objectives"
     )
-    dimensions: int | None = _option(None, at_least=1, metavar="N", help="first numbers of each embedding")
-    encoding: Literal["float", "base64"] = _option("float", help="of the embeddings in the output")
+    dimensions: int | None = _option(
+        None, at_least=1, metavar="N", help="numbers to keep of each embedding, from the first on"
+    )
+    encoding: Literal["float", "base64"] = _option("float", help="encoding of embeddings in the output")
     patience_sec: float = _option(
-        300.0, metavar="SECONDS", help="how long the server may take no text before the run gives up"
+        300.0, metavar="SECONDS", help="longest time without progress before the run gives up"
     )
     disable_tqdm: bool = _option(default=False, is_switch=True, help="show no progress")
 
@@ -73,7 +77,10 @@ class EmbedOptions:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all flags of the command."""
     parser.add_argument(
-        "file", type=Path, metavar="FILE.jsonl", help="a text a line: a JSON string, or an object; gzip too"
+        "file",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="file with one text a line: a JSON string or an object; gzip too",
     )
     add_options(parser, EmbedOptions)
 

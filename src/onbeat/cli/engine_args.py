@@ -34,7 +34,7 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat-template",
         type=lambda text: text if "{{" in text or "{%" in text else Path(text),
         metavar="FILE",
-        help="file with a Jinja chat template, or the template itself",
+        help="Jinja chat template, or a file with one",
     )
 
 

@@ -68,7 +68,8 @@ class PlanOptions:
 
     gpus: str = _option(
         metavar="ID=N,...",
-        help="devices to plan with, and how many there are; without =N as many as it takes: h100-sxm=8,l4",
+        help="devices to plan with, each with its number, such as h100-sxm=8,l4; without a number: as many "
+        "as it takes",
     )
     tensor_parallel: str = _option(
         "1,2,4,8", flag="--tp", metavar="N,N,...", help="tensor-parallel degrees to choose from"
@@ -76,13 +77,13 @@ class PlanOptions:
     prices: Path | None = _option(
         None,
         metavar="FILE.yaml",
-        help="dollars an hour of each device; wins over the table in the package",
+        help="dollars per hour of each device, in place of the table in the package",
     )
     rate_by_hour: Path | None = _option(
         None,
         metavar="FILE.csv",
-        help="instead of --rate, requests/s of each hour of a day (columns hour,rate): a fleet for each, and "
-        "the plan of the busiest",
+        help="file with the requests/s of each hour of a day (columns hour,rate), in place of --rate; plans "
+        "a fleet for each hour",
     )
     objective: str = _option(
         "attainment:0.9",
@@ -93,21 +94,20 @@ class PlanOptions:
         0.0,
         parse=checked(float, "per cent"),
         metavar="PERCENT",
-        help="how far above the promised rate the fleet must still keep the objectives: room for errors of "
-        "the predicted step times",
+        help="how far above the promised rate the fleet must still keep the objectives; covers errors of "
+        "predictions",
     )
     """Per cent."""
-    repeats: int = _option(3, metavar="N", help="simulated runs of each fleet, each with a seed")
-    candidates: int = _option(16, metavar="N", help="mixes of units that are simulated at most")
+    repeats: int = _option(3, metavar="N", help="simulated runs of each fleet, each with its own seed")
+    candidates: int = _option(16, metavar="N", help="most mixes of units to simulate")
     search_pools: bool = _option(
         default=False,
         is_switch=True,
-        help="also search pools for prompts and for generation, as DistServe places them, and say what they "
-        "cost",
+        help="also search separate pools for prompts and for generation, as DistServe places them",
     )
-    jobs: int = _option(1, metavar="N", help="processes")
+    jobs: int = _option(1, metavar="N", help="processes to use")
     resume: Path | None = _option(
-        None, metavar="FILE", help="keep what runs showed here; a plan goes on from it"
+        None, metavar="FILE", help="file that keeps the results of runs; a further plan goes on from it"
     )
 
     def __post_init__(self) -> None:
@@ -123,7 +123,11 @@ class PlanOutput:
     """Where the plan goes."""
 
     output: Path | None = option(
-        None, aliases=("-o",), metavar="PLAN.yaml", group="output", help="what serve --config and bench take"
+        None,
+        aliases=("-o",),
+        metavar="PLAN.yaml",
+        group="output",
+        help="file of the plan, for `serve --config` and `bench`",
     )
     result: ResultOptions = part(ResultOptions)
 
@@ -139,7 +143,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         type=number,
         default=argparse.SUPPRESS,
         metavar="R",
-        help="requests/s that the fleet is to serve; the same as --request-rate",
+        help="requests/s that the fleet must serve; the same as --request-rate",
     )
     group.add_argument("--disaggregate", nargs="?", action=_SaysOfPools, help=argparse.SUPPRESS)
     add_options(parser, ReplicaSettings, only=asked_settings())

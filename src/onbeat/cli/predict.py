@@ -24,27 +24,27 @@ class PredictOptions:
     ConfigError : a value is out of range, or nobody says what predicts.
     """
 
-    protocol: Literal["llm-d"] = option("llm-d", group="server", help="of the router that asks")
-    profile: Path | None = option(None, metavar="FILE", group=_GROUP, help="of `onbeat profile`")
+    protocol: Literal["llm-d"] = option("llm-d", group="server", help="protocol of the router that asks")
+    profile: Path | None = option(None, metavar="FILE", group=_GROUP, help="profile of `onbeat profile`")
     num_kv_tokens: int | None = option(
         None,
         at_least=1,
         metavar="N",
         group=_GROUP,
-        help="tokens that a model server's KV cache holds, as its log says (default: by its memory)",
+        help="tokens in a model server's KV cache, as its log says (default: by its memory)",
     )
     max_num_batched_tokens: int = option(
         USUAL_BATCHED_TOKENS,
         at_least=1,
         metavar="N",
         group=_GROUP,
-        help="most tokens of a model server's step",
+        help="most tokens in a step of a model server",
     )
     pools: Path | None = option(
         None, metavar="FILE.yaml", group=_GROUP, help="several kinds of model servers, in place of --profile"
     )
     quantile: float = option(
-        0.9, metavar="Q", group=_GROUP, help="of the latencies that is predicted; 0 predicts their mean"
+        0.9, metavar="Q", group=_GROUP, help="quantile of latency to predict; 0: the mean"
     )
     host: str = option("0.0.0.0", group="server", help="address to listen on")
     port: int = option(8000, group="server", help="port to listen on")

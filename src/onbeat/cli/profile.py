@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "recorded",
         nargs="*",
         metavar="SOURCE FILE",
-        help="of `onbeat profile record SOURCE FILE`: records only",
+        help="with `onbeat profile record SOURCE FILE`: record only",
     )
     group = parser.add_argument_group("profile")
     group.add_argument(
@@ -63,14 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=80.0,
         metavar="S",
-        help="for running batches, or to listen to an engine",
+        help="time for running batches, or for listening to an engine",
     )
     group.add_argument(
         "--max-context-tokens",
         type=count,
         default=2**15,
         metavar="N",
-        help="most context of a measured batch, all requests together; beyond it predictions grow cautious",
+        help="largest context of a measured batch, over all its requests",
     )
     group.add_argument("--quiet", action="store_true", help="no progress bar")
 

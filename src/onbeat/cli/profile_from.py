@@ -38,11 +38,13 @@ class FromOptions:
         None,
         flag="--from",
         metavar="SOURCE",
-        help="fit recorded steps in place of measuring: a file, or tcp://HOST:PORT of an engine that sends "
-        "forward-pass metrics, which is listened to for --seconds",
+        help="fit recorded steps in place of measuring; FILE: steps of any engine; tcp://HOST:PORT: an "
+        "engine that sends forward-pass metrics, for --seconds",
     )
     weights: str | None = _recorded(
-        None, choices=tuple(BYTES), help="format of its weights (default: as recorded, else bf16)"
+        None,
+        choices=tuple(BYTES),
+        help="weight format of the recorded engine (default: as recorded, else bf16)",
     )
     tensor_parallel: int | None = _recorded(
         None,
@@ -50,14 +52,18 @@ class FromOptions:
         aliases=("--tp",),
         at_least=1,
         metavar="N",
-        help="devices that share each of its layers (default: as recorded, else 1)",
+        help="devices that share each layer of the recorded engine (default: as recorded, else 1)",
     )
-    engine: str | None = _recorded(None, metavar="NAME", help="such as vllm, sglang (default: as recorded)")
-    engine_version: str | None = _recorded(None, metavar="VERSION", help="of it (default: as recorded)")
+    engine: str | None = _recorded(
+        None, metavar="NAME", help="the recorded engine, such as vllm, sglang (default: as recorded)"
+    )
+    engine_version: str | None = _recorded(
+        None, metavar="VERSION", help="version of that engine (default: as recorded)"
+    )
     steps_ahead: int | None = _recorded(
         None,
         metavar="N",
-        help="1: it plans a step while the one before runs (default: as recorded, else as its --engine does)",
+        help="1 if that engine plans steps ahead (default: as recorded, else by --engine)",
     )
     request_overhead: float | None = _recorded(
         None,
@@ -65,13 +71,14 @@ class FromOptions:
         unit="ms",
         parse=milliseconds,
         metavar="MS",
-        help="what its server adds to each request's first token beside steps (default: as recorded, else 0)",
+        help="server time of each first token beside steps (default: as recorded, else 0)",
     )
 
     requests: Path | None = _recorded(
         None,
         metavar="FILE",
-        help="measure that by what clients saw: a detailed result of `onbeat bench serve` one by one",
+        help="measure --request-overhead-ms from a detailed result of `onbeat bench serve`, one request at a "
+        "time",
     )
 
     def __post_init__(self) -> None:

@@ -36,29 +36,30 @@ class ReplayOptions:
     """How a record is replayed; what is None is as recorded."""
 
     allow_partial: bool = option(
-        default=False, is_switch=True, group="options", help="use a file that was cut short as far as it goes"
+        default=False, is_switch=True, group="options", help="use the whole part of a file that was cut short"
     )
-    json: Path | None = option(None, metavar="FILE", group="options", help="write everything that was found")
+    json: Path | None = option(None, metavar="FILE", group="options", help="write all results")
     steps: Path | None = option(
         None,
         metavar="FILE",
         group="options",
-        help="compare each recorded step of any engine with its prediction, in place of a whole run",
+        help="compare each recorded step of any engine with its prediction, instead of a replay",
     )
     step_time: str | None = option(
         None,
         metavar="KIND",
         group=_STEP_TIME,
-        help="roofline, fitted, step-table, or a table of measured steps, FILE.csv (default: by --profile)",
+        help="model of step times: roofline, fitted, step-table; FILE.csv: a table of measured steps "
+        "(default: by --profile)",
     )
     profile: Path | None = option(
-        None, metavar="FILE", group=_STEP_TIME, help="of `onbeat profile`, or a table"
+        None, metavar="FILE", group=_STEP_TIME, help="a profile of `onbeat profile`, or a table"
     )
     model: str | None = option(
         None, group=_STEP_TIME, help="a known model or a config.json (default: the recorded one)"
     )
     device: str | None = option(
-        None, metavar="ID", group=_STEP_TIME, help="such as h100-sxm, cpu (default: the recorded one)"
+        None, metavar="ID", group=_STEP_TIME, help="device, such as h100-sxm, cpu (default: the recorded one)"
     )
     host_overhead: float | None = option(
         None,
@@ -67,7 +68,7 @@ class ReplayOptions:
         parse=checked(float, "milliseconds"),
         metavar="MS",
         group=_STEP_TIME,
-        help="of a step (default: as recorded)",
+        help="host time of a step (default: as recorded)",
     )
     """Seconds."""
 
@@ -88,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         nargs="?",
         type=Path,
-        help="what `onbeat serve --record FILE` has written; with --steps none",
+        help="file of `onbeat serve --record FILE`; not with --steps",
     )
     parser.add_argument_group(_STEP_TIME, "what the simulation predicts steps with")
     add_options(parser, ReplayOptions)

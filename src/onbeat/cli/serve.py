@@ -238,7 +238,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, SLO)
     add_options(parser, SLODefaults, only=("slo_class", "shed"))
     find_group(parser, OBJECTIVES).add_argument(
-        "--slo-classes", type=Path, metavar="FILE.yaml", help="more classes, and the classes of API keys"
+        "--slo-classes", type=Path, metavar="FILE.yaml", help="further classes, and the classes of API keys"
     )
     add_options(parser, ServerConfig)
     group = find_group(parser, "server")
@@ -247,20 +247,27 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help=f"key that opens the API, repeatable (also: a line in --api-key-file, or ${API_KEY_VARIABLE})",
+        help=f"key that opens the API; repeatable (or ${API_KEY_VARIABLE}, or a line of --api-key-file)",
     )
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with one key a line")
     group.add_argument(
-        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="of the log"
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least level of log lines",
     )
     group.add_argument(
-        "--timeline", type=Path, metavar="FILE", help="write a Perfetto trace of steps and requests"
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="write a trace of steps and requests for ui.perfetto.dev",
     )
     group.add_argument(
         "--otlp-traces-endpoint",
         metavar="URL",
         type=checked(_web_address, "an address that begins with http:// or https://"),
-        help="send OpenTelemetry traces there, by OTLP over HTTP; such as http://127.0.0.1:4318/v1/traces",
+        help="send OpenTelemetry traces to this URL, by OTLP over HTTP, such as "
+        "http://127.0.0.1:4318/v1/traces",
     )
 
 

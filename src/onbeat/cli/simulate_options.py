@@ -26,7 +26,7 @@ _option = partial(option, group="run and output")
 class SimulateOptions:
     """How `onbeat simulate` runs, and what it writes."""
 
-    jobs: int = _option(1, metavar="N", help="processes, where the router needs no state")
+    jobs: int = _option(1, metavar="N", help="processes to use, if the router needs no state")
     label: str | None = _option(None, help="name of the run in files and reports")
     json: Path | None = _option(None, metavar="FILE", help="save the summary")
     records: Path | None = _option(None, metavar="FILE", help="save every request (JSON lines; .gz packs)")
@@ -85,14 +85,14 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="[CLASS=]RATE",
-        help="share of drafts that are accepted, of those whose predecessors are, for all requests or a "
-        f"class of objectives (default: {DEFAULT_RATE:g})",
+        help="probability that a draft is accepted if all before it are, for all requests or by class "
+        f"(default: {DEFAULT_RATE:g})",
     )
     group.add_argument(
         "--acceptance-record",
         type=Path,
         metavar="FILE",
-        help="take the rates from what `onbeat serve --record FILE` has written",
+        help="take acceptance rates from a file of `onbeat serve --record`",
     )
     group.add_argument(
         "--draft-hit-rate",

@@ -32,7 +32,9 @@ def _interval(text: str) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all flags of the command."""
     parser.add_argument("url", metavar="URL", nargs="?", default=DEFAULT_URL, help="the server's address")
-    parser.add_argument("--once", action="store_true", help="print one frame; so it is without a terminal")
+    parser.add_argument(
+        "--once", action="store_true", help="print one frame and end (default without a terminal)"
+    )
     parser.add_argument(
         "--interval",
         metavar="SECONDS",

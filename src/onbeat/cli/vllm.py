@@ -34,24 +34,26 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     from onbeat.vllm.plugin_config import MAX_BODY_BYTES
 
     parser.set_defaults(**{PASSED_ON: []})
-    parser.add_argument("model", metavar="MODEL", help="as for `vllm serve`; vLLM's options follow behind --")
+    parser.add_argument(
+        "model", metavar="MODEL", help="model, as for `vllm serve`; vLLM's own options follow after --"
+    )
     add_options(parser, SLO)
     add_options(parser, SLODefaults, only=("slo_class", "shed", "mode"))
     find_group(parser, OBJECTIVES).add_argument(
-        "--slo-classes", type=Path, metavar="FILE.yaml", help="more classes, and the classes of API keys"
+        "--slo-classes", type=Path, metavar="FILE.yaml", help="further classes, and the classes of API keys"
     )
     group = find_group(parser, "vLLM")
     group.add_argument(
         "--calibrate",
         choices=("auto", "always", "off"),
         default="auto",
-        help="measure steps at the start: auto, unless an earlier start has measured them; always; or off",
+        help="measure steps at the start; auto: unless an earlier start did; always; off",
     )
     group.add_argument("--profile", type=Path, metavar="FILE", help="measured step times to plan with")
     group.add_argument(
         "--telemetry",
         metavar="ADDRESS",
-        help="ZeroMQ address on which the scheduler tells what it does (default: a socket of this user)",
+        help="ZeroMQ address on which the scheduler reports (default: a socket of this user)",
     )
     group.add_argument(
         "--max-body-bytes", type=count, default=MAX_BODY_BYTES, metavar="BYTES", help="largest request"
@@ -63,7 +65,7 @@ def _add_record(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--telemetry",
         metavar="ADDRESS",
-        help="the server's (default: that of the one server that this user has started)",
+        help="telemetry address of the server (default: that of this user's only server)",
     )
     parser.add_argument(
         "--seconds",

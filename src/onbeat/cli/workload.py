@@ -39,8 +39,9 @@ class ArrivalOptions:
     arrivals: ArrivalKind | None = option(
         None,
         group="load",
-        help="gamma (Poisson at --burstiness 1, the default), poisson, constant, burst (on and off), steps "
-        "(--rate-steps), replay (a trace's own times; its default; with --request-rate stretched to it)",
+        help="process of arrivals: constant, poisson, burst (on and off), steps (--rate-steps); gamma: the "
+        "default, Poisson at --burstiness 1; replay: a trace's own times, stretched to --request-rate "
+        "if given",
     )
     burstiness: float = option(
         1.0, group="load", help="shape of the gamma distribution of gaps; below 1 is burstier"
@@ -55,7 +56,7 @@ class ArrivalOptions:
         None, metavar="S", group="load", help="pauses of burst (default: 15)"
     )
     rate_steps: str | None = option(
-        None, metavar="R:S,...", group="load", help="rates and how many seconds each holds, over and over"
+        None, metavar="R:S,...", group="load", help="rates, each with its seconds; the list repeats"
     )
 
     @property
@@ -112,8 +113,8 @@ class ObjectiveOptions:
         None,
         metavar="FILE.yaml",
         group=OBJECTIVES,
-        help="classes by share (name, share, weight, ttft_ms, tbt_ms, e2e_ms, trace), or the name of a "
-        "built-in class: interactive, standard, batch",
+        help="classes by share, with name, share, weight, ttft_ms, tbt_ms, e2e_ms, trace; or a built-in "
+        "class: interactive, standard, batch",
     )
 
     def classes(self) -> tuple[SLOClass, ...]:
@@ -146,8 +147,8 @@ def job_deadline_option() -> Any:
         unit="ms",
         metavar="MS",
         group="data set",
-        help="of each job, from its start to the end of its last call (default: as its file says, else by "
-        "its length)",
+        help="time that each job has, from its start to the end of its last call (default: from its file, "
+        "else by its length)",
     )
 
 
@@ -182,18 +183,23 @@ class WorkloadOptions:
         aliases=("--random-input-len",),
         metavar="N",
         group="data set",
-        help="mean prompt tokens of random and conversation, most of zipf (default: 1024)",
+        help="mean prompt tokens of random and conversation, largest of zipf (default: 1024)",
     )
     output_len: int | None = option(
         None,
         aliases=("--random-output-len",),
         metavar="N",
         group="data set",
-        help="the same of output tokens (default: 128); replaces a file's",
+        help="the same for output tokens (default: 128); replaces those of a file",
     )
-    random_range_ratio: float = option(0.0, metavar="X", group="data set", help="spread of random's lengths")
+    random_range_ratio: float = option(
+        0.0, metavar="X", group="data set", help="random's lengths vary by this share around the mean"
+    )
     zipf_exponent: float | None = option(
-        None, metavar="S", group="data set", help="p(length) falls as length^-S (default: 1)"
+        None,
+        metavar="S",
+        group="data set",
+        help="exponent S of zipf: p(length) falls as length^-S (default: 1)",
     )
     disable_shuffle: bool = option(
         default=False,
@@ -201,9 +207,11 @@ class WorkloadOptions:
         group="data set",
         help="take requests of files without times in file order",
     )
-    seed: int = option(0, parse=read_seed, group="data set", help="decides lengths, arrivals and classes")
+    seed: int = option(
+        0, parse=read_seed, group="data set", help="random seed of lengths, arrivals and classes"
+    )
     overlong: Literal["error", "skip"] = option(
-        "error", group="data set", help="what becomes of requests that do not fit the context"
+        "error", group="data set", help="what to do with requests that do not fit the context"
     )
     request_rate: float | None = option(
         None,

@@ -25,14 +25,14 @@ class FleetOptions:
     kv_transport: str = _option(
         "auto",
         choices=tuple(TRANSPORTS),
-        help="how KV goes from replica to replica, so that streams can move; cma: straight from memory to "
-        "memory, on one machine; tcp; nixl: by NVIDIA's NIXL (extra nixl); auto: cma where it works, else "
+        help="how KV is copied between replicas when streams move; cma: from memory to memory, on one "
+        "machine; tcp: over a network; nixl: by NVIDIA's NIXL (extra nixl); auto: cma if it works, else "
         "tcp; none: streams do not move",
     )
     launcher: str = _option(
         "local",
         choices=LAUNCHERS,
-        help="what starts the replicas; local: as processes of this machine; ray: on a Ray cluster's nodes",
+        help="what starts the replicas; local: processes on this machine; ray: on the nodes of a Ray cluster",
     )
     ray_address: str | None = _option(
         None,
@@ -43,13 +43,14 @@ class FleetOptions:
         None,
         at_least=0,
         metavar="PORT",
-        help="with --launcher ray, where replicas on other nodes reach this server (default: any free port)",
+        help="with --launcher ray, the port on which replicas of other nodes reach this server (default: any "
+        "free one)",
     )
     start_timeout: int = _option(
         600,
         at_least=1,
         metavar="SECONDS",
-        help="a replica that gets no place, or says nothing, for so long while it starts is given up",
+        help="longest time of a replica's start; then it is given up",
     )
 
     def __post_init__(self) -> None:

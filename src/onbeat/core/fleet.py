@@ -44,7 +44,7 @@ class PoolSizes:
 
 
 POOLS_FORM = "prefill=N,decode=M"
-POOLS_HELP = "N replicas that compute prompts and hand the KV over to M that generate, in place of --replicas"
+POOLS_HELP = "use N replicas that compute prompts and M that generate, in place of --replicas"
 
 
 def parse_pools(text: str) -> PoolSizes:

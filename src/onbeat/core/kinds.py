@@ -10,8 +10,8 @@ from onbeat.core.errors import ConfigError
 
 KIND_FORM = "device=ID,tp=N,policy=NAME,replicas=N"
 KIND_HELP = (
-    "of replicas that differ, each kind and how many are of it, those that compute prompts first; what a "
-    "kind does not say is as it is for all"
+    "kinds of replicas that differ, each with its number, those for prompts first; each has the common "
+    "settings unless it says otherwise"
 )
 """Of the flag --kinds."""
 _EXAMPLE = "device=l4,tp=2,policy=slo,replicas=3"

@@ -120,8 +120,8 @@ def slo_mode_option() -> Any:
         "stream",
         flag="--slo-mode",
         group=OBJECTIVES,
-        help="TBT is kept if 99% of the tokens meet their deadlines (stream), or if the P99 gap is within it "
-        "(gap); policies with deadlines plan for the same",
+        help="what keeps a TBT objective; stream: 99% of the tokens meet their deadlines; gap: the P99 gap "
+        "is within the objective",
     )
 
 
@@ -130,7 +130,6 @@ def shed_option() -> Any:
     return option(
         ShedMode.RELEGATE,
         group=OBJECTIVES,
-        help="a request that slo predicts to miss its TTFT objective, and that does not say what it wants, "
-        "takes its turn all the same (off), is served as best effort (relegate), or is rejected with 429 "
-        "(reject)",
+        help="what slo does with a request that it predicts to miss its TTFT objective; off: it takes its "
+        "turn; relegate: it is served as best effort; reject: it gets 429",
     )

@@ -47,56 +47,54 @@ class EngineConfig:
     model: ModelFiles
     load_format: Literal["auto", "dummy", "stand-in"] = _model(
         "auto",
-        help="dummy: random weights of the model's configuration; stand-in: no model, but steps that take "
-        "the roofline's time on --device",
+        help="where weights come from; auto: from the model's files; dummy: random weights; stand-in: no "
+        "model, a step takes its predicted time on --device",
     )
     dtype: DTypeName = _model(
         "auto",
-        help="type of weights and activations; auto: bfloat16 where the device computes in it natively, else "
-        "float32",
+        help="number type of weights and activations; auto: bfloat16 if the device computes in it natively, "
+        "else float32",
     )
     quantization: Quantization = _model(
         "auto",
-        help="of weights; auto: as in the file, which the torch backend dequantizes; none: all in --dtype; "
-        "int8: all matrices in 8 bits, with a scale for 32 neighbours (native backend only)",
+        help="format of the weights; auto: as in the file, which the torch backend dequantizes; none: all in "
+        "--dtype; int8: all matrices in 8 bits, with a scale for 32 neighbours (native backend only)",
     )
     activation_quantization: ActivationQuantization = _engine(
         "auto",
-        help="of what meets quantized weights in products, by the native backend; int8: 8 bits, with a scale "
-        "for 32 neighbours, which changes perplexity by less than half a percent; none: --dtype, to which "
-        "each product dequantizes its weights, so nothing is lost and all is slower, decodes the most; auto: "
-        "int8 where the processor multiplies bytes faster (AVX2, AVX-512; with AMX up to 31 rows)",
+        help="number format of activations that meet quantized weights (native backend); int8: 8 bits, with "
+        "a scale for 32 neighbours; none: --dtype, exact and slower; auto: int8 if the processor "
+        "multiplies bytes faster",
     )
     pooling: Literal["auto", "last", "mean"] = _model(
         "auto",
-        help="how embeddings are made of hidden states: the last token's, or the mean of all; auto: as the "
-        "model's files say (1_Pooling/config.json, or GGUF's pooling_type), else last",
+        help="how an embedding is made; last: from the last token's hidden state; mean: from the mean of "
+        "all; auto: as the model's files say, else last",
     )
     seed: int = _model(0, help="seed of dummy weights")
     device: str = _engine(
         "auto",
-        help="where to run: auto, cpu, cuda, cuda:N, or a GPU by name, such as h100-sxm, which is cuda and "
-        "must be that one; of a stand-in what it stands in for",
+        help="where to run: auto, cpu, cuda, cuda:N; a GPU's name, such as h100-sxm: cuda, if that GPU is "
+        "there; with a stand-in: the device to stand in for",
     )
     backend: BackendName = _engine(
         "auto",
-        help="what computes steps: the native CPU engine, the GPU engine (cuda), or torch; auto: that of the "
-        "device where it can, else torch",
+        help="what computes steps; native: the CPU engine; cuda: the GPU engine; torch: the reference; auto: "
+        "the device's own engine if it supports the model, else torch",
     )
     instruction_set: InstructionSet = _engine(
         "auto",
-        help="what the native CPU engine computes with; auto: the quickest here, timed at the first start",
+        help="instruction set of the native CPU engine; auto: the fastest here, timed at the first start",
     )
     weights_copy: WeightsCopy = _engine(
         "auto",
-        help="of quantized weights, in --dtype, for products of many rows, by the native backend; auto: "
-        "where it is quicker here, as timed at the first start, and takes at most half of the memory that "
-        "weights and KV cache leave",
+        help="keep a second copy of quantized weights in --dtype, for steps of many tokens (native backend); "
+        "auto: if the first start finds it faster, and it takes at most half of the remaining memory; "
+        "off: no copy",
     )
     batch_invariant: bool = _engine(
         default=False,
-        help="compute the same numbers for a request, bit for bit, whatever runs beside it and however its "
-        "prompt is divided (native backend only)",
+        help="compute the same numbers for a request, bit for bit, in any batch (native backend only)",
     )
     threads: int | None = _engine(
         None,
@@ -108,13 +106,13 @@ class EngineConfig:
         None,
         at_least=1,
         metavar="BYTES",
-        help="memory of the KV cache, such as 2G (default: a quarter of what is free, at most 4G; of the GPU "
-        "engine what --gpu-memory-utilization leaves)",
+        help="memory of the KV cache, such as 2G; default on a CPU: a quarter of the free memory, at most "
+        "4G; default on a GPU: what --gpu-memory-utilization leaves",
     )
     gpu_memory_utilization: float = _engine(
         DEFAULT_GPU_UTILIZATION,
         metavar="SHARE",
-        help="of the GPU's memory, that the GPU engine and all else on it may take together",
+        help="share of the GPU's memory that all its programs may take together",
     )
     enforce_eager: bool = _engine(
         default=False, help="run decode steps operator by operator, not as CUDA graphs (GPU engine)"
@@ -124,14 +122,14 @@ class EngineConfig:
         aliases=("-tp",),
         at_least=1,
         metavar="N",
-        help="processes that the model is split among, on the CPU and by torch; for tests, not for speed",
+        help="processes that share the model, on the CPU and by torch; for tests, not for speed",
     )
     step_time_profile: str = _engine(
         "auto",
         metavar="FILE",
-        help="what predicts step times: a file of `onbeat profile`, or a table of measured steps, FILE.csv; "
-        "auto: the profile of this model and machine in the cache, else the roofline alone; calibrate: some "
-        "seconds of measuring now; roofline; none",
+        help="what predicts step times; FILE: a profile of `onbeat profile`; FILE.csv: a table of measured "
+        "steps; auto: the cached profile of this model and machine, else roofline; calibrate: measure "
+        "for some seconds now; roofline: estimate from hardware limits; none: no predictions",
     )
     speculative: SpeculativeConfig | None = _engine(
         None,
@@ -152,7 +150,7 @@ class EngineConfig:
         None,
         group="server",
         metavar="FILE",
-        help="write what the scheduler did, for `onbeat replay FILE`",
+        help="write what the scheduler does, for `onbeat replay FILE`",
     )
     memory_share: MemoryShare | None = None
     """What of the machine's memory the engine may take, where several share it; None is all that is free."""

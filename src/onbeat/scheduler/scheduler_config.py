@@ -78,17 +78,16 @@ class SchedulerLimits:
         f"compare with: {', '.join(BASELINES)}",
     )
     scheduling_policy: Literal["fcfs", "priority"] = _option(
-        "fcfs", help="order of requests; priority: lower `priority` first, strictly"
+        "fcfs", help="order of requests; fcfs: by arrival; priority: lower `priority` first"
     )
     max_num_seqs: int = _option(256, metavar="N", at_least=1, help="most requests at once")
     max_num_batched_tokens: int | Literal["auto"] | None = _option(
         None,
         metavar="N",
         at_least=1,
-        help="token budget of a step; only a cap under slo, whose budget is time (default: there what the "
-        "largest step that pays may have, 8192 at most, "
-        "512 under others with chunked prefill, else the longest request); auto, in simulations: the largest "
-        "multiple of 128 whose step keeps --slo-tbt-ms",
+        help="token budget of a step; under slo: a cap only, since its budget is time; by default at most "
+        "8192; default of other policies with chunked prefill: 512; default of the rest: the longest "
+        "request; auto (simulations only): the largest budget whose step keeps --slo-tbt-ms",
     )
     max_model_len: int | None = _option(
         None,
@@ -102,27 +101,29 @@ class SchedulerLimits:
         None,
         metavar="N",
         at_least=1,
-        help="most requests that wait at a replica; more are refused with 503, whatever their objectives. "
-        "The choices of a request count each, and are taken together or not at all (default: no limit)",
+        help="most requests that wait at a replica; each choice of a request counts; more are refused with "
+        "503 (default: no limit)",
     )
     max_num_queued_tokens: int | None = _option(
-        None, metavar="N", at_least=1, help="most prompt tokens that wait at a replica, likewise"
+        None,
+        metavar="N",
+        at_least=1,
+        help="most prompt tokens that wait at a replica; more are refused with 503 (default: no limit)",
     )
     max_queue_seconds: float | None = _option(
         None,
         metavar="SECONDS",
         parse=_queue_seconds,
-        help="longest predicted wait for which another request is taken that cannot be in time, or has no "
-        "objective; beyond it 503 with Retry-After, also while no replica is ready. 0 or none: no limit "
-        f"(default: {DEFAULT_QUEUE_SECONDS:g} under slo, which alone predicts it)",
+        help="longest predicted wait of best effort; beyond it a request gets 503 with Retry-After; 0 or "
+        f"none: no limit (default: {DEFAULT_QUEUE_SECONDS:g} under slo, which alone predicts it)",
     )
     slo_mode: SLOMode = slo_mode_option()
     shed_order: ShedOrder = option(
         DEFAULT_SHED_ORDER,
         group=OBJECTIVES,
-        help="which prompts slo leaves behind where not all can be in time: those with the most work, so "
-        "that as many as possible are in time (most), or those that came last, so that long prompts keep "
-        "their turn (longest-wait)",
+        help="which prompts slo leaves behind if not all can be in time; most: those with the most work, so "
+        "that most requests are in time; longest-wait: those that came last, so that long prompts keep "
+        "their turn",
     )
 
     def __post_init__(self) -> None:

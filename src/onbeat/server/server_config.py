@@ -66,7 +66,7 @@ class ConnectionLimits:
         4096,
         at_least=1,
         metavar="N",
-        help="most open connections, idle ones included; one more gets a 503 and is closed",
+        help="most open connections, idle ones included; a further one gets 503",
     )
     max_head_bytes: int = 64 * 2**10
     """Largest request line and headers; also of what is no body within a body: chunk extensions, trailers."""
@@ -101,8 +101,8 @@ class ServerConfig:
     fleet_key: str | None = _option(
         None,
         metavar="KEY",
-        help="key that opens /fleet, in place of the API keys (also: $ONBEAT_FLEET_KEY); without any key "
-        "/fleet is closed",
+        help="key that opens /fleet, in place of the API keys (or $ONBEAT_FLEET_KEY); without any key /fleet "
+        "is closed",
     )
     ssl_keyfile: Path | None = _option(None, metavar="FILE", help="TLS key, PEM")
     ssl_certfile: Path | None = _option(None, metavar="FILE", help="TLS certificate, PEM")
@@ -110,8 +110,7 @@ class ServerConfig:
         (),
         many="append",
         metavar="ORIGIN",
-        help="web origin whose pages may call the server (CORS), * is every origin; repeatable, or a "
-        "JSON list",
+        help="web origin whose pages may call the server (CORS); repeatable, or a JSON list; *: every origin",
     )
     connections: ConnectionLimits = part(ConnectionLimits)
     max_body_bytes: int = _option(10 * 2**20, at_least=1, metavar="BYTES", help="largest request")
@@ -125,30 +124,30 @@ class ServerConfig:
     )
     shutdown_timeout: float = _option(30.0, metavar="SECONDS", help="time to drain after SIGTERM")
     hang: HangLimits = field(default_factory=HangLimits)
-    log_requests: bool = _option(default=True, help="one line a request")
+    log_requests: bool = _option(default=True, help="log one line for each request")
     root_path: str = _option(
         "",
         metavar="PREFIX",
-        help="prefix under which a proxy shows this server, such as /llm; paths may begin with it or not",
+        help="path prefix that a proxy puts before this server, such as /llm",
     )
     request_id_headers: bool = _option(
         default=False,
         flag="--enable-request-id-headers",
-        help="put x-request-id into all answers, those of /health and the like included",
+        help="put x-request-id into all answers",
     )
     force_include_usage: bool = _option(
         default=False,
         flag="--enable-force-include-usage",
-        help="put the usage so far into every event of a stream, as if stream_options asked for it",
+        help="put the usage so far into every event of a stream",
     )
     prompt_tokens_details: bool = _option(
         default=False,
         flag="--enable-prompt-tokens-details",
-        help="put details into the usage of text completions although they are all 0",
+        help="put token details into the usage of text completions, although all are 0",
     )
     return_tokens_as_token_ids: bool = _option(
         default=False,
-        help="name tokens token_id:5 beside log-probabilities, unless a request says otherwise",
+        help="show tokens beside log-probabilities as token_id:5, unless a request says otherwise",
     )
     metrics_aliases: Literal["vllm"] | None = _option(None, help="export metrics under these names too")
     slo: SLODefaults = field(default_factory=SLODefaults)
@@ -156,14 +155,14 @@ class ServerConfig:
     tool_call_parser: str = _option(
         "auto",
         metavar="NAME",
-        help="how calls of tools are read from answers: auto (as the chat template writes them), none, or "
-        f"{', '.join(FAMILIES)} (vLLM's names are taken, too)",
+        help="how tool calls are found in answers; auto: as the chat template writes them; none: not at "
+        f"all; or {', '.join(FAMILIES)} (or vLLM's name)",
     )
     reasoning_parser: str = _option(
         "auto",
         metavar="NAME",
-        help="how reasoning is told apart from answers: auto (as the template or vocabulary has it), "
-        f"none, or {', '.join(REASONING)}",
+        help="how reasoning is found in answers; auto: as the template or vocabulary has it; none: not at "
+        f"all; or {', '.join(REASONING)}",
     )
     response_role: str = "assistant"
 

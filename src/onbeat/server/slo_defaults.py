@@ -111,7 +111,7 @@ class SLODefaults:
         None,
         group=OBJECTIVES,
         metavar="NAME",
-        help="class of requests that name none, and whose API key has none: "
+        help="class of requests whose body and API key name none: "
         f"{', '.join(SLO_CLASSES)}, offline (no objectives), or one of --slo-classes",
     )
     shed: ShedMode = shed_option()

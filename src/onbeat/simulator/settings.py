@@ -47,11 +47,11 @@ class ReplicaSettings:
     device: str = _hardware(
         metavar="ID|FILE.yaml",
         parse=_known_device,
-        help="such as h100-sxm, a100-80-sxm, l4, cpu; or your own (FILE.yaml)",
+        help="device, such as h100-sxm, a100-80-sxm, l4, cpu, or your own (FILE.yaml)",
     )
-    dtype: DTypeName = _hardware("bf16", help="of the weights")
+    dtype: DTypeName = _hardware("bf16", help="number format of the weights")
     kv_cache_dtype: Literal["auto"] | DTypeName = _hardware(
-        AUTO, help="of the KV cache; auto: that of the weights, at least 16 bits wide"
+        AUTO, help="number format of the KV cache; auto: that of the weights, at least 16 bits wide"
     )
     tensor_parallel: int = _hardware(
         1,
@@ -69,7 +69,7 @@ class ReplicaSettings:
         metavar="N",
         help="stages of layers",
     )
-    gpu_memory_utilization: float = _hardware(0.9, metavar="SHARE", help="of the device's memory")
+    gpu_memory_utilization: float = _hardware(0.9, metavar="SHARE", help="share of the device's memory")
     num_blocks: int | None = _hardware(
         None, at_least=1, metavar="N", help="KV blocks of a replica (default: what the memory holds)"
     )
@@ -79,82 +79,82 @@ class ReplicaSettings:
         flag="--kv-transfer-gbps",
         unit="gbps",
         metavar="GBIT",
-        help="speed of a replica's link to the others, in either direction, gigabit/s; requests then go on "
-        "elsewhere with their KV (default: 200 with --disaggregate, an InfiniBand HDR link, else none do)",
+        help="speed of a replica's link, in either direction, gigabit/s; with it streams move with their KV "
+        "(default: 200 with --disaggregate, else no link)",
     )
     kv_latency: float = _fleet(
         0.0,
         flag="--kv-transfer-latency-ms",
         unit="ms",
         metavar="MS",
-        help="of that link (default: 0)",
+        help="latency of that link (default: 0)",
     )
     fleet_changes: tuple[FleetChange, ...] = _fleet(
         (),
         parse=parse_change,
         metavar="CHANGE",
-        help="what happens to replicas: '30 kill 0', in second 30 replica 0 dies; likewise restart, drain; "
-        "'90 scale 4', there are to be 4",
+        help="what happens to replicas; 30 kill 0: replica 0 dies in second 30; restart and drain likewise; "
+        "90 scale 4: from second 90 on, 4 replicas are wanted",
     )
     start_seconds: float = _fleet(
         10.0,
         flag="--replica-start-seconds",
         metavar="SECONDS",
-        help="of a replica that is started in the run",
+        help="time until a replica that starts during the run is ready",
     )
     drain_seconds: float = _fleet(
         DRAIN_SECONDS,
         flag="--drain-seconds",
         metavar="SECONDS",
-        help="that requests may take on a replica that drains",
+        help="time that requests have on a replica that drains",
     )
     limits: SchedulerLimits = part(SchedulerLimits)
     declared_max_tokens: int | None = option(
         None,
         group="scheduler",
         metavar="TOKENS",
-        help="output limit that every request declares, for policies that reserve memory for it "
-        "(default: exactly its output)",
+        help="output limit of every request, for policies that reserve memory for it (default: its output)",
     )
     shed: ShedMode = shed_option()
     step_time: str = _step(
         "roofline",
         metavar="KIND|FILE.csv",
         parse=require_step_time,
-        help=f"{', '.join(STEP_TIME_MODELS)}; or a table of measured steps, which calibrates the roofline",
+        help=f"model of step times: {', '.join(STEP_TIME_MODELS)}; FILE.csv: a table of measured steps, "
+        "which calibrates the roofline",
     )
     profile: Path | None = _step(
-        None, metavar="FILE", help="what it is made from: of `onbeat profile`, or a table"
+        None, metavar="FILE", help="file for --step-time: a profile of `onbeat profile`, or a table"
     )
     engine: str = _step(
         NO_ENGINE,
         metavar=ENGINE_FORM,
         parse=require_engine,
-        help=f"give the roofline the terms of a whole engine ({', '.join(ENGINES)}), the newest, those of a "
-        "version (vllm@0.12) or your own (FILE.yaml), and plan steps ahead as that engine does",
+        help=f"simulate a whole engine: {', '.join(ENGINES)}; vllm@0.12: as of that version; FILE.yaml: your "
+        "own terms",
     )
     host_overhead: float = _step(
         0.0,
         flag="--host-overhead-ms",
         unit="ms",
         metavar="MS",
-        help="added to every step: planning, sampling on the host, messages",
+        help="host time added to every step: planning, sampling, messages",
     )
     request_overhead: float | None = _step(
         None,
         flag="--request-overhead-ms",
         unit="ms",
         metavar="MS",
-        help="added to each request's first token: what its server does beside steps, such as tokenizing "
-        "(default: as the profile or --engine says, else 0)",
+        help="server time added to each first token, such as tokenizing (default: from the profile or "
+        "--engine, else 0)",
     )
     step_noise: float = _step(
         0.0,
         metavar="SIGMA",
-        help="let each step take its predicted time x a log-normal factor of mean 1; 0.05 is about 5%",
+        help="multiply each step's time by a log-normal factor of mean 1; 0.05: by about 5%",
     )
     guided_share: float = _step(
-        0.0, metavar="SHARE", help="of requests, whose answers must match a grammar, which the host checks"
+        0.0, metavar="SHARE", help="share of requests whose answers must match a grammar"
     )
     seed: int = 0
     max_concurrency: int | None = None

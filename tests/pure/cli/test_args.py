@@ -49,7 +49,7 @@ def sub_parser(*names: str) -> argparse.ArgumentParser:
 
 def test_help_shows_defaults_of_zero_and_no_false_ones() -> None:
     text = " ".join(sub_parser("simulate").format_help().split())
-    assert "decides lengths, arrivals and classes (default: 0)" in text
+    assert "random seed of lengths, arrivals and classes (default: 0)" in text
     assert "default: False" not in text
     assert "default: None" not in text
 

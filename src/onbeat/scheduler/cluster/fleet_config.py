@@ -63,13 +63,13 @@ class FleetConfig:
         aliases=("--data-parallel-size", "-dp"),
         at_least=1,
         metavar="N",
-        help="replicas that share the requests, each with a copy of the model; on one machine, each is an "
-        "engine process with its share of the cores",
+        help="replicas that share the requests, each with a copy of the model and a share of the cores",
     )
     router: str | None = _option(
         None,
         choices=tuple(ROUTERS),
-        help="what chooses a replica for a request (default: slo under policy slo, else least-outstanding)",
+        help="rule that chooses a replica for a request (default: slo under policy slo, else "
+        "least-outstanding)",
     )
     disaggregate: PoolSizes | None = _option(None, parse=parse_pools, metavar=POOLS_FORM, help=POOLS_HELP)
     pool_rule: PoolRule = _option("adaptive", help=RULE_HELP)
@@ -78,14 +78,13 @@ class FleetConfig:
         (),
         parse=parse_kind,
         metavar=KIND_FORM,
-        help=KIND_HELP + "; in serve, device and tp of stand-ins only",
+        help=KIND_HELP + "; in serve, only stand-ins differ in device and tp",
     )
     autoscale: ScaleBounds | None = _option(
         None,
         parse=parse_bounds,
         metavar="MIN..MAX",
-        help="let the fleet decide on the number of replicas; it begins with --replicas of them, at least "
-        "MIN and one",
+        help="let the fleet decide on the number of replicas; it begins with --replicas",
     )
     autoscale_policy: str = _option("objective", metavar="NAME", help=POLICY_HELP)
     scale_down_seconds: float = _option(DOWN_SECONDS, metavar="SECONDS", help=DOWN_HELP)

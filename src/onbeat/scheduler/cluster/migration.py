@@ -34,9 +34,10 @@ POOL_POLICIES: dict[PoolRule, Callable[[Mover, Membership, Pools], PoolPolicy]] 
     "splitwise": Splitwise,
 }
 MOVE_HELP = (
-    "which streams move to other replicas, beside those of drains; mend: the last to come, where something "
-    "is predicted to go wrong that this mends; llumnix: the shortest, from replicas with the least free KV "
-    "memory to those with the most"
+    "which streams move to other replicas, beside those of drains; mend: the "
+    "newest stream of a replica in trouble, if the move helps; llumnix: the "
+    "shortest one, from the replicas with the least free KV memory to those with "
+    "the most"
 )
 """Of the flag --move-rule."""
 

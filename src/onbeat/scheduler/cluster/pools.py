@@ -15,10 +15,11 @@ POOL_RULES: tuple[PoolRule, ...] = get_args(PoolRule)
 """`adaptive` is onbeat's own, see `PoolPolicy`; `distserve` and `splitwise` are those of `comparators`."""
 
 RULE_HELP = (
-    "adaptive: short and cached prompts are computed where they generate, and a stream that nobody has room "
-    "for goes on where it is; distserve: the first N compute every prompt, and its stream waits there for "
-    "room; splitwise: where it goes on is chosen at arrival, its KV is copied while its prompt is computed, "
-    "and what one side has no room for goes to the other"
+    "with --disaggregate, which replica computes and which generates; adaptive: "
+    "short and cached prompts are computed where they generate; distserve: "
+    "prefill replicas compute every prompt, and streams wait there for room; "
+    "splitwise: both replicas are chosen at arrival, and KV is copied while the "
+    "prompt is computed"
 )
 """Of the flag --pool-rule."""
 

@@ -14,13 +14,13 @@ from onbeat.scheduler.cluster.objective_scaling import ObjectiveScaling
 from onbeat.scheduler.cluster.scaling_policy import FleetLoad, ScalingPolicy
 
 POLICY_HELP = (
-    "what decides on the number of replicas; objective: the work that arrives, and what is late of it; "
-    "freeness: how much KV memory is free for each running request, as in Llumnix, by default 10 to 60 "
-    "blocks (freeness:10..60)"
+    "what decides on the number of replicas; objective: the arriving work, and "
+    "late requests; freeness: free KV blocks for each running request, as in "
+    "Llumnix (default: freeness:10..60)"
 )
 """Of the flag --autoscale-policy."""
 DOWN_SECONDS = 600.0
-DOWN_HELP = "a replica goes once the load has been low for so long"
+DOWN_HELP = "time of low load after which a replica goes"
 """Of the flag --scale-down-seconds. A replica that goes costs its moves, and a start if it comes back."""
 _LOOK_SECONDS = 1.0
 _COOL_DOWN = 0.1
