@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onbeat.core.request import TokenLogprobs
 from onbeat.engine.draw import Logits
@@ -136,7 +137,7 @@ def _verify_in_waves(
             break
         indices = owners[places_C].tolist()
         sampled = sampler.sample(
-            logits.values_RV[places_C],
+            _take_rows(logits.values_RV, places_C),
             [rows[index] for index in indices],
             None if logits.best is None else logits.best.take(places_C),
         )
@@ -146,6 +147,12 @@ def _verify_in_waves(
             token_id = _take(verified, rows, index, sampled, place)
             is_alive[index] = wave < len(drafts[index]) and token_id == drafts[index][wave]
     return verified
+
+
+def _take_rows(logits_RV: Logits, places_C: NDArray[np.intp]) -> Logits:
+    """Return some rows, without a copy where they lie next to one another, as those of the first wave do."""
+    first, last = places_C[0], places_C[-1]
+    return logits_RV[first : last + 1] if last - first + 1 == len(places_C) else logits_RV[places_C]
 
 
 def _take(
