@@ -6,14 +6,19 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from onbeat.recording.reader import Recording
+from onbeat.simulator.replay.history import read_history
+
 pytest.importorskip("vllm.v1.core.sched.scheduler")
 
-from tests.vllm.live import serving
+from tests.vllm.live import ENVIRONMENT, serving
 
 pytestmark = [
     pytest.mark.vllm,
@@ -95,6 +100,30 @@ def test_under_random_plans_tokens_are_those_of_vllm(plain, model, tmp_path):
     assert counted["planned"] > 10 * counted["foreign"]
     assert counted["skipped"] > 100
     assert counted["preempted"] > 3
+
+
+def test_steps_are_measured_while_nobody_is_served(model, tmp_path):
+    flags = ("--dtype", "float32", "--max-num-seqs", "4", "--max-num-batched-tokens", "64")
+    with serving(tmp_path, model, flags, onbeat=(), XDG_CACHE_HOME=str(tmp_path)) as server:
+        assert server.post(COMPLETIONS, body(slo={"ttft_ms": 60_000})).status == 200
+        assert "step times: measured now" in server.log.read_text()
+        deadline = time.monotonic() + 600
+        while "step times: measured in" not in server.log.read_text():
+            assert time.monotonic() < deadline, server.log.read_text()[-3000:]
+            time.sleep(1)
+        path = tmp_path / "run.gz"
+        command = [sys.executable, "-m", "onbeat", "vllm", "record", str(path), "--seconds", "8"]
+        recorder = subprocess.Popen(command, env=os.environ | ENVIRONMENT)
+        while not path.exists():
+            time.sleep(0.1)
+        answer = server.post(COMPLETIONS, body(slo={"ttft_ms": 60_000}))
+        assert answer.body["slo"]["met"] is True
+        assert recorder.wait(60) == 0
+    check_log(server)
+    assert len(list((tmp_path / "onbeat" / "profiles" / "vllm").iterdir())) == 1
+    recording = Recording(path)
+    assert recording.header.step_time["fitted"]["method"] == "nnls"
+    assert [len(each.record.delivery_times) for each in read_history(recording).requests] == [8]
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,11 @@ from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.fitted import FittedModel
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.models import fitted_predictor, make_step_time_model
+from onbeat.perfmodel.nnls import NNLSForm
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.shape_range import ShapeRange
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 
@@ -62,14 +64,7 @@ class StepTimeDescription:
             "device": _values(self.device),
             "parallelism": _values(self.parallelism),
             "precision": _values(self.precision),
-            "fitted": None
-            if fitted is None
-            else _values(fitted)
-            | {
-                "errors": _values(fitted.errors),
-                "ratios": list(fitted.ratios),
-                "shape_range": _values(fitted.shape_range),
-            },
+            "fitted": None if fitted is None else _fitted_values(fitted),
         }
 
 
@@ -89,7 +84,30 @@ class SpeculativeDescription:
         return {"target": self.target.as_json(), "draft": self.draft.as_json()}
 
 
-AnyDescription = StepTimeDescription | SpeculativeDescription
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredDescription:
+    """What predicts the steps of an engine of which only its steps are known, such as vLLM."""
+
+    fitted: FittedModel
+    """By `nnls`, which needs neither model nor device."""
+
+    def predictor(self) -> Predictor:
+        """Return the model as it is before its first step: it learns from each one that it is told of."""
+        fitted = self.fitted
+        plain = Predictor(
+            NNLSForm().closure(fitted.parameters),
+            ResidualModel(fitted.ratios),
+            fitted.shape_range,
+            errors=fitted.errors,
+        )
+        return plain.with_learning(DriftAlarm())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values, numbers in full."""
+        return {"fitted": _fitted_values(self.fitted)}
+
+
+AnyDescription = StepTimeDescription | SpeculativeDescription | MeasuredDescription
 
 
 def description_from_json(values: Mapping[str, Any]) -> AnyDescription:
@@ -103,6 +121,8 @@ def description_from_json(values: Mapping[str, Any]) -> AnyDescription:
         if "target" in values:
             target, draft = _single(values["target"]), _single(values["draft"])
             return SpeculativeDescription(target=target, draft=draft)
+        if "model" not in values:
+            return MeasuredDescription(fitted=_fitted(values["fitted"]))
         return _single(values)
     except (KeyError, TypeError) as error:
         raise ConfigError(
@@ -134,6 +154,14 @@ def _fitted(values: Mapping[str, Any]) -> FittedModel:
         ratios=tuple(values["ratios"]),
         shape_range=_build(ShapeRange, values["shape_range"]),
     )
+
+
+def _fitted_values(fitted: FittedModel) -> dict[str, Any]:
+    return _values(fitted) | {
+        "errors": _values(fitted.errors),
+        "ratios": list(fitted.ratios),
+        "shape_range": _values(fitted.shape_range),
+    }
 
 
 def _values(item: Any) -> dict[str, Any]:

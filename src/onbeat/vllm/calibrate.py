@@ -17,7 +17,7 @@ import numpy as np
 from onbeat import __version__
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.correction import DriftAlarm
+from onbeat.perfmodel.description import MeasuredDescription
 from onbeat.perfmodel.device_spec import known_device
 from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FittedModel, fit_form
 from onbeat.perfmodel.logged_step import StepOrigin
@@ -67,7 +67,7 @@ class KeptSteps:
             logger.warning("step times: measured anew, as those kept cannot be used: %s", error)
             return None
 
-    def keep(self, steps: Sequence[MeasuredStep], seconds: float) -> Predictor:
+    def keep(self, steps: Sequence[MeasuredStep], seconds: float) -> MeasuredDescription:
         """Fit measured steps, keep them for later starts and return what predicts steps from now on.
 
         Parameters
@@ -97,7 +97,7 @@ class KeptSteps:
             "step times: measured in %.0f s by %d steps, median error %.1f %%; %s",
             *(seconds, len(steps), 100 * fitted.errors.p50, where),
         )
-        return _predictor(fitted)
+        return MeasuredDescription(fitted=fitted)
 
 
 def kept_steps(origin: StepOrigin, settings: Mapping[str, EngineValue]) -> KeptSteps:
@@ -134,8 +134,10 @@ def _model_name(model: str) -> str:
         return model
 
 
-def step_times(config: PluginConfig, kept: KeptSteps, hindrance: str | None) -> tuple[Predictor, bool]:
-    """Return what predicts steps and learns from each one, and whether steps are to be measured now.
+def step_times(
+    config: PluginConfig, kept: KeptSteps, hindrance: str | None
+) -> tuple[MeasuredDescription | None, bool]:
+    """Return what predicts steps, None for a guess, and whether steps are to be measured now.
 
     Parameters
     ----------
@@ -155,7 +157,7 @@ def step_times(config: PluginConfig, kept: KeptSteps, hindrance: str | None) -> 
         )
     if config.calibrate == "off" or hindrance is not None:
         logger.warning(_GUESSED, hindrance or "calibrate is off")
-        return guessed(), False
+        return None, False
     if config.calibrate == "auto" and (profile := kept.read()) is not None:
         logger.info("step times: as an earlier start measured them (%s), corrected since", kept.path)
         return fitted_to(profile.steps, kept.path), False
@@ -163,22 +165,29 @@ def step_times(config: PluginConfig, kept: KeptSteps, hindrance: str | None) -> 
         "step times: measured now, by made-up requests, whenever nobody is served. Until that is done, which "
         "takes half a minute or so, they are guessed"
     )
-    return guessed(), True
+    return None, True
 
 
-def guessed() -> Predictor:
-    """Return a model of no machine in particular, which learns the pace of the real one."""
+def predictor(known: MeasuredDescription | None) -> Predictor:
+    """Return what predicts steps and learns from each one.
+
+    Parameters
+    ----------
+    known : what it begins with; None for no machine in particular: it learns the pace of the real one.
+    """
+    if known is not None:
+        return known.predictor()
     return Predictor(guessed_seconds, ResidualModel.log_normal(_GUESSED_SPREAD)).with_learning()
 
 
-def fitted_to(steps: Sequence[MeasuredStep], path: Path) -> Predictor:
+def fitted_to(steps: Sequence[MeasuredStep], path: Path) -> MeasuredDescription:
     """Return a model of measured steps that needs to know neither model nor device.
 
     Raises
     ------
     ConfigError : too few steps that differ.
     """
-    return _predictor(_fit(steps, f"the profile {path}"))
+    return MeasuredDescription(fitted=_fit(steps, f"the profile {path}"))
 
 
 def _fit(steps: Sequence[MeasuredStep], what: str) -> FittedModel:
@@ -188,16 +197,6 @@ def _fit(steps: Sequence[MeasuredStep], what: str) -> FittedModel:
             f"{what} has fewer than {MIN_DISTINCT_SHAPES} steps that differ; measure more of them"
         )
     return fit_form(NNLSForm(), "nnls", shapes, [step.seconds for step in steps])
-
-
-def _predictor(fitted: FittedModel) -> Predictor:
-    plain = Predictor(
-        NNLSForm().closure(fitted.parameters),
-        ResidualModel(fitted.ratios),
-        fitted.shape_range,
-        errors=fitted.errors,
-    )
-    return plain.with_learning(DriftAlarm())
 
 
 def guessed_seconds(shape: BatchShape) -> float:

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from onbeat.core.errors import Overloaded, SLOUnattainable
-from onbeat.core.request import RequestOutput
-from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, Fate, SLOMode
+from onbeat.core.request import Request, RequestOutput
+from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, Fate, ShedMode, SLOMode
 from onbeat.core.step import BatchShape, SchedulerState
 from onbeat.core.step_time import StepTimeModel
+from onbeat.perfmodel.description import MeasuredDescription
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.relegation import Relegation
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.results import StepFeedback, StepInFlight, StepsInFlight
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from onbeat.server.objectives import RequestObjectives
 from onbeat.vllm.mirror import Mirror
 from onbeat.vllm.refusals import TOO_LONG
 from onbeat.vllm.surface import EngineRequest, Surface
@@ -66,10 +66,17 @@ class PromiseKeeper:
     ----------
     model : predicts steps, and learns from them.
     mode : what keeping a TBT objective means.
+    known : what the model began with; None where steps are guessed.
     """
 
-    def __init__(self, surface: Surface, model: StepTimeModel, mode: SLOMode) -> None:
-        self.surface, self.model = surface, model
+    def __init__(
+        self,
+        surface: Surface,
+        model: StepTimeModel,
+        mode: SLOMode,
+        known: MeasuredDescription | None = None,
+    ) -> None:
+        self.surface, self.model, self.known = surface, model, known
         self.config = _limits(surface, mode)
         self.policy = make_policy(self.config, model)
         slo, admission = self.policy.slo, self.policy.admission
@@ -82,16 +89,18 @@ class PromiseKeeper:
         self.in_flight = StepsInFlight()
         self._steps: deque[NotedStep] = deque()
         """In flight."""
+        self._is_synced = False
+        """Whether no step was planned or taken since vLLM's requests were looked at."""
         self._relegated: list[RequestState] = []
         self._budget: tuple[float | None, str | None] = None, None
         """Of the plan that is carried out next."""
 
-    def add(self, request: EngineRequest, objectives: RequestObjectives, arrival: float, now: float) -> None:
+    def add(self, request: EngineRequest, asked: Request, now: float) -> None:
         """Take a new request.
 
         Parameters
         ----------
-        arrival : when it came, seconds of the same clock as `now`.
+        asked : the same, as `Mirror.asked` returns it.
 
         Raises
         ------
@@ -99,8 +108,10 @@ class PromiseKeeper:
             wait for too long.
         """
         mirror = self.mirror
-        mirror.sync(now)
-        state = mirror.new_state(request, objectives, arrival)
+        rejects = asked.shed is ShedMode.REJECT and asked.slo is not None
+        if not self._is_synced and (rejects or len(mirror.waiting) >= self.config.max_num_seqs):
+            self._sync(now)  # it may be refused, for what is predicted
+        state = mirror.new_state(asked)
         mirror.know(request)
         state.slo.begin(
             state.request,
@@ -133,7 +144,7 @@ class PromiseKeeper:
 
     def plan(self, now: float) -> StepPlan:
         """Plan the next step; nothing but the plan changes, and what is known of vLLM's requests."""
-        self.mirror.sync(now)
+        self._sync(now)
         start = self.in_flight.last_plan = self.in_flight.next_start(now)
         plan = self._new_plan(start)
         num_left = self.surface.scheduler.max_num_scheduled_tokens
@@ -173,7 +184,7 @@ class PromiseKeeper:
         ----------
         begin : when its plan was begun, seconds.
         """
-        mirror, known = self.mirror, self.mirror.states
+        mirror, known, self._is_synced = self.mirror, self.mirror.states, False
         drafts = getattr(output, "scheduled_spec_decode_tokens", None) or {}
         num_decodes = num_context = num_sampling = 0
         chunks: list[tuple[int, int, bool]] = []
@@ -232,6 +243,7 @@ class PromiseKeeper:
 
     def take(self, output: Any, now: float) -> TakenStep | None:
         """Learn from a step whose results vLLM has taken; None of one that was not noted."""
+        self._is_synced = False
         noted, start = self._end_step(output, now)
         counts, finished = self._deliver(output, now)
         return None if noted is None else TakenStep(noted, start, now, counts, finished)
@@ -289,6 +301,10 @@ class PromiseKeeper:
         in_flight = self.in_flight
         now = max(in_flight.last_plan, in_flight.busy_until if in_flight else self.feedback.last_end)
         return self.admission.report(self._new_plan(now), self.relegation.num_relegated)
+
+    def _sync(self, now: float) -> None:
+        self.mirror.sync(now)
+        self._is_synced = True
 
     def _new_plan(self, now: float) -> StepPlan:
         mirror = self.mirror

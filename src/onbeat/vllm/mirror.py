@@ -44,31 +44,33 @@ class Mirror:
         self._num_added = 0
         self._per_step = 1 + surface.num_drafts
 
-    def new_state(self, request: EngineRequest, terms: RequestObjectives, arrival: float) -> RequestState:
-        """Return the state of a new request; it is in no queue yet, and has no deadlines.
+    def asked(self, request: EngineRequest, terms: RequestObjectives, arrival: float) -> Request:
+        """Return a request of vLLM's as one of ours.
 
         Parameters
         ----------
         arrival : seconds of the clock that plans go by.
         """
-        surface = self._surface
-        ours = Request(
+        return Request(
             request_id=request.request_id,
             prompt_token_ids=range(request.num_prompt_tokens),
             sampling=SamplingParams(max_tokens=max(int(request.max_tokens or 1), 1)),
             arrival=arrival,
-            num_prompt_logprobs=surface.num_prompt_logprobs(request),
+            num_prompt_logprobs=self._surface.num_prompt_logprobs(request),
             slo=terms.slo,
             slo_class=terms.slo_class,
             weight=terms.weight,
             tenant=terms.tenant,
             shed=terms.shed,
         )
+
+    def new_state(self, asked: Request) -> RequestState:
+        """Return the state of a new request; it is in no queue yet, and has no deadlines."""
         self._num_added += 1
         return RequestState(
-            ours,
-            sort_key=(0.0, arrival, self._num_added),
-            max_model_len=surface.max_model_len,
+            asked,
+            sort_key=(0.0, asked.arrival, self._num_added),
+            max_model_len=self._surface.max_model_len,
             slo=SLOState(),
         )
 

@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from onbeat.core.errors import ConfigError, InvalidRequest, SLOUnattainable
-from onbeat.core.request import RequestOutput
+from onbeat.core.request import Request, RequestOutput
 from onbeat.core.slo import Fate
 from onbeat.scheduler.replica.idle_check import IdleCheck
 from onbeat.vllm.batches import BatchLimits
-from onbeat.vllm.calibrate import kept_steps, step_times
+from onbeat.vllm.calibrate import kept_steps, predictor, step_times
 from onbeat.vllm.impose import Imposed, impose, mismatch
 from onbeat.vllm.keeper import PromiseKeeper
 from onbeat.vllm.made_up import RequestMaker, capture_sizes, hindrance, settings
@@ -65,16 +65,16 @@ class Plugin:
             logger.info("onbeat plans nothing here: the model pools, and has no time between tokens")
             return
         self.config = read_config(surface.options, os.environ)
-        origin, why_not = origin_of(scheduler.vllm_config), hindrance(scheduler)
-        self._kept = kept_steps(origin, settings(scheduler))
-        model, measures = step_times(self.config, self._kept, why_not)
-        self.keeper = PromiseKeeper(surface, model, self.config.slo.mode)
+        self._origin = origin_of(scheduler.vllm_config)
+        self._kept = kept_steps(self._origin, settings(scheduler))
+        known, measures = step_times(self.config, self._kept, hindrance(scheduler))
+        self.keeper = PromiseKeeper(surface, predictor(known), self.config.slo.mode, known)
         if measures:
             self._calibration = self._new_calibration()
-        elif model.errors is not None:
+        elif known is not None:
             self._say_misses()
         if self.config.telemetry is not None:
-            header = hello(self.keeper, origin, rank=surface.rank)
+            header = hello(self.keeper, self._origin, rank=surface.rank)
             publisher = Publisher(rank_address(self.config.telemetry, surface.rank), header)
             self._teller = Teller(publisher, rank=surface.rank)
 
@@ -172,14 +172,16 @@ class Plugin:
                 self._calibration.suspend()
         if not (self.is_on and self.surface.is_planned(request)):
             return
+        asked = None
         with self._guarded():
             try:
                 objectives = read(self.surface.extra_args(request), self.config.slo)
-                self.keeper.add(request, objectives, arrival, now)
+                asked = self.keeper.mirror.asked(request, objectives, arrival)
+                self.keeper.add(request, asked, now)
                 if self._teller is not None:
                     self._teller.added(self.keeper, request, now)
             except (SLOUnattainable, InvalidRequest) as error:
-                self._refuse(request, refusal_by(error), now)
+                self._refuse(request, refusal_by(error), now, asked)
 
     def forget_ended(self, request_ids: Any, now: float) -> None:
         """Forget requests that vLLM has ended."""
@@ -232,13 +234,20 @@ class Plugin:
         )
         self._refuse(request, refusal, now)
 
-    def _refuse(self, request: EngineRequest, refusal: Refusal, now: float) -> None:
-        """End a request in vLLM, with words by which the middleware knows the refusal."""
+    def _refuse(
+        self, request: EngineRequest, refusal: Refusal, now: float, asked: Request | None = None
+    ) -> None:
+        """End a request in vLLM, with words by which the middleware knows the refusal.
+
+        Parameters
+        ----------
+        asked : what it asked for, where it was never taken.
+        """
         self.surface.end(request.request_id)
         self._refused.append((request.client_index, self.surface.refusal(request, refusal.text())))
         if self._teller is not None:
             details = {"status": refusal.status, **refusal.details()}
-            self._teller.request("refused", self.keeper, request, now, details)
+            self._teller.refused(self.keeper, request, now, details, asked)
 
     # --- step times -----------------------------------------------------------------------------------
 
@@ -264,9 +273,11 @@ class Plugin:
             if not calibration.is_done or calibration.is_under_way:
                 return
             if not calibration.was_given_up:
-                model = self._kept.keep(calibration.steps, calibration.seconds)
-                self.keeper = PromiseKeeper(self.surface, model, self.config.slo.mode)
+                known = self._kept.keep(calibration.steps, calibration.seconds)
+                self.keeper = PromiseKeeper(self.surface, predictor(known), self.config.slo.mode, known)
                 self._say_misses()
+                if self._teller is not None:
+                    self._teller.say_hello(hello(self.keeper, self._origin, rank=self.surface.rank))
         except Exception as fault:
             trace = None if isinstance(fault, ConfigError) else fault
             why = calibration.what_was_left_out or fault

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from onbeat import __version__
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, Overloaded, SLOUnattainable
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams
 from onbeat.core.slo import SLO, Fate, ShedMode
 from onbeat.core.step import (
@@ -36,6 +36,7 @@ from onbeat.core.step import (
 )
 from onbeat.recording.log import RecordHeader
 from onbeat.recording.writer import RecordWriter, create_record
+from onbeat.vllm.refusals import TOO_LONG, refusal_of
 from onbeat.vllm.telemetry import SILENCE_SECONDS, Subscriber, stats_of
 
 logger = logging.getLogger("onbeat.vllm")
@@ -111,6 +112,9 @@ class Recorder:
                 self._num_output[request_id] = 0
                 self.counts.num_requests += 1
                 self._writer.add(request, now)
+            case "refused" if "arrival" in message:  # it was never taken
+                self.counts.num_requests += 1
+                self._writer.add(_request_of(request_id, message), now, refusal=_refusal_of(message))
             case "refused" if request_id in self._open:
                 output = RequestOutput(request_id, [], FinishReason.EXPIRED, fate=Fate.EXPIRED)
                 self._writer.schedule(None, now, num_preempted=0, expired=[output])
@@ -210,6 +214,15 @@ def _request_of(request_id: str, message: Mapping[str, Any]) -> Request:
         tenant=message.get("tenant"),
         shed=ShedMode(message.get("shed", "off")),
     )
+
+
+def _refusal_of(message: Mapping[str, Any]) -> Overloaded | SLOUnattainable:
+    """Return what our own scheduler would have raised."""
+    refusal = refusal_of(429, message)
+    if refusal.code == TOO_LONG:
+        return Overloaded(refusal.reason, code=TOO_LONG, retry_after=refusal.retry_after)
+    predicted = inf if refusal.predicted_ttft is None else refusal.predicted_ttft
+    return SLOUnattainable(refusal.reason, predicted_ttft=predicted, retry_after=refusal.retry_after or 0.0)
 
 
 async def record(path: Path, address: str, *, seconds: float | None = None) -> RecorderCounts:

@@ -171,7 +171,7 @@ class SelfCalibration:
 
     def take_in(self, request: EngineRequest, now: float) -> None:
         """Follow a request of its own that vLLM has taken."""
-        self._keeper.add(request, RequestObjectives(), now, now)
+        self._keeper.add(request, self._keeper.mirror.asked(request, RequestObjectives(), now), now)
 
     def _begin_stage(self) -> bool:
         """Send the requests of the next stage; return whether there are any."""

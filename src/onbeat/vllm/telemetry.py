@@ -9,7 +9,8 @@ monotonic clock, which all processes of a machine share.
 `{"kind": "request", "event", "request_id", "id", "now", ...}`
     What became of a request of the engine; `id` is the middleware's `slo_id`. The event `added` tells all of
     it (`added_message`), the others what they name (`request_message`): `scheduled` (`num_cached_tokens`),
-    `relegated`, `preempted`, `refused` (`status`, `reason`, `predicted_ttft_ms`, `retry_after_s`), `aborted`.
+    `relegated`, `preempted`, `refused` (`status`, `code`, `reason`, `predicted_ttft_ms`, `retry_after_s`, and
+    what `added` tells if it was not taken before), `aborted`.
 `{"kind": "hello", "rank", "header"}`
     What the publisher is, each few seconds (`hello_message`): a recorder may come at any time.
 """
@@ -72,7 +73,7 @@ class Publisher:
     Parameters
     ----------
     address : where to bind; see `rank_address`.
-    hello : what it is (`hello_message`).
+    hello : what it is (`hello_message`), as is the attribute.
 
     Raises
     ------
@@ -84,7 +85,7 @@ class Publisher:
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, _WAITING_MESSAGES)
         self._has_failed = False
-        self._hello = hello
+        self.hello = hello
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -114,7 +115,7 @@ class Publisher:
             next_hello = monotonic()
             while True:
                 if (left := next_hello - monotonic()) <= 0:
-                    self._send(self._hello)
+                    self._send(self.hello)
                     next_hello = monotonic() + HELLO_SECONDS
                     continue
                 try:
@@ -264,6 +265,6 @@ def hello_message(header: Mapping[str, Any], *, rank: int = 0) -> dict[str, Any]
     Parameters
     ----------
     header : `scheduler` (fields of our `SchedulerConfig`), `engine` (such as `model_name`, `device`,
-        `vllm_version`) and `max_in_flight_steps`, as a record's header has them.
+        `vllm_version`), `max_in_flight_steps` and `step_time`, as a record's header has them.
     """
     return {"kind": "hello", "rank": rank, "header": dict(header)}

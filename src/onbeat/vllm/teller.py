@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol
 
+from onbeat.core.request import Request
 from onbeat.core.step import StepStats
 from onbeat.perfmodel.correction import Drift
 from onbeat.perfmodel.device_spec import known_device
@@ -28,6 +29,8 @@ _NOTHING: Mapping[str, float | str | None] = {}
 
 class Sends(Protocol):
     """`telemetry.Publisher`, or what takes its place."""
+
+    hello: Mapping[str, Any]
 
     def send(self, message: dict[str, Any]) -> None: ...
 
@@ -75,6 +78,31 @@ class Teller:
         )
         if state.slo.is_best_effort:
             self._publisher.send(request_message("relegated", state.request_id, now, slo_id=slo_id))
+
+    @_harmless
+    def refused(
+        self,
+        keeper: PromiseKeeper,
+        request: EngineRequest,
+        now: float,
+        details: Mapping[str, float | str | None],
+        asked: Request | None,
+    ) -> None:
+        """Tell of a request that is not served.
+
+        Parameters
+        ----------
+        asked : what it asked for, where it was not taken; None of one that was, or that is wrong.
+        """
+        slo_id = _slo_id(keeper, request)
+        whole = {} if asked is None else added_message(asked, now)
+        refused = request_message("refused", request.request_id, now, slo_id=slo_id, **details)
+        self._publisher.send(whole | refused)
+
+    @_harmless
+    def say_hello(self, message: Mapping[str, Any]) -> None:
+        """Tell from now on that the scheduler is this (`hello`)."""
+        self._publisher.hello = message
 
     @_harmless
     def request(
@@ -189,6 +217,7 @@ def hello(keeper: PromiseKeeper, origin: StepOrigin, *, rank: int) -> dict[str, 
             "scheduler": asdict(limits),
             "engine": engine,
             "max_in_flight_steps": 1 + (origin.steps_ahead or 0),
+            "step_time": None if keeper.known is None else keeper.known.as_json(),
         },
         rank=rank,
     )

@@ -12,6 +12,7 @@ import pytest
 from onbeat.cli.main import main
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
+from onbeat.perfmodel.description import description_from_json
 from onbeat.recording.writer import create_record
 from onbeat.vllm import plugin as plugin_module
 from onbeat.vllm.batches import BatchLimits, stages
@@ -114,12 +115,26 @@ def test_a_record_replays_with_the_profile_that_was_kept(make, tmp_path, capsys)
         recorder.take(message)
     recorder.finish()
     recorder._writer.close()
+    assert main(["replay", str(path)]) == 0
+    assert "fitted (the engine's own)" in capsys.readouterr().out.replace("\n", " ")
     (profile,) = (tmp_path / "onbeat" / "profiles" / "vllm").iterdir()
     assert main(["replay", str(path), "--profile", str(profile), "--json", str(tmp_path / "found.json")]) == 0
     assert f"Simulated with fitted ({profile})" in capsys.readouterr().out.replace("\n", "")
-    ((_, found),) = json.loads((tmp_path / "found.json").read_text())["forecasts"].items()
+    found = json.loads((tmp_path / "found.json").read_text())["forecasts"][f"fitted ({profile})"]
     assert found["num_requests"] == 12
     assert all(abs(error["relative_error"]) < 0.2 for error in found["errors"])
+
+
+def test_what_is_told_of_the_model_is_what_was_measured_last(make, monkeypatch, tmp_path):
+    monkeypatch.setitem(FakeScheduler.options, "telemetry", f"ipc://{tmp_path}/t")
+    scheduler = make()
+    publisher = scheduler.onbeat._teller._publisher
+    assert publisher.hello["header"]["step_time"] is None
+    run(scheduler)
+    told = publisher.hello["header"]["step_time"]
+    scheduler.shutdown()
+    model = description_from_json(json.loads(json.dumps(told))).predictor()
+    assert seconds_of(model, 4, 200) == seconds_of(scheduler.onbeat.keeper.model, 4, 200)
 
 
 def test_a_request_has_the_machine_at_once_and_measuring_goes_on_later(make):

@@ -9,13 +9,17 @@ import msgspec
 import pytest
 
 from onbeat.cli.main import main
+from onbeat.core.slo import Fate
 from onbeat.metrics.exposition import read_exposition
+from onbeat.recording.log import AddCall
 from onbeat.recording.reader import Recording
+from onbeat.recording.writer import create_record
 from onbeat.report.live_view import ServerHistory, is_onbeat
 from onbeat.simulator.replay.history import read_history
-from onbeat.vllm.recorder import record
+from onbeat.vllm import plugin as plugin_module
+from onbeat.vllm.recorder import Recorder, record, record_header
 from onbeat.vllm.telemetry import stats_of
-from onbeat.vllm.teller import Teller
+from onbeat.vllm.teller import Teller, hello
 from tests.cpu.vllm.fake_scheduler import (
     FakeRequest,
     FakeScheduler,
@@ -100,6 +104,35 @@ def test_a_fault_in_telling_ends_the_telling_and_nothing_else(make, caplog):
     assert all(request.is_finished() for request in requests)
     assert (scheduler.onbeat.num_faults, scheduler.onbeat.num_foreign) == (0, 0)
     assert caplog.text.count("telemetry has failed") == 1
+
+
+def test_a_record_has_who_was_refused_and_who_waited_in_vain(make, tmp_path):
+    scheduler = make()
+    told = heard_by(scheduler)
+    add_some(scheduler, 1, slo_ttft_ms=5000.0)
+    scheduler.add_request(FakeRequest("late", 2000, 5, slo_ttft_ms=1.0, slo_shed="reject"))
+    scheduler.add_request(FakeRequest("wrong", 20, 5, slo_ttft_ms=-1.0))
+    waits = FakeRequest("waits", 20, 5, slo_ttft_ms=500.0, slo_shed="reject")
+    waits.arrival_time = scheduler.now
+    scheduler.add_request(waits)
+    make.now += 2.0
+    run(scheduler)
+    path = tmp_path / "run.gz"
+    header = hello(scheduler.onbeat.keeper, plugin_module.origin_of(None), rank=0)["header"]
+    recorder = Recorder(create_record(path)(record_header(header)))
+    for message in told:
+        recorder.take(message)
+    recorder.finish()
+    recorder._writer.close()
+    assert recorder.counts.num_requests == 3
+    calls = list(Recording(path).calls())
+    (refused,) = [call.refused for call in calls if isinstance(call, AddCall) and call.refused is not None]
+    assert refused.code == "slo_unattainable"
+    assert refused.predicted_ttft > 0.1
+    assert refused.retry_after > 0
+    fates = {each.record.request_id: each.record.fate for each in read_history(Recording(path)).requests}
+    assert fates == {"r0": None, "late": Fate.REJECTED, "waits": Fate.EXPIRED}
+    assert main(["replay", str(path)]) == 0
 
 
 async def test_steps_reach_metrics_top_and_a_record_that_replays(make, monkeypatch, tmp_path, capsys):
