@@ -1,6 +1,6 @@
 """Builds the native CPU engine: a hook of `pip install`, or by hand with `python hatch_build.py`.
 
-Where there is no compiler, onbeat installs all the same and computes with torch.
+Where there is no compiler, onbeat installs all the same, and computes with torch if that is installed.
 """
 
 from __future__ import annotations
@@ -257,8 +257,8 @@ def add_to_wheel(root: Path, build_data: dict[str, Any], warn: Callable[[str], N
         output.unlink(missing_ok=True)  # one of older sources would do harm
         warn(
             f"The native CPU engine of onbeat is not built: {error}\n"
-            "onbeat installs without it and computes with torch, several times slower. To have it, install "
-            "g++ (version 10 or newer) and install onbeat again."
+            "To have it, install g++ (version 10 or newer) and install onbeat again. Without it, onbeat "
+            "computes with torch, several times slower: pip install 'onbeat[torch]'."
         )
         return
     platform_name = re.sub(r"[-.]", "_", sysconfig.get_platform())

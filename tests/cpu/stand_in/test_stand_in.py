@@ -303,7 +303,7 @@ class TestConfiguration:
                 r"does not fit.* What fits: --tensor-parallel-size 2, or --dtype bfloat16$",
             ),
             ({"kv_cache_memory_bytes": 1000}, r"hold no block"),
-            ({"memory_share": MemoryShare(20 << 30, 400)}, r"256 MiB, .* 20480 MiB .* use --replicas 80$"),
+            ({"memory_share": MemoryShare(20 << 30, 400)}, r"128 MiB, .* 20480 MiB .* use --replicas 160$"),
         ],
         ids=lambda value: str(next(iter(value.items()))) if isinstance(value, dict) else "",
     )

@@ -45,7 +45,7 @@ _UNUSED = (
 )
 
 
-_PROCESS_BYTES = 256 << 20
+_PROCESS_BYTES = 128 << 20
 """Of a stand-in: its interpreter and tokenizer, as measured; its KV is a number a token."""
 
 
