@@ -10,7 +10,7 @@ from pathlib import Path
 from gpu_check.record import IS_REHEARSAL, expect, note, seconds_left
 
 TESTS = Path(__file__).resolve().parents[2] / "tests" / "gpu"
-OF_TORCH = ("test_engine_on_cuda.py", "test_sampler.py")
+OF_TORCH = ("test_engine_on_cuda.py",)
 _COUNT = re.compile(r"(\d+) (passed|failed|error|errors|skipped)")
 
 
