@@ -43,6 +43,7 @@ from onbeat.core.options import make
 from onbeat.engine.engine_config import BACKENDS, DTYPES, QUANTIZATIONS, EngineConfig
 from onbeat.engine.load import LoadedModel, prepare_model
 from onbeat.engine.step_time_spec import model_spec_of
+from onbeat.engine.torch_types import torch_dtype
 from onbeat.hub.resolve import resolve_model
 
 BATCHES, CONTEXTS, PREFILLS = (1, 8, 32), (256, 2048), (512, 1500)
@@ -74,7 +75,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     document |= {"rounds": [], "neighbour": [], "host": []}
     with filled_driver(loaded, args) as driver:
         if not args.no_steps:
-            meter = LimitsMeter(loaded.device.dtype, loaded.device.num_threads)
+            meter = LimitsMeter(torch_dtype(loaded.device.dtype), loaded.device.num_threads)
             document["rounds"] = measure_steps(driver, meter, cases, args.rounds)
         if args.foreign:
             beside = [Case.decode(batch, min(args.contexts)) for batch in NEIGHBOUR_BATCHES]
