@@ -172,7 +172,7 @@ def public_name(config: ServerConfig, files: ModelFiles) -> str:
 def _build_engine(
     config: EngineConfig, on_progress: Callable[[str], None], *, log_level: str
 ) -> tuple[EngineCore, EngineInfo]:
-    """Build the engine, and log as the server does; torch is imported in the engine's process alone."""
+    """Build the engine, and log as the server does; what computes is imported in its process alone."""
     from onbeat.engine.build import build_engine
 
     _set_up_logging(log_level)
