@@ -134,3 +134,14 @@ def test_old_python_is_refused_by_name(tmp_path: Path) -> None:
     assert run.returncode == 2
     assert "needs 3.11 or newer" in run.stderr
     assert not (tmp_path / "venv").exists()
+
+
+def test_the_extras_that_documents_install_are_there() -> None:
+    texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
+    named = {
+        name
+        for text in texts
+        for found in re.findall(r"'(?:onbeat|\.)\[([\w,]+)\]'", text)
+        for name in found.split(",")
+    }
+    assert {"plan", "gpu"} <= named <= PYPROJECT["project"]["optional-dependencies"].keys()

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from onbeat.cli.args import add_config_flag, count
-from onbeat.cli.engine_args import add_model_arguments, engine_config, find_model
+from onbeat.cli.engine_args import add_model_arguments, find_model
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.outputs import check_writable
 from onbeat.cli.profile_from import FromOptions, record, run_from
@@ -19,6 +19,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.extras import require
 from onbeat.core.options import settings_of
 from onbeat.engine.engine_config import EngineConfig
+from onbeat.hub.files import ModelFiles
 
 if TYPE_CHECKING:
     from onbeat.engine.load import LoadedModel
@@ -125,11 +126,16 @@ def _refuse_measuring(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} is of a profile that is measured here; with --from leave it out")
 
 
+def measured_engine(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
+    """Return the engine to measure; --tensor-parallel-size is that of another engine, of --from."""
+    return read_options(args, EngineConfig, model=model, tensor_parallel_size=1)
+
+
 def _measure(args: argparse.Namespace, console: Console) -> ProfileResult:
     from onbeat.engine.load import prepare_model
     from onbeat.engine.profiling.profiler import FULL, profile_model
 
-    loaded = prepare_model(engine_config(args, find_model(args))).load(
+    loaded = prepare_model(measured_engine(args, find_model(args))).load(
         lambda text: console.print(text, markup=False)
     )
     _say_what_sets_give(loaded, console)

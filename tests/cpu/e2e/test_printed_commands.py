@@ -32,9 +32,10 @@ LACKING = {
     r"\bMODEL\b|\bMODEL-Q8_0": "needs a model that the reader chooses",
     r"path/to/directory$": "needs a Hugging Face directory with weights",
     r"-00001-of-00003": "needs a file in several parts",
+    r"^onbeat profile$": "keeps a profile, which later servers would take; test_profile_command.py has it",
     r"^[A-Z_]+=\S+$": "the environment of llm-d's endpoint picker",
 }
-SLOW = r"^onbeat (serve|bench|capacity|plan|profile)\b|--(replicas|disaggregate) "
+SLOW = r"^onbeat (serve|bench|capacity|plan)\b|--(replicas|disaggregate) |-name agents"
 ASKING = {"onbeat chat ": "onbeat chat {url} ", "onbeat bench serve ": "onbeat bench serve --base-url {url} "}
 """Commands that ask the server at port 8000 unless they are told of another."""
 

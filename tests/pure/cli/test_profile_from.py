@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.cli.main import main
+from onbeat.cli.args import parse
+from onbeat.cli.main import build_parser, main
+from onbeat.cli.profile import measured_engine
+from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.profile_file import read_profile
 from tests.pure.perfmodel.recorded import HEADER, made_up_steps, write_lines
 
@@ -166,3 +169,10 @@ def test_requests_beside_others_measure_nothing(
     assert "has no list of numbers 'start_times' for its requests" in capsys.readouterr().err
     assert main([*arguments, str(requests), "--request-overhead-ms", "3"]) == 2
     assert "leave one out" in capsys.readouterr().err
+
+
+def test_what_is_measured_here_is_one_process(tmp_path: Path) -> None:
+    """The number of processes that can be given is of another engine's."""
+    args = parse(build_parser(["profile"]), ["profile"])
+    model = ModelFiles(kind="hf", path=tmp_path, name="tiny")
+    assert measured_engine(args, model).tensor_parallel_size == 1
