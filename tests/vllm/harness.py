@@ -88,6 +88,7 @@ def make_scheduler(
     max_num_batched_tokens: int = 2048,
     prefix_caching: bool = False,
     num_drafts: int = 0,
+    draft_method: str = "ngram",
     is_second_runner: bool = False,
     windows: Sequence[int] = (),
     more_groups: Sequence[Any] = (),
@@ -99,6 +100,7 @@ def make_scheduler(
     Parameters
     ----------
     num_drafts : most draft tokens of a step.
+    draft_method : by which they are said to be made.
     is_second_runner : whether it works for vLLM's second model runner, which a CPU does not have.
     windows : of sliding attention, tokens; each is a group of layers beside those of full attention.
     more_groups : KV specifications of yet other groups.
@@ -126,6 +128,8 @@ def make_scheduler(
         additional_config={"onbeat": {"calibrate": "off", **(options or {})}},
     )
     config.scheduler_config.async_scheduling = is_async
+    if num_drafts:
+        config.speculative_config.method = draft_method
     if is_second_runner:
         config.__class__ = type("Second", (VllmConfig,), {"use_v2_model_runner": True})
     config.cache_config.num_gpu_blocks = num_blocks
@@ -197,6 +201,8 @@ class Engine:
         self.scheduler, self.clock, self.depth = scheduler, clock, depth
         self.rng = random.Random(7)
         self.noise = noise
+        self.drafts_most = False
+        """Whether each decode has as many drafts as it may have, as a model makes them."""
         self.arrivals: deque[Request] = deque()
         self.tokens: dict[str, list[tuple[float, int]]] = {}
         self.ended: dict[str, list[Any]] = {}
@@ -248,7 +254,8 @@ class Engine:
         self._hear(scheduler.update_from_output(output, result))
         if scheduler.num_spec_tokens and self.depth == 1:
             most = scheduler.num_spec_tokens
-            drafts = [self._tokens(self.rng.randrange(most + 1)) for _ in samples]
+            nums = [most if self.drafts_most else self.rng.randrange(most + 1) for _ in samples]
+            drafts = [self._tokens(num) for num in nums]
             scheduler.update_draft_token_ids(DraftTokenIds(list(samples), drafts))
 
     def _sample(self, output, name: str) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 
 pytest.importorskip("vllm.v1.core.sched.scheduler")
@@ -12,6 +13,59 @@ from tests.vllm.harness import Clock, Engine, check_ended, make_scheduler, model
 from tests.vllm.test_plans import OBJECTIVES, check_planned, workload
 
 pytestmark = pytest.mark.vllm
+
+
+HOW = [
+    pytest.param({"is_async": False}, id="sync"),
+    pytest.param({"is_async": False, "is_second_runner": True}, id="sync, second runner"),
+    pytest.param({"is_async": True, "is_second_runner": True}, id="async, second runner"),
+]
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_decodes_are_measured_with_the_drafts_that_a_model_makes(tmp_path, monkeypatch, how):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    clock, folder = Clock(), model_folder(tmp_path / "model")
+    options = {"calibrate": "auto"}
+    scheduler = make_scheduler(
+        folder, clock, **how, num_drafts=3, draft_method="medusa", options=options, max_num_batched_tokens=300
+    )
+    engine = Engine(scheduler, clock, depth=2 if how["is_async"] else 1, noise=0.02)
+    engine.drafts_most = True
+    engine.run()
+    plugin = scheduler.onbeat
+    assert plugin._calibration is None
+    assert (plugin.num_faults, plugin.keeper.known is None) == (0, False)
+    for chunk, num_decodes in ((200, 0), (0, 1), (0, 40), (100, 20)):
+        shape = BatchShape()
+        for _ in range(num_decodes):
+            shape.add(100, 1, samples=True)
+        if chunk:
+            shape.add(0, chunk, samples=True)
+        expected = 0.01 + 3e-4 * (chunk + 4 * num_decodes)
+        assert plugin.keeper.model.step_time(shape) == pytest.approx(expected, rel=0.15), (chunk, num_decodes)
+    requests = workload(40, 4.0, start=clock.now + 0.1, **OBJECTIVES)
+    before, plugin.num_planned = engine.num_steps, 0
+    engine.add(*requests)
+    engine.run()
+    check_ended(engine, requests)
+    engine.num_steps -= before
+    check_planned(engine)
+    assert not make_scheduler(
+        folder, clock, **how, num_drafts=3, draft_method="medusa", options=options, max_num_batched_tokens=300
+    ).has_requests()  # measured once
+    assert make_scheduler(
+        folder, clock, **how, num_drafts=2, draft_method="medusa", options=options, max_num_batched_tokens=300
+    ).has_requests()
+
+
+def test_where_drafts_come_from_the_text_nothing_is_measured(tmp_path, caplog):
+    caplog.set_level("WARNING", "onbeat.vllm")
+    folder = model_folder(tmp_path / "model")
+    scheduler = make_scheduler(folder, Clock(), num_drafts=3, options={"calibrate": "auto"})
+    assert not scheduler.has_requests()
+    with pytest.raises(ConfigError, match="how many drafts ngram finds hangs on the text"):
+        make_scheduler(folder, Clock(), num_drafts=3, options={"calibrate": "always"})
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 LARGEST_BATCH = 8192
 """Most tokens of a measured step: longer ones cost in proportion."""
@@ -30,6 +30,7 @@ class BatchLimits:
     max_model_len : tokens of a request.
     num_kv_tokens : that the cache holds.
     graph_sizes : batch sizes of CUDA graphs, ascending.
+    num_drafts : that each decode verifies.
     """
 
     num_tokens: int
@@ -37,6 +38,12 @@ class BatchLimits:
     max_model_len: int
     num_kv_tokens: int
     graph_sizes: Sequence[int] = ()
+    num_drafts: int = 0
+
+    @property
+    def num_of_decode(self) -> int:
+        """Tokens that a decode takes."""
+        return 1 + self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +54,26 @@ class Stage:
     ----------
     prompts : tokens of each request's prompt.
     steps : of each step, the requests by their place in `prompts` and the tokens that they get; one whose
-        prompt is through gets one, whatever is said.
+        prompt is through gets one, whatever is said, and its drafts.
+    num_output : tokens that each request may generate.
     """
 
     prompts: list[int]
     steps: list[list[tuple[int, int]]] = field(default_factory=list)
-
-    @property
-    def num_output(self) -> int:
-        """Tokens that each request may generate."""
-        return len(self.steps) + _SPARE
+    num_output: int = 0
 
     @property
     def largest(self) -> int:
-        """Tokens of its largest step."""
+        """Tokens of its largest step, without drafts."""
         return max(sum(num for _, num in step) for step in self.steps)
 
 
 def stages(limits: BatchLimits) -> list[Stage]:
     """Return some 60 steps, small ones first."""
-    length = (limits.max_model_len - 2 * _SPARE) // 2
+    length = (limits.max_model_len - 2 * _SPARE * limits.num_of_decode) // 2
     most = max(min(limits.num_tokens, LARGEST_BATCH, length, limits.num_kv_tokens // 4), 1)
     made = [*_prompts(most), _decodes(limits, most), *_mixes(limits, most), _deep(limits, most)]
+    made = [replace(each, num_output=(len(each.steps) + _SPARE) * limits.num_of_decode) for each in made]
     return sorted((stage for stage in made if stage.steps), key=lambda stage: stage.largest)
 
 
@@ -84,14 +89,20 @@ def _prompts(most: int) -> Iterator[Stage]:
 def _deep(limits: BatchLimits, most: int) -> Stage:
     """Return the chunks of a long prompt, and decodes that read it."""
     chunk = min(most, 2048)
-    room = min(limits.max_model_len - 2 * _SPARE, limits.num_kv_tokens // 2, _LONGEST, 8 * chunk)
+    room = min(
+        limits.max_model_len - 2 * _SPARE * limits.num_of_decode,
+        limits.num_kv_tokens // 2,
+        _LONGEST,
+        8 * chunk,
+    )
     num_chunks = max(room // chunk, 1)
     return Stage([num_chunks * chunk], [[(0, chunk)]] * num_chunks + [[(0, 1)]] * 3)
 
 
 def _decodes(limits: BatchLimits, most: int) -> Stage:
     """Return decodes of many sizes, those of CUDA graphs and just above them among them."""
-    num = min(limits.num_seqs, MOST_DECODES, most, limits.num_kv_tokens // (4 * _SHORT))
+    each = limits.num_of_decode
+    num = min(limits.num_seqs, MOST_DECODES, most // each, limits.num_kv_tokens // (4 * _SHORT * each))
     sizes = {1 << power for power in range(num.bit_length())} | {num}
     graphs = [size for size in limits.graph_sizes if size < num]
     for size in graphs[:: max(1, -(-len(graphs) // _MOST_GRAPHS))]:
@@ -106,7 +117,7 @@ def _mixes(limits: BatchLimits, most: int) -> Iterator[Stage]:
     context = min(1024, most, limits.max_model_len // 2)
     room = min(limits.num_kv_tokens // 4, _LONGEST)
     for num in (4, 16, 64):
-        chunks = [size for size in (64, 256, 1024) if size + num <= most]
+        chunks = [size for size in (64, 256, 1024) if size + num * limits.num_of_decode <= most]
         if num + len(chunks) > limits.num_seqs or num * context + sum(chunks) > room:
             return
         prompts = [context] * num + chunks

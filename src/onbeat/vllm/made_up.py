@@ -8,6 +8,8 @@ from typing import Any
 from onbeat.perfmodel.profile import EngineValue
 from onbeat.vllm.surface import EngineRequest, EngineScheduler
 
+_BY_TEXT = ("ngram", "ngram_gpu", "suffix", "custom_class")
+"""Methods of speculative decoding that find drafts in what was said; the others make as many for any text."""
 _ORDINARY = (1000, 20_000)
 """Tokens that stand for text in any large vocabulary: special ones are at its ends."""
 
@@ -20,8 +22,9 @@ def hindrance(scheduler: EngineScheduler) -> str | None:
         return "a connector would hand made-up prompts to others"
     if int(getattr(config.parallel_config, "data_parallel_size", 1) or 1) > 1:
         return "data-parallel ranks run their steps together"
-    if getattr(config, "speculative_config", None) is not None:
-        return "drafts of made-up text are accepted as those of no real text are"
+    method = getattr(getattr(config, "speculative_config", None), "method", None)
+    if method in _BY_TEXT:
+        return f"how many drafts {method} finds hangs on the text, and made-up text has next to none"
     return None
 
 
@@ -29,7 +32,12 @@ def settings(scheduler: EngineScheduler) -> dict[str, EngineValue]:
     """Return what vLLM is set to and step times hang on, beside model, device and version."""
     config: Any = scheduler.vllm_config
     compilation = getattr(config, "compilation_config", None)
-    return {
+    drafts: Any = getattr(config, "speculative_config", None)
+    speculation: dict[str, EngineValue] = {}
+    if drafts is not None:
+        names = (drafts.method, drafts.num_speculative_tokens, getattr(drafts, "model", None))
+        speculation["drafts"] = " ".join(str(each) for each in names)
+    return speculation | {
         "max_num_batched_tokens": int(scheduler.max_num_scheduled_tokens),
         "max_num_seqs": int(config.scheduler_config.max_num_seqs),
         "cuda_graphs": str(getattr(compilation, "cudagraph_mode", None)),

@@ -260,6 +260,7 @@ class Plugin:
             max_model_len=surface.max_model_len,
             num_kv_tokens=kv.num_blocks * kv.block_size,
             graph_sizes=capture_sizes(surface.scheduler),
+            num_drafts=surface.num_drafts,
         )
         # One model for both: where requests come before all is measured, it has learnt from what was.
         keeper = PromiseKeeper(surface, self.keeper.model, self.config.slo.mode)

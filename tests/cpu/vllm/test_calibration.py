@@ -30,6 +30,8 @@ from tests.cpu.vllm.fake_scheduler import (
 LIMITS = [
     BatchLimits(8192, 1024, 131_072, 400_000, (1, 2, 4, *range(8, 513, 8))),
     BatchLimits(2048, 64, 4096, 160_000),
+    BatchLimits(2048, 64, 4096, 160_000, num_drafts=7),
+    BatchLimits(256, 256, 2048, 20_000, num_drafts=3),
     BatchLimits(512, 8, 2048, 3200),
     BatchLimits(16, 1, 128, 128),
 ]
@@ -61,10 +63,13 @@ def test_stages_stay_within_limits_and_grow(limits):
     for stage in made:
         assert stage.largest <= limits.num_tokens
         assert max(map(len, stage.steps)) <= len(stage.prompts) <= limits.num_seqs
-        assert sum(stage.prompts) + len(stage.prompts) * len(stage.steps) <= limits.num_kv_tokens
+        each = 1 + limits.num_drafts
+        assert sum(stage.prompts) + len(stage.prompts) * len(stage.steps) * each <= limits.num_kv_tokens
         assert max(stage.prompts) + stage.num_output <= limits.max_model_len
         given = dict.fromkeys(range(len(stage.prompts)), 0)
         for step in stage.steps:
+            decodes = [num for place, num in step if given[place] >= stage.prompts[place]]
+            assert sum(num for _, num in step) + limits.num_drafts * len(decodes) <= limits.num_tokens
             for place, num in step:
                 assert num <= max(stage.prompts[place] - given[place], 1)
                 given[place] += num
