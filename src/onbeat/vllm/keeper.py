@@ -200,7 +200,7 @@ class PromiseKeeper:
                 states.append(state)
                 if state.status is not RequestStatus.RUNNING:
                     mirror.join(state, before, now)
-            # Drafts are part of what a decode takes: plans know nothing of them, the correction learns it.
+            # Drafts are part of what a decode takes, in plans and where steps are measured or learnt from.
             num_own = num_new - len(drafts.get(request_id, ())) if drafts else num_new
             samples = num_computed >= request.num_tokens
             if num_own > 1:
