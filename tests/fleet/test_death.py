@@ -160,7 +160,7 @@ async def test_a_starved_engine_is_slow_and_not_hung(
             started = start_requests(client, 1, max_tokens=1)
             await check_all(started, timeout=300)
         assert client.counts.lost == {}
-    assert "r0 is slow, since it does not get the processors" in caplog.text
+    assert "r0 is slow: it waited for a processor" in caplog.text
 
 
 @pytest.mark.slow

@@ -145,7 +145,7 @@ async def test_a_request_waits_for_a_start_no_longer_than_may_be() -> None:
         async with asyncio.timeout(30):
             answer = await served.post("/v1/completions", BODY)
         assert (answer.status, answer.error["code"]) == (503, "no_replica")
-        assert "the next is expected in" in answer.error["message"]
+        assert "the next one is expected in" in answer.error["message"]
         assert int(answer.headers["Retry-After"]) >= 1
 
 

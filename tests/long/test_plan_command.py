@@ -321,4 +321,4 @@ def test_pools_are_searched_by_a_flag_of_their_own(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         plan("--gpus", "h100-sxm=2", "--rate", "8", "--disaggregate", *value)
-    assert "--search-pools also searches pools" in capsys.readouterr().err
+    assert "give --search-pools to search pools" in capsys.readouterr().err

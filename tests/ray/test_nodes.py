@@ -101,7 +101,7 @@ def test_what_a_replica_needs() -> None:
     assert bundle("auto", 4, GPU=8.0) == {"CPU": 1.0, "GPU": 2.0}
     assert bundle("auto", 4, CPU=8.0) == {"CPU": 4.0}
     assert bundle("cpu", 4, GPU=8.0) == {"CPU": 4.0}
-    with pytest.raises(ConfigError, match="say how many with --threads"):
+    with pytest.raises(ConfigError, match="give --threads"):
         bundle("cpu", None)
 
 

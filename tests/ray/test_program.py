@@ -111,7 +111,7 @@ def test_a_port_where_something_else_listens_is_told(network: None, model: Path)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         ended = run_program("serve", model, *FLAGS, "--port", "0", "--ray-address", address, timeout=90)
     assert ended.returncode == 2
-    assert f"what answers at {address} is no Ray cluster" in ended.stderr
+    assert f"the Ray cluster at {address} did not let this process join" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 

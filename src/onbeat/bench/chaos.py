@@ -121,8 +121,8 @@ class Chaos:
         self.result.unsteady = len(prompts) - len(self.result.known)
         if not self.result.known:
             raise ConfigError(
-                f"the server gave none of {len(prompts)} prompts the same answer twice at temperature 0, so "
-                "nothing can be checked; onbeat serve has --batch-invariant for that"
+                f"the server gave none of {len(prompts)} prompts the same answer twice at temperature "
+                "0, so nothing can be checked; start it with `onbeat serve --batch-invariant`"
             )
 
     async def run(self) -> None:

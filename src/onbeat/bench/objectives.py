@@ -97,9 +97,11 @@ def check_transport(
             )
         return
     if asks_to_shed and send not in {"auto", "body"}:
-        raise ConfigError(f"--shed is asked for in the body: --send-slo {send} does not send one")
+        raise ConfigError(
+            f"--shed goes in the body, which --send-slo {send} does not send: use --send-slo body"
+        )
     if send == "headers" and any(each.slo.e2e is not None or each.weight != 1 for each in classes):
-        raise ConfigError("--send-slo headers has none for e2e objectives and weights: use --send-slo body")
+        raise ConfigError("--send-slo headers cannot carry e2e objectives or weights: use --send-slo body")
 
 
 def choose_transport(send: SendSLO, *, is_onbeat: bool, asks_to_shed: bool) -> SLOTransport:
@@ -112,8 +114,8 @@ def choose_transport(send: SendSLO, *, is_onbeat: bool, asks_to_shed: bool) -> S
     how = send if send != "auto" else "body" if is_onbeat else "none"
     if asks_to_shed and how != "body":
         raise ConfigError(
-            "--shed asks the server to refuse requests, and this one does not say that it is onbeat: leave "
-            "--shed out, or insist with --send-slo body"
+            "--shed asks the server to refuse requests, but this server does not say that it is "
+            "onbeat: leave --shed out, or force it with --send-slo body"
         )
     return SLOTransport(how=how, asks_to_shed=asks_to_shed)
 
@@ -138,8 +140,8 @@ class RequestObjectives:
             return workload
         if isinstance(workload.prompts, BlockPrompts):
             raise ConfigError(
-                f"prompts of the {workload.name} workload share blocks, so that classes cannot have traces "
-                "of their own"
+                f"prompts of the {workload.name} workload share blocks, so classes cannot have their "
+                "own traces: leave 'trace' out of the classes"
             )
         prompts, outputs = lengths_by_class(
             workload.num_prompt_tokens, workload.max_tokens, self._classes, self._class_ids, seed=self._seed

@@ -50,8 +50,8 @@ async def wait_until_ready(session: aiohttp.ClientSession, target: TargetConfig)
             problem = str(error) or type(error).__name__
         if time.monotonic() >= deadline:
             raise ConfigError(
-                f"no server answers at {url} ({problem}). Start it, mend --base-url, or wait for it with "
-                f"--ready-check-timeout-sec"
+                f"no server answers at {url} ({problem}). Start it, correct --base-url, or wait for it "
+                "with --ready-check-timeout-sec"
             )
         await asyncio.sleep(0.5)
 

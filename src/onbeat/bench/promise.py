@@ -80,7 +80,7 @@ def check_promise(
     judged = judge(requests, mode=mode)
     if len(judged.requests) < LEAST_REQUESTS:
         raise ConfigError(
-            f"{len(judged.requests)} requests with objectives say nothing of a share of "
+            f"{len(judged.requests)} requests with objectives are too few to judge a share of "
             f"{promised * 100:g} %; send {LEAST_REQUESTS} or more (--num-prompts)"
         )
     share = float(judged.good.mean())

@@ -38,8 +38,8 @@ def with_planned_load(options: BenchOptions, promise: Promise) -> BenchOptions:
         is_given = default is not MISSING and own != default
         if is_given and own != wanted and name not in _OWN:
             raise ConfigError(
-                f"{setting.flag} is another load than the plan's, {name} {value}; leave it out, or plan "
-                "for it"
+                f"{setting.flag} changes the load, but the plan has {name} {value}; leave it out, or "
+                "make another plan"
             )
         if not (is_given and name in _OWN):
             changes[setting.name] = wanted

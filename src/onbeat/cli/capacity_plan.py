@@ -58,8 +58,8 @@ def plan_cases(args: argparse.Namespace, options: CapacityOptions) -> list[Plann
     """
     if args.request_rate is not None:
         raise ConfigError(
-            "capacity searches for the rate: leave out --request-rate (--arrivals gamma draws Poisson "
-            "arrivals for the requests of a trace, --sweep-rate runs given rates)"
+            "capacity searches for the rate: leave out --request-rate. --sweep-rate runs given rates; "
+            "--arrivals gamma draws Poisson arrivals for a trace"
         )
     axes = parse_vary(options.vary)
     objectives_ms = axes.pop(TBT, [])
@@ -101,8 +101,8 @@ def plan_cases(args: argparse.Namespace, options: CapacityOptions) -> list[Plann
 def _require_attainment(options: CapacityOptions, objective: Objective) -> None:
     if options.hopeless == "exclude" and not isinstance(objective, AttainmentObjective):
         raise ConfigError(
-            f"--hopeless exclude is for --objective attainment:SHARE; the objective {objective.name} has no "
-            "hopeless requests"
+            "--hopeless exclude needs --objective attainment:SHARE, but the objective is "
+            f"{objective.name}; leave it out"
         )
 
 

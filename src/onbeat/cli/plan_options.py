@@ -54,8 +54,8 @@ class _SaysOfPools(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         parser.error(
-            f"{option_string} splits given replicas into pools (serve, simulate), but a plan chooses them: "
-            "--search-pools also searches pools for prompts and for generation"
+            f"{option_string} is for given replicas, but a plan chooses them: give --search-pools to "
+            "search pools for prompts and for generation, too"
         )
 
 
@@ -222,7 +222,7 @@ def rates_by_hour(options: PlanOptions, rate: float | None) -> tuple[float, ...]
     if options.rate_by_hour is None:
         return ()
     if rate is not None:
-        raise ConfigError("--rate and --rate-by-hour both say how much comes: leave one out")
+        raise ConfigError("--rate and --rate-by-hour both set the request rate: leave one out")
     return read_rates(options.rate_by_hour)
 
 
@@ -255,9 +255,9 @@ def plan_task(
     if options.spread.kind == "steps":
         raise ConfigError("a plan is for one rate: leave out --rate-steps; --rate-by-hour plans for several")
     if rate is None or not 0 < rate < inf:
-        raise ConfigError("a plan needs the requests per second that the fleet is to serve; give --rate")
+        raise ConfigError("a plan needs a request rate, in requests per second; give --rate")
     if options.max_concurrency is not None:
-        raise ConfigError("a plan is for requests that come by themselves: leave out --max-concurrency")
+        raise ConfigError("a plan needs an open loop: leave out --max-concurrency")
     needed_rate = rate * (1 + planned.headroom / 100)
     size = options.num_prompts or round(min(max(RUN_SECONDS * rate, FEWEST), MOST))
     loads = [

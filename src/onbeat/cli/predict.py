@@ -57,8 +57,8 @@ class PredictOptions:
             raise ConfigError(f"--port is {self.port}; it must be between 0 and 65535")
         if (self.profile is None) == (self.pools is None):
             raise ConfigError(
-                "give what predicts: --profile FILE of `onbeat profile`, or --pools FILE.yaml for several "
-                "kinds of model servers"
+                "nothing predicts step times: give --profile FILE of `onbeat profile`, or --pools "
+                "FILE.yaml for several kinds of model servers"
             )
 
 

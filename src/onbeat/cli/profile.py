@@ -123,7 +123,7 @@ def _refuse_measuring(args: argparse.Namespace) -> None:
             )
     for flag, is_given in (("--report", args.report), ("--revision", args.revision)):
         if is_given:
-            raise ConfigError(f"{flag} is of a profile that is measured here; with --from leave it out")
+            raise ConfigError(f"{flag} is for measuring here; with --from leave it out")
 
 
 def measured_engine(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:

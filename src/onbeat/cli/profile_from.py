@@ -86,10 +86,10 @@ class FromOptions:
         given = [each for each in settings_of(FromOptions) if getattr(self, each.name) is not None]
         if given and self.source is None:
             raise ConfigError(
-                f"{given[0].flag} is of another engine's steps; give --from SOURCE too, or leave it out"
+                f"{given[0].flag} describes recorded steps; give --from SOURCE too, or leave it out"
             )
         if self.requests is not None and self.request_overhead is not None:
-            raise ConfigError("--requests measures what --request-overhead-ms says; leave one out")
+            raise ConfigError("--requests and --request-overhead-ms set the same time; leave one out")
 
 
 def run_from(args: argparse.Namespace, options: FromOptions, console: Console) -> int:
@@ -150,7 +150,7 @@ def _named(args: argparse.Namespace, options: FromOptions, origin: StepOrigin) -
         device = known_device(origin.device_name)
     for name, value, form in (("model", model, "--model NAME"), ("device", device, "--device ID")):
         if value is None:
-            raise ConfigError(f"{options.source} does not say of which {name} its steps are; give {form}")
+            raise ConfigError(f"{options.source} does not name the {name} of its steps; give {form}")
     assert model is not None
     assert device is not None
     return model, device

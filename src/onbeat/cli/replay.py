@@ -106,7 +106,9 @@ def run(args: argparse.Namespace) -> int:
     options = read_options(args, ReplayOptions)
     console = Console(highlight=False, soft_wrap=True)
     if (args.file is None) == (options.steps is None):
-        raise ConfigError("give what is replayed: a FILE of `onbeat serve --record`, or --steps FILE")
+        raise ConfigError(
+            "there is nothing to replay: give a FILE of `onbeat serve --record`, or --steps FILE"
+        )
     if options.steps is not None:
         return _replay_steps(options, options.steps)
     if _is_of_fleet(args.file):
@@ -146,8 +148,8 @@ def _replay_fleet(console: Console, options: ReplayOptions, path: Path) -> int:
 
     if options.names_a_model or options.host_overhead is not None:
         raise ConfigError(
-            f"{path} is the record of a fleet, which says nothing of steps: leave the flags of step times "
-            "out, or replay the record of one of its replicas"
+            f"{path} is the record of a fleet, which has no steps: leave out the flags of step times, "
+            "or replay the record of one replica"
         )
     recording = FleetRecording(path, allow_partial=options.allow_partial)
     found = replay_fleet(recording)

@@ -48,7 +48,7 @@ def replay_steps(path: Path, options: ReplayOptions) -> StepsReplay:
     from onbeat.simulator.replay.recorded_steps import read_steps
 
     if options.host_overhead is not None:
-        raise ConfigError("--host-overhead-ms is of simulated steps; with --steps leave it out")
+        raise ConfigError("--host-overhead-ms is for simulated steps; with --steps leave it out")
     stream = read_steps(path)
     model = _model(path, options, stream.origin)
     timed = step_times(stream.steps)
@@ -91,7 +91,7 @@ def _model(path: Path, options: ReplayOptions, origin: StepOrigin) -> Predictor:
         precision, parallelism = key.precision, key.parallelism
     if model is None or device is None:
         raise ConfigError(
-            f"{path} does not say of which model and device its steps are; give --profile FILE, or --model "
+            f"{path} does not name the model and device of its steps; give --profile FILE, or --model "
             "and --device"
         )
     return make_step_time_model(

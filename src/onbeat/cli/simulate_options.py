@@ -117,8 +117,8 @@ def speculation_settings(args: argparse.Namespace) -> SpeculationSettings | None
         return None
     if config.method == "grammar":
         raise ConfigError(
-            "simulated requests have no text, so nobody knows what of it a grammar prescribes; simulate "
-            "method ngram with --draft-hit-rate, the share of steps that have such text"
+            "simulated requests have no text, so method grammar finds no drafts; use method ngram "
+            "with --draft-hit-rate, the share of steps with drafts"
         )
     return SpeculationSettings(
         num_speculative_tokens=config.num_speculative_tokens,
@@ -153,7 +153,8 @@ def _hit_rate(args: argparse.Namespace, config: SpeculativeConfig, found: Accept
     if config.runs_model:
         if given is not None:
             raise ConfigError(
-                f"--draft-hit-rate is for ngram, which looks drafts up; {config.method} always makes some"
+                f"--draft-hit-rate is for method ngram, but {config.method} has drafts in every step; "
+                "leave it out"
             )
         return None
     if given is not None:

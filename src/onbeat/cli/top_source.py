@@ -65,10 +65,13 @@ class MetricsSource:
             scrape = read_exposition(text)
         except ValueError as error:
             raise ConfigError(
-                f"{self._url} is not an onbeat server's: it shows no metrics ({error})"
+                f"{self._url} is no onbeat server: it shows no metrics ({error}); give the address of one"
             ) from error
         if not is_onbeat(scrape):
-            raise ConfigError(f"{self._url} is not an onbeat server's: it has no onbeat_requests_running")
+            raise ConfigError(
+                f"{self._url} is no onbeat server: its metrics lack onbeat_requests_running; give the "
+                "address of one"
+            )
         return scrape
 
 
@@ -94,7 +97,7 @@ def server_root(url: str) -> str:
     except ValueError:
         is_address = False
     if not is_address or parts.query or parts.fragment:
-        raise ConfigError(f"{url!r} is no server's address; expected one such as http://127.0.0.1:8000")
+        raise ConfigError(f"{url!r} is no address of a server; give one such as http://127.0.0.1:8000")
     return full.rstrip("/").removesuffix(PATH).removesuffix("/v1").rstrip("/")
 
 
@@ -114,4 +117,4 @@ def _check_status(url: str, status: int) -> None:
     if status >= 500:
         raise ServerAway(f"{url} answers HTTP {status}; see that server's log")
     if status != 200:
-        raise ConfigError(f"{url} is not an onbeat server's: it answers HTTP {status}")
+        raise ConfigError(f"{url} is no onbeat server: it answers HTTP {status}; give the address of one")

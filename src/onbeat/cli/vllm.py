@@ -177,7 +177,7 @@ def _additional_config(passed_on: list[str]) -> tuple[dict[str, Any], list[str]]
             raise ConfigError(f"--additional-config is {text[:100]!r}, which is no JSON: {error}") from error
         if not isinstance(found, dict) or "onbeat" in found:
             raise ConfigError(
-                "--additional-config must be a JSON object without 'onbeat', which the flags before -- say"
+                "--additional-config must be a JSON object without 'onbeat'; set that by the flags before --"
             )
     return found, rest
 

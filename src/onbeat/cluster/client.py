@@ -179,8 +179,8 @@ class FleetClient:
             await asyncio.sleep(0.01)
         if loads[0].costs is None:
             raise ConfigError(
-                "autoscaling to the objective goes by predicted step times, and nothing predicts them here: "
-                "serve with --policy slo or a --step-time-profile, or with --autoscale-policy freeness"
+                "--autoscale needs predicted step times, and nothing predicts them here: give "
+                "--policy slo, a --step-time-profile, or --autoscale-policy freeness"
             )
 
     async def __aenter__(self) -> FleetClient:

@@ -185,7 +185,7 @@ class FleetController:
 
     def do_rescale(self, action: Rescale, now: float) -> None:  # noqa: ARG002
         """Say that there is to be another number of replicas."""
-        logger.info("the fleet is to have %s", action)
+        logger.info("the fleet now wants %s", action)
         self._streams.on_rescaled(action)
 
     def do_start(self, action: Start, now: float) -> None:  # noqa: ARG002
@@ -326,8 +326,7 @@ class FleetController:
         most, limit = self._launcher.capacity()
         if num_replicas > most:
             raise ConfigError(
-                f"{num_replicas} replicas are asked for, and at most {most} have room here ({limit}); "
-                "ask for fewer"
+                f"{num_replicas} replicas have no room here: at most {most} do ({limit}); ask for fewer"
             )
 
     def scale(self, num_replicas: int) -> None:

@@ -53,8 +53,8 @@ def share_devices(device: str, num_replicas: int, num_each: int) -> list[tuple[s
     if len(shares) < num_replicas:
         fewer = f"--replicas {len(shares)}, " if shares else ""
         raise ConfigError(
-            f"CUDA devices needed: {num_replicas * num_each} ({num_replicas} replicas x {num_each}), there: "
-            f"{len(devices)}; give {fewer}--device cuda:0 for replicas that share that one, or --device cpu"
+            f"{num_replicas} replicas need {num_replicas * num_each} CUDA devices, but there are "
+            f"{len(devices)}; give {fewer}--device cuda:0 to share that one, or --device cpu"
         )
     return shares
 

@@ -58,9 +58,7 @@ class FleetOptions:
         moves = self.kv_transport != "none"
         check_move_rule(self.fleet.move_rule, moves=moves, cure="give another --kv-transport than none")
         if self.fleet.disaggregate is not None and not moves:
-            raise ConfigError(
-                "--disaggregate hands KV from replica to replica; leave out --kv-transport none"
-            )
+            raise ConfigError("--disaggregate copies KV between replicas; leave out --kv-transport none")
         if self.launcher != "ray":
             for name, value in (("ray-address", self.ray_address), ("fleet-port", self.fleet_port)):
                 if value is not None:

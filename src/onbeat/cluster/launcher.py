@@ -65,9 +65,7 @@ class ReplicaNeeds:
         if is_cuda or (self.device == "auto" and has_gpus):
             return {"CPU": 1.0, "GPU": float(self.num_devices)}
         if self.num_cpus is None:
-            raise ConfigError(
-                "a replica on CPUs asks for as many as it has threads; say how many with --threads"
-            )
+            raise ConfigError("a replica on CPUs asks Ray for as many CPUs as it has threads; give --threads")
         return {"CPU": float(self.num_cpus)}
 
 

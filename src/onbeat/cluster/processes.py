@@ -236,8 +236,8 @@ class Processes:
         elif pulse.waited and not life.waits.is_told and find_hang(replace(pulse, waited=0.0), LIMITS, now):
             life.waits.is_told = True
             logger.warning(
-                "%s is slow, since it does not get the processors: it was kept waiting for %.0f s. It is not "
-                "started again for that; end what else runs there, or raise its CPU quota",
+                "%s is slow: it waited for a processor for %.0f s. It is not started again for that; "
+                "end other programs there, or raise its CPU quota",
                 life.replica,
                 pulse.waited,
             )

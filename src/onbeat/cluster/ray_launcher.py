@@ -111,8 +111,8 @@ class RayLauncher:
             await asyncio.wait_for(_in_thread(self._connect), JOIN_SECONDS)
         except TimeoutError:
             raise ConfigError(
-                f"what answers at {self._address} is no Ray cluster that lets this process join: it has not "
-                f"done so in {JOIN_SECONDS:.0f} s"
+                f"the Ray cluster at {self._address} did not let this process join within "
+                f"{JOIN_SECONDS:.0f} s; check --ray-address, and that this machine is a node of it"
             ) from None
         self._bundle = self._needs.bundle(self._ray.cluster_resources())
         host = self._ray.util.get_node_ip_address()

@@ -42,9 +42,9 @@ def engine_of(replica: ReplicaId, engine: EngineConfig, kinds: Sequence[ReplicaG
     is_elsewhere = any(kind.device or kind.tensor_parallel_size for kind in kinds)
     if is_elsewhere and engine.load_format != "stand-in":
         raise ConfigError(
-            "--kinds name what a replica stands in for, with --load-format stand-in; engines that compute "
-            "run where they are started, and may differ in their policies alone: serve each kind by itself, "
-            "with --replicas, --tensor-parallel-size"
+            "--kinds with a device or tp need --load-format stand-in; real engines may differ in "
+            "their policies alone: start a server for each kind, with --replicas and "
+            "--tensor-parallel-size"
         )
     kind = kind_of(replica_number(replica), kinds)
     return change(engine, **as_settings(kind, "device", "tensor_parallel_size", "policy"))

@@ -200,8 +200,8 @@ def refusal(action: Refuse, open_request: OpenRequest) -> OnbeatError:
             )
         case "no_replica" if action.retry_after is not None:
             return Overloaded(
-                "no replica takes requests at present, and the request cannot wait as long; the next is "
-                f"expected in {action.retry_after:.0f} s: try again then",
+                "no replica takes requests at present; the next one is expected in "
+                f"{action.retry_after:.0f} s, later than this request may wait: try again then",
                 code="no_replica",
                 retry_after=action.retry_after,
             )

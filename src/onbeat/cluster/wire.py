@@ -88,8 +88,8 @@ class Doorkeeper:
             if now - self._last_told >= _QUIET_SECONDS:
                 self._last_told = now
                 logger.warning(
-                    "something that is no replica of this fleet has connected, %d times so far, and was "
-                    "turned away",
+                    "turned away a connection that is no replica of this fleet (%d so far); keep "
+                    "others off this port",
                     self.num_strangers,
                 )
 

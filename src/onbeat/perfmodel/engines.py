@@ -165,7 +165,7 @@ def engine_parameters(
     """
     if device.architecture == CPU:
         raise ConfigError(
-            "the terms of engines were fitted to GPUs and hold for no CPU; leave --engine out, or name "
+            "the terms of --engine were fitted to GPUs, not to CPUs; leave --engine out, or give "
             "another --device"
         )
     is_wide = precision.compute in SIXTEEN_BIT or precision.compute == "fp32"

@@ -239,7 +239,6 @@ def _held_to(load: OfferedLoad, name: Literal["ttft", "tbt"]) -> OfferedLoad:
     )
     if all(each.slo.is_empty for each in classes):
         raise ConfigError(
-            "prompts and generation are placed by an objective of their own each; give --slo-ttft-ms and "
-            "--slo-tbt-ms"
+            "pools for prompts and for generation need an objective each; give --slo-ttft-ms and --slo-tbt-ms"
         )
     return replace(load, classes=classes)

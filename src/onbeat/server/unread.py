@@ -80,8 +80,8 @@ class SlowReaders:
             task = max(held, key=held.__getitem__)
             num_bytes = held.pop(task)
             logger.warning(
-                "%s is ended: its client does not read, and it holds %.1f MB of the %.1f MB of such answers "
-                "(at most %.1f MB are kept)",
+                "%s is ended, because its client does not read: it holds %.1f MB of %.1f MB that "
+                "clients have not read (at most %.1f MB are kept)",
                 self._waiting[task].name,
                 *(number / 1e6 for number in (num_bytes, total, self._most_bytes)),
             )

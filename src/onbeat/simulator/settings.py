@@ -167,7 +167,7 @@ class ReplicaSettings:
         check_move_rule(self.fleet.move_rule, moves=hands_over, cure="give --kv-transfer-gbps")
         if self.kv_latency and not hands_over:
             raise ConfigError(
-                "--kv-transfer-latency-ms is of a link that no KV goes over; give --kv-transfer-gbps or "
+                "--kv-transfer-latency-ms needs a link between replicas; give --kv-transfer-gbps or "
                 "--disaggregate, or leave it out"
             )
 

@@ -266,9 +266,7 @@ def what_binds(
         build_simulation(change(settings, max_model_len=error.num_tokens), choices=choices)
     except ConfigError as cause:
         return type(cause)(f"{error}. A longer context: {cause}")
-    return ConfigError(
-        f"{error}. --max-model-len is {given}; --max-model-len {error.num_tokens} takes them in"
-    )
+    return ConfigError(f"{error}. --max-model-len is {given}; give --max-model-len {error.num_tokens}")
 
 
 def decode_context(load: OfferedLoad, limits: SchedulerConfig) -> int:

@@ -253,9 +253,9 @@ class SimulationConfig:
         predicts = self.reads_predictions or composition(self.scheduler.policy).needs_step_time
         if needs_costs and not predicts:
             raise ConfigError(
-                f"autoscaling to the objective goes by predicted step times, which policy "
-                f"{self.scheduler.policy!r} does not have in a simulation: give --policy slo, "
-                "--router slo, or --autoscale-policy freeness"
+                f"--autoscale needs predicted step times, which policy {self.scheduler.policy!r} does "
+                "not have in a simulation: give --policy slo, --router slo, or --autoscale-policy "
+                "freeness"
             )
 
     @property

@@ -334,8 +334,8 @@ class _BlockHashes:
         self._num_joined = block_size // load.block_size
         if load.block_size % block_size and block_size % load.block_size:
             raise ConfigError(
-                f"the {load.name} load has ids for blocks of {load.block_size} tokens, which KV blocks of "
-                f"{block_size} tokens neither divide nor are a multiple of; choose a block_size that does"
+                f"the {load.name} load has ids for blocks of {load.block_size} tokens, but KV blocks "
+                f"have {block_size}; choose a block_size that divides the first or is a multiple of it"
             )
 
     def of(self, index: int) -> list[int]:

@@ -64,7 +64,7 @@ class KeptSteps:
         try:
             return read_profile(self.path, self.key)
         except ConfigError as error:
-            logger.warning("step times: measured anew, as those kept cannot be used: %s", error)
+            logger.warning("step times: measured again, because the kept ones cannot be used: %s", error)
             return None
 
     def keep(self, steps: Sequence[MeasuredStep], seconds: float) -> MeasuredDescription:
@@ -162,8 +162,8 @@ def step_times(
         logger.info("step times: as an earlier start measured them (%s), corrected since", kept.path)
         return fitted_to(profile.steps, kept.path), False
     logger.info(
-        "step times: measured now, by made-up requests, whenever nobody is served. Until that is done, which "
-        "takes half a minute or so, they are guessed"
+        "step times: guessed at first, and measured by requests of our own while nobody is served, in "
+        "about half a minute"
     )
     return None, True
 

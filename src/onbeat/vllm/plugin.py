@@ -282,7 +282,7 @@ class Plugin:
         except Exception as fault:
             trace = None if isinstance(fault, ConfigError) else fault
             why = calibration.what_was_left_out or fault
-            logger.warning("step times: not measured, and guessed therefore (%s)", why, exc_info=trace)
+            logger.warning("step times: guessed, because they were not measured (%s)", why, exc_info=trace)
             with suppress(Exception):
                 calibration.stop()
         self._calibration = None

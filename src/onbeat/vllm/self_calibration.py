@@ -110,7 +110,7 @@ class SelfCalibration:
         self._num_plans += 1
         if self._num_plans > _MOST_PLANS:
             self.stop()
-            logger.warning("step times: measuring them does not go on, and is given up")
+            logger.warning("step times: measuring them has stopped, and is given up")
         if self.is_done or not (self._names or self._begin_stage()):
             return None
         keeper = self._keeper

@@ -247,8 +247,8 @@ class OfferedLoad:
             return load
         if self.block_ids is not None:
             raise ConfigError(
-                f"prompts of the {self.name} load share blocks, so that classes cannot have traces of their "
-                "own"
+                f"prompts of the {self.name} load share blocks, so classes cannot have their own "
+                "traces: leave 'trace' out of the classes"
             )
         prompts, outputs = lengths_by_class(
             self.num_prompt_tokens, self.num_output_tokens, classes, class_ids, seed=seed

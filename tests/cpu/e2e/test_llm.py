@@ -71,7 +71,7 @@ def test_whom_to_leave_behind_is_an_option_of_slo_alone(tiny_directory: Path) ->
     options = {**TINY, "kv_cache_memory_bytes": 2**22, "step_time_profile": "roofline"}
     with LLM(str(tiny_directory), shed_order="longest-wait", **options) as llm:
         assert llm._core.scheduler.config.shed_order == "longest-wait"
-    with pytest.raises(ConfigError, match="policy 'sarathi' has no choice of whom to leave behind"):
+    with pytest.raises(ConfigError, match="policy 'sarathi' does not choose whom to leave behind"):
         LLM(str(tiny_directory), policy="sarathi", shed_order="longest-wait", **options)
     with pytest.raises(ConfigError, match="unknown shed_order 'longest'; choose one of most, longest-wait"):
         LLM(str(tiny_directory), shed_order="longest", **options)

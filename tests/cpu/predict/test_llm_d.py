@@ -217,9 +217,9 @@ def test_pools_of_a_file(tmp_path, profile):
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ([], "give what predicts"),
+        ([], "nothing predicts step times"),
         (["--profile", "/nowhere"], "/nowhere"),
-        (["--profile", "x", "--pools", "y"], "give what predicts"),
+        (["--profile", "x", "--pools", "y"], "nothing predicts step times"),
         (["--profile", "x", "--quantile", "1"], "below 1"),
         (["--profile", "x", "--port", "99999"], "between 0 and 65535"),
     ],

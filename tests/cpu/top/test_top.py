@@ -120,9 +120,9 @@ def test_another_server_in_its_place_is_no_end() -> None:
 @pytest.mark.parametrize(
     ("text", "status", "message"),
     [
-        ("<html>It works!</html>", 200, "is not an onbeat server's: it shows no metrics"),
-        ("vllm:num_requests_running 1\n", 200, "has no onbeat_requests_running"),
-        ("", 404, "is not an onbeat server's: it answers HTTP 404"),
+        ("<html>It works!</html>", 200, "is no onbeat server: it shows no metrics"),
+        ("vllm:num_requests_running 1\n", 200, "lack onbeat_requests_running"),
+        ("", 404, "is no onbeat server: it answers HTTP 404"),
         ("", 401, "answers HTTP 401: give its key with --api-key"),
         ("", 502, "answers HTTP 502"),
     ],
@@ -165,7 +165,7 @@ def test_addresses_are_taken_as_people_give_them(given: str, root: str) -> None:
     "given", ["", "ftp://host", "http://", "http://host:x", "http://[::1", "http://h/?q=1"]
 )
 def test_what_is_no_address_is_an_error(given: str) -> None:
-    with pytest.raises(ConfigError, match="is no server's address"):
+    with pytest.raises(ConfigError, match="is no address of a server"):
         server_root(given)
 
 

@@ -112,9 +112,9 @@ def test_shedding_cannot_be_asked_of_a_server_that_is_not_told() -> None:
         ({"send_slo": "body"}, "has nothing to send"),
         (
             {"send_slo": "headers", "asks_to_shed": True, "slo_classes": (TIGHT, LOOSE)},
-            "asked for in the body",
+            "--shed goes in the body",
         ),
-        ({"send_slo": "headers", "slo_classes": (TIGHT, LOOSE)}, "none for e2e objectives and weights"),
+        ({"send_slo": "headers", "slo_classes": (TIGHT, LOOSE)}, "cannot carry e2e objectives or weights"),
     ],
 )
 def test_what_cannot_be_told_is_refused(options: dict[str, object], message: str) -> None:

@@ -87,7 +87,7 @@ def test_it_drives_a_simulation(profile: Path, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--from", "nowhere.jsonl"], "cannot read the recorded steps nowhere.jsonl"),
-        (["--tp", "2"], "--tensor-parallel-size is of another engine's steps; give --from SOURCE"),
+        (["--tp", "2"], "--tensor-parallel-size describes recorded steps; give --from SOURCE"),
         (["--from", "STEPS", "--threads", "2"], "--threads says how steps are measured here"),
         (["--from", "STEPS", "--model", "no-such-model"], "no-such-model"),
         (["record", "tcp://127.0.0.1:1"], "takes a source and a file"),
@@ -107,7 +107,7 @@ def test_bad_input_is_one_sentence(
 def test_steps_without_a_model_ask_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_lines(tmp_path, HEADER, *made_up_steps(20))
     assert main(["profile", "--from", str(path)]) == 2
-    assert "does not say of which model its steps are; give --model NAME" in capsys.readouterr().err
+    assert "does not name the model of its steps; give --model NAME" in capsys.readouterr().err
     assert main(["replay", "--steps", str(path)]) == 2
     assert "give --profile FILE, or --model and --device" in capsys.readouterr().err
 

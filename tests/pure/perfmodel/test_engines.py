@@ -226,7 +226,7 @@ def test_an_unknown_engine_is_refused_with_those_that_are_known() -> None:
 
 def test_an_engine_on_a_cpu_is_refused() -> None:
     cpu = cpu_device(memory_bandwidth=1e11, peak_flops=1e12)
-    with pytest.raises(ConfigError, match="fitted to GPUs and hold for no CPU; leave --engine out"):
+    with pytest.raises(ConfigError, match="fitted to GPUs, not to CPUs; leave --engine out"):
         make_step_time_model("roofline", model=MODEL, device=cpu, engine="vllm")
 
 

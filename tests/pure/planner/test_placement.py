@@ -100,7 +100,7 @@ def test_phases_are_searched_by_their_own_objective() -> None:
     assert [load.slo(0) for load in world.loads[:3]] == [SLO(ttft=0.5)] * 3
     assert [load.slo(0) for load in world.loads[3:6]] == [SLO(tbt=0.05)] * 3
     world.load = load_of([(1000, 100)], SLO(ttft=0.5))
-    with pytest.raises(ConfigError, match="an objective of their own each"):
+    with pytest.raises(ConfigError, match="need an objective each"):
         world.place(5.0, 16)
 
 

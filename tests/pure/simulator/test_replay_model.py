@@ -169,5 +169,5 @@ def test_a_run_with_a_draft_model_is_predicted_by_its_own_model_only() -> None:
         (make_header(config), {}),
     )
     for header, given in cases:
-        with pytest.raises(ConfigError, match="only the engine's own step-time model knows"):
+        with pytest.raises(ConfigError, match="only the record's own step-time model knows"):
             recorded_step_time_model(header, **given)

@@ -84,8 +84,8 @@ class StandInLoader:
         tokenizer = load_tokenizer(self.tokenizer_path)
         limits = self.limits
         on_progress(
-            f"stand-in for {self.deployment} ({self.description.precision}): no weights, steps of the "
-            f"roofline's time, tokens by hash; text by the tokenizer of {self.tokenizer_path}"
+            f"stand-in for {self.deployment} ({self.description.precision}): steps take their "
+            f"predicted time, answers mean nothing; tokenizer of {self.tokenizer_path}"
         )
         on_progress(
             f"KV cache of {limits.num_blocks} blocks ({limits.num_blocks * limits.block_size} tokens), "
@@ -194,8 +194,7 @@ def _check(config: EngineConfig) -> None:
     """Refuse what has no meaning without a model."""
     if config.device == "auto":
         raise ConfigError(
-            "a stand-in takes the time of the device that it stands in for: give --device, one of "
-            f"{', '.join(device_ids())}"
+            f"a stand-in needs a device to stand in for: give --device, one of {', '.join(device_ids())}"
         )
     for name, unused, why in _UNUSED:
         if getattr(config, name) != unused:

@@ -104,13 +104,13 @@ class FleetConfig:
     def _check_autoscale(self, bounds: ScaleBounds) -> None:
         if self.disaggregate is not None:
             raise ConfigError(
-                f"--autoscale {bounds} does not go with --disaggregate {self.disaggregate}: which of the two "
-                "pools is short is not decided; leave one of them out"
+                f"--autoscale {bounds} does not go with --disaggregate {self.disaggregate}: nothing "
+                "decides which of the two pools is short; leave one of them out"
             )
         if self.kinds:
             raise ConfigError(
-                f"--autoscale {bounds} does not go with --kinds: which kind comes next is not decided; leave "
-                "one of them out"
+                f"--autoscale {bounds} does not go with --kinds: nothing decides which kind comes "
+                "next; leave one of them out"
             )
         if self.replicas > bounds.most or 1 < self.replicas < bounds.least:
             raise ConfigError(
@@ -118,9 +118,7 @@ class FleetConfig:
                 "begin with a number between"
             )
         if not self.scale_down_seconds >= 1:
-            raise ConfigError(
-                f"scale-down-seconds is {self.scale_down_seconds:g}; a load is looked at for 1 s at least"
-            )
+            raise ConfigError(f"scale-down-seconds is {self.scale_down_seconds:g}; it must be at least 1")
 
     @property
     def num_replicas(self) -> int:

@@ -42,8 +42,8 @@ class ScaleBounds:
     def __post_init__(self) -> None:
         if not 0 <= self.least <= self.most <= MOST_REPLICAS or not self.most:
             raise ConfigError(
-                f"a fleet cannot scale between {self.least} and {self.most} replicas; give the fewest and "
-                f"the most, 0..4 for instance, {MOST_REPLICAS} at most"
+                f"a fleet cannot scale between {self.least} and {self.most} replicas; give the fewest "
+                f"and the most, such as 0..4; {MOST_REPLICAS} is the limit"
             )
 
     def __str__(self) -> str:
@@ -59,10 +59,7 @@ def parse_bounds(text: str) -> ScaleBounds:
     """
     least, dots, most = text.replace(" ", "").partition("..")
     if not (dots and least.isdecimal() and most.isdecimal()):
-        raise ConfigError(
-            f"autoscale is {text!r}; give the fewest and the most replicas, such as 1..4, or 0..4 for none "
-            "while nobody asks"
-        )
+        raise ConfigError(f"autoscale is {text!r}; give the fewest and the most replicas, such as 1..4")
     return ScaleBounds(int(least), int(most))
 
 
@@ -189,8 +186,8 @@ def parse_policy(text: str, down_seconds: float = DOWN_SECONDS) -> ScalingPolicy
         except ValueError:
             pass
     raise ConfigError(
-        f"autoscale-policy is {text!r}; it is objective, freeness, or freeness with a band of free blocks "
-        f"for each request, the lower bound first, such as freeness:{LOW:g}..{HIGH:g}"
+        f"autoscale-policy is {text!r}; give objective, freeness, or a band of free blocks for each "
+        f"request, such as freeness:{LOW:g}..{HIGH:g}"
     )
 
 

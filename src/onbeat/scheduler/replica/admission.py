@@ -367,8 +367,8 @@ class QueueBound:
         if wait <= self._longest:
             return None
         return self._overloaded(
-            f"{len(waiting)} requests wait; one more that cannot be in time would be begun in {wait:.0f} s, "
-            f"later than may be (max_queue_seconds {self._longest:g}); try again later",
+            f"the queue is full: {len(waiting)} requests wait, and one more of best effort would begin in "
+            f"{wait:.0f} s, later than max_queue_seconds ({self._longest:g}) allows; try again later",
             waiting,
             wait,
         )
@@ -376,8 +376,8 @@ class QueueBound:
     def overdue(self, waiting: WaitingQueue) -> Overloaded:
         """Return why one is ended that was taken."""
         return self._overloaded(
-            f"the request has waited {OVERDUE:g} times as long as may be (max_queue_seconds "
-            f"{self._longest:g}), as others that can be in time left nothing over; try again later",
+            f"the request has waited {OVERDUE:g} times max_queue_seconds ({self._longest:g}), because "
+            "requests that can be in time took all the capacity; try again later",
             waiting,
             self.wait(waiting),
         )

@@ -104,14 +104,15 @@ def check_queue(
         num_places = 0 if num_waiting else config.max_num_seqs - num_running
         if num_waiting + num_choices > max_waiting + max(num_places, 0):
             raise Overloaded(
-                f"{num_waiting} requests wait; {num_choices} more would be more than may "
-                f"(max_num_queued_reqs {max_waiting}); try again later",
+                f"the queue is full: {num_waiting} requests wait, this one makes {num_choices} more, "
+                f"and at most {max_waiting} may wait (max_num_queued_reqs); try again later",
                 code="server_overloaded",
             )
     if max_tokens is not None and num_tokens and num_tokens + num_prompt_tokens > max_tokens:
         raise Overloaded(
-            f"{num_tokens} tokens are waiting; with the {num_prompt_tokens} of this request they would be "
-            f"more than may (max_num_queued_tokens {max_tokens}); try again later",
+            f"the queue is full: {num_tokens} prompt tokens wait, this request has "
+            f"{num_prompt_tokens}, and at most {max_tokens} may wait (max_num_queued_tokens); try "
+            "again later",
             code="server_overloaded",
         )
 

@@ -189,20 +189,20 @@ def check_policy(config: SchedulerConfig) -> None:
     policy = composition(config.policy)
     if policy.order is not None and config.scheduling_policy != DEFAULT_ORDER:
         raise ConfigError(
-            f"policy {config.policy!r} has an order of its own, so scheduling policy "
-            f"{config.scheduling_policy!r} cannot be had with it; leave it out (a request's weight says what "
-            "it is worth), or use policy sarathi"
+            f"policy {config.policy!r} orders requests itself, so scheduling policy "
+            f"{config.scheduling_policy!r} has no effect; leave it out and give requests a weight, or "
+            "use policy sarathi"
         )
     if not policy.predicts_waits and config.shed_order != DEFAULT_SHED_ORDER:
         raise ConfigError(
-            f"policy {config.policy!r} has no choice of whom to leave behind, so shed order "
-            f"{config.shed_order!r} cannot be had with it; leave it out, or use policy slo"
+            f"policy {config.policy!r} does not choose whom to leave behind, so shed order "
+            f"{config.shed_order!r} has no effect; leave it out, or use policy slo"
         )
     if not policy.predicts_waits and config.max_queue_seconds is not None:
         raise ConfigError(
             f"policy {config.policy!r} predicts no waits, so max_queue_seconds "
-            f"({config.max_queue_seconds:g}) cannot be had with it; leave it out, limit what waits "
-            "by max_num_queued_reqs or max_num_queued_tokens, or use policy slo"
+            f"({config.max_queue_seconds:g}) has no effect; leave it out, limit the queue by "
+            "max_num_queued_reqs or max_num_queued_tokens, or use policy slo"
         )
     if policy.whole_prompts and config.max_num_batched_tokens < config.max_model_len:
         raise ConfigError(

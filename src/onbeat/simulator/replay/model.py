@@ -59,8 +59,8 @@ def recorded_step_time_model(
     speculation = header.scheduler.get("speculation")
     if speculation is not None and speculation["runs_model"]:
         raise ConfigError(
-            "the recorded engine ran a model for its drafts, whose time only the engine's own step-time "
-            "model knows; leave out --step-time, --profile, --model and --device"
+            "the recorded engine ran a draft model, whose time only the record's own step-time model "
+            "knows; leave out --step-time, --profile, --model and --device"
         )
     if kind is None and profile is not None:
         kind = STEP_TABLE if is_step_table(profile.name) else "fitted"
