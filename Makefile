@@ -28,7 +28,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DELETE_ON_ERROR:
 # A second installer in the same environment would break it.
 .NOTPARALLEL:
-.PHONY: help serve test test-all test-triton test-vllm ablate check lint types imports format flags size model clean
+.PHONY: help serve test test-all test-triton test-wheel test-vllm ablate check lint types imports format flags size model clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -48,6 +48,9 @@ test-all: .venv/.dev .venv/.native model ## Run every test, the slow ones and th
 test-triton: .venv/.dev ## Install Triton (190 MB) and run the tests of the GPU engine's kernels on the CPU
 	$(INSTALL) --no-deps triton==3.6.0
 	$(BIN)/python -m pytest tests/cpu/engine/cuda $(PYTEST_ARGS)
+
+test-wheel: .venv/.dev .venv/.native model ## Build a wheel, install it in a clean environment and serve with it
+	$(BIN)/python -m pytest -m network tests/cpu/native/test_native_wheel.py -k clean $(PYTEST_ARGS)
 
 test-vllm: ## Run the tests of the plug-in on vLLM's own schedulers (VLLM="0.32.0"; installs 4 GB into .vllm)
 	@for version in $(VLLM); do echo "vLLM $$version"; scripts/vllm-env $$version && \

@@ -1,8 +1,9 @@
-"""Wheels of this checkout as pip makes them: with the native library, and without a compiler."""
+"""Wheels of this checkout as pip makes them: with the native library, without a compiler, and in use."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,10 @@ import pytest
 ROOT = Path(__file__).parents[3]
 LIBRARY = "onbeat/engine/native/libonbeat_native.so"
 PARTS = ("src", "native", "hatch_build.py", "pyproject.toml", "README.md", "LICENSE")
+STATIC = "-static-libstdc++ -static-libgcc"
+"""As the wheels of a release are linked."""
+EVERYWHERE = {"libc", "libm"}
+"""Libraries of the system that any Linux of `manylinux_2_28` has, and no more than these."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.timeout(900)]
 
@@ -26,16 +31,18 @@ def make_wheel(folder: Path, compiler: str) -> tuple[Path, str]:
         tree.mkdir(exist_ok=True)
         copy(ROOT / part, tree / part)
     (tree / "src" / LIBRARY).unlink(missing_ok=True)
-    run = subprocess.run(
+    if (objects := ROOT / "build" / "native").is_dir():  # so that only what changed is compiled again
+        shutil.copytree(objects, tree / "build" / "native")
+    done = subprocess.run(
         [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "-w", str(folder), str(tree)],
-        env={**os.environ, "CXX": compiler},
+        env={**os.environ, "CXX": compiler, "LDFLAGS": STATIC},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert run.returncode == 0, run.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-2000:]
     (wheel,) = folder.glob("*.whl")
-    return wheel, run.stdout + run.stderr
+    return wheel, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
@@ -52,3 +59,22 @@ def test_without_a_compiler(tmp_path: Path) -> None:
     assert (
         "The native CPU engine of onbeat is not built: there is no C++ compiler '/no/such/compiler'" in said
     )
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_a_clean_environment_serves(tmp_path: Path) -> None:
+    wheel, _ = make_wheel(tmp_path, "g++")
+    shown = run([sys.executable, "-m", "auditwheel", "show", str(wheel)])
+    assert 'platform tag: "manylinux_2_' in shown.replace("\n", " ")
+    assert set(re.findall(r"(lib\w+)\.so", shown)) == EVERYWHERE
+    tried = run([sys.executable, str(ROOT / "scripts" / "try-wheel"), str(wheel)])
+    megabytes = re.search(r"installed in [\d.]+ s: (\d+) MB", tried)
+    assert megabytes
+    assert int(megabytes[1]) < 240, "torch alone has more"
+    assert re.search(r"answered after [\d.]+ s: The capital of Japan is Tokyo", tried)
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
