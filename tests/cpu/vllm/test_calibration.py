@@ -188,7 +188,10 @@ def test_a_fault_in_measuring_ends_it_and_no_step(make, monkeypatch, caplog):
 def test_where_steps_take_too_long_for_requests_to_wait_it_is_said(make, monkeypatch, caplog):
     monkeypatch.setattr("onbeat.vllm.self_calibration.LONGEST_STEP", 0.013)
     run(make())
-    assert "guessed therefore (steps of 16 tokens take more than 0.013 s here)" in caplog.text
+    assert (
+        "guessed, because they were not measured (steps of 16 tokens take more than 0.013 s here)"
+        in caplog.text
+    )
     assert "Traceback" not in caplog.text
 
 
