@@ -43,7 +43,7 @@ def test_each_replica_gets_devices_of_its_own(device, num_replicas, num_each, sh
     [(5, 1, "give --replicas 4, "), (3, 2, "give --replicas 2, "), (1, 8, "give --device cuda:0")],
 )
 def test_too_few_devices_are_said_with_what_fits(num_replicas, num_each, cure):
-    with pytest.raises(ConfigError, match=f"needed: {num_replicas * num_each} .* there: 4; {cure}"):
+    with pytest.raises(ConfigError, match=f"need {num_replicas * num_each} CUDA .* are 4; {cure}"):
         share_devices("cuda", num_replicas, num_each)
 
 

@@ -326,7 +326,7 @@ class FleetController:
         most, limit = self._launcher.capacity()
         if num_replicas > most:
             raise ConfigError(
-                f"{num_replicas} replicas have no room here: at most {most} do ({limit}); ask for fewer"
+                f"{num_replicas} replicas do not fit: at most {most} have room here ({limit}); ask for fewer"
             )
 
     def scale(self, num_replicas: int) -> None:

@@ -149,7 +149,7 @@ def test_a_draft_model_that_does_not_fit_beside_its_target_is_cured_likewise() -
             r"1 of 2 requests .* do not fit a context of 43536.*needs [\d.]+ GiB.*What fits: --tp 2",
         ),
         ({}, 200_000, r"The model was made for 131072 tokens"),
-        ({"max_model_len": 2048}, 3_000, r"--max-model-len is 2048; --max-model-len 3010 takes them in"),
+        ({"max_model_len": 2048}, 3_000, r"--max-model-len is 2048; give --max-model-len 3010"),
         ({"max_model_len": 2048}, 60_000, r"context of 2048.*What fits: --tp 2"),
     ],
 )
