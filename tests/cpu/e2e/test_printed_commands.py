@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.cpu.e2e.program import ServerProgram, serving
+from tests.cpu.e2e.tiny_directory import write_tiny_directory
 from tests.printed import DOCUMENTS, README, commands, first_commands, prepare
 
 LACKING = {
@@ -61,8 +62,8 @@ TRIED = [
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2_gguf: Path) -> Path:
     prepare(tmp_path)
+    write_tiny_directory(tmp_path / "path/to/directory")
     for name in ("model.gguf", "model-Q4_K_M.gguf"):
-        (tmp_path / "path/to").mkdir(parents=True, exist_ok=True)
         (tmp_path / "path/to" / name).symlink_to(smollm2_gguf)
     monkeypatch.chdir(tmp_path)
     return tmp_path
