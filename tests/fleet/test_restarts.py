@@ -75,7 +75,7 @@ async def test_all_are_started_again_one_after_another_without_an_error() -> Non
 
 async def test_a_round_of_restarts_goes_on_when_the_replica_it_waits_for_is_scaled_away() -> None:
     async with fleet_of(3) as client:
-        started = start_requests(client, 3, max_tokens=900)
+        started = start_requests(client, 3, max_tokens=400)
         await until(lambda: all(view.num_streaming == 1 for view in client.replicas()))
         client.restart()
         await until(lambda: state_of(client, "r0") == "draining")

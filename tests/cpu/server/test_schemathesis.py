@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import jsonschema_rs
 import pytest
 import schemathesis
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, Phase, assume, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -21,7 +22,9 @@ from onbeat.core.errors import InvalidRequest
 from onbeat.core.fleet import ReplicaLoad, ReplicaView
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.server.app import ENDPOINTS
+from onbeat.server.scores import RERANK_PATHS, SCORE_PATHS, score_routes
 from onbeat.server.server_config import ServerConfig
+from onbeat.server.services import Services
 from tests.cpu.server.fake_app import make_app
 from tests.fakes_engine import VOCAB_SIZE, FakeEngine
 from tests.many_cases import Cases, each_case
@@ -109,9 +112,13 @@ def keeps_its_description(case: Any) -> None:
 
 # pages, and one path for the bodies of five others, which have descriptions of their own
 UNTOLD = {"/", "/docs", "/openapi.json", "/invocations"}
+ALIASES = {*RERANK_PATHS[1:], *SCORE_PATHS[1:]}
 
 
-@pytest.mark.parametrize("path", sorted(ENDPOINTS - UNTOLD))
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path in ALIASES)) for path in sorted(ENDPOINTS - UNTOLD)],
+)
 def test_api_keeps_its_description(schema: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # No request leaves the process, and a look for proxies in the environment is a third of each.
     monkeypatch.setattr("requests.sessions.get_environ_proxies", lambda *_, **__: {})
@@ -125,6 +132,18 @@ def test_api_keeps_its_description(schema: Any, path: str, monkeypatch: pytest.M
             test()
     found.end()
     assert found.num_tried > 0
+
+
+@pytest.mark.parametrize("paths", [RERANK_PATHS, SCORE_PATHS])
+def test_what_has_several_paths_is_one_endpoint(paths: Sequence[str]) -> None:
+    """So each answers as the first does, whose cases are tried always."""
+    routes = [each for each in score_routes(cast(Services, None)).routes if isinstance(each, APIRoute)]
+    assert len({route.endpoint for route in routes if route.path in paths}) == 1
+    described = [app().openapi()["paths"][path] for path in paths]
+    assert all(
+        each["post"] == {**described[0]["post"], "operationId": each["post"]["operationId"]}
+        for each in described
+    )
 
 
 def test_the_description_names_all_endpoints() -> None:
