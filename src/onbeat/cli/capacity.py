@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from onbeat.cli.capacity_output import CapacityReport
     from onbeat.cli.capacity_plan import PlannedCase
+    from onbeat.planner.cases import Labels
     from onbeat.planner.frontier import FrontierPoint
 
 INFEASIBLE = 3
@@ -62,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         settings=_settings(args, planned),
         capacities=capacities,
         points=points,
+        promises=_promises(planned),
+        share=next((getattr(each.objective, "share", None) for each in planned), None),
         is_interrupted=is_stopped,
     )
     _show(report)
@@ -138,6 +141,16 @@ def _lead(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> str:
         f"{len(planned)} case(s), {num_repeats} repeat(s), interval: {interval}"
         + (f"; step times: {step_times}" if step_times else "")
     )
+
+
+def _promises(planned: Sequence[PlannedCase]) -> dict[Labels, str]:
+    from onbeat.cli.answers import promise_text
+
+    return {
+        each.case.labels: promise_text(each.objective, {own.name: own.slo for own in each.loads[0].classes})
+        for each in planned
+        if each.objective is not None
+    }
 
 
 def _settings(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> dict[str, Any]:

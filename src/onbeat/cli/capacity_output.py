@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,19 @@ from typing import Any
 from rich.table import Table
 
 from onbeat import __version__
+from onbeat.cli.capacity_answer import answer_of, facts_of
 from onbeat.metrics.summary import LatencyStatistic
 from onbeat.planner.capacity import Capacity, Outcome
-from onbeat.planner.cases import case_name
-from onbeat.planner.charts import axes_of, capacity_figure, capacity_over_figure, frontier_figures
+from onbeat.planner.cases import Labels, case_name
+from onbeat.planner.charts import (
+    axes_of,
+    capacity_figure,
+    capacity_over_figure,
+    frontier_figures,
+    search_figures,
+)
 from onbeat.planner.frontier import FrontierPoint, point_keys
-from onbeat.report.page import Page, heading, notes, table
+from onbeat.report.page import Page, answer, folded, notes, table
 from onbeat.report.run_report import settings_section
 from onbeat.report.sweep_charts import group_by_load
 from onbeat.report.table import percent
@@ -54,6 +62,10 @@ class CapacityReport:
     """What was asked, for the saved file."""
     capacities: Sequence[Capacity] = ()
     points: Sequence[FrontierPoint] = ()
+    promises: Mapping[Labels, str] = field(default_factory=dict)
+    """What each case must keep, in words."""
+    share: float | None = None
+    """Of good requests, that the objective asks for; None of one that names none."""
     is_interrupted: bool = False
 
     @property
@@ -156,19 +168,20 @@ def write_page(path: Path, report: CapacityReport) -> None:
     ConfigError : the file cannot be written.
     """
     page = Page()
-    body = heading(report.title, report.lead, _tiles(report))
+    body = answer(report.title, answer_of(report), facts_of(report))
     body += notes([INTERRUPTED_NOTE] if report.is_interrupted else [])
+    body += page.grid(search_figures(report.capacities), per_row=2)
     if report.capacities:
-        body += "<h2>Capacity</h2>\n" + table(
-            CAPACITY_HEADER, capacity_rows(report.capacities), texts=(len(CAPACITY_HEADER) - 1,)
-        )
-        body += page.grid(_capacity_figures(report.capacities), per_row=2)
+        cases = table(CAPACITY_HEADER, capacity_rows(report.capacities), texts=(len(CAPACITY_HEADER) - 1,))
+        cases += page.grid(_capacity_figures(report.capacities), per_row=2)
+        body += folded("Cases", cases) if len(report.capacities) > 1 else folded("The numbers", cases)
     if report.points:
         loads = group_by_load(report.points, lambda point: point.level.request_rate is None)
         for load, points in loads.items():
-            body += f"<h2>Latency and throughput: {load}</h2>\n"
-            body += page.grid(frontier_figures(points), per_row=2)
-        body += table(FRONTIER_HEADER, frontier_rows(report.points))
+            figures = page.grid(frontier_figures(points, report.share), per_row=2)
+            body += folded(f"Latency and throughput: {load}", figures)
+        body += folded("All runs", table(FRONTIER_HEADER, frontier_rows(report.points)))
+    body += f"<h2>How it was found</h2>\n<p class='lead'>{html.escape(report.lead)}.</p>\n"
     flags = {name: value for name, value in report.settings.get("flags", {}).items() if _is_given(value)}
     page.write(path, report.title, body + settings_section(flags))
 
@@ -182,16 +195,6 @@ def _capacity_figures(capacities: Sequence[Capacity]) -> list[Any]:
     bounded = [each for each in capacities if each.outcome is not Outcome.UNBOUNDED]
     axes = axes_of([each.labels for each in bounded])
     return [capacity_figure(bounded), *(capacity_over_figure(bounded, axis) for axis in axes)]
-
-
-def _tiles(report: CapacityReport) -> list[tuple[str, str]]:
-    best = report.best
-    if best is None:
-        return []
-    tiles = [("requests/s, the best case", _rate_text(best))]
-    if best.num_devices != 1:
-        tiles.append(("requests/s per GPU", _rate(best.rate_per_device)))
-    return [*tiles, ("the best case", case_name(best.labels))]
 
 
 def _rate(value: float) -> str:

@@ -79,9 +79,15 @@ def search(
     """Search the capacity of every case; also return whether Ctrl-C ended it."""
     how = search_options(options)
     tasks = [
-        CapacityTask(case=each.case, load=load, objective=each.objective, options=how)
+        CapacityTask(
+            case=each.case,
+            load=load,
+            objective=each.objective,
+            options=how,
+            has_asides=options.output.report is not None and repeat == 0,
+        )
         for each in planned
-        for load in each.loads
+        for repeat, load in enumerate(each.loads)
         if each.objective is not None and not each.error
     ]
     labels = [task.case.labels for task in tasks]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import html
 import os
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from onbeat import __version__
+from onbeat.cli.plan_answer import answer_of, facts_of
 from onbeat.cli.plan_output import (
     FAILED_HEADER,
     FLEET_HEADER,
@@ -39,8 +41,8 @@ from onbeat.planner.plan_charts import (
     use_figure,
 )
 from onbeat.planner.plan_file import digest_of, digest_of_classes, write_plan
-from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask
-from onbeat.report.page import Page, heading, notes, table
+from onbeat.planner.plan_task import Fleet, PlanTask
+from onbeat.report.page import Page, answer, folded, notes, table
 from onbeat.report.run_report import settings_section
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 from onbeat.simulator.settings import AUTO, ReplicaSettings
@@ -268,24 +270,28 @@ def plan_page(path: Path, report: PlanReport) -> None:
     """
     plan = report.plan
     page = Page()
-    body = heading(report.title, report.lead, _tiles(plan))
-    body += notes([*conclusions(report), *(f"Warning: {line}" for line in warnings_of(report))])
+    body = answer(report.title, answer_of(report), facts_of(report))
+    body += notes([f"Warning: {line}" for line in warnings_of(report)])
+    figures = [objective_figure(plan, *_shown_objective(report)), cost_figure(plan)]
+    body += page.grid(figures, per_row=2)
+    lines = "".join(f"<p>{html.escape(line)}</p>" for line in conclusions(report))
+    body += folded("What the search says", lines)
     if plan.best is not None:
-        body += "<h2>Fleets that keep the promise</h2>\n"
-        body += table(FLEET_HEADER, fleet_rows(plan), texts=(8,))
-        body += page.grid([mix_figure(plan), use_figure(plan)], per_row=2)
-    if report.hours:
-        body += "<h2>By the hour</h2>\n" + table(HOUR_HEADER, hour_rows(report), texts=(2,))
-    body += "<h2>What it costs</h2>\n" + page.grid(
-        [objective_figure(plan, *_shown_objective(report)), cost_figure(plan)], per_row=2
-    )
-    body += table(UNIT_HEADER, unit_rows(plan), texts=(4,))
-    body += "<h2>The load</h2>\n" + page.grid([bucket_figure(plan), units_figure(plan)], per_row=2)
-    if report.placements:
-        body += "<h2>Prompts and generation apart</h2>\n"
-        body += table(PLACEMENT_HEADER, placement_rows(report), texts=(1, 4))
+        kept = table(FLEET_HEADER, fleet_rows(plan), texts=(8,))
+        kept += page.grid([mix_figure(plan), use_figure(plan)], per_row=2)
+        body += folded("Fleets that keep the promise", kept)
     if plan.failed:
-        body += "<h2>Fleets that do not</h2>\n" + table(FAILED_HEADER, failed_rows(plan), texts=(2,))
+        failed = table(FAILED_HEADER, failed_rows(plan), texts=(2,))
+        body += folded("Fleets that do not keep it", failed)
+    if report.hours:
+        body += folded("By the hour", table(HOUR_HEADER, hour_rows(report), texts=(2,)))
+    alone = table(UNIT_HEADER, unit_rows(plan), texts=(4,)) + page.grid([units_figure(plan)], per_row=2)
+    body += folded("Kinds of replica, alone", alone)
+    body += folded("The load", page.grid([bucket_figure(plan)], per_row=2))
+    if report.placements:
+        pools = table(PLACEMENT_HEADER, placement_rows(report), texts=(1, 4))
+        body += folded("Prompts and generation apart", pools)
+    body += f"<h2>How it was found</h2>\n<p class='lead'>{html.escape(report.lead)}.</p>\n"
     flags = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(report.args).items()
@@ -302,13 +308,3 @@ def _shown_objective(report: PlanReport) -> tuple[float | None, str]:
         return None, ""
     slo = classes[0].slo
     return (slo.tbt, "TBT") if slo.tbt is not None else (slo.ttft, "TTFT")
-
-
-def _tiles(plan: FleetPlan) -> list[tuple[str, str]]:
-    if plan.best is None:
-        return [("the promise", "INFEASIBLE")]
-    best = plan.best
-    tiles = [("an hour", f"${best.usd_per_hour:.2f}"), ("fleet", best.name), ("watts", f"{best.watts:,.0f}")]
-    if best.attainment is not None:
-        tiles.append(("good requests", f"{best.attainment[0] * 100:.1f} %"))
-    return tiles

@@ -39,6 +39,8 @@ TOLERANCE = 1e-9
 LATE_TOKENS_IN = 100
 """One token in so many may be late in `stream` mode."""
 GAP_PERCENTILE = 99
+USUAL_SHARE = 0.9
+"""Of the requests, that are to be good where nobody says another share."""
 
 Flags = NDArray[np.bool_]
 

@@ -13,12 +13,22 @@ import numpy as np
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.distribution import LEVEL, student_half_width
 from onbeat.planner.cases import BuiltCase, Case, Labels
-from onbeat.planner.objective import Objective
+from onbeat.planner.objective import Objective, Verdict
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import Bracket, SearchOptions, Stopped, search_rate
+from onbeat.planner.share_objectives import (
+    AttainmentObjective,
+    DistServeObjective,
+    with_longer_objectives,
+)
 from onbeat.planner.trial import run_trial
 from onbeat.scheduler.replica.token_budget import full_step, mean_decode_context
 from onbeat.workload.offered import OfferedLoad
+
+MORE_LOAD = (1.25, 2.0)
+"""Times the found rate, that are run beside a search."""
+TIGHTER = 0.5
+"""Times the objectives."""
 
 
 class Outcome(StrEnum):
@@ -46,6 +56,18 @@ class CapacityTask:
     load: OfferedLoad
     objective: Objective
     options: SearchOptions
+    has_asides: bool = False
+    """Whether the found rate is run with more load and with shorter objectives too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aside:
+    """A run to its end beside a search: how the same machines fare with something else."""
+
+    rate: float
+    verdict: Verdict
+    objectives: float = 1.0
+    """So many times as long as those that were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +80,8 @@ class Repeat:
     num_devices: int = 0
     details: dict[str, Any] | None = None
     """Settings that were resolved: token budget, KV blocks."""
+    asides: tuple[Aside, ...] = ()
+    """The lowest rate that missed the objective, then those of `CapacityTask.has_asides`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +105,19 @@ class Capacity:
         return self.rate / self.num_devices if self.num_devices else 0.0
 
     @property
+    def asides(self) -> tuple[Aside, ...]:
+        """Of the first repeat."""
+        return self.repeats[0].asides if self.repeats else ()
+
+    @property
+    def curve(self) -> list[tuple[float, Verdict]]:
+        """Rates that the first repeat ran to the end, with what came of them; the lowest first."""
+        bracket = self.repeats[0].bracket if self.repeats else None
+        whole = {} if bracket is None else {trial.rate: trial.verdict for trial in bracket.trials}
+        whole |= {aside.rate: aside.verdict for aside in self.asides if aside.objectives == 1}
+        return [(rate, whole[rate]) for rate in sorted(whole) if whole[rate].measures]
+
+    @property
     def beyond(self) -> str:
         """Warning of the highest rate that kept the objective; see `SimulationResult.beyond`."""
         kept = [
@@ -94,7 +131,6 @@ class Capacity:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the keys of a saved result."""
-        brackets = [repeat.bracket for repeat in self.repeats if repeat.bracket is not None]
         return {
             "case": dict(self.labels),
             "outcome": str(self.outcome),
@@ -112,8 +148,17 @@ class Capacity:
                     "trials": [
                         {"request_rate": trial.rate, **trial.verdict.as_dict()} for trial in bracket.trials
                     ],
+                    "asides": [
+                        {
+                            "request_rate": aside.rate,
+                            "objectives_times": aside.objectives,
+                            **aside.verdict.as_dict(),
+                        }
+                        for aside in repeat.asides
+                    ],
                 }
-                for bracket in brackets
+                for repeat in self.repeats
+                if (bracket := repeat.bracket) is not None
             ],
         }
 
@@ -151,7 +196,7 @@ def find_capacity(task: CapacityTask, context: TaskContext) -> Repeat:
             options=task.options,
             on_trial=context.report,
         )
-        reason = _explain(task, context, bracket)
+        reason, asides = _explain(task, context, bracket)
     except ConfigError as error:
         return Repeat(bracket=None, reason=str(error))
     if not bracket.is_finished:
@@ -166,23 +211,46 @@ def find_capacity(task: CapacityTask, context: TaskContext) -> Repeat:
             "max_num_seqs": limits.max_num_seqs,
             "num_blocks": limits.num_blocks,
         },
+        asides=asides,
     )
 
 
-def _explain(task: CapacityTask, context: TaskContext, bracket: Bracket) -> str:
+def _explain(task: CapacityTask, context: TaskContext, bracket: Bracket) -> tuple[str, tuple[Aside, ...]]:
     """Return what binds, with the numbers of a whole run: the search ends a run that misses early."""
     if not bracket.is_finished or bracket.high == inf:
-        return bracket.limit
-    load = task.load.at_rate(bracket.high)
+        return bracket.limit, ()
     try:
-        verdict = run_trial(task.case, load, task.objective, context.is_stopped, to_the_end=True)
+        asides = tuple(
+            Aside(
+                rate=rate,
+                objectives=scale,
+                verdict=run_trial(
+                    task.case,
+                    with_longer_objectives(task.load.at_rate(rate), scale),
+                    task.objective,
+                    context.is_stopped,
+                    to_the_end=True,
+                ),
+            )
+            for rate, scale in _asides(task, bracket)
+        )
     except Stopped:
         context.stop()
-        return bracket.limit
+        return bracket.limit, ()
     where = (
         "even for requests that meet no others" if bracket.low == 0 else f"at {bracket.high:.4g} requests/s"
     )
-    return f"{where}: {verdict.reason}"
+    return f"{where}: {asides[0].verdict.reason}", asides
+
+
+def _asides(task: CapacityTask, bracket: Bracket) -> list[tuple[float, float]]:
+    """Return the (rate, times of the objectives) that are run to the end, the rate that missed first."""
+    found = [(bracket.high, 1.0)]
+    if task.has_asides and bracket.low > 0:
+        found += [(bracket.low * more, 1.0) for more in MORE_LOAD]
+        if isinstance(task.objective, (AttainmentObjective, DistServeObjective)):
+            found.append((bracket.low, TIGHTER))  # these judge requests by their own objectives
+    return found
 
 
 def combine_repeats(labels: Labels, repeats: Sequence[Repeat | None]) -> Capacity:

@@ -6,18 +6,23 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
+from onbeat.metrics.attainment import USUAL_SHARE
 from onbeat.metrics.summary import LatencyStatistic
 from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.planner.cases import Labels, case_name, short_name
 from onbeat.planner.frontier import FrontierPoint
-from onbeat.report.charts import COLOURS, QUEUE_COLOUR
+from onbeat.report.charts import COLOURS, QUEUE_COLOUR, rounded
+from onbeat.report.limit_lines import drawn_values, latency_axis, with_limits
 from onbeat.report.page import Figure
 from onbeat.report.sweep_charts import (
+    KEPT_TITLE,
+    capacity_marks,
     height_with_legend,
     kept_figure,
+    latency_figure,
     line,
-    over_load_figure,
     tradeoff_figure,
+    with_promise,
 )
 
 TITLES = {
@@ -52,6 +57,53 @@ def capacity_figure(capacities: Sequence[Capacity]) -> Figure | None:
         "height": max(220, 90 + 36 * len(found)),
     }
     return {"title": "Capacity", "data": [bars], "layout": layout}
+
+
+def search_figures(capacities: Sequence[Capacity]) -> list[Figure]:
+    """Return what the objective limits over the request rate, by the runs of the searches, a line a case.
+
+    Shares of good requests and latencies have a figure each, with the limit and the capacities.
+    """
+    named = (measure.name for each in capacities for _, verdict in each.curve for measure in verdict.measures)
+    figures = (_search_figure(capacities, name) for name in dict.fromkeys(named))
+    return [figure for figure in figures if figure is not None]
+
+
+def _search_figure(capacities: Sequence[Capacity], name: str) -> Figure | None:
+    lines, found, limits, unit = [], [], set(), "s"
+    for position, each in enumerate(capacities):
+        own = [
+            (rate, measure)
+            for rate, verdict in each.curve
+            for measure in verdict.measures
+            if measure.name == name and isfinite(measure.value)
+        ]
+        if not own:
+            continue
+        unit = own[0][1].unit
+        scale = 100 if unit == "share" else 1e3
+        hover = "%{y:.4g} " + ("%" if unit == "share" else "ms") + " at %{x:.4g} requests/s"
+        xs, ys = [rate for rate, _ in own], [measure.value * scale for _, measure in own]
+        lines.append(line(case_name(each.labels), position, hover=hover, x=rounded(xs), y=rounded(ys)))
+        limits.add(own[0][1].limit)
+        if each.outcome is Outcome.FOUND:
+            found.append((each.rate, own[0][1].limit * scale))
+    if not lines:
+        return None
+    layout: dict[str, Any] = {
+        "xaxis": {"title": {"text": "requests/s"}, "rangemode": "tozero"},
+        "yaxis": {
+            "title": {"text": "ms"},
+            **latency_axis([*drawn_values(lines), *(x * 1e3 for x in limits)]),
+        },
+        "showlegend": len(lines) > 1,
+        "height": height_with_legend(lines),
+    }
+    figure = {"title": f"{name} over the request rate", "data": lines, "layout": layout}
+    if unit == "share":
+        return with_promise(figure | {"title": KEPT_TITLE}, max(limits), found)
+    figure["data"] = [*lines, capacity_marks(found)]
+    return with_limits(figure, {limit * 1e3: "limit" for limit in sorted(limits)})
 
 
 def capacity_over_figure(capacities: Sequence[Capacity], axis: str) -> Figure | None:
@@ -99,7 +151,7 @@ def axes_of(cases: Sequence[Labels]) -> list[str]:
     return list(dict.fromkeys(name for labels in cases for name, _ in labels))
 
 
-def frontier_figures(points: Sequence[FrontierPoint]) -> list[Figure]:
+def frontier_figures(points: Sequence[FrontierPoint], promised: float | None = None) -> list[Figure]:
     """Return latency against output tokens/s per GPU, one line a case, as MLC's engine study plots it.
 
     Points of an open loop are also shown over the request rate, as Sarathi-Serve plots them.
@@ -107,15 +159,17 @@ def frontier_figures(points: Sequence[FrontierPoint]) -> list[Figure]:
     Parameters
     ----------
     points : all of closed loops, or all of open ones.
+    promised : share of good requests that was asked for; None where no objective names one.
     """
     runs = [point.run for point in points if point.run is not None]
     against = [tradeoff_figure(runs, latency, title) for latency, title in TITLES.items()]
     over_rate = [
-        over_load_figure(runs, latency.of, title, unit="ms")
+        latency_figure(runs, latency, title)
         for latency, title in RATE_TITLES.items()
         if not any(run.is_closed for run in runs)
     ]
-    figures = [kept_figure(runs), *against, *over_rate]
+    kept = kept_figure(runs, promised or USUAL_SHARE, is_promised=promised is not None)
+    figures = [kept, *against, *over_rate]
     return [figure for figure in figures if figure is not None]
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from math import ceil, floor, inf
 from typing import Any, TypeVar
 
-from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, SLO
 from onbeat.planner.alone import AloneSearch
 from onbeat.planner.buckets import Bucket, buckets_of
 from onbeat.planner.fleets import (
@@ -26,6 +25,7 @@ from onbeat.planner.placement import Placement, PlacementSearch
 from onbeat.planner.plan_store import PlanStore
 from onbeat.planner.plan_task import CostAt, Fleet, FleetPlan, PlanInterrupted, PlanTask, Progress
 from onbeat.planner.search import SearchOptions
+from onbeat.planner.share_objectives import with_longer_objectives
 from onbeat.planner.units import RatedUnit, Unit, rate_unit, without_dominated
 from onbeat.workload.offered import OfferedLoad
 
@@ -89,6 +89,7 @@ class Planner:
         kept = sorted((fleet for fleet in search.fleets if self._is_proved(fleet)), key=_cost)
         shown = _worth_showing(best, kept)
         shown = self._at_promise([*self._with_capacities(shown[:1]), *shown[1:]])
+        costs, doubled = self._costs(rated, units, shown[0]) if shown else ((), None)
         return FleetPlan(
             rate=self.task.rate,
             needed_rate=self.task.needed_rate,
@@ -102,7 +103,8 @@ class Planner:
             is_exhausted=search.is_exhausted,
             infeasible="" if shown else why or search.infeasible,
             nearest=() if shown else self._nearest(rated, units, buckets),
-            costs=self._costs(rated, units, shown[0]) if shown else (),
+            costs=costs,
+            doubled=doubled,
         )
 
     def placements(self, units: Sequence[Unit]) -> list[Placement]:
@@ -183,8 +185,8 @@ class Planner:
 
     def _costs(
         self, rated: Sequence[RatedUnit], units: Sequence[RatedUnit], best: Fleet
-    ) -> tuple[CostAt, ...]:
-        """Return the cost over objectives that are shorter or longer, by the estimates alone.
+    ) -> tuple[tuple[CostAt, ...], CostAt | None]:
+        """Return the cost over objectives that are shorter or longer, and that of twice the load, estimated.
 
         The estimates are scaled so that they give the promised objectives the cost that was found.
         """
@@ -209,7 +211,8 @@ class Planner:
             found = cheapest(1.0, middle)
             is_too_dear = found is None or found.usd_per_hour > best.usd_per_hour + 1e-6
             low, high = (low, middle) if is_too_dear else (middle, high)
-        return tuple(cost for scale in SCALES if (cost := cheapest(scale, low)) is not None)
+        costs = tuple(cost for scale in SCALES if (cost := cheapest(scale, low)) is not None)
+        return costs, cheapest(1.0, 2 * low)
 
     # ---- what is simulated ----
 
@@ -325,19 +328,6 @@ def _nothing_alone(units: Sequence[RatedUnit], useless: dict[str, str]) -> str:
 
 def _cost(fleet: Fleet) -> float:
     return fleet.usd_per_hour
-
-
-def with_longer_objectives(load: OfferedLoad, factor: float) -> OfferedLoad:
-    """Return the same requests with objectives so many times as long."""
-
-    def longer(seconds: float | None) -> float | None:
-        return None if seconds is None else min(max(seconds * factor, SHORTEST_OBJECTIVE), LONGEST_OBJECTIVE)
-
-    classes = [
-        replace(each, slo=SLO(ttft=longer(each.slo.ttft), tbt=longer(each.slo.tbt), e2e=longer(each.slo.e2e)))
-        for each in load.classes
-    ]
-    return replace(load, classes=tuple(classes))
 
 
 def _as_flags(load: OfferedLoad, factor: float) -> str:

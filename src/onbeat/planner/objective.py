@@ -26,6 +26,8 @@ class Measure:
     """Whether the limit itself already misses it."""
     detail: str = ""
     """More numbers that explain it."""
+    binds: str = ""
+    """Of a share: what most of the others miss, in words."""
 
     @property
     def is_met(self) -> bool:

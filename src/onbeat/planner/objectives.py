@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ConfigError
 from onbeat.core.hints import likely_meant
 from onbeat.core.slo import SLOMode
+from onbeat.metrics.attainment import USUAL_SHARE
 from onbeat.metrics.distribution import percentile
 from onbeat.metrics.record import RequestRecord
 from onbeat.planner.objective import (
@@ -41,7 +42,7 @@ from onbeat.planner.objective import (
     unfinished,
     verdict_of,
 )
-from onbeat.planner.share_objectives import DEFAULT_SHARE, AttainmentObjective, DistServeObjective
+from onbeat.planner.share_objectives import AttainmentObjective, DistServeObjective
 from onbeat.simulator.result import SimulationResult
 from onbeat.workload.offered import OfferedLoad
 
@@ -164,7 +165,7 @@ def parse_objective(text: str, *, tbt: float | None = None, mode: SLOMode = "str
     if colon and not takes_share:
         raise ConfigError(f"the objective {name} takes no share, got {text!r}")
     try:
-        share = float(argument) if colon else DEFAULT_SHARE
+        share = float(argument) if colon else USUAL_SHARE
     except ValueError as error:
         raise ConfigError(f"expected a share such as {name}:0.9, got {text!r}") from error
     return OBJECTIVES[name](tbt, share, mode)

@@ -9,14 +9,12 @@ from math import floor
 import numpy as np
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SLOMode
-from onbeat.metrics.attainment import TOLERANCE, Flags, good_requests, has_objectives
+from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, SLO, SLOMode
+from onbeat.metrics.attainment import TOLERANCE, USUAL_SHARE, Flags, good_requests, has_objectives
 from onbeat.metrics.record import RequestRecord
 from onbeat.planner.objective import Allowance, Measure, Verdict, unfinished, verdict_of
 from onbeat.simulator.result import SimulationResult
 from onbeat.workload.offered import OfferedLoad
-
-DEFAULT_SHARE = 0.9
 
 IsHopeless = Callable[[RequestRecord], bool]
 
@@ -33,7 +31,7 @@ class AttainmentObjective:
         None counts all. Sent to other processes with the objective, where several search.
     """
 
-    share: float = DEFAULT_SHARE
+    share: float = USUAL_SHARE
     mode: SLOMode = "stream"
     is_hopeless: IsHopeless | None = None
 
@@ -92,7 +90,7 @@ class DistServeObjective:
     share : of the offered requests with objectives, in (0, 1]. A request's `tbt` is the limit of its TPOT.
     """
 
-    share: float = DEFAULT_SHARE
+    share: float = USUAL_SHARE
 
     def __post_init__(self) -> None:
         _check_share(self.share)
@@ -174,7 +172,10 @@ def _judge_share(records: Sequence[RequestRecord], good: Flags, limit: float, to
         f"the rest of the objective ({tokens}) by {kept * 100:.2f} % of these"
     )
     share = float(good.mean())
-    return verdict_of((Measure(name="attainment", value=share, limit=limit, unit="share", detail=detail),))
+    is_first = len(records) - num_prompt_in_time >= num_prompt_in_time - good.sum()
+    binds = "time to the first token (TTFT)" if is_first else "time between tokens (TBT)"
+    measure = Measure(name="attainment", value=share, limit=limit, unit="share", detail=detail, binds=binds)
+    return verdict_of((measure,))
 
 
 def _meets_both(records: Sequence[RequestRecord]) -> Flags:
@@ -201,6 +202,19 @@ def _with_objectives(records: Sequence[RequestRecord], name: str) -> list[Reques
             "--slo-ttft-ms, --slo-tbt-ms or --slo-config"
         )
     return judged
+
+
+def with_longer_objectives(load: OfferedLoad, factor: float) -> OfferedLoad:
+    """Return the same requests with objectives so many times as long."""
+
+    def longer(seconds: float | None) -> float | None:
+        return None if seconds is None else min(max(seconds * factor, SHORTEST_OBJECTIVE), LONGEST_OBJECTIVE)
+
+    classes = [
+        replace(each, slo=SLO(ttft=longer(each.slo.ttft), tbt=longer(each.slo.tbt), e2e=longer(each.slo.e2e)))
+        for each in load.classes
+    ]
+    return replace(load, classes=tuple(classes))
 
 
 def _check_share(share: float) -> None:

@@ -40,6 +40,8 @@ VISIBLE_SECONDS = 1e-3
 MAX_TIMELINE_REQUESTS = 300
 MAX_GAP_POINTS = 2500
 NUM_TIME_BINS = 120
+MANY_RUNS = 6
+"""On one page, with more, each has fewer points."""
 
 # Dense at the tail, where the interesting part of a latency distribution is.
 CDF_LEVELS = np.concatenate([np.linspace(0, 90, 91), np.linspace(90.5, 99, 18), np.linspace(99.1, 100, 10)])
@@ -120,9 +122,17 @@ def log_scale(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def timeline_figure(result: AnyResult) -> Figure | None:
-    """Return a Gantt chart: each request's wait in the client, wait for the first token, and stream."""
-    records = sorted(_thinned(result.records, MAX_TIMELINE_REQUESTS), key=lambda record: record.arrival)
+def timeline_figure(result: AnyResult, num_runs: int = 1) -> Figure | None:
+    """Return a Gantt chart: each request's wait in the client, wait for the first token, and stream.
+
+    Parameters
+    ----------
+    num_runs : that the page shows.
+    """
+    records = sorted(
+        _thinned(result.records, _share_of(MAX_TIMELINE_REQUESTS, num_runs)),
+        key=lambda record: record.arrival,
+    )
     if not records:
         return None
     segments: dict[str, tuple[str, list[float | None], list[float | None]]] = {
@@ -170,12 +180,22 @@ def _spans(record: ReportedRequest) -> list[tuple[str, float, float]]:
     return spans
 
 
-def gaps_figure(result: AnyResult) -> Figure | None:
-    """Return the gaps between deliveries over time: the points, and median and P99 of each time slice."""
+def _share_of(most: int, num_runs: int) -> int:
+    """Return how many points a run may have, so that a page of many runs can still be mailed."""
+    return max(50, min(most, MANY_RUNS * most // num_runs))
+
+
+def gaps_figure(result: AnyResult, num_runs: int = 1) -> Figure | None:
+    """Return the gaps between deliveries over time: the points, and median and P99 of each time slice.
+
+    Parameters
+    ----------
+    num_runs : that the page shows.
+    """
     times, gap_ms = _gap_series(result)
     if not times.size:
         return None
-    shown = _most_telling(times, gap_ms)
+    shown = _most_telling(times, gap_ms, _share_of(MAX_GAP_POINTS, num_runs))
     edges = np.linspace(0, times.max() + 1e-9, min(NUM_TIME_BINS, max(2, times.size // 50)) + 1)
     bins = np.digitize(times, edges) - 1
     filled = np.unique(bins)
@@ -222,12 +242,12 @@ def _gap_series(result: AnyResult) -> tuple[Array, Array]:
     return times, np.concatenate([np.diff(series) for series in done]) * 1e3
 
 
-def _most_telling(times: Array, gap_ms: Array) -> NDArray[np.int64]:
+def _most_telling(times: Array, gap_ms: Array, most: int) -> NDArray[np.int64]:
     """Choose the points to draw: the longest gaps, and every k-th of the others."""
-    if times.size <= MAX_GAP_POINTS:
+    if times.size <= most:
         return np.arange(times.size)
-    longest = np.argsort(gap_ms)[-MAX_GAP_POINTS // 4 :]
-    others = np.linspace(0, times.size - 1, MAX_GAP_POINTS * 3 // 4).astype(np.int64)
+    longest = np.argsort(gap_ms)[-most // 4 :]
+    others = np.linspace(0, times.size - 1, most * 3 // 4).astype(np.int64)
     return np.union1d(longest, others)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from onbeat.core.slo import SLO
 from onbeat.metrics.summary import RunSummary
@@ -43,6 +43,15 @@ def limits_of(summary: RunSummary, metric: str) -> dict[float, str]:
     for name, limits in asked.items():
         if own in limits:
             found.setdefault(limits[own] * 1e3, []).append(name if len(asked) > 1 else "objective")
+    return {limit: ", ".join(found[limit]) for limit in sorted(found)}
+
+
+def limits_of_all(summaries: Iterable[RunSummary], metric: str) -> dict[float, str]:
+    """Return the objectives of a metric over several runs, as `limits_of` does."""
+    found: dict[float, dict[str, None]] = {}
+    for summary in summaries:
+        for limit, who in limits_of(summary, metric).items():
+            found.setdefault(limit, {})[who] = None
     return {limit: ", ".join(found[limit]) for limit in sorted(found)}
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import html
 from collections.abc import Sequence
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +39,7 @@ class Page:
         if figure is None:
             return ""
         self._figures.append(figure)
-        place = f'<div data-figure="figure-{len(self._figures)}"></div>'
+        place = f'<div data-figure="{len(self._figures) - 1}"></div>'
         return f'<div class="card"><h3>{html.escape(figure["title"])}</h3>{place}</div>\n'
 
     def grid(self, figures: Sequence[Figure | None], *, per_row: Literal[2, 3] = 3) -> str:
@@ -50,19 +50,17 @@ class Page:
     def render(self, title: str, body: str) -> str:
         """Return the whole page around a body made of HTML."""
         assets = files("onbeat.report") / "assets"
-        data = "".join(
-            f'<script type="application/json" id="figure-{number}">{_json_for_html(figure)}</script>\n'
-            for number, figure in enumerate(self._figures, start=1)
-        )
+        figures = orjson.dumps(self._figures, option=orjson.OPT_SERIALIZE_NUMPY)
         return (
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             f"<title>{html.escape(title)}</title>\n"
             f"<style>\n{(assets / 'report.css').read_text()}</style>\n</head>\n"
-            f"<body>\n<main>\n{body}</main>\n{data}"
+            f"<body>\n<main>\n{body}</main>\n"
             # Packed: a page is mailed and kept, and this is most of it.
-            f'<script type="text/plain" id="plotly">{_packed(assets / PLOTLY)}</script>\n'
+            f'<script type="text/plain" id="figures">{_packed(gzip.compress(figures, mtime=0))}</script>\n'
+            f'<script type="text/plain" id="plotly">{_packed((assets / PLOTLY).read_bytes())}</script>\n'
             f"<script>\n{(assets / 'report.js').read_text()}</script>\n"
             "</body>\n</html>\n"
         )
@@ -91,6 +89,23 @@ def heading(title: str, lead: str, tiles: Sequence[tuple[str, str]] = ()) -> str
         f'<h1>{html.escape(title)}</h1>\n<p class="lead">{html.escape(lead)}</p>\n'
         f'<div class="tiles">{cells}</div>\n'
     )
+
+
+def answer(title: str, sentence: str, facts: Sequence[tuple[str, str]]) -> str:
+    """Return the head of a page that answers a question: the answer, and what follows as (question, text)."""
+    cells = "".join(
+        f'<div class="card"><h3>{html.escape(question)}</h3><p>{html.escape(text)}</p></div>\n'
+        for question, text in facts
+    )
+    return (
+        f'<h1>{html.escape(title)}</h1>\n<p class="answer">{html.escape(sentence)}</p>\n'
+        f'<div class="grid wide facts">{cells}</div>\n'
+    )
+
+
+def folded(title: str, body: str) -> str:
+    """Return a part of a page that a click opens; printed, it is open."""
+    return f"<details><summary>{html.escape(title)}</summary>\n{body}</details>\n"
 
 
 def notes(texts: Sequence[str]) -> str:
@@ -125,10 +140,5 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Sequen
     return f'<div class="card scroll"><table>{named}<tbody>{lines}</tbody></table></div>\n'
 
 
-def _packed(asset: Traversable) -> str:
-    return base64.b64encode(asset.read_bytes()).decode()
-
-
-def _json_for_html(value: Any) -> str:
-    # "</script>" inside a string would end the element.
-    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode().replace("</", "<\\/")
+def _packed(packed: bytes) -> str:
+    return base64.b64encode(packed).decode()

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from math import isfinite
 from typing import Any, Protocol, TypeVar
 
+from onbeat.metrics.attainment import USUAL_SHARE
 from onbeat.metrics.summary import LatencyStatistic, RunSummary
-from onbeat.report.charts import COLOURS, log_scale, rounded
+from onbeat.report.charts import COLOURS, MISSED_COLOUR, rounded
+from onbeat.report.limit_lines import drawn_values, latency_axis, level_line, line_name, with_limits
+from onbeat.report.objectives import limits_of_all
 from onbeat.report.page import Figure
 from onbeat.report.result import TradeoffPoint
 
-KEPT_TITLE = "Requests within their objectives"
+KEPT_TITLE = "Share of requests within their objectives"
 GOODPUT_TITLE = "Goodput"
+SHARES = [0, 20, 40, 60, 80, 100]
+"""That an axis of percents marks."""
 
 
 class InSeries(Protocol):
@@ -54,24 +60,27 @@ def tradeoff_figure(runs: Sequence[TradeoffPoint], latency: LatencyStatistic, ti
     if not lines:
         return None
     is_one = all(run.num_gpus == 1 for run in runs)
-    values = [value for run in runs if (value := latency.of(run.summary)) is not None]
+    limits = limits_of_all((run.summary for run in runs), latency.metric)
     layout = {
         "xaxis": {
             "title": {"text": "output tokens/s" if is_one else "output tokens/s per GPU"},
             "rangemode": "tozero",
         },
-        "yaxis": {"title": {"text": "ms"}, **_latency_axis(values)},
+        "yaxis": {"title": {"text": "ms"}, **latency_axis([*drawn_values(lines), *limits])},
         "showlegend": len(lines) > 1,
         "height": height_with_legend(lines),
     }
-    return {"title": title, "data": lines, "layout": layout}
+    return with_limits({"title": title, "data": lines, "layout": layout}, limits)
 
 
-def _latency_axis(values: Sequence[float]) -> dict[str, Any]:
-    """Return an axis from 0, or a logarithmic one where most values would lie flat on it."""
-    if min(values) > 0 and max(values) > 30 * min(values):
-        return log_scale(values)
-    return {"rangemode": "tozero"}
+def latency_figure(runs: Sequence[TradeoffPoint], latency: LatencyStatistic, title: str) -> Figure | None:
+    """Return a latency statistic over the load, a line a series of runs; None where no run has it."""
+    figure = over_load_figure(runs, latency.of, title, unit="ms")
+    if figure is None:
+        return None
+    limits = limits_of_all((run.summary for run in runs), latency.metric)
+    figure["layout"]["yaxis"] |= latency_axis([*drawn_values(figure["data"]), *limits])
+    return with_limits(figure, limits)
 
 
 def height_with_legend(lines: Sequence[Mapping[str, Any]]) -> int:
@@ -105,12 +114,16 @@ def group_by_series(runs: Sequence[S]) -> dict[str, list[S]]:
     return groups
 
 
-def kept_figure(runs: Sequence[TradeoffPoint]) -> Figure | None:
+def kept_figure(
+    runs: Sequence[TradeoffPoint], promised: float = USUAL_SHARE, *, is_promised: bool = False
+) -> Figure | None:
     """Return the share of the requests that were good over the load; None where nothing was asked of them.
 
     Parameters
     ----------
     runs : all of closed loops, or all of open ones.
+    promised : share that is to be good: a line, and the highest load of each series that keeps it.
+    is_promised : whether somebody asked for just this share.
     """
 
     def share(summary: RunSummary) -> float | None:
@@ -118,9 +131,49 @@ def kept_figure(runs: Sequence[TradeoffPoint]) -> Figure | None:
         return None if attainment is None else attainment * 100
 
     figure = over_load_figure(runs, share, KEPT_TITLE, unit="%")
-    if figure is not None:
-        figure["layout"]["yaxis"] |= {"title": {"text": "% of requests good"}, "range": [0, 102]}
-    return figure
+    if figure is None:
+        return None
+    least = promised * 100
+    highest = []
+    for each in figure["data"]:
+        kept = list(takewhile(lambda point: point[1] >= least, zip(each["x"], each["y"], strict=True)))
+        highest += kept[-1:]
+    return with_promise(figure, promised, highest, "promised" if is_promised else "of the requests")
+
+
+def with_promise(
+    figure: Figure, share: float, highest: Sequence[tuple[float, float]], name: str = "promised"
+) -> Figure:
+    """Return a figure of shares, %, over the load with the share that is to be kept, and how far it is kept.
+
+    Parameters
+    ----------
+    highest : the highest load of each series that keeps it, with its share, %.
+    """
+    least = f"{share * 100:g} %"
+    layout = figure["layout"]
+    data = [*figure["data"], *([capacity_marks(highest)] if highest else [])]
+    layout["yaxis"] |= {"title": {"text": "% of requests good"}, "range": [0, 109], "tickvals": SHARES}
+    layout["shapes"] = [level_line(share * 100)]
+    layout["annotations"] = [line_name(f"{least} {name}", share * 100)]
+    layout |= {"showlegend": len(data) > 1, "height": height_with_legend(data)}
+    return figure | {"data": data}
+
+
+def capacity_marks(highest: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Return marks, named by their loads, where lines still keep what is asked."""
+    return {
+        "type": "scatter",
+        "mode": "markers+text",
+        "name": "capacity",
+        "x": [load for load, _ in highest],
+        "y": [kept for _, kept in highest],
+        "text": [f"{load:.3g}" for load, _ in highest],
+        "textposition": "bottom left",
+        "textfont": {"size": 11},
+        "marker": {"symbol": "diamond", "size": 11, "color": MISSED_COLOUR},
+        "hovertemplate": "%{x:.4g}<extra>%{fullData.name}</extra>",
+    }
 
 
 def goodput_figure(runs: Sequence[TradeoffPoint]) -> Figure | None:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from onbeat.bench.bench_config import LoadConfig
+from onbeat.cli.capacity_output import write_page
 from onbeat.core.errors import SLOUnattainable
+from onbeat.report.run_report import write_report
 from tests.cpu.pages.browser import CHROMIUM, Tab, open_tab
 from tests.cpu.server.predicting_engine import PredictingEngine
 from tests.cpu.server.running import Served, serving
+from tests.pure.bench.test_report import with_classes
+from tests.pure.cli.test_answers import found, page_report
 
 LAST = "[...document.querySelectorAll('.message')].at(-1)"
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
@@ -97,6 +103,46 @@ async def test_all_of_it_is_reached_by_keyboard_and_has_a_name() -> None:
         await ask(tab, "hi")
         assert await tab.js(unnamed) == []
         assert await tab.js("document.querySelectorAll('[tabindex]:not([tabindex=\"0\"])').length") == 0
+
+
+CUT = """[...document.querySelectorAll('svg.main-svg text')].filter((text) => {
+  const box = text.getBoundingClientRect(), card = text.closest('.card').getBoundingClientRect();
+  return box.width && (box.left < card.left || box.right > card.right || box.top < card.top);
+}).map((text) => text.textContent)"""
+"""Texts of charts that reach over their cards."""
+WIDE = """[...document.querySelectorAll('h1, h2, h3, p, summary, .tile, .card:not(.scroll)')]
+  .filter((each) => each.scrollWidth > each.clientWidth + 1 && each.clientWidth)
+  .map((each) => each.outerHTML)"""
+
+
+@needs_browser
+async def test_no_text_of_a_report_is_cut_on_screens_and_paper(tmp_path: Path) -> None:
+    levels = [LoadConfig(request_rate=float(rate)) for rate in (1, 4)]
+    write_page(tmp_path / "capacity.html", page_report(found(policy="prefill-first"), found(policy="slo")))
+    write_report(
+        tmp_path / "sweep.html",
+        [with_classes(2.0, load) for load in levels],
+        percentiles=(50, 99),
+        settings={},
+    )
+    async with open_tab("about:blank#") as tab:
+        for page in ("capacity", "sweep"):
+            for width in (1280, 390):
+                await tab.call(
+                    "Emulation.setDeviceMetricsOverride",
+                    width=width,
+                    height=900,
+                    deviceScaleFactor=1,
+                    mobile=width < 600,
+                )
+                await tab.call("Page.navigate", url=(tmp_path / f"{page}.html").as_uri())
+                await tab.until("document.querySelector('[data-drawn]')")
+                await tab.js("for (const each of document.querySelectorAll('details')) each.open = true")
+                await tab.until("!document.querySelector('[data-figure]:not([data-drawn])')")
+                assert await tab.js(CUT) == [], (page, width)
+                assert await tab.js(WIDE) == [], (page, width)
+                assert await tab.js("document.documentElement.scrollWidth") <= width
+        assert not tab.complaints
 
 
 async def test_the_docs_page_needs_no_other_host() -> None:

@@ -36,7 +36,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
-        self._element = (tag, values.get("type"))
+        self._element = (tag, values.get("id"))
         self.num_places += "data-figure" in values
         self.references += [
             values[name] or "" for name in ("src", "href", "srcset", "data") if name in values
@@ -46,11 +46,11 @@ class Page(HTMLParser):
         self._element = ("", None)
 
     def handle_data(self, data: str) -> None:
-        tag, kind = self._element
+        tag, name = self._element
         if tag == "style":
             self.references += re.findall(r"url\(|@import", data)
-        elif (tag, kind) == ("script", "application/json"):
-            self.figures.append(orjson.loads(data))
+        elif tag == "script" and name == "figures":
+            self.figures = orjson.loads(gzip.decompress(base64.b64decode(data)))
         elif tag != "script":
             self.text += data
 
@@ -94,7 +94,7 @@ def test_a_sweep_has_its_trade_offs_and_every_run(tmp_path: Path) -> None:
     page = page_of(tmp_path, sweep())
 
     titles = [figure["title"] for figure in page.figures]
-    assert titles[:2] == ["Requests within their objectives", "Goodput"]
+    assert titles[:2] == ["Share of requests within their objectives", "Goodput"]
     assert titles[2:8] == ["Mean TPOT", "P90 TPOT", "P99 TBT", "Mean TTFT", "P90 TTFT", "P99 TTFT"]
     assert titles.count("Timeline of requests") == 3
     assert page.num_places == len(page.figures)
@@ -196,7 +196,10 @@ def test_kept_requests_are_drawn_over_the_load(is_closed: bool) -> None:
     good = sweep_charts.goodput_figure([run.point for run in runs])
     assert kept is not None
     assert good is not None
-    (line,), (rates,) = kept["data"], good["data"]
+    (line, mark), (rates,) = kept["data"], good["data"]
+    assert (mark["name"], mark["x"]) == ("capacity", [1.0])
+    assert [each["text"] for each in kept["layout"]["annotations"]] == ["90 % of the requests"]
+    assert [each["y0"] for each in kept["layout"]["shapes"]] == [90]
     assert line["x"] == rates["x"] == [1.0, 4.0, 8.0]
     shares = [run.summary.score.attainment or 0.0 for run in (runs[1], runs[2], runs[0])]
     assert line["y"] == pytest.approx([share * 100 for share in shares])
@@ -206,6 +209,39 @@ def test_kept_requests_are_drawn_over_the_load(is_closed: bool) -> None:
     nothing = make_result(bench={"summary": SummaryOptions()})
     assert sweep_charts.kept_figure([nothing.point]) is None
     assert sweep_charts.goodput_figure([nothing.point]) is None
+
+
+def test_a_page_of_many_runs_can_still_be_mailed(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    runs = [make_result(make_records(900), title=f"run {place}") for place in range(24)]
+    write_report(path, runs, percentiles=(50,), settings={})
+    assert path.stat().st_size < 1_000_000
+
+
+def test_each_latency_has_its_objective_as_a_named_line(tmp_path: Path) -> None:
+    loads = [LoadConfig(request_rate=1.0), LoadConfig(request_rate=4.0)]
+    for results in ([with_classes()], [with_classes(load=load) for load in loads]):
+        for figure in page_of(tmp_path, results).figures:
+            title, layout = str(figure["title"]), cast(dict[str, Any], figure["layout"])
+            names = [each["text"] for each in layout.get("annotations", [])]
+            if "TTFT" in title:
+                assert names == ["chat 100 ms", "batch 500 ms"], title
+            elif "TBT" in title:
+                assert names == ["batch, chat 50 ms"], title
+
+
+def test_an_objective_far_from_the_values_does_not_flatten_them() -> None:
+    record = with_classes()
+    figure = sweep_charts.tradeoff_figure([record.point], LatencyStatistic("ttft", "mean"), "TTFT")
+    assert figure is not None
+    assert figure["layout"]["yaxis"].get("type", "linear") == "linear"
+    for each in record.records:
+        each.slo = SLO(ttft=60.0)
+    far = make_result(list(record.records), bench={"summary": SummaryOptions()})
+    figure = sweep_charts.tradeoff_figure([far.point], LatencyStatistic("ttft", "mean"), "TTFT")
+    assert figure is not None
+    assert figure["layout"]["yaxis"]["type"] == "log"
+    assert 10 ** figure["layout"]["annotations"][0]["y"] == pytest.approx(60_000)
 
 
 def test_no_decile_is_marked_where_all_are_good(tmp_path: Path) -> None:

@@ -123,5 +123,5 @@ def test_figures_fit_a_page() -> None:
         "P99 TBT against request rate",
     ]
     page = Page()
-    assert "figure-1" in page.grid(figures + open_loop)
+    assert 'data-figure="1"' in page.grid(figures + open_loop)
     assert orjson.dumps(figures, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -1,9 +1,13 @@
 "use strict";
 (async function () {
-  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (c) => c.charCodeAt(0));
-  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  function unpacked(id) {
+    const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
+    return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip")));
+  }
+
   const library = document.createElement("script");
-  library.textContent = await new Response(unpacked).text();
+  library.textContent = await unpacked("plotly").text();
+  const figures = await unpacked("figures").json();
   document.head.append(library);
 
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
@@ -32,7 +36,7 @@
   }
 
   function draw(node) {
-    const figure = JSON.parse(document.getElementById(node.dataset.figure).textContent);
+    const figure = structuredClone(figures[node.dataset.figure]);
     Plotly.react(node, figure.data, themed(figure.layout), {
       displaylogo: false, responsive: true, displayModeBar: false,
     });
@@ -52,6 +56,20 @@
       for (const node of holder.querySelectorAll("[data-figure]:not([data-drawn])")) draw(node);
     });
   }
+
+  // On paper everything is open, light and as wide as a sheet.
+  let closed = [];
+  window.addEventListener("beforeprint", () => {
+    closed = [...document.querySelectorAll("details:not([open])")];
+    for (const holder of closed) holder.open = true;
+    document.documentElement.classList.add("printed");
+    drawVisible();
+  });
+  window.addEventListener("afterprint", () => {
+    document.documentElement.classList.remove("printed");
+    for (const holder of closed) holder.open = false;
+    drawVisible();
+  });
   dark.addEventListener("change", drawVisible);
   drawVisible();
 })();

@@ -1,0 +1,136 @@
+"""The first sentences of the pages of a capacity and a plan, and what their charts mark."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onbeat.cli import plan_answer
+from onbeat.cli.answers import limit_text, promise_text, state_text
+from onbeat.cli.capacity_answer import answer_of, facts_of
+from onbeat.cli.capacity_output import CapacityReport, write_page
+from onbeat.core.slo import SLO
+from onbeat.planner.capacity import Aside, Capacity, Outcome, Repeat
+from onbeat.planner.charts import search_figures
+from onbeat.planner.objective import Measure, verdict_of
+from onbeat.planner.objectives import parse_objective
+from onbeat.planner.plan_task import CostAt
+from onbeat.planner.search import Bracket, Trial
+from tests.pure.cli.test_plan_warnings import fleet_of, report_of
+
+CHAT = {"": SLO(ttft=0.5, tbt=0.1)}
+PROMISE = promise_text(parse_objective("attainment:0.99"), CHAT)
+
+
+def share(value: float):
+    binds = "time to the first token (TTFT)"
+    return verdict_of((Measure(name="attainment", value=value, limit=0.99, unit="share", binds=binds),))
+
+
+def found(**labels: str) -> Capacity:
+    trials = (Trial(rate=7.0, verdict=share(1.0)), Trial(rate=14.0, verdict=share(0.992)))
+    bracket = Bracket(low=14.0, high=14.3, trials=trials, is_finished=True)
+    asides = (
+        Aside(rate=14.3, verdict=share(0.985)),
+        Aside(rate=17.5, verdict=share(0.9)),
+        Aside(rate=28.0, verdict=share(0.61)),
+        Aside(rate=14.0, verdict=share(0.8), objectives=0.5),
+    )
+    return Capacity(
+        labels=tuple(labels.items()),
+        outcome=Outcome.FOUND,
+        rate=14.0,
+        interval=(14.0, 14.3),
+        num_devices=2,
+        reason="at 14.3 requests/s: too few",
+        repeats=(Repeat(bracket=bracket, reason="", num_devices=2, asides=asides),),
+    )
+
+
+def page_report(*capacities: Capacity) -> CapacityReport:
+    return CapacityReport(
+        title="Capacity",
+        lead="a load",
+        settings={"flags": {"device": "h100-sxm"}, "load": {"mean_output_tokens": 200.0}},
+        capacities=capacities,
+        promises={each.labels: PROMISE for each in capacities},
+        share=0.99,
+    )
+
+
+def test_a_capacity_answers_before_it_explains(tmp_path: Path) -> None:
+    report = page_report(found())
+    answer = answer_of(report)
+    assert answer == (
+        "2 \u00d7 H100 SXM5 80 GB serve 14 requests/s and keep 99 % of the answers within 500 ms to the "
+        "first token and 100 ms between tokens; $13.76 an hour."
+    )
+    facts = dict(facts_of(report))
+    assert facts["What it costs"].startswith("$13.76 an hour, about $10,045 a month. A million output tokens")
+    assert facts["What limits it"] == (
+        "At 14.3 requests/s, 98.5 % of the answers are in time; 99 % are promised. "
+        "Most of the others miss the time to the first token (TTFT)."
+    )
+    assert facts["If the load doubles"].endswith("on the same GPUs, 61 % of the answers are in time.")
+    assert facts["If the objective tightens"].startswith("With objectives half as long, 80 %")
+    path = tmp_path / "page.html"
+    write_page(path, report)
+    text = path.read_text()
+    assert text.index(answer) < text.index("What it costs") < text.index("<details>")
+    assert len(text) < 1_000_000
+
+
+def test_the_share_is_drawn_over_the_rate_with_the_promise_and_the_capacity() -> None:
+    (figure,) = search_figures([found()])
+    line, mark = figure["data"]
+    assert (line["x"], line["y"]) == ([7.0, 14.0, 14.3, 17.5, 28.0], [100, 99.2, 98.5, 90, 61])
+    assert (mark["x"], mark["y"]) == ([14.0], [99])
+    assert figure["layout"]["annotations"][0]["text"] == "99 % promised"
+
+
+def test_a_case_that_cannot_keep_it_says_so() -> None:
+    none = replace(found(), outcome=Outcome.INFEASIBLE, rate=0.0, repeats=(), reason="too slow")
+    report = page_report(none)
+    assert answer_of(report) == "No rate keeps the objective: too slow."
+    assert facts_of(report) == []
+    several = page_report(found(policy="slo"), replace(found(policy="orca"), rate=3.0))
+    assert answer_of(several).endswith("The best of 2 cases: policy slo.")
+
+
+def test_latencies_are_told_with_their_limits() -> None:
+    verdict = verdict_of((Measure(name="P99 TBT", value=0.051, limit=0.05),))
+    assert limit_text(3.0, verdict) == "At 3 requests/s, the P99 TBT is 51 ms; the P99 TBT may be 50 ms."
+    assert state_text(verdict) == "the P99 TBT is 51 ms"
+
+
+@pytest.mark.parametrize(
+    ("objective", "words"),
+    [
+        ("sarathi", "keep 99 % of the waits within 500 ms to the first token and 100 ms between tokens"),
+        ("vidur", "begin 99 % of the requests within 5 s"),
+        ("distserve:0.9", "keep 90 % of the answers within 500 ms to the first token"),
+    ],
+)
+def test_promises_have_words(objective: str, words: str) -> None:
+    assert promise_text(parse_objective(objective, tbt=0.1), CHAT).startswith(words)
+
+
+def test_a_plan_answers_before_it_explains() -> None:
+    report = report_of(fleet_of([12.0], [0.97]))
+    assert (
+        " serve 10 requests/s and keep 90 % of the answers within 1 s to the first token; $2.00 an hour."
+        in (plan_answer.answer_of(report))
+    )
+    facts = dict(plan_answer.facts_of(report))
+    assert facts["What limits it"] == (
+        "The fleet keeps this up to 12 requests/s, 20 % more. "
+        "Beyond that, most late requests miss the time to the first token (TTFT)."
+    )
+    assert facts["If the load doubles"].startswith("The GPUs that were offered do not serve twice")
+    costs = (CostAt(scale=0.5, usd_per_hour=6.88, fleet="1 h100-sxm"),)
+    plan = replace(report.plan, costs=costs, doubled=replace(costs[0], scale=1.0))
+    facts = dict(plan_answer.facts_of(replace(report, plan=plan)))
+    assert facts["If the load doubles"].startswith("20 requests/s cost about $6.88 an hour: 1 h100-sxm.")
+    assert "costs about $6.88 an hour" in facts["If the objective tightens"]
