@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from onbeat.bench.client import why_no_answer
 from onbeat.bench.history import End, Exchange, KnownAnswer
 from onbeat.bench.stream import FAILURES, EventStreamParser
 from onbeat.core.errors import ConfigError
@@ -218,7 +219,7 @@ class Chaos:
                     raise ConfigError(f"{self._url} answers {response.status}: {text[:200]}")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ConfigError(
-                f"no server answers at {self._url} ({error}); start one, or name another"
+                f"no server answers at {self._url} ({why_no_answer(error)}); start one, or name another"
             ) from error
         answer = orjson.loads(text)
         [choice] = answer["choices"]

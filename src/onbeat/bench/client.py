@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -257,6 +258,16 @@ def refusal(
         error_text(message) if message is not None else "",
         code=code,
     )
+
+
+def why_no_answer(error: Exception) -> str:
+    """Say in a few words why a server did not answer."""
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno or 0
+        return os.strerror(number) if number > 0 else error.os_error.strerror or str(error)
+    return str(error) or type(error).__name__
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:

@@ -12,6 +12,7 @@ import aiohttp
 import orjson
 
 from onbeat.bench.bench_config import TargetConfig
+from onbeat.bench.client import why_no_answer
 from onbeat.core.errors import ConfigError
 from onbeat.workload.prompts import WordPool, calibrated_pool
 from onbeat.workload.words import COMMON_WORDS
@@ -47,7 +48,7 @@ async def wait_until_ready(session: aiohttp.ClientSession, target: TargetConfig)
                     return await _models(url, response)
                 problem = f"HTTP {response.status}"
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            problem = str(error) or type(error).__name__
+            problem = why_no_answer(error)
         if time.monotonic() >= deadline:
             raise ConfigError(
                 f"no server answers at {url} ({problem}). Start it, correct --base-url, or wait for it "

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from onbeat.bench.chaos import TIMEOUT, Chaos, ChaosPlan, ChaosRun
+from onbeat.bench.client import why_no_answer
 from onbeat.bench.history import End, Exchange, Violation, counts, save, violations
 from onbeat.cli.args import key_headers
 from onbeat.cli.options import add_options, read_options
@@ -99,7 +100,8 @@ async def _first_model(session: aiohttp.ClientSession, root: str) -> str:
             name: str = (await response.json())["data"][0]["id"]
             return name
     except aiohttp.ClientError as error:
-        raise ConfigError(f"no server answers at {root} ({error}); start one, or name another") from error
+        problem = why_no_answer(error)
+        raise ConfigError(f"no server answers at {root} ({problem}); start one, or name another") from error
 
 
 def _report(result: ChaosRun, console: Console) -> int:

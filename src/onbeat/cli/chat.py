@@ -14,6 +14,7 @@ import aiohttp
 import orjson
 from rich.console import Console
 
+from onbeat.bench.client import why_no_answer
 from onbeat.bench.stream import EventStreamParser
 from onbeat.cli.args import key_headers
 from onbeat.cli.options import add_options, read_options
@@ -139,8 +140,8 @@ class Talk:
                 served = [each["id"] for each in (await response.json())["data"]]
         except aiohttp.ClientError as error:
             raise ConfigError(
-                f"no server answers at {self.root} ({error}); start one with `onbeat serve`, or name "
-                "another: `onbeat chat URL`"
+                f"no server answers at {self.root} ({why_no_answer(error)}); start one with `onbeat serve`, "
+                "or name another: `onbeat chat URL`"
             ) from error
         self.model = self.options.model or served[0]
         if self.options.system is not None:

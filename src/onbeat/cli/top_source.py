@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -10,6 +9,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from onbeat.bench.client import why_no_answer
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.exposition import Scrape, read_exposition
 from onbeat.report.live_view import is_onbeat
@@ -58,8 +58,8 @@ class MetricsSource:
                 text = await response.text()
         except (TimeoutError, aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
             raise ServerAway(
-                f"no server answers at {self._url} ({_problem(error)}); start one with `onbeat serve`, or "
-                "name another: `onbeat top URL`"
+                f"no server answers at {self._url} ({why_no_answer(error)}); start one with `onbeat serve`, "
+                "or name another: `onbeat top URL`"
             ) from error
         try:
             scrape = read_exposition(text)
@@ -99,16 +99,6 @@ def server_root(url: str) -> str:
     if not is_address or parts.query or parts.fragment:
         raise ConfigError(f"{url!r} is no address of a server; give one such as http://127.0.0.1:8000")
     return full.rstrip("/").removesuffix(PATH).removesuffix("/v1").rstrip("/")
-
-
-def _problem(error: Exception) -> str:
-    """Say in a few words why there was no answer."""
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    if isinstance(error, aiohttp.ClientConnectorError):
-        number = error.os_error.errno or 0
-        return os.strerror(number) if number > 0 else error.os_error.strerror or str(error)
-    return str(error) or type(error).__name__
 
 
 def _check_status(url: str, status: int) -> None:
