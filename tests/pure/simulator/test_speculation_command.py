@@ -94,7 +94,7 @@ def test_rates_are_read_from_a_record(tmp_path: Path) -> None:
         (["--speculative-config", '{"method": "oracle"}'], "unknown speculative method 'oracle'"),
         (
             ["--speculative-config", '{"model": "meta-llama/Llama-3.2-1B"}', "--draft-hit-rate", "1"],
-            "--draft-hit-rate is for ngram",
+            "--draft-hit-rate is for method ngram",
         ),
         (["--speculative-config", '{"model": "meta-llama/Llama-3.1-70B"}'], "choose a smaller one"),
     ],
