@@ -231,7 +231,7 @@ def test_says_why_nothing_fits(
         (("--objective", "vidur", "--request-rate", "2"), "leave out --request-rate"),
         (
             ("--objective", "vidur", "--hopeless", "exclude"),
-            "--hopeless exclude is for --objective attainment",
+            "--hopeless exclude needs --objective attainment",
         ),
         (("--objective", "vidur", "--vary", "shed=off,rejct"), "did you mean reject?"),
         (("--objective", "vidur", "--vary", "shed-order=longest"), "did you mean longest-wait?"),
