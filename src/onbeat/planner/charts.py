@@ -101,6 +101,7 @@ def _search_figure(capacities: Sequence[Capacity], name: str) -> Figure | None:
     }
     figure = {"title": f"{name} over the request rate", "data": lines, "layout": layout}
     if unit == "share":
+        layout["yaxis"] = {}
         return with_promise(figure | {"title": KEPT_TITLE}, max(limits), found)
     figure["data"] = [*lines, capacity_marks(found)]
     return with_limits(figure, {limit * 1e3: "limit" for limit in sorted(limits)})

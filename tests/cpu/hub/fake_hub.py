@@ -61,7 +61,9 @@ def serve_repository(files: Mapping[str, bytes]) -> Iterator[tuple[str, list[str
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))  # ends at once
+        thread = threading.Thread(
+            target=server.serve_forever, args=(0.02,)
+        )  # an end that waits no half second
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}", downloaded
         server.shutdown()

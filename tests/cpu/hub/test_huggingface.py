@@ -53,7 +53,9 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusals) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))  # ends at once
+        thread = threading.Thread(
+            target=server.serve_forever, args=(0.02,)
+        )  # an end that waits no half second
         thread.start()
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
         yield

@@ -29,6 +29,9 @@ def share(value: float):
     return verdict_of((Measure(name="attainment", value=value, limit=0.99, unit="share", binds=binds),))
 
 
+LOST = (Aside(rate=28.0, verdict=share(0.02)),)
+
+
 def found(**labels: str) -> Capacity:
     trials = (Trial(rate=7.0, verdict=share(1.0)), Trial(rate=14.0, verdict=share(0.992)))
     bracket = Bracket(low=14.0, high=14.3, trials=trials, is_finished=True)
@@ -88,6 +91,8 @@ def test_the_share_is_drawn_over_the_rate_with_the_promise_and_the_capacity() ->
     assert (line["x"], line["y"]) == ([7.0, 14.0, 14.3, 17.5, 28.0], [100, 99.2, 98.5, 90, 61])
     assert (mark["x"], mark["y"]) == ([14.0], [99])
     assert figure["layout"]["annotations"][0]["text"] == "99 % promised"
+    (lost,) = search_figures([replace(found(), repeats=(replace(found().repeats[0], asides=LOST),))])
+    assert "type" not in lost["layout"]["yaxis"], "few good requests do not make it a logarithmic axis"
 
 
 def test_a_case_that_cannot_keep_it_says_so() -> None:
