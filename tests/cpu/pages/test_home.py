@@ -142,6 +142,10 @@ async def test_no_text_of_a_report_is_cut_on_screens_and_paper(tmp_path: Path) -
                 assert await tab.js(CUT) == [], (page, width)
                 assert await tab.js(WIDE) == [], (page, width)
                 assert await tab.js("document.documentElement.scrollWidth") <= width
+            await tab.js("for (const each of document.querySelectorAll('details')) each.open = false")
+            await tab.js("window.dispatchEvent(new Event('beforeprint'))")
+            assert await tab.js("document.querySelectorAll('details:not([open])').length") == 0
+            assert await tab.js(CUT) == [], (page, "paper")
         assert not tab.complaints
 
 
