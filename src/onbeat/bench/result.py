@@ -24,7 +24,7 @@ from onbeat.bench.runner import LoadOutcome
 from onbeat.bench.speculation import measured_drafts
 from onbeat.metrics.distribution import describe, percentile
 from onbeat.metrics.jobs import JobSummary
-from onbeat.metrics.summary import RunSummary, summarise, with_expired
+from onbeat.metrics.summary import RunSummary, summarise, ttft, with_expired
 from onbeat.report.drafts import MeasuredDrafts
 from onbeat.report.result import SCHEDULED, ClientTimes, ErrorGroup, Level, RunHeader, RunResult
 
@@ -191,9 +191,24 @@ def _warnings(
             f"this client sent requests more than {LATE_CLIENT_SECONDS * 1e3:g} ms late (99th percentile), "
             f"and TTFT and E2E contain that wait; give the client a freer machine, or lower the rate"
         )
+    if hopeless := _hopeless_ttft(records):
+        yield hopeless
     if any(r.is_completed and r.num_output_tokens < r.max_tokens for r in records):
         yield "some answers ended before their planned length; --ignore-eos makes servers that know it go on"
     if counted and "chunks" in counted:
         yield "the server sent no usage: output tokens are counted as chunks (or give --tokenizer)"
     if planned == "estimate":
         yield "prompt lengths are planned by estimate: give --tokenizer for exact ones"
+
+
+def _hopeless_ttft(records: Sequence[RequestRecord]) -> str | None:
+    """Say that no first token was in time, where that is so; None elsewhere."""
+    spans = [(ttft(r), r.slo.ttft) for r in records if r.delivery_times and r.slo and r.slo.ttft]
+    if not spans or any(taken <= objective for taken, objective in spans):
+        return None
+    taken, objective = min(spans, key=lambda span: span[0] / span[1])
+    return (
+        f"no first token was in time: the best took {taken * 1e3:,.0f} ms, and its objective is "
+        f"{objective * 1e3:,.0f} ms. If a single request is late, too, no server setting will keep this "
+        "objective: allow more, or send shorter prompts"
+    )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import orjson
@@ -10,6 +11,7 @@ from onbeat.bench.bench_config import BenchConfig, LoadConfig, TargetConfig
 from onbeat.bench.record import RequestRecord, Status
 from onbeat.bench.saved import default_file_name, to_document
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO
 from onbeat.report.result import merge_warnings, write_document
 from tests.pure.bench.results import START, failure, make_records, make_result
 
@@ -173,6 +175,16 @@ def test_a_late_client_is_warned_of() -> None:
     [warning] = late.warnings
     assert "more than 5 ms late" in warning
     assert merge_warnings([late, fine]) == [f"{warning} (late)"]
+
+
+def test_an_objective_that_nothing_kept_is_named() -> None:
+    records = make_records(3)
+    for record in records:
+        record.slo = SLO(ttft=0.01)
+    [warning] = make_result(records).warnings
+    assert re.match(r"no first token was in time: the best took 4\d ms, and its objective is 10 ms", warning)
+    records[1].slo = SLO(ttft=1.0)
+    assert not make_result(records).warnings, "load may be the reason"
 
 
 def test_short_answers_are_warned_of() -> None:
