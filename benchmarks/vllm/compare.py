@@ -31,7 +31,7 @@ from benchmarks.serve.peers.order import order_of_turns
 from benchmarks.serve.peers.rounds import Loads, Runs
 from benchmarks.serve.peers.stage import Stage, open_stage
 from benchmarks.serve.peers.workload import LONG_SHARE, Cell
-from benchmarks.vllm.compare_page import OURS, page
+from benchmarks.vllm.compare_page import OURS, TBT_OVER_GAP, page
 from onbeat.core.protocols import Tokenizer
 from onbeat.text.tokenizer import load_tokenizer
 
@@ -40,7 +40,6 @@ REQUESTS = {8: 80, 16: 120, 32: 160}
 """Concurrency -> requests of a run: about as long each on two cores."""
 QUICK = {2: 6}
 TTFT = 1.0
-TBT_OVER_GAP = 2.5
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_CPU_OMP_THREADS_BIND": "0-{last_core}",
