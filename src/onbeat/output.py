@@ -42,8 +42,6 @@ class DroppingStream(io.TextIOBase):
         self.num_dropped = 0
         self._stream = stream
         self._max_pending = max_pending
-        self._own_fd = os.dup(stream.fileno())
-        _make_pipe_not_wait(stream.fileno())
         self._turn = threading.Condition()  # it can be had twice: collecting garbage may print anywhere
         self._begun = ""  # of a line whose end has not come
         self._pending: list[str] = []
@@ -51,6 +49,9 @@ class DroppingStream(io.TextIOBase):
         self._num_untold = 0
         self._is_finished = False
         self._is_cut = False  # whether the file ends within what could not be written
+        # Where this fails, the base class still flushes what was begun: all that it asks for is there.
+        self._own_fd = os.dup(stream.fileno())
+        _make_pipe_not_wait(stream.fileno())
         self._thread = threading.Thread(target=self._run, name="onbeat-output", daemon=True)
         self._thread.start()
 

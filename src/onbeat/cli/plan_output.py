@@ -27,7 +27,7 @@ SEARCHES = {"across": "between machines", "within": "within a machine"}
 """Where KV goes from prompts to generation, by search."""
 LEAST_HEADROOM = 0.1
 """Of the promised rate: with less, errors of predicted step times break the promise (docs/plan.md)."""
-ROOM_CURE = "--headroom 20 plans with room, and more --repeats narrow the intervals"
+ROOM_CURE = "more --repeats narrow the interval, and a higher --headroom plans with room"
 MOST_FAILED = 8
 """Rows of the table of fleets that do not do."""
 

@@ -205,7 +205,8 @@ class _Announcer:
         self._console.print(text, markup=False)
 
     def ready(self, url: str, *, model: str, is_chat: bool, needs_key: bool) -> None:
-        self.say(f"ready in {time.monotonic() - self._started:.1f} s: {url} (API docs: {url}/docs). Try:")
+        seconds = time.monotonic() - self._started
+        self.say(f"ready in {seconds:.1f} s: {url} (a chat page; API docs: {url}/docs). Try:")
         self.say(example_request(url, model, is_chat=is_chat, needs_key=needs_key))
 
 

@@ -78,7 +78,7 @@ def test_a_fleet_near_its_limits_is_not_shown_without_a_word(
     assert len(lines) == len(expected)
     for line, part in zip(lines, expected, strict=True):
         assert part in line
-        assert "--headroom 20" in line
+        assert "a higher --headroom" in line
 
 
 def test_hours_with_little_room_are_named() -> None:
