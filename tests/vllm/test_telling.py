@@ -6,15 +6,13 @@ import pytest
 
 from onbeat.core.slo import Fate
 from onbeat.recording.reader import Recording
-from onbeat.recording.writer import create_record
 from onbeat.simulator.replay.history import read_history
 
 pytest.importorskip("vllm.v1.core.sched.scheduler")
 from vllm.v1.request import RequestStatus
 
 from onbeat.vllm.origin import origin_of
-from onbeat.vllm.recorder import Recorder, record_header
-from onbeat.vllm.teller import hello
+from tests.cpu.vllm.fake_scheduler import recorded
 from tests.vllm.harness import Clock, Engine, make_request, make_scheduler, model_folder, told_by
 from tests.vllm.test_plans import OBJECTIVES, check_planned, workload
 
@@ -45,13 +43,8 @@ def test_what_is_told_makes_a_record_of_what_was_served(tmp_path, is_async):
     engine.run()
     check_planned(engine)
     path = tmp_path / "run.gz"
-    header = hello(scheduler.onbeat.keeper, origin_of(scheduler.vllm_config), rank=0)["header"]
-    recorder = Recorder(create_record(path)(record_header(header)))
-    for message in told:
-        recorder.take(message)
-    recorder.finish()
-    recorder._writer.close()
-    assert sum(each["kind"] == "step" for each in told) == recorder.counts.num_steps
+    counts = recorded(path, scheduler.onbeat.keeper, origin_of(scheduler.vllm_config), told)
+    assert sum(each["kind"] == "step" for each in told) == counts.num_steps
     history = read_history(Recording(path))
     assert [step.end for step in history.steps] == sorted(step.end for step in history.steps)
     served = {each.record.request_id: each.record for each in history.requests}

@@ -10,10 +10,12 @@ import msgspec
 import pytest
 
 from onbeat.perfmodel.logged_step import StepOrigin
+from onbeat.recording.writer import create_record
 from onbeat.vllm import plugin as plugin_module
+from onbeat.vllm.recorder import Recorder, record_header
 from onbeat.vllm.scheduler import SLOSchedulerMixin
 from onbeat.vllm.surface import Surface
-from onbeat.vllm.teller import Teller
+from onbeat.vllm.teller import Teller, hello
 
 BLOCK = 16
 
@@ -205,3 +207,13 @@ def heard_by(scheduler) -> list[dict[str, Any]]:
 
     scheduler.onbeat._teller = Teller(SimpleNamespace(send=send, close=lambda: None), rank=0)
     return told
+
+
+def recorded(path, keeper, origin, told):
+    """Write what a scheduler told to a record; return what was counted."""
+    recorder = Recorder(create_record(path)(record_header(hello(keeper, origin, rank=0)["header"])))
+    for message in told:
+        recorder.take(message)
+    recorder.finish()
+    recorder._writer.close()
+    return recorder.counts

@@ -13,17 +13,15 @@ from onbeat.cli.main import main
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.description import description_from_json
-from onbeat.recording.writer import create_record
 from onbeat.vllm import plugin as plugin_module
 from onbeat.vllm.batches import BatchLimits, stages
-from onbeat.vllm.recorder import Recorder, record_header
-from onbeat.vllm.teller import hello
 from tests.cpu.vllm.fake_scheduler import (
     FakeRequest,
     FakeScheduler,
     add_some,
     heard_by,
     planned_scheduler,
+    recorded,
     run,
 )
 
@@ -114,12 +112,7 @@ def test_a_record_replays_with_the_profile_that_was_kept(make, tmp_path, capsys)
     add_some(scheduler, 12, slo_ttft_ms=5000.0)
     run(scheduler)
     path = tmp_path / "run.gz"
-    header = hello(scheduler.onbeat.keeper, plugin_module.origin_of(None), rank=0)["header"]
-    recorder = Recorder(create_record(path)(record_header(header)))
-    for message in told:
-        recorder.take(message)
-    recorder.finish()
-    recorder._writer.close()
+    recorded(path, scheduler.onbeat.keeper, plugin_module.origin_of(None), told)
     assert main(["replay", str(path)]) == 0
     assert "fitted (the engine's own)" in capsys.readouterr().out.replace("\n", " ")
     (profile,) = (tmp_path / "onbeat" / "profiles" / "vllm").iterdir()

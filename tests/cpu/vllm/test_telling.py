@@ -13,19 +13,19 @@ from onbeat.core.slo import Fate
 from onbeat.metrics.exposition import read_exposition
 from onbeat.recording.log import AddCall
 from onbeat.recording.reader import Recording
-from onbeat.recording.writer import create_record
 from onbeat.report.live_view import ServerHistory, is_onbeat
 from onbeat.simulator.replay.history import read_history
 from onbeat.vllm import plugin as plugin_module
-from onbeat.vllm.recorder import Recorder, record, record_header
+from onbeat.vllm.recorder import record
 from onbeat.vllm.telemetry import stats_of
-from onbeat.vllm.teller import Teller, hello
+from onbeat.vllm.teller import Teller
 from tests.cpu.vllm.fake_scheduler import (
     FakeRequest,
     FakeScheduler,
     add_some,
     heard_by,
     planned_scheduler,
+    recorded,
     run,
 )
 from tests.cpu.vllm.vllm_app import (
@@ -118,13 +118,8 @@ def test_a_record_has_who_was_refused_and_who_waited_in_vain(make, tmp_path):
     make.now += 2.0
     run(scheduler)
     path = tmp_path / "run.gz"
-    header = hello(scheduler.onbeat.keeper, plugin_module.origin_of(None), rank=0)["header"]
-    recorder = Recorder(create_record(path)(record_header(header)))
-    for message in told:
-        recorder.take(message)
-    recorder.finish()
-    recorder._writer.close()
-    assert recorder.counts.num_requests == 3
+    counts = recorded(path, scheduler.onbeat.keeper, plugin_module.origin_of(None), told)
+    assert counts.num_requests == 3
     calls = list(Recording(path).calls())
     (refused,) = [call.refused for call in calls if isinstance(call, AddCall) and call.refused is not None]
     assert refused.code == "slo_unattainable"
