@@ -42,10 +42,3 @@ def to_tensor(array: NDArray[Any]) -> Tensor:
     if array.dtype == BFLOAT16:  # which torch.from_numpy does not know
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)
-
-
-def to_array(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor on the CPU as an array that shares its memory."""
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.uint16).numpy().view(BFLOAT16)
-    return tensor.numpy()

@@ -34,9 +34,10 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.model_config import model_config_from_hf
 from onbeat.engine.models.model import Model, build_model
-from onbeat.engine.torch_types import to_array, torch_dtype
+from onbeat.engine.torch_types import torch_dtype
 from onbeat.engine.weights import parameter_shapes
 from onbeat.engine.weights.fused import find_rows
 
@@ -221,3 +222,10 @@ def tiny_model(name: str, dtype: torch.dtype = torch.float64) -> TinyModel:
 def random_prompt(length: int, vocab_size: int = 211) -> list[int]:
     generator = torch.Generator().manual_seed(length)
     return torch.randint(1, vocab_size, (length,), generator=generator).tolist()
+
+
+def to_array(tensor: torch.Tensor) -> NDArray[Any]:
+    """Return a tensor on the CPU as an array that shares its memory."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(BFLOAT16)
+    return tensor.numpy()

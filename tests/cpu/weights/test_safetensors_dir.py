@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.models.model import build_model
-from onbeat.engine.torch_types import numpy_dtype, to_array
+from onbeat.engine.torch_types import numpy_dtype
 from onbeat.engine.weights import Checkpoint, open_checkpoint
 from onbeat.engine.weights.rounding import loading_remarks
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import on_torch
-from tests.cpu.engine.tiny_models import random_prompt
+from tests.cpu.engine.tiny_models import random_prompt, to_array
 from tests.cpu.native.test_forward import first_logits, relative_error
 from tests.cpu.weights.tiny_models import FAMILIES, parameters, tiny_model
 
