@@ -197,7 +197,7 @@ def test_sigterm_while_it_loads_stops_at_once(tiny_directory: Path) -> None:
         server.send_signal(signal.SIGTERM)
         assert server.exit_code(6) == 143
         assert not is_running(engine)
-        assert server.lines == []
+        assert without_progress(server) == []
 
 
 @pytest.mark.parametrize("delay", [0.1, 0.4])
@@ -208,7 +208,12 @@ def test_ctrl_c_while_it_loads_stops_at_once(tiny_directory: Path, delay: float)
         server.press_ctrl_c()
         assert server.exit_code(6) == 130
         assert not is_running(engine)
-        assert server.lines == ["onbeat: interrupted"]
+        assert without_progress(server) == ["onbeat: interrupted"]
+
+
+def without_progress(server: ServerProgram) -> list[str]:
+    """Return what the server printed, less the line about loading, which a quick engine has printed by then."""
+    return [line for line in server.lines if not line.startswith("loading ")]
 
 
 def wait_for_engine(server: ServerProgram) -> int:
