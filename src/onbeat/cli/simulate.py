@@ -89,6 +89,7 @@ def _describe(settings: ReplicaSettings, simulation: Simulation) -> str:
 
 
 def _show(run: SimulatedRun) -> None:
+    from onbeat.cli.simulate_answer import answer_of
     from onbeat.metrics.jobs import lines_of_jobs
     from onbeat.metrics.summary import METRICS
     from onbeat.report.breakdown import breakdown_tables, worst_decile_line
@@ -118,6 +119,8 @@ def _show(run: SimulatedRun) -> None:
         console.print(f"note: {warning}", markup=False, highlight=False)
     if run.is_interrupted:
         console.print("interrupted: this is a partial result", style="bold yellow")
+    for sentence in answer_of(run):
+        console.print(sentence, markup=False, highlight=False)
 
 
 def _save(args: argparse.Namespace, options: SimulateOptions, run: SimulatedRun, console: Console) -> None:

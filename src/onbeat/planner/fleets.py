@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from math import isnan
 from typing import Any, Protocol
 
 import numpy as np
 
 from onbeat.core.slo import Fate
-from onbeat.metrics.attainment import TOLERANCE, good_requests, has_objectives, judge
+from onbeat.metrics.attainment import judge
+from onbeat.metrics.missed import count_missed
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import mean_tpot
 from onbeat.planner.cases import BuiltCase, Case, Labels
@@ -93,7 +93,7 @@ class FleetRun:
     attainment: float | None = None
     """Share of the requests with objectives that were good; None where the run was ended as missed."""
     binds: str = ""
-    """What most requests that were not good missed: `TTFT`, `TBT` or `refused`; empty where all were good."""
+    """What most requests that were not good missed, as `count_missed` names it; empty where all were good."""
     busy: Mapping[str, float] | None = None
     """By the name of the unit, the share of the time in which its replicas computed."""
     mean_tpot: float | None = None
@@ -180,21 +180,8 @@ def good_by_class(records: Sequence[RequestRecord], objective: AttainmentObjecti
 
 def what_binds(records: Sequence[RequestRecord], objective: AttainmentObjective) -> str:
     """Return what most of the requests that are not good missed."""
-    judged = [record for record in records if has_objectives(record)]
-    good = good_requests(judged, mode=objective.mode)
-    missed = [record for record, is_good in zip(judged, good, strict=True) if not is_good]
-    if not missed:
-        return ""
-    names = [_missed_by(record) for record in missed]
-    return max(sorted(set(names)), key=names.count)
-
-
-def _missed_by(record: RequestRecord) -> str:
-    if not record.is_completed and not isnan(record.end):
-        return "refused"
-    limit = record.slo.ttft if record.slo else None
-    is_late = limit is not None and (record.ttft is None or record.ttft > limit + TOLERANCE)
-    return "TTFT" if is_late else "TBT"
+    missed = count_missed(records, mode=objective.mode)
+    return max(sorted(missed), key=missed.__getitem__, default="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,7 @@ def summary_rows(result: AnyResult) -> list[tuple[str, str]]:
     if result.timing_origin == SCHEDULED and result.client is not None:
         rows.append(("client lateness P99 (ms)", number(result.client.p99_dispatch_lag_ms)))
     if score.request_goodput is not None:
-        rows.append(("goodput (req/s)", number(score.request_goodput)))
+        rows.append(("goodput (in time, req/s)", number(score.request_goodput)))
         rows.append(("objectives met", percent(score.attainment)))
     return rows
 
@@ -90,8 +90,8 @@ def machine_rows(machine: MachineSummary | None) -> list[tuple[str, str]]:
         ("steps", f"{machine.num_steps:,}"),
         ("mean step (ms)", mean_step),
         ("replicas busy", percent(machine.replica_busy_share, digits=0)),
-        ("MBU while busy", percent(machine.mbu, digits=0)),
-        ("MFU while busy", percent(machine.mfu, digits=0)),
+        ("memory bandwidth used while busy (MBU)", percent(machine.mbu, digits=0)),
+        ("arithmetic used while busy (MFU)", percent(machine.mfu, digits=0)),
         ("preemptions", f"{machine.num_preemptions:,}"),
         ("prefix cache hits", "-" if hit_rate is None else f"{hit_rate:.1%} of prompt tokens"),
         ("KV cache at its fullest", percent(machine.kv_cache_peak_usage, digits=0)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,58 @@ def test_prints_the_configuration_and_the_tables(capsys: pytest.CaptureFixture[s
     assert "Llama-3.1-8B (bf16) on 1 x NVIDIA H100" in shown.err
     for words in ("requests completed", "TTFT", "TBT", "KV cache at its fullest", "preemptions"):
         assert words in shown.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentences"),
+    [
+        (
+            [],
+            [
+                r"12 of 12 requests were completed, at [\d.]+ requests/s\.",
+                r"No objective was given: --slo-ttft-ms and --slo-tbt-ms set one\.",
+            ],
+        ),
+        (
+            ["--slo-ttft-ms", "500", "--max-concurrency", "3"],
+            [r"All 12 requests kept their objectives, at [\d.]+ requests/s and at most 3 open at a time\."],
+        ),
+        (
+            ["--slo-tbt-ms", "1"],
+            [
+                r"0 of 12 requests \(0\.0 %\) kept their objectives, at [\d.]+ requests/s\.",
+                r"Of the others, 12 had late tokens after the first \(TBT\)\.",
+            ],
+        ),
+        (
+            ["--slo-e2e-ms", "1"],
+            [r"0 of 12 .*", r"Of the others, 12 ended late \(E2E\)\."],
+        ),
+        (
+            [
+                "--request-rate",
+                "inf",
+                "--max-num-seqs",
+                "2",
+                "--max-num-queued-reqs",
+                "3",
+                "--slo-ttft-ms",
+                "30",
+            ],
+            [
+                r"\d+ of 12 requests \([\d.]+ %\) kept their objectives, all sent at once\.",
+                r"Of the others, \d were refused or ended in the queue and \d had a late first token.*",
+            ],
+        ),
+    ],
+)
+def test_ends_with_what_became_of_the_requests(
+    capsys: pytest.CaptureFixture[str], flags: list[str], sentences: list[str]
+) -> None:
+    assert simulate(*flags) == 0
+    lines = capsys.readouterr().out.splitlines()[-len(sentences) :]
+    for line, sentence in zip(lines, sentences, strict=True):
+        assert re.fullmatch(sentence, line.rstrip())
 
 
 def test_the_summary_has_the_keys_of_a_measured_run(tmp_path: Path) -> None:
