@@ -31,9 +31,9 @@ def outcome_rows(result: BenchResult) -> list[tuple[str, str]]:
     rows = [
         ("admitted", f"{counts.num_admitted:,} of {counts.num_offered:,}"),
         ("expired in the queue", number(counts.num_expired)),
-        ("objectives met, of all", percent(summary.score.attainment)),
-        ("objectives met, of admitted", percent(summary.attainment_admitted)),
     ]
+    if counts.num_rejected:  # else it is the share of all, which stands with the counts of the run
+        rows.append(("objectives met, of admitted", percent(summary.attainment_admitted)))
     for name, own in (("refused after", times.rejection), ("expired after", times.expiry)):
         if own.median_ms is not None:
             rows.append((f"{name} P50 / P99 / max (ms)", _spread(own)))
@@ -48,13 +48,16 @@ def _verdict_rows(verdicts: VerdictSummary) -> list[tuple[str, str]]:
         number(None if seconds is None else seconds * 1e3)
         for seconds in (verdicts.median_client_ttft, verdicts.median_server_ttft)
     )
-    return [
-        ("the server's own verdict: met", percent(verdicts.met)),
-        ("same verdict as here", f"{percent(verdicts.agreement)} of {verdicts.num_requests:,}"),
+    rows = [
+        ("the server judged as this client", f"{percent(verdicts.agreement)} of {verdicts.num_requests:,}"),
         ("relegated to best effort", number(verdicts.num_relegated)),
         ("TTFT here / in the server, median (ms)", f"{client} / {server}"),
-        ("error of the predicted TTFT, median", percent(verdicts.median_predicted_ttft_error)),
     ]
+    if verdicts.agreement != 1:
+        rows.insert(1, ("met in the server's judgement", percent(verdicts.met)))
+    if verdicts.median_predicted_ttft_error is not None:
+        rows.append(("error of the predicted TTFT, median", percent(verdicts.median_predicted_ttft_error)))
+    return rows
 
 
 def group_rows(result: BenchResult) -> list[tuple[str, ...]]:

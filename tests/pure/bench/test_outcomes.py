@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -118,9 +119,24 @@ def test_tables_and_notes_show_what_became_of_requests() -> None:
     result = make_result(records)
 
     text, notes = shown(result), " ".join(outcome_notes(result))
-    for wanted in ("4 of 5", "80.0%", "100.0%", "4.00 / 4.00 / 4.00", "100.0% of 1", "short"):
+    for wanted in ("4 of 5", "100.0%", "4.00 / 4.00 / 4.00", "100.0% of 1", "short"):
         assert wanted in text
         assert wanted in notes
+
+
+def test_what_was_said_is_not_said_again() -> None:
+    records = answered(4)
+    for record in records:
+        record.verdict = ServerVerdict(is_met=True, ttft=0.05)
+    text = shown(make_result(records))
+
+    assert "100.0% of 4" in text
+    for once in ("objectives met", "met in the server", "error of the predicted"):
+        assert once not in text
+    records[0].verdict = ServerVerdict(is_met=False, ttft=0.05, predicted_ttft=0.06)
+    text = shown(make_result(records))
+    assert re.search(r"met in the server's judgement +75.0%", text)
+    assert "error of the predicted" in text
 
 
 def test_refused_requests_are_as_long_as_those_that_the_server_counted() -> None:

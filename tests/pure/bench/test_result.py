@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import re
+from array import array
 from pathlib import Path
 
 import orjson
@@ -12,6 +13,7 @@ from onbeat.bench.record import RequestRecord, Status
 from onbeat.bench.saved import default_file_name, to_document
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
+from onbeat.metrics.summary import SummaryOptions
 from onbeat.report.result import merge_warnings, write_document
 from tests.pure.bench.results import START, failure, make_records, make_result
 
@@ -164,17 +166,32 @@ def test_errors_are_grouped_most_frequent_first() -> None:
     ]
 
 
-def test_a_late_client_is_warned_of() -> None:
+@pytest.mark.parametrize(
+    ("lag", "gap", "objective", "what"),
+    [
+        (0.02, 0.1, 10.0, "the time between two requests"),
+        (0.02, 1.0, 0.2, "the tightest objective"),
+        (0.02, 1.0, None, "the median TTFT"),
+        (0.0074, 1.0, 1.0, None),
+        (0.004, 0.01, 0.05, None),
+    ],
+)
+def test_a_client_is_warned_of_where_its_lateness_matters(
+    lag: float, gap: float, objective: float | None, what: str | None
+) -> None:
     records = make_records(10)
     for record in records:
-        record.scheduled = record.sent - 0.02
-    late = make_result(records, load=LoadConfig(request_rate=10.0), title="late")
-    fine = make_result(title="fine")
+        shift = record.index * (gap - 0.1)
+        record.delivery_times = array("d", [time + shift for time in record.delivery_times])
+        record.sent, record.end = record.sent + shift, record.end + shift
+        record.scheduled = record.sent - lag
+    objectives = None if objective is None else {"ttft": objective}
+    options = {"summary": SummaryOptions(objectives=objectives)}
+    late = make_result(records, load=LoadConfig(request_rate=1 / gap), title="late", bench=options)
 
-    assert late.client.p99_dispatch_lag_ms == pytest.approx(20)
-    [warning] = late.warnings
-    assert "more than 5 ms late" in warning
-    assert merge_warnings([late, fine]) == [f"{warning} (late)"]
+    assert late.client.p99_dispatch_lag_ms == pytest.approx(lag * 1e3)
+    assert [f"more than 5 % of {what}" in warning for warning in late.warnings] == ([True] if what else [])
+    assert merge_warnings([late, make_result(title="fine")]) == [f"{text} (late)" for text in late.warnings]
 
 
 def test_an_objective_that_nothing_kept_is_named() -> None:
