@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import math
 import sys
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +23,7 @@ from onbeat.cli.options import add_options, read_options
 from onbeat.cli.top_source import server_root
 from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.options import check, option
+from onbeat.metrics.distribution import percentile
 
 NO_ANSWER = 1
 _option = partial(option, group="chat")
@@ -72,6 +75,9 @@ class Answer:
     text: str = ""
     slo: dict[str, Any] | None = None
     num_tokens: int | None = None
+    sent: float = 0.0
+    """Seconds, as is when each piece of text came."""
+    arrivals: list[float] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -154,15 +160,19 @@ class Talk:
         try:
             await self._stream(asked, answer)
         except Refused as error:
-            self.console.print(str(error), style="yellow", markup=False)
+            self._say(str(error), style="yellow")
             return False
         except aiohttp.ClientError as error:
-            self.console.print(f"the connection was lost: {error}", style="red", markup=False)
+            self._say(f"the connection was lost: {error}", style="red")
             return False
         self._messages = [*asked, {"role": "assistant", "content": answer.text}]
         sys.stdout.write("\n")
-        self.console.print(_verdict(answer), style="dim", markup=False)
+        self._say(_verdict(answer), style="dim")
         return True
+
+    def _say(self, text: str, *, style: str) -> None:
+        """Print a line beside the answers, which a program that reads it gets as one."""
+        self.console.print(text, style=style, markup=False, soft_wrap=not self.console.is_terminal)
 
     async def _stream(self, messages: list[dict[str, str]], answer: Answer) -> None:
         body: dict[str, Any] = {
@@ -177,6 +187,7 @@ class Talk:
         if self.options.objective:
             body["slo"] = self.options.objective
         parser = EventStreamParser()
+        answer.sent = time.perf_counter()
         async with self.session.post(f"{self.root}/v1/chat/completions", json=body) as response:
             await _check(response)
             async for piece in response.content.iter_any():
@@ -191,6 +202,8 @@ def _take(event: dict[str, Any], answer: Answer) -> None:
     for choice in event.get("choices", ()):
         text = choice["delta"].get("content") or ""
         answer.text += text
+        if text:
+            answer.arrivals.append(time.perf_counter())
         sys.stdout.write(text)
         sys.stdout.flush()
     answer.slo = event.get("slo") or answer.slo
@@ -220,7 +233,7 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 
 
 def _verdict(answer: Answer) -> str:
-    """Return a line on an answer: what the server measured, and whether that was the objective."""
+    """Return a line on an answer: how long it took, and with an objective what the server says of it."""
     parts = [] if answer.num_tokens is None else [f"{answer.num_tokens} tokens"]
     if slo := answer.slo:
         kept = "kept" if slo["met"] else "given up: best effort" if slo["relegated"] else "missed"
@@ -230,6 +243,11 @@ def _verdict(answer: Answer) -> str:
             parts[1] += f" (predicted {forecast:.0f} ms)"
         if slo["tbt_p99_ms"] is not None:
             parts.insert(2, _measured("P99 gap", slo["tbt_p99_ms"]))
+    elif arrivals := answer.arrivals:
+        gaps = [after - before for before, after in itertools.pairwise(arrivals)]
+        if gaps:
+            parts.insert(0, _measured("P99 gap", 1e3 * percentile(gaps, 99)))
+        parts.insert(0, _measured("first token", 1e3 * (arrivals[0] - answer.sent)))
     return " · ".join(parts)
 
 

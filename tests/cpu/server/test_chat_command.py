@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from rich.console import Console
 
@@ -39,6 +41,29 @@ async def test_a_refusal_says_when_to_come_again(
     code, answer, said = await chat(served, capsys, slo_ttft_ms=1.0, shed=True)
     assert (code, answer) == (1, "")
     assert said == "refused: TTFT would be late; try again in 1.2 s\n"
+
+
+async def test_a_refusal_for_good_does_not(
+    served: Served, engine: PredictingEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.refusals[""] = SLOUnattainable("not even when idle", predicted_ttft=0.8, retry_after=None)
+    assert await chat(served, capsys, slo_ttft_ms=1.0, shed=True) == (1, "", "refused: not even when idle\n")
+
+
+async def test_without_an_objective_the_times_are_those_of_the_client(
+    served: Served, engine: PredictingEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.script.seconds_per_step = 0.03
+    _, _, said = await chat(served, capsys)
+    found = re.fullmatch(r"first token (\d+) ms · P99 gap (\d+) ms · 14 tokens\n", said)
+    assert found is not None
+    assert all(int(milliseconds) >= 25 for milliseconds in found.groups())
+
+
+async def test_what_a_pipe_gets_is_one_line(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(stderr=True, width=20)
+    await _talk(served.url, ChatOptions(message="hi", slo_ttft_ms=5000.0), console)
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("served", [{"api_keys": ("secret",)}], indirect=True)
