@@ -23,7 +23,7 @@ from onbeat.core.protocols import Delivery, StepObserver
 from onbeat.core.request import Placement, Request, RequestOutput, overdue_error
 from onbeat.core.slo import Fate
 from onbeat.core.step import StepOutputs
-from onbeat.engine.rejection import Rejected, unpack_rejection
+from onbeat.engine.rejection import Rejected, never_fits, unpack_rejection
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.scheduler.cluster.events import Aborted, Delivered, FleetEvent, Refuse, Refused, Rescale, Send
 from onbeat.scheduler.cluster.fleet import MOST_LIVES
@@ -186,8 +186,8 @@ def refusal(action: Refuse, open_request: OpenRequest) -> OnbeatError:
     rejection = open_request.rejection
     match action.reason:
         case "overloaded" | "invalid" if rejection is not None:
-            if isinstance(rejection, Overloaded | SLOUnattainable) and action.retry_after is not None:
-                rejection.retry_after = action.retry_after
+            if isinstance(rejection, Overloaded | SLOUnattainable) and not never_fits(rejection):
+                rejection.retry_after = action.retry_after or rejection.retry_after
             return rejection
         case "too_long":
             return PromptTooLong("no replica that is ready takes a prompt as long; shorten it")
@@ -384,7 +384,9 @@ class Streams:
         open_request = self.by_name.get(rejected.request_id)
         if open_request is None or open_request.replica != life.replica:
             return
-        error = open_request.rejection = unpack_rejection(rejected)
+        error = unpack_rejection(rejected)
+        if open_request.rejection is None or not never_fits(error):  # another replica may be faster
+            open_request.rejection = error
         is_for_load = isinstance(error, Overloaded | SLOUnattainable)
         self._tell_refusal(
             open_request, life.replica, is_for_load=is_for_load, retry_after=rejected.retry_after

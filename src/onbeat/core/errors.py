@@ -96,7 +96,8 @@ class SLOUnattainable(RequestRejected):
     ----------
     message : what is predicted, and against which objective.
     predicted_ttft : seconds from the request's arrival to its first token, had it been taken.
-    retry_after : seconds after which the same request is expected to fit.
+    retry_after : seconds after which the same request is expected to fit; None if waiting does not help,
+        since not even an idle replica would keep its objective.
     code : `slo_unattainable` at arrival (HTTP 429), `deadline_exceeded` in the queue (HTTP 504).
     """
 
@@ -105,7 +106,7 @@ class SLOUnattainable(RequestRejected):
         message: str,
         *,
         predicted_ttft: float,
-        retry_after: float = 0.0,
+        retry_after: float | None = 0.0,
         code: str = "slo_unattainable",
     ) -> None:
         super().__init__(message, param="slo", code=code)

@@ -24,7 +24,7 @@ class Rejected(msgspec.Struct, tag="rejected", array_like=True):
     predicted_ttft: float = 0.0
     """Seconds; of `SLOUnattainable` alone."""
     retry_after: float | None = None
-    """Seconds; of `SLOUnattainable` and `Overloaded`, None without a prediction."""
+    """Seconds; of `SLOUnattainable` and `Overloaded`, None as there."""
     reason: str = ""
     """Of `Overloaded` alone."""
 
@@ -49,7 +49,7 @@ def unpack_rejection(message: Rejected) -> RequestRejected:
         return SLOUnattainable(
             message.message,
             predicted_ttft=message.predicted_ttft,
-            retry_after=message.retry_after or 0.0,
+            retry_after=message.retry_after,
             code=message.code or "slo_unattainable",
         )
     if kind is Overloaded:
@@ -61,3 +61,8 @@ def unpack_rejection(message: Rejected) -> RequestRejected:
             reason=message.reason,
         )
     return kind(message.message, param=message.param, code=message.code)
+
+
+def never_fits(error: RequestRejected) -> bool:
+    """Whether the engine would refuse the same request even when idle."""
+    return isinstance(error, SLOUnattainable) and error.retry_after is None

@@ -67,7 +67,7 @@ REQUEST_BODIES = (
     *(EmbeddingRequest, PoolingRequest, CohereEmbedRequest, RerankRequest, ScoreRequest),
 )
 EXPOSED_HEADERS = (
-    *("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms"),
+    *("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms", "x-should-retry"),
     *(PREDICTED_TTFT_HEADER, IGNORED_FIELDS_HEADER, *RATE_HEADERS),
 )
 """Headers of answers that pages of other origins may read."""

@@ -197,6 +197,9 @@ class HasObjectives(Protocol):
     def slo_class(self) -> str | None: ...
 
 
+NEVER_RETRY = {"x-should-retry": "false"}
+"""Of refusals that waiting does not help: clients of OpenAI and Anthropic do not come again by themselves."""
+_LATE, _OUT_OF_REACH = "predicted_ttft_above_objective", "out_of_reach_when_idle"
 _REASONS = {"deadline_exceeded": "ttft_out_of_reach_after_waiting", "server_overloaded": "queue_too_long"}
 """Code of an error of objectives -> why."""
 
@@ -207,8 +210,10 @@ def unattainable(error: SLOUnattainable, request: HasObjectives) -> ApiError:
     predicted = error.predicted_ttft if math.isfinite(error.predicted_ttft) else None
     slo = request.slo
     objectives = {f"{name}_ms": milliseconds(getattr(slo, name, None)) for name in ("ttft", "tbt", "e2e")}
-    # After a wait there is no estimate unless the engine gives one; clients then back off by themselves.
-    retry = {} if has_waited and not error.retry_after > 0 else retry_headers(error.retry_after)
+    retry = NEVER_RETRY
+    if error.retry_after is not None:
+        # After a wait there is no estimate unless the engine gives one; clients then back off by themselves.
+        retry = {} if has_waited and not error.retry_after > 0 else retry_headers(error.retry_after)
     return ApiError(
         504 if has_waited else 429,
         str(error),
@@ -216,7 +221,7 @@ def unattainable(error: SLOUnattainable, request: HasObjectives) -> ApiError:
         param=error.param,
         headers={**retry, **predicted_ttft_header(predicted)},
         details={
-            "reason": _REASONS.get(error.code or "", "predicted_ttft_above_objective"),
+            "reason": _REASONS.get(error.code or "", _OUT_OF_REACH if retry is NEVER_RETRY else _LATE),
             "predicted_ttft_ms": milliseconds(predicted),
             "slo": {**objectives, "class": request.slo_class},
         },
@@ -230,7 +235,7 @@ def job_unattainable(error: SLOUnattainable) -> ApiError:
         str(error),
         code=error.code or "job_unattainable",
         param="slo.job",
-        headers=retry_headers(error.retry_after),
+        headers=retry_headers(error.retry_after or 0.0),
         details={
             "reason": "predicted_job_time_above_deadline",
             "predicted_job_ms": milliseconds(error.predicted_ttft),

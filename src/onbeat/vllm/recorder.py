@@ -222,7 +222,7 @@ def _refusal_of(message: Mapping[str, Any]) -> Overloaded | SLOUnattainable:
     if refusal.code == TOO_LONG:
         return Overloaded(refusal.reason, code=TOO_LONG, retry_after=refusal.retry_after)
     predicted = inf if refusal.predicted_ttft is None else refusal.predicted_ttft
-    return SLOUnattainable(refusal.reason, predicted_ttft=predicted, retry_after=refusal.retry_after or 0.0)
+    return SLOUnattainable(refusal.reason, predicted_ttft=predicted, retry_after=refusal.retry_after)
 
 
 async def record(path: Path, address: str, *, seconds: float | None = None) -> RecorderCounts:

@@ -73,7 +73,8 @@ class Refusal:
         error = SLOUnattainable(
             self._message(request),
             predicted_ttft=math.inf if self.predicted_ttft is None else self.predicted_ttft,
-            retry_after=self.retry_after or 0.0,
+            # None is of objectives that not even an idle engine would keep.
+            retry_after=self.retry_after if self.code == LATE else self.retry_after or 0.0,
             code=self.code,
         )
         return unattainable(error, request)

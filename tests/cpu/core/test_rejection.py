@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from onbeat.cluster.streams import OpenRequest, refusal
 from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong, RequestRejected, SLOUnattainable
 from onbeat.engine.messages import decode_from_engine, encode
 from onbeat.engine.rejection import pack_rejection, unpack_rejection
+from onbeat.scheduler.cluster.events import Refuse
+from tests.pure.scheduler.driver import make_request
 
 ERRORS = [
     InvalidRequest("an empty prompt", param="prompt", code="invalid_value"),
@@ -17,6 +20,7 @@ ERRORS = [
     Overloaded("queue too long", code="server_overloaded", retry_after=2.5),
     SLOUnattainable("too late", predicted_ttft=1.25, retry_after=0.5),
     SLOUnattainable("too late", predicted_ttft=1.25, code="deadline_exceeded"),
+    SLOUnattainable("too late", predicted_ttft=1.25, retry_after=None),
     RequestRejected("for reasons of its own", param="user", code="odd"),
 ]
 
@@ -36,3 +40,12 @@ def test_a_subclass_goes_as_what_the_client_knows():
         pass
 
     assert type(unpack_rejection(pack_rejection("r1", Stranger("full")))) is Overloaded
+
+
+@pytest.mark.parametrize(("told", "heard"), [(0.5, 0.1), (None, None)])
+def test_a_fleet_says_when_to_come_again_unless_waiting_does_not_help(told, heard):
+    rejection = SLOUnattainable("late", predicted_ttft=1.25, retry_after=told)
+    open_request = OpenRequest(make_request("r1", 4, 4), rejection=rejection)
+    error = refusal(Refuse("r1", "overloaded", 0.1), open_request)
+    assert isinstance(error, SLOUnattainable)
+    assert error.retry_after == heard

@@ -66,6 +66,9 @@ async def test_a_chat_with_an_objective_shows_its_verdict_gaps_and_refusal() -> 
         said = await ask(tab, "now")
         assert "refused · The server cannot keep this objective now." in said
         assert "It predicts the first token after 813 ms. Try again in 1250 ms." in said
+        never = "this server cannot keep the objective even when idle: ask for at least 60 ms"
+        engine.refusals[""] = SLOUnattainable(never, predicted_ttft=0.05, retry_after=None)
+        assert f"refused · {never}. Ask again" in await ask(tab, "never")
         engine.refusals.clear()
         await tab.js(f"{LAST}.querySelector('button').click()")
         await tab.until(f"{LAST}.querySelector('.verdict').innerText.startsWith('objective kept')")

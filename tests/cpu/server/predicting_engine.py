@@ -30,8 +30,12 @@ class PredictingEngine(FakeEngine):
     room_in: float | None = None
     """Seconds until those that `expires` may come again; None where it was their own deadline."""
 
+    asked: list[str] = field(default_factory=list)
+    """Ids of the requests, in their order."""
+
     async def generate(self, request: Request) -> AsyncGenerator[Delivery, None]:
         request_id = request.request_id
+        self.asked.append(request_id)
         for ending, error in self.refusals.items():
             if request_id.endswith(ending):
                 await asyncio.sleep(self.wait)

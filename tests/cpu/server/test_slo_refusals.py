@@ -73,6 +73,21 @@ async def test_retry_after_is_whole_seconds_of_at_least_one(
     assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == (retry_after, retry_after_ms)
 
 
+async def test_who_asks_for_what_is_never_kept_is_not_told_to_come_again(
+    served: Served, engine: PredictingEngine
+) -> None:
+    engine.refusals[""] = SLOUnattainable("not even when idle", predicted_ttft=0.05, retry_after=None)
+    answer = await served.post(CHAT, {"messages": HELLO, "slo": SLO})
+    assert (answer.status, answer.error["code"]) == (429, "slo_unattainable")
+    assert answer.error["reason"] == "out_of_reach_when_idle"
+    assert answer.headers["x-should-retry"] == "false"
+    assert not {"retry-after", "retry-after-ms"} & answer.headers.keys()
+    client, num_asked = served.client.with_options(max_retries=5), len(engine.asked)
+    with pytest.raises(openai.RateLimitError):
+        await client.chat.completions.create(model="fake/model", messages=HELLO, extra_body={"slo": SLO})
+    assert len(engine.asked) == num_asked + 1, "the official client does not repeat it"
+
+
 @pytest.mark.parametrize("predicted", [math.inf, math.nan])
 async def test_a_prediction_without_end_is_null(
     served: Served, engine: PredictingEngine, predicted: float

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.vllm.refusals import TOO_LONG, Refusal, refusal_in
+from onbeat.core.errors import SLOUnattainable
+from onbeat.vllm.refusals import TOO_LONG, Refusal, refusal_by, refusal_in
 from onbeat.vllm.requests import ROUTES
 from onbeat.vllm.telemetry import Publisher, hello_message, request_message
 from tests.cpu.vllm.vllm_app import (
@@ -98,6 +99,15 @@ async def test_wrong_objectives_are_400():
     reply = await client_of(VLLMApp(lambda _: (503, {"error": {"message": text}}))).post(CHAT, json=ASK)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_value")
     assert reply.json()["error"]["message"] == "no such objective"
+
+
+async def test_an_objective_that_is_never_kept_is_refused_without_a_time():
+    refusal = refusal_by(SLOUnattainable("not even when idle", predicted_ttft=0.05, retry_after=None))
+    client = client_of(VLLMApp(lambda _: (503, {"error": {"message": refusal.text()}})))
+    reply = await client.post(CHAT, json=ASK)
+    assert (reply.status_code, reply.json()["error"]["reason"]) == (429, "out_of_reach_when_idle")
+    assert "retry-after" not in reply.headers
+    assert reply.headers["x-should-retry"] == "false"
 
 
 async def test_too_long_a_queue_is_429_and_counted_apart():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from onbeat.core.errors import Overloaded
+from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO, ShedMode
 from tests.pure.scheduler.timed import FakeStepTime
-from tests.pure.scheduler.watch import INFEASIBLE, LearningModel, Watch
+from tests.pure.scheduler.watch import INFEASIBLE, LearningModel, SlowedModel, Watch
 
 
 class TestExpiry:
@@ -54,33 +54,89 @@ class TestExpiry:
 
 
 class TestIdleReplica:
-    @pytest.mark.parametrize("slo", [INFEASIBLE, SLO(ttft=1.0, tbt=1e-3)], ids=["ttft", "tbt"])
-    def test_tries_an_infeasible_request_now_and_then(self, slo):
-        driver = Watch()
-        taken = []
-        for second in range(0, 100, 5):
+    @pytest.mark.parametrize(
+        ("slo", "says"),
+        [
+            (
+                INFEASIBLE,
+                "the first token takes about 191 ms, the objective is 2 ms; ask for at least 290 ms",
+            ),
+            (
+                SLO(tbt=1e-3),
+                "each further token takes about 20 ms, the objective is 1 ms; ask for at least 31 ms",
+            ),
+            (
+                SLO(ttft=1e-3, tbt=1e-3),
+                "the first token takes about 191 ms, the objective is 1 ms; each further token takes about "
+                "20 ms, the objective is 1 ms; ask for at least 290 ms for TTFT and 31 ms for TBT",
+            ),
+            (SLO(e2e=0.03), "the E2E objective of 30 ms leaves it 10 ms; ask for at least 860 ms"),
+        ],
+        ids=["ttft", "tbt", "both", "e2e"],
+    )
+    def test_refuses_what_it_can_never_keep_with_the_same_words_each_time(self, slo, says):
+        driver = Watch(FakeStepTime(fixed=0.02))
+        for second in range(0, 100, 10):
             driver.now = float(second)
+            refusal = driver.ask(f"r{second}", 900, slo=slo)
+            assert isinstance(refusal, SLOUnattainable)
+            assert str(refusal).startswith("this server cannot keep the objective even when idle: ")
+            assert str(refusal).endswith(says)
+            assert refusal.retry_after is None, "waiting does not help"
+            if second == 50:
+                driver.ask("served meanwhile", 100)
+                driver.serve([])
+        driver.crowd(1)
+        assert str(driver.ask("beside others", 900, slo=slo)).endswith(says)
+
+    def test_serves_who_asks_for_as_much_as_it_said(self):
+        driver = Watch(FakeStepTime(fixed=0.02))
+        assert "at least 290 ms for TTFT and 31 ms" in str(driver.ask("r", 900, slo=SLO(ttft=1e-3, tbt=1e-3)))
+        assert driver.ask("again", 900, slo=SLO(ttft=0.29, tbt=0.031)) is None
+        driver.serve([])
+        assert driver.ttft("again") <= 0.29
+
+    def test_tries_one_while_its_model_has_seen_few_steps(self):
+        driver = Watch()
+        assert driver.ask("first", 900, max_tokens=20, slo=SLO(ttft=0.1)) is None
+        driver.serve([])
+        assert driver.scheduler.num_relegated == 1
+        for second in (100, 200):
+            driver.now = float(second)
+            assert driver.ask(f"r{second}", 900, slo=SLO(ttft=0.1)) is not None
+
+    @pytest.mark.parametrize("slo", [SLO(ttft=0.2), SLO(ttft=1.0, tbt=4e-3)], ids=["ttft", "tbt"])
+    def test_tries_one_now_and_then_that_it_could_once_keep(self, slo):
+        driver = Watch(model := SlowedModel())
+        assert driver.ask("before", 900, max_tokens=40, slo=slo) is None
+        driver.serve([])
+        model.factor = 3.0
+        driver.ask("slow", 900, max_tokens=40)
+        driver.serve([])
+        start, taken = driver.now, []
+        for second in range(0, 100, 8):
+            driver.now = start + second
             if driver.ask(f"r{second}", 900, slo=slo) is None:
                 taken.append(second)
             driver.serve([])
-        assert taken == [0, 35, 70]
-        assert driver.scheduler.num_relegated == 3
+        assert taken == [0, 32, 64, 96]
+        assert driver.scheduler.num_relegated == 4
         assert all(driver.finished[f"r{second}"] is FinishReason.LENGTH for second in taken)
 
     def test_does_not_try_while_it_has_others_to_serve(self):
         driver = Watch()
         driver.crowd(1)
-        assert driver.ask("waiting", 900, slo=INFEASIBLE) is not None
+        assert driver.ask("waiting", 900, slo=SLO(ttft=0.1)) is not None
         driver.step()
-        assert driver.ask("running", 900, slo=INFEASIBLE) is not None
+        assert driver.ask("running", 900, slo=SLO(ttft=0.1)) is not None
 
     def test_a_request_that_it_can_serve_is_no_try(self):
         driver = Watch()
         assert driver.ask("easy", 100, slo=SLO(ttft=1.0)) is None
         driver.serve([])
-        assert driver.ask("infeasible", 900, slo=INFEASIBLE) is None
+        assert driver.ask("infeasible", 900, slo=SLO(ttft=0.1)) is None
         driver.serve([])
-        assert driver.ask("another", 900, slo=INFEASIBLE) is not None
+        assert driver.ask("another", 900, slo=SLO(ttft=0.1)) is not None
 
     def test_keeps_whom_it_takes_though_it_has_just_learnt_that_it_is_faster(self):
         """What steps take, and what prompts cost, must come from the same state of the model."""

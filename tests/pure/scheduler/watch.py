@@ -57,6 +57,15 @@ class Watch(TimedDriver):
             self.add(make_request(f"crowd-{len(self.requests)}", num_prompt, 2, **values))
 
 
+class SlowedModel(FakeStepTime):
+    """Steps take `factor` times as long, and the model knows it."""
+
+    factor = 1.0
+
+    def step_time(self, shape: BatchShape, q: float | None = None) -> float:
+        return self.factor * super().step_time(shape, q)
+
+
 class LearningModel(FakeStepTime):
     """Believes that steps take `factor` times as long until it has seen one."""
 

@@ -18,6 +18,7 @@ from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.filler import RESERVATION
+from onbeat.scheduler.replica.slo.out_of_reach import OutOfReach, explain, will_stream
 from onbeat.scheduler.replica.slo.rules import OVERDUE
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import StepPlan
@@ -33,10 +34,6 @@ from onbeat.scheduler.triage import (
     finish_seconds,
     seconds_before,
 )
-
-_TRY_AGAIN_SECONDS = 30.0
-"""How often an idle replica takes a request that it predicts to be infeasible: otherwise a model that is too
-pessimistic would reject what could correct it."""
 
 
 class Admission:
@@ -61,7 +58,7 @@ class Admission:
         self.bound = QueueBound(slo.cost_model, slo.rules.longest_wait, config.max_num_seqs)
         self.num_rejected: Counter[str] = Counter()
         self._slo, self._tracker, self._rules, self._cost_model = slo, slo.tracker, slo.rules, slo.cost_model
-        self._last_try = -inf
+        self._out_of_reach = OutOfReach(slo.cost_model)
         self._ends, self._num_ended, self._num_running = Ends(), 0, 0
         self._last_change = 0.0
         """When a plan last found another number of them, seconds."""
@@ -69,6 +66,7 @@ class Admission:
     def on_plan(self, plan: StepPlan) -> None:
         """Learn from a plan that is carried out."""
         self.bound.on_plan(plan)
+        self._out_of_reach.count_step()
         num_ended, num_running = self._tracker.num_ended, len(plan.running)
         if (num_ended, num_running) == (self._num_ended, self._num_running):
             return  # the same whether each step between was planned or not
@@ -117,7 +115,7 @@ class Admission:
 
     def _decide(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
         """Raise where an arrival is not taken."""
-        slo, cost_model = state.slo, self._cost_model
+        slo = state.slo
         objective = slo.ttft_deadline - state.request.arrival
         is_protected = state.request.shed is ShedMode.OFF and objective < inf
         refusal = self.bound.refusal(plan.waiting, is_protected=is_protected)
@@ -131,19 +129,11 @@ class Admission:
             raise refusal
         if not rejects:
             return
-        is_out_of_reach = _will_stream(state) and slo.tbt_objective < cost_model.alone_seconds
-        if not (plan.running or plan.waiting) and plan.now - self._last_try > _TRY_AGAIN_SECONDS:
-            if ttft > objective or is_out_of_reach:
-                self._last_try = plan.now
-                slo.relegate()
+        if misses := self._out_of_reach.misses(state):
+            if plan.running or plan.waiting or not self._out_of_reach.is_tried(misses, plan.now):
+                self._refuse(explain(misses), ttft, retry_after=None)
+            slo.relegate()
             return
-        if is_out_of_reach:
-            self._refuse(
-                f"a step of one token takes {cost_model.alone_seconds * 1e3:.3g} ms, longer than the TBT "
-                f"objective of {slo.tbt_objective * 1e3:.3g} ms",
-                ttft,
-                retry_after=_TRY_AGAIN_SECONDS,
-            )
         late = ttft - objective
         if late > 0 or delays_others:
             reason = (
@@ -161,9 +151,11 @@ class Admission:
                 retry_after=ttft,
             )
 
-    def _refuse(self, message: str, ttft: float, *, retry_after: float) -> NoReturn:
+    def _refuse(self, message: str, ttft: float, *, retry_after: float | None) -> NoReturn:
         self.num_rejected["slo_unattainable"] += 1
-        raise SLOUnattainable(message, predicted_ttft=ttft, retry_after=max(retry_after, SHORTEST_RETRY))
+        if retry_after is not None:
+            retry_after = max(retry_after, SHORTEST_RETRY)
+        raise SLOUnattainable(message, predicted_ttft=ttft, retry_after=retry_after)
 
     def _predict(self, state: RequestState, plan: StepPlan, start: float) -> tuple[float, bool]:
         """Return the TTFT of an arrival, and whether prompts behind it that would be in time were late.
@@ -247,16 +239,11 @@ class Admission:
         """Whether one more stream breaks the tightest TBT objective."""
         view = RunningView(plan.running, plan.now, self._cost_model.alone_seconds)
         tightest = min(view.tightest, state.slo.tbt_objective)
-        if tightest == inf or not (view.streams and _will_stream(state)):
+        if tightest == inf or not (view.streams and will_stream(state)):
             return False
         shape = decode_shape(view.streams)
         shape.add(state.num_tokens, 1, samples=True)
         return self._cost_model.of(shape) > tightest
-
-
-def _will_stream(state: RequestState) -> bool:
-    """Whether it may have a token behind the first."""
-    return state.max_total_tokens - state.num_tokens > 1
 
 
 REFUSED = "queue_too_long"

@@ -39,6 +39,7 @@ class CostModel:
     costs : the coefficients, of which `step` is what a step takes beside its tokens.
     efficient_chunk : the shortest chunk at which a token costs next to the least; longer ones gain nothing.
     alone_seconds : of a step of one decode of a usual context; no step with a token takes less.
+    slowdown : how many times as long such a step takes as it once did, as far as the model knew then.
     spread : how many times its expected time a step is certain to take at most, once the model knows.
     num_left : steps until the coefficients are taken again.
     """
@@ -47,6 +48,7 @@ class CostModel:
         self._model = model
         self._quantile = quantile
         self._most_step_tokens = most_step_tokens
+        self._least_alone = inf
         self.take()
 
     def count(self, num_steps: int = 1) -> None:
@@ -94,6 +96,8 @@ class CostModel:
             decode_base=max(0.0, few - 16 * decode),
         )
         self.alone_seconds = self.costs.decode_base + decode
+        self._least_alone = min(self._least_alone, self.alone_seconds)
+        self.slowdown = self.alone_seconds / self._least_alone
 
     def of(self, shape: BatchShape) -> float:
         """Return the time of a step, seconds."""
