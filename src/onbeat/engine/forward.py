@@ -108,6 +108,22 @@ class ForwardPass(Protocol):
         ...
 
 
+class Mark(Protocol):
+    """A point in a device's queue."""
+
+    def is_passed(self) -> bool:
+        """Whether all work before it is done."""
+        ...
+
+    def wait(self) -> None:
+        """Return when it is."""
+        ...
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Return the device's time from a mark of the same queue to this one; both are passed."""
+        ...
+
+
 class ChosenTokens(Protocol):
     """The tokens of a step that may still run."""
 
@@ -135,4 +151,8 @@ class LaunchesSteps(Protocol):
         inputs : a token id is `UNKNOWN_TOKEN` where it is what the last step chose for the row's slot.
             `Sampler.is_plain` holds of the rows.
         """
+        ...
+
+    def mark(self) -> Mark:
+        """Return the present end of the queue; called by the thread that launches."""
         ...

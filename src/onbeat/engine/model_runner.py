@@ -67,7 +67,8 @@ class ModelRunner:
         """Where guides of grammars come from; set by whoever builds the engine. None: none is enforced."""
         self._launches = forward if isinstance(forward, LaunchesSteps) else None
         self._lock = threading.RLock()
-        """Of the batch: one thread launches steps, another takes their tokens."""
+        """Of the batch: one thread launches steps, another takes their tokens. Not held while a step is
+        queued, for which only what the first thread changes is read."""
         self._last: _LaunchedStep | None = None
         """The newest step, where it may still run."""
         self._failed_slots: set[int] = set()
@@ -120,18 +121,20 @@ class ModelRunner:
             may_launch = self.proposer is None and not self.prompts.has_any(rows)
             if self._launches is not None and may_launch:
                 inputs = self.batch.prepare(rows)
-                if self.sampler.is_plain(inputs.sampling_rows):
-                    return self._launch(self._launches, scheduled, inputs)
-            if self._last is not None:
-                self._last.result()  # what comes now needs the tokens
-                self._last = inputs = None
-            return DoneStep(self._run(scheduled, inputs))
+            if self._launches is None or inputs is None or not self.sampler.is_plain(inputs.sampling_rows):
+                if self._last is not None:
+                    self._last.result()  # what comes now needs the tokens
+                    self._last = inputs = None
+                return DoneStep(self._run(scheduled, inputs))
+        return self._launch(self._launches, scheduled, inputs)
 
     def _launch(self, forward: LaunchesSteps, scheduled: SchedulerOutput, inputs: StepInputs) -> PendingStep:
+        # To queue a step's operators may take as long as the step before it, whose tokens are not to wait.
         chosen = forward.launch(inputs)
-        self.batch.append_unknown(inputs)
-        self._last = _LaunchedStep(chosen, partial(self._finish, scheduled, inputs))
-        return self._last
+        with self._lock:
+            self.batch.append_unknown(inputs)
+            self._last = _LaunchedStep(chosen, partial(self._finish, scheduled, inputs))
+            return self._last
 
     def _finish(
         self, scheduled: SchedulerOutput, inputs: StepInputs, step: _LaunchedStep, chosen: BestTokens

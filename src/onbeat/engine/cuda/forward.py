@@ -197,6 +197,10 @@ class CudaForward:
         """Queue a step that chooses its rows' tokens; see `LaunchesSteps.launch`."""
         return self._submit(inputs, self._queue, np.ones(len(inputs.sampling_rows), np.bool_))
 
+    def mark(self) -> Mark:
+        """Return the present end of the queue; see `LaunchesSteps.mark`."""
+        return self._stream.mark()
+
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored keys and values of blocks finite; see `ForwardPass.scrub`."""
         self._stream.run(lambda: self._state.scrub(torch.from_numpy(block_ids).to(self.weights.device)))

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from onbeat.engine.forward import Mark
 
-class Mark(Protocol):
-    """A point in the queue."""
-
-    def is_passed(self) -> bool:
-        """Whether all work before it is done."""
-        ...
-
-    def wait(self) -> None:
-        """Return when it is."""
-        ...
+__all__ = ["CpuStream", "CudaStream", "DeviceStream", "Mark"]
 
 
 class DeviceStream(Protocol):
@@ -68,7 +61,7 @@ class CudaStream:
 
     def mark(self) -> Mark:
         """Record an event."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return _Recorded(event)
 
@@ -78,11 +71,17 @@ class CudaStream:
 
 
 class _Passed:
+    def __init__(self) -> None:
+        self._time = perf_counter()
+
     def is_passed(self) -> bool:
         return True
 
     def wait(self) -> None:
         pass
+
+    def seconds_since(self, earlier: _Passed) -> float:
+        return self._time - earlier._time
 
 
 class _Recorded:
@@ -94,3 +93,6 @@ class _Recorded:
 
     def wait(self) -> None:
         self._event.synchronize()
+
+    def seconds_since(self, earlier: _Recorded) -> float:
+        return float(earlier._event.elapsed_time(self._event)) / 1e3  # type: ignore[no-untyped-call]

@@ -11,7 +11,8 @@ import numpy as np
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.device import wait_for
-from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.executor import PendingStep, ThreadExecutor
+from onbeat.engine.forward import LaunchesSteps, Mark
 from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.profiling.batches import TIMES_AT_ONCE, MeasuredBatch
@@ -45,6 +46,24 @@ class GivenDrafts(Proposer):
         """Let go of nothing."""
 
 
+class _MarkedSteps:
+    """Marks where each step that is launched ends, in the device's queue.
+
+    The host may notice an end late, while it queues the operators of the steps behind.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.ends: list[Mark] = []
+
+    def launch(self, scheduled: SchedulerOutput) -> PendingStep:
+        """Launch a step."""
+        step = self._runner.launch(scheduled)
+        if isinstance(self._runner.forward, LaunchesSteps):
+            self.ends.append(self._runner.forward.mark())
+        return step
+
+
 class StepTimer:
     """Runs batches of requests that exist for one step each.
 
@@ -65,7 +84,8 @@ class StepTimer:
         self, runner: ModelRunner, *, num_blocks: int, sampling: SamplingParams | None = None, seed: int = 0
     ) -> None:
         self._runner = runner
-        self._executor = ThreadExecutor(runner)  # the hop to its thread is part of a live step
+        self._steps = _MarkedSteps(runner)
+        self._executor = ThreadExecutor(self._steps)  # the hop to its thread is part of a live step
         self._block_size = runner.batch.block_size
         self._rng = np.random.default_rng(seed)
         self._blocks = np.arange(min(num_blocks, runner.num_blocks))
@@ -82,7 +102,7 @@ class StepTimer:
         """Run a batch and return its seconds; blocks lie scattered, as in a cache that has been used.
 
         It runs once, or behind itself where the runner launches steps ahead: a live step's time is then that
-        from the end of one to the end of the next.
+        from the end of one to the end of the next, by the device's clock.
         """
         rows, admitted = self._schedule(batch)
         # A runner that proposes does a little more for every row, which plain steps are not to be charged.
@@ -106,12 +126,12 @@ class StepTimer:
         self._runner.proposer = self._own_proposer
 
     def _time_ahead(self, scheduled: SchedulerOutput) -> float:
-        steps = [self._executor.submit(scheduled) for _ in range(TIMES_AT_ONCE)]
-        steps[0].result()
-        start = time.perf_counter()
-        for step in steps[1:]:
+        self._steps.ends.clear()
+        for step in [self._executor.submit(scheduled) for _ in range(TIMES_AT_ONCE)]:
             step.result()
-        return (time.perf_counter() - start) / (TIMES_AT_ONCE - 1)
+        first, *_, last = self._steps.ends
+        last.wait()
+        return last.seconds_since(first) / (TIMES_AT_ONCE - 1)
 
     def _run(self, scheduled: SchedulerOutput) -> None:
         self._executor.submit(scheduled).result()

@@ -1,4 +1,4 @@
-"""A device that does nothing until it is waited for, as if it were endlessly slow."""
+"""A device that does nothing until it is waited for, as if it were endlessly slow. Its clock counts work."""
 
 from __future__ import annotations
 
@@ -51,3 +51,6 @@ class FakeMark:
 
     def wait(self) -> None:
         self._stream.work_until(self._count)
+
+    def seconds_since(self, earlier: FakeMark) -> float:
+        return float(self._count - earlier._count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,8 @@ from onbeat.engine.executor import PendingStep, ThreadExecutor
 from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.profiling.batches import BatchRow, MeasuredBatch
+from onbeat.engine.profiling.measure import StepTimer
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.torch_backend import TorchForward
 from onbeat.scheduler.replica.scheduler import Scheduler
@@ -240,6 +243,52 @@ def test_a_whole_engine_serves_the_same_tokens_in_two_threads() -> None:
     overlapped = serve(on_fake_device(stream), 2, sampling)
     assert stream.most_behind >= 2
     assert overlapped == serve(on_reference(), 1, sampling)
+
+
+class HeldStream(FakeStream):
+    """Holds who queues more than a number of pieces of work, and does none until then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 10**9
+        self.may_queue = threading.Event()
+        self.is_held = threading.Event()
+
+    def run(self, work: Callable[[], object]) -> None:
+        if self.num_queued >= self.most:
+            self.is_held.set()
+            self.may_queue.wait(30)
+        super().run(work)
+
+    def work_until(self, count: int) -> None:
+        if self.most < 10**9:
+            self.is_held.wait(30)
+        super().work_until(count)
+
+
+def test_a_steps_tokens_do_not_wait_until_the_next_one_is_queued() -> None:
+    stream = HeldStream()
+    runner = make_runner(on_fake_device(stream))
+    stream.most = stream.num_queued + 1
+    request = Request(request_id="r", prompt_token_ids=tuple(random_prompt(20)), sampling=SETTINGS[0])
+    chunk = ScheduledRequest("r", 0, 20, (), samples=True)
+    admitted = (AdmittedRequest(request, (), (3, 4)),)
+    executor = ThreadExecutor(runner)
+    first = executor.submit(SchedulerOutput(0, (chunk,), admitted, (), BatchShape()))
+    second = executor.submit(SchedulerOutput(1, (decode("r", 20),), (), (), BatchShape()))
+    assert len(first.result(30).sampled_token_ids[0]) == 1
+    assert not second.done()
+    stream.may_queue.set()
+    assert len(second.result(30).sampled_token_ids[0]) == 1
+    executor.shutdown()
+
+
+def test_steps_are_timed_by_the_devices_clock() -> None:
+    runner = make_runner(on_fake_device(FakeStream()))
+    timer = StepTimer(runner, num_blocks=NUM_BLOCKS)
+    times = [timer.time(MeasuredBatch(rows)) for rows in ((BatchRow(20, 1),) * 3, (BatchRow(0, 30),))]
+    timer.close()
+    assert times == [1.0, 1.0]
 
 
 def plant_nan(forward: CudaForward, block: int) -> None:
