@@ -1,4 +1,4 @@
-"""The forward pass on a GPU: decode steps by captured graphs, all others operator by operator.
+"""The forward pass on a GPU: decode steps by captured graphs, others in pieces or operator by operator.
 
 Legend: T tokens of the step, R rows that decode, N rows that sample, C those of them that are copied
 to the host, V vocabulary.
@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from onbeat.core.errors import EngineDead, EngineError
 from onbeat.engine.attention.base import IntArray
-from onbeat.engine.cuda.graphs import Graphs, graph_sizes
+from onbeat.engine.cuda.graphs import GraphKey, Graphs, graph_sizes
 from onbeat.engine.cuda.kernels import (
     BestBuffers,
     ChunkRows,
@@ -34,6 +34,7 @@ from onbeat.engine.cuda.kernels import (
 )
 from onbeat.engine.cuda.layer import Hidden, LayerStep, first_of_windows, run_layers, write_logits
 from onbeat.engine.cuda.packing import StepCounts, StepWords, device_words, host_words
+from onbeat.engine.cuda.pieces import Pieces
 from onbeat.engine.cuda.sampling import draw_params
 from onbeat.engine.cuda.state import CudaOptions, DeviceState, HostRing
 from onbeat.engine.cuda.step_packer import PackedStep, StepPacker
@@ -143,7 +144,11 @@ class CudaForward:
             counts = StepCounts(options.max_num_batched_tokens, most, most_samples, 0)
             self._ring = HostRing(self._stream, counts.num_words, 2 * most_samples)
             self._fixed = {size: self._fixed_buffers(size) for size in self._sizes}
-            self._stream.run(partial(graphs.prepare, self._sizes, self._run_size, self._plan_padding))
+            keys = [GraphKey(size) for size in self._sizes]
+            self._stream.run(partial(graphs.prepare, keys, self._run_graph, self._plan_padding))
+            self._pieces: Pieces | None = None
+            if options.piece_sizes:
+                self._stream.run(self._make_pieces)
             for size in {self._sizes[0], self._sizes[-1]}:
                 self._stream.run(partial(self._draw, self._fixed[size]))  # compiled before it is needed
 
@@ -263,10 +268,10 @@ class CudaForward:
             buffers = self._fixed[packed.size]
             buffers.words.copy_(words, non_blocking=True)
             self._plan_decodes(packed.views.parts)
-            self._graphs.replay(packed.size)
+            self._graphs.replay(GraphKey(packed.size))
         else:
             buffers = self._buffers(words.to(self.weights.device, non_blocking=True), packed.counts)
-            self._compute(buffers, packed.counts.decodes, packed.chunks)
+            self._compute(buffers, packed.counts.decodes, packed.num_tokens, packed.chunks)
         if packed.is_random:
             self._draw(buffers)
         packed.views.results.copy_(buffers.results, non_blocking=True)
@@ -276,17 +281,36 @@ class CudaForward:
         if self.kernels.plans_decodes:
             self.kernels.plan_decodes(parts.lens_R, list(self._windows.values()))
 
-    def _plan_padding(self, size: int) -> None:
+    def _plan_padding(self, key: GraphKey) -> None:
         """Plan a graph's step that has no row."""
-        self._plan_decodes(host_words(self._packer.padding(size), self._packer.graph_counts(size)))
+        self._plan_decodes(host_words(self._packer.padding(key.size), self._packer.graph_counts(key.size)))
 
-    def _run_size(self, size: int) -> None:
+    def _run_graph(self, key: GraphKey) -> None:
         """Run what a graph is captured of."""
-        self._compute(self._fixed[size], size, None, is_padded=True)
+        self._compute(self._fixed[key.size], key.size, key.size, None, is_padded=True)
+
+    @torch.inference_mode()
+    def _make_pieces(self) -> None:
+        options = self.options
+        self._pieces = Pieces(
+            self.weights,
+            self.kernels,
+            self._state.kv,
+            self._multiply,
+            self._graphs,
+            sizes=options.piece_sizes,
+            padding_kv_slot=options.padding_block * options.block_size,
+        )
 
     @torch.inference_mode()
     def _compute(
-        self, buffers: _Buffers, num_decodes: int, chunks: ChunkRows | None, *, is_padded: bool = False
+        self,
+        buffers: _Buffers,
+        num_decodes: int,
+        num_tokens: int,
+        chunks: ChunkRows | None,
+        *,
+        is_padded: bool = False,
     ) -> None:
         parts, state = buffers.parts, self._state
         state.tables_SW.view(-1).index_put_((parts.update_places_U,), parts.update_blocks_U)
@@ -297,15 +321,20 @@ class CudaForward:
             self.kernels.start_decodes(decodes)
         step = LayerStep(
             StepTensors(parts.positions_T, parts.kv_slots_T),
+            num_tokens,
             decodes,
             num_decodes,
             {window: self.kernels.plan_chunks(chunks, spec) for window, spec in self._windows.items()}
             if chunks is not None
             else {},
             state.kv,
+            self.kernels,
             self._multiply,
         )
-        hidden = run_layers(self.weights, self.kernels, ids_T, step)
+        if self._pieces is not None and not is_padded and len(ids_T) in self.options.piece_sizes:
+            hidden = self._pieces.run(ids_T, step)
+        else:
+            hidden = run_layers(self.weights, ids_T, step)
         if not len(parts.sampled_N):
             return
         if not is_padded:  # else every row samples, or its logits do not matter

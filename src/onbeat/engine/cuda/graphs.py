@@ -1,9 +1,10 @@
-"""Decode steps of a few sizes, run again and again: captured on a GPU, called where there is none."""
+"""Steps of a few sizes, run again and again: captured on a GPU, called where there is none."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -13,6 +14,15 @@ GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Rows. Under some 150, a product's time is that of reading its weights, and rows of padding cost little."""
 
 
+PIECE_SIZES = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512)
+"""Tokens. Above, a step takes the device longer than the host needs to queue its operators one by one."""
+
+
+def piece_sizes(max_tokens: int) -> tuple[int, ...]:
+    """Return the sizes that steps with prompts are padded to; larger steps are not captured."""
+    return tuple(size for size in PIECE_SIZES if size <= max_tokens)
+
+
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Return the sizes that decode steps of up to so many rows are padded to; larger ones are not padded."""
     return tuple(
@@ -20,14 +30,30 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     )
 
 
+class GraphKey(NamedTuple):
+    """What a graph is captured of."""
+
+    size: int
+    """Rows of decodes, or tokens of a step that is captured in pieces."""
+    piece: int | None = None
+    """Of such a step; None: the whole of a step of decodes."""
+
+    def __str__(self) -> str:
+        if self.piece is None:
+            return f"a decode step of {self.size} rows"
+        return f"piece {self.piece} of a step of {self.size} tokens"
+
+
 class Graphs(Protocol):
-    """Runs a function of the rows' number, whose input and output lie in fixed memory."""
+    """Runs functions whose input and output lie in fixed memory."""
 
     name: str
     """For readers of measurements."""
 
-    def prepare(self, sizes: Sequence[int], run: Callable[[int], None], plan: Callable[[int], None]) -> None:
-        """Do what makes `replay` of these sizes possible.
+    def prepare(
+        self, keys: Sequence[GraphKey], run: Callable[[GraphKey], None], plan: Callable[[GraphKey], None]
+    ) -> None:
+        """Do what makes `replay` of these keys possible.
 
         Parameters
         ----------
@@ -36,70 +62,83 @@ class Graphs(Protocol):
 
         Raises
         ------
-        ConfigError : naming the size that cannot be captured.
+        ConfigError : naming what cannot be captured.
         """
         ...
 
-    def replay(self, size: int) -> None:
-        """Queue the function for a size."""
+    def replay(self, key: GraphKey) -> None:
+        """Queue the function for a key."""
         ...
 
 
 class EagerGraphs:
-    """Calls the function."""
+    """Calls the functions."""
 
     name = "none"
 
     def __init__(self) -> None:
-        self._run: Callable[[int], None] | None = None
+        self._runs: dict[GraphKey, Callable[[GraphKey], None]] = {}
 
     def prepare(
         self,
-        sizes: Sequence[int],  # noqa: ARG002
-        run: Callable[[int], None],
-        plan: Callable[[int], None],  # noqa: ARG002 -- who replays has planned
+        keys: Sequence[GraphKey],
+        run: Callable[[GraphKey], None],
+        plan: Callable[[GraphKey], None],  # noqa: ARG002 -- who replays has planned
     ) -> None:
         """Remember the function."""
-        self._run = run
+        self._runs.update(dict.fromkeys(keys, run))
 
-    def replay(self, size: int) -> None:
+    def replay(self, key: GraphKey) -> None:
         """Call the function."""
-        assert self._run is not None, "nothing was prepared"
-        self._run(size)
+        self._runs[key](key)
 
 
 class CudaGraphs:
-    """Captures the function once for each size; the graphs share one pool, for only one runs at a time."""
+    """Captures a function once for each key; the graphs share one pool, for only one runs at a time."""
 
     name = "cuda"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._pool = torch.cuda.graph_pool_handle()
 
-    def prepare(self, sizes: Sequence[int], run: Callable[[int], None], plan: Callable[[int], None]) -> None:
+    def prepare(
+        self, keys: Sequence[GraphKey], run: Callable[[GraphKey], None], plan: Callable[[GraphKey], None]
+    ) -> None:
         """Capture, the largest size first, so that smaller ones find the pool large enough."""
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            pool = torch.cuda.graph_pool_handle()
-            for size in sorted(sizes, reverse=True):
-                stream.wait_stream(torch.cuda.current_stream())
-                try:
-                    with torch.cuda.stream(stream):
-                        plan(size)
-                        run(size)  # a kernel that is compiled, or memory that is taken, would fail a capture
-                    torch.cuda.synchronize()
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                        run(size)
-                except Exception as error:  # of torch, Triton or FlashInfer
-                    raise ConfigError(
-                        f"a decode step of {size} rows cannot be captured as a CUDA graph: "
-                        f"{str(error).partition(chr(10))[0]}; --enforce-eager does without graphs"
-                    ) from error
-                self._graphs[size] = graph
-            torch.cuda.current_stream().wait_stream(stream)
+        gc.collect()
+        gc.freeze()  # torch collects before each capture, which takes long among so many objects
+        try:
+            with torch.cuda.device(self._device):
+                for key in sorted(keys, key=lambda key: -key.size):
+                    self._graphs[key] = self._capture(key, run, plan)
+                torch.cuda.current_stream().wait_stream(self._stream)
+        finally:
+            gc.unfreeze()
 
-    def replay(self, size: int) -> None:
+    def replay(self, key: GraphKey) -> None:
         """Launch the graph."""
-        self._graphs[size].replay()
+        self._graphs[key].replay()
+
+    def _capture(
+        self, key: GraphKey, run: Callable[[GraphKey], None], plan: Callable[[GraphKey], None]
+    ) -> torch.cuda.CUDAGraph:
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(stream):
+                plan(key)
+                run(key)  # a kernel that is compiled, or memory that is taken, would fail a capture
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                run(key)
+        except Exception as error:  # of torch, Triton or FlashInfer
+            raise ConfigError(
+                f"{key} cannot be captured as a CUDA graph: {str(error).partition(chr(10))[0]}; "
+                "--enforce-eager does without graphs"
+            ) from error
+        return graph

@@ -23,12 +23,15 @@ class LayerStep(NamedTuple):
     """What the layers must know of a step: rows that decode come first, those of chunks behind them."""
 
     tensors: StepTensors
+    num_tokens: int
+    """Those behind it are padding."""
     decodes: DecodeRows
     """None of them where `num_decodes` is 0."""
     num_decodes: int
     chunk_plans: Mapping[int | None, Any]
     """By window; empty where no row has a chunk."""
     kv: Sequence[LayerKVCache]
+    kernels: Kernels
     multiply: Multiply
 
 
@@ -39,25 +42,73 @@ class Hidden(NamedTuple):
     residual_TD: Tensor
 
 
-def run_layers(weights: CudaWeights, kernels: Kernels, ids_T: Tensor, step: LayerStep) -> Hidden:
+def run_layers(weights: CudaWeights, ids_T: Tensor, step: LayerStep) -> Hidden:
     """Run tokens through the layers; their keys and values are stored on the way."""
     residual_TD = weights.embedding_VD.index_select(0, ids_T)
-    if weights.embedding_scale != 1.0:
-        residual_TD.mul_(weights.embedding_scale)
-    normed_TD = torch.empty_like(residual_TD)
+    scale_embedding(weights, residual_TD)
     x_TD: Tensor | None = None
     for layer, kv in zip(weights.layers, step.kv, strict=True):
-        kernels.add_norm(x_TD, residual_TD, layer.attention_norm, normed_TD)
-        x_TD = _attention(kernels, layer, normed_TD, step, kv)
-        _finish_branch(kernels, weights, x_TD, layer.after_attention_norm)
-        kernels.add_norm(x_TD, residual_TD, layer.mlp_norm, normed_TD)
-        gate_up_TF2 = step.multiply(normed_TD, layer.gate_up_FD, None)
-        activated_TF = gate_up_TF2.new_empty(len(gate_up_TF2), gate_up_TF2.shape[1] // 2)
-        kernels.act_mul(gate_up_TF2, weights.config.hidden_activation, activated_TF)
-        x_TD = step.multiply(activated_TF, layer.down_DF, None)
-        _finish_branch(kernels, weights, x_TD, layer.after_mlp_norm)
+        q_TNH, mixed_TNH = (
+            residual_TD.new_empty(len(ids_T), layer.spec.num_heads, layer.spec.head_dim) for _ in range(2)
+        )
+        before_attention(layer, x_TD, residual_TD, step, kv, q_TNH)
+        attend(layer.spec, q_TNH, step, kv, mixed_TNH)
+        x_TD = after_attention(weights, layer, mixed_TNH, residual_TD, step)
     assert x_TD is not None, "a model has layers"
     return Hidden(x_TD, residual_TD)
+
+
+def scale_embedding(weights: CudaWeights, residual_TD: Tensor) -> None:
+    """Do in place what a family does to the embedding."""
+    if weights.embedding_scale != 1.0:
+        residual_TD.mul_(weights.embedding_scale)
+
+
+def before_attention(
+    layer: CudaLayer,
+    x_TD: Tensor | None,
+    residual_TD: Tensor,
+    step: LayerStep,
+    kv: LayerKVCache,
+    q_TNH: Tensor,
+) -> None:
+    """Run a layer up to attention: the queries are written, keys and values stored.
+
+    Parameters
+    ----------
+    x_TD : what the layer before adds to the residual; None in the first layer.
+    """
+    normed_TD = torch.empty_like(residual_TD)
+    step.kernels.add_norm(x_TD, residual_TD, layer.attention_norm, normed_TD)
+    qkv_TX = step.multiply(normed_TD, layer.qkv_XD, layer.qkv_bias_X)
+    step.kernels.rope_store(qkv_TX, step.tensors, layer.spec, kv, q_TNH)
+
+
+def attend(spec: LayerSpec, q_TNH: Tensor, step: LayerStep, kv: LayerKVCache, mixed_TNH: Tensor) -> None:
+    """Attend with all tokens of a step."""
+    kernels, num_decodes, num_tokens = step.kernels, step.num_decodes, step.num_tokens
+    if num_decodes:
+        kernels.attend_decodes(q_TNH[:num_decodes], kv, step.decodes, spec, mixed_TNH[:num_decodes])
+    if num_decodes < num_tokens:
+        chunks = slice(num_decodes, num_tokens)
+        kernels.attend_chunks(q_TNH[chunks], kv, step.chunk_plans[spec.window], spec, mixed_TNH[chunks])
+
+
+def after_attention(
+    weights: CudaWeights, layer: CudaLayer, mixed_TNH: Tensor, residual_TD: Tensor, step: LayerStep
+) -> Tensor:
+    """Run the rest of a layer; return what it adds to the residual, [T, D]."""
+    kernels, multiply = step.kernels, step.multiply
+    x_TD = multiply(mixed_TNH.view(len(mixed_TNH), -1), layer.o_DX, layer.o_bias_D)
+    _finish_branch(kernels, weights, x_TD, layer.after_attention_norm)
+    normed_TD = torch.empty_like(residual_TD)
+    kernels.add_norm(x_TD, residual_TD, layer.mlp_norm, normed_TD)
+    gate_up_TF2 = multiply(normed_TD, layer.gate_up_FD, None)
+    activated_TF = gate_up_TF2.new_empty(len(gate_up_TF2), gate_up_TF2.shape[1] // 2)
+    kernels.act_mul(gate_up_TF2, weights.config.hidden_activation, activated_TF)
+    x_TD = multiply(activated_TF, layer.down_DF, None)
+    _finish_branch(kernels, weights, x_TD, layer.after_mlp_norm)
+    return x_TD
 
 
 def write_logits(weights: CudaWeights, kernels: Kernels, hidden: Hidden, logits_TV: Tensor) -> None:
@@ -78,22 +129,6 @@ def write_logits(weights: CudaWeights, kernels: Kernels, hidden: Hidden, logits_
 def first_of_windows(weights: CudaWeights) -> dict[int | None, LayerSpec]:
     """Return a layer of each window that the model has."""
     return {layer.spec.window: layer.spec for layer in reversed(weights.layers)}
-
-
-def _attention(
-    kernels: Kernels, layer: CudaLayer, normed_TD: Tensor, step: LayerStep, kv: LayerKVCache
-) -> Tensor:
-    spec, num_decodes = layer.spec, step.num_decodes
-    num_tokens = len(normed_TD)
-    qkv_TX = step.multiply(normed_TD, layer.qkv_XD, layer.qkv_bias_X)
-    q_TNH, mixed_TNH = (qkv_TX.new_empty(num_tokens, spec.num_heads, spec.head_dim) for _ in range(2))
-    kernels.rope_store(qkv_TX, step.tensors, spec, kv, q_TNH)
-    if num_decodes:
-        kernels.attend_decodes(q_TNH[:num_decodes], kv, step.decodes, spec, mixed_TNH[:num_decodes])
-    if num_decodes < num_tokens:
-        plan = step.chunk_plans[spec.window]
-        kernels.attend_chunks(q_TNH[num_decodes:], kv, plan, spec, mixed_TNH[num_decodes:])
-    return step.multiply(mixed_TNH.view(num_tokens, -1), layer.o_DX, layer.o_bias_D)
 
 
 def _finish_branch(kernels: Kernels, weights: CudaWeights, x_TD: Tensor, norm: Norm | None) -> None:

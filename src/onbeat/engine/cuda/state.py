@@ -33,6 +33,8 @@ class CudaOptions:
     max_num_seqs: int
     max_model_len: int
     max_num_batched_tokens: int
+    piece_sizes: tuple[int, ...] = ()
+    """Tokens, rising: steps with prompts are padded to these and replayed in pieces; see `Pieces`."""
 
     @property
     def max_row_blocks(self) -> int:

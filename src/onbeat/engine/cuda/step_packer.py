@@ -34,7 +34,9 @@ class PackedStep:
     """Its memory as this step uses it."""
     counts: StepCounts
     size: int | None
-    """Of the graph; None where the step is run operator by operator."""
+    """Of the graph of decodes; None for other steps."""
+    num_tokens: int
+    """Those behind it are padding."""
     sampling_tokens: IntArray
     chunks: ChunkRows | None
     """Rows behind those that decode."""
@@ -124,7 +126,7 @@ class StepPacker:
         parts.update_blocks_U[:num_updates] = blocks[:num_updates]
         self._pad(parts, num_rows, num_updates)
         is_random = self._choose(inputs, parts, inputs.sampling_tokens, drawn_N)
-        return PackedStep(entry, views, counts, size, inputs.sampling_tokens, None, late, is_random)
+        return PackedStep(entry, views, counts, size, size, inputs.sampling_tokens, None, late, is_random)
 
     def _pack_eager(
         self,
@@ -139,14 +141,16 @@ class StepPacker:
         num_decodes, num_samples = int(is_decode_R.sum()), len(inputs.sampling_tokens)
         late = _later(places, blocks, _MOST_EAGER_UPDATES, entry)
         num_updates = len(places) if late is None else 0
-        counts = StepCounts(len(inputs.token_ids_T), num_decodes, num_samples, num_updates)
+        num_tokens = len(inputs.token_ids_T)
+        counts = StepCounts(self._padded(num_tokens), num_decodes, num_samples, num_updates)
         views = entry.views(counts)
         parts = views.parts
         order_T, places_T = _decodes_first(is_decode_R, batch.query_lens_R)
-        parts.ids_T[:] = inputs.token_ids_T[order_T]
-        parts.positions_T[:] = inputs.positions_T[order_T]
-        parts.kv_slots_T[:] = batch.slot_mapping_T[order_T]
-        parts.token_slots_T[:] = np.repeat(batch.slots_R, batch.query_lens_R)[order_T]
+        parts.ids_T[:num_tokens] = inputs.token_ids_T[order_T]
+        parts.positions_T[:num_tokens] = inputs.positions_T[order_T]
+        parts.kv_slots_T[:num_tokens] = batch.slot_mapping_T[order_T]
+        parts.token_slots_T[:num_tokens] = np.repeat(batch.slots_R, batch.query_lens_R)[order_T]
+        self._pad_tokens(parts, num_tokens)
         parts.lens_R[:] = batch.context_lens_R[is_decode_R]
         parts.slots_R[:] = batch.slots_R[is_decode_R]
         parts.sampled_N[:] = places_T[inputs.sampling_tokens]
@@ -156,7 +160,13 @@ class StepPacker:
         chunks = None
         if num_decodes < len(is_decode_R):
             chunks = _chunk_rows(batch, np.flatnonzero(~is_decode_R), self._options.block_size)
-        return PackedStep(entry, views, counts, None, inputs.sampling_tokens, chunks, late, is_random)
+        return PackedStep(
+            entry, views, counts, None, num_tokens, inputs.sampling_tokens, chunks, late, is_random
+        )
+
+    def _padded(self, num_tokens: int) -> int:
+        """Return the number of tokens of a step that is no step of decodes, padding included."""
+        return next((size for size in self._options.piece_sizes if size >= num_tokens), num_tokens)
 
     def _choose(
         self,
@@ -179,15 +189,20 @@ class StepPacker:
     def _pad(self, parts: StepWords, num_rows: int, num_updates: int) -> None:
         """Fill the rest of a graph's words: rows of one token in a block that nobody else has."""
         options = self._options
-        parts.ids_T[num_rows:] = 0
-        parts.positions_T[num_rows:] = 0
-        parts.kv_slots_T[num_rows:] = options.padding_block * options.block_size
-        parts.token_slots_T[num_rows:] = options.padding_slot
+        self._pad_tokens(parts, num_rows)
         parts.lens_R[num_rows:] = 1
         parts.slots_R[num_rows:] = options.padding_slot
         parts.write_slots_N[num_rows:] = options.padding_slot
         parts.update_places_U[num_updates:] = self._mirror.padding_place
         parts.update_blocks_U[num_updates:] = options.padding_block
+
+    def _pad_tokens(self, parts: StepWords, num_tokens: int) -> None:
+        """Fill the rest of a step's tokens: all of them lie in one place that nobody else has."""
+        options = self._options
+        parts.ids_T[num_tokens:] = 0
+        parts.positions_T[num_tokens:] = 0
+        parts.kv_slots_T[num_tokens:] = options.padding_block * options.block_size
+        parts.token_slots_T[num_tokens:] = options.padding_slot
 
 
 def _later(places: IntArray, blocks: Int32Array, most: int, entry: RingEntry) -> Tensor | None:

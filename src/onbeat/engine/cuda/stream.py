@@ -95,4 +95,4 @@ class _Recorded:
         self._event.synchronize()
 
     def seconds_since(self, earlier: _Recorded) -> float:
-        return float(earlier._event.elapsed_time(self._event)) / 1e3  # type: ignore[no-untyped-call]
+        return float(earlier._event.elapsed_time(self._event)) / 1e3

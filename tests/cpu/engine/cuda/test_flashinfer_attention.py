@@ -181,6 +181,9 @@ class _SlowMark:
     def wait(self) -> None:
         self._on_wait()
 
+    def seconds_since(self, earlier: Mark) -> float:
+        raise NotImplementedError
+
 
 def test_a_plan_is_not_overwritten_before_it_is_copied() -> None:
     """Two steps may be in flight; the third plan waits for the copy of the first, not of the second."""

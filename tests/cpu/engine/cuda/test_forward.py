@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from onbeat.core.request import Request
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
-from onbeat.engine.cuda.graphs import EagerGraphs, graph_sizes
+from onbeat.engine.cuda.graphs import EagerGraphs, GraphKey, graph_sizes, piece_sizes
 from onbeat.engine.cuda.kernels import DecodeRows, Int32Array, KernelSizes, LayerSpec
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.state import TableMirror
@@ -31,21 +32,36 @@ class PoisonedGraphs:
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.pieces: list[GraphKey] = []
         self.forward: CudaForward | None = None
         self._graphs = EagerGraphs()
 
-    def prepare(self, sizes: Sequence[int], run: Callable[[int], None], plan: Callable[[int], None]) -> None:
-        self._graphs.prepare(sizes, run, plan)
+    def prepare(
+        self, keys: Sequence[GraphKey], run: Callable[[GraphKey], None], plan: Callable[[GraphKey], None]
+    ) -> None:
+        self._graphs.prepare(keys, run, plan)
 
-    def replay(self, size: int) -> None:
-        self.sizes.append(size)
+    def replay(self, key: GraphKey) -> None:
         assert self.forward is not None
+        if key.piece is not None:
+            self._replay_piece(key, self.forward)
+            return
+        self.sizes.append(key.size)
         self.forward._logits_NV.fill_(torch.nan)
         for other, buffers in self.forward._fixed.items():
             buffers.results.fill_(-1)
-            if other != size:
+            if other != key.size:
                 buffers.words.fill_(2**31 - 1)
-        self._graphs.replay(size)
+        self._graphs.replay(key)
+
+    def _replay_piece(self, key: GraphKey, forward: CudaForward) -> None:
+        pieces = forward._pieces
+        assert pieces is not None
+        self.pieces.append(key)
+        for memory in (pieces._x_TD, pieces._q_TNH, pieces._mixed_TNH[key.size :]):
+            memory.fill_(torch.nan)
+        pieces._residual_TD[key.size if key.piece else 0 :].fill_(torch.nan)
+        self._graphs.replay(key)
 
 
 class PlanningKernels(ReferenceKernels):
@@ -69,7 +85,7 @@ def poisoned(
     name: str,
     graphs: PoisonedGraphs,
     make_kernels: Callable[[KernelSizes], ReferenceKernels] = ReferenceKernels,
-    **changes: int,
+    **changes: Any,
 ) -> Callable[..., CudaForward]:
     weights = load_weights(StateCheckpoint(hf_tiny_model(name, torch.float64)), torch.float64, CPU)
 
@@ -112,6 +128,25 @@ def test_decodes_may_be_planned_on_the_host(name: str) -> None:
     assert_equals_reference(driver, TorchEngine(), name)
 
 
+@pytest.mark.parametrize("kernels", [ReferenceKernels, PlanningKernels])
+@pytest.mark.parametrize("name", ["llama3", "gemma3", "mistral-sliding", "granite"])
+def test_steps_with_prompts_run_in_pieces_and_read_none_of_the_padding(
+    name: str, kernels: Callable[[KernelSizes], ReferenceKernels]
+) -> None:
+    graphs = PoisonedGraphs()
+    driver = StepDriver(poisoned(name, graphs, kernels, piece_sizes=(8, 32, 64), max_num_batched_tokens=128))
+    for length in (1, 17, 30, 3, 40):
+        driver.add(random_prompt(length), 6)
+    driver.step(dict.fromkeys(driver.requests, 12))
+    driver.step({driver.add(random_prompt(70), 4): 7})
+    driver.run(20)
+    assert graphs.forward is not None
+    num_pieces = graphs.forward.config.num_layers + 1
+    assert {key.size for key in graphs.pieces} == {8, 32, 64}
+    assert [key.piece for key in graphs.pieces] == [*range(num_pieces)] * (len(graphs.pieces) // num_pieces)
+    assert_equals_reference(driver, TorchEngine(), name)
+
+
 def test_more_rows_than_the_largest_graph_run_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onbeat.engine.cuda.graphs.GRAPH_SIZES", (1, 2, 4))
     graphs = PoisonedGraphs()
@@ -141,6 +176,7 @@ def test_sizes_reach_the_largest_step() -> None:
     assert graph_sizes(5) == (1, 2, 4, 8)
     assert graph_sizes(33)[-1] == 48
     assert graph_sizes(10**6)[-1] == 256
+    assert piece_sizes(100) == (16, 32, 64)
 
 
 @pytest.mark.parametrize("skewed", [False, True])
