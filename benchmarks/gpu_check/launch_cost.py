@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_check.timing import BLOCK_SIZE, DecodeStream, runner_of
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
+from onbeat.engine.cuda.graphs import GraphKey
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.model_config import ModelConfig, RopeConfig
@@ -50,10 +51,10 @@ class _NoGraphs:
 
     name = "none"
 
-    def prepare(self, sizes: Sequence[int], *functions: Callable[[int], None]) -> None:
+    def prepare(self, keys: Sequence[GraphKey], *functions: Callable[[GraphKey], None]) -> None:
         """Remember nothing."""
 
-    def replay(self, size: int) -> None:
+    def replay(self, key: GraphKey) -> None:
         """Do nothing."""
 
 

@@ -25,6 +25,7 @@ from gpu_check.timing import (
     times_of_parts,
     wall_ms,
 )
+from onbeat.engine.cuda.graphs import GraphKey
 from onbeat.engine.cuda.kernels import Multiply
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.model_runner import ModelRunner
@@ -149,7 +150,7 @@ def _device_ms(runner: ModelRunner, rows: int) -> float:
     forward: Any = runner.forward
     sizes = [size for size in getattr(forward, "_sizes", ()) if size >= rows]
     graphs = getattr(forward, "_graphs", None)
-    return milliseconds(lambda: graphs.replay(min(sizes)), 10) if sizes and graphs else float("nan")
+    return milliseconds(lambda: graphs.replay(GraphKey(min(sizes))), 10) if sizes and graphs else float("nan")
 
 
 def time_batch(timer: StepTimer, name: str, batch: MeasuredBatch, *, at_most: float | None = None) -> None:
@@ -188,6 +189,39 @@ def time_others(runner: ModelRunner, num_blocks: int, prompts: dict[int, float |
             show_kernels(timer, "prompt", prompt(64 if IS_REHEARSAL else 2048))
 
 
+def mixed_steps() -> dict[str, MeasuredBatch]:
+    """Return small steps that are no pure decodes."""
+    if IS_REHEARSAL:
+        return {
+            "2 decodes + 20 of a prompt": MeasuredBatch((*decodes(2, 64).rows, BatchRow(0, 20))),
+            "2 rows verify 3 drafts": MeasuredBatch((BatchRow(60, 4, num_drafts=3),) * 2),
+        }
+    found = {"prompt 64": prompt(64), "prompt 256": prompt(256)}
+    for rows, chunk in ((8, 56), (31, 97), (31, 225), (31, 481)):
+        name = f"{rows} decodes + {chunk} of a prompt"
+        found[name] = MeasuredBatch((*decodes(rows, 512).rows, BatchRow(0, chunk)))
+    for rows in (1, 8, 31):
+        found[f"{rows} rows verify 3 drafts"] = MeasuredBatch((BatchRow(512, 4, num_drafts=3),) * rows)
+    return found
+
+
+def time_mixed(weights: CudaWeights, runner: ModelRunner, num_blocks: int, chosen: Multiply) -> None:
+    """Time small steps with prompts and drafts, operator by operator and in pieces."""
+    for way in ("one by one", "in pieces"):
+        try:
+            if way == "in pieces":
+                start = time.monotonic()
+                num_blocks = 2000  # the other runner's are still there
+                runner = make_runner(weights, num_blocks, pieces=True, max_rows=32, multiply=chosen)
+                note("pieces, graphs and first steps", time.monotonic() - start, "s", shown=True)
+            with step_timer(runner, num_blocks) as timer:
+                for name, batch in mixed_steps().items():
+                    if seconds_left() > 6:
+                        time_batch(timer, f"{name}, {way}", batch)
+        except Exception as error:  # one way that fails is a finding about itself
+            note(f"steps {way} fail", f"{type(error).__name__}: {error}"[:300], shown=True)
+
+
 def main() -> int:
     config = model_config("8b")
     start = time.monotonic()
@@ -210,6 +244,7 @@ def main() -> int:
         note_host_parts(runner, rows, 64 if IS_REHEARSAL else 512)
     if not IS_REHEARSAL:
         time_variants(weights, chosen)
+    time_mixed(weights, runner, num_blocks, chosen)
     time_others(runner, num_blocks, prompts)
     if not IS_REHEARSAL:
         _prompts_by_fa3(weights, prompts)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from onbeat.core.request import TokenLogprobs
 from onbeat.engine.cuda.backend import fast_kernels
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
-from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs
+from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, piece_sizes
 from onbeat.engine.cuda.kernels import ChunkBackend, DecodeBackend, Multiply
 from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import CudaWeights
@@ -30,6 +30,7 @@ def on_gpu_engine(
     weights: CudaWeights,
     *,
     graphs: bool = True,
+    pieces: bool = False,
     fast: bool = False,
     decode_backend: DecodeBackend = "fa2",
     chunk_backend: ChunkBackend = "fa2",
@@ -47,6 +48,7 @@ def on_gpu_engine(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
+            piece_sizes=piece_sizes(max_num_batched_tokens) if pieces else (),
         )
         sizes = kernel_sizes(weights, options)
         kernels = fast_kernels(sizes, decode_backend, chunk_backend) if fast else ReferenceKernels(sizes)

@@ -91,11 +91,12 @@ def test_greedy_tokens_equal_the_reference(name: str, chunk: int) -> None:
         torch.testing.assert_close(torch.stack(live.logits).cpu(), logits, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_graphs_compute_what_calls_compute(name: str) -> None:
+def test_graphs_compute_what_calls_compute(name: str, pieces: bool) -> None:
     weights = exact_weights(name, torch.float32)
     prompts = [random_prompt(length) for length in PROMPT_LENGTHS]
-    by_graphs, _ = run_fixed(on_gpu_engine(weights), prompts, num_tokens=12, chunk=1000)
+    by_graphs, _ = run_fixed(on_gpu_engine(weights, pieces=pieces), prompts, num_tokens=12, chunk=1000)
     by_calls, _ = run_fixed(on_gpu_engine(weights, graphs=False), prompts, num_tokens=12, chunk=1000)
     for actual, expected in zip(by_graphs, by_calls, strict=True):
         assert relative_error(actual, expected) <= 1e-5
@@ -152,11 +153,19 @@ def overlapping_weights(*, fast: bool) -> CudaWeights:
 
 
 @pytest.mark.parametrize("fast", [False, pytest.param(True, marks=needs_flashinfer)])
+@pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_steps_that_overlap_choose_the_tokens_of_steps_one_by_one(seed: int, fast: bool) -> None:
+def test_steps_that_overlap_choose_the_tokens_of_steps_one_by_one(
+    seed: int, pieces: bool, fast: bool
+) -> None:
     weights = overlapping_weights(fast=fast)
     make = on_gpu_engine(
-        weights, fast=fast, max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=256
+        weights,
+        fast=fast,
+        pieces=pieces,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=256,
     )
 
     def tokens(depth: int) -> dict[str, list[int]]:

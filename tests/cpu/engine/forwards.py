@@ -95,6 +95,7 @@ def on_cuda_engine(checkpoint: Checkpoint, *, dtype: torch.dtype) -> MakeForward
             max_num_seqs=32,
             max_model_len=512,
             max_num_batched_tokens=256,
+            piece_sizes=(8, 64),
         )
         kernels = ReferenceKernels(kernel_sizes(weights, options))
         return CudaForward(weights, kernels, EagerGraphs(), options)

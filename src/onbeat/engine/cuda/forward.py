@@ -291,16 +291,8 @@ class CudaForward:
 
     @torch.inference_mode()
     def _make_pieces(self) -> None:
-        options = self.options
-        self._pieces = Pieces(
-            self.weights,
-            self.kernels,
-            self._state.kv,
-            self._multiply,
-            self._graphs,
-            sizes=options.piece_sizes,
-            padding_kv_slot=options.padding_block * options.block_size,
-        )
+        kv, multiply, graphs = self._state.kv, self._multiply, self._graphs
+        self._pieces = Pieces(self.weights, self.kernels, kv, multiply, graphs, self.options)
 
     @torch.inference_mode()
     def _compute(

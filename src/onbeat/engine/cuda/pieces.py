@@ -22,6 +22,7 @@ from onbeat.engine.cuda.layer import (
     before_attention,
     scale_embedding,
 )
+from onbeat.engine.cuda.state import CudaOptions
 from onbeat.engine.cuda.weights import CudaWeights
 from onbeat.engine.torch_kv import LayerKVCache
 
@@ -33,21 +34,19 @@ class Pieces:
     ----------
     weights, kernels, kv, multiply : the model, its KV cache, and what computes it.
     graphs : what captures the pieces.
-    sizes : of steps, tokens.
-    padding_kv_slot : where keys and values of padding are stored.
+    options : sizes, those of steps among them.
     """
 
-    def __init__(  # noqa: PLR0913 -- what a layer needs, and what is made of it
+    def __init__(
         self,
         weights: CudaWeights,
         kernels: Kernels,
         kv: Sequence[LayerKVCache],
         multiply: Multiply,
         graphs: Graphs,
-        *,
-        sizes: Sequence[int],
-        padding_kv_slot: int,
+        options: CudaOptions,
     ) -> None:
+        sizes = options.piece_sizes
         self._weights = weights
         self._kv = kv
         self._graphs = graphs
@@ -55,7 +54,7 @@ class Pieces:
         self._ids_T, self._positions_T = (
             torch.zeros(most, dtype=torch.int32, device=device) for _ in range(2)
         )
-        self._kv_slots_T = torch.full_like(self._ids_T, padding_kv_slot)
+        self._kv_slots_T = torch.full_like(self._ids_T, options.padding_kv_slot)
         self._x_TD, self._residual_TD = (
             torch.zeros(most, weights.config.hidden_size, dtype=weights.dtype, device=device)
             for _ in range(2)

@@ -51,6 +51,11 @@ class CudaOptions:
         """The KV block of such rows."""
         return self.num_blocks
 
+    @property
+    def padding_kv_slot(self) -> int:
+        """The place of such a row's keys and values."""
+        return self.padding_block * self.block_size
+
 
 class DeviceState:
     """KV cache, block tables, and each slot's last token.

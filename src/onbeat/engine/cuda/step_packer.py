@@ -201,7 +201,7 @@ class StepPacker:
         options = self._options
         parts.ids_T[num_tokens:] = 0
         parts.positions_T[num_tokens:] = 0
-        parts.kv_slots_T[num_tokens:] = options.padding_block * options.block_size
+        parts.kv_slots_T[num_tokens:] = options.padding_kv_slot
         parts.token_slots_T[num_tokens:] = options.padding_slot
 
 
