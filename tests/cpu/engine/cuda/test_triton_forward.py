@@ -42,8 +42,9 @@ class InterpretedKernels(ReferenceKernels):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # infinities, in the interpreter
+@pytest.mark.parametrize("piece_sizes", [(), (8, 32)])
 @pytest.mark.parametrize("name", ["llama3", "mistral-sliding", "gemma3"])
-def test_steps_compute_what_the_reference_computes(name: str) -> None:
+def test_steps_compute_what_the_reference_computes(name: str, piece_sizes: tuple[int, ...]) -> None:
     """Chunks, decodes and both in one step; padding rows; norms and windows of each family."""
     weights = load_weights(
         StateCheckpoint(hf_tiny_model(name, torch.float64)), torch.float32, torch.device("cpu")
@@ -56,6 +57,7 @@ def test_steps_compute_what_the_reference_computes(name: str) -> None:
             max_num_seqs=4,
             max_model_len=64,
             max_num_batched_tokens=32,
+            piece_sizes=piece_sizes,
         )
         kernels = InterpretedKernels(kernel_sizes(weights, options))
         return CudaForward(weights, kernels, EagerGraphs(), options)
