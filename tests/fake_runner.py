@@ -15,6 +15,7 @@ from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import DoneStep, ThreadExecutor
 from onbeat.engine.kv_access import BlockMemory, KVLayout, KVRegion
+from onbeat.engine.progress import Detail
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.fake_step_time import LinearStepTime
@@ -161,6 +162,7 @@ def build_fake_engine(
     **changes,
 ) -> tuple[EngineCore, EngineInfo]:
     on_progress("building a fake engine")
+    on_progress(Detail("by hand"))
     os.nice(niceness)  # before its threads start, which inherit it
     values = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "policy": "sarathi", **changes}
     config = SchedulerConfig(**({"num_blocks": 256, "max_model_len": 1024} | values))

@@ -206,7 +206,8 @@ class _Announcer:
 
     def ready(self, url: str, *, model: str, is_chat: bool, needs_key: bool) -> None:
         seconds = time.monotonic() - self._started
-        self.say(f"ready in {seconds:.1f} s: {url} (a chat page; API docs: {url}/docs). Try:")
+        self.say(f"ready in {seconds:.1f} s: {url} (a chat page; API docs: {url}/docs)")
+        self.say("Ctrl-C stops the server. Try in another terminal:")
         self.say(example_request(url, model, is_chat=is_chat, needs_key=needs_key))
 
 
@@ -255,7 +256,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help="least level of log lines",
+        help="least level of log lines; debug also has what the engine decided at its start",
     )
     group.add_argument(
         "--timeline",

@@ -312,7 +312,8 @@ class FleetController:
     def _on_ready(self, life: Life, message: Ready) -> None:
         self.processes.on_ready(life, message.info)
         life.kv_layout = message.kv_layout
-        logger.info("%s is ready", life.replica)
+        is_first = life.replica == "r0" and not life.number  # which the server's own line says
+        logger.log(logging.DEBUG if is_first else logging.INFO, "%s is ready", life.replica)
         self._open_kv()
         limits = life.limits
         if (difference := other_blocks(life, self.lives.values())) is not None:

@@ -18,11 +18,11 @@ from onbeat.engine.native.library import NativeLibrary, NotLoaded, load_library
 from onbeat.engine.native.packing import NativeWeights, WeightPacker
 from onbeat.engine.native.set_timer import choose_instruction_set
 from onbeat.engine.native.weights_copy import NONE, CopyChoice, choose_copy, make_copy, why_no_copy
+from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.weights import Checkpoint
 from onbeat.perfmodel.profile_file import cache_dir
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
-OnProgress = Callable[[str], None]
 SettleLimits = Callable[[int], SchedulerConfig]
 """From a number of KV blocks to limits that go with it."""
 
@@ -222,7 +222,7 @@ class NativeBackend:
             processor=device_name(self._device),
             directory=cache_dir() / "instruction-sets",
         )
-        on_progress(f"instruction set {chosen}, {reason}")
+        on_progress(Detail(f"instruction set {chosen}, {reason}"))
         copy_rows = options.copy_rows if chosen == self._library.instruction_sets[0] else 0
         return replace(options, instruction_set=chosen, copy_rows=copy_rows)
 
@@ -232,15 +232,15 @@ def _with_copy(
 ) -> NativeOptions:
     """Make the copy that was chosen, unless memory runs out or another set is quicker without."""
     if copy.rows and not options.copy_rows:
-        on_progress(f"{NONE}: {options.instruction_set} is quicker without")
+        on_progress(Detail(f"{NONE}: {options.instruction_set} is quicker without"))
         return options
     try:
         if copy.rows:
             make_copy(weights, options)
     except ModelLoadError as error:
-        on_progress(f"{NONE}: {error}")
+        on_progress(Detail(f"{NONE}: {error}"))
         return replace(options, copy_rows=0)
-    on_progress(copy.reason)
+    on_progress(Detail(copy.reason))
     return options
 
 

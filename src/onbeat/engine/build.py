@@ -18,10 +18,11 @@ from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.footprint import short_memory_in_words
 from onbeat.engine.grammar_port import GrammarPort
-from onbeat.engine.load import LoadedModel, OnProgress, prepare_model
+from onbeat.engine.load import LoadedModel, prepare_model
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.objective_watch import ObjectiveWatch
 from onbeat.engine.pooling import choose_pooling
+from onbeat.engine.progress import OnProgress
 from onbeat.engine.stand_in.load import prepare_stand_in, stand_in_step_time
 from onbeat.engine.step_time_source import StepTime, choose_step_time
 from onbeat.engine.step_time_spec import precision_of
@@ -140,15 +141,21 @@ def _check_predictions(config: EngineConfig, loader: Loader) -> None:
 def _watch_objectives(
     config: EngineConfig, loaded: LoadedModel, step_time: StepTime, on_progress: OnProgress
 ) -> ObjectiveWatch | None:
-    """Say which objectives are out of reach, before somebody waits for them; return who goes on watching."""
-    if step_time.model is None or not config.slo_classes:
+    """Say how fast the engine is, and which objectives are out of reach; return who goes on watching."""
+    if step_time.model is None:
         return None
     short, long = (min(num_tokens, loaded.limits.max_model_len) for num_tokens in (128, 1024))
     check = IdleCheck(short=short, long=long, context=long)
+    on_progress(f"speed: {check.speeds(step_time.model)} ({step_time.origin})")
+    if not config.slo_classes:
+        return None
     watch = ObjectiveWatch(check, step_time.model, config.slo_classes)
     doubt = " (as measured while the machine was busy)" if step_time.was_busy else ""
-    for miss in watch.misses():
+    misses = watch.misses()
+    for miss in misses:
         on_progress(miss + doubt)
+    if misses:
+        on_progress("requests with such an objective will be late: allow more time, or serve a smaller model")
     return watch
 
 

@@ -11,7 +11,6 @@ from onbeat.engine.backend import (
     Backend,
     KeepsQuantized,
     MeasuresMemory,
-    OnProgress,
     SettleLimits,
     choose_backend,
 )
@@ -24,6 +23,7 @@ from onbeat.engine.kv_cache import modest_kv_bytes
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.pooling import choose_pooling
+from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.build import ProposerBuilder, Target, choose_proposer
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
@@ -31,8 +31,6 @@ from onbeat.engine.weights.rounding import loading_remarks
 from onbeat.perfmodel.description import StepTimeDescription
 from onbeat.scheduler.replica.policies import settle
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-
-__all__ = ["LoadedModel", "ModelLoader", "OnProgress", "open_weights", "prepare_model", "resolve_limits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +139,9 @@ class ModelLoader:
         if self.proposer is not None:
             on_progress(_describe_proposer(self.proposer, limits))
             proposer = self.proposer.build(forward, limits)
-        on_progress(
-            f"KV cache of {limits.num_blocks} blocks ({limits.num_blocks * limits.block_size} tokens), "
-            f"longest request {limits.max_model_len} tokens, policy {limits.policy}, "
-            f"{limits.max_num_batched_tokens} tokens a step"
-        )
+        say_limits(limits, on_progress)
         runner = ModelRunner.within(limits, forward, Sampler(forward.config.vocab_size), proposer)
-        on_progress("warming up")
+        on_progress(Detail("warming up"))
         runner.warm_up()
         return LoadedModel(
             name=self.name,
@@ -159,6 +153,20 @@ class ModelLoader:
             embedding_format=self.backend.embedding_format,
             proposer=self.proposer,
         )
+
+
+def say_limits(limits: SchedulerConfig, on_progress: OnProgress) -> None:
+    """Say how much room there is, and by which rules it is used."""
+    on_progress(
+        f"KV cache: room for {limits.num_blocks * limits.block_size:,} tokens; one request may have "
+        f"{limits.max_model_len:,}"
+    )
+    on_progress(
+        Detail(
+            f"{limits.num_blocks} blocks of {limits.block_size} tokens, policy {limits.policy}, "
+            f"{limits.max_num_batched_tokens} tokens a step"
+        )
+    )
 
 
 def prepare_model(config: EngineConfig) -> ModelLoader:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 
 import zmq
@@ -48,6 +49,7 @@ from onbeat.engine.messages import (
     decode_to_engine,
     encode,
 )
+from onbeat.engine.progress import Detail
 from onbeat.engine.rejection import pack_rejection
 from onbeat.engine.step_wait import WAKE_SECONDS, StepWait
 from onbeat.output import unblocked_output
@@ -109,13 +111,21 @@ def run_engine_process(build: BuildEngine, link: EngineLink) -> None:
     os._exit(1 if is_orphaned else 0)
 
 
+def _say(socket: zmq.Socket[bytes], text: str) -> None:
+    """Tell whoever it serves how far the start is; details are for the log."""
+    if isinstance(text, Detail):
+        logger.debug("%s", text)
+    else:
+        socket.send(encode(Progress(text)))
+
+
 def _build_and_serve(build: BuildEngine, link: EngineLink) -> bool:
     """Run an engine from its start to its end; return whether whoever it served is gone."""
     context = zmq.Context()
     socket = _connect(context, link)
     socket.send(encode(Hello(__version__)))
     try:
-        core, info = build(lambda text: socket.send(encode(Progress(text))))
+        core, info = build(partial(_say, socket))
     except OnbeatError as error:
         socket.send(encode(StartFailed(str(error), is_user_error=True)))
     except Exception as error:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.busy import OthersMeter
-from onbeat.engine.load import LoadedModel, OnProgress
+from onbeat.engine.load import LoadedModel
 from onbeat.engine.profiling.profiler import QUICK, limits_of, profile_model
+from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.speculation.build import DraftModelBuilder
 from onbeat.engine.step_time_spec import device_spec_of, model_spec_of, precision_of, profile_key_of
 from onbeat.engine.step_watch import StepWatch
@@ -37,6 +38,8 @@ class StepTime:
     """What the model was made from, for the record of a run."""
     was_busy: bool = False
     """Whether other programs took the processors while it was measured at this start."""
+    origin: str = "predicted"
+    """How well its times are known, in words."""
 
 
 def choose_step_time(source: str, loaded: LoadedModel, on_progress: OnProgress) -> StepTime:
@@ -81,7 +84,7 @@ class _Chooser:
             case "calibrate":
                 return self._calibrated()
             case "roofline":
-                return self._roofline("as asked for")
+                return self._roofline(Detail("as asked for"))
             case file if is_step_table(file):
                 return self._tabled(Path(file))
             case file:
@@ -95,14 +98,13 @@ class _Chooser:
             return self._roofline(str(error))
         if profile is not None:
             return self._profiled(profile, profile_path(directory, self._key))
-        return self._roofline(
-            "there is no profile of this model on this machine; `onbeat profile MODEL` measures one in two "
-            "minutes"
-        )
+        return self._roofline(Detail("there is no profile of this model on this machine"))
 
     def _profiled(self, profile: Profile, path: Path) -> StepTime:
-        self._say(f"step times: from the profile {path} of {profile.created} ({_describe(profile.fitted)})")
-        return self._fitted(profile.fitted, profile.limits)
+        self._say(
+            Detail(f"step times: from the profile {path} of {profile.created} ({_describe(profile.fitted)})")
+        )
+        return replace(self._fitted(profile.fitted, profile.limits), origin="as measured by `onbeat profile`")
 
     def _tabled(self, path: Path) -> StepTime:
         others = OthersMeter(self._loaded.device.num_threads)
@@ -114,8 +116,9 @@ class _Chooser:
             parallelism=Parallelism(),
             precision=self._precision,
         )
-        self._say(f"step times: from the table of steps {path} ({_describe(fitted)})")
-        return self._measured_beside(others, self._fitted(fitted, limits))
+        self._say(Detail(f"step times: from the table of steps {path} ({_describe(fitted)})"))
+        step_time = replace(self._fitted(fitted, limits), origin=f"by the table {path}")
+        return self._measured_beside(others, step_time)
 
     def _calibrated(self) -> StepTime:
         self._say(f"step times: calibrating for {QUICK.seconds:g} s")
@@ -123,8 +126,9 @@ class _Chooser:
         others = OthersMeter(self._loaded.device.num_threads)
         profile = profile_model(self._loaded, QUICK).profile
         seconds = time.monotonic() - start
-        self._say(f"step times: calibrated in {seconds:.1f} s ({_describe(profile.fitted)})")
-        return self._measured_beside(others, self._fitted(profile.fitted, profile.limits))
+        self._say(Detail(f"step times: calibrated in {seconds:.1f} s ({_describe(profile.fitted)})"))
+        step_time = replace(self._fitted(profile.fitted, profile.limits), origin="as measured now")
+        return self._measured_beside(others, step_time)
 
     def _fitted(self, fitted: FittedModel, limits: MachineLimits | None) -> StepTime:
         return self._learning(device_spec_of(self._key, limits), fitted)
@@ -132,8 +136,11 @@ class _Chooser:
     def _roofline(self, reason: str) -> StepTime:
         others = OthersMeter(self._loaded.device.num_threads)
         limits = limits_of(self._loaded, self._key.device, self._precision.compute)
-        self._say(f"step times: estimated from hardware limits, corrected while serving ({reason})")
-        return self._measured_beside(others, self._learning(device_spec_of(self._key, limits), None))
+        said = f"step times: estimated from hardware limits, corrected while serving ({reason})"
+        self._say(Detail(said) if isinstance(reason, Detail) else said)
+        origin = f"estimated; `onbeat profile {self._loaded.name}` measures it in two minutes"
+        step_time = replace(self._learning(device_spec_of(self._key, limits), None), origin=origin)
+        return self._measured_beside(others, step_time)
 
     def _measured_beside(self, others: OthersMeter, step_time: StepTime) -> StepTime:
         """Say so if what was measured is that of a busy machine."""
@@ -141,8 +148,8 @@ class _Chooser:
         if self._key.device != "cpu" or found is None or not found.is_busy:
             return step_time
         self._say(
-            f"the machine is busy: {found}. Step times measured now are too long; they are corrected while "
-            "serving"
+            f"the machine is busy: {found}. Answers are slower for it, and first predictions too long. Stop "
+            "these programs if you can"
         )
         return replace(step_time, was_busy=True)
 

@@ -76,7 +76,7 @@ async def test_streams_run_beside_one_another():
     for i, (tokens, reason) in enumerate(results):
         assert tokens == [(3 + i + k) % 97 for k in range(10)]
         assert reason is FinishReason.LENGTH
-    assert lines == ["building a fake engine"]
+    assert lines == ["building a fake engine"], "details are for the log"
     assert max(message.stats.num_running for message in log.messages) > 10
 
 

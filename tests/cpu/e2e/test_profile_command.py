@@ -37,8 +37,12 @@ def test_a_server_uses_the_profile_that_was_measured(tiny_directory, env, tmp_pa
     assert "Steps that verify drafts" in page
 
     timeline = tmp_path / "timeline.json"
-    with serving(tiny_directory, *TINY, "--timeline", timeline, env=env) as server:
-        assert any(str(path) in line for line in server.lines)
+    flags = ("--timeline", timeline, "--log-level", "debug")
+    with serving(tiny_directory, *TINY, *flags, env=env) as server:
+        assert any(
+            f"DEBUG onbeat.engine: step times: from the profile {path}" in line for line in server.lines
+        )
+        assert any("(as measured by `onbeat profile`)" in line for line in server.lines)
         body = {"model": str(tiny_directory), "prompt": "a" * 100, "max_tokens": 20, "ignore_eos": True}
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status()
         metrics = server.metrics()

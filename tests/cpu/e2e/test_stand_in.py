@@ -14,7 +14,12 @@ SKY = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_t
 def test_a_chat_with_a_stand_in(smollm2_gguf: Path) -> None:
     flags = ("--load-format", "stand-in", "--device", "h100-sxm", "--max-model-len", "4096")
     with serving("Llama-3.1-8B", *flags, "--tokenizer", smollm2_gguf) as server:
-        assert any("stand-in for Llama-3.1-8B on h100-sxm" in line for line in server.lines)
+        example = server.example().splitlines()
+        stands_in, room, speed, ready, stop, *shown = server.lines
+        assert stands_in.startswith("stand-in for Llama-3.1-8B on h100-sxm")
+        assert room.endswith(" tokens; one request may have 4,096")
+        assert speed.startswith("speed: ")
+        assert (ready[:9], stop[:6], shown) == ("ready in ", "Ctrl-C", example)
         answers = [httpx.post(f"{server.url}/v1/chat/completions", json=SKY).json() for _ in range(2)]
         (choice,) = answers[0]["choices"]
         assert choice["finish_reason"] == "length"

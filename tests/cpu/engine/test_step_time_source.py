@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import timeit
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from onbeat.engine.busy import Others, OthersMeter
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.load import prepare_model
 from onbeat.engine.profiling.profiler import ProfileSettings, profile_model
+from onbeat.engine.progress import Detail
 from onbeat.engine.step_time_source import choose_step_time
 from onbeat.engine.step_watch import StepWatch
 from onbeat.hub.resolve import resolve_model
@@ -60,7 +62,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(config: EngineConfig) -> tuple[list[StepStats], list[str]]:
-    """Serve one request; return its steps and what the start said of step times."""
+    """Serve one request; return its steps and what the start said of step times and speed."""
     said: list[str] = []
     core, _ = build_engine(config, said.append)
     core.add(
@@ -71,7 +73,7 @@ def run(config: EngineConfig) -> tuple[list[StepStats], list[str]]:
         if (outputs := core.step()) is not None and outputs.stats is not None:
             steps.append(outputs.stats)
     core.shutdown()
-    return steps, [text for text in said if text.startswith("step times")]
+    return steps, [text for text in said if text.startswith(("step times", "speed"))]
 
 
 def check_judged(steps: list[StepStats]) -> None:
@@ -88,9 +90,15 @@ def check_judged(steps: list[StepStats]) -> None:
 def test_without_a_profile_the_roofline_serves_alone_and_says_so(config):
     steps, said = run(config)
     check_judged(steps)
-    assert len(said) == 1
-    assert "estimated from hardware limits" in said[0]
-    assert "onbeat profile" in said[0]
+    detail, speed = said
+    assert isinstance(detail, Detail)
+    assert "estimated from hardware limits" in detail
+    assert not isinstance(speed, Detail)
+    assert re.fullmatch(
+        r"speed: the first token of a prompt of \d+ tokens takes [\d.e-]+ ms, each further one [\d.e-]+ ms "
+        rf"\(estimated; `onbeat profile {re.escape(config.model.name)}` measures it in two minutes\)",
+        speed,
+    )
 
 
 def test_the_matching_profile_is_found(config, profile):

@@ -20,6 +20,7 @@ from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.progress import Detail
 from onbeat.engine.torch_types import torch_device, torch_dtype
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.perfmodel.profile_file import cache_dir
@@ -156,7 +157,7 @@ class CudaBackend:
             block_bytes=spec.block_bytes,
             num_graphs=0 if self._config.enforce_eager else len(graph_sizes(limits.max_num_seqs)),
         )
-        on_progress(str(measured))
+        on_progress(Detail(measured))
         return settle(
             measured.num_blocks(
                 self._utilization,

@@ -33,6 +33,7 @@ from onbeat.engine.cuda.triton_products import (
     num_parts,
 )
 from onbeat.engine.cuda.weights import CudaWeights
+from onbeat.engine.progress import Detail
 
 TIMED_ROWS = (1, 8, 16, 32, 64, 128)
 """Rows that are timed; others go by the next larger one."""
@@ -133,7 +134,7 @@ def choose_products(
     chosen = ChosenProducts(
         [each for each in timed if each.num_rows <= _next_timed(max_rows)], weights.device
     )
-    on_progress(f"products of few rows, {took}: {chosen}")
+    on_progress(Detail(f"products of few rows, {took}: {chosen}"))
     return chosen
 
 

@@ -12,9 +12,10 @@ from onbeat.core.step import BatchShape
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import DTYPES
 from onbeat.engine.engine_config import EngineConfig, MemoryShare, native_settings
-from onbeat.engine.load import LoadedModel, OnProgress
+from onbeat.engine.load import LoadedModel, say_limits
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.progress import OnProgress
 from onbeat.engine.stand_in.forward import StandInForward, StandInSampler
 from onbeat.engine.step_time_source import StepTime
 from onbeat.engine.step_time_spec import model_spec_of, precision_of
@@ -87,11 +88,7 @@ class StandInLoader:
             f"stand-in for {self.deployment} ({self.description.precision}): steps take their "
             f"predicted time, answers mean nothing; tokenizer of {self.tokenizer_path}"
         )
-        on_progress(
-            f"KV cache of {limits.num_blocks} blocks ({limits.num_blocks * limits.block_size} tokens), "
-            f"longest request {limits.max_model_len} tokens, policy {limits.policy}, "
-            f"{limits.max_num_batched_tokens} tokens a step"
-        )
+        say_limits(limits, on_progress)
         config = _model_config(self.description.model, tokenizer)
         forward = StandInForward(
             config,

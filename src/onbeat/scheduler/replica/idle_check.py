@@ -39,6 +39,14 @@ class IdleCheck:
         """Return what the steps take that objectives are held against: `one decode takes 12 ms`."""
         return ", ".join(f"{what} takes {_ms(seconds)}" for _, seconds, what in self._steps(model, slo))
 
+    def speeds(self, model: StepTimeModel) -> str:
+        """Return how soon tokens come if nothing else runs."""
+        first, further = _prefill_seconds(model, self.short), self._decode_seconds(model)
+        return (
+            f"the first token of a prompt of {self.short} tokens takes {_ms(first)}, each further one "
+            f"{_ms(further)}"
+        )
+
     def _misses(self, model: StepTimeModel, slo: SLO) -> Iterator[str]:
         if slo.ttft is not None and _prefill_seconds(model, self.long) > slo.ttft:
             yield self._ttft_miss(model, slo.ttft)
