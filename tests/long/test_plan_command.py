@@ -82,7 +82,7 @@ def test_plans_a_fleet_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert plan(*flags, *output, *resume) == 0
     shown = capsys.readouterr().out
     assert "Fleets that keep the promise" in shown
-    assert "plan: " in shown
+    assert "Plan: " in shown
     found = json.loads(files["plan.json"].read_text())
     assert found["best"]["is_kept"]
     assert all(fleet["usd_per_hour"] >= found["best"]["usd_per_hour"] for fleet in found["alternatives"])
@@ -158,7 +158,7 @@ def test_classes_with_traces_of_their_own_are_planned_together(
     flags = ["--gpus", "h100-sxm=2,l4=2", "--rate", "8", "--slo-config", str(classes), "-o", str(output)]
     assert main(["plan", *MODEL, *QUICK, *flags, "--json", str(tmp_path / "plan.json")]) == 0
     shown = capsys.readouterr().out
-    assert "good by class: chat " in shown
+    assert "In time by class: chat " in shown
     section = yaml.safe_load(output.read_text())["plan"]
     assert section["load"]["slo-config"] == "../classes.yaml"
     assert set(section["verified"]["by-class"]) == {"chat", "code"}
@@ -174,7 +174,7 @@ def test_classes_with_traces_of_their_own_are_planned_together(
 def test_what_cannot_be_kept_says_what_binds_and_what_could_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--gpus", "l4=1", "--rate", "4") == EXIT_INFEASIBLE
     shown = capsys.readouterr().out
-    assert "INFEASIBLE: all devices together, 1 l4, are too few" in shown
+    assert "INFEASIBLE: all devices together, 1 \u00d7 L4, are too few" in shown
     assert "--objective attainment:0." in shown
     assert "--slo-ttft-ms " in shown
     assert plan("--gpus", "l4", "--rate", "4", "--slo-tbt-ms", "20") == EXIT_INFEASIBLE
@@ -197,7 +197,7 @@ def test_what_is_said_to_be_kept_is_kept(
     flags: list[str], num_suggested: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plan(*flags) == EXIT_INFEASIBLE
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("nearest")]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Nearest")]
     suggested = line.partition(": ")[2].split("; or ")
     assert len(suggested) == num_suggested
     for each in suggested:
@@ -210,8 +210,8 @@ def test_says_whether_prompts_and_generation_apart_are_worth_it(capsys: pytest.C
     assert plan(*flags) == 0
     shown = capsys.readouterr().out
     assert "Prompts and generation apart" in shown
-    assert "1 h100-sxm for prompts, 1 h100-sxm for generation" in shown
-    assert "replicas that do both are cheaper" in shown
+    assert "1 \u00d7 H100-SXM for prompts, 1 \u00d7 H100-SXM for generation" in shown
+    assert "Replicas that do both are cheaper" in shown
 
 
 def test_plans_a_fleet_for_each_hour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,7 +221,7 @@ def test_plans_a_fleet_for_each_hour(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert plan(*flags, "-o", str(output)) == 0
     shown = capsys.readouterr().out
     assert "By the hour" in shown
-    assert "by the hour: $" in shown
+    assert "By the hour: $" in shown
     section = yaml.safe_load(output.read_text())["plan"]
     assert section["promise"]["request-rate"] == 40
     hours = section["hours"]

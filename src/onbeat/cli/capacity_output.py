@@ -32,7 +32,7 @@ from onbeat.report.table import percent
 SCHEMA_VERSION = 1
 INTERRUPTED_NOTE = "interrupted: this is a partial result"
 
-CAPACITY_HEADER = ("case", "requests/s", "interval", "GPUs", "per GPU", "what binds")
+CAPACITY_HEADER = ("case", "requests/s", "interval", "GPUs", "per GPU", "what limits it")
 FRONTIER_HEADER = (
     "case",
     "level",

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from onbeat.cli.answers import COST, LIMIT, LOAD, OBJECTIVE, cost_text, gpus_text, promise_text
-from onbeat.cli.plan_output import PlanReport
-from onbeat.planner.plan_task import Fleet
+from onbeat.cli.plan_output import PlanReport, limit_of
 
-BINDS = {
-    "TTFT": "the time to the first token (TTFT)",
-    "TBT": "the time between tokens (TBT)",
-    "refused": "a place in the queue: they are refused",
-}
-"""What requests miss, as `Fleet.binds` names it."""
 HALF = 0.5
 """Times the objectives."""
 
@@ -40,8 +33,8 @@ def facts_of(report: PlanReport) -> list[tuple[str, str]]:
     if best is None:
         return [("What could be kept", "; or ".join(plan.nearest) + ".")] if plan.nearest else []
     tokens = plan.rate * float(report.task.load.num_output_tokens.mean())
-    cost = f"{cost_text(best.usd_per_hour, tokens)} The GPUs draw at most {best.watts:,.0f} W."
-    facts = [(COST, cost), (LIMIT, _limit(best, plan.rate))]
+    cost = f"{cost_text(best.usd_per_hour, tokens)} The GPUs draw at most {best.watts:,.0f} watts."
+    facts = [(COST, cost), (LIMIT, limit_of(best, plan.rate))]
     doubled = plan.doubled
     facts.append(
         (
@@ -63,12 +56,3 @@ def facts_of(report: PlanReport) -> list[tuple[str, str]]:
         )
     )
     return facts
-
-
-def _limit(best: Fleet, rate: float) -> str:
-    what = BINDS.get(best.binds, "")
-    if best.capacity is None:
-        return f"The first thing that more load would miss is {what}." if what else "Nothing was missed."
-    most = best.capacity[0]
-    room = f"The fleet keeps this up to {most:.3g} requests/s, {(most / rate - 1) * 100:.0f} % more."
-    return f"{room} Beyond that, most late requests miss {what}." if what else room

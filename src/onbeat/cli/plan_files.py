@@ -14,6 +14,7 @@ from onbeat.cli.plan_answer import answer_of, facts_of
 from onbeat.cli.plan_output import (
     FAILED_HEADER,
     FLEET_HEADER,
+    FLEET_LEGEND,
     HOUR_HEADER,
     PLACEMENT_HEADER,
     UNIT_HEADER,
@@ -143,7 +144,7 @@ def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
             "capacity": None
             if capacity is None
             else [round(each, 4) if isfinite(each) else None for each in capacity],
-            "binds": fleet.binds,
+            "more-load-misses": fleet.binds,
             "mean-tpot-ms": None if fleet.mean_tpot is None else round(fleet.mean_tpot * 1e3, 4),
         },
         **({"hours": [_hour_entry(hour) for hour in report.hours]} if report.hours else {}),
@@ -277,7 +278,7 @@ def plan_page(path: Path, report: PlanReport) -> None:
     lines = "".join(f"<p>{html.escape(line)}</p>" for line in conclusions(report))
     body += folded("What the search says", lines)
     if plan.best is not None:
-        kept = table(FLEET_HEADER, fleet_rows(plan), texts=(8,))
+        kept = table(FLEET_HEADER, fleet_rows(plan), texts=(8,)) + f"<p>{FLEET_LEGEND}</p>"
         kept += page.grid([mix_figure(plan), use_figure(plan)], per_row=2)
         body += folded("Fleets that keep the promise", kept)
     if plan.failed:

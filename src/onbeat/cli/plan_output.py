@@ -13,16 +13,23 @@ from onbeat.planner.day import Hour
 from onbeat.planner.placement import Placement
 from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask, worst_reason
 from onbeat.planner.prices import Prices
+from onbeat.planner.units import device_text
 from onbeat.report.objectives import classes_text
 from onbeat.simulator.settings import ReplicaSettings
 
 FLEET_HEADER = (
-    *("fleet", "$/h", "W", "good", "interval", "requests/s", "interval", "headroom", "binds", "busy"),
+    *("fleet", "$/h", "watts", "in time", "95 % interval", "most requests/s", "95 % interval"),
+    *("headroom", "limit", "busy"),
+)
+FLEET_LEGEND = (
+    "Watts: what the GPUs draw at most. In time: requests that keep their objectives. Most requests/s: up to "
+    "here the fleet keeps the promise. Limit: what more load makes late first. Busy: share of the time in a "
+    "step."
 )
 UNIT_HEADER = ("replica", "$/h", "requests/s", "per $/h", "why not")
 FAILED_HEADER = ("fleet", "$/h", "why not")
-HOUR_HEADER = ("hour", "requests/s", "fleet", "replicas", "$/h", "good", "busy")
-PLACEMENT_HEADER = ("pools", "KV goes", "$/h", "good", "keeps the promise")
+HOUR_HEADER = ("hour", "requests/s", "fleet", "replicas", "$/h", "in time", "busy")
+PLACEMENT_HEADER = ("pools", "KV goes", "$/h", "in time", "keeps the promise")
 SEARCHES = {"across": "between machines", "within": "within a machine"}
 """Where KV goes from prompts to generation, by search."""
 LEAST_HEADROOM = 0.1
@@ -30,6 +37,13 @@ LEAST_HEADROOM = 0.1
 ROOM_CURE = "more --repeats narrow the interval, and a higher --headroom plans with room"
 MOST_FAILED = 8
 """Rows of the table of fleets that do not do."""
+LIMITS = {
+    "TTFT": ("first token", "the time to the first token (TTFT)"),
+    "TBT": ("later tokens", "the time between tokens (TBT)"),
+    "E2E": ("last token", "the time to the last token (E2E)"),
+    "refused": ("queue", "a place in the queue: they are refused"),
+}
+"""What requests miss, as `Fleet.binds` names it, for a cell and for a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +103,7 @@ def fleet_row(fleet: Fleet, rate: float) -> tuple[str, ...]:
         "-" if capacity is None else f"{capacity[0]:.3g}",
         "-" if capacity is None else _range(capacity[1], capacity[2]),
         "-" if capacity is None else f"{(capacity[0] / rate - 1) * 100:+.0f} %",
-        fleet.binds or "-",
+        LIMITS[fleet.binds][0] if fleet.binds else "-",
         ", ".join(f"{share * 100:.0f} %" for share in fleet.busy.values()),
     )
 
@@ -160,6 +174,8 @@ def plan_tables(report: PlanReport) -> list[Table]:
             shown.add_column(name, justify="left" if position in texts else "right", overflow="fold")
         for row in rows:
             shown.add_row(*row)
+        if header is FLEET_HEADER:
+            shown.caption, shown.caption_justify = FLEET_LEGEND, "left"
         tables.append(shown)
     return tables
 
@@ -170,36 +186,39 @@ def conclusions(report: PlanReport) -> list[str]:
     if plan.best is None:
         lines = [f"INFEASIBLE: {plan.infeasible}"]
         if plan.nearest:
-            lines.append("nearest that would be kept: " + "; or ".join(plan.nearest))
+            lines.append("Nearest promises that would be kept: " + "; or ".join(plan.nearest))
         return lines
     best = plan.best
     lines = [
-        f"plan: {best.name}, ${best.usd_per_hour:.2f} an hour, {best.watts:,.0f} W: {_verified(report, best)}"
+        f"Plan: {best.name}, which is {_spelled(best)}. "
+        f"The cost is ${best.usd_per_hour:.2f} an hour, and the GPUs draw at most {best.watts:,.0f} watts.",
+        _verified(report, best),
+        limit_of(best, plan.rate),
     ]
     lines += _classes(best, report.task.objective.share)
     alone = [fleet for fleet in plan.alternatives if len(fleet.parts) == 1]
     if best.num_replicas == 1:
         others = min((fleet.usd_per_hour for fleet in plan.alternatives), default=None)
-        more = "" if others is None else f"; the next fleet that keeps the promise costs ${others:.2f}"
-        lines.append(f"one replica, {best.name}, is cheaper than every mix that keeps the promise{more}")
+        more = "" if others is None else f" The next fleet that keeps the promise costs ${others:.2f}."
+        lines.append(f"This one replica is cheaper than every mix that keeps the promise.{more}")
     elif len(best.parts) > 1 and alone:
         saved = 1 - best.usd_per_hour / alone[0].usd_per_hour
         lines.append(
-            f"the mix costs {saved * 100:.0f} % less than {alone[0].name}, the cheapest of equal replicas"
+            f"The mix costs {saved * 100:.0f} % less than {alone[0].name}, the cheapest of equal replicas."
         )
     elif len(best.parts) > 1:
-        lines.append("no fleet of equal replicas was found that keeps the promise")
+        lines.append("No fleet of equal replicas was found that keeps the promise.")
     elif len(plan.units) > 1:
-        lines.append(f"equal replicas, {best.name}, are cheapest: no cheaper mix that was simulated does")
+        lines.append("No cheaper mix that was simulated keeps the promise.")
     if report.hours:
         lines += _day(report, best)
     if report.placements:
         lines.append(_apart(report.placements, best))
     lines.append(
-        "no cheaper mix is left that could do, by the estimates of its replicas"
+        "By the estimates, no cheaper fleet is left to try."
         if plan.is_exhausted
-        else f"cheaper mixes are left that nobody simulated, of ${plan.cost_bound:.2f} an hour or more; "
-        "raise --candidates to try them"
+        else f"Cheaper mixes are left that nobody simulated, from ${plan.cost_bound:.2f} an hour on; "
+        "raise --candidates to try them."
     )
     seconds = len(report.task.runs[0]) / plan.rate
     if seconds < 30:
@@ -267,24 +286,24 @@ def _classes(best: Fleet, share: float) -> list[str]:
     note = (
         f"; {' and '.join(behind)} alone would miss the promise, which is of all together" if behind else ""
     )
-    return [f"good by class: {each}{note}"]
+    return [f"In time by class: {each}{note}."]
 
 
 def _apart(placements: Sequence[Placement], best: Fleet) -> str:
     """Say whether pools for prompts and for generation are worth it."""
     kept = [each for each in placements if each.is_kept]
     if not kept:
-        return "no pools for prompts and for generation that were simulated keep the promise"
+        return "No pools for prompts and for generation that were simulated keep the promise."
     cheapest = min(kept, key=lambda each: each.usd_per_hour)
     ratio = cheapest.usd_per_hour / best.usd_per_hour - 1
     if ratio >= 0:
         return (
-            f"replicas that do both are cheaper than prompts and generation apart: {cheapest.name}, costs "
-            f"{ratio * 100:.0f} % more"
+            "Replicas that do both are cheaper than prompts and generation apart. "
+            f"The cheapest pools, {cheapest.name}, cost {ratio * 100:.0f} % more."
         )
     return (
-        f"prompts and generation apart cost {-ratio * 100:.0f} % less: {cheapest.name}, "
-        f"${cheapest.usd_per_hour:.2f}; the plan file holds the fleet that does both everywhere"
+        f"Prompts and generation apart cost {-ratio * 100:.0f} % less: {cheapest.name}, "
+        f"${cheapest.usd_per_hour:.2f}. The plan file holds the fleet that does both everywhere."
     )
 
 
@@ -297,9 +316,18 @@ def _day(report: PlanReport, busiest: Fleet) -> list[str]:
     total, constant = sum(hour.usd for hour in hours), busiest.usd_per_hour * len(hours)
     saved = 1 - total / constant
     return [
-        f"by the hour: ${total:.2f} for {len(hours)} hours, {saved * 100:.0f} % less than the "
-        f"${constant:.2f} of {busiest.name} all the time; starting and stopping is taken to cost nothing"
+        f"By the hour: ${total:.2f} for {len(hours)} hours, {saved * 100:.0f} % less than the "
+        f"${constant:.2f} of {busiest.name} all the time. Starting and stopping is taken to cost nothing."
     ]
+
+
+def _spelled(fleet: Fleet) -> str:
+    """Return a fleet in words: `3 replicas of 2 L4 each`."""
+    return " and ".join(
+        f"{count} replica{'s' * (count > 1)} of {unit.num_devices} {device_text(unit.device)}"
+        + " each" * (count > 1)
+        for unit, count in fleet.parts
+    )
 
 
 def _verified(report: PlanReport, fleet: Fleet) -> str:
@@ -307,12 +335,21 @@ def _verified(report: PlanReport, fleet: Fleet) -> str:
     assert attainment is not None, "a fleet that keeps the promise has finished its runs"
     mean, low, high = (share * 100 for share in attainment)
     runs = len(fleet.runs)
-    where = f"{low:.1f} to {high:.1f} at 95 % over {runs} runs" if runs > 1 else "one run"
-    room = (
-        ""
-        if fleet.capacity is None
-        else f"; it keeps up to {fleet.capacity[0]:.3g} requests/s, then {fleet.binds}"
+    where = (
+        f"The 95 % interval over {runs} runs is {low:.1f} to {high:.1f} %."
+        if runs > 1
+        else "This is one run."
     )
-    return (
-        f"{mean:.1f} % of the requests good ({where}), {report.task.objective.share * 100:g} % promised{room}"
-    )
+    promised = report.task.objective.share * 100
+    return f"Simulated, {mean:.1f} % of the requests are in time; {promised:g} % are promised. {where}"
+
+
+def limit_of(fleet: Fleet, rate: float) -> str:
+    """Return up to which rate a fleet keeps the promise, and what is missed beyond it."""
+    what = LIMITS[fleet.binds][1] if fleet.binds else ""
+    if fleet.capacity is None:
+        return f"The first thing that more load would miss is {what}." if what else "Nothing was missed."
+    most = fleet.capacity[0]
+    more = f", {(most / rate - 1) * 100:.0f} % more than asked for" if most > rate else ""
+    room = f"The fleet keeps the promise up to {most:.3g} requests/s{more}."
+    return f"{room} Beyond that, most late requests miss {what}." if what else room

@@ -59,7 +59,9 @@ class AloneSearch:
 
     def _search(self, rated: Sequence[RatedUnit]) -> None:
         """Search what units keep up; those that are late even idle are not simulated."""
-        self._progress.on_stage(f"searching what each of {len(rated)} kind(s) of replica serves")
+        self._progress.on_stage(
+            f"searching how many requests/s each of {len(rated)} kind(s) of replica serves"
+        )
         share = self._task.objective.share
         searches: list[FleetSearch] = []
         searched: list[RatedUnit] = []
@@ -76,7 +78,7 @@ class AloneSearch:
             searched.append(each)
 
         def note(index: int, capacity: FleetCapacity) -> None:
-            self._progress.on_note(f"1 {searched[index].unit.name}: {capacity.low:.3g} requests/s")
+            self._progress.on_note(f"a replica of {searched[index].unit.name}: {capacity.low:.3g} requests/s")
 
         found = self._results(search_fleet, searches, FleetCapacity, note)
         for each, search, capacity in zip(searched, searches, found, strict=True):

@@ -26,7 +26,7 @@ from onbeat.planner.plan_store import PlanStore
 from onbeat.planner.plan_task import CostAt, Fleet, FleetPlan, PlanInterrupted, PlanTask, Progress
 from onbeat.planner.search import SearchOptions
 from onbeat.planner.share_objectives import with_longer_objectives
-from onbeat.planner.units import RatedUnit, Unit, rate_unit, without_dominated
+from onbeat.planner.units import RatedUnit, Unit, device_text, rate_unit, without_dominated
 from onbeat.workload.offered import OfferedLoad
 
 R = TypeVar("R")
@@ -120,11 +120,13 @@ class Planner:
         """
         found: list[Placement] = []
         for device in dict.fromkeys(unit.device for unit in units):
-            self.progress.on_stage(f"searching pools for prompts and for generation, of {device}")
+            self.progress.on_stage(
+                f"searching pools for prompts and for generation, of {device_text(device)}"
+            )
             own = [unit for unit in units if unit.device == device]
             found += PlacementSearch(self.task, own, self.results).run()
         for each in found:
-            verdict = "keeps the promise" if each.is_kept else "does not"
+            verdict = "keeps the promise" if each.is_kept else "does not keep it"
             self.progress.on_note(f"{each.name} (${each.usd_per_hour:.2f}/h) {verdict}")
         return found
 

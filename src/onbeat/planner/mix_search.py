@@ -236,7 +236,7 @@ class MixSearch:
             most = min(most, ceil(self._best.usd_per_hour / unit.usd_per_hour - 1e-9) - 1)
         if number in self._fewest or most < 1:
             return
-        self._progress.on_stage(f"simulating fleets of {unit.name} alone")
+        self._progress.on_stage(f"simulating fleets of equal replicas, {unit.name} each")
         low, high, step = 0, most + 1, 1
         count = max(1, min(round(self._load(number)), most))
         while True:
@@ -353,6 +353,8 @@ class MixSearch:
         """Say what a simulation showed."""
         num_runs, num_all = len(fleet.runs), len(self._task.runs)
         some = "" if num_runs == num_all else f" in {num_runs} run(s) of {num_all}"
-        verdict = f"keeps the promise{some}" if fleet.is_kept else f"does not: {fleet.reason}"
+        verdict = (
+            f"keeps the promise{some}" if fleet.is_kept else f"does not keep the promise: {fleet.reason}"
+        )
         self._progress.on_note(f"{fleet.name} (${fleet.usd_per_hour:.2f}/h) {verdict}")
         return fleet

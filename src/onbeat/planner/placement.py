@@ -108,7 +108,7 @@ class Placement:
     @property
     def name(self) -> str:
         (prompts, num_prefill), (tokens, num_decode) = self.case.prefill, self.case.decode
-        return f"{num_prefill} {prompts.name} for prompts, {num_decode} {tokens.name} for generation"
+        return f"{prompts.times(num_prefill)} for prompts, {tokens.times(num_decode)} for generation"
 
     @property
     def usd_per_hour(self) -> float:

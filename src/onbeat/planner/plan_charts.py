@@ -41,7 +41,7 @@ def cost_figure(plan: FleetPlan) -> Figure | None:
     steps = {
         "type": "scatter",
         "mode": "lines",
-        "name": "cheapest that does",
+        "name": "cheapest at this rate",
         "x": xs[1:],
         "y": ys[1:],
         "line": {"color": COLOURS[0], "width": 2},
@@ -49,7 +49,7 @@ def cost_figure(plan: FleetPlan) -> Figure | None:
     }
     dots = _dots("keeps the promise", COLOURS[0], [(rate, cost, name) for rate, cost, name in points])
     failed = _dots(
-        "does not",
+        "does not keep it",
         MISSED_COLOUR,
         [(plan.needed_rate, fleet.usd_per_hour, fleet.name) for fleet in plan.failed],
     )
@@ -145,7 +145,7 @@ def mix_figure(plan: FleetPlan) -> Figure | None:
                 "x": costs,
                 "customdata": counts,
                 "marker": {"color": COLOURS[position % len(COLOURS)]},
-                "hovertemplate": "%{customdata} x " + name + ": $%{x:.2f} an hour<extra></extra>",
+                "hovertemplate": "%{customdata} of " + name + ": $%{x:.2f} an hour<extra></extra>",
             }
         )
     layout = {

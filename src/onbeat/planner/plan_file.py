@@ -24,7 +24,10 @@ PATHS = ("trace", "dataset-path", "slo-config")
 HEAD = """\
 # Made by `onbeat plan`. Serve it:   onbeat serve --config {name}
 # Hold it to its promise:           onbeat bench serve --check-plan {name}
-# What stands under `plan` is the promise and where it comes from; flags of the server can be added above it.
+# `plan` holds the promise and where it comes from: leave it as it is. Flags of the server go above it.
+# `3 \u00d7 (2 L4)` means three replicas of two L4 each. `watts` is what all GPUs draw at most. `attainment`
+# is the share of the requests in time, and `capacity` the most requests/s; each is followed by its 95 %
+# interval.
 """
 
 

@@ -67,7 +67,7 @@ class Fleet:
 
     @property
     def name(self) -> str:
-        return " + ".join(f"{count} {unit.name}" for unit, count in self.parts)
+        return " + ".join(unit.times(count) for unit, count in self.parts)
 
     @property
     def usd_per_hour(self) -> float:

@@ -153,7 +153,7 @@ def _allowed_bad(
         return len(judged) - int(good(judged).sum())
 
     allowed = floor(num_with_slo * (1 - share) + 1e-9)  # so that 0.1 of 10 requests is 1
-    return Allowance(what="requests that are not good", allowed=allowed, count=count, is_lost=_is_overdue)
+    return Allowance(what="requests late or refused", allowed=allowed, count=count, is_lost=_is_overdue)
 
 
 def _is_overdue(record: RequestRecord, now: float) -> bool:

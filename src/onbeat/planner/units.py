@@ -22,6 +22,7 @@ from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.memory import Choices, DoesNotFit
+from onbeat.perfmodel.spec_file import is_spec_file
 from onbeat.planner.buckets import Bucket
 from onbeat.planner.prices import Prices
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -37,6 +38,11 @@ WORTH = 1.05
 estimates."""
 MISJUDGED = 0.7
 """A unit that keeps up a smaller share of its estimate has not beaten others by that estimate."""
+
+
+def device_text(device: str) -> str:
+    """Return a device as tables spell it: a known one in capitals, a file of one as it was given."""
+    return device if is_spec_file(device) else device.upper()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +65,14 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """As tables spell it: `h100-sxm`, `h100-sxm x2`, `h100-sxm x2 in 2 stages`."""
-        stages = self.settings.pipeline_parallel
-        name = self.device if self.num_devices == 1 else f"{self.device} x{self.num_devices}"
+        """As tables spell it: `H100-SXM`, `2 H100-SXM`, `2 H100-SXM in 2 stages`."""
+        stages, device = self.settings.pipeline_parallel, device_text(self.device)
+        name = device if self.num_devices == 1 else f"{self.num_devices} {device}"
         return name if stages == 1 else f"{name} in {stages} stages"
+
+    def times(self, count: int) -> str:
+        """Return several as tables spell them: `3 \u00d7 L4`, `3 \u00d7 (2 L4)`."""
+        return f"{count} \u00d7 {self.name if self.num_devices == 1 else f'({self.name})'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +133,7 @@ def make_units(
             count = degree * stages
             unit = Unit(settings=settings, usd_per_hour=count * price.usd_per_hour, watts=count * price.watts)
             if count > available[device]:
-                left_out[unit.name] = f"there are {available[device]:g} of {device}"
+                left_out[unit.name] = f"only {available[device]:g} {device_text(device)} were offered"
                 continue
             try:
                 build_simulation(settings, choices=choices_of(available[device]))

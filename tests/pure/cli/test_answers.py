@@ -11,6 +11,8 @@ from onbeat.cli import plan_answer
 from onbeat.cli.answers import limit_text, promise_text, state_text
 from onbeat.cli.capacity_answer import answer_of, facts_of
 from onbeat.cli.capacity_output import CapacityReport, write_page
+from onbeat.cli.plan_output import FLEET_HEADER, FLEET_LEGEND, conclusions, fleet_row, plan_tables
+from onbeat.core.options import change
 from onbeat.core.slo import SLO
 from onbeat.planner.capacity import Aside, Capacity, Outcome, Repeat
 from onbeat.planner.charts import search_figures
@@ -18,7 +20,9 @@ from onbeat.planner.objective import Measure, verdict_of
 from onbeat.planner.objectives import parse_objective
 from onbeat.planner.plan_task import CostAt
 from onbeat.planner.search import Bracket, Trial
+from onbeat.planner.units import Unit, device_text
 from tests.pure.cli.test_plan_warnings import fleet_of, report_of
+from tests.pure.planner.test_units import BASE
 
 CHAT = {"": SLO(ttft=0.5, tbt=0.1)}
 PROMISE = promise_text(parse_objective("attainment:0.99"), CHAT)
@@ -130,12 +134,37 @@ def test_a_plan_answers_before_it_explains() -> None:
     )
     facts = dict(plan_answer.facts_of(report))
     assert facts["What limits it"] == (
-        "The fleet keeps this up to 12 requests/s, 20 % more. "
+        "The fleet keeps the promise up to 12 requests/s, 20 % more than asked for. "
         "Beyond that, most late requests miss the time to the first token (TTFT)."
     )
     assert facts["If the load doubles"].startswith("The GPUs that were offered do not serve twice")
-    costs = (CostAt(scale=0.5, usd_per_hour=6.88, fleet="1 h100-sxm"),)
+    costs = (CostAt(scale=0.5, usd_per_hour=6.88, fleet="1 \u00d7 H100-SXM"),)
     plan = replace(report.plan, costs=costs, doubled=replace(costs[0], scale=1.0))
     facts = dict(plan_answer.facts_of(replace(report, plan=plan)))
-    assert facts["If the load doubles"].startswith("20 requests/s cost about $6.88 an hour: 1 h100-sxm.")
+    assert facts["If the load doubles"].startswith(
+        "20 requests/s cost about $6.88 an hour: 1 \u00d7 H100-SXM."
+    )
     assert "costs about $6.88 an hour" in facts["If the objective tightens"]
+
+
+def test_a_plan_is_told_in_plain_words() -> None:
+    settings = change(BASE, device="l4", tensor_parallel=2)
+    pair = Unit(settings=settings, usd_per_hour=1.4, watts=144.0)
+    assert pair.times(1) == "1 \u00d7 (2 L4)"
+    best = replace(fleet_of([13.7, 13.7], [0.96, 0.97]), parts=((pair, 3),))
+    report = report_of(best)
+    lines = conclusions(report)
+    assert lines[:3] == [
+        "Plan: 3 \u00d7 (2 L4), which is 3 replicas of 2 L4 each. The cost is $4.20 an hour, and the GPUs "
+        "draw at most 432 watts.",
+        "Simulated, 96.5 % of the requests are in time; 90 % are promised. The 95 % interval over 2 runs is "
+        "90.1 to 100.0 %.",
+        "The fleet keeps the promise up to 13.7 requests/s, 37 % more than asked for. Beyond that, most late "
+        "requests miss the time to the first token (TTFT).",
+    ]
+    table = plan_tables(report)[-1]
+    assert [*FLEET_HEADER] == [column.header for column in table.columns]
+    assert table.caption == FLEET_LEGEND
+    row = dict(zip(FLEET_HEADER, fleet_row(best, 10.0), strict=True))
+    assert (row["fleet"], row["limit"]) == ("3 \u00d7 (2 L4)", "first token")
+    assert device_text("/my/gpu.yaml") == "/my/gpu.yaml"

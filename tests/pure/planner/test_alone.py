@@ -85,13 +85,13 @@ def test_a_unit_that_is_late_even_idle_is_not_simulated_and_the_next_is_tried() 
     alone = AloneSearch(task_of(load), buckets_of(load), searches, Progress())
     kept, left_out = alone.calibrated([rated(load, 1, 10.0), rated(load, 2, 20.0)])
     assert searches.searched == [2]
-    assert [each.unit.name for each in kept] == ["h100-sxm x2"]
-    assert left_out["h100-sxm"] == "even idle it serves 85 % of the requests in time, and 90 % must be"
+    assert [each.unit.name for each in kept] == ["2 H100-SXM"]
+    assert left_out["H100-SXM"] == "even idle it serves 85 % of the requests in time, and 90 % must be"
 
 
 def test_what_no_unit_keeps_is_told_as_late_and_not_as_a_want_of_memory() -> None:
     load = load_of([(2200, 10)] * 17 + [(4000, 10)] * 3, SLO(ttft=0.09))
     plan = Planner(task=task_of(load)).plan([rated(load, 1, 10.0)], {})
     assert plan.best is None
-    assert "h100-sxm: even idle it serves 85 % of the requests in time" in plan.infeasible
+    assert "H100-SXM: even idle it serves 85 % of the requests in time" in plan.infeasible
     assert "hold the model" not in plan.infeasible

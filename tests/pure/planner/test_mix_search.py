@@ -113,11 +113,11 @@ def test_keeps_to_the_devices_that_there_are() -> None:
     world = World(units, [4.0, 8.0], l4=1.0, **{"h100-sxm": 2.0})
     best = world.search().run()
     assert best is not None
-    assert best.name == "1 l4 + 1 h100-sxm"
+    assert best.name == "1 \u00d7 L4 + 1 \u00d7 H100-SXM"
     world = World(units, [4.0, 8.0], l4=1.0, **{"h100-sxm": 0.0})
     search = world.search()
     assert search.run() is None
-    assert "all devices together, 1 l4, are too few" in search.infeasible
+    assert "all devices together, 1 \u00d7 L4, are too few" in search.infeasible
 
 
 def test_says_what_nobody_can_serve() -> None:
@@ -137,7 +137,7 @@ def test_everything_takes_each_type_as_the_unit_that_serves_most() -> None:
     buckets = (bucket(0.7), bucket(0.3))
     found = everything(units, buckets, {"l4": 5, "a10g": 3})
     assert found is not None
-    assert [(one.name, count) for one, count in found] == [("l4 x2", 2), ("a10g", 3)]
+    assert [(one.name, count) for one, count in found] == [("2 L4", 2), ("A10G", 3)]
     assert everything(units, buckets, {"l4": 5, "a10g": inf}) is None
 
 
@@ -155,7 +155,7 @@ def test_nothing_is_left_to_try_below_the_fewest_of_one_kind() -> None:
     search = world.search()
     best = search.run()
     assert best is not None
-    assert best.name == "2 h100-sxm"
+    assert best.name == "2 \u00d7 H100-SXM"
     assert search.is_exhausted
     assert world.num_judged == 3, "one too few, enough, and enough in all runs"
 
@@ -165,6 +165,6 @@ def test_what_costs_more_than_a_fleet_that_keeps_the_promise_is_not_simulated() 
     world = World(units, [5.0, 9.0, 9.0])
     best = world.search().run()
     assert best is not None
-    assert best.name == "2 l4"
+    assert best.name == "2 \u00d7 L4"
     costs = [sum(one.usd_per_hour * count for one, count in parts) for parts in world.judged]
     assert max(costs) <= 2.0

@@ -75,22 +75,22 @@ class World:
         return PlacementSearch(task, units(), self.results).run()
 
 
-PROMPTS = {"h100-sxm": 4.0, "h100-sxm x2": 9.0, "h100-sxm x2 in 2 stages": 8.0}
-TOKENS = {"h100-sxm": 10.0, "h100-sxm x2": 12.0, "h100-sxm x2 in 2 stages": 15.0}
+PROMPTS = {"H100-SXM": 4.0, "2 H100-SXM": 9.0, "2 H100-SXM in 2 stages": 8.0}
+TOKENS = {"H100-SXM": 10.0, "2 H100-SXM": 12.0, "2 H100-SXM in 2 stages": 15.0}
 
 
 def test_each_phase_has_the_degree_with_the_most_per_device() -> None:
     across, within = World(PROMPTS, TOKENS, needs=(1, 1)).place(18.0, 16)
-    assert across.name == "2 h100-sxm x2 for prompts, 2 h100-sxm for generation"
+    assert across.name == "2 \u00d7 (2 H100-SXM) for prompts, 2 \u00d7 H100-SXM for generation"
     assert across.usd_per_hour == pytest.approx(6 * 6.88)
     # Of pairs, two and one give 9 with three devices.
-    assert within.name == "2 h100-sxm x2 for prompts, 2 h100-sxm for generation"
+    assert within.name == "2 \u00d7 (2 H100-SXM) for prompts, 2 \u00d7 H100-SXM for generation"
     assert across.is_kept
 
 
 def test_placements_grow_by_what_binds() -> None:
     across, _ = World(PROMPTS, TOKENS, needs=(4, 3)).place(18.0, 64)
-    assert across.name == "4 h100-sxm x2 for prompts, 3 h100-sxm for generation"
+    assert across.name == "4 \u00d7 (2 H100-SXM) for prompts, 3 \u00d7 H100-SXM for generation"
     assert World(PROMPTS, TOKENS, needs=(4, 3)).place(18.0, 4) == []
 
 

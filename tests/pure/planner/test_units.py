@@ -66,12 +66,12 @@ def test_a_tighter_objective_and_a_longer_request_leave_less() -> None:
 def test_units_that_serve_no_more_for_their_money_are_left_out() -> None:
     load = load_of([(1000, 200)], SLO(ttft=1.0, tbt=0.1))
     kept, left_out = without_dominated(rated(load, "h100-sxm", 1, 2, 4))
-    assert [each.unit.name for each in kept] == ["h100-sxm"]
-    assert "no more per dollar than h100-sxm" in left_out["h100-sxm x4"]
+    assert [each.unit.name for each in kept] == ["H100-SXM"]
+    assert "no more per dollar than H100-SXM" in left_out["4 H100-SXM"]
     tight = load_of([(1000, 200)], SLO(ttft=1.0, tbt=0.004))
     kept, left_out = without_dominated(rated(tight, "h100-sxm", 1, 4))
-    assert [each.unit.name for each in kept] == ["h100-sxm x4"]
-    assert "even alone" in left_out["h100-sxm"]
+    assert [each.unit.name for each in kept] == ["4 H100-SXM"]
+    assert "even alone" in left_out["H100-SXM"]
 
 
 def test_what_cannot_be_a_unit_says_why() -> None:
@@ -79,11 +79,11 @@ def test_what_cannot_be_a_unit_says_why() -> None:
     units, left_out = make_units(
         large, devices=["l4"], tensor_parallel=[1, 8, 16], available={"l4": 8}, prices=Prices()
     )
-    assert [unit.name for unit in units] == ["l4 x8"]
+    assert [unit.name for unit in units] == ["8 L4"]
     assert units[0].usd_per_hour == pytest.approx(5.6)
     assert units[0].watts == 8 * 72
-    assert "does not fit" in left_out["l4"]
-    assert "there are 8 of l4" in left_out["l4 x16"]
+    assert "does not fit" in left_out["L4"]
+    assert "only 8 L4 were offered" in left_out["16 L4"]
     with pytest.raises(ConfigError, match="no price of l40s"):
         make_units(BASE, devices=["l40s"], tensor_parallel=[1], available={"l40s": 1}, prices=Prices())
 
