@@ -99,7 +99,7 @@ class FakeEngine:
     script: Script = field(default_factory=Script)
     max_model_len: int = 2048
     priority_scheduling: bool = False
-    pooling: Pooling | None = "last"
+    pooling: Pooling = "last"
     generates: bool = True
     observers: list[StepObserver] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)

@@ -28,6 +28,7 @@ from tests.cpu.engine.cuda.test_overlap import (
 )
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
+from tests.cpu.golden.test_embeddings_tiny import check, serve, to_embed
 from tests.gpu.engines import on_gpu_engine, relative_error, run_fixed
 
 pytestmark = pytest.mark.gpu
@@ -100,6 +101,14 @@ def test_graphs_compute_what_calls_compute(name: str, pieces: bool) -> None:
     by_calls, _ = run_fixed(on_gpu_engine(weights, graphs=False), prompts, num_tokens=12, chunk=1000)
     for actual, expected in zip(by_graphs, by_calls, strict=True):
         assert relative_error(actual, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_embeddings_equal_the_reference(name: str) -> None:
+    prompts = [random_prompt(length) for length in PROMPT_LENGTHS]
+    requests = [to_embed(prompt, "mean", f"e{index}") for index, prompt in enumerate(prompts)]
+    make = on_gpu_engine(exact_weights(name, torch.float64))
+    check(serve(make, requests, policy="sarathi", max_num_batched_tokens=64), name, "mean", prompts)
 
 
 class _Watching(Sampler):

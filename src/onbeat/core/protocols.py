@@ -50,8 +50,8 @@ class EngineInfo:
     """What proposes draft tokens, by its name in the configuration; None where nothing is speculated."""
     moves_streams: bool = False
     """Whether streams can go to another engine with their KV, and others' come."""
-    pooling: Pooling | None = None
-    """How embeddings are pooled; None where the engine computes none."""
+    pooling: Pooling = "last"
+    """How embeddings are pooled."""
     embedding_size: int = 0
     """Numbers of an embedding."""
     generates: bool = True

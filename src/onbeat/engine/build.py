@@ -175,7 +175,7 @@ def _describe(loaded: LoadedModel, config: EngineConfig) -> EngineInfo:
         dtype=loaded.device.dtype.name,
         priority_scheduling=limits.scheduling_policy == "priority",
         speculation=None if config.speculative is None else config.speculative.method,
-        pooling=choose_pooling(config.pooling, loaded.config) if loaded.runner.embeds else None,
+        pooling=choose_pooling(config.pooling, loaded.config),
         embedding_size=loaded.config.hidden_size,
         generates=loaded.config.has_head,
         moves_streams=loaded.gives_kv and not composition(limits.policy).release.holds_finished,

@@ -73,8 +73,7 @@ class ForwardPass(Protocol):
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
         """Store the keys and values of all tokens, and compute what is wanted of some.
 
-        That is the logits of the sampling rows, and the hidden states of `StepInputs.pooled_tokens`; a
-        forward pass that `LaunchesSteps` gives none of these.
+        That is the logits of the sampling rows, and the hidden states of `StepInputs.pooled_tokens`.
 
         Parameters
         ----------

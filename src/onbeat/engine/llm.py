@@ -152,13 +152,11 @@ class LLM:
 
         Raises
         ------
-        InvalidRequest : the engine computes no embeddings, or these have fewer numbers.
+        InvalidRequest : embeddings have fewer numbers.
         RequestRejected : a text cannot be served; none has been run.
         EngineError : the engine failed on a text.
         """
         size, pooling = self.info.embedding_size, self.info.pooling
-        if pooling is None:
-            raise InvalidRequest("this engine computes no embeddings; choose backend='torch' or 'native'")
         if dimensions is not None and not 1 <= dimensions <= size:
             raise InvalidRequest(
                 f"dimensions is {dimensions}; this model's embeddings have 1 to {size} numbers"

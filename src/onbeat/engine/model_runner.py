@@ -96,11 +96,6 @@ class ModelRunner:
         )
 
     @property
-    def embeds(self) -> bool:
-        """Whether it takes requests with pooling: who chooses tokens on the device shows no hidden states."""
-        return self._launches is None
-
-    @property
     def overlaps(self) -> bool:
         """Whether it takes steps while one runs, so that to plan ahead keeps the device busy."""
         return self._launches is not None and self.proposer is None
@@ -121,7 +116,12 @@ class ModelRunner:
             may_launch = self.proposer is None and not self.prompts.has_any(rows)
             if self._launches is not None and may_launch:
                 inputs = self.batch.prepare(rows)
-            if self._launches is None or inputs is None or not self.sampler.is_plain(inputs.sampling_rows):
+            if (
+                self._launches is None
+                or inputs is None
+                or inputs.pooled
+                or not self.sampler.is_plain(inputs.sampling_rows)
+            ):
                 if self._last is not None:
                     self._last.result()  # what comes now needs the tokens
                     self._last = inputs = None

@@ -20,7 +20,7 @@ from onbeat.server.answer_format import AnswerHead, new_head
 from onbeat.server.answer_report import slo_report, worst_report
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.choices import Choice, TextOptions
-from onbeat.server.errors import ApiError, error_reply
+from onbeat.server.errors import error_reply
 from onbeat.server.fair_threads import Turns
 from onbeat.server.generation import MOST_EMBEDDED
 from onbeat.server.generation_request import check_priority, truncate_to
@@ -85,32 +85,14 @@ async def read_texts(
     Raises
     ------
     OnbeatError : the server takes no more, or the body is wrong (`body.read_body`), or names another model.
-    ApiError, InvalidRequest : the engine does not embed, or not as asked.
+    InvalidRequest : a priority is given where none counts.
     """
     services.lifecycle.check_open()
     body = await read_body(http, kind)
     head = new_head(prefix, services.check_model(body.model))
     context_of(http.scope).completion_id = head.completion_id
-    _check_embeds(body, services.info)
+    check_priority(body.priority, services.info)
     return body, head
-
-
-def _check_embeds(body: TextsRequest, info: EngineInfo) -> None:
-    """Check that the engine embeds texts, and that it can do so as asked.
-
-    Raises
-    ------
-    ApiError : it computes no embeddings.
-    InvalidRequest : a priority is given where none counts.
-    """
-    if info.pooling is None:
-        raise ApiError(
-            400,
-            "this server's engine computes no embeddings (the GPU engine gives no hidden states); serve the "
-            "model with --backend torch or --backend native",
-            code="no_embeddings",
-        )
-    check_priority(body.priority, info)
 
 
 def check_texts(texts: Sequence[PromptInput], param: str) -> None:

@@ -23,7 +23,7 @@ from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from tests.cpu.engine.engines import NativeEngine, TinyEngine, TorchEngine
+from tests.cpu.engine.engines import CudaEngine, NativeEngine, TinyEngine, TorchEngine
 from tests.cpu.engine.forwards import MakeForward, on_torch
 from tests.cpu.engine.tiny_models import FAMILIES, hf_tiny_model, random_prompt, tiny_model
 from tests.cpu.golden.engine_run import PredictedTime
@@ -37,10 +37,12 @@ CHATS = (30, 31, 28, 61)
 CHUNKED = tuple(name for name, policy in POLICIES.items() if not policy.whole_prompts)
 
 
-@pytest.fixture(scope="module", params=("torch", "native"))
+@pytest.fixture(scope="module", params=("torch", "native", "cuda"))
 def engine(request) -> TinyEngine:
     if request.param == "torch":
         return TorchEngine()
+    if request.param == "cuda":
+        return CudaEngine()
     return NativeEngine(request.getfixturevalue("native_library"))
 
 
@@ -61,7 +63,8 @@ def serve(make_forward: MakeForward, requests: list[Request], **limits) -> Serve
     runner = ModelRunner.within(config, forward, Sampler(forward.config.vocab_size))
     scheduler = Scheduler(config, LinearStepTime())
     executor = PredictedTime(ThreadExecutor(runner), scheduler)
-    core = EngineCore(scheduler, executor, clock=lambda: executor.now)
+    num_ahead = 2 if runner.overlaps else 1
+    core = EngineCore(scheduler, executor, clock=lambda: executor.now, max_in_flight_steps=num_ahead)
     served = Served()
     for request in requests:
         core.add(request)

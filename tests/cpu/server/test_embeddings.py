@@ -262,12 +262,6 @@ async def test_misspelt_fields_are_refused_and_unknown_ones_named(served: Served
     assert answer.headers["x-onbeat-ignored-fields"] == "embed_colour"
 
 
-async def test_an_engine_without_hidden_states_refuses_by_name(served: Served, engine: FakeEngine) -> None:
-    engine.pooling = None
-    assert "GPU engine" in check(await served.post(PATH, {"input": "a"}), 400, "no_embeddings")
-    check(await served.post("/score", {"text_1": "a", "text_2": "b"}), 400, "no_embeddings")
-
-
 async def test_a_model_without_a_head_generates_nothing(served: Served, engine: FakeEngine) -> None:
     engine.generates = False
     assert "/v1/embeddings" in check(await served.post(CHAT, {"messages": HELLO}), 400, "no_generation")

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -39,8 +38,8 @@ from onbeat.engine.cuda.sampling import draw_params
 from onbeat.engine.cuda.state import CudaOptions, DeviceState, HostRing
 from onbeat.engine.cuda.step_packer import PackedStep, StepPacker
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream, Mark
-from onbeat.engine.cuda.weights import CudaWeights
-from onbeat.engine.device import Device, wait_for
+from onbeat.engine.cuda.weights import CudaWeights, LayerProducts
+from onbeat.engine.device import Device
 from onbeat.engine.draw import Logits
 from onbeat.engine.forward import ChosenTokens, RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
@@ -78,6 +77,14 @@ class _Buffers(NamedTuple):
     drawn_N: Tensor
     """int32."""
     logits_NV: Tensor
+
+
+class _Queued(NamedTuple):
+    """What a step leaves on the device."""
+
+    logits_NV: Tensor
+    pooled_PD: Tensor | None
+    """Of `StepInputs.pooled_tokens`, normalised; None where none are wanted."""
 
 
 class _Launched:
@@ -176,22 +183,24 @@ class CudaForward:
         The device chooses for the rows that want no more than a draw, and the logits of the others alone are
         copied to the host. Of drafts and of tokens of prompts all are.
         """
-        buffers: list[_Buffers] = []
+        queued: list[_Queued] = []
         num_samples = len(inputs.sampling_tokens)
         is_plain_N = None
         if wants_logits and len(inputs.sampling_rows) == num_samples:
             is_plain_N = np.array([row.is_plain for row in inputs.sampling_rows], np.bool_)
-        launched = self._submit(inputs, lambda packed: buffers.append(self._queue(packed)), is_plain_N)
+        launched = self._submit(inputs, lambda packed: queued.append(self._queue(packed)), is_plain_N)
         found = launched.wait()
+        logits_NV, pooled_PD = queued[0]
+        hidden_PD = None if pooled_PD is None else pooled_PD.cpu().numpy()
         if not (num_samples and wants_logits):
-            return StepLogits(None, found if num_samples else None)
+            return StepLogits(None, found if num_samples else None, hidden_PD=hidden_PD)
         places_N = np.arange(num_samples) if launched.packed.size is None else inputs.sampling_tokens
         if is_plain_N is None:
-            return StepLogits(self._on_host(buffers[0].logits_NV, places_N), found)
-        copied_CV = self._on_host(buffers[0].logits_NV, places_N[~is_plain_N])
+            return StepLogits(self._on_host(logits_NV, places_N), found, hidden_PD=hidden_PD)
+        copied_CV = self._on_host(logits_NV, places_N[~is_plain_N])
         values_NV = np.empty((num_samples, copied_CV.shape[1]), copied_CV.dtype)
         values_NV[~is_plain_N] = copied_CV
-        return StepLogits(values_NV, found._replace(is_chosen_R=is_plain_N))
+        return StepLogits(values_NV, found._replace(is_chosen_R=is_plain_N), hidden_PD=hidden_PD)
 
     def _on_host(self, logits_NV: Tensor, places: IntArray) -> Logits:
         where = torch.from_numpy(places).to(self.weights.device)
@@ -219,7 +228,7 @@ class CudaForward:
 
     def products(self) -> RowProducts:
         """Return those of the model's first layer; see `ForwardPass.products`."""
-        return _Products(self.weights)
+        return LayerProducts(self.weights)
 
     def close(self) -> None:
         """Let go of nothing: memory goes with the object."""
@@ -258,9 +267,10 @@ class CudaForward:
         return _Buffers(words, device_words(words, counts), results, best, drawn_N, logits_NV)
 
     @torch.inference_mode()
-    def _queue(self, packed: PackedStep) -> _Buffers:
+    def _queue(self, packed: PackedStep) -> _Queued:
         """Queue a step and the way back of its results."""
         words = packed.views.words
+        pooled_PD = None
         if packed.late_updates is not None:
             places, blocks = packed.late_updates.to(self.weights.device, non_blocking=True)
             self._state.tables_SW.view(-1).index_put_((places,), blocks)
@@ -271,11 +281,19 @@ class CudaForward:
             self._graphs.replay(GraphKey(packed.size))
         else:
             buffers = self._buffers(words.to(self.weights.device, non_blocking=True), packed.counts)
-            self._compute(buffers, packed.counts.decodes, packed.num_tokens, packed.chunks)
+            hidden = self._compute(buffers, packed.counts.decodes, packed.num_tokens, packed.chunks)
+            if len(packed.pooled_tokens):
+                pooled_PD = self._pooled(hidden, packed.pooled_tokens)
         if packed.is_random:
             self._draw(buffers)
         packed.views.results.copy_(buffers.results, non_blocking=True)
-        return buffers
+        return _Queued(buffers.logits_NV, pooled_PD)
+
+    def _pooled(self, hidden: Hidden, tokens: IntArray) -> Tensor:
+        where = torch.from_numpy(tokens).to(self.weights.device)
+        x_PD, residual_PD = (part.index_select(0, where) for part in hidden)
+        self.kernels.add_norm(x_PD, residual_PD, self.weights.final_norm, x_PD)
+        return x_PD if x_PD.dtype == torch.float64 else x_PD.float()
 
     def _plan_decodes(self, parts: StepWords) -> None:
         if self.kernels.plans_decodes:
@@ -303,7 +321,7 @@ class CudaForward:
         chunks: ChunkRows | None,
         *,
         is_padded: bool = False,
-    ) -> None:
+    ) -> Hidden:
         parts, state = buffers.parts, self._state
         state.tables_SW.view(-1).index_put_((parts.update_places_U,), parts.update_blocks_U)
         last_T = state.tokens_S.index_select(0, parts.token_slots_T)
@@ -327,13 +345,14 @@ class CudaForward:
             hidden = self._pieces.run(ids_T, step)
         else:
             hidden = run_layers(self.weights, ids_T, step)
-        if not len(parts.sampled_N):
-            return
-        if not is_padded:  # else every row samples, or its logits do not matter
-            hidden = Hidden(*(part.index_select(0, parts.sampled_N) for part in hidden))
-        write_logits(self.weights, self.kernels, hidden, buffers.logits_NV)
-        self.kernels.best(buffers.logits_NV, buffers.best)
-        self._remember(buffers)
+        if len(parts.sampled_N):
+            sampled = hidden
+            if not is_padded:  # else every row samples, or its logits do not matter
+                sampled = Hidden(*(part.index_select(0, parts.sampled_N) for part in hidden))
+            write_logits(self.weights, self.kernels, sampled, buffers.logits_NV)
+            self.kernels.best(buffers.logits_NV, buffers.best)
+            self._remember(buffers)
+        return hidden
 
     @torch.inference_mode()
     def _draw(self, buffers: _Buffers) -> None:
@@ -347,31 +366,6 @@ class CudaForward:
         ids_N, peaks_N = buffers.best
         tokens_N = torch.where(peaks_N.isfinite(), ids_N, 0)
         self._state.tokens_S.index_put_((buffers.parts.write_slots_N,), tokens_N)
-
-
-class _Products:
-    """All four matrices of a layer, times rows; see `RowProducts`."""
-
-    def __init__(self, weights: CudaWeights) -> None:
-        layer = weights.layers[0]
-        self._matrices = (layer.qkv_XD, layer.o_DX, layer.gate_up_FD, layer.down_DF)
-        self._device = device_of(weights.device)
-        self.flops_per_row = 2.0 * sum(matrix.numel() for matrix in self._matrices)
-        self.num_bytes = sum(matrix.nbytes for matrix in self._matrices)
-
-    @torch.inference_mode()
-    def run(self, num_rows: int) -> float:
-        """Multiply, and return the seconds that it took."""
-        inputs = [matrix.new_ones(num_rows, matrix.shape[1]) for matrix in self._matrices]
-        wait_for(self._device)
-        start = perf_counter()
-        for x, matrix in zip(inputs, self._matrices, strict=True):
-            functional.linear(x, matrix)
-        wait_for(self._device)
-        return perf_counter() - start
-
-    def close(self) -> None:
-        """Let go of nothing: the weights are the model's."""
 
 
 @contextmanager

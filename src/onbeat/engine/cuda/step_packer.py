@@ -38,6 +38,8 @@ class PackedStep:
     num_tokens: int
     """Those behind it are padding."""
     sampling_tokens: IntArray
+    pooled_tokens: IntArray
+    """Where the tokens of `StepInputs.pooled_tokens` are among the step's."""
     chunks: ChunkRows | None
     """Rows behind those that decode."""
     late_updates: Tensor | None
@@ -96,7 +98,8 @@ class StepPacker:
         num_rows = len(batch.slots_R)
         places, blocks = self._mirror.changes(batch.block_tables_SB, batch.slots_R, batch.context_lens_R)
         is_decode = num_rows == len(inputs.token_ids_T)
-        if is_decode and num_rows <= self._sizes[-1]:
+        # A graph of decodes shows no hidden states.
+        if is_decode and num_rows <= self._sizes[-1] and not inputs.pooled:
             return self._pack_decodes(inputs, entry, places, blocks, drawn_N)
         return self._pack_eager(inputs, entry, places, blocks, drawn_N)
 
@@ -126,7 +129,18 @@ class StepPacker:
         parts.update_blocks_U[:num_updates] = blocks[:num_updates]
         self._pad(parts, num_rows, num_updates)
         is_random = self._choose(inputs, parts, inputs.sampling_tokens, drawn_N)
-        return PackedStep(entry, views, counts, size, size, inputs.sampling_tokens, None, late, is_random)
+        return PackedStep(
+            entry,
+            views,
+            counts,
+            size,
+            size,
+            inputs.sampling_tokens,
+            inputs.pooled_tokens,
+            None,
+            late,
+            is_random,
+        )
 
     def _pack_eager(
         self,
@@ -161,7 +175,16 @@ class StepPacker:
         if num_decodes < len(is_decode_R):
             chunks = _chunk_rows(batch, np.flatnonzero(~is_decode_R), self._options.block_size)
         return PackedStep(
-            entry, views, counts, None, num_tokens, inputs.sampling_tokens, chunks, late, is_random
+            entry,
+            views,
+            counts,
+            None,
+            num_tokens,
+            inputs.sampling_tokens,
+            places_T[inputs.pooled_tokens],
+            chunks,
+            late,
+            is_random,
         )
 
     def _padded(self, num_tokens: int) -> int:

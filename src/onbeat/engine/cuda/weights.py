@@ -8,13 +8,17 @@ Legend: D model width, F feed-forward width, V vocabulary, X = (query heads + 2 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from onbeat.engine.cuda.kernels import LayerSpec, Norm
+from onbeat.engine.device import wait_for
 from onbeat.engine.model_config import ModelConfig, inverse_frequencies
+from onbeat.engine.torch_types import device_of
 from onbeat.engine.torch_weights import parameter_on
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.engine.weights.layer_norms import LAYER_NORMS
@@ -146,3 +150,28 @@ class _Loader:
         for part, name in zip(torch.split(joined, num_rows), names, strict=True):
             part.copy_(parameter_on(self._checkpoint, name, self._dtype, self._device))
         return joined
+
+
+class LayerProducts:
+    """All four matrices of a layer, times rows; see `RowProducts`."""
+
+    def __init__(self, weights: CudaWeights) -> None:
+        layer = weights.layers[0]
+        self._matrices = (layer.qkv_XD, layer.o_DX, layer.gate_up_FD, layer.down_DF)
+        self._device = device_of(weights.device)
+        self.flops_per_row = 2.0 * sum(matrix.numel() for matrix in self._matrices)
+        self.num_bytes = sum(matrix.nbytes for matrix in self._matrices)
+
+    @torch.inference_mode()
+    def run(self, num_rows: int) -> float:
+        """Multiply, and return the seconds that it took."""
+        inputs = [matrix.new_ones(num_rows, matrix.shape[1]) for matrix in self._matrices]
+        wait_for(self._device)
+        start = perf_counter()
+        for x, matrix in zip(inputs, self._matrices, strict=True):
+            functional.linear(x, matrix)
+        wait_for(self._device)
+        return perf_counter() - start
+
+    def close(self) -> None:
+        """Let go of nothing: the weights are the model's."""
