@@ -18,7 +18,13 @@ from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.filler import RESERVATION
-from onbeat.scheduler.replica.slo.out_of_reach import OutOfReach, explain, will_stream
+from onbeat.scheduler.replica.slo.out_of_reach import (
+    TRY_AGAIN_SECONDS,
+    explain,
+    idle_misses,
+    may_be_kept,
+    will_stream,
+)
 from onbeat.scheduler.replica.slo.rules import OVERDUE
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.step_plan import StepPlan
@@ -58,7 +64,7 @@ class Admission:
         self.bound = QueueBound(slo.cost_model, slo.rules.longest_wait, config.max_num_seqs)
         self.num_rejected: Counter[str] = Counter()
         self._slo, self._tracker, self._rules, self._cost_model = slo, slo.tracker, slo.rules, slo.cost_model
-        self._out_of_reach = OutOfReach(slo.cost_model)
+        self._last_try, self._num_steps = -inf, 0
         self._ends, self._num_ended, self._num_running = Ends(), 0, 0
         self._last_change = 0.0
         """When a plan last found another number of them, seconds."""
@@ -66,7 +72,7 @@ class Admission:
     def on_plan(self, plan: StepPlan) -> None:
         """Learn from a plan that is carried out."""
         self.bound.on_plan(plan)
-        self._out_of_reach.count_step()
+        self._num_steps += 1
         num_ended, num_running = self._tracker.num_ended, len(plan.running)
         if (num_ended, num_running) == (self._num_ended, self._num_running):
             return  # the same whether each step between was planned or not
@@ -129,9 +135,11 @@ class Admission:
             raise refusal
         if not rejects:
             return
-        if misses := self._out_of_reach.misses(state):
-            if plan.running or plan.waiting or not self._out_of_reach.is_tried(misses, plan.now):
+        if misses := idle_misses(state, self._cost_model):
+            is_time = not (plan.running or plan.waiting) and plan.now - self._last_try > TRY_AGAIN_SECONDS
+            if not (is_time and may_be_kept(misses, self._cost_model, self._num_steps)):
                 self._refuse(explain(misses), ttft, retry_after=None)
+            self._last_try = plan.now
             slo.relegate()
             return
         late = ttft - objective

@@ -11,7 +11,7 @@ from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.triage import finish_seconds
 
-_TRY_AGAIN_SECONDS = 30.0
+TRY_AGAIN_SECONDS = 30.0
 """How often an idle replica takes a request that it predicts to be late, where that may be wrong: otherwise a
 model that is too pessimistic would reject what could correct it."""
 _KNOWN_STEPS = 16
@@ -49,51 +49,34 @@ class IdleMiss(NamedTuple):
         return f"{what} takes about {_ms(self.seconds)}, {leaves}"
 
 
-class OutOfReach:
-    """Knows what an idle replica cannot keep, and when to see whether that is so.
+def idle_misses(state: RequestState, cost_model: CostModel) -> list[IdleMiss]:
+    """Return the objectives of an arrival that it would miss if nothing else ran or waited."""
+    slo, stated = state.slo, state.request.slo
+    if stated is None:
+        return []
+    found = []
+    objective = slo.ttft_deadline - state.request.arrival
+    if objective < inf:
+        work = cost_model.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
+        first = finish_seconds(cost_model.prefill_share(BatchShape(), inf, objective), work, work)
+        if first > objective:
+            by_ttft = stated.ttft is not None and stated.ttft <= objective * (1 + 1e-9)
+            name, value = ("TTFT", stated.ttft) if by_ttft or stated.e2e is None else ("E2E", stated.e2e)
+            found.append(IdleMiss(name, value or objective, objective, first))
+    if will_stream(state) and slo.tbt_objective < cost_model.alone_seconds:
+        found.append(IdleMiss("TBT", slo.tbt_objective, slo.tbt_objective, cost_model.alone_seconds))
+    return found
+
+
+def may_be_kept(misses: Sequence[IdleMiss], cost_model: CostModel, num_steps: int) -> bool:
+    """Whether a request may be in time though it is predicted to be late: its steps would then tell.
 
     Parameters
     ----------
-    cost_model : predicts steps.
+    num_steps : that the step-time model has seen.
     """
-
-    def __init__(self, cost_model: CostModel) -> None:
-        self._cost_model = cost_model
-        self._last_try = -inf
-        self._num_steps = 0
-
-    def count_step(self) -> None:
-        """Hear of a step from which the step-time model learns."""
-        self._num_steps += 1
-
-    def misses(self, state: RequestState) -> list[IdleMiss]:
-        """Return the objectives of an arrival that it would miss if nothing else ran or waited."""
-        slo, stated, cost_model = state.slo, state.request.slo, self._cost_model
-        if stated is None:
-            return []
-        found = []
-        objective = slo.ttft_deadline - state.request.arrival
-        if objective < inf:
-            work = cost_model.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
-            first = finish_seconds(cost_model.prefill_share(BatchShape(), inf, objective), work, work)
-            if first > objective:
-                by_ttft = stated.e2e is None or (
-                    stated.ttft is not None and stated.ttft <= objective * (1 + 1e-9)
-                )
-                name, value = ("TTFT", stated.ttft) if by_ttft else ("E2E", stated.e2e)
-                found.append(IdleMiss(name, value or objective, objective, first))
-        if will_stream(state) and slo.tbt_objective < cost_model.alone_seconds:
-            found.append(IdleMiss("TBT", slo.tbt_objective, slo.tbt_objective, cost_model.alone_seconds))
-        return found
-
-    def is_tried(self, misses: Sequence[IdleMiss], now: float) -> bool:
-        """Whether an idle replica serves a request that is predicted to be late, to learn from its steps."""
-        wrong = _MOST_WRONG if self._num_steps < _KNOWN_STEPS else self._cost_model.slowdown
-        may_be_kept = all(miss.seconds <= wrong * miss.objective for miss in misses)
-        if not may_be_kept or now - self._last_try <= _TRY_AGAIN_SECONDS:
-            return False
-        self._last_try = now
-        return True
+    wrong = _MOST_WRONG if num_steps < _KNOWN_STEPS else cost_model.slowdown
+    return all(miss.seconds <= wrong * miss.objective for miss in misses)
 
 
 def will_stream(state: RequestState) -> bool:
