@@ -82,7 +82,7 @@ class RecordedRefusal(NamedTuple):
     predicted_ttft: float | None = None
     """Seconds, as is the next; None where too many waited."""
     retry_after: float | None = None
-    """None where a number of requests or tokens was reached."""
+    """None where a number of requests or tokens was reached, or not even an idle replica would be in time."""
 
 
 class RecordedAdoption(NamedTuple):
