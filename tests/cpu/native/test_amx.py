@@ -39,7 +39,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Shim:
-    return Shim(compile_units(emulated_units(), tmp_path_factory.mktemp("emulated")))
+    # Emulated tiles are no product's code: a quick compiler matters more here than quick code.
+    return Shim(compile_units(emulated_units(), tmp_path_factory.mktemp("emulated"), ["-O2"]))
 
 
 @pytest.fixture(scope="module")
