@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from hypothesis import settings
+
+_Case = TypeVar("_Case")
 
 SEARCHING = 100
 """Percent."""
@@ -32,5 +35,13 @@ def examples(most: int, **options: Any) -> settings:
     ----------
     options : further ones of hypothesis.
     """
-    percent = settings.default.max_examples if settings.default is not None else SEARCHING
-    return settings(max_examples=max(most * percent // SEARCHING, 1), deadline=None, **options)
+    return settings(max_examples=max(most * _percent() // SEARCHING, 1), deadline=None, **options)
+
+
+def part_of(cases: Sequence[_Case]) -> Sequence[_Case]:
+    """Return the cases of a list that the profile tries: the first, and of the others its part."""
+    return cases[:: SEARCHING // _percent()]
+
+
+def _percent() -> int:
+    return settings.default.max_examples if settings.default is not None else SEARCHING

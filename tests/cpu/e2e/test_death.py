@@ -212,7 +212,7 @@ def test_ctrl_c_while_it_loads_stops_at_once(tiny_directory: Path, delay: float)
 
 
 def without_progress(server: ServerProgram) -> list[str]:
-    """Return what was printed, less the line about loading: a quick engine has printed it by then."""
+    """Return what the server printed, but for the line about loading, which a quick engine has printed."""
     return [line for line in server.lines if not line.startswith("loading ")]
 
 

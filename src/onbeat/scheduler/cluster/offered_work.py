@@ -180,7 +180,8 @@ class OfferedWork:
             num_missed += each.num_missed
             prefill += each.prefill
             squares += each.squares
-            paces.update(each.paces)
+            for pace, num in each.paces.items():  # Counter.update takes three times as long
+                paces[pace] += num
         num_tokens = num_requests * self._output.value
         work = prefill + num_tokens * self.decode
         return Offered(
