@@ -53,10 +53,10 @@ async def test_routed_streams_are_whole_and_spread_evenly() -> None:
 
 async def test_streams_of_a_killed_replica_go_on_at_once_and_it_comes_back() -> None:
     async with fleet_of(2) as client:
-        started = start_requests(client, 8, max_tokens=100)
+        started = start_requests(client, 8, max_tokens=200)  # none ends before the kill on a busy machine
         await until(lambda: all(view.num_streaming == 4 for view in client.replicas()))
         send_signal(client, "r0", signal.SIGKILL)
-        await until(lambda: state_of(client, "r0") == "starting", timeout=1)
+        await until(lambda: state_of(client, "r0") == "starting", timeout=3)
         assert state_of(client, "r1") == "ready"
         await check_all(started)
         assert client.counts.num_resumed == 4
@@ -183,7 +183,7 @@ async def test_the_only_replica_comes_back_and_its_streams_go_on() -> None:
         started = start_requests(client, 3, max_tokens=200)
         await until(lambda: client.replicas()[0].num_streaming == 3)
         send_signal(client, "r0", signal.SIGKILL)
-        await until(lambda: not client.is_alive, timeout=1)
+        await until(lambda: not client.is_alive, timeout=3)
         assert client.seconds_to_ready is not None
         late = start_requests(client, 2, "late")
         await check_all([*started, *late])
@@ -293,7 +293,7 @@ async def test_a_refusal_for_the_load_is_tried_elsewhere() -> None:
         started = start_requests(client, 2, max_tokens=20)
         await until(lambda: sum(view.num_streaming for view in client.replicas()) == 2)
         started += start_requests(client, 2, "waiting", max_tokens=20)
-        await asyncio.sleep(0.1)
+        await until(lambda: sum(view.num_outstanding for view in client.replicas()) == 4)
         with pytest.raises(Overloaded, match="max_num_queued_reqs"):
             await collect(client, make_request("one too many"))
         await check_all(started)

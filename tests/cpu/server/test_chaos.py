@@ -15,6 +15,7 @@ from aiohttp import web
 from onbeat.bench.chaos import Chaos, ChaosPlan
 from onbeat.bench.history import counts, violations
 from onbeat.core.errors import ConfigError
+from tests.waiting import Patience
 
 TOKENS = [f"t{number} " for number in range(20)]
 PLAN = ChaosPlan(
@@ -81,12 +82,17 @@ async def test_a_fault_is_found(fault: str, said: str | None) -> None:
     async with faulty_server(fault) as url, aiohttp.ClientSession() as session:
         chaos = Chaos(session, url, "m", PLAN)
         await chaos.learn()
-        await chaos.run()
+        patience = Patience()
+        num_runs, ended = 0, counts([])
+        # On a busy machine little happens in half a second.
+        while not (ended["cancelled"] and ended["cut" if fault == "cut" else "whole"] and chaos.result.kills):
+            assert patience.look() < 60
+            await chaos.run()
+            num_runs, ended = num_runs + 1, counts(chaos.result.exchanges)
         await chaos.settle()
-    found, ended = violations(chaos.result.exchanges, chaos.result.known), counts(chaos.result.exchanges)
-    assert ended["cancelled"] > 0
-    assert ended["cut" if fault == "cut" else "whole"] > 0
-    assert [code for _, code in chaos.result.kills] == [0, 0]
+    found = violations(chaos.result.exchanges, chaos.result.known)
+    assert len(chaos.result.kills) <= 2 * num_runs
+    assert {code for _, code in chaos.result.kills} == {0}
     if said is None:
         assert not found
     else:

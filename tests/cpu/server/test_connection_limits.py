@@ -138,8 +138,9 @@ async def test_slow_headers_are_given_up(keeps_alive: bool) -> None:
         client.writer.write(POST)
         start = time.monotonic()
         drip = asyncio.create_task(drip_into(client, b"x: y\r\n"))
-        assert error_of(await client.end()) == (408, "slow_headers")
-        assert 0.2 < time.monotonic() - start < 2
+        async with at_most(2):
+            assert error_of(await client.end()) == (408, "slow_headers")
+        assert time.monotonic() - start > 0.2
         drip.cancel()
         assert await refusals(served) == {"slow_headers": 1}
 

@@ -56,6 +56,12 @@ class ServerProcess:
         async with self.session.get(self.url + path) as response:
             return response.status
 
+    async def starts_to_drain(self) -> None:
+        self.send_signal(signal.SIGTERM)
+        async with at_most(30):
+            while await self.status("/ready") != 503:
+                await asyncio.sleep(0.01)
+
     async def wait_for_load(self) -> None:
         async with at_most(30):
             while True:
@@ -95,9 +101,7 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> No
     async with server_process(SLOW) as server:
         running = asyncio.create_task(server.stream(50))
         await server.wait_for_load()
-        server.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.2)
-        assert await server.status("/ready") == 503
+        await server.starts_to_drain()
         assert await server.status("/health") == 200
         async with server.session.post(server.url + CHAT, json={"messages": HELLO}) as response:
             assert response.status == 503
@@ -112,8 +116,7 @@ async def test_a_second_signal_ends_running_requests_with_an_error() -> None:
     async with server_process(SLOW) as server:
         running = asyncio.create_task(server.stream(2000))
         await server.wait_for_load()
-        server.send_signal(signal.SIGTERM)
-        await asyncio.sleep(0.2)
+        await server.starts_to_drain()
         server.send_signal(signal.SIGINT)
         async with at_most(8):
             events = await running
