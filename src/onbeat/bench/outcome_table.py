@@ -49,12 +49,12 @@ def _verdict_rows(verdicts: VerdictSummary) -> list[tuple[str, str]]:
         for seconds in (verdicts.median_client_ttft, verdicts.median_server_ttft)
     )
     rows = [
-        ("the server judged as this client", f"{percent(verdicts.agreement)} of {verdicts.num_requests:,}"),
+        ("same verdict by the server", f"{percent(verdicts.agreement)} of {verdicts.num_requests:,}"),
         ("relegated to best effort", number(verdicts.num_relegated)),
         ("TTFT here / in the server, median (ms)", f"{client} / {server}"),
     ]
     if verdicts.agreement != 1:
-        rows.insert(1, ("met in the server's judgement", percent(verdicts.met)))
+        rows.insert(1, ("met by the server's verdict", percent(verdicts.met)))
     if verdicts.median_predicted_ttft_error is not None:
         rows.append(("error of the predicted TTFT, median", percent(verdicts.median_predicted_ttft_error)))
     return rows

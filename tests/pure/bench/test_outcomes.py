@@ -131,11 +131,11 @@ def test_what_was_said_is_not_said_again() -> None:
     text = shown(make_result(records))
 
     assert "100.0% of 4" in text
-    for once in ("objectives met", "met in the server", "error of the predicted"):
+    for once in ("objectives met", "met by the server", "error of the predicted"):
         assert once not in text
     records[0].verdict = ServerVerdict(is_met=False, ttft=0.05, predicted_ttft=0.06)
     text = shown(make_result(records))
-    assert re.search(r"met in the server's judgement +75.0%", text)
+    assert re.search(r"met by the server's verdict +75.0%", text)
     assert "error of the predicted" in text
 
 
