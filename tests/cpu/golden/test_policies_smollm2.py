@@ -6,7 +6,6 @@ The rule of exactness: a token may differ only where the reference's two largest
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.text.tokenizer import load_tokenizer
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
+from tests.cpu.gguf_reading import read_once
 from tests.cpu.golden.engine_run import Outcome, Setting, run_engine
 from tests.cpu.golden.test_policies_tiny import MIXING
 
@@ -64,14 +64,12 @@ class Reference:
 
 def read_hf_model(gguf: Path) -> Any:
     """Build transformers' model from its own reading of the file."""
-    import gguf as library
     import transformers
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    with pytest.MonkeyPatch.context() as patch:
-        # It reads the file twice, and makes the table of names once a tensor: 7 s of a core.
-        for name in ("GGUFReader", "get_tensor_name_map"):
-            patch.setattr(library, name, cache(getattr(library, name)))
+    with read_once() as patch:
+        for name in ("normal_", "uniform_"):  # random weights, which the file's take the place of
+            patch.setattr(torch.Tensor, name, lambda tensor, *_, **__: tensor)
         config = transformers.AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
         auto: Any = transformers.AutoModelForCausalLM
         model = auto.from_config(config, dtype=torch.float32, attn_implementation="sdpa")

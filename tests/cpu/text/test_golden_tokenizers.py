@@ -15,6 +15,7 @@ from onbeat.hub.resolve import resolve_model
 from onbeat.text.chat_template import load_chat_template
 from onbeat.text.stream import TextStream
 from onbeat.text.tokenizer import VocabularyTokenizer, load_tokenizer
+from tests.cpu.gguf_reading import read_once
 
 pytestmark = [
     pytest.mark.golden,
@@ -66,7 +67,8 @@ class Pair:
         except ModelLoadError as error:
             pytest.skip(str(error))
         self.ours: VocabularyTokenizer = load_tokenizer(path)
-        self.theirs: Any = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        with read_once():
+            self.theirs: Any = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
 
 
 @pytest.fixture(scope="module")
