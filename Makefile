@@ -15,9 +15,10 @@ NATIVE := hatch_build.py $(wildcard native/include/*.h native/src/*)
 # The same examples each time; `searching` tries others.
 THOROUGH := --hypothesis-profile=thorough
 SEARCHING := --hypothesis-profile=searching
-# Files stay whole, so that what a module sets up is made once. Those that hold times run last, one by one; pytest's 5 is "none".
+# Files stay whole, so that what a module sets up is made once; those with the most tests run first, so that of the last
+# ones, with a test each, the pure ones leave no worker alone for long. What holds times follows, one by one; pytest's 5 is "none".
 WORKED := --numprocesses=$(WORKERS) --dist=loadfile
-FAST := tests/pure tests/long tests/cpu tests/fleet tests/ray
+FAST := tests/fleet tests/ray tests/cpu tests/long tests/pure
 # Collecting all tests for the few that run last would take longer than these do.
 ALONE = $(shell grep -rl --include='test_*.py' 'pytest[.]mark[.]alone' $(FAST))
 

@@ -305,7 +305,7 @@ async def test_an_idle_fleet_takes_as_many_choices_as_its_replicas_can(num_repli
     number = 3 * num_replicas
     async with fleet_of(num_replicas, router="round-robin", step_seconds=0.02, **limits) as client:
         whole = WholeRequest("a", number, 5 * number)
-        await check_all(start_requests(client, number, "a", whole=whole))
+        await check_all(start_requests(client, number, "a", max_tokens=20, whole=whole))
         busy = start_requests(client, number, "b", max_tokens=40, whole=whole._replace(whole_id="b"))
         await until(lambda: sum(view.num_streaming for view in client.replicas()) == 2 * num_replicas)
         with pytest.raises(Overloaded, match="max_num_queued_reqs") as caught:

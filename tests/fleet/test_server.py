@@ -137,7 +137,7 @@ def _sleeps(_on_progress: Callable[[str], None]) -> NoReturn:
 
 async def test_a_request_waits_for_a_start_no_longer_than_may_be() -> None:
     async with (
-        fleet_of(1, make_build=_starts_once, max_wait_seconds=5.0) as client,
+        fleet_of(1, make_build=_starts_once, max_wait_seconds=2.0) as client,
         serving(cast(FakeEngine, client), has_fleet=True) as served,
     ):
         send_signal(client, "r0", signal.SIGKILL)

@@ -221,7 +221,7 @@ class TestWhileAStepRuns:
 
     async def test_a_refusal_comes_at_once(self, depth):
         async with shedding(step_seconds=STEP_SECONDS, depth=depth) as client:
-            busy = asyncio.create_task(collect(client, make_request(max_tokens=6)))
+            busy = asyncio.create_task(collect(client, make_request(max_tokens=4)))
             await asyncio.sleep(0.1)
             waits = []
             for index in range(12):  # over all phases of a step
@@ -236,11 +236,11 @@ class TestWhileAStepRuns:
                 assert caught.value.code == "slo_unattainable"
             assert max(waits) < PROMPT_ANSWER_SECONDS
             tokens, _ = await busy
-            assert len(tokens) == 6
+            assert len(tokens) == 4
 
     async def test_an_abort_is_answered_at_once(self, depth):
         async with engine(step_seconds=STEP_SECONDS, max_in_flight_steps=depth) as client:
-            tasks = [asyncio.create_task(collect(client, make_request(name, max_tokens=6))) for name in "ab"]
+            tasks = [asyncio.create_task(collect(client, make_request(name, max_tokens=3))) for name in "ab"]
             await asyncio.sleep(0.15)
             start = time.monotonic()
             await client.abort(["a"])
@@ -248,7 +248,7 @@ class TestWhileAStepRuns:
             assert time.monotonic() - start < PROMPT_ANSWER_SECONDS
             assert reason is FinishReason.ABORT
             tokens, _ = await tasks[1]
-            assert len(tokens) == 6
+            assert len(tokens) == 3
 
     async def test_requests_that_come_meanwhile_share_the_next_step(self, depth):
         log = StepLog()
@@ -256,7 +256,7 @@ class TestWhileAStepRuns:
             partial(build_fake_engine, step_seconds=STEP_SECONDS, max_in_flight_steps=depth), observers=[log]
         )
         async with client:
-            tasks = [asyncio.create_task(collect(client, make_request("a", max_tokens=5)))]
+            tasks = [asyncio.create_task(collect(client, make_request("a", max_tokens=4)))]
             await asyncio.sleep(0.1)
             for name in "bcd":
                 tasks.append(asyncio.create_task(collect(client, make_request(name, max_tokens=2))))
