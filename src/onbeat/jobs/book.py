@@ -216,12 +216,13 @@ class JobBook:
         predicted = None
         if usual.count:
             predicted = (own + later.later_work) * usual.value + between
-        if now + least > job.deadline:
+        left = job.deadline - now
+        if left <= 0:
             return CallShare(e2e=None, predicted_job=predicted)
         return CallShare(
-            e2e=max(self.split(later), least, 1e-3),
+            e2e=min(max(self.split(later), least, 1e-3), left),
             predicted_job=predicted,
-            kept_for=min(job.deadline - now, LONGEST_KEPT) if num_later else 0.0,
+            kept_for=min(left, LONGEST_KEPT) if num_later else 0.0,
         )
 
     def _check_attainable(self, job: _Job, predicted: float, now: float) -> None:

@@ -66,7 +66,7 @@ class CallShare:
     """What a call gets of the time that its job has left."""
 
     e2e: float | None
-    """Seconds from the call's arrival; None: the job is late for certain, and the call is best effort."""
+    """Seconds from the call's arrival; None: the job's deadline has passed, and the call is best effort."""
     predicted_job: float | None
     """Seconds from now until the job is expected to end; None where nothing is known of such calls."""
     kept_for: float = 0.0

@@ -211,7 +211,7 @@ class CallTicket:
 
         Parameters
         ----------
-        of_call : None of a call that was best effort, since its job was late for certain.
+        of_call : None of a call that was best effort, since its job's deadline had passed.
         """
         job = self.close()
         if of_call is None:

@@ -66,11 +66,13 @@ def test_calls_left_and_times_between_calls_are_learnt_by_class() -> None:
     assert other.e2e != share.e2e
 
 
-def test_a_call_of_a_job_that_is_late_for_certain_is_best_effort() -> None:
+def test_a_call_may_take_what_is_left_of_its_job_however_little_and_is_best_effort_once_nothing_is() -> None:
     book = JobBook()
-    run(book, 0.0, calls_left=1)
-    share = opened(book, 9.5, calls_left=0).share
-    assert (share.e2e, share.objectives(SLO(ttft=1.0))) == (None, None)
+    run(book, 0.0, calls_left=1)  # no call was quicker than a second
+    last = opened(book, 9.5, calls_left=0).share
+    assert last.objectives(SLO(ttft=1.0)) == SLO(ttft=1.0, e2e=0.5)
+    late = opened(book, 10.0, calls_left=0).share
+    assert (late.e2e, late.objectives(SLO(ttft=1.0))) == (None, None)
 
 
 def test_the_tighter_of_own_objective_and_share_counts() -> None:

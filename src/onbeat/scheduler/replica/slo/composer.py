@@ -52,7 +52,7 @@ class StepComposition:
             seconds = self._cost_model.of(shape)
             # Those who never had an objective wait for as long as it takes: they say nothing of the load.
             is_short = any(state.slo.has_objective for state in best_effort)
-            are_first = is_short and self._nearly_all_paced()
+            are_first = bool(view.paces) and (is_short or view.has_lost_job) and self._nearly_all_paced()
             limit = rules.limit(view, seconds, plan.now, queue_grows=is_short, streams_first=are_first)
             plan.budget, plan.budget_request_id = limit, view.urgent.request_id
             first, end = view.deadline, plan.now + seconds
@@ -231,9 +231,10 @@ class SLOComposer:
 
     1. The step ends before the tightest TBT objective of its streams has passed, less the share that they
        earn; before the earliest of their deadlines, so that a stream that is behind has decodes run alone
-       until it has caught up; and before the shortest pace of an e2e objective, but prompts keep a part of
-       it. While all streams are far ahead (`stream` mode), it may take a part of that, up to two objectives;
-       a larger part while prompts wait that cannot be in time. For a while after a stall they earn more.
+       until it has caught up; and before the shortest pace of an e2e objective that decodes alone can keep,
+       but prompts keep a part of it. While all streams are far ahead (`stream` mode), it may take a part of
+       that, up to two objectives; a larger part while prompts wait that cannot be in time. For a while after
+       a stall they earn more.
     2. Prompts go by deadline. Those that cannot all be in time are sorted out (Moore and Hodgson); what time
        the others leave goes to them, and then to best effort.
     3. For a prompt that lacks a slot or memory and would be late by waiting, requests without objectives are

@@ -30,8 +30,9 @@ LONGEST_GAP = 2.0
 """The longest step that slack may be spent on, TBT objectives."""
 PACED_SHARE, PACED_BEHIND_STREAMS = 2 / 5, 1 / 5
 """Of a step, what is left to prompts whatever e2e objectives ask for: a prompt that waits has one too. Less
-while prompts wait that cannot be in time, and few of the others have TTFT objectives: each that is taken then
-makes those late that run, whose prompts have been computed already, and wants a pace itself."""
+while prompts wait that cannot be in time, or a call runs that has lost its job, if few of the prompts have
+TTFT objectives: each that is taken then makes those late that run, whose prompts have been computed already,
+and wants a pace itself."""
 MOST_WITH_TTFT = 1 / 8
 """Share of the prompts that wait which may have TTFT objectives, for that."""
 SLACK_TOKENS = 20
@@ -116,9 +117,11 @@ class StepRules:
                 objective = min(objective, max(earned, (objective + decode_seconds) / 2))
             spent = self.spent_while_it_grows if queue_grows else self.spent
             objective = max(objective, min(spent * (slack - reserve), self.longest_gap * view.tightest))
-        paced = PACED_BEHIND_STREAMS if streams_first else PACED_SHARE
-        pace = max(view.pace, decode_seconds / (1 - paced))
-        return min(objective, max(slack, decode_seconds), pace)
+        if view.paces:
+            paced = PACED_BEHIND_STREAMS if streams_first else PACED_SHARE
+            pace = min([each for each in view.paces if each >= decode_seconds] or view.paces)
+            objective = min(objective, max(pace, decode_seconds / (1 - paced)))
+        return min(objective, max(slack, decode_seconds))
 
     def tightest_limit(self, tightest: float) -> float:
         """Return what TBT objectives allow without slack, seconds; infinite without any.

@@ -42,8 +42,7 @@ class RunningView:
     deadline : the earliest of `streams` with a TBT objective, even a passed one; infinite without any.
     urgent : the stream that is due first, by its pace or its objective.
     tightest : the shortest TBT objective of `streams` that a step can keep; infinite without any.
-    pace : the shortest time between tokens that e2e objectives ask for, and TBT objectives do not; infinite
-        without any.
+    paces : the times between tokens that e2e objectives ask for, and TBT objectives do not.
     """
 
     def __init__(self, running: Iterable[RequestState], start: float, shortest: float) -> None:
@@ -51,7 +50,8 @@ class RunningView:
         self.deadlines: list[float] = []
         self.best_effort_decodes: list[RequestState] = []
         self.prefills: list[RequestState] = []
-        self.deadline = self.tightest = self.pace = inf
+        self.deadline = self.tightest = inf
+        self.paces: list[float] = []
         self.urgent: RequestState | None = None
         self._look(running, start, shortest)
 
@@ -60,6 +60,12 @@ class RunningView:
         """Requests that want one token."""
         return [*self.streams, *self.best_effort_decodes]
 
+    @property
+    def has_lost_job(self) -> bool:
+        """Whether a stream runs that has missed its e2e objective, and that another request goes on from."""
+        lost = (state for state in self.best_effort_decodes if state.slo.is_best_effort)
+        return any(state.slo.end < inf and state.request.kept_for > 0 for state in lost)
+
     def decode_shape(self, others: Sequence[RequestState] = ()) -> BatchShape:
         """Return the shape of a step with one token for each that wants one, and for others."""
         return decode_shape([*self.streams, *self.best_effort_decodes, *others])
@@ -67,7 +73,7 @@ class RunningView:
     def _look(self, running: Iterable[RequestState], start: float, shortest: float) -> None:
         streams, best_effort_decodes = self.streams, self.best_effort_decodes
         earliest, tightest = self.deadline, self.tightest
-        deadlines, first, pace = self.deadlines, inf, inf
+        deadlines, paces, first = self.deadlines, self.paces, inf
         for state in running:
             num_in_flight = state.num_in_flight_tokens
             num_tokens = state.num_tokens + num_in_flight
@@ -91,11 +97,11 @@ class RunningView:
             if deadline < first:
                 first, self.urgent = deadline, state
             earliest = min(earliest, deadline) if objective < inf else earliest
-            if slo.tbt < pace and slo.tbt < objective:
-                pace = slo.tbt
+            if slo.tbt < objective:
+                paces.append(slo.tbt)
             if shortest <= objective < tightest:
                 tightest = objective
-        self.deadline, self.tightest, self.pace = earliest, tightest, pace
+        self.deadline, self.tightest = earliest, tightest
 
 
 def decode_shape(states: Collection[RequestState]) -> BatchShape:
