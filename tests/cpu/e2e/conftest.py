@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.cpu.e2e.program import SMALL, ServerProgram, serving
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 
 SMOLLM2_FLAGS = (*SMALL, "--dtype", "float32", "--served-model-name", "smollm2", "--max-num-seqs", "16")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_tls_context() -> Iterator[None]:
+    """Each `httpx.get` would make its own, plain HTTP or not, for 25 ms: tests that wait ask again and again."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = cache(httpx.create_ssl_context)
+        patch.setattr("httpx._transports.default.create_ssl_context", made, raising=False)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -114,9 +114,11 @@ def test_objectives_change_no_token(engine: TinyEngine, name: str, policy: str, 
 
 @pytest.mark.parametrize("policy", BLIND)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_objectives_mean_nothing_to_some_policies(engine: TinyEngine, policy: str, depth: int):
+@in_turns
+def test_objectives_mean_nothing_to_some_policies(engine: TinyEngine, policy: str, depth: int, turn: int):
     """One family says enough of these."""
-    check_with_objectives(engine, "llama3", policy, depth)
+    if is_due(engine, number_of(policy, depth), turn):
+        check_with_objectives(engine, "llama3", policy, depth)
 
 
 @pytest.mark.slow
