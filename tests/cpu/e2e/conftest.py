@@ -17,7 +17,7 @@ SMOLLM2_FLAGS = (*SMALL, "--dtype", "float32", "--served-model-name", "smollm2",
 
 @pytest.fixture(scope="session", autouse=True)
 def one_tls_context() -> Iterator[None]:
-    """Each `httpx.get` would make its own, plain HTTP or not, for 25 ms: tests that wait ask again and again."""
+    """Each `httpx.get` would make its own, plain HTTP or not, for 25 ms; tests that wait ask often."""
     with pytest.MonkeyPatch.context() as patch:
         made = cache(httpx.create_ssl_context)
         patch.setattr("httpx._transports.default.create_ssl_context", made, raising=False)
