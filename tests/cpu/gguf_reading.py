@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 
 class PlainReader(gguf.GGUFReader):
     """Takes a file as a plain array: each of a million slices of a mapped one costs five times as much."""
 
-    @property
-    def data(self) -> NDArray[np.uint8]:
-        return self._data
-
-    @data.setter
-    def data(self, mapped: NDArray[np.uint8]) -> None:
-        self._data = mapped.view(np.ndarray)
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value.view(np.ndarray) if name == "data" else value)
 
 
 @contextmanager
