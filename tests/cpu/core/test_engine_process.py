@@ -214,13 +214,24 @@ def shedding(**options):
     return ProcessEngineClient(partial(build_shedding_engine, **options))
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+def at_both_depths(check):
+    """Run a check with one step under way and with two, side by side from where both engines are ready."""
+
+    async def test(self):
+        barrier = asyncio.Barrier(2)
+        await asyncio.gather(*(check(self, depth, barrier) for depth in (1, 2)))
+
+    return test
+
+
 @pytest.mark.alone
 class TestWhileAStepRuns:
     """Nothing that needs no step waits for one."""
 
-    async def test_a_refusal_comes_at_once(self, depth):
+    @at_both_depths
+    async def test_a_refusal_comes_at_once(self, depth, barrier):
         async with shedding(step_seconds=STEP_SECONDS, depth=depth) as client:
+            await barrier.wait()
             busy = asyncio.create_task(collect(client, make_request(max_tokens=4)))
             await asyncio.sleep(0.1)
             waits = []
@@ -238,8 +249,10 @@ class TestWhileAStepRuns:
             tokens, _ = await busy
             assert len(tokens) == 4
 
-    async def test_an_abort_is_answered_at_once(self, depth):
+    @at_both_depths
+    async def test_an_abort_is_answered_at_once(self, depth, barrier):
         async with engine(step_seconds=STEP_SECONDS, max_in_flight_steps=depth) as client:
+            await barrier.wait()
             tasks = [asyncio.create_task(collect(client, make_request(name, max_tokens=3))) for name in "ab"]
             await asyncio.sleep(0.15)
             start = time.monotonic()
@@ -250,12 +263,14 @@ class TestWhileAStepRuns:
             tokens, _ = await tasks[1]
             assert len(tokens) == 3
 
-    async def test_requests_that_come_meanwhile_share_the_next_step(self, depth):
+    @at_both_depths
+    async def test_requests_that_come_meanwhile_share_the_next_step(self, depth, barrier):
         log = StepLog()
         client = ProcessEngineClient(
             partial(build_fake_engine, step_seconds=STEP_SECONDS, max_in_flight_steps=depth), observers=[log]
         )
         async with client:
+            await barrier.wait()
             tasks = [asyncio.create_task(collect(client, make_request("a", max_tokens=4)))]
             await asyncio.sleep(0.1)
             for name in "bcd":
@@ -263,8 +278,10 @@ class TestWhileAStepRuns:
             await asyncio.gather(*tasks)
         assert max(message.stats.shape.num_sequences for message in log.messages) == 4
 
-    async def test_a_stop_waits_for_no_more_than_the_steps_under_way(self, depth):
+    @at_both_depths
+    async def test_a_stop_waits_for_no_more_than_the_steps_under_way(self, depth, barrier):
         async with engine(step_seconds=STEP_SECONDS, max_in_flight_steps=depth) as client:
+            await barrier.wait()
             task = asyncio.create_task(collect(client, make_request(max_tokens=900)))
             await asyncio.sleep(0.1)
             task.cancel()

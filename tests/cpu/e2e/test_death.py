@@ -178,7 +178,7 @@ def test_the_engine_of_a_killed_server_ends_by_itself(server: ServerProgram) -> 
 @pytest.mark.alone
 def test_the_engine_of_a_killed_idle_server_ends_at_once(server: ServerProgram) -> None:
     engine = server.engine_pid
-    time.sleep(1.1)  # a heartbeat has been sent
+    time.sleep(0.7)  # a heartbeat has been sent
     server.send_signal(signal.SIGKILL)
     wait_for(lambda: not is_running(engine), timeout=1)
 

@@ -119,7 +119,12 @@ async def test_a_stopped_engine_is_seen_until_it_goes_on(
 
 
 @pytest.mark.alone
-async def test_a_step_that_does_not_end_is_seen_until_it_does() -> None:
+async def test_long_steps() -> None:
+    """Of two servers: neither takes the processor."""
+    await asyncio.gather(a_step_that_does_not_end_is_seen_until_it_does(), a_long_step_is_no_silence())
+
+
+async def a_step_that_does_not_end_is_seen_until_it_does() -> None:
     async with serving_process(LIMITS, step_seconds=2.5) as (served, _):
         body = {"prompt": "x", "max_tokens": 1}
         request = asyncio.create_task(served.post("/v1/completions", body))
@@ -132,8 +137,7 @@ async def test_a_step_that_does_not_end_is_seen_until_it_does() -> None:
         assert await metric(served, "onbeat_engine_step_age_seconds") == 0
 
 
-@pytest.mark.alone
-async def test_a_long_step_is_no_silence() -> None:
+async def a_long_step_is_no_silence() -> None:
     limits = replace(LIMITS, step_seconds=10)
     async with serving_process(limits, step_seconds=1.8) as (served, _):
         request = asyncio.create_task(served.post("/v1/completions", {"prompt": "x", "max_tokens": 1}))
