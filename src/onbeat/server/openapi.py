@@ -101,6 +101,7 @@ class ScoreList(BaseModel):
 
 
 _COMPONENT = "#/components/schemas/{model}"
+_JOB_SCHEMAS: dict[str, Any] = JobFields.model_json_schema()["properties"]
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
@@ -160,10 +161,10 @@ def _slo_headers() -> list[dict[str, Any]]:
 
 def _job_headers() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield the headers that say a request's job: a name, what it means, and its schema."""
-    fields = JobFields.model_json_schema()["properties"]
     for header, name in JOB_HEADERS.items():
         # a header is there or not: it is never null
-        stated = next(iter(fields[name].get("anyOf", ())), fields[name])
+        field = _JOB_SCHEMAS[name]
+        stated = next(iter(field.get("anyOf", ())), field)
         schema = {key: value for key, value in stated.items() if key not in {"title", "default"}}
         yield header, f"The same as slo.job.{name}; the body counts before it", schema
 
