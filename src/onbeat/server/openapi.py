@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any, Literal
 
 from fastapi import FastAPI
+from fastapi.encoders import jsonable_encoder
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE
-from onbeat.server.answer_models import ErrorBody, SLOReport
+from onbeat.server.answer_models import AnthropicErrorBody, ErrorBody, SLOReport
 from onbeat.server.fields import HARMLESS, NO_OP_VALUES
 from onbeat.server.jobs import JOB_HEADERS, JobFields
 from onbeat.server.middleware import OPEN_PATHS
@@ -101,6 +103,10 @@ class ScoreList(BaseModel):
 
 
 _COMPONENT = "#/components/schemas/{model}"
+_ERRORS: Sequence[tuple[type[BaseModel], JsonSchemaMode]] = [
+    (ErrorBody, "serialization"),
+    (AnthropicErrorBody, "serialization"),
+]
 _JOB_SCHEMAS: dict[str, Any] = JobFields.model_json_schema()["properties"]
 
 
@@ -184,6 +190,10 @@ def describe(app: FastAPI, bodies: Iterable[type[BaseModel]], *, vocab_size: int
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes, servers=app.servers)
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+            errors = models_json_schema(_ERRORS, ref_template=_COMPONENT)[1]["$defs"]
+            schemas.update(
+                jsonable_encoder(errors, exclude_none=True)
+            )  # as FastAPI writes those of its models
             schemas.update(_body_schemas(bodies))
             _bound_token_ids(schemas, vocab_size)
             for name in ("HTTPValidationError", "ValidationError"):
@@ -244,5 +254,12 @@ _MEANINGS = {
 
 
 def error_answers(*statuses: int, model: type[BaseModel] | None = None) -> dict[int | str, dict[str, Any]]:
-    """Return the documentation of error answers, which are of a model (None: OpenAI's)."""
-    return {status: {"model": model or ErrorBody, "description": _MEANINGS[status]} for status in statuses}
+    """Return the documentation of error answers, which are of one of `_ERRORS` (None: OpenAI's).
+
+    By the schema's name: for a model, FastAPI would make a validator for each status of each route.
+    """
+    schema = {"$ref": _COMPONENT.format(model=(model or ErrorBody).__name__)}
+    return {
+        status: {"description": _MEANINGS[status], "content": {"application/json": {"schema": schema}}}
+        for status in statuses
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, cast
 
 from fastapi import FastAPI
@@ -29,6 +30,11 @@ TEMPLATE = (
 )
 
 
+@cache
+def compile_template(text: str) -> ChatTemplate:
+    return ChatTemplate(text, bos_token="<bos>", eos_token="<eos>")
+
+
 def make_app(
     engine: FakeEngine,
     config: ServerConfig,
@@ -45,5 +51,5 @@ def make_app(
         fleet_counts=None if fleet is None else fleet.counts,
     )
     engine.add_observer(telemetry.tracker)
-    compiled = None if template is None else ChatTemplate(template, bos_token="<bos>", eos_token="<eos>")
+    compiled = None if template is None else compile_template(template)
     return create_app(engine, tokenizer or ByteTokenizer(), compiled, config, telemetry, fleet=fleet)
