@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onbeat.cli.simulate_output import SimulatedRun
-from onbeat.metrics.missed import count_missed
+from onbeat.metrics.attainment import count_missed
 from onbeat.report.result import Level
 
 _MISSED = {

@@ -24,6 +24,7 @@ tokens of a stream).
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLO_MODES, SLOMode
 from onbeat.metrics.measured import DeliveryChunk, MeasuredRequest, delivery_chunks
+from onbeat.metrics.record import RequestRecord
 
 TOLERANCE = 1e-9
 """Seconds. Far below what clocks resolve: it keeps rounding from failing a token that is just in time."""
@@ -193,3 +195,24 @@ def _keeps_gaps(chunk: DeliveryChunk, tbt: NDArray[np.float64]) -> Flags:
         own = np.diff(np.asarray(chunk.requests[row].delivery_times, dtype=np.float64))
         good[row] = float(np.percentile(own, GAP_PERCENTILE)) <= tbt[row] + TOLERANCE
     return good
+
+
+def count_missed(records: Sequence[RequestRecord], *, mode: SLOMode) -> Counter[str]:
+    """Return of the requests that were not good how many missed what.
+
+    Returns
+    -------
+    By `refused` (they ended without a whole answer), `TTFT`, `E2E` or `TBT`, the first of these that is true.
+    """
+    judged = [record for record in records if has_objectives(record)]
+    good = good_requests(judged, mode=mode)
+    return Counter(_missed_by(record) for record, is_good in zip(judged, good, strict=True) if not is_good)
+
+
+def _missed_by(record: RequestRecord) -> str:
+    if not record.is_completed and not math.isnan(record.end):
+        return "refused"
+    slo = record.slo or SLO()
+    if slo.ttft is not None and (record.ttft is None or record.ttft > slo.ttft + TOLERANCE):
+        return "TTFT"
+    return "E2E" if slo.e2e is not None and record.e2e > slo.e2e + TOLERANCE else "TBT"

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from onbeat.core.slo import Fate
-from onbeat.metrics.attainment import judge
-from onbeat.metrics.missed import count_missed
+from onbeat.metrics.attainment import count_missed, judge
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import mean_tpot
 from onbeat.planner.cases import BuiltCase, Case, Labels

@@ -191,9 +191,7 @@ def describe(app: FastAPI, bodies: Iterable[type[BaseModel]], *, vocab_size: int
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes, servers=app.servers)
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             errors = models_json_schema(_ERRORS, ref_template=_COMPONENT)[1]["$defs"]
-            schemas.update(
-                jsonable_encoder(errors, exclude_none=True)
-            )  # as FastAPI writes those of its models
+            schemas.update(jsonable_encoder(errors, exclude_none=True))  # as FastAPI writes its models
             schemas.update(_body_schemas(bodies))
             _bound_token_ids(schemas, vocab_size)
             for name in ("HTTPValidationError", "ValidationError"):

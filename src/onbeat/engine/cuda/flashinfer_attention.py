@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from onbeat.engine.cuda.kernels import ChunkBackend, ChunkRows, DecodeRows, Int32Array, KernelSizes, LayerSpec
-from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream, Mark
+from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
 from onbeat.engine.cuda.triton_ops import list_blocks
+from onbeat.engine.forward import Mark
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.torch_kv import LayerKVCache
 

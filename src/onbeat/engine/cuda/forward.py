@@ -37,11 +37,11 @@ from onbeat.engine.cuda.pieces import Pieces
 from onbeat.engine.cuda.sampling import draw_params
 from onbeat.engine.cuda.state import CudaOptions, DeviceState, HostRing
 from onbeat.engine.cuda.step_packer import PackedStep, StepPacker
-from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream, Mark
+from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
 from onbeat.engine.cuda.weights import CudaWeights, LayerProducts
 from onbeat.engine.device import Device
 from onbeat.engine.draw import Logits
-from onbeat.engine.forward import ChosenTokens, RowProducts, StepLogits
+from onbeat.engine.forward import ChosenTokens, Mark, RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig

@@ -18,7 +18,8 @@ from torch import Tensor
 from onbeat.engine.attention.base import BlockTable, IntArray
 from onbeat.engine.cuda.kernels import Int32Array
 from onbeat.engine.cuda.packing import StepCounts, StepWords, host_words
-from onbeat.engine.cuda.stream import DeviceStream, Mark
+from onbeat.engine.cuda.stream import DeviceStream
+from onbeat.engine.forward import Mark
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.torch_kv import allocate_kv
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from onbeat.engine.forward import Mark
 
-__all__ = ["CpuStream", "CudaStream", "DeviceStream", "Mark"]
-
 
 class DeviceStream(Protocol):
     """Runs work in order, at once or later."""

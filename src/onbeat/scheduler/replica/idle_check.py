@@ -37,35 +37,36 @@ class IdleCheck:
 
     def speed(self, model: StepTimeModel, slo: SLO) -> str:
         """Return what the steps take that objectives are held against: `one decode takes 12 ms`."""
-        return ", ".join(f"{what} takes {_ms(seconds)}" for _, seconds, what in self._steps(model, slo))
+        return ", ".join(f"{what} takes {ms_text(seconds)}" for _, seconds, what in self._steps(model, slo))
 
     def speeds(self, model: StepTimeModel) -> str:
         """Return how soon tokens come if nothing else runs."""
         first, further = _prefill_seconds(model, self.short), self._decode_seconds(model)
         return (
-            f"the first token of a prompt of {self.short} tokens takes {_ms(first)}, each further one "
-            f"{_ms(further)}"
+            f"the first token of a prompt of {self.short} tokens takes {ms_text(first)}, each further one "
+            f"{ms_text(further)}"
         )
 
     def _misses(self, model: StepTimeModel, slo: SLO) -> Iterator[str]:
         if slo.ttft is not None and _prefill_seconds(model, self.long) > slo.ttft:
             yield self._ttft_miss(model, slo.ttft)
         if slo.tbt is not None and (decode := self._decode_seconds(model)) > slo.tbt:
-            yield f"TBT {_ms(slo.tbt)}, but one decode alone takes {_ms(decode)} here"
+            yield f"TBT {ms_text(slo.tbt)}, but one decode alone takes {ms_text(decode)} here"
         if slo.e2e is not None and (shortest := _prefill_seconds(model, self.short)) > slo.e2e:
-            yield f"E2E {_ms(slo.e2e)}, but a prompt of {self.short} tokens alone takes {_ms(shortest)} here"
+            taken = f"a prompt of {self.short} tokens alone takes {ms_text(shortest)} here"
+            yield f"E2E {ms_text(slo.e2e)}, but {taken}"
 
     def _ttft_miss(self, model: StepTimeModel, ttft: float) -> str:
         longest = model.max_chunk_tokens(BatchShape(), 0, ttft)
         if not longest:
-            return f"TTFT {_ms(ttft)}: every prompt misses it even when idle"
+            return f"TTFT {ms_text(ttft)}: every prompt misses it even when idle"
         taken = _prefill_seconds(model, self.short)
         if taken > ttft:
             return (
-                f"TTFT {_ms(ttft)}: prompts above {longest} tokens miss it even when idle "
-                f"({self.short} tokens take {_ms(taken)})"
+                f"TTFT {ms_text(ttft)}: prompts above {longest} tokens miss it even when idle "
+                f"({self.short} tokens take {ms_text(taken)})"
             )
-        return f"TTFT {_ms(ttft)}: prompts above {longest} tokens miss it even when idle"
+        return f"TTFT {ms_text(ttft)}: prompts above {longest} tokens miss it even when idle"
 
     def _steps(self, model: StepTimeModel, slo: SLO) -> Iterator[tuple[float, float, str]]:
         """Yield each objective, the seconds of the step that is held against it, and what this step is."""
@@ -90,6 +91,7 @@ def _step_seconds(model: StepTimeModel, *, num_computed_tokens: int, num_new_tok
     return model.step_time(shape)
 
 
-def _ms(seconds: float) -> str:
+def ms_text(seconds: float) -> str:
+    """Return a time for people, in milliseconds of two digits or more."""
     milliseconds = seconds * 1e3
     return f"{milliseconds:.2g} ms" if milliseconds < 10 else f"{milliseconds:.0f} ms"

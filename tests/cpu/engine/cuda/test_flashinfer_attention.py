@@ -24,7 +24,8 @@ from onbeat.engine.cuda.flashinfer_attention import (
     missing_kernel,
 )
 from onbeat.engine.cuda.kernels import ChunkRows, DecodeRows, LayerSpec
-from onbeat.engine.cuda.stream import CpuStream, Mark
+from onbeat.engine.cuda.stream import CpuStream
+from onbeat.engine.forward import Mark
 from onbeat.engine.torch_kv import LayerKVCache
 from tests.cpu.engine.cuda.kernel_sizes import kernel_sizes
 from tests.cpu.engine.cuda.recorded_flashinfer import Recorder, numbers

@@ -7,6 +7,7 @@ from math import ceil, floor, inf, log10
 from typing import NamedTuple
 
 from onbeat.core.step import BatchShape
+from onbeat.scheduler.replica.idle_check import ms_text
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.cost_model import CostModel
 from onbeat.scheduler.triage import finish_seconds
@@ -19,7 +20,8 @@ _MOST_WRONG = 8.0
 """How many times too long a model may predict before it has seen so many steps. From then on it is believed;
 but a machine may become as fast again as it once was."""
 _ROOM = 1.5
-"""Over what an idle replica is predicted to take, to ask for."""
+"""Over what an idle replica is predicted to take, to ask for: 1.25 for the margins of an admission, and more
+for a model that is wrong."""
 
 
 class IdleMiss(NamedTuple):
@@ -43,10 +45,10 @@ class IdleMiss(NamedTuple):
 
     def __str__(self) -> str:
         what = "each further token" if self.name == "TBT" else "the first token"
-        leaves = f"the objective is {_ms(self.objective)}"
+        leaves = f"the objective is {ms_text(self.objective)}"
         if self.name == "E2E":
-            leaves = f"the E2E objective of {_ms(self.stated)} leaves it {_ms(self.objective)}"
-        return f"{what} takes about {_ms(self.seconds)}, {leaves}"
+            leaves = f"the E2E objective of {ms_text(self.stated)} leaves it {ms_text(self.objective)}"
+        return f"{what} takes about {ms_text(self.seconds)}, {leaves}"
 
 
 def idle_misses(state: RequestState, cost_model: CostModel) -> list[IdleMiss]:
@@ -91,7 +93,3 @@ def explain(misses: Sequence[IdleMiss]) -> str:
     if len(misses) == 1:
         asked = f"{misses[0].enough:g} ms"
     return f"this server cannot keep the objective even when idle: {reasons}; ask for at least {asked}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2g} ms" if seconds < 0.0995 else f"{seconds * 1e3:.0f} ms"
