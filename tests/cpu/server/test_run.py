@@ -46,11 +46,17 @@ class ServerProcess:
         async with at_most(60):
             return await self.process.wait()
 
-    async def stream(self, max_tokens: int) -> list[Any]:
+    async def starts_stream(self, max_tokens: int) -> asyncio.Task[list[Any]]:
+        """Return the events of a request whose answer has begun: a load shows it before it is admitted."""
         body = {"messages": HELLO, "stream": True, "max_tokens": max_tokens}
-        async with self.session.post(self.url + CHAT, json=body) as response:
-            assert response.status == 200
-            return parse_events(await response.read())
+        response = await self.session.post(self.url + CHAT, json=body)
+        assert response.status == 200
+
+        async def read() -> list[Any]:
+            async with response:
+                return parse_events(await response.read())
+
+        return asyncio.create_task(read())
 
     async def status(self, path: str) -> int:
         async with self.session.get(self.url + path) as response:
@@ -99,8 +105,7 @@ async def test_an_idle_server_ends_at_once() -> None:
 
 async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
     async with server_process(SLOW) as server:
-        running = asyncio.create_task(server.stream(50))
-        await server.wait_for_load()
+        running = await server.starts_stream(50)
         await server.starts_to_drain()
         assert await server.status("/health") == 200
         async with server.session.post(server.url + CHAT, json={"messages": HELLO}) as response:
@@ -114,8 +119,7 @@ async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> No
 
 async def test_a_second_signal_ends_running_requests_with_an_error() -> None:
     async with server_process(SLOW) as server:
-        running = asyncio.create_task(server.stream(2000))
-        await server.wait_for_load()
+        running = await server.starts_stream(2000)
         await server.starts_to_drain()
         server.send_signal(signal.SIGINT)
         async with at_most(8):
@@ -126,8 +130,7 @@ async def test_a_second_signal_ends_running_requests_with_an_error() -> None:
 
 async def test_draining_gives_up_after_its_timeout() -> None:
     async with server_process(SLOW, shutdown_timeout=0.3) as server:
-        running = asyncio.create_task(server.stream(2000))
-        await server.wait_for_load()
+        running = await server.starts_stream(2000)
         server.send_signal(signal.SIGTERM)
         assert (await running)[-2]["error"]["code"] == "aborted"
         assert await server.exit_code() == 0

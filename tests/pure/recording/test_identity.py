@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from random import Random
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -12,13 +13,15 @@ from onbeat.core.request import FinishReason, Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
+from onbeat.recording.log import ScheduleCall
 from onbeat.recording.reader import Recording
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.scheduler_config import SpeculationConfig
 from onbeat.simulator.replay.decisions import Replay
+from onbeat.simulator.replay.history import read_history
 from tests.examples import examples
 from tests.pure.recording.recorded import start_run
-from tests.pure.scheduler.driver import POLICY_NAMES, make_config
+from tests.pure.scheduler.driver import POLICY_NAMES, make_config, make_request
 
 
 def step_time_model() -> Predictor:
@@ -156,8 +159,31 @@ class RecordedMachine(RuleBasedStateMachine):
         scheduler = self.run_.scheduler
         assert replay.scheduler.num_preemptions == scheduler.num_preemptions
         assert replay.scheduler.num_prefix_hits == scheduler.num_prefix_hits
+        history = read_history(recording)
+        if not self.run_.num_adopted:  # who moves takes the count along
+            assert sum(item.record.num_preemptions for item in history.requests) <= scheduler.num_preemptions
         # A request's release is told with the next step, which may never come.
         assert self.run_.writer.num_open_requests <= scheduler.config.max_num_seqs
+
+
+def test_a_request_that_comes_back_while_prompts_run_is_admitted_without_a_row(tmp_path: Path) -> None:
+    path, pick = tmp_path / "run.gz", Random(0)
+    run = start_run(path, make_config("prefill-first", num_blocks=64))
+    run.add(make_request("r0", 20, 40, arrival=run.now))
+    for _ in range(3):
+        run.step()
+    while not run.detached:
+        run.hand_over(pick, "detach")
+    run.add(make_request("r1", 20, 2, arrival=run.now))
+    while run.detached:
+        run.hand_over(pick, "reattach")
+    run.finish()
+    recording = Recording(path)
+    back = [call for call in recording.calls() if isinstance(call, ScheduleCall) and call.admitted][1]
+    assert [each.request for each in back.admitted] == [0, 1]
+    assert [row.request for row in back.rows] == [1]
+    assert Replay(recording, None).run().difference is None
+    assert [item.record.num_preemptions for item in read_history(recording).requests] == [0, 0]
 
 
 TestRecordedMachine = RecordedMachine.TestCase

@@ -109,6 +109,8 @@ class _HistoryReader:
         """For each request, the first step that was planned with it in the queue, counted from 0."""
         self._steps: list[RecordedStep] = []
         self._open: set[int] = set()
+        self._came_with_kv: set[int] = set()
+        """Requests that a hand-over has put in the batch, and no step has named yet."""
         self._in_flight: deque[tuple[ScheduleCall, bool]] = deque()
         self._was_idle = True
 
@@ -143,6 +145,11 @@ class _HistoryReader:
         self._adds.append(call)
         self._records.append(record)
         self._drafts.append(KnownDrafts())
+        if (adoption := call.adoption) is not None:
+            record.scheduled = adoption.scheduled_time
+            record.num_cached_tokens = adoption.num_cached_tokens
+            record.num_preemptions = adoption.num_preemptions
+            self._came_with_kv.add(call.request)
         if call.refused is None:
             self._open.add(call.request)
             return
@@ -154,11 +161,15 @@ class _HistoryReader:
             self._end(request, call.now, FinishReason.ABORT)
 
     def hand_over(self, call: HandoverCall) -> None:
-        """Close the record of a request that has gone on elsewhere."""
-        if call.verb == "free":
-            open_ids = {self._records[request].request_id: request for request in self._open}
-            if call.id in open_ids:
-                self._end(open_ids[call.id], call.now, MOVED)
+        """Close the record of a request that has gone on elsewhere, or note that it is back in the batch."""
+        comes_back = call.verb == "reattach" and call.is_out
+        if call.verb != "free" and not comes_back:
+            return
+        for request in [each for each in self._open if self._records[each].request_id == call.id]:
+            if comes_back:
+                self._came_with_kv.add(request)
+            else:
+                self._end(request, call.now, MOVED)
 
     def schedule(self, call: ScheduleCall) -> None:
         for request in call.expired:
@@ -171,7 +182,9 @@ class _HistoryReader:
         computed = {row.request: row.num_computed_tokens for row in call.rows}
         for admission in call.admitted:
             record = self._records[admission.request]
-            if record.scheduled is None:
+            if admission.request in self._came_with_kv:
+                self._came_with_kv.remove(admission.request)  # it may have no row
+            elif record.scheduled is None:
                 record.scheduled = call.now
                 record.num_cached_tokens = computed[admission.request]
             else:
