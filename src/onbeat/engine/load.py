@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.backend import (
     Backend,
     KeepsQuantized,
@@ -26,6 +27,7 @@ from onbeat.engine.pooling import choose_pooling
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.build import ProposerBuilder, Target, choose_proposer
+from onbeat.engine.step_time_spec import by_data_sheet
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
 from onbeat.engine.weights.rounding import loading_remarks
 from onbeat.perfmodel.description import StepTimeDescription
@@ -184,7 +186,8 @@ def prepare_model(config: EngineConfig) -> ModelLoader:
     backend = choose_backend(config, checkpoint, device)
     target = Target(checkpoint.config, device)
     proposer = choose_proposer(config, target, open_weights)
-    settle = partial(_settle, config, checkpoint.config)
+    ahead = by_data_sheet(checkpoint.config, config.model.name, device)
+    settle = partial(_settle, config, checkpoint.config, ahead)
     limits, spare_bytes = resolve_limits(
         config,
         free=_free_memory(config, device),
@@ -261,8 +264,15 @@ def resolve_limits(
     )
 
 
-def _settle(config: EngineConfig, model: ModelConfig, num_blocks: int) -> SchedulerConfig:
-    """Return limits that go with a number of KV blocks, or with fewer."""
+def _settle(
+    config: EngineConfig, model: ModelConfig, step_time: StepTimeModel | None, num_blocks: int
+) -> SchedulerConfig:
+    """Return limits that go with a number of KV blocks, or with fewer.
+
+    Parameters
+    ----------
+    step_time : derives how many tokens the largest step has; None where nothing is known of the device yet.
+    """
     limits = config.limits
     wanted_len = limits.max_model_len or model.max_position_embeddings
     return settle(
@@ -270,6 +280,7 @@ def _settle(config: EngineConfig, model: ModelConfig, num_blocks: int) -> Schedu
         # More blocks than every slot can fill would be memory for nothing.
         num_blocks=min(num_blocks, limits.max_num_seqs * -(-wanted_len // limits.block_size)),
         model_len=model.max_position_embeddings,
+        model=step_time,
         speculation=None if config.speculative is None else config.speculative.for_scheduler(),
     )
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from onbeat.engine.device import device_name
+from onbeat.engine.device import DeviceConfig, device_name
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
-from onbeat.engine.load import LoadedModel
 from onbeat.engine.model_config import ModelConfig
+from onbeat.perfmodel.description import StepTimeDescription
 from onbeat.perfmodel.device_spec import DeviceSpec, cpu_device, find_device, known_device
 from onbeat.perfmodel.model_spec import ModelSpec
+from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import MachineLimits, ProfileKey
+
+if TYPE_CHECKING:
+    from onbeat.engine.load import LoadedModel
 
 FORMATS = {FLOAT32: "fp32", BFLOAT16: "bf16"}
 """Step-time models know no float64, which is for tests of exactness."""
@@ -66,6 +71,23 @@ def precision_of(
         embedding=None if embedding == name else embedding,
         group=QUANTIZED_GROUP if {weights, embedding} & {"int8", "int4"} else None,
     )
+
+
+def by_data_sheet(config: ModelConfig, name: str, device: DeviceConfig) -> Predictor | None:
+    """Return step times that are known before anything is loaded; None where no data sheet tells them."""
+    known = None if device.device.type == "cpu" else known_device(device_name(device))
+    precision = precision_of(device.dtype)
+    if known is None or precision is None:
+        return None
+    sheet = find_device(known)
+    if precision.compute not in sheet.peak_flops:
+        return None
+    return StepTimeDescription(
+        model=model_spec_of(config, name),
+        device=sheet,
+        parallelism=Parallelism(),
+        precision=precision,
+    ).predictor()
 
 
 def profile_key_of(loaded: LoadedModel, precision: Precision) -> ProfileKey:

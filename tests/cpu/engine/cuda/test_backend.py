@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from onbeat.core.errors import ConfigError
+from onbeat.engine import load, step_time_spec
 from onbeat.engine.backend import choose_backend
+from onbeat.engine.container import FreeMemory
 from onbeat.engine.cuda import backend as cuda_backend
 from onbeat.engine.cuda.backend import CudaBackend
 from onbeat.engine.device import Device, DeviceConfig
@@ -19,7 +21,11 @@ from onbeat.engine.model_config import Experts, ModelConfig, RopeConfig
 from onbeat.engine.torch_backend import TorchBackend
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
+from onbeat.perfmodel.device_spec import known_device
+from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET
 from onbeat.scheduler.scheduler_config import SchedulerLimits
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_simulation
 
 CUDA = DeviceConfig(Device("cuda"), BFLOAT16, num_threads=1)
 CPU = DeviceConfig(Device("cpu"), BFLOAT16, num_threads=1)
@@ -38,7 +44,17 @@ MODEL = ModelConfig(
     rope=RopeConfig(theta=1e4),
 )
 
-
+LLAMA_8B = replace(
+    MODEL,
+    vocab_size=128_256,
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=14_336,
+    max_position_embeddings=131_072,
+)
 EXPERTS = Experts(num_experts=4, num_per_token=2, intermediate_size=32)
 PARTIAL = RopeConfig(theta=1e4, rotary_dim=32)
 
@@ -124,3 +140,28 @@ def test_a_kernel_that_cannot_be_had_is_named(hopper: None, monkeypatch: pytest.
     chosen = choose_backend(config(), DummyCheckpoint(MODEL), CUDA)
     reason = "the kernel batch_prefill is neither ready-made nor can it be built here: nvcc is not found"
     assert chosen.description == f"by torch (not by the GPU engine: {reason})"
+
+
+@pytest.mark.parametrize(
+    ("name", "limits", "num_tokens"),
+    [
+        ("NVIDIA L4", {}, 1280),
+        ("NVIDIA H100 80GB HBM3", {}, 7552),
+        ("NVIDIA L4", {"max_num_batched_tokens": 4096}, 4096),
+        ("NVIDIA L4", {"policy": "sarathi"}, 512),
+        ("NVIDIA of tomorrow", {}, LARGEST_BUDGET),
+        ("Tesla V100-SXM2-32GB", {}, LARGEST_BUDGET),  # which has no arithmetic of this format
+    ],
+)
+def test_a_data_sheet_bounds_the_largest_step_as_in_simulations(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, name: str, limits: dict[str, Any], num_tokens: int
+) -> None:
+    monkeypatch.setattr(step_time_spec, "device_name", lambda _: name)
+    monkeypatch.setattr(load, "detect_device", lambda *_: CUDA)
+    monkeypatch.setattr(load, "open_weights", lambda _: DummyCheckpoint(LLAMA_8B))
+    monkeypatch.setattr(load, "free_memory", lambda _: FreeMemory(70 * 2**30, "the device cuda"))
+    settled = load.prepare_model(config(limits=SchedulerLimits(**limits))).limits
+    assert settled.max_num_batched_tokens == num_tokens
+    if num_tokens in (1280, 7552):
+        settings = ReplicaSettings(model="Llama-3.1-8B", device=known_device(name) or "")
+        assert build_simulation(settings).kind.scheduler.max_num_batched_tokens == num_tokens
