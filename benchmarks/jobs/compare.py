@@ -44,10 +44,10 @@ TOKEN_SECONDS = {"a100-80-sxm": 0.012, "h100-sxm": 0.008}
 RATES: dict[tuple[str, JobKind], tuple[float, float]] = {
     ("a100-80-sxm", "agents"): (1.8, 3.0),
     ("a100-80-sxm", "retrieval-plan"): (6.0, 12.0),
-    ("a100-80-sxm", "chat-sessions"): (2.5, 6.0),
+    ("a100-80-sxm", "chat-sessions"): (12.0, 20.0),
     ("h100-sxm", "agents"): (4.5, 8.0),
     ("h100-sxm", "retrieval-plan"): (14.0, 28.0),
-    ("h100-sxm", "chat-sessions"): (6.0, 13.0),
+    ("h100-sxm", "chat-sessions"): (25.0, 40.0),
 }
 """Jobs a second: a load that is carried, and one that is too much."""
 CHATS = 0.5
