@@ -196,7 +196,8 @@ def gaps_figure(result: AnyResult, num_runs: int = 1) -> Figure | None:
     if not times.size:
         return None
     shown = _most_telling(times, gap_ms, _share_of(MAX_GAP_POINTS, num_runs))
-    edges = np.linspace(0, times.max() + 1e-9, min(NUM_TIME_BINS, max(2, times.size // 50)) + 1)
+    end = np.nextafter(times.max(), np.inf)  # the last gap belongs to the last slice
+    edges = np.linspace(0, end, min(NUM_TIME_BINS, max(2, times.size // 50)) + 1)
     bins = np.digitize(times, edges) - 1
     filled = np.unique(bins)
     centres = (edges[:-1] + edges[1:])[filled] / 2

@@ -269,7 +269,8 @@ def _breakdown_section(page: Page, result: AnyResult) -> str:
 def settings_section(settings: dict[str, Any]) -> str:
     """Return what a run was made with, folded up."""
     rows = [
-        (name, value if isinstance(value, str) else json.dumps(value)) for name, value in settings.items()
+        (name, value if isinstance(value, str) else json.dumps(value, default=str))
+        for name, value in settings.items()
     ]
     shown = table(("", ""), rows)
     return (

@@ -141,10 +141,7 @@ class Deliveries:
         record, reason = offered.record, output.finish_reason
         assert reason is not None
         if not self._has_drafts:
-            num_tokens = len(record.delivery_times)
-            size = 0 if record.is_embedding else 1
-            record.delivery_sizes = array("B", bytes((size,)) * num_tokens)
-            record.num_output_tokens = size * num_tokens
+            count_singles(record)
         if record.scheduled is None and output.scheduled_time >= 0:
             record.scheduled = output.scheduled_time
         record.num_cached_tokens = output.num_cached_tokens
@@ -152,6 +149,14 @@ class Deliveries:
         record.fate = output.fate
         record.finish_reason = reason.value
         record.end = end
+
+
+def count_singles(record: RequestRecord) -> None:
+    """Write that each delivery of a request has had one token, or an embedding."""
+    num_tokens = len(record.delivery_times)
+    size = 0 if record.is_embedding else 1
+    record.delivery_sizes = array("B", bytes((size,)) * num_tokens)
+    record.num_output_tokens = size * num_tokens
 
 
 def refuse(offered: OfferedRequest, error: RequestRejected, replica_name: str | None, now: float) -> None:

@@ -38,7 +38,7 @@ from onbeat.scheduler.cluster.fleet import Decided, Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.replica.policies import composition
-from onbeat.simulator.deliveries import REFUSALS, refuse
+from onbeat.simulator.deliveries import REFUSALS, count_singles, refuse
 from onbeat.simulator.fleet_loop import COPY, HEAR, MOVE, TICK, FleetLoop, Member
 from onbeat.simulator.lives import Lives, MakeReplica, Reports
 from onbeat.simulator.result import FleetSize
@@ -351,6 +351,7 @@ class VirtualFleet:
         if offered.record.finish_reason is not None:
             offered.record.end = now  # it was ended in a queue
         elif len(offered.record.delivery_times):
+            count_singles(offered.record)  # who comes and goes has no drafts
             offered.record.finish_reason, offered.record.end = FinishReason.ERROR.value, now
         else:
             refusal = offered.refusal or Overloaded(action.reason, code="server_overloaded")

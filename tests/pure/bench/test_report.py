@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import gzip
 import re
+from array import array
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, cast
@@ -284,6 +285,14 @@ def test_throughput_is_per_gpu_where_there_are_several(num_gpus: int, title: str
 )
 def test_the_median_is_shown_once(percentiles: tuple[float, ...], columns: str) -> None:
     assert latency_columns(percentiles) == columns.split()
+
+
+def test_gaps_of_a_run_of_months_are_drawn() -> None:
+    records = make_records(2)
+    records[1].delivery_times = array("d", [each + 3e7 for each in records[1].delivery_times])
+    figure = charts.gaps_figure(make_result(records))
+    assert figure is not None
+    assert len(figure["data"][1]["x"]) == 2
 
 
 def test_long_runs_are_thinned_but_keep_their_longest_gap() -> None:

@@ -188,8 +188,10 @@ def test_equal_seeds_give_equal_summaries(tmp_path: Path) -> None:
 
 def test_saves_all_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, records, timeline = (tmp_path / name for name in ("r.html", "sub/records.jsonl.gz", "t.json"))
-    assert simulate("--report", str(report), "--records", str(records), "--timeline", str(timeline)) == 0
+    files = ("--report", str(report), "--records", str(records), "--timeline", str(timeline))
+    assert simulate(*files, "--replicas", "2", "--kinds", "replicas=1", "replicas=1") == 0
     assert "Simulation of Llama-3.1-8B" in report.read_text()
+    assert "replicas=1&quot;, &quot;replicas=1" in report.read_text()
     lines = [json.loads(line) for line in gzip.decompress(records.read_bytes()).splitlines()]
     assert [line["output_tokens"] for line in lines] == [20] * 12
     assert {event["ph"] for event in json.loads(timeline.read_text())} >= {"X", "M"}

@@ -134,6 +134,7 @@ def test_a_request_dies_with_its_third_replica():
     [record] = simulate(make_load([8], [9], [0.0]), config, SECOND).records
     assert record.finish_reason == "error"
     assert len(record.delivery_times) == 1  # each next step was cut short
+    assert (record.num_output_tokens, list(record.delivery_sizes)) == (1, [1])
 
 
 def test_a_drain_loses_nothing_and_a_rolling_restart_neither():
