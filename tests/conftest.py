@@ -14,6 +14,10 @@ from tests.examples import register_profiles
 # Engine process and tests share few cores; threads of both on the same cores cost more than they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Triton settles when it is first imported whether it interprets its kernels; other tests may import it first.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Who runs the tests in the background of a script has the shell ignore Ctrl-C, which programs inherit; ours
 # are tested for what they do about it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
