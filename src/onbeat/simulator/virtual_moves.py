@@ -125,6 +125,11 @@ class VirtualMoves:
             waiting = self._tasks.popleft()
             # In their order: whoever copies from it is told to let go before the move is forgotten.
             if number in (waiting.number, waiting.source) and waiting.task.verb in _LETTING_GO:
+                if (
+                    waiting.task.verb is MoveVerb.RELEASE
+                ):  # a reservation that nobody has made is not made after
+                    mine = (waiting.number, waiting.task.move)
+                    kept = deque(each for each in kept if (each.number, each.task.move) != mine)
                 self._do(waiting.number, waiting.task, now)
             else:
                 kept.append(waiting)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
@@ -10,7 +10,7 @@ from random import Random
 from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.handover import Detached
 from onbeat.core.request import FinishReason, Request
-from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+from onbeat.core.step import GuidedRows, ModelRunnerOutput, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.recording.log import RecordedAdoption, RecordHeader
 from onbeat.recording.writer import RecordWriter, create_record
@@ -54,6 +54,8 @@ class RecordedRun:
         self.finished: dict[str, FinishReason] = {}
         self.refused: dict[str, Overloaded | SLOUnattainable] = {}
         self.num_tokens: dict[str, int] = {}
+        self.delivered: Counter[str] = Counter()
+        """Tokens that requests have got."""
         self.requests: dict[str, Request] = {}
         self.detached: dict[str, Detached] = {}
         self.has_handovers = False
@@ -178,13 +180,25 @@ class RecordedRun:
         result = ModelRunnerOutput(tokens, failed=failed or None)
         if self.scheduler.config.speculation is not None:
             result = replace(result, num_drafted=drafted, num_available=available)
+        if guided := [row.request_id for row in sampling if self.is_guided(row.request_id)]:
+            # by the place of the token, some grammars are complete, and some cannot be followed
+            ends = {name: self.num_tokens[name] % 31 for name in guided if name not in failed}
+            faults = {name: "lost" for name, end in ends.items() if end == 7}
+            completed = [name for name, end in ends.items() if end == 11]
+            result = replace(
+                result, guided=GuidedRows(frozenset(completed), faults, seconds=0.001 * len(guided))
+            )
         outputs = self.scheduler.update(scheduled, result, now)
         self.note(outputs)
         self.writer.update(scheduled, result, outputs, now=now, seconds=seconds)
         self.take_detached()
 
+    def is_guided(self, request_id: str) -> bool:
+        return self.requests[request_id].sampling.grammar is not None
+
     def note(self, outputs) -> None:
         for output in outputs:
+            self.delivered[output.request_id] += len(output.new_token_ids)
             if output.finish_reason is not None:
                 self.finished[output.request_id] = output.finish_reason
                 del self.open[output.request_id]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from pathlib import Path
 from random import Random
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from onbeat.core.request import FinishReason, Request, SamplingParams
+from onbeat.core.request import UNKNOWN_GRAMMAR, FinishReason, Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
@@ -30,20 +31,27 @@ def step_time_model() -> Predictor:
     return Predictor(lambda shape: 0.04 + 1e-3 * shape.num_new_tokens, residual).with_learning()
 
 
+def reasons_by_id(run):
+    return {name: str(reason) for name, reason in run.finished.items()}
+
+
 class RecordedMachine(RuleBasedStateMachine):
     """Arrivals, aborts, failures, stops and steps in any order."""
 
     @initialize(
         policy=st.sampled_from(POLICY_NAMES),
         order=st.sampled_from(["fcfs", "priority"]),
-        depth=st.sampled_from([1, 2]),
+        depth=st.sampled_from([1, 2, 3]),
         num_blocks=st.integers(16, 40),
         prefix=st.booleans(),
         max_requests=st.sampled_from([None, 2]),
         max_tokens=st.sampled_from([None, 150]),
         draft_length=st.sampled_from([None, "fixed", "adaptive"]),
+        is_pipeline=st.booleans(),
     )
-    def start(self, policy, order, depth, num_blocks, prefix, max_requests, max_tokens, draft_length):
+    def start(
+        self, policy, order, depth, num_blocks, prefix, max_requests, max_tokens, draft_length, is_pipeline
+    ):
         if POLICIES[policy].order is not None:
             order = "fcfs"  # its own takes the place of priorities
         config = make_config(
@@ -53,6 +61,7 @@ class RecordedMachine(RuleBasedStateMachine):
             enable_prefix_caching=prefix,
             max_num_queued_reqs=max_requests,
             max_num_queued_tokens=max_tokens,
+            num_micro_batches=depth if is_pipeline and draft_length is None else 1,
             speculation=draft_length
             and SpeculationConfig(num_speculative_tokens=4, draft_length=draft_length),
         )
@@ -74,6 +83,8 @@ class RecordedMachine(RuleBasedStateMachine):
         shed=st.sampled_from(ShedMode),
         num_sent=st.just(0) | st.integers(0, 79),
         first_age=st.none() | st.floats(0.0, 1.0),
+        kind=st.sampled_from([None, None, "last", "mean", "scored", "guided"]),
+        kept_for=st.sampled_from([0.0, 2.0]),
     )
     def arrive(
         self,
@@ -89,7 +100,11 @@ class RecordedMachine(RuleBasedStateMachine):
         shed,
         num_sent,
         first_age,
+        kind,
+        kept_for,
     ):
+        is_pooled = kind in ("last", "mean")
+        max_tokens = 1 if is_pooled else max_tokens
         num_sent = min(num_sent, max_tokens - 1, 255 - num_prompt)
         self.run_.add(
             Request(
@@ -97,7 +112,14 @@ class RecordedMachine(RuleBasedStateMachine):
                 prompt_token_ids=tuple(range(first_token, first_token + num_prompt)),
                 resumed_token_ids=tuple(range(num_prompt, num_prompt + num_sent)),
                 first_token_time=None if first_age is None else self.run_.now - first_age,
-                sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=(stop,)),
+                sampling=SamplingParams(
+                    max_tokens=max_tokens,
+                    stop_token_ids=(stop,),
+                    grammar=UNKNOWN_GRAMMAR if kind == "guided" else None,
+                ),
+                pooling=kind if is_pooled else None,
+                num_prompt_logprobs=0 if kind == "scored" else None,
+                kept_for=kept_for,
                 arrival=self.run_.now,
                 priority=priority,
                 cache_salt=salt,
@@ -157,9 +179,17 @@ class RecordedMachine(RuleBasedStateMachine):
         assert result.num_rejected == len(self.run_.refused)
         assert len(reasons) + len(self.run_.refused) == self.num_requests
         scheduler = self.run_.scheduler
+        scheduler.check_invariants()
         assert replay.scheduler.num_preemptions == scheduler.num_preemptions
         assert replay.scheduler.num_prefix_hits == scheduler.num_prefix_hits
         history = read_history(recording)
+        assert [step.shape for step in history.steps] == [step.shape for step in self.run_.steps]
+        delivered = Counter()
+        for item in history.requests:
+            delivered[item.record.request_id] += item.record.num_output_tokens
+        assert delivered == self.run_.delivered
+        ends = {item.record.request_id: item.record.finish_reason for item in history.requests}
+        assert {name: ends[name] for name in reasons_by_id(self.run_)} == reasons_by_id(self.run_)
         if not self.run_.num_adopted:  # who moves takes the count along
             assert sum(item.record.num_preemptions for item in history.requests) <= scheduler.num_preemptions
         # A request's release is told with the next step, which may never come.

@@ -68,6 +68,14 @@ def test_the_time_that_a_stream_stands_still_does_not_grow_with_its_length(num_p
     assert gap < 8 * STEP
 
 
+def test_a_drain_without_time_leaves_no_room_kept_elsewhere():
+    """The move begins and is given up at one instant, in which the source stops."""
+    config = fleet_of(fleet_changes=(FleetChange(1.0, "drain", 0),), fleet_times=FleetTimes(drain=0.0))
+    result = simulate(make_load([100] * 2, [400] * 2, [0.0, 0.0]), config, ShapeTime(lambda shape: STEP))
+    assert result.num_completed == 2
+    assert [each.num_leaked_blocks for each in result.replicas] == [0, 0]
+
+
 def test_a_drain_moves_what_runs_and_ends_at_once():
     config = fleet_of(fleet_changes=(FleetChange(2.0, "drain", 0),), fleet_times=FleetTimes(drain=60.0))
     load = make_load([100] * 12, [400] * 12, [0.05 * number for number in range(12)])
