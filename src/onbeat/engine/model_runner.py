@@ -74,7 +74,7 @@ class ModelRunner:
         self._failed_slots: set[int] = set()
         """Slots whose KV may not be finite; it is made so when they are given away."""
         self._to_scrub: list[IntArray] = []
-        """Blocks of failed requests that left before the failure was seen."""
+        """Blocks of failed requests that left."""
 
     @classmethod
     def within(
@@ -261,10 +261,11 @@ class ModelRunner:
 
     def _change_requests(self, scheduled: SchedulerOutput) -> None:
         """Forget the requests that left, then take in those that came."""
-        while self._to_scrub:
-            self.forward.scrub(self._to_scrub.pop())
         for request_id in scheduled.released_ids:
             self._release(request_id)
+        while self._to_scrub:  # which fails where memory is short; nobody is half forgotten then
+            self.forward.scrub(self._to_scrub[-1])
+            self._to_scrub.pop()
         slots = [self.batch.admit(admitted) for admitted in scheduled.admitted]
         self.prompts.admit(scheduled.admitted, slots)
         if self.batch.num_guided:
@@ -285,7 +286,7 @@ class ModelRunner:
             return
         if slot in self._failed_slots:
             self._failed_slots.remove(slot)
-            self.forward.scrub(batch.block_ids(slot))  # which will be another request's
+            self._to_scrub.append(batch.block_ids(slot))  # which will be another request's
         elif self._last is not None and not self._last.is_done:
             self._last.left_behind[batch.sampling_rows[slot]] = batch.block_ids(slot)
         batch.release(request_id)

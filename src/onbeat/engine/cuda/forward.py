@@ -90,13 +90,14 @@ class _Queued(NamedTuple):
 class _Launched:
     """A step's tokens; see `ChosenTokens`."""
 
-    def __init__(self, packed: PackedStep, mark: Mark) -> None:
+    def __init__(self, inputs: StepInputs, packed: PackedStep, mark: Mark) -> None:
         self.packed = packed
+        self._inputs = inputs
         self._mark = mark
 
     def wait(self) -> BestTokens:
         """Return the tokens once the step is done."""
-        with _failures_in_words(self.packed):
+        with _failures_in_words(self._inputs):
             self._mark.wait()
         return self.packed.best_tokens()
 
@@ -191,13 +192,14 @@ class CudaForward:
         launched = self._submit(inputs, lambda packed: queued.append(self._queue(packed)), is_plain_N)
         found = launched.wait()
         logits_NV, pooled_PD = queued[0]
-        hidden_PD = None if pooled_PD is None else pooled_PD.cpu().numpy()
-        if not (num_samples and wants_logits):
-            return StepLogits(None, found if num_samples else None, hidden_PD=hidden_PD)
-        places_N = np.arange(num_samples) if launched.packed.size is None else inputs.sampling_tokens
-        if is_plain_N is None:
-            return StepLogits(self._on_host(logits_NV, places_N), found, hidden_PD=hidden_PD)
-        copied_CV = self._on_host(logits_NV, places_N[~is_plain_N])
+        with _failures_in_words(inputs):
+            hidden_PD = None if pooled_PD is None else pooled_PD.cpu().numpy()
+            if not (num_samples and wants_logits):
+                return StepLogits(None, found if num_samples else None, hidden_PD=hidden_PD)
+            places_N = np.arange(num_samples) if launched.packed.size is None else inputs.sampling_tokens
+            if is_plain_N is None:
+                return StepLogits(self._on_host(logits_NV, places_N), found, hidden_PD=hidden_PD)
+            copied_CV = self._on_host(logits_NV, places_N[~is_plain_N])
         values_NV = np.empty((num_samples, copied_CV.shape[1]), copied_CV.dtype)
         values_NV[~is_plain_N] = copied_CV
         return StepLogits(values_NV, found._replace(is_chosen_R=is_plain_N), hidden_PD=hidden_PD)
@@ -217,7 +219,8 @@ class CudaForward:
 
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored keys and values of blocks finite; see `ForwardPass.scrub`."""
-        self._stream.run(lambda: self._state.scrub(torch.from_numpy(block_ids).to(self.weights.device)))
+        with _failures_in_words(None):
+            self._stream.run(lambda: self._state.scrub(torch.from_numpy(block_ids).to(self.weights.device)))
 
     def check_alive(self) -> None:
         """Find nothing: all of it is in this process."""
@@ -239,17 +242,17 @@ class CudaForward:
         queue: Callable[[PackedStep], object],
         drawn_N: NDArray[np.bool_] | None,
     ) -> _Launched:
-        entry = self._ring.take()
-        packed = self._packer.pack(inputs, entry, drawn_N)
-        try:
-            with _failures_in_words(packed):
+        with _failures_in_words(inputs):
+            entry = self._ring.take()
+            try:
+                packed = self._packer.pack(inputs, entry, drawn_N)
                 self._stream.run(lambda: queue(packed))
-        except EngineError:
-            self._packer.forget()
-            entry.mark = self._stream.mark()
-            raise
-        entry.mark = self._stream.mark()
-        return _Launched(packed, entry.mark)
+            except Exception:
+                self._packer.forget()
+                raise
+            finally:  # what failed may have queued a part, and a device that failed says so now
+                entry.mark = self._stream.mark()
+        return _Launched(inputs, packed, entry.mark)
 
     def _fixed_buffers(self, size: int) -> _Buffers:
         """Return the buffers that the graph of a size reads and writes, full of padding."""
@@ -369,8 +372,12 @@ class CudaForward:
 
 
 @contextmanager
-def _failures_in_words(step: PackedStep) -> Iterator[None]:
+def _failures_in_words(inputs: StepInputs | None) -> Iterator[None]:
     """Turn what torch, Triton and FlashInfer raise while a step is queued or waited for into words.
+
+    Parameters
+    ----------
+    inputs : of the step; None while blocks are cleared.
 
     Raises
     ------
@@ -380,10 +387,11 @@ def _failures_in_words(step: PackedStep) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise EngineError(
-            f"a step of {step.counts.tokens} tokens in {step.num_rows} rows does not fit in the GPU's "
-            "memory; lower --max-num-batched-tokens"
-        ) from error
+        what = "clearing the blocks of a failed request"
+        if inputs is not None:
+            what = f"a step of {len(inputs.token_ids_T)} tokens in {len(inputs.attention.slots_R)} rows"
+        cure = "does not fit in the GPU's memory; lower --max-num-batched-tokens"
+        raise EngineError(f"{what} {cure}") from error
     except RuntimeError as error:
         text = str(error).strip().partition("\n")[0]
         if "CUDA" not in text:

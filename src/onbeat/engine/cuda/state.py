@@ -8,6 +8,7 @@ Legend: S request slots (the last one is for padding), W columns of a block tabl
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +59,10 @@ class CudaOptions:
         return self.padding_block * self.block_size
 
 
+_SCRUBBED_TOGETHER = 256
+"""Blocks: 8 MiB of an 8B model's layer, where a long request's would take as much as a large step."""
+
+
 class DeviceState:
     """KV cache, block tables, and each slot's last token.
 
@@ -79,10 +84,10 @@ class DeviceState:
 
     @torch.inference_mode()
     def scrub(self, block_ids: Tensor) -> None:
-        """Replace what is not finite in some blocks by 0."""
-        for cache in self.kv:
-            for part in cache:
-                part.index_copy_(0, block_ids, part.index_select(0, block_ids).nan_to_num_(0.0, 0.0, 0.0))
+        """Replace what is not finite in some blocks by 0; few at a time, for memory may be short."""
+        for few in torch.split(block_ids, _SCRUBBED_TOGETHER):
+            for part in chain.from_iterable(self.kv):
+                part.index_copy_(0, few, part.index_select(0, few).nan_to_num_(0.0, 0.0, 0.0))
 
 
 _MOSTLY_USED = 3

@@ -47,11 +47,6 @@ class PackedStep:
     is_random: bool
     """Whether tokens are to be drawn."""
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the step, with those of padding."""
-        return self.counts.decodes + (0 if self.chunks is None else len(self.chunks.query_lens_R))
-
     def best_tokens(self) -> BestTokens:
         """Return what came back of each sampling row, once the step is done."""
         rows = slice(None) if self.size is None else self.sampling_tokens
