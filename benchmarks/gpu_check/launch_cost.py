@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpu_check.timing import BLOCK_SIZE, DecodeStream, runner_of
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import GraphKey
-from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.weights.dummy import DummyCheckpoint
+from tests.cpu.engine.reference_kernels import ReferenceKernels
 
 MAX_ROWS, MAX_LEN, CONTEXT, NUM_STEPS = 128, 2048, 512, 60
 MODEL = ModelConfig(

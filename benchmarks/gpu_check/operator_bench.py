@@ -12,9 +12,9 @@ from gpu_check.models import CONFIGS
 from gpu_check.record import DEVICE, IS_REHEARSAL, expect, note, seconds_left
 from onbeat.engine.cuda.backend import fast_kernels
 from onbeat.engine.cuda.kernels import Kernels, KernelSizes, LayerSpec, Norm
-from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.model_config import ModelConfig, inverse_frequencies, model_config_from_hf
 from onbeat.engine.torch_kv import LayerKVCache
+from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.gpu.engines import relative_error
 
 Shape = tuple[int, int, int, int | None]

@@ -13,11 +13,11 @@ from onbeat.engine.cuda.backend import fast_kernels
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, piece_sizes
 from onbeat.engine.cuda.kernels import ChunkBackend, DecodeBackend, Multiply
-from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import CudaWeights
 from onbeat.engine.draw import Logits
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
 from tests.cpu.engine.forwards import MakeForward
+from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.cpu.engine.step_driver import StepDriver
 
 

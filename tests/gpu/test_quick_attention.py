@@ -14,9 +14,9 @@ from torch import Tensor
 from onbeat.engine.cuda.backend import fast_kernels
 from onbeat.engine.cuda.flashinfer_attention import missing_kernel
 from onbeat.engine.cuda.kernels import ChunkBackend, ChunkRows, DecodeRows, KernelSizes, LayerSpec
-from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.torch_kv import LayerKVCache
 from tests.cpu.engine.cuda.kernel_sizes import kernel_sizes
+from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.gpu.engines import relative_error
 
 pytestmark = [

@@ -12,7 +12,6 @@ import torch
 from onbeat.engine.cuda.backend import missing_feature
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
-from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.engine_config import ActivationQuantization, Quantization
 from onbeat.engine.forward import ForwardPass
@@ -24,6 +23,7 @@ from onbeat.engine.native.packing import NativeWeights, WeightPacker
 from onbeat.engine.torch_backend import TorchForward
 from onbeat.engine.torch_types import numpy_dtype
 from onbeat.engine.weights import Checkpoint
+from tests.cpu.engine.reference_kernels import ReferenceKernels
 
 
 class MakeForward(Protocol):

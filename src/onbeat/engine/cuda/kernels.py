@@ -38,7 +38,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSizes:
-    """What operators are made for: `ReferenceKernels(sizes)`, `FastKernels(sizes)`."""
+    """What operators are made for: `FastKernels(sizes)`."""
 
     config: ModelConfig
     dtype: torch.dtype

@@ -11,9 +11,9 @@ import torch
 
 from onbeat.core.request import SamplingParams
 from onbeat.engine.cuda.kernels import BestBuffers, DrawParams
-from onbeat.engine.cuda.reference import draw
 from onbeat.engine.random_stream import uniform
 from onbeat.engine.sampler import Sampler, SamplingRow
+from tests.cpu.engine.reference_kernels import draw
 from tests.cpu.sampler.reference import distribution, invert
 
 

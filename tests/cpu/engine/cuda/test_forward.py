@@ -14,10 +14,10 @@ from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, Sche
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs, GraphKey, graph_sizes, piece_sizes
 from onbeat.engine.cuda.kernels import DecodeRows, Int32Array, KernelSizes, LayerSpec
-from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.state import TableMirror
 from onbeat.engine.cuda.weights import load_weights
 from tests.cpu.engine.engines import TorchEngine
+from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.cpu.engine.step_driver import GREEDY, StepDriver
 from tests.cpu.engine.test_golden_tiny import assert_equals_reference
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt

@@ -15,7 +15,6 @@ from onbeat.engine.cuda.backend import CudaBackend
 from onbeat.engine.cuda.graphs import EagerGraphs
 from onbeat.engine.cuda.kernels import Multiply
 from onbeat.engine.cuda.memory import MeasuredMemory, largest_steps
-from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import CudaWeights
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import FLOAT32
@@ -24,6 +23,7 @@ from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.cpu.engine.cuda.test_backend import MODEL as TINY
+from tests.cpu.engine.reference_kernels import ReferenceKernels
 
 GIB = 2**30
 MEASURED = MeasuredMemory(total=80 * GIB, used=16 * GIB, step=GIB, num_graphs=13)

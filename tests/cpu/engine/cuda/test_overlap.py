@@ -18,7 +18,6 @@ from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, Sche
 from onbeat.engine.core import EngineCore
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
-from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.stream import DeviceStream
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.executor import PendingStep, ThreadExecutor
@@ -32,6 +31,7 @@ from onbeat.engine.torch_backend import TorchForward
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.cpu.engine.cuda.fake_stream import FakeStream
+from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
 
 CPU = torch.device("cpu")

@@ -13,11 +13,11 @@ from onbeat.engine.cuda.fast import FastKernels
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
 from onbeat.engine.cuda.kernels import BestBuffers, DecodeBackend, LayerSpec, Norm, StepTensors
-from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.model_config import Activation
 from onbeat.engine.torch_kv import LayerKVCache
 from tests.cpu.engine.cuda.recorded_flashinfer import Recorder, numbers
+from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from onbeat.engine.cuda.kernels import DecodeRows, LayerSpec, Norm, StepTensors
-from onbeat.engine.cuda.reference import ReferenceKernels
 from onbeat.engine.model_config import Activation
 from onbeat.engine.torch_kv import LayerKVCache
 from tests.cpu.engine.cuda.kernel_sizes import kernel_sizes
+from tests.cpu.engine.reference_kernels import ReferenceKernels
 
 pytest.importorskip("triton", reason="triton is not installed: make test-triton")
 

@@ -153,7 +153,7 @@ class ReferenceKernels:
         mixed_RKGH = scores_RKGC.softmax(-1) @ v_RKCH.masked_fill(hidden_RC[:, None, :, None], 0.0)
         out_RNH.copy_(mixed_RKGH.view(out_RNH.shape))
 
-    def plan_chunks(self, rows: ChunkRows, layer: LayerSpec) -> list[_Chunk]:  # noqa: ARG002
+    def plan_chunks(self, rows: ChunkRows, layer: LayerSpec) -> list[_Chunk]:
         """Cut the step into rows; see `Kernels.plan_chunks`."""
         ends, block_ends = np.cumsum(rows.query_lens_R), np.cumsum(rows.num_blocks_R)
         blocks = torch.from_numpy(rows.block_ids.astype(np.int64)).to(self._sizes.device)
