@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from onbeat.bench.outcomes import VerdictSummary
@@ -10,7 +9,7 @@ from onbeat.bench.result import BenchResult
 from onbeat.metrics.distribution import Distribution
 from onbeat.metrics.jobs import lines_of_jobs
 from onbeat.metrics.summary import LatencyStatistic
-from onbeat.report.table import number, percent, rows_table
+from onbeat.report.table import named_values, number, percent, rows_table
 
 GROUP_COLUMNS = (
     *("prompts", "offered", "good", "TTFT P50", "TTFT P99"),
@@ -77,12 +76,7 @@ def outcome_tables(result: BenchResult) -> list[Table]:
     """Return the tables of one run; none where there is nothing to say."""
     tables = []
     if rows := outcome_rows(result):
-        outcomes = Table(box=SIMPLE_HEAD, title="Objectives", title_justify="left", show_header=False)
-        outcomes.add_column()
-        outcomes.add_column(justify="right")
-        for row in rows:
-            outcomes.add_row(*row)
-        tables.append(outcomes)
+        tables.append(named_values("Objectives", rows))
     if of_groups := group_rows(result):
         tables.append(rows_table("Prompts (times in ms)", GROUP_COLUMNS, of_groups))
     return tables

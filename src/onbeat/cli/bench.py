@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from onbeat.cli.outputs import result_console, shown_settings
 from onbeat.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ def _serve(args: argparse.Namespace) -> int:
         console.print("interrupted before anything was measured")
         return INTERRUPTED
     try:
-        _save(output, bench, results, _shown_settings(args), console)
+        shown = shown_settings(args, hidden=("bench_command", "header"))  # headers may carry keys
+        _save(output, bench, results, shown, console)
     finally:
         _show(output, results)
     code = _exit_code(results)
@@ -99,7 +101,7 @@ def _check(promise: Promise, result: BenchResult) -> int:
     from onbeat.bench.promise import check_promise, compare_pace
 
     kept = check_promise(result.records, promised=promise.share, mode=promise.mode)
-    console = _result_console()
+    console = result_console()
     console.print(
         f"{promise.path}, for {promise.fleet}: {kept}", markup=False, highlight=False, soft_wrap=True
     )
@@ -159,7 +161,7 @@ def _show(output: OutputOptions, results: list[BenchResult]) -> None:
     from onbeat.report.result import merge_warnings
     from onbeat.report.table import error_table, run_tables, sweep_table
 
-    console = _result_console()
+    console = result_console()
     if len(results) == 1:
         tables = run_tables(results[0], output.table_metrics(), output.percentiles())
         breakdown = breakdown_tables(results[0].summary.breakdown)
@@ -222,16 +224,6 @@ def _report(path: Path, output: OutputOptions, results: list[BenchResult], setti
     write_report(path, noted, percentiles=output.percentiles(), settings=settings)
 
 
-def _shown_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags that were given or have a value, for the end of a report."""
-    hidden = {"run", "command", "bench_command", "header"}  # headers may carry keys
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in sorted(vars(args).items())
-        if name not in hidden and value not in (None, [], False)
-    }
-
-
 def _compare(args: argparse.Namespace) -> int:
     import numpy as np
 
@@ -240,7 +232,7 @@ def _compare(args: argparse.Namespace) -> int:
 
     baselines, candidates = read_runs(args.baseline), read_runs(args.candidate)
     comparisons = compare(baselines, candidates, np.random.default_rng(args.seed))
-    console = _result_console()
+    console = result_console()
     for comparison in comparisons:
         console.print(comparison_table(comparison, (args.baseline.stem, args.candidate.stem)))
         for difference in comparison.differences:
@@ -250,9 +242,3 @@ def _compare(args: argparse.Namespace) -> int:
             "note: intervals and verdicts need both results saved by bench serve with --save-detailed"
         )
     return 0
-
-
-def _result_console() -> Console:
-    console = Console()
-    # A file or a pipe has no width to respect.
-    return console if console.is_terminal else Console(width=160)

@@ -28,21 +28,28 @@ from onbeat.workload.arrivals import RampShape
 from onbeat.workload.load_source import JOB_LOADS
 from onbeat.workload.trace import read_trace
 
+_data = partial(option, group="data set")
+_load = partial(option, group="load")
+
 _SET_BY_PRESETS = frozenset(
-    {
-        "request_rate",
-        "max_concurrency",
-        "num_prompts",
-        "sweep_concurrency",
-        "sweep_rate",
-        "trace",
-        "input_len",
-        "output_len",
-        "arrivals",
-        "rate_steps",
-        "ramp_up_strategy",
-    }
+    (
+        *("request_rate", "max_concurrency", "num_prompts", "sweep_concurrency", "sweep_rate", "trace"),
+        *("input_len", "output_len", "arrivals", "rate_steps", "ramp_up_strategy"),
+    )
 )
+_OWN_FLAGS = {
+    "random": (
+        *("random_input_len", "random_output_len", "random_range_ratio", "random_prefix_len"),
+        *("random_output_range_ratio", "random_long_share", "random_long_input_len"),
+    ),
+    "sharegpt": ("sharegpt_output_len",),
+    "zipf": ("zipf_exponent",),
+    "prefix_repetition": (
+        *("prefix_repetition_prefix_len", "prefix_repetition_suffix_len"),
+        *("prefix_repetition_num_prefixes", "prefix_repetition_output_len"),
+    ),
+}
+"""Flags of one data set alone."""
 
 
 def _at_least(least: int, text: str) -> int:
@@ -59,95 +66,60 @@ positive, natural = partial(_at_least, 1), partial(_at_least, 0)
 class DatasetOptions:
     """What is asked."""
 
-    dataset_name: DatasetName | None = option(
-        None, group="data set", help="data set of requests (default: random)"
+    dataset_name: DatasetName | None = _data(None, help="data set of requests (default: random)")
+    dataset_path: Path | None = _data(None, metavar="FILE", help="file of a data set that has one; gzip too")
+    trace: Path | None = _data(
+        None, metavar="FILE", help="trace file of any known kind; replayed in its own time"
     )
-    dataset_path: Path | None = option(
-        None, metavar="FILE", group="data set", help="file of a data set that has one; gzip too"
-    )
-    trace: Path | None = option(
-        None, metavar="FILE", group="data set", help="trace file of any known kind; replayed in its own time"
-    )
-    num_prompts: int | None = option(
+    num_prompts: int | None = _data(
         None,
         parse=int,
         metavar="N",
-        group="data set",
         help="requests per run (default: 1000, 100 jobs, or all of a smaller file)",
     )
     job_deadline: float | None = job_deadline_option()
-    input_len: int | None = option(
-        None, parse=positive, group="data set", help="prompt tokens, for generated data sets"
+    input_len: int | None = _data(None, parse=positive, help="prompt tokens, for generated data sets")
+    output_len: int | None = _data(None, parse=positive, help="output tokens, for every data set")
+    random_input_len: int | None = _data(None, parse=positive, help="prompt tokens of random (default: 1024)")
+    random_output_len: int | None = _data(None, parse=positive, help="output tokens of random (default: 128)")
+    random_range_ratio: float = _data(0.0, parse=float, help="lengths vary by this share around the mean")
+    random_output_range_ratio: float | None = _data(
+        None, parse=float, metavar="X", help="the same of output tokens alone (default: --random-range-ratio)"
     )
-    output_len: int | None = option(
-        None, parse=positive, group="data set", help="output tokens, for every data set"
-    )
-    random_input_len: int | None = option(
-        None, parse=positive, group="data set", help="prompt tokens of random (default: 1024)"
-    )
-    random_output_len: int | None = option(
-        None, parse=positive, group="data set", help="output tokens of random (default: 128)"
-    )
-    random_range_ratio: float = option(
-        0.0, parse=float, group="data set", help="lengths vary by this share around the mean"
-    )
-    random_output_range_ratio: float | None = option(
-        None,
-        parse=float,
-        metavar="X",
-        group="data set",
-        help="the same of output tokens alone (default: --random-range-ratio)",
-    )
-    random_long_share: float = option(
+    random_long_share: float = _data(
         0.0,
         parse=float,
         metavar="X",
-        group="data set",
         help="share of random's requests that have long prompts; both kinds are reported apart",
     )
-    random_long_input_len: int | None = option(
-        None,
-        parse=positive,
-        metavar="N",
-        group="data set",
-        help="tokens of these long prompts (default: 1500)",
+    random_long_input_len: int | None = _data(
+        None, parse=positive, metavar="N", help="tokens of these long prompts (default: 1500)"
     )
-    random_prefix_len: int = option(
-        0, parse=natural, group="data set", help="tokens that all prompts of random share"
+    random_prefix_len: int = _data(0, parse=natural, help="tokens that all prompts of random share")
+    sharegpt_output_len: int | None = _data(
+        None, parse=positive, help="output tokens of sharegpt, in place of the recorded lengths"
     )
-    sharegpt_output_len: int | None = option(
-        None,
-        parse=positive,
-        group="data set",
-        help="output tokens of sharegpt, in place of the recorded lengths",
+    prefix_repetition_prefix_len: int | None = _data(
+        None, parse=positive, help="tokens of each repeated prefix (default: 256)"
     )
-    prefix_repetition_prefix_len: int | None = option(
-        None, parse=positive, group="data set", help="tokens of each repeated prefix (default: 256)"
+    prefix_repetition_suffix_len: int | None = _data(
+        None, parse=positive, help="tokens after the prefix (default: 256)"
     )
-    prefix_repetition_suffix_len: int | None = option(
-        None, parse=positive, group="data set", help="tokens after the prefix (default: 256)"
+    prefix_repetition_num_prefixes: int | None = _data(
+        None, parse=positive, help="different prefixes (default: 10)"
     )
-    prefix_repetition_num_prefixes: int | None = option(
-        None, parse=positive, group="data set", help="different prefixes (default: 10)"
+    prefix_repetition_output_len: int | None = _data(
+        None, parse=positive, help="output tokens (default: 128)"
     )
-    prefix_repetition_output_len: int | None = option(
-        None, parse=positive, group="data set", help="output tokens (default: 128)"
+    zipf_exponent: float | None = _data(
+        None, parse=float, metavar="S", help="exponent S of zipf: p(length) falls as length^-S (default: 1)"
     )
-    zipf_exponent: float | None = option(
-        None,
-        parse=float,
-        metavar="S",
-        group="data set",
-        help="exponent S of zipf: p(length) falls as length^-S (default: 1)",
+    disable_shuffle: bool = _data(
+        default=False, is_switch=True, help="take conversations and lengths in file order"
     )
-    disable_shuffle: bool = option(
-        default=False, is_switch=True, group="data set", help="take conversations and lengths in file order"
-    )
-    seed: int = option(0, parse=read_seed, group="data set", help="random seed of lengths and arrivals")
-    salt: str | None = option(
-        None,
-        group="data set",
-        help="random seed of the words (default: new each time, so that no prefix cache helps)",
+    seed: int = _data(0, parse=read_seed, help="random seed of lengths and arrivals")
+    salt: str | None = _data(
+        None, help="random seed of the words (default: new each time, so that no prefix cache helps)"
     )
 
 
@@ -155,39 +127,25 @@ class DatasetOptions:
 class LoadOptions:
     """When it is asked."""
 
-    request_rate: float = option(
-        math.inf, parse=float, metavar="R", group="load", help="requests/s; inf = no schedule"
-    )
-    max_concurrency: int | None = option(
-        None, parse=int, metavar="N", group="load", help="most requests open at once"
-    )
+    request_rate: float = _load(math.inf, parse=float, metavar="R", help="requests/s; inf = no schedule")
+    max_concurrency: int | None = _load(None, parse=int, metavar="N", help="most requests open at once")
     spread: ArrivalOptions = part(ArrivalOptions)
-    rate_scale: float = option(
-        1.0, parse=float, metavar="X", group="load", help="replay at X times the recorded rate"
+    rate_scale: float = _load(1.0, parse=float, metavar="X", help="replay at X times the recorded rate")
+    ramp_up_strategy: RampShape | None = _load(None, help="how the rate changes during the run")
+    ramp_up_start_rps: float | None = _load(
+        None, parse=float, metavar="R", help="rate at the start, requests/s"
     )
-    ramp_up_strategy: RampShape | None = option(
-        None, group="load", help="how the rate changes during the run"
+    ramp_up_end_rps: float | None = _load(None, parse=float, metavar="R", help="rate at the end, requests/s")
+    num_warmups: int = _load(0, parse=int, metavar="N", help="unmeasured requests before each run")
+    sweep_concurrency: str | None = _load(
+        None, metavar="N,N,...", help="run a closed loop for each concurrency"
     )
-    ramp_up_start_rps: float | None = option(
-        None, parse=float, metavar="R", group="load", help="rate at the start, requests/s"
+    sweep_rate: str | None = _load(None, metavar="R,R,...", help="run an open loop for each request rate")
+    preset: Literal["mlc"] | None = _load(
+        None, help="a published study in one command (see the documentation)"
     )
-    ramp_up_end_rps: float | None = option(
-        None, parse=float, metavar="R", group="load", help="rate at the end, requests/s"
-    )
-    num_warmups: int = option(
-        0, parse=int, metavar="N", group="load", help="unmeasured requests before each run"
-    )
-    sweep_concurrency: str | None = option(
-        None, metavar="N,N,...", group="load", help="run a closed loop for each concurrency"
-    )
-    sweep_rate: str | None = option(
-        None, metavar="R,R,...", group="load", help="run an open loop for each request rate"
-    )
-    preset: Literal["mlc"] | None = option(
-        None, group="load", help="a published study in one command (see the documentation)"
-    )
-    preset_scale: float = option(
-        1.0, parse=float, metavar="X", group="load", help="scale its counts and lengths, 0 < X <= 1"
+    preset_scale: float = _load(
+        1.0, parse=float, metavar="X", help="scale its counts and lengths, 0 < X <= 1"
     )
 
 
@@ -262,26 +220,12 @@ def dataset_config(options: DatasetOptions) -> DatasetConfig:
 
 def _refuse_foreign(options: DatasetOptions, name: str) -> None:
     """Refuse flags of another data set than the one in use, which would have no effect."""
-    owners = {
-        "random_input_len": "random",
-        "random_output_len": "random",
-        "random_range_ratio": "random",
-        "random_prefix_len": "random",
-        "random_output_range_ratio": "random",
-        "random_long_share": "random",
-        "random_long_input_len": "random",
-        "sharegpt_output_len": "sharegpt",
-        "zipf_exponent": "zipf",
-        "prefix_repetition_prefix_len": "prefix_repetition",
-        "prefix_repetition_suffix_len": "prefix_repetition",
-        "prefix_repetition_num_prefixes": "prefix_repetition",
-        "prefix_repetition_output_len": "prefix_repetition",
-    }
-    for flag, owner in owners.items():
-        if getattr(options, flag) and name != owner:
-            raise ConfigError(
-                f"--{flag.replace('_', '-')} is for --dataset-name {owner}; this run uses {name}"
-            )
+    for owner, flags in _OWN_FLAGS.items():
+        for flag in flags:
+            if getattr(options, flag) and name != owner:
+                raise ConfigError(
+                    f"--{flag.replace('_', '-')} is for --dataset-name {owner}; this run uses {name}"
+                )
     if options.disable_shuffle and name not in {"sharegpt", "lengths"}:
         raise ConfigError(f"--disable-shuffle has no effect on --dataset-name {name}, which is not shuffled")
     if options.output_len is not None and name in JOB_LOADS:

@@ -9,6 +9,7 @@ import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ from onbeat.core.options import option, part, settings_of
 from onbeat.core.slo import SLOMode, slo_mode_option
 from onbeat.metrics.summary import METRICS, SummaryOptions
 from onbeat.workload.load_source import JOB_LOADS
+
+_server = partial(option, group="server")
+_sampling = partial(option, group="sampling")
+_output = partial(option, group="output")
 
 BACKENDS: dict[str, Api] = {
     "openai": "completions",
@@ -41,35 +46,26 @@ QUEUE_METRIC = "client_queue_time"
 class ServerOptions:
     """The server under test."""
 
-    backend: str = option("openai", choices=tuple(BACKENDS), group="server", help="which API to speak")
-    base_url: str | None = option(
-        None, metavar="URL", group="server", help="server address; replaces --host and --port"
-    )
-    host: str = option("127.0.0.1", group="server", help="name or address of the server")
-    port: int = option(8000, parse=int, group="server", help="port of the server")
-    endpoint: str | None = option(
+    backend: str = _server("openai", choices=tuple(BACKENDS), help="which API to speak")
+    base_url: str | None = _server(None, metavar="URL", help="server address; replaces --host and --port")
+    host: str = _server("127.0.0.1", help="name or address of the server")
+    port: int = _server(8000, parse=int, help="port of the server")
+    endpoint: str | None = _server(
         None,
         metavar="PATH",
-        group="server",
         help="path of the API, embeddings for /v1/embeddings (default: the backend's usual one)",
     )
-    model: str | None = option(
-        None, group="server", help="model to ask for (default: the first one that the server lists)"
+    model: str | None = _server(None, help="model to ask for (default: the first one that the server lists)")
+    served_model_name: str | None = _server(
+        None, help="the model's name in requests, if it differs from --model"
     )
-    served_model_name: str | None = option(
-        None, group="server", help="the model's name in requests, if it differs from --model"
+    tokenizer: Path | None = _server(
+        None, metavar="PATH", help="model directory or .gguf file, for exact lengths"
     )
-    tokenizer: Path | None = option(
-        None, metavar="PATH", group="server", help="model directory or .gguf file, for exact lengths"
-    )
-    header: tuple[str, ...] = option(
-        (), many="append", metavar="KEY=VALUE", group="server", help="extra header; repeatable"
-    )
-    request_timeout_sec: float = option(
-        21600.0, parse=float, group="server", help="longest time of one request"
-    )
-    ready_check_timeout_sec: float = option(
-        0.0, parse=float, group="server", help="how long to wait for the server to answer"
+    header: tuple[str, ...] = _server((), many="append", metavar="KEY=VALUE", help="extra header; repeatable")
+    request_timeout_sec: float = _server(21600.0, parse=float, help="longest time of one request")
+    ready_check_timeout_sec: float = _server(
+        0.0, parse=float, help="how long to wait for the server to answer"
     )
 
     def target(self) -> TargetConfig:
@@ -101,34 +97,23 @@ class ServerOptions:
 class SamplingOptions:
     """What is sent with each request."""
 
-    temperature: float | None = option(
-        None, parse=float, group="sampling", help="sent as temperature (default: 0, greedy)"
+    temperature: float | None = _sampling(None, parse=float, help="sent as temperature (default: 0, greedy)")
+    top_p: float | None = _sampling(None, parse=float, help="sent as top_p (default: the server's)")
+    top_k: int | None = _sampling(None, parse=int, help="sent as top_k (default: the server's)")
+    min_p: float | None = _sampling(None, parse=float, help="sent as min_p (default: the server's)")
+    frequency_penalty: float | None = _sampling(
+        None, parse=float, help="sent as frequency_penalty (default: the server's)"
     )
-    top_p: float | None = option(
-        None, parse=float, group="sampling", help="sent as top_p (default: the server's)"
+    presence_penalty: float | None = _sampling(
+        None, parse=float, help="sent as presence_penalty (default: the server's)"
     )
-    top_k: int | None = option(
-        None, parse=int, group="sampling", help="sent as top_k (default: the server's)"
+    repetition_penalty: float | None = _sampling(
+        None, parse=float, help="sent as repetition_penalty (default: the server's)"
     )
-    min_p: float | None = option(
-        None, parse=float, group="sampling", help="sent as min_p (default: the server's)"
+    ignore_eos: bool = _sampling(
+        default=False, is_switch=True, help="generate the planned length, even if the model would stop"
     )
-    frequency_penalty: float | None = option(
-        None, parse=float, group="sampling", help="sent as frequency_penalty (default: the server's)"
-    )
-    presence_penalty: float | None = option(
-        None, parse=float, group="sampling", help="sent as presence_penalty (default: the server's)"
-    )
-    repetition_penalty: float | None = option(
-        None, parse=float, group="sampling", help="sent as repetition_penalty (default: the server's)"
-    )
-    ignore_eos: bool = option(
-        default=False,
-        is_switch=True,
-        group="sampling",
-        help="generate the planned length, even if the model would stop",
-    )
-    extra_body: str = option("{}", metavar="JSON", group="sampling", help="fields added to every request")
+    extra_body: str = _sampling("{}", metavar="JSON", help="fields added to every request")
 
     def body(self) -> dict[str, Any]:
         """Return the fields that are added to each request that generates.
@@ -171,48 +156,34 @@ class SamplingOptions:
 class OutputOptions:
     """What is shown and saved."""
 
-    label: str | None = option(
-        None, group="output", help="name of this run in files and reports (default: the backend)"
+    label: str | None = _output(None, help="name of this run in files and reports (default: the backend)")
+    goodput: tuple[str, ...] = _output((), metavar="NAME:MS", help="objectives in ms: ttft, tpot, tbt, e2el")
+    percentile_metrics: str = _output(",".join(METRICS), metavar="NAMES", help="metrics in the table")
+    metric_percentiles: str = _output(
+        "50,90,99", metavar="P,P,...", help="percentiles that are shown and saved"
     )
-    goodput: tuple[str, ...] = option(
-        (), metavar="NAME:MS", group="output", help="objectives in ms: ttft, tpot, tbt, e2el"
+    num_gpus: int = _output(1, parse=int, help="devices of the server, for tokens/s per GPU")
+    json: Path | None = _output(None, metavar="FILE", help="save the result here")
+    save_result: bool = _output(
+        default=False, is_switch=True, help="save the result under a name made from the settings"
     )
-    percentile_metrics: str = option(
-        ",".join(METRICS), metavar="NAMES", group="output", help="metrics in the table"
+    save_detailed: bool = _output(
+        default=False, is_switch=True, help="also save every request's times and text"
     )
-    metric_percentiles: str = option(
-        "50,90,99", metavar="P,P,...", group="output", help="percentiles that are shown and saved"
+    append_result: bool = _output(
+        default=False, is_switch=True, help="add a line to the file instead of replacing it"
     )
-    num_gpus: int = option(1, parse=int, group="output", help="devices of the server, for tokens/s per GPU")
-    json: Path | None = option(None, metavar="FILE", group="output", help="save the result here")
-    save_result: bool = option(
-        default=False,
-        is_switch=True,
-        group="output",
-        help="save the result under a name made from the settings",
+    result_dir: Path | None = _output(
+        None, metavar="DIR", help="folder of the saved result (default: the current one)"
     )
-    save_detailed: bool = option(
-        default=False, is_switch=True, group="output", help="also save every request's times and text"
+    result_filename: str | None = _output(
+        None, metavar="NAME", help="name of the saved result (default: made from the settings)"
     )
-    append_result: bool = option(
-        default=False, is_switch=True, group="output", help="add a line to the file instead of replacing it"
+    metadata: tuple[str, ...] = _output(
+        (), many="*", metavar="KEY=VALUE", help="keys and values added to the saved result"
     )
-    result_dir: Path | None = option(
-        None, metavar="DIR", group="output", help="folder of the saved result (default: the current one)"
-    )
-    result_filename: str | None = option(
-        None,
-        metavar="NAME",
-        group="output",
-        help="name of the saved result (default: made from the settings)",
-    )
-    metadata: tuple[str, ...] = option(
-        (), many="*", metavar="KEY=VALUE", group="output", help="keys and values added to the saved result"
-    )
-    report: Path | None = option(
-        None, metavar="FILE.html", group="output", help="write one self-contained page with plots"
-    )
-    disable_tqdm: bool = option(default=False, is_switch=True, group="output", help="show no progress bar")
+    report: Path | None = _output(None, metavar="FILE.html", help="write one self-contained page with plots")
+    disable_tqdm: bool = _output(default=False, is_switch=True, help="show no progress bar")
 
     @property
     def saves_under_name(self) -> bool:

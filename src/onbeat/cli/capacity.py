@@ -80,12 +80,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(report: CapacityReport) -> None:
     from onbeat.cli.capacity_output import INTERRUPTED_NOTE, rich_tables
+    from onbeat.cli.outputs import result_console
     from onbeat.planner.capacity import Outcome
     from onbeat.planner.cases import case_name
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
+    console = result_console()
     for table in rich_tables(report):
         console.print(table)
     for each in report.capacities:

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from onbeat.cli.answers import (
-    COST,
-    LIMIT,
-    LOAD,
-    OBJECTIVE,
-    cost_text,
-    gpus_text,
-    limit_text,
-    state_text,
-)
+from onbeat.cli.answers import COST, LIMIT, LOAD, OBJECTIVE, cost_text, gpus_text, limit_text, state_text
 from onbeat.core.errors import ConfigError
 from onbeat.planner.capacity import TIGHTER, Capacity, Outcome
 from onbeat.planner.cases import case_name

@@ -17,6 +17,9 @@ from onbeat.core.options import option, part, settings_of
 from onbeat.planner.frontier import Level
 from onbeat.simulator.settings import ReplicaSettings
 
+_capacity = partial(option, group="capacity")
+_comparison = partial(option, group="comparison")
+
 TBT = "slo_tbt_ms"
 """The TBT objective: it changes the load and the objective, not the replica."""
 
@@ -42,46 +45,33 @@ _ALIASES = {"tensor-parallel-size": "tp", "pipeline-parallel-size": "pp"}
 class CapacityOptions:
     """What is searched for, over which configurations, and where the result goes."""
 
-    objective: str | None = option(
+    objective: str | None = _capacity(
         None,
         metavar="NAME",
-        group="capacity",
         help="what a rate must keep; sarathi: P99 of all gaps within --slo-tbt-ms, and a median scheduling "
         "delay of at most 2 s; vidur: a P99 scheduling delay below 5 s; attainment:0.9: this share of "
         "good requests; distserve:0.9: this share within TTFT and TPOT; default: sarathi, or none with "
         "a sweep",
     )
-    hopeless: Literal["count", "exclude"] = option(
+    hopeless: Literal["count", "exclude"] = _capacity(
         "count",
-        group="capacity",
         help="what to do with requests that even an idle machine would serve late; count: as missed; "
         "exclude: leave them out (attainment only)",
     )
-    tolerance: float = option(
-        0.025, metavar="SHARE", group="capacity", help="stop the search at a bracket of this width"
-    )
-    repeats: int = option(
-        3, metavar="N", group="capacity", help="searches for each case, each with its own seed"
-    )
-    jobs: int = option(1, metavar="N", group="capacity", help="processes to use")
-    vary: tuple[str, ...] = option(
+    tolerance: float = _capacity(0.025, metavar="SHARE", help="stop the search at a bracket of this width")
+    repeats: int = _capacity(3, metavar="N", help="searches for each case, each with its own seed")
+    jobs: int = _capacity(1, metavar="N", help="processes to use")
+    vary: tuple[str, ...] = _comparison(
         (),
         many="append",
         metavar="NAME=VALUE,VALUE",
-        group="comparison",
         help="compare values of a flag; several --vary give every combination; of " + ", ".join(VARIABLES),
     )
-    sweep_concurrency: str | None = option(
-        None,
-        metavar="N,N,...",
-        group="comparison",
-        help="show latency against throughput, by a closed loop for each concurrency",
+    sweep_concurrency: str | None = _comparison(
+        None, metavar="N,N,...", help="show latency against throughput, by a closed loop for each concurrency"
     )
-    sweep_rate: str | None = option(
-        None,
-        metavar="R,R,...",
-        group="comparison",
-        help="show latency against throughput, by an open loop for each rate",
+    sweep_rate: str | None = _comparison(
+        None, metavar="R,R,...", help="show latency against throughput, by an open loop for each rate"
     )
     output: ResultOptions = part(ResultOptions)
 

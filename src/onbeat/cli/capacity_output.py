@@ -27,7 +27,7 @@ from onbeat.planner.frontier import FrontierPoint, point_keys
 from onbeat.report.page import Page, answer, folded, notes, table
 from onbeat.report.run_report import settings_section
 from onbeat.report.sweep_charts import group_by_load
-from onbeat.report.table import percent
+from onbeat.report.table import filled_table, percent
 
 SCHEMA_VERSION = 1
 INTERRUPTED_NOTE = "interrupted: this is a partial result"
@@ -132,15 +132,8 @@ def rich_tables(report: CapacityReport) -> list[Table]:
         ("Capacity", CAPACITY_HEADER, capacity_rows(report.capacities), len(CAPACITY_HEADER) - 1),
         ("Latency and throughput", FRONTIER_HEADER, frontier_rows(report.points), 0),
     ):
-        if not rows:
-            continue
-        shown = Table(title=title, title_justify="left")
-        for position, name in enumerate(header):
-            is_text = position in (0, last_left)
-            shown.add_column(name, justify="left" if is_text else "right", overflow="fold")
-        for row in rows:
-            shown.add_row(*row)
-        tables.append(shown)
+        if rows:
+            tables.append(filled_table(title, header, rows, texts=(0, last_left), overflow="fold"))
     return tables
 
 

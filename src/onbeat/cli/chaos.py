@@ -11,7 +11,6 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from onbeat.bench.chaos import TIMEOUT, Chaos, ChaosPlan, ChaosRun
 from onbeat.bench.client import why_no_answer
@@ -22,6 +21,7 @@ from onbeat.cli.outputs import check_writable
 from onbeat.cli.top_source import server_root
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option, part
+from onbeat.report.table import filled_table
 
 VIOLATED = 3
 MOST_SHOWN = 20
@@ -105,13 +105,10 @@ async def _first_model(session: aiohttp.ClientSession, root: str) -> str:
 
 
 def _report(result: ChaosRun, console: Console) -> int:
-    table, found = Table(box=None, pad_edge=False), counts(result.exchanges)
-    for name in ("requests", "ended", "meaning"):
-        table.add_column(name, justify="right" if name == "requests" else "left")
-    for end, meaning in _MEANING.items():
-        if found[end]:
-            table.add_row(str(found[end]), end.value, meaning)
-    console.print(table)
+    found = counts(result.exchanges)
+    rows = [(str(found[end]), end.value, meaning) for end, meaning in _MEANING.items() if found[end]]
+    columns = ("requests", "ended", "meaning")
+    console.print(filled_table("", columns, rows, texts=(1, 2), box=None, pad_edge=False))
     if result.kills:
         failed = sum(code != 0 for _, code in result.kills)
         console.print(

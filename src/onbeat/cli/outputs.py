@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import argparse
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import option
+
+
+def result_console() -> Console:
+    """Return where results are printed; a file or a pipe has no width to respect."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
+def shown_settings(args: argparse.Namespace, *, hidden: Collection[str] = ()) -> dict[str, Any]:
+    """Return the flags that were given or have a value, by name, for the end of a report."""
+    hidden = {"run", "command", *hidden}
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in sorted(vars(args).items())
+        if name not in hidden and value not in (None, [], False)
+        if isinstance(value, (str, int, float, list, Path))
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

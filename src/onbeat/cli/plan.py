@@ -127,11 +127,10 @@ def _plan(args: argparse.Namespace, options: PlanOptions, console: Console, *, i
 
 
 def _show(report: PlanReport) -> None:
+    from onbeat.cli.outputs import result_console
     from onbeat.cli.plan_output import conclusions, plan_tables, warnings_of
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
+    console = result_console()
     for table in plan_tables(report):
         console.print(table)
     for line in conclusions(report):

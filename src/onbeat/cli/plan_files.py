@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat import __version__
+from onbeat.cli.outputs import shown_settings
 from onbeat.cli.plan_answer import answer_of, facts_of
 from onbeat.cli.plan_output import (
     FAILED_HEADER,
@@ -293,12 +294,7 @@ def plan_page(path: Path, report: PlanReport) -> None:
         pools = table(PLACEMENT_HEADER, placement_rows(report), texts=(1, 4))
         body += folded("Prompts and generation apart", pools)
     body += f"<h2>How it was found</h2>\n<p class='lead'>{html.escape(report.lead)}.</p>\n"
-    flags = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(report.args).items()
-        if name not in ("run", "command", "json", "report", "config", "output")
-        and value not in (None, False, [])
-    }
+    flags = shown_settings(report.args, hidden=("json", "report", "config", "output"))
     page.write(path, report.title, body + settings_section(flags))
 
 

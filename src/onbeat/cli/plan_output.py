@@ -15,6 +15,7 @@ from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask, worst_reason
 from onbeat.planner.prices import Prices
 from onbeat.planner.units import device_text
 from onbeat.report.objectives import classes_text
+from onbeat.report.table import filled_table
 from onbeat.simulator.settings import ReplicaSettings
 
 FLEET_HEADER = (
@@ -169,11 +170,7 @@ def plan_tables(report: PlanReport) -> list[Table]:
     ):
         if not rows:
             continue
-        shown = Table(title=title, title_justify="left")
-        for position, name in enumerate(header):
-            shown.add_column(name, justify="left" if position in texts else "right", overflow="fold")
-        for row in rows:
-            shown.add_row(*row)
+        shown = filled_table(title, header, rows, texts=texts, overflow="fold")
         if header is FLEET_HEADER:
             shown.caption, shown.caption_justify = FLEET_LEGEND, "left"
         tables.append(shown)

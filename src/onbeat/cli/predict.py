@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +13,8 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option
 from onbeat.perfmodel.memory import USUAL_BATCHED_TOKENS
 
-_GROUP = "what is predicted"
+_server = partial(option, group="server")
+_predicted = partial(option, group="what is predicted")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,30 +26,23 @@ class PredictOptions:
     ConfigError : a value is out of range, or nobody says what predicts.
     """
 
-    protocol: Literal["llm-d"] = option("llm-d", group="server", help="protocol of the router that asks")
-    profile: Path | None = option(None, metavar="FILE", group=_GROUP, help="profile of `onbeat profile`")
-    num_kv_tokens: int | None = option(
+    protocol: Literal["llm-d"] = _server("llm-d", help="protocol of the router that asks")
+    profile: Path | None = _predicted(None, metavar="FILE", help="profile of `onbeat profile`")
+    num_kv_tokens: int | None = _predicted(
         None,
         at_least=1,
         metavar="N",
-        group=_GROUP,
         help="tokens in a model server's KV cache, as its log says (default: by its memory)",
     )
-    max_num_batched_tokens: int = option(
-        USUAL_BATCHED_TOKENS,
-        at_least=1,
-        metavar="N",
-        group=_GROUP,
-        help="most tokens in a step of a model server",
+    max_num_batched_tokens: int = _predicted(
+        USUAL_BATCHED_TOKENS, at_least=1, metavar="N", help="most tokens in a step of a model server"
     )
-    pools: Path | None = option(
-        None, metavar="FILE.yaml", group=_GROUP, help="several kinds of model servers, in place of --profile"
+    pools: Path | None = _predicted(
+        None, metavar="FILE.yaml", help="several kinds of model servers, in place of --profile"
     )
-    quantile: float = option(
-        0.9, metavar="Q", group=_GROUP, help="quantile of latency to predict; 0: the mean"
-    )
-    host: str = option("0.0.0.0", group="server", help="address to listen on")
-    port: int = option(8000, group="server", help="port to listen on")
+    quantile: float = _predicted(0.9, metavar="Q", help="quantile of latency to predict; 0: the mean")
+    host: str = _server("0.0.0.0", help="address to listen on")
+    port: int = _server(8000, help="port to listen on")
 
     def __post_init__(self) -> None:
         check(self, PredictOptions)

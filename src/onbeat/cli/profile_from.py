@@ -61,9 +61,7 @@ class FromOptions:
         None, metavar="VERSION", help="version of that engine (default: as recorded)"
     )
     steps_ahead: int | None = _recorded(
-        None,
-        metavar="N",
-        help="1 if that engine plans steps ahead (default: as recorded, else by --engine)",
+        None, metavar="N", help="1 if that engine plans steps ahead (default: as recorded, else by --engine)"
     )
     request_overhead: float | None = _recorded(
         None,
@@ -268,13 +266,11 @@ def _show(profile: Profile, stream: StepStream, timed: StepTimes, found: StreamF
 
 def error_table(title: str, errors: Any) -> Any:
     """Return errors by kind of step, for the terminal."""
-    from rich.table import Table
+    from onbeat.report.table import filled_table
 
-    shown = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for index, name in enumerate(("steps", "number", "median error", "P90", "bias")):
-        shown.add_column(name, justify="right" if index else "left")
-    for each in errors:
-        shown.add_row(
-            each.kind, f"{each.num_steps:,}", f"{each.p50:.1%}", f"{each.p90:.1%}", f"{each.bias:+.1%}"
-        )
-    return shown
+    columns = ("steps", "number", "median error", "P90", "bias")
+    rows = [
+        (each.kind, f"{each.num_steps:,}", f"{each.p50:.1%}", f"{each.p90:.1%}", f"{each.bias:+.1%}")
+        for each in errors
+    ]
+    return filled_table(title, columns, rows, box=None, pad_edge=False)

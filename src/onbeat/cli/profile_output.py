@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 from onbeat.cli.profile_drafts import DRAFT_HEADER, draft_figure, draft_rows
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.profile import MeasuredStep
 from onbeat.perfmodel.utilisation import StepOperations, flops_utilisation, memory_bandwidth_utilisation
 from onbeat.report.page import Figure, Page, heading, notes, table
+from onbeat.report.table import filled_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,9 +24,12 @@ Row = tuple[str, ...]
 def print_summary(console: Console, result: ProfileResult, *, profile: Path, report: Path) -> None:
     """Print errors, limits and typical steps."""
     console.print(_title(result), markup=False)
-    console.print(_rich_table(ERROR_HEADER, error_rows(result)))
-    console.print(_rich_table(STEP_HEADER, typical_rows(result)))
-    console.print(_rich_table(DRAFT_HEADER, draft_rows(result)))
+    for header, rows in (
+        (ERROR_HEADER, error_rows(result)),
+        (STEP_HEADER, typical_rows(result)),
+        (DRAFT_HEADER, draft_rows(result)),
+    ):
+        console.print(filled_table("", header, rows, box=None, pad_edge=False))
     console.print(limits_line(result), markup=False)
     console.print(f"profile: {profile}\nplot: {report}", markup=False)
 
@@ -224,15 +226,6 @@ def _predicted(result: ProfileResult, steps: Sequence[MeasuredStep]) -> list[flo
     if not steps:
         return []
     return [float(seconds) for seconds in result.target.predict(result.profile.fitted, steps)]
-
-
-def _rich_table(header: Row, rows: Sequence[Row]) -> Table:
-    shown = Table(box=None, pad_edge=False)
-    for index, name in enumerate(header):
-        shown.add_column(name, justify="right" if index else "left")
-    for row in rows:
-        shown.add_row(*row)
-    return shown
 
 
 def _number(number: int, word: str) -> str:

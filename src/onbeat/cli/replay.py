@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,46 +29,41 @@ if TYPE_CHECKING:
 EXIT_DIFFERS = 1
 EXIT_INTERRUPTED = 130
 
+_option = partial(option, group="options")
 _STEP_TIME = "step time"
+_step_time = partial(option, group=_STEP_TIME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
     """How a record is replayed; what is None is as recorded."""
 
-    allow_partial: bool = option(
-        default=False, is_switch=True, group="options", help="use the whole part of a file that was cut short"
+    allow_partial: bool = _option(
+        default=False, is_switch=True, help="use the whole part of a file that was cut short"
     )
-    json: Path | None = option(None, metavar="FILE", group="options", help="write all results")
-    steps: Path | None = option(
+    json: Path | None = _option(None, metavar="FILE", help="write all results")
+    steps: Path | None = _option(
         None,
         metavar="FILE",
-        group="options",
         help="compare each recorded step of any engine with its prediction, instead of a replay",
     )
-    step_time: str | None = option(
+    step_time: str | None = _step_time(
         None,
         metavar="KIND",
-        group=_STEP_TIME,
         help="model of step times: roofline, fitted, step-table; FILE.csv: a table of measured steps "
         "(default: by --profile)",
     )
-    profile: Path | None = option(
-        None, metavar="FILE", group=_STEP_TIME, help="a profile of `onbeat profile`, or a table"
+    profile: Path | None = _step_time(None, metavar="FILE", help="a profile of `onbeat profile`, or a table")
+    model: str | None = _step_time(None, help="a known model or a config.json (default: the recorded one)")
+    device: str | None = _step_time(
+        None, metavar="ID", help="device, such as h100-sxm, cpu (default: the recorded one)"
     )
-    model: str | None = option(
-        None, group=_STEP_TIME, help="a known model or a config.json (default: the recorded one)"
-    )
-    device: str | None = option(
-        None, metavar="ID", group=_STEP_TIME, help="device, such as h100-sxm, cpu (default: the recorded one)"
-    )
-    host_overhead: float | None = option(
+    host_overhead: float | None = _step_time(
         None,
         flag="--host-overhead-ms",
         unit="ms",
         parse=checked(float, "milliseconds"),
         metavar="MS",
-        group=_STEP_TIME,
         help="host time of a step (default: as recorded)",
     )
     """Seconds."""
@@ -301,22 +297,20 @@ def _show_identity(console: Console, identity: ReplayResult) -> None:
 
 
 def _show_forecast(console: Console, name: str, forecast: Forecast) -> None:
-    from rich.table import Table
-
+    from onbeat.report.table import filled_table
     from onbeat.simulator.replay.forecast import COMPARED
 
-    table = Table(title=f"Simulated with {name}", title_justify="left")
-    table.add_column("Metric")
-    for column in ("Measured (ms)", "Simulated (ms)", "Error"):
-        table.add_column(column, justify="right")
-    for error in forecast.errors:
-        table.add_row(
+    columns = ("Metric", "Measured (ms)", "Simulated (ms)", "Error")
+    rows = [
+        (
             f"{COMPARED[error.metric]} P{error.percentile:g}",
             f"{error.measured * 1e3:,.2f}",
             f"{error.simulated * 1e3:,.2f}",
             f"{error.relative_error:+.1%}",
         )
-    console.print(table)
+        for error in forecast.errors
+    ]
+    console.print(filled_table(f"Simulated with {name}", columns, rows))
     steps = f"{forecast.num_steps:,} steps simulated, {forecast.num_recorded_steps:,} recorded"
     if forecast.num_matched_steps is not None:
         steps += f", {forecast.num_matched_steps:,} with the very same batch"

@@ -21,12 +21,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from onbeat.cli.args import add_config_flag, checked
-from onbeat.cli.engine_args import (
-    add_model_arguments,
-    add_text_arguments,
-    engine_config,
-    find_model,
-)
+from onbeat.cli.engine_args import add_model_arguments, add_text_arguments, engine_config, find_model
 from onbeat.cli.options import add_options, find_group, read_options
 from onbeat.cli.vllm_flags import take_vllm_flags
 from onbeat.cluster.fleet_options import FleetOptions

@@ -89,15 +89,14 @@ def _describe(settings: ReplicaSettings, simulation: Simulation) -> str:
 
 
 def _show(run: SimulatedRun) -> None:
+    from onbeat.cli.outputs import result_console
     from onbeat.cli.simulate_answer import answer_of
     from onbeat.metrics.jobs import lines_of_jobs
     from onbeat.metrics.summary import METRICS
     from onbeat.report.breakdown import breakdown_tables, worst_decile_line
     from onbeat.report.table import run_tables
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
+    console = result_console()
     tables = run_tables(run, METRICS, (50.0, 90.0, 99.0), what="Simulation")
     for table in (*tables, *breakdown_tables(run.summary.breakdown)):
         console.print(table)
@@ -124,8 +123,8 @@ def _show(run: SimulatedRun) -> None:
 
 
 def _save(args: argparse.Namespace, options: SimulateOptions, run: SimulatedRun, console: Console) -> None:
-    from onbeat.cli.outputs import save_all
-    from onbeat.cli.simulate_output import result_keys, shown_settings
+    from onbeat.cli.outputs import save_all, shown_settings
+    from onbeat.cli.simulate_output import result_keys
     from onbeat.metrics.records_file import write_records
     from onbeat.report.result import write_document
     from onbeat.report.run_report import write_report

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from onbeat.core.step import BatchShape
@@ -29,8 +27,6 @@ from onbeat.simulator.virtual_clients import call_times
 from onbeat.workload.job_load import job_outcomes
 from onbeat.workload.lanes import LANES
 from onbeat.workload.offered import OfferedLoad
-
-HIDDEN_SETTINGS = frozenset({"run", "command"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,21 +193,8 @@ def _operations(simulation: Simulation, model: ModelSpec) -> StepOperations:
     return StepOperations(model, simulation.precision, simulation.parallelism)
 
 
-def shown_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags that were given or have a value, for the end of a report."""
-    return {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in sorted(vars(args).items())
-        if name not in HIDDEN_SETTINGS and value not in (None, [], False) and _is_plain(value)
-    }
-
-
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (str, int, float, list, Path))
 
 
 def _warnings(

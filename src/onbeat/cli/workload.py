@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,9 @@ from onbeat.workload.slo_config import read_slo_config
 from onbeat.workload.slo_entries import built_in_slo
 from onbeat.workload.trace import read_trace
 
+_load = partial(option, group="load")
+_data = partial(option, group="data set")
+
 DEFAULT_RATE = 1.0
 """Requests per second where nothing sets a rate; the help says so."""
 ONLY_CLASS = "default"
@@ -36,27 +40,20 @@ ONLY_CLASS = "default"
 class ArrivalOptions:
     """How arrivals spread."""
 
-    arrivals: ArrivalKind | None = option(
+    arrivals: ArrivalKind | None = _load(
         None,
-        group="load",
         help="process of arrivals: constant, poisson, burst (on and off), steps (--rate-steps); gamma: the "
         "default, Poisson at --burstiness 1; replay: a trace's own times, stretched to --request-rate "
         "if given",
     )
-    burstiness: float = option(
-        1.0, group="load", help="shape of the gamma distribution of gaps; below 1 is burstier"
+    burstiness: float = _load(1.0, help="shape of the gamma distribution of gaps; below 1 is burstier")
+    arrival_cv: float | None = _load(
+        None, metavar="CV", help="the same as a coefficient of variation: 1/sqrt(shape)"
     )
-    arrival_cv: float | None = option(
-        None, metavar="CV", group="load", help="the same as a coefficient of variation: 1/sqrt(shape)"
-    )
-    burst_on_sec: float | None = option(
-        None, metavar="S", group="load", help="busy phases of burst (default: 5)"
-    )
-    burst_off_sec: float | None = option(
-        None, metavar="S", group="load", help="pauses of burst (default: 15)"
-    )
-    rate_steps: str | None = option(
-        None, metavar="R:S,...", group="load", help="rates, each with its seconds; the list repeats"
+    burst_on_sec: float | None = _load(None, metavar="S", help="busy phases of burst (default: 5)")
+    burst_off_sec: float | None = _load(None, metavar="S", help="pauses of burst (default: 15)")
+    rate_steps: str | None = _load(
+        None, metavar="R:S,...", help="rates, each with its seconds; the list repeats"
     )
 
     @property
@@ -141,12 +138,11 @@ class ObjectiveOptions:
 
 def job_deadline_option() -> Any:
     """Return the field of the deadline of jobs."""
-    return option(
+    return _data(
         None,
         flag="--job-deadline-ms",
         unit="ms",
         metavar="MS",
-        group="data set",
         help="time that each job has, from its start to the end of its last call (default: from its file, "
         "else by its length)",
     )
@@ -156,73 +152,55 @@ def job_deadline_option() -> Any:
 class WorkloadOptions:
     """What is asked, when, and with which objectives."""
 
-    dataset_name: LoadName | None = option(
-        None, group="data set", help="where lengths come from (default: random)"
+    dataset_name: LoadName | None = _data(None, help="where lengths come from (default: random)")
+    dataset_path: Path | None = _data(None, metavar="FILE", help="file of a data set that has one; gzip too")
+    trace: Path | None = _data(
+        None, metavar="FILE", help="trace file of any known kind; replayed in its own time"
     )
-    dataset_path: Path | None = option(
-        None, metavar="FILE", group="data set", help="file of a data set that has one; gzip too"
-    )
-    trace: Path | None = option(
-        None, metavar="FILE", group="data set", help="trace file of any known kind; replayed in its own time"
-    )
-    length_columns: str | None = option(
+    length_columns: str | None = _data(
         None,
         metavar="INPUT,OUTPUT",
-        group="data set",
         help="columns of lengths (default: num_prefill_tokens,num_decode_tokens)",
     )
-    tokenizer: Path | None = option(
-        None, metavar="PATH", group="data set", help="measures the texts of sharegpt and jobs"
-    )
-    num_prompts: int | None = option(
-        None, metavar="N", group="data set", help="requests (default: 1000, 100 jobs, or all of a file)"
+    tokenizer: Path | None = _data(None, metavar="PATH", help="measures the texts of sharegpt and jobs")
+    num_prompts: int | None = _data(
+        None, metavar="N", help="requests (default: 1000, 100 jobs, or all of a file)"
     )
     job_deadline: float | None = job_deadline_option()
-    input_len: int | None = option(
+    input_len: int | None = _data(
         None,
         aliases=("--random-input-len",),
         metavar="N",
-        group="data set",
         help="mean prompt tokens of random and conversation, largest of zipf (default: 1024)",
     )
-    output_len: int | None = option(
+    output_len: int | None = _data(
         None,
         aliases=("--random-output-len",),
         metavar="N",
-        group="data set",
         help="the same for output tokens (default: 128); replaces those of a file",
     )
-    random_range_ratio: float = option(
-        0.0, metavar="X", group="data set", help="random's lengths vary by this share around the mean"
+    random_range_ratio: float = _data(
+        0.0, metavar="X", help="random's lengths vary by this share around the mean"
     )
-    zipf_exponent: float | None = option(
-        None,
-        metavar="S",
-        group="data set",
-        help="exponent S of zipf: p(length) falls as length^-S (default: 1)",
+    zipf_exponent: float | None = _data(
+        None, metavar="S", help="exponent S of zipf: p(length) falls as length^-S (default: 1)"
     )
-    disable_shuffle: bool = option(
-        default=False,
-        is_switch=True,
-        group="data set",
-        help="take requests of files without times in file order",
+    disable_shuffle: bool = _data(
+        default=False, is_switch=True, help="take requests of files without times in file order"
     )
-    seed: int = option(
-        0, parse=read_seed, group="data set", help="random seed of lengths, arrivals and classes"
+    seed: int = _data(0, parse=read_seed, help="random seed of lengths, arrivals and classes")
+    overlong: Literal["error", "skip"] = _data(
+        "error", help="what to do with requests that do not fit the context"
     )
-    overlong: Literal["error", "skip"] = option(
-        "error", group="data set", help="what to do with requests that do not fit the context"
-    )
-    request_rate: float | None = option(
+    request_rate: float | None = _load(
         None,
         metavar="R",
-        group="load",
         help="requests/s; inf = all at once (default: a trace's own times; a closed loop with "
         "--max-concurrency; else 1)",
     )
-    max_concurrency: int | None = option(None, metavar="N", group="load", help="most requests open at once")
+    max_concurrency: int | None = _load(None, metavar="N", help="most requests open at once")
     spread: ArrivalOptions = part(ArrivalOptions)
-    rate_scale: float = option(1.0, metavar="X", group="load", help="replay at X times the recorded rate")
+    rate_scale: float = _load(1.0, metavar="X", help="replay at X times the recorded rate")
     objectives: ObjectiveOptions = part(ObjectiveOptions)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import OverflowMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -139,19 +140,15 @@ def run_tables(
     result: AnyResult, metrics: Sequence[str], percentiles: Sequence[float], *, what: str = "Load test"
 ) -> list[Table]:
     """Return the tables of one run; `what` names the kind of run."""
-    latencies = Table(box=SIMPLE_HEAD, title="Latency (ms)", title_justify="left")
-    latencies.add_column("")
-    for column in latency_columns(percentiles):
-        latencies.add_column(column, justify="right")
-    for latency_row in latency_rows(result, metrics, percentiles):
-        latencies.add_row(*latency_row)
-    tables = [_named_values(what, summary_rows(result)), latencies]
-    for title, rows in (
-        ("Replicas", machine_rows(result.machine)),
-        ("Speculation", draft_rows(result)),
-    ):
+    columns = ("", *latency_columns(percentiles))
+    latencies = latency_rows(result, metrics, percentiles)
+    tables = [
+        named_values(what, summary_rows(result)),
+        filled_table("Latency (ms)", columns, latencies, box=SIMPLE_HEAD),
+    ]
+    for title, rows in (("Replicas", machine_rows(result.machine)), ("Speculation", draft_rows(result))):
         if rows:
-            tables.append(_named_values(title, rows))
+            tables.append(named_values(title, rows))
     if of_classes := class_rows(result.summary):
         tables.append(rows_table("Classes (times in ms)", CLASS_COLUMNS, of_classes))
     if result.errors:
@@ -159,34 +156,50 @@ def run_tables(
     return tables
 
 
-def _named_values(title: str, rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
+def named_values(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    """Return a table of (name, value) without a header."""
+    return filled_table(title, ("", ""), rows, box=SIMPLE_HEAD, show_header=False)
+
+
+def rows_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table whose first column names what each row is about."""
+    plain = [[Text(cell) for cell in row] for row in rows]  # names of tenants are not markup
+    return filled_table(title, columns, plain, box=SIMPLE_HEAD)
+
+
+def filled_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Iterable[RenderableType]],
+    *,
+    texts: Collection[int] = (0,),
+    overflow: OverflowMethod = "ellipsis",
+    **look: Any,
+) -> Table:
+    """Return a table of rows.
+
+    Parameters
+    ----------
+    texts : columns that hold text, which starts at the left; numbers end at the right.
+    overflow : what becomes of a cell that is wider than its column.
+    look : further arguments of `rich.table.Table`.
+    """
+    table = Table(title=title, title_justify="left", **look)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="left" if place in texts else "right", overflow=overflow)
     for row in rows:
         table.add_row(*row)
     return table
 
 
-def rows_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table whose first column names what each row is about."""
-    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left")
-    for row in rows:
-        table.add_row(*map(Text, row))  # names of tenants are not markup
-    return table
-
-
 def error_table(errors: Sequence[ErrorGroup]) -> Table:
     """Return failures and rejections by cause."""
-    table = Table(box=SIMPLE_HEAD, title="Not completed", title_justify="left")
-    for name in ("status", "cause", "count", "example"):
-        table.add_column(name, justify="right" if name == "count" else "left", overflow="fold")
-    for error in errors:
-        cells = (error.status, error.cause, number(error.count), str(error.example)[:120])
-        table.add_row(*map(Text, cells))  # what a server says is not markup
-    return table
+    rows = [
+        map(Text, (error.status, error.cause, number(error.count), str(error.example)[:120]))
+        for error in errors  # what a server says is not markup
+    ]
+    columns = ("status", "cause", "count", "example")
+    return filled_table("Not completed", columns, rows, texts=(0, 1, 3), overflow="fold", box=SIMPLE_HEAD)
 
 
 _SWEEP_LATENCIES = (
