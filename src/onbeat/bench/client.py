@@ -74,9 +74,7 @@ def open_session(timeout: float, *, keeps_alive: bool = True) -> aiohttp.ClientS
 
 
 async def _note_reuse(
-    _session: aiohttp.ClientSession,
-    context: SimpleNamespace,
-    _params: aiohttp.TraceConnectionReuseconnParams,
+    _session: aiohttp.ClientSession, context: SimpleNamespace, _params: aiohttp.TraceConnectionReuseconnParams
 ) -> None:
     if context.trace_request_ctx is not None:
         context.trace_request_ctx.is_reused = True
@@ -253,11 +251,7 @@ def refusal(
         record.status = STATUSES[status]
         record.predicted_ttft = milliseconds(fields.get("predicted_ttft_ms"))
         record.retry_after = retry_after(headers)
-    return StreamError(
-        f"HTTP {status}",
-        error_text(message) if message is not None else "",
-        code=code,
-    )
+    return StreamError(f"HTTP {status}", error_text(message) if message is not None else "", code=code)
 
 
 def why_no_answer(error: Exception) -> str:

@@ -148,9 +148,7 @@ def _from_trace(
         trace = trace.take(rng.permutation(len(trace)))
     num_requests = min(DEFAULT_NUM_PROMPTS, len(trace)) if num_prompts is None else num_prompts
     return trace_workload(
-        _with_output_len(trace, config.output_len),
-        num_requests=num_requests,
-        writer=tools.writer,
+        _with_output_len(trace, config.output_len), num_requests=num_requests, writer=tools.writer
     )
 
 

@@ -175,10 +175,7 @@ class JobRunner:
             record.slo, record.request_class, record.weight = own.slo, own.name, own.weight
         if job.deadline < inf:
             record.job = JobOfCall(
-                state.job_id,
-                job.deadline,
-                job.calls_left[index] if job.says_calls_left else None,
-                job.kind,
+                state.job_id, job.deadline, job.calls_left[index] if job.says_calls_left else None, job.kind
             )
         return record
 

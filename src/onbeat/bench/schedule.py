@@ -10,11 +10,7 @@ from onbeat.workload.arrivals import ramp_arrivals
 
 
 def schedule(
-    load: LoadConfig,
-    num_requests: int,
-    rng: np.random.Generator,
-    *,
-    times: NDArray[np.float64] | None = None,
+    load: LoadConfig, num_requests: int, rng: np.random.Generator, *, times: NDArray[np.float64] | None = None
 ) -> NDArray[np.float64] | None:
     """Return the arrival offsets of a load in seconds; None in a closed loop.
 

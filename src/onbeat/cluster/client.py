@@ -14,13 +14,7 @@ from onbeat.cluster.fleet_options import TRANSPORTS
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild
 from onbeat.cluster.streams import Streams
-from onbeat.core.errors import (
-    ConfigError,
-    EngineDead,
-    EngineError,
-    InvalidRequest,
-    OnbeatError,
-)
+from onbeat.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, OnbeatError
 from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
 from onbeat.core.hashing import hash_blocks, root_hash
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
@@ -28,13 +22,7 @@ from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.engine.messages import AbortRequests
 from onbeat.engine.owned_folder import OwnedFolder, check_length_of_socket_paths
 from onbeat.metrics.fleet_counts import FleetCounts
-from onbeat.scheduler.cluster.events import (
-    Aborted,
-    Arrived,
-    RoutingRequest,
-    ScaleAsked,
-    ScalingAsked,
-)
+from onbeat.scheduler.cluster.events import Aborted, Arrived, RoutingRequest, ScaleAsked, ScalingAsked
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.membership import FleetStatus, ReplicaState, ReplicaStatus
 from onbeat.scheduler.cluster.scaling import ScaleBounds
@@ -189,10 +177,7 @@ class FleetClient:
         return self
 
     async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._stop()
 

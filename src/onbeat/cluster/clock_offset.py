@@ -70,9 +70,7 @@ def by_their_clock(request: Request, offset: float) -> Request:
     """
     first = request.first_token_time
     return replace(
-        request,
-        arrival=request.arrival - offset,
-        first_token_time=None if first is None else first - offset,
+        request, arrival=request.arrival - offset, first_token_time=None if first is None else first - offset
     )
 
 

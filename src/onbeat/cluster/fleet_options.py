@@ -47,10 +47,7 @@ class FleetOptions:
         "free one)",
     )
     start_timeout: int = _option(
-        600,
-        at_least=1,
-        metavar="SECONDS",
-        help="longest time of a replica's start; then it is given up",
+        600, at_least=1, metavar="SECONDS", help="longest time of a replica's start; then it is given up"
     )
 
     def __post_init__(self) -> None:

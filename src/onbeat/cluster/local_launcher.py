@@ -75,10 +75,7 @@ class LocalLauncher:
             link = replace(link, cuda_devices=self._device_shares[share])
         # spawn: a forked child would inherit the event loop and its sockets
         process = multiprocessing.get_context("spawn").Process(
-            target=run_engine_process,
-            args=(spec.build, link),
-            name=f"onbeat-{spec.replica}",
-            daemon=True,
+            target=run_engine_process, args=(spec.build, link), name=f"onbeat-{spec.replica}", daemon=True
         )
         with sigint_ignored():
             process.start()

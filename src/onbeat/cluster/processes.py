@@ -122,11 +122,7 @@ class Processes:
         self._num_lives[replica] = number + 1
         life = Life(replica, number, time.monotonic())
         self.lives[replica] = self.by_name[life.name] = life
-        link = EngineLink(
-            endpoint=self.wire.endpoint,
-            identity=life.name,
-            leaves_on_sigterm=True,
-        )
+        link = EngineLink(endpoint=self.wire.endpoint, identity=life.name, leaves_on_sigterm=True)
         door = self.wire.doorkeeper
         try:
             spec = ReplicaSpec(

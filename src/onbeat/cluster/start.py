@@ -96,13 +96,7 @@ def open_fleet(
     return FleetClient(
         fleet,
         _launcher(options, engine),
-        partial(
-            _build_of,
-            engine=_shared(engine, options),
-            build=build,
-            is_many=is_many,
-            kinds=asked.kinds,
-        ),
+        partial(_build_of, engine=_shared(engine, options), build=build, is_many=is_many, kinds=asked.kinds),
         num_replicas=asked.first_replicas,
         bounds=asked.autoscale,
         start_timeout=options.start_timeout,

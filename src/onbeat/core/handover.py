@@ -82,9 +82,7 @@ class Detached:
     def moved(self, request: Request) -> Request:
         """Return a request as the engine that goes on with it is asked for it."""
         return replace(
-            request,
-            resumed_token_ids=self.output_token_ids,
-            num_external_tokens=self.num_kv_tokens,
+            request, resumed_token_ids=self.output_token_ids, num_external_tokens=self.num_kv_tokens
         )
 
 

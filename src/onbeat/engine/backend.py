@@ -132,11 +132,7 @@ class NativeBackend:
     """
 
     def __init__(
-        self,
-        library: NativeLibrary,
-        checkpoint: Checkpoint,
-        device: DeviceConfig,
-        config: EngineConfig,
+        self, library: NativeLibrary, checkpoint: Checkpoint, device: DeviceConfig, config: EngineConfig
     ) -> None:
         layouts = WeightLayouts(checkpoint, dtype=device.dtype, quantization=config.quantization)
         if config.activation_quantization == "int8" and not layouts.are_any_quantized:

@@ -147,10 +147,7 @@ class EngineConfig:
         help="plan the next step while the current one runs (default: with the GPU engine, without drafts)",
     )
     record: Path | None = option(
-        None,
-        group="server",
-        metavar="FILE",
-        help="write what the scheduler does, for `onbeat replay FILE`",
+        None, group="server", metavar="FILE", help="write what the scheduler does, for `onbeat replay FILE`"
     )
     memory_share: MemoryShare | None = None
     """What of the machine's memory the engine may take, where several share it; None is all that is free."""

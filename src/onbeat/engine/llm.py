@@ -116,11 +116,7 @@ class LLM:
         return _OfflineRun(self, token_ids, sampling, stop, continues_prompts=True).run()
 
     def chat(
-        self,
-        messages: Sequence[Message],
-        sampling: SamplingParams | None = None,
-        *,
-        stop: Sequence[str] = (),
+        self, messages: Sequence[Message], sampling: SamplingParams | None = None, *, stop: Sequence[str] = ()
     ) -> Generation:
         """Answer one conversation, rendered with the model's chat template.
 
@@ -136,11 +132,7 @@ class LLM:
         return _OfflineRun(self, [token_ids], sampling, stop, continues_prompts=False).run()[0]
 
     def embed(
-        self,
-        texts: Prompt | Sequence[Prompt],
-        *,
-        dimensions: int | None = None,
-        normalize: bool = True,
+        self, texts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, normalize: bool = True
     ) -> list[NDArray[np.float32]]:
         """Return the embeddings of all texts, in their order.
 

@@ -8,13 +8,7 @@ from functools import partial
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
-from onbeat.engine.backend import (
-    Backend,
-    KeepsQuantized,
-    MeasuresMemory,
-    SettleLimits,
-    choose_backend,
-)
+from onbeat.engine.backend import Backend, KeepsQuantized, MeasuresMemory, SettleLimits, choose_backend
 from onbeat.engine.container import FreeMemory
 from onbeat.engine.device import DeviceConfig, detect_device, free_memory, missed_gpu, thread_advice
 from onbeat.engine.engine_config import DEFAULT_GPU_UTILIZATION, EngineConfig
@@ -225,12 +219,7 @@ def _remarks(
 
 
 def resolve_limits(
-    config: EngineConfig,
-    *,
-    free: FreeMemory,
-    footprint: Footprint,
-    backend: Backend,
-    settle: SettleLimits,
+    config: EngineConfig, *, free: FreeMemory, footprint: Footprint, backend: Backend, settle: SettleLimits
 ) -> tuple[SchedulerConfig, int]:
     """Decide what the user left open, from the memory that the model takes and the memory there is.
 

@@ -8,13 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from onbeat.core.request import Request, SamplingParams
-from onbeat.core.step import (
-    AdmittedRequest,
-    BatchShape,
-    ModelRunnerOutput,
-    ScheduledRequest,
-    SchedulerOutput,
-)
+from onbeat.core.step import AdmittedRequest, BatchShape, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.engine.attention.base import IntArray
 from onbeat.engine.executor import DoneStep, PendingStep
 from onbeat.engine.forward import ChosenTokens, ForwardPass, LaunchesSteps, StepLogits

@@ -20,15 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.request import TokenLogprobs
-from onbeat.engine.draw import (
-    Logits,
-    draw,
-    draw_of_all,
-    min_p_bound,
-    nucleus_candidates,
-    top_k_bound,
-    weigh,
-)
+from onbeat.engine.draw import Logits, draw, draw_of_all, min_p_bound, nucleus_candidates, top_k_bound, weigh
 from onbeat.engine.guided_draw import GuideOutcome, hold_to_grammars, redrawn
 from onbeat.engine.logit_edits import edit_logits
 from onbeat.engine.logprobs import token_logprobs

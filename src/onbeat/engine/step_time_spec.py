@@ -83,10 +83,7 @@ def by_data_sheet(config: ModelConfig, name: str, device: DeviceConfig) -> Predi
     if precision.compute not in sheet.peak_flops:
         return None
     return StepTimeDescription(
-        model=model_spec_of(config, name),
-        device=sheet,
-        parallelism=Parallelism(),
-        precision=precision,
+        model=model_spec_of(config, name), device=sheet, parallelism=Parallelism(), precision=precision
     ).predictor()
 
 

@@ -27,11 +27,7 @@ from onbeat.perfmodel.device_spec import CPU, DeviceSpec
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import SIXTEEN_BIT, Precision
-from onbeat.perfmodel.roofline import (
-    RooflineParameters,
-    make_roofline,
-    roofline_seconds,
-)
+from onbeat.perfmodel.roofline import RooflineParameters, make_roofline, roofline_seconds
 from onbeat.perfmodel.runs import StepSeconds
 from onbeat.perfmodel.shapes import NEW_TOKENS, SEQUENCES
 from onbeat.perfmodel.spec_file import check_fields, is_spec_file, number, read_fields, text, texts

@@ -64,11 +64,7 @@ class RooflineForm:
 
         # Errors beyond OUTLIER count linearly: a machine that does other work now and then stalls a step.
         found = least_squares(
-            residuals,
-            np.zeros(len(names)),
-            bounds=(-_LOG_LIMIT, _LOG_LIMIT),
-            loss="soft_l1",
-            f_scale=OUTLIER,
+            residuals, np.zeros(len(names)), bounds=(-_LOG_LIMIT, _LOG_LIMIT), loss="soft_l1", f_scale=OUTLIER
         )
         return {name: float(value) for name, value in zip(names, start * np.exp(found.x), strict=True)}
 

@@ -54,10 +54,7 @@ def measure_cpu() -> CPULimits:
         memory_bandwidth=bandwidth,
         peak_flops=peak,
         product_rates=product_rates(
-            by_rows,
-            flops_per_row=flops_per_row,
-            reading_seconds=left.nbytes / bandwidth,
-            peak=peak,
+            by_rows, flops_per_row=flops_per_row, reading_seconds=left.nbytes / bandwidth, peak=peak
         ),
     )
 

@@ -122,12 +122,7 @@ def files_of(kind: str, profile: Path | None) -> tuple[Path, ...]:
 
 
 def calibrate_by_table(
-    path: Path,
-    *,
-    model: ModelSpec,
-    device: DeviceSpec,
-    parallelism: Parallelism,
-    precision: Precision,
+    path: Path, *, model: ModelSpec, device: DeviceSpec, parallelism: Parallelism, precision: Precision
 ) -> FittedModel:
     """Calibrate the roofline by a table of measured steps; see `read_step_table`.
 

@@ -14,14 +14,7 @@ from onbeat.perfmodel.fitted import FIT_METHODS, FittedModel
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.product_rates import ProductRates
-from onbeat.perfmodel.profile import (
-    REMEDY,
-    MachineLimits,
-    MeasuredStep,
-    Profile,
-    ProfileKey,
-    ServerTerms,
-)
+from onbeat.perfmodel.profile import REMEDY, MachineLimits, MeasuredStep, Profile, ProfileKey, ServerTerms
 from onbeat.perfmodel.shape_range import ShapeRange
 from onbeat.perfmodel.shapes import FIELDS
 

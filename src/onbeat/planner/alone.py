@@ -29,11 +29,7 @@ class AloneSearch:
     """
 
     def __init__(
-        self,
-        task: PlanTask,
-        buckets: Sequence[Bucket],
-        results: Callable[..., list[Any]],
-        progress: Progress,
+        self, task: PlanTask, buckets: Sequence[Bucket], results: Callable[..., list[Any]], progress: Progress
     ) -> None:
         self._task, self._buckets, self._results, self._progress = task, buckets, results, progress
         self._known: dict[str, RatedUnit] = {}

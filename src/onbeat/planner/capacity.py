@@ -16,11 +16,7 @@ from onbeat.planner.cases import BuiltCase, Case, Labels
 from onbeat.planner.objective import Objective, Verdict
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import Bracket, SearchOptions, Stopped, search_rate
-from onbeat.planner.share_objectives import (
-    AttainmentObjective,
-    DistServeObjective,
-    with_longer_objectives,
-)
+from onbeat.planner.share_objectives import AttainmentObjective, DistServeObjective, with_longer_objectives
 from onbeat.planner.trial import run_trial
 from onbeat.scheduler.replica.token_budget import full_step, mean_decode_context
 from onbeat.workload.offered import OfferedLoad

@@ -76,9 +76,7 @@ class SarathiObjective:
             (
                 Measure(name="P99 TBT", value=_percentile(gaps, 99), limit=self.tbt),
                 Measure(
-                    name="median scheduling delay",
-                    value=_percentile(delays, 50),
-                    limit=SARATHI_MEDIAN_DELAY,
+                    name="median scheduling delay", value=_percentile(delays, 50), limit=SARATHI_MEDIAN_DELAY
                 ),
             )
         )

@@ -77,8 +77,7 @@ class PooledCase:
             )
         )
         config = replace(
-            first.config,
-            kinds=(first.config.kinds[0],) * num_prefill + (second.config.kinds[-1],),
+            first.config, kinds=(first.config.kinds[0],) * num_prefill + (second.config.kinds[-1],)
         )
         return BuiltCase(config, first.step_time, self.num_devices)
 

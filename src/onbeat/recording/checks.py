@@ -8,14 +8,7 @@ from typing import Any, get_args
 
 from onbeat.core.errors import quoted
 from onbeat.core.request import FinishReason, Pooling
-from onbeat.recording.log import (
-    AbortCall,
-    AddCall,
-    Call,
-    HandoverCall,
-    ScheduleCall,
-    UpdateCall,
-)
+from onbeat.recording.log import AbortCall, AddCall, Call, HandoverCall, ScheduleCall, UpdateCall
 from onbeat.recording.typed import MOST
 
 _Check = Callable[[Any], bool]

@@ -189,11 +189,7 @@ def goodput_figure(runs: Sequence[TradeoffPoint]) -> Figure | None:
 
 
 def over_load_figure(
-    runs: Sequence[TradeoffPoint],
-    value_of: Callable[[RunSummary], float | None],
-    title: str,
-    *,
-    unit: str,
+    runs: Sequence[TradeoffPoint], value_of: Callable[[RunSummary], float | None], title: str, *, unit: str
 ) -> Figure | None:
     """Return a number of each run over its load, a line a series; None where no run has it."""
     lines = []

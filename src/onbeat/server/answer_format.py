@@ -191,10 +191,7 @@ class AnswerFormat(Protocol):
 
 
 def whole_answer(
-    head: dict[str, Any],
-    choices: Iterable[Iterator[Piece]],
-    extras: Extras,
-    tail: Iterable[Piece] = (),
+    head: dict[str, Any], choices: Iterable[Iterator[Piece]], extras: Extras, tail: Iterable[Piece] = ()
 ) -> Iterator[Piece]:
     """Yield an object with all fields of a whole answer, given the pieces of each choice's JSON.
 

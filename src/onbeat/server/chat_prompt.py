@@ -172,11 +172,7 @@ def _check_rendering(body: RenderedChat) -> None:
 
 
 async def render_chat(
-    body: RenderedChat,
-    encoder: PromptEncoder,
-    template: ChatTemplate | None,
-    style: ReplyStyle,
-    caller: str,
+    body: RenderedChat, encoder: PromptEncoder, template: ChatTemplate | None, style: ReplyStyle, caller: str
 ) -> str:
     """Return a chat as the text that the model completes.
 

@@ -178,9 +178,7 @@ def completion_routes(services: Services) -> APIRouter:
             echo = partial(_echo, options=options, tokenizer=tokenizer, has_offsets=body.logprobs is not None)
             async with cancelled_on_disconnect(request.receive):
                 echoes = await services.encoder.off_loop(
-                    context.caller,
-                    sum(map(len, prompts)),
-                    lambda: list(map(echo, body.prompt, prompts)),
+                    context.caller, sum(map(len, prompts)), lambda: list(map(echo, body.prompt, prompts))
                 )
         answer_format = CompletionFormat(head, body, writers, echoes)
         text_options = replace(body.text_options, text_starts=tuple(len(echo.text) for echo in echoes))

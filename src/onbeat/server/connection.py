@@ -102,12 +102,7 @@ class BoundedConnection(HttpToolsProtocol):
     """
 
     def __init__(
-        self,
-        *,
-        limits: ConnectionLimits,
-        bodies: BodyRoom,
-        on_refused: Callable[[str], None],
-        **options: Any,
+        self, *, limits: ConnectionLimits, bodies: BodyRoom, on_refused: Callable[[str], None], **options: Any
     ) -> None:
         super().__init__(**options)
         self._limits = limits

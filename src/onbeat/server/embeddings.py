@@ -160,11 +160,7 @@ def check_dimensions(asked: int | None, param: str, info: EngineInfo) -> None:
 
 
 async def _answer(
-    embedded: Embedded,
-    body: EmbeddingRequest,
-    names: tuple[str, str],
-    head: AnswerHead,
-    services: Services,
+    embedded: Embedded, body: EmbeddingRequest, names: tuple[str, str], head: AnswerHead, services: Services
 ) -> Response:
     """Return the answer, written in pieces, one for each embedding.
 

@@ -151,9 +151,7 @@ class PromptEncoder:
             await self._threads.run(caller, 1, lambda: self._check_length(texts, "messages"))
         try:
             return await self._render_thread.run(
-                caller,
-                size + _MESSAGE_SIZE * len(messages),
-                lambda: template.render(messages, **variables),
+                caller, size + _MESSAGE_SIZE * len(messages), lambda: template.render(messages, **variables)
             )
         except RecursionError as error:
             raise InvalidRequest(

@@ -66,12 +66,7 @@ class ReplyPlan(NamedTuple):
 
 
 def plan_reply(
-    style: ReplyStyle,
-    asked: ReplyPlan,
-    use: ToolUse | None,
-    place: PromptEnd,
-    *,
-    drops_reasoning: bool,
+    style: ReplyStyle, asked: ReplyPlan, use: ToolUse | None, place: PromptEnd, *, drops_reasoning: bool
 ) -> ReplyPlan:
     """Return how a chat's answers are made, so that their parts are told apart where they have any.
 

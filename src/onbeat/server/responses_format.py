@@ -125,12 +125,7 @@ class ResponseFormat:
         return f"{_ID_PREFIX[part.kind]}_{self._head.completion_id.partition('_')[2]}{index}"
 
     def _response(
-        self,
-        status: str,
-        choice: WholeChoice | None,
-        extras: Extras,
-        *,
-        error: dict[str, Any] | None = None,
+        self, status: str, choice: WholeChoice | None, extras: Extras, *, error: dict[str, Any] | None = None
     ) -> Iterator[Piece]:
         """Yield a response with what there is of its answer."""
         is_cut = status == "incomplete"

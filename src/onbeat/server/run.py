@@ -116,11 +116,7 @@ def _cannot_listen(where: str, error: OSError) -> ConfigError:
 
 
 async def serve(
-    app: FastAPI,
-    config: ServerConfig,
-    sock: socket.socket,
-    *,
-    on_started: Callable[[str], None],
+    app: FastAPI, config: ServerConfig, sock: socket.socket, *, on_started: Callable[[str], None]
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain.
 

@@ -126,14 +126,10 @@ class ServerConfig:
     hang: HangLimits = field(default_factory=HangLimits)
     log_requests: bool = _option(default=True, help="log one line for each request")
     root_path: str = _option(
-        "",
-        metavar="PREFIX",
-        help="path prefix that a proxy puts before this server, such as /llm",
+        "", metavar="PREFIX", help="path prefix that a proxy puts before this server, such as /llm"
     )
     request_id_headers: bool = _option(
-        default=False,
-        flag="--enable-request-id-headers",
-        help="put x-request-id into all answers",
+        default=False, flag="--enable-request-id-headers", help="put x-request-id into all answers"
     )
     force_include_usage: bool = _option(
         default=False,

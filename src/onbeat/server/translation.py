@@ -18,10 +18,7 @@ from onbeat.server.objectives import SLOFields, metadata_objectives
 
 
 async def chat_of(
-    body: GenerationRequest,
-    fields: Mapping[str, Any],
-    metadata: Mapping[str, Any] | None,
-    request: Request,
+    body: GenerationRequest, fields: Mapping[str, Any], metadata: Mapping[str, Any] | None, request: Request
 ) -> ChatCompletionRequest:
     """Return the chat that a request of another API stands for.
 

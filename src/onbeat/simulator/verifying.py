@@ -172,9 +172,7 @@ class VerifyingSampler:
                 self._catch_up.confirm(row.request_id, drafted, num_tokens - 1)
         has_any_number = self._acceptance.hit_rate is None
         return ModelRunnerOutput(
-            token_ids,
-            num_drafted=drafted_of_rows,
-            num_available=None if has_any_number else num_available,
+            token_ids, num_drafted=drafted_of_rows, num_available=None if has_any_number else num_available
         )
 
     def _drafts(self, offered: OfferedRequest) -> RequestDrafts:

@@ -156,11 +156,7 @@ class Clients:
     """
 
     def __init__(
-        self,
-        load: OfferedLoad,
-        config: SimulationConfig,
-        *,
-        rows: NDArray[np.int64] | None = None,
+        self, load: OfferedLoad, config: SimulationConfig, *, rows: NDArray[np.int64] | None = None
     ) -> None:
         max_concurrency = config.max_concurrency
         if load.arrivals is None and max_concurrency is None:

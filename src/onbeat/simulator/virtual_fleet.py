@@ -100,12 +100,7 @@ class VirtualFleet:
         self._teller = Teller(self._fleet.on_event, self)
         self._is_reported = wants_reports(config, router)
         self.lives = Lives(
-            loop,
-            self,
-            kinds,
-            make_replica,
-            start_seconds=config.fleet_times.start,
-            on_ready=self._on_ready,
+            loop, self, kinds, make_replica, start_seconds=config.fleet_times.start, on_ready=self._on_ready
         )
         self.decisions: Counter[str] = Counter()
         self.sizes: list[FleetSize] = []

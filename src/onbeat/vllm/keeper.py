@@ -70,11 +70,7 @@ class PromiseKeeper:
     """
 
     def __init__(
-        self,
-        surface: Surface,
-        model: StepTimeModel,
-        mode: SLOMode,
-        known: MeasuredDescription | None = None,
+        self, surface: Surface, model: StepTimeModel, mode: SLOMode, known: MeasuredDescription | None = None
     ) -> None:
         self.surface, self.model, self.known = surface, model, known
         self.config = _limits(surface, mode)

@@ -207,9 +207,7 @@ def _from_sharegpt(source: LoadSource, num_requests: int | None, rng: np.random.
         order=rng if source.shuffle else None,
     )
     return OfferedLoad(
-        name="sharegpt",
-        num_prompt_tokens=workload.num_prompt_tokens,
-        num_output_tokens=workload.max_tokens,
+        name="sharegpt", num_prompt_tokens=workload.num_prompt_tokens, num_output_tokens=workload.max_tokens
     )
 
 

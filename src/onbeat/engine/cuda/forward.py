@@ -237,10 +237,7 @@ class CudaForward:
         """Let go of nothing: memory goes with the object."""
 
     def _submit(
-        self,
-        inputs: StepInputs,
-        queue: Callable[[PackedStep], object],
-        drawn_N: NDArray[np.bool_] | None,
+        self, inputs: StepInputs, queue: Callable[[PackedStep], object], drawn_N: NDArray[np.bool_] | None
     ) -> _Launched:
         with _failures_in_words(inputs):
             entry = self._ring.take()

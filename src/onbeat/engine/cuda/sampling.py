@@ -34,11 +34,7 @@ class SlotSettings:
         self._num_prompt_tokens_S = np.zeros(num_slots, np.int64)
 
     def write(
-        self,
-        inputs: StepInputs,
-        parts: StepWords,
-        places: IntArray | slice,
-        drawn_N: NDArray[np.bool_],
+        self, inputs: StepInputs, parts: StepWords, places: IntArray | slice, drawn_N: NDArray[np.bool_]
     ) -> bool:
         """Write how the step's rows choose; return whether any of them is random.
 

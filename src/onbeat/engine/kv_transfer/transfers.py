@@ -74,12 +74,7 @@ class KVTransfers:
         raise KVUnavailable(f"no way to copy KV from there works ({'; '.join(obstacles) or 'none is open'})")
 
     def pull(
-        self,
-        source: KVSource,
-        first_block: int,
-        into: Sequence[int],
-        *,
-        after: Future[Any] | None = None,
+        self, source: KVSource, first_block: int, into: Sequence[int], *, after: Future[Any] | None = None
     ) -> Future[int]:
         """Copy blocks in a thread of its own; the future has how many bytes that were, or `KVUnavailable`.
 

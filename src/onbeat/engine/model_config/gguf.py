@@ -114,7 +114,7 @@ def model_config_from_gguf(
         experts=_experts(values),
         bos_token_id=next(iter(tokens.token_ids("bos_token_id")), None),
         eos_token_ids=tuple(
-            dict.fromkeys(tokens.token_ids("eos_token_id") + tokens.token_ids("eot_token_id")),
+            dict.fromkeys(tokens.token_ids("eos_token_id") + tokens.token_ids("eot_token_id"))
         ),
     )
     return rules.complete(common, values)

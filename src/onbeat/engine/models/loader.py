@@ -33,12 +33,7 @@ class LayerLoader:
     """
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        ranks: Ranks = ONE_RANK,
+        self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK
     ) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config

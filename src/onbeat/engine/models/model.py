@@ -74,12 +74,7 @@ class Model:
         self.linear_kernel = loader.linear_kernel.kernel
         """Name of the kernel that multiplies by the layers' weights."""
 
-    def forward(
-        self,
-        token_ids_T: Tensor,
-        positions_T: Tensor,
-        context: ForwardContext,
-    ) -> Tensor:
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
         """Run new tokens through the layers and return hidden states before the final norm, [T, D]."""
         hidden_TD = self.embedding(token_ids_T)
         rotations = {rope: rotary.at(positions_T) for rope, rotary in self.rotaries.items()}

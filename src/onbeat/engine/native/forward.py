@@ -25,13 +25,7 @@ from onbeat.engine.model_config import ModelConfig, inverse_frequencies
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS
 from onbeat.engine.native.library import ERROR_BYTES, NativeLibrary, address
 from onbeat.engine.native.matrix import PackedMatrix
-from onbeat.engine.native.packing import (
-    ExpertWeights,
-    FloatArray,
-    GatedWeights,
-    LayerWeights,
-    NativeWeights,
-)
+from onbeat.engine.native.packing import ExpertWeights, FloatArray, GatedWeights, LayerWeights, NativeWeights
 from onbeat.engine.native.structures import (
     ACTIVATION_QUANTIZATIONS,
     ACTIVATIONS,
@@ -268,9 +262,7 @@ class _EngineStructures:
         self._layers = (LayerStructure * config.num_layers)(
             *(
                 self._layer(
-                    layer,
-                    window=config.layer_window(index) or 0,
-                    rope=ropes.index(config.layer_rope(index)),
+                    layer, window=config.layer_window(index) or 0, rope=ropes.index(config.layer_rope(index))
                 )
                 for index, layer in enumerate(weights.layers)
             )

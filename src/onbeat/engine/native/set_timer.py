@@ -79,11 +79,7 @@ def is_too_small(weights: NativeWeights) -> bool:
 
 
 def times_key(
-    library: NativeLibrary,
-    config: ModelConfig,
-    weights: NativeWeights,
-    options: NativeOptions,
-    **what: Any,
+    library: NativeLibrary, config: ModelConfig, weights: NativeWeights, options: NativeOptions, **what: Any
 ) -> dict[str, Any]:
     """Return all that times depend on.
 

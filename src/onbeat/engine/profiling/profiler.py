@@ -140,9 +140,7 @@ _NAMES = [dtype.name for dtype in FORMATS]
 
 def _measure(loaded: LoadedModel, settings: ProfileSettings, on_run: OnRun) -> _Measured:
     limits = BatchLimits.of_scheduler(
-        loaded.limits,
-        max_context_tokens=settings.max_context_tokens,
-        device_type=loaded.device.device.type,
+        loaded.limits, max_context_tokens=settings.max_context_tokens, device_type=loaded.device.device.type
     )
     to_fit = list(
         dict.fromkeys(

@@ -211,12 +211,7 @@ class Guesser:
         return guesses
 
     def _pass(
-        self,
-        batch: InputBatch,
-        rows: list[GuessRow],
-        asking: list[int],
-        inputs: StepInputs,
-        guesses: Guesses,
+        self, batch: InputBatch, rows: list[GuessRow], asking: list[int], inputs: StepInputs, guesses: Guesses
     ) -> list[int]:
         """Run one pass, add a draft to the rows that ask for one, and return those that want another."""
         _hide_unknown(inputs, self._sampler.vocab_size)

@@ -223,10 +223,7 @@ def _limits(config: EngineConfig, description: StepTimeDescription) -> Scheduler
     longest = limits.max_model_len or model.max_position_embeddings
     num_blocks = min(num_blocks, limits.max_num_seqs * -(-longest // size))
     return settle(
-        limits,
-        num_blocks=num_blocks,
-        model_len=model.max_position_embeddings,
-        model=description.predictor(),
+        limits, num_blocks=num_blocks, model_len=model.max_position_embeddings, model=description.predictor()
     )
 
 

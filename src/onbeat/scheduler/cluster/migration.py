@@ -10,13 +10,7 @@ from onbeat.scheduler.cluster.comparators.distserve import DistServe
 from onbeat.scheduler.cluster.comparators.pairing import Pairing
 from onbeat.scheduler.cluster.comparators.splitwise import Splitwise
 from onbeat.scheduler.cluster.events import Answered, FleetAction
-from onbeat.scheduler.cluster.membership import (
-    Membership,
-    Replica,
-    ReplicaState,
-    RoutedRequest,
-    deadline,
-)
+from onbeat.scheduler.cluster.membership import Membership, Replica, ReplicaState, RoutedRequest, deadline
 from onbeat.scheduler.cluster.mending import Mending
 from onbeat.scheduler.cluster.move_stages import Move
 from onbeat.scheduler.cluster.mover import MOST_AT_ONCE, RETRY_SECONDS, Mover, MoveRule, Resend

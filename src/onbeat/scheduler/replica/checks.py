@@ -68,12 +68,7 @@ def _check_resumed(request: Request, config: SchedulerConfig, num_tokens: int) -
 
 
 def check_queue(
-    request: Request,
-    config: SchedulerConfig,
-    *,
-    num_running: int,
-    num_waiting: int,
-    num_tokens: int,
+    request: Request, config: SchedulerConfig, *, num_running: int, num_waiting: int, num_tokens: int
 ) -> None:
     """Refuse a request that finds the queue full; of a whole request, all choices at once.
 

@@ -292,12 +292,7 @@ class MoveAgent(Generic[LentT]):
             self._lend(port, move, MoveVerb.FREEZE, departure.source, departure.detached)
 
     def _lend(
-        self,
-        port: KVPort[LentT],
-        move: str,
-        verb: MoveVerb,
-        source: LentT,
-        detached: Detached | None = None,
+        self, port: KVPort[LentT], move: str, verb: MoveVerb, source: LentT, detached: Detached | None = None
     ) -> None:
         """Answer with what is lent, once others may copy it."""
         summed = port.summed(source)

@@ -107,11 +107,7 @@ class StepFeedback:
     """
 
     def __init__(
-        self,
-        model: StepTimeModel | None,
-        rules: StepRules | None,
-        *,
-        run_side_by_side: bool,
+        self, model: StepTimeModel | None, rules: StepRules | None, *, run_side_by_side: bool
     ) -> None:
         self.last_end = float("-inf")
         self.model, self.rules = model, rules

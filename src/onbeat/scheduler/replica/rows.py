@@ -14,13 +14,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from onbeat.core.request import TokenLogprobs
-from onbeat.core.step import (
-    AdmittedRequest,
-    BatchShape,
-    ModelRunnerOutput,
-    ScheduledRequest,
-    SchedulerOutput,
-)
+from onbeat.core.step import AdmittedRequest, BatchShape, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.scheduler.replica.kv import KVCacheManager
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable

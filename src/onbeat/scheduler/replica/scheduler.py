@@ -7,12 +7,7 @@ from collections.abc import Iterable
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.request import FinishReason, Request, RequestOutput
-from onbeat.core.step import (
-    BatchShape,
-    ModelRunnerOutput,
-    SchedulerOutput,
-    SchedulerState,
-)
+from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput, SchedulerState
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.checks import check_queue, check_request, has_choice_in
 from onbeat.scheduler.replica.handover import Handovers
@@ -70,11 +65,7 @@ class Scheduler:
         )
         self.in_flight = StepsInFlight()
         self.handover = Handovers(
-            self.table,
-            self.policy,
-            self.in_flight,
-            accept=self._accept,
-            release_batch=self._release_batch,
+            self.table, self.policy, self.in_flight, accept=self._accept, release_batch=self._release_batch
         )
         """What takes KV, and requests with theirs, to other replicas and from them."""
         self.results = StepResults(self.table, self.policy, self.feedback, self._drafting)
@@ -172,10 +163,7 @@ class Scheduler:
         if self._load_reporter is None:
             self._load_reporter = LoadReporter(self.config, self.policy, self.table, self.step_time_model)
         return self._load_reporter.take(
-            now,
-            num_taken=self._num_taken,
-            busy=busy,
-            num_kept_slots=self.handover.num_slots_kept,
+            now, num_taken=self._num_taken, busy=busy, num_kept_slots=self.handover.num_slots_kept
         )
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
@@ -237,13 +225,7 @@ class Scheduler:
         return plan
 
     def _new_plan(self, now: float) -> StepPlan:
-        plan = StepPlan(
-            config=self.config,
-            kv=self.kv,
-            running=self.running,
-            waiting=self.waiting,
-            now=now,
-        )
+        plan = StepPlan(config=self.config, kv=self.kv, running=self.running, waiting=self.waiting, now=now)
         plan.max_num_seqs -= self.handover.num_slots_kept
         return plan
 

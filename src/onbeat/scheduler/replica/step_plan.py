@@ -62,13 +62,7 @@ class StepPlan:
     )
 
     def __init__(
-        self,
-        *,
-        config: SchedulerConfig,
-        kv: KVView,
-        running: RunningList,
-        waiting: WaitingQueue,
-        now: float,
+        self, *, config: SchedulerConfig, kv: KVView, running: RunningList, waiting: WaitingQueue, now: float
     ) -> None:
         self.now = now
         """When the step is planned, seconds."""

@@ -252,11 +252,7 @@ class SLOTracker:
         self.on_arrival(state)
         self.tenants.on_leave(state.request.tenant)
 
-    def on_deliveries(
-        self,
-        delivered: Iterable[tuple[RequestState, RequestOutput]],
-        now: float,
-    ) -> None:
+    def on_deliveries(self, delivered: Iterable[tuple[RequestState, RequestOutput]], now: float) -> None:
         """Count what a step delivered, and tell the callers what has become of their objectives.
 
         Parameters

@@ -31,11 +31,7 @@ def _mixtral(config: ModelConfig, values: Values) -> ModelConfig:
 
 
 MISTRAL = Family(
-    name="llama",
-    architecture="MistralForCausalLM",
-    model_type="mistral",
-    context=131_072,
-    from_hf=_mistral,
+    name="llama", architecture="MistralForCausalLM", model_type="mistral", context=131_072, from_hf=_mistral
 )
 MIXTRAL = Family(
     name="llama",
