@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.metrics.distribution import bootstrap_interval, percentile, percentile_name
-from onbeat.metrics.summary import SummaryOptions, collect_samples, is_good, peak_concurrency, summarise
+from onbeat.metrics.summary import (
+    SummaryOptions,
+    collect_samples,
+    is_good,
+    peak_concurrency,
+    peak_output_rate,
+    summarise,
+)
 from onbeat.metrics.summary_keys import run_keys
 
 
@@ -158,6 +165,12 @@ def test_peak_output_rate_spreads_tokens_over_deliveries() -> None:
     requests = [Measured(0.0, [0.1, 0.2, 1.15], num_output_tokens=6)]
 
     assert summary_of(requests, duration=2.0)["max_output_tokens_per_s"] == pytest.approx(4)
+
+
+def test_peak_output_rate_of_an_age() -> None:
+    requests = [Measured(0.0, [0.1, 0.2], num_output_tokens=6), Measured(1e300, [1e300], num_output_tokens=1)]
+
+    assert peak_output_rate(requests) == pytest.approx(6)
 
 
 def test_failed_requests_are_never_good() -> None:
