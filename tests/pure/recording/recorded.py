@@ -194,7 +194,8 @@ class RecordedRun:
         self.take_detached()
 
     def is_guided(self, request_id: str) -> bool:
-        return self.requests[request_id].sampling.grammar is not None
+        request = self.requests.get(request_id)
+        return request is not None and request.sampling.grammar is not None
 
     def note(self, outputs) -> None:
         for output in outputs:
