@@ -67,8 +67,6 @@ class ReplicaCore:
         step_time: StepTimeModel,
         observer: SimulationObserver | None,
     ) -> None:
-        self.hands_over = config.kv_link is not None
-        """Whether requests come and go with their KV."""
         self.scheduler = make_scheduler(
             config.replica_scheduler, step_time, predicts=config.reads_predictions
         )
@@ -140,8 +138,8 @@ class ReplicaCore:
             step.run.advance(ends[:-1])
         sampled = self.sampler.sample(scheduled, len(ends))
         outputs = self.scheduler.update(scheduled, sampled, now)
-        # The last token of a prompt, alone in its chunk, looks like a decode; who moves it must know it.
-        if started is not None and (self.hands_over or scheduled.admitted or scheduled.shape.num_chunks):
+        # The last token of a prompt, alone in its chunk, looks like a decode; it is in no run.
+        if started is not None and step.run is None:
             started += self.deliveries.first(outputs)
         finished = self.deliveries.take(outputs, ends)
         if self._observer is not None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.recording.fleet_log import FleetRecording, fleet_record, plain
-from onbeat.scheduler.cluster.events import Joined, Lost, Refuse, Refused, Send
+from onbeat.scheduler.cluster.events import Delivered, Joined, Lost, Refuse, Refused, Send
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from onbeat.simulator.replay.fleet_replay import replay_fleet
 from onbeat.simulator.simulate import simulate
@@ -102,6 +102,22 @@ def test_streams_go_on_behind_their_tokens_when_their_replica_dies():
     assert moved.replica == "1"
     assert (moved.num_output_tokens, moved.is_completed) == (6, True)
     assert result.decisions == {"turn": 2, "start": 3, "resumed": 1}
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [32, 33, 34])
+def test_the_fleet_hears_of_a_first_token_whatever_the_last_chunk_was(num_prompt_tokens):
+    """A chunk has 32 tokens at most: one of a single token looks like a decode."""
+    config = make_config(replicas=2, router="round-robin", fleet_changes=(FleetChange(4.5, "drain", 0),))
+    heard = []
+
+    def watch(event, now, actions):
+        if isinstance(event, Delivered):
+            heard.append((event.request_id, event.is_finished))
+
+    load = make_load([num_prompt_tokens, 8], [9, 9], [0.0, 0.0])
+    stayed, other = simulate(load, config, SECOND, on_decision=watch).records
+    assert sorted(heard) == [("0", False), ("0", True), ("1", False), ("1", True)]
+    assert (stayed.replica, other.replica) == ("0", "1")  # the drain gives streams their time
 
 
 def test_with_one_replica_streams_wait_for_its_restart():
