@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,9 +39,33 @@ def attend_decodes(bench: Bench) -> None:
             part = slice(start, start + 16)
             few = DecodeRows(rows.table_RW[part], rows.lens_R[part])
             bench.plain.attend_decodes(q[part].float(), wide_cache, few, bench.layer, expected[part])
-        compare(f"decodes {bench.name}, {num_rows} rows, lengths 1 to {MAX_LEN}", out, expected)
+        name = f"{bench.name}, {num_rows} rows, lengths 1 to {MAX_LEN}"
+        compare(f"decodes {name}", out, expected)
+        if not IS_REHEARSAL:  # what the engine takes
+            out.fill_(torch.nan)
+            planned = _planned(bench, num_rows)
+            planned.plan(lens.astype(np.int32))
+            planned.list_rows(rows)
+            planned.attend(q, cache, out)
+            compare(f"planned decodes {name}", out, expected)
     if not IS_REHEARSAL:
         _time_decodes(bench)
+
+
+def _planned(bench: Bench, num_rows: int) -> Any:
+    """Return decodes of so many rows by FlashInfer's fa2."""
+    from onbeat.engine.cuda.flashinfer_attention import (
+        FlashInfer,
+        PlanBuffers,
+        PlannedDecodes,
+        allocate_workspace,
+        stream_of,
+    )
+
+    sizes, buffers = bench.sizes(BF16), PlanBuffers(stream_of(bench.device), bench.device)
+    workspace = allocate_workspace(sizes)
+    library = FlashInfer.load()
+    return PlannedDecodes(library, sizes, bench.layer, num_rows, workspace=workspace, buffers=buffers)
 
 
 def _time_decodes(bench: Bench) -> None:
@@ -64,24 +89,13 @@ def alternatives(bench: Bench) -> None:
     if bench.config.head_dim != 128 or IS_REHEARSAL:
         return
     from onbeat.engine.cuda.fast import FastKernels
-    from onbeat.engine.cuda.flashinfer_attention import (
-        FlashInfer,
-        PlanBuffers,
-        PlannedDecodes,
-        allocate_workspace,
-        stream_of,
-    )
 
-    sizes, buffers = bench.sizes(BF16), PlanBuffers(stream_of(bench.device), bench.device)
-    workspace = allocate_workspace(sizes)
     for num_rows, length in TIMED_DECODES:
         name = f"planned decodes, {num_rows} x {length}"
         lens = np.full(num_rows, length, np.int32)
         rows, cache = _decode_rows(bench, lens, -(-MAX_LEN // BLOCK_SIZE))
         q, out = _queries(bench, num_rows)
-        planned = PlannedDecodes(
-            FlashInfer.load(), sizes, bench.layer, num_rows, workspace=workspace, buffers=buffers
-        )
+        planned = _planned(bench, num_rows)
         planned.plan(lens)
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -93,7 +107,7 @@ def alternatives(bench: Bench) -> None:
         bench.quick.attend_decodes(q, cache, rows, bench.layer, expected)
         compare(name, out, expected)
         _note_decodes(bench, name, num_rows * length, partial(planned.attend, q, cache, out))
-    bench.quick = FastKernels(sizes, chunk_backend="fa3")
+    bench.quick = FastKernels(bench.sizes(BF16), chunk_backend="fa3")
     bench.name = f"{bench.name} fa3"
     attend_chunks(bench)
 

@@ -43,7 +43,7 @@ def main() -> int:
         ok = _one_request(port, name)
         for users in USERS[name]:
             if seconds_left() < 15:
-                note(f"serve {name}: no time for", f"{users} users")
+                expect(f"serve {name}: load of {users} users", passed=False, text="no time left")
                 continue
             _load(port, name, users)
         _metrics(port)
@@ -79,11 +79,11 @@ def server(name: str) -> Iterator[int | None]:
         try:
             expect(
                 f"serve {name}: stops when told to",
-                process.wait(timeout=15) == 0,
+                process.wait(timeout=min(max(seconds_left() - 3, 1), 15)) == 0,
                 f"exit {process.returncode}",
             )
         except subprocess.TimeoutExpired:
-            expect(f"serve {name}: stops when told to", passed=False, text="still there after 15 s")
+            expect(f"serve {name}: stops when told to", passed=False, text="still there")
             process.kill()
         print(f"--- log of the server\n{log.read_text(errors='replace')[-6000:]}\n---", flush=True)
 

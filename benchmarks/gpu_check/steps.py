@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+import traceback
 from typing import Any
 
 import torch
@@ -62,6 +63,12 @@ def make_runner(
     return runner
 
 
+def note_failure(name: str, error: Exception) -> None:
+    """Note that one way of several fails, which is a finding about itself."""
+    traceback.print_exception(error)
+    expect(f"{name} run", passed=False, text=f"{type(error).__name__}: {error}"[:300])
+
+
 def choose(weights: CudaWeights) -> Multiply:
     """Choose the products, and note what was found."""
     if IS_REHEARSAL:
@@ -92,8 +99,8 @@ def time_variants(weights: CudaWeights, chosen: Multiply) -> None:
             return
         try:
             _time_variant(make_runner(weights, num_blocks, **options), name, all_rows, num_blocks)
-        except Exception as error:  # one way that fails is a finding about itself
-            note(f"decodes {name} fail", f"{type(error).__name__}: {error}"[:300], shown=True)
+        except Exception as error:
+            note_failure(f"decodes {name}", error)
         gc.collect()  # a forward pass and its graphs refer to each other
         torch.cuda.empty_cache()
 
@@ -218,8 +225,8 @@ def time_mixed(weights: CudaWeights, runner: ModelRunner, num_blocks: int, chose
                 for name, batch in mixed_steps().items():
                     if seconds_left() > 6:
                         time_batch(timer, f"{name}, {way}", batch)
-        except Exception as error:  # one way that fails is a finding about itself
-            note(f"steps {way} fail", f"{type(error).__name__}: {error}"[:300], shown=True)
+        except Exception as error:
+            note_failure(f"steps {way}", error)
 
 
 def main() -> int:
@@ -244,8 +251,8 @@ def main() -> int:
         note_host_parts(runner, rows, 64 if IS_REHEARSAL else 512)
     if not IS_REHEARSAL:
         time_variants(weights, chosen)
-    time_mixed(weights, runner, num_blocks, chosen)
     time_others(runner, num_blocks, prompts)
+    time_mixed(weights, runner, num_blocks, chosen)  # pieces may spoil the device for what comes behind
     if not IS_REHEARSAL:
         _prompts_by_fa3(weights, prompts)
         note("most memory", torch.cuda.max_memory_reserved() / 2**30, "GiB", shown=True)
@@ -263,8 +270,8 @@ def _prompts_by_fa3(weights: CudaWeights, prompts: dict[int, float | None]) -> N
             for length in prompts:
                 if seconds_left() > 6:
                     time_batch(timer, f"prompt {length} by fa3", prompt(length))
-    except Exception as error:  # one way that fails is a finding about itself
-        note("prompts by fa3 fail", f"{type(error).__name__}: {error}"[:300], shown=True)
+    except Exception as error:
+        note_failure("prompts by fa3", error)
 
 
 def _without_graphs(weights: CudaWeights) -> None:

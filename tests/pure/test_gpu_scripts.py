@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -31,7 +33,7 @@ LINE = {
 
 
 def load(name: str) -> Any:
-    loader = SourceFileLoader(name.replace("-", "_"), str(ROOT / "scripts" / name))
+    loader = SourceFileLoader(name, str(ROOT / "scripts" / name))
     spec = spec_from_loader(loader.name, loader)
     assert spec is not None
     module: ModuleType = module_from_spec(spec)
@@ -87,6 +89,57 @@ def test_a_late_stage_is_stopped_with_its_children_and_the_next_ones_run(
     wait_for(lambda: not is_running(pid))
 
 
+def test_a_stage_that_misses_a_bound_has_not_passed(
+    check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    assert run(check, monkeypatch, "--rehearse", "--stages", "T", "--out", str(out)) == 1
+    (stage,) = json.loads((out / "summary.json").read_text())["stages"]
+    assert (stage["problem"], stage["passed"]) == (None, False)
+    assert (out / "summary.txt").read_text().startswith("bounds not kept: 1 ")
+
+
+def test_the_reference_engine_takes_no_time_from_the_gpu_engine() -> None:
+    script = load("gpu-check")
+    letters = [stage.letter for stage in script.STAGES]
+    assert letters[-1] == "T"
+    assert sorted(letters) == letters
+
+
+@pytest.mark.slow
+def test_tests_that_do_not_end_in_time_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    golden, record = (import_module(f"gpu_check.{name}") for name in ("golden", "record"))
+    marked = "import time, pytest\n@pytest.mark.gpu\ndef test_"
+    (tmp_path / "test_a.py").write_text(f"{marked}quick(): pass\n")
+    (tmp_path / "test_b.py").write_text(f"{marked}wrong(): raise OSError\n")
+    began = tmp_path / "began"
+    (tmp_path / "test_c.py").write_text(
+        f"{marked}endless():\n  open({str(began)!r}, 'w')\n  time.sleep(99)\n"
+    )
+
+    def timer(seconds: float, function: Any, arguments: tuple[Any, ...]) -> threading.Thread:
+        def end() -> None:
+            wait_for(began.exists)
+            function(*arguments)
+
+        assert seconds < golden.seconds_left()
+        found = threading.Thread(target=end)
+        monkeypatch.setattr(found, "cancel", lambda: None, raising=False)
+        return found
+
+    monkeypatch.setattr(golden.threading, "Timer", timer)
+    monkeypatch.setattr(golden, "TESTS", tmp_path)
+    monkeypatch.setattr(record, "OUT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["golden", "cuda"])
+    assert golden.main() == 1
+    said = capsys.readouterr().out
+    assert "FAIL tests/gpu (cuda): {'failed': 1, 'passed': 1}, exit code 2" in said
+    assert "FAIL failed test: FAILED " in said
+
+
 def test_nothing_runs_after_a_stage_that_must_pass(
     check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +162,14 @@ def test_an_unknown_stage_is_refused(
     with pytest.raises(SystemExit):
         run(check, monkeypatch, "--stages", "AZ", "--out", str(tmp_path))
     assert "there is no stage Z" in capsys.readouterr().err
+
+
+def test_the_pack_has_what_onbeat_needs_and_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("gpu-pack")
+    assert script.forgotten() == []
+    monkeypatch.setattr(script, "WHEELS", [name for name in script.WHEELS if "llguidance" not in name])
+    with pytest.raises(SystemExit, match="onbeat needs llguidance: add that to WHEELS"):
+        script.pack_wheels()
 
 
 def test_a_pack_that_is_too_large_is_refused(
