@@ -18,7 +18,7 @@ from onbeat.server.errors import ApiError, ClientGone
 from onbeat.server.fair_threads import Turns
 from onbeat.server.fields import check_fields, refuse_unknown, validated
 from onbeat.server.middleware import context_of
-from onbeat.server.server_config import MAX_JSON_PARTS, MAX_JSON_VALUES, MAX_QUOTED
+from onbeat.server.server_config import MAX_JSON_LEVELS, MAX_JSON_PARTS, MAX_JSON_VALUES, MAX_QUOTED
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -120,7 +120,21 @@ async def read_json_object(request: Request) -> dict[str, Any]:
             f"the body is a JSON {_json_type(body)}; it must be an object", code="invalid_json"
         )
     await turns.rest()
+    if raw.count(b"{") + raw.count(b"[") > MAX_JSON_LEVELS and is_nested_too_deep(body):
+        raise InvalidRequest(
+            f"the body is nested deeper than {MAX_JSON_LEVELS} levels; flatten it", code="invalid_json"
+        )
+    await turns.rest()
     return body
+
+
+def is_nested_too_deep(value: dict[str, Any]) -> bool:
+    """Return whether JSON is nested too deep to be written again, inside of something that is less deep."""
+    try:
+        orjson.dumps([[[[value]]]])
+    except orjson.JSONEncodeError:
+        return True
+    return False
 
 
 def _num_bytes(raw: bytearray, wanted: bytes) -> int:

@@ -9,6 +9,7 @@ import orjson
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
 
 from onbeat.core.errors import InvalidRequest
+from onbeat.server.body import is_nested_too_deep
 from onbeat.server.errors import unsupported
 from onbeat.server.fields import ignorable
 from onbeat.server.server_config import MAX_MESSAGES
@@ -173,7 +174,7 @@ def _as_object(arguments: str | dict[str, Any] | None) -> str | dict[str, Any]:
         parsed = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:  # a model may have been cut off, or have written no JSON
         return arguments
-    return parsed if isinstance(parsed, dict) else arguments
+    return parsed if isinstance(parsed, dict) and not is_nested_too_deep(parsed) else arguments
 
 
 def echoed_text(messages: Sequence[ChatMessage], role: str) -> str:

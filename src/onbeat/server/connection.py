@@ -1,7 +1,8 @@
 """One client's connection: what it may send before its request is complete, and how long that may take.
 
 uvicorn parses requests with httptools, which knows no bounds. These hold before a request is looked at, its
-key included. No time runs out while an answer is under way.
+key included. No time runs out while an answer is under way. Offers of another protocol (`Upgrade: h2c`, which
+Java's client and `curl --http2` make) are passed over: httptools alone would not read such a request's body.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from httptools import HttpParserError, HttpParserUpgrade
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -110,6 +112,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._on_refused = on_refused
         self._is_in_head = False
         self._is_in_body = False
+        self._has_offer = False  # the head is of a request that offers another protocol
         self._num_loose_bytes = 0  # received since the parser last got to the end of a head, or to a body
         self._num_body_bytes = 0  # received since the body was last looked at
         self._timer: asyncio.TimerHandle | None = None
@@ -136,7 +139,11 @@ class BoundedConnection(HttpToolsProtocol):
         if self._is_refused or self.transport.is_closing():
             return
         self._num_loose_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except HttpParserError:
+            self._refuse(self._refusal)
         if self._is_refused or self.transport.is_closing():
             return
         if self._num_loose_bytes > self._limits.max_head_bytes:
@@ -146,11 +153,29 @@ class BoundedConnection(HttpToolsProtocol):
         elif self._is_in_head or self._num_loose_bytes:
             self._watch(self._limits.head_seconds, self._on_head_timeout)
 
+    def _feed(self, data: bytes) -> None:
+        """Parse data; behind a head with an offer of another protocol go on as if it made none."""
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except HttpParserUpgrade as offer:
+                if not self._has_offer or self._is_refused:
+                    return
+                (end,) = offer.args
+                data = self._head_without_offer() + data[end:]
+
+    def _head_without_offer(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
     # --- what the parser calls ------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_in_head = True
+        self._is_in_head, self._has_offer = True, False
 
     def on_headers_complete(self) -> None:
         if self._is_answering():
@@ -161,6 +186,9 @@ class BoundedConnection(HttpToolsProtocol):
         if num_bytes > self._limits.max_head_bytes:
             self._refusal = HEAD_TOO_LARGE
             raise _HeadTooLarge
+        self._has_offer = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self._has_offer:
+            return
         super().on_headers_complete()
         self._is_in_head, self._is_in_body = False, True
         self._num_loose_bytes = self._num_body_bytes = 0
@@ -177,7 +205,7 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._is_refused:
+        if self._is_refused or self._has_offer:
             return
         self._is_in_body = False
         self._num_loose_bytes = 0
@@ -188,10 +216,6 @@ class BoundedConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._bodies.give_back(self)
         super().on_response_complete()
-
-    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 -- uvicorn's own words
-        """Answer what the parser has given up on."""
-        self._refuse(self._refusal)
 
     # --- time -----------------------------------------------------------------------------------------
 

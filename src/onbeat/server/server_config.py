@@ -44,6 +44,9 @@ MAX_JSON_VALUES = 2**18
 MAX_JSON_PARTS = 2**16
 """Most objects, arrays and fields of one body: each takes as long to read as ten numbers."""
 
+MAX_JSON_LEVELS = 250
+"""Objects and arrays inside of one another: what writes parts of a body again as JSON takes 254 levels."""
+
 MAX_ANSWER_PARTS = 2**21
 """Most tokens and log-probabilities of one answer that has several choices: some 150 MB of JSON. 32 times as
 many as the context has tokens are always taken, so that ordinary requests never meet this: 16 choices may

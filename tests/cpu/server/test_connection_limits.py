@@ -220,6 +220,35 @@ async def test_what_is_not_http_is_refused_in_words() -> None:
         assert error_of(await client.end()) == (400, "malformed_request")
 
 
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_a_request_that_offers_http2_is_answered_as_any_other(is_split: bool, is_chunked: bool) -> None:
+    """Java's client and `curl --http2` offer it, and send the body without waiting."""
+    data = json.dumps({"messages": HELLO, "max_tokens": 2}).encode()
+    offer = b"authorization: Bearer key\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n"
+    framing, body = b"content-length: %d\r\n\r\n" % len(data), data
+    if is_chunked:
+        framing, body = b"transfer-encoding: chunked\r\n\r\n", b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data)
+    async with limited(ConnectionLimits()) as served, connected(served) as client:
+        for _ in range(2):
+            for piece in (POST + offer + framing, body) if is_split else (POST + offer + framing + body,):
+                client.writer.write(piece)
+                await asyncio.sleep(0.01)
+            async with at_most(5):
+                head = await client.reader.readuntil(b"\r\n\r\n")
+                size = int(head.lower().split(b"content-length: ")[1].split()[0])
+                answer = json.loads(await client.reader.readexactly(size))
+            assert answer["choices"][0]["message"]["content"] == "He"
+        assert await refusals(served) == {}
+
+
+async def test_requests_that_offer_http2_one_behind_another_are_dropped_as_others_are() -> None:
+    offer = POST + b"connection: upgrade\r\nupgrade: h2c\r\ncontent-length: 0\r\n\r\n"
+    async with limited(ConnectionLimits()) as served, connected(served, offer * 500) as client:
+        assert (await client.end()).count(b"HTTP/1.1 401 ") == 1
+        assert await refusals(served) == {"pipelined_request": 1}
+
+
 def connections() -> list[BoundedConnection]:
     gc.collect()  # a connection and its transport hold each other; who else does is asked
     # `isinstance` would ask each object for its class, at which some of torch's warn

@@ -36,6 +36,13 @@ MESSAGE = '{"role":"user","content":""}'
 HEAD = '{"messages":[{"role":"user","content":"hi"}],'
 STOPS = '{"prompt":"a","stop_token_ids":['
 
+TOOLS = '"tools":[{"type":"function","function":{"name":"f","parameters":%s}}]}'
+CALLED = (
+    '{"messages":[{"role":"assistant","tool_calls":[{"type":"function","function":'
+    '{"name":"f","arguments":%s}}]}]}'
+)
+DEEP = '{"a":' * 300 + "1" + "}" * 300
+
 MANY = 65_000
 """Fields, nearly as many as a body may have."""
 
@@ -92,6 +99,9 @@ HOSTILE: dict[str, tuple[str, Callable[[], str], int]] = {
     "tokens": ("/detokenize", lambda: filled('{"tokens":[', "97", "]}", count=260_000), 200),
     "wrong tokens": ("/detokenize", lambda: filled('{"tokens":[', '""', "]}", count=260_000), 400),
     "numbers": (CHAT, lambda: filled(HEAD + '"metadata":[', "1.5", "]}"), 413),
+    "deep tools": (CHAT, lambda: HEAD + TOOLS % DEEP, 400),
+    "deep arguments of a call": (CHAT, lambda: CALLED % DEEP, 400),
+    "deep arguments in text": (CHAT, lambda: CALLED % orjson.dumps(DEEP).decode(), 200),
     "nested lists": (CHAT, lambda: filled(HEAD + '"metadata":[', "[1]", "]}"), 413),
     "objects": (CHAT, lambda: filled(HEAD + '"metadata":[', '{"a":1}', "]}"), 413),
     "quotes in a text": (TEXT, lambda: filled('{"prompt":"', r"\",", '"}'), 400),
