@@ -24,7 +24,7 @@ from onbeat.core.errors import InvalidRequest, Overloaded, SLOUnattainable
 from onbeat.core.request import Placement
 from onbeat.core.slo import LONGEST_OBJECTIVE
 from onbeat.jobs.call import CallShare, JobCall, JobEnd, JobReport, Later, Split, beside_later
-from onbeat.jobs.learnt import KindOfJob, Pace, work_of
+from onbeat.jobs.learnt import KindOfJob, Mean, Pace, work_of
 
 MOST_JOBS = 65_536
 """Open at once."""
@@ -61,8 +61,8 @@ class _Job:
     num_stages: int = 0
     """Times that a call began while none was open: calls one after another."""
     num_ended: int = 0
-    work: float = 0.0
-    """Of ended calls."""
+    work: Mean = field(default_factory=lambda: Mean(0.0))
+    """Of a call that came to its end."""
     since: float = 0.0
     """When `num_open` became 0, or ceased to be."""
     in_calls: float = 0.0
@@ -143,7 +143,7 @@ class JobBook:
                 self._check_attainable(job, share.predicted_job, now)
             self._enter(job)
         if not job.num_open:
-            if not is_first:
+            if not is_first and job.failed is None:  # else it is sent again
                 job.kind.between.add(now - job.since)
             job.since, job.num_stages = now, job.num_stages + 1
         job.num_open += 1
@@ -170,13 +170,14 @@ class JobBook:
         job, num_tokens = opened.job, opened.num_prompt_tokens + num_output_tokens
         job.num_open -= 1
         job.num_ended += 1
-        job.context = max(job.context, num_tokens)
         if not job.num_open:
             job.in_calls += now - job.since
             job.since = now
+            job.num_stages -= why is not None
         if why is None:
+            job.context = max(job.context, num_tokens)
             work = work_of(opened.new_tokens, num_output_tokens)
-            job.work += work
+            job.work.add(work)
             job.kind.work.add(work)
             job.kind.output.add(num_output_tokens)
             self._pace.add(max(now - opened.arrival, 1e-9), work)
@@ -207,7 +208,7 @@ class JobBook:
     def _share(self, job: _Job, call: JobCall, new_tokens: int, max_tokens: int, now: float) -> CallShare:
         kind = job.kind
         own = work_of(new_tokens, min(max_tokens, kind.output.value))
-        known = job.work / job.num_ended if job.num_ended else kind.work.value
+        known = (job.work if job.work.count else kind.work).value
         num_later = kind.calls_left(job.num_stages) if call.calls_left is None else float(call.calls_left)
         between = num_later * kind.between.value
         usual = self._pace.usual

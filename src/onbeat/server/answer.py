@@ -140,6 +140,8 @@ class AnswerResponse(Response):
         except Exception as error:  # the status is out: the stream itself must tell
             reply = error_reply(error)
             context.error_code = reply.code
+            if self._writer.ticket is not None:
+                self._writer.ticket.fail(error)
             if not isinstance(error, OnbeatError):
                 logger.exception("%s failed while streaming", context.completion_id)
             return self._writer.failed(reply)

@@ -143,15 +143,13 @@ class JobDesk:
             yield None
             return
         ticket = self._open(call, choices)
-        failed: JobEnd | None = JobEnd.ABANDONED
         try:
             yield ticket
-            failed = None
-        except RequestRejected:
-            failed = JobEnd.REFUSED
+        except BaseException as error:
+            ticket.fail(error)
             raise
         finally:
-            ticket.close(failed)
+            ticket.close()
             self._counts.num_open = len(self._book)
 
     def _open(self, call: JobCall, choices: Sequence[Choice]) -> CallTicket:
@@ -205,6 +203,10 @@ class CallTicket:
                 placement=self._choices[0].placement,
             )
         return self._report
+
+    def fail(self, error: BaseException) -> None:
+        """Hear that the call ended without its answer, or with a part of it."""
+        self.close(JobEnd.REFUSED if isinstance(error, RequestRejected) else JobEnd.ABANDONED)
 
     def report(self, of_call: dict[str, Any] | None) -> dict[str, Any]:
         """Return the object `slo` of the answer: that of the call, and how its job stands.

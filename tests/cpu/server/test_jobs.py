@@ -61,6 +61,17 @@ async def test_a_stream_and_headers_say_the_same(served: Served) -> None:
     assert 0 < job["remaining_ms"] <= 9000
 
 
+async def test_a_stream_that_breaks_off_does_not_end_its_job(served: Served, engine: KeepingEngine) -> None:
+    last = {"job": JOB | {"calls_left": 0}}
+    engine.script.error_after = 2
+    events = await served.events(CHAT, {"messages": HELLO, "slo": last})
+    assert events[-2]["error"]["code"] == "engine_error"
+    assert "onbeat_jobs_open 1.0" in (await served.get("/metrics")).body.decode()
+    engine.script.error_after = None
+    again = await ask_chat(served, slo=last)
+    assert (again["slo"]["job"]["calls"], again["slo"]["job"]["met"]) == (2, True)
+
+
 async def test_metadata_of_responses_says_the_same(served: Served) -> None:
     own = {"slo_job_id": "17", "slo_job_e2e_ms": "5000", "slo_job_calls_left": "0"}
     answer = await served.post("/v1/responses", {"input": "x", "metadata": own})

@@ -109,6 +109,18 @@ def test_a_refused_call_may_be_sent_again() -> None:
     assert book.close(again, 2.0, num_output_tokens=1, why=None).end is JobEnd.KEPT
 
 
+def test_a_refused_call_teaches_nothing_of_later_ones() -> None:
+    book = JobBook()
+    book.close(opened(book, 0.0, calls_left=4), 0.1, num_output_tokens=0, why=JobEnd.REFUSED)
+    again = opened(book, 1.0, calls_left=4, prompt=2 * 128)
+    assert again.new_tokens == 2 * 128, "none of them was computed"
+    assert again.share.e2e == pytest.approx(9.0 * 66 / (66 + 4 * 260)), "as a first call has it"
+    book.close(again, 2.0, num_output_tokens=60, why=None)
+    run(book, 3.0, calls_left=0)
+    next_job = opened(book, 4.0, name="b", calls_left=None).share
+    assert next_job.predicted_job == pytest.approx(3.0, rel=0.05), "two calls, and the second that was between"
+
+
 def test_a_job_that_cannot_be_done_in_time_is_refused_where_its_caller_asks_for_that() -> None:
     book = JobBook()
     run(book, 0.0, name="x", calls_left=0)
