@@ -162,7 +162,8 @@ async def chat_requests(
     place = PromptEnd(text, continued_text(body))
     hides = body.include_reasoning is False
     plan = plan_reply(services.reply_style, asked, body.tool_use, place, drops_reasoning=hides)
-    await services.grammars.take(plan.constraint, context)
+    async with cancelled_on_disconnect(request.receive):
+        await services.grammars.take(plan.constraint, context)
     prompt = await _encoded(body.forwarded_ids or text, body, request, services)
     requests = await engine_requests(body, [prompt], objectives, info, services.tokenizer, context)
     return requests, plan.options

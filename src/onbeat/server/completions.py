@@ -166,7 +166,8 @@ def completion_routes(services: Services) -> APIRouter:
         context.completion_id = head.completion_id
         check_common(body, config, info, num_prompts=len(body.prompt))
         _check_completion(body, config, info)
-        await services.grammars.take(grammar_of(body), context)
+        async with cancelled_on_disconnect(request.receive):
+            await services.grammars.take(grammar_of(body), context)
         objectives = request_objectives(body, request.headers, context, config.slo)
         context.job = objectives.job
         options = encode_options(body, info.max_model_len)

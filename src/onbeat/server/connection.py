@@ -155,15 +155,12 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> None:
         """Parse data; behind a head with an offer of another protocol go on as if it made none."""
-        while data:
-            try:
-                self.parser.feed_data(data)
-                return
-            except HttpParserUpgrade as offer:
-                if not self._has_offer or self._is_refused:
-                    return
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as offer:
+            if self._has_offer and not self._is_refused:
                 (end,) = offer.args
-                data = self._head_without_offer() + data[end:]
+                self._feed(self._head_without_offer() + data[end:])
 
     def _head_without_offer(self) -> bytes:
         version = self.parser.get_http_version().encode()

@@ -8,16 +8,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 
+from onbeat.core.request import Grammar
 from onbeat.server.fair_threads import MOST_SHORT_WORK, FairThreads
 from onbeat.server.prompts import PromptEncoder
+from onbeat.server.structured import GrammarDesk
 from onbeat.text.chat_template import ChatTemplate
+from onbeat.text.grammar.guard import GrammarGuard, Verdict
 from tests.cpu.server.running import HELLO, Answer, Served, serving
 from tests.fakes_engine import ByteTokenizer, FakeEngine
 from tests.waiting import until
@@ -199,28 +202,47 @@ async def test_variables_of_the_template_are_bounded(served: Served) -> None:
     answer = await served.post(CHAT, body(66_000), **key)
     assert (answer.status, answer.error["param"]) == (400, "chat_template_kwargs")
     assert "66012 bytes of JSON; at most 65536 are taken" in answer.error["message"]
-    deep: list[Any] = []
-    for _ in range(500):
-        deep = [deep]
-    answer = await served.post(CHAT, {"messages": HELLO, "chat_template_kwargs": {"shown": deep}}, **key)
-    assert (answer.status, answer.error["param"]) == (400, "chat_template_kwargs")
 
 
 async def test_chats_of_clients_that_left_are_not_rendered(rendering: Held) -> None:
+    bodies = [{"messages": [{"role": "user", "content": letter}]} for letter in "abc"]
+    await check_second_is_left_out(rendering, CHAT, bodies)
+
+
+@pytest.mark.parametrize(("path", "prompt"), [(CHAT, {"messages": HELLO}), (TEXT, {"prompt": "x"})])
+async def test_grammars_of_clients_that_left_are_not_tried(
+    monkeypatch: pytest.MonkeyPatch, path: str, prompt: dict[str, Any]
+) -> None:
+    held, take = Held(), GrammarDesk.take
+
+    async def counted(*arguments: Any) -> None:
+        held.num_asked += 1
+        await take(*arguments)
+
+    def tried(_guard: GrammarGuard, grammar: Grammar) -> Verdict:
+        held.note(grammar.text.split('"')[1])
+        return Verdict()
+
+    monkeypatch.setattr(GrammarDesk, "take", counted)
+    monkeypatch.setattr(GrammarGuard, "check", tried)
+    await check_second_is_left_out(held, path, [{**prompt, "guided_choice": [each]} for each in "abc"])
+
+
+async def check_second_is_left_out(held: Held, path: str, bodies: Sequence[Any]) -> None:
+    """Check that of three requests, whose work is "a", "b" and "c", the one whose client leaves has none."""
     async with serving(FakeEngine()) as served:
-        bodies = [{"messages": [{"role": "user", "content": letter}]} for letter in "abc"]
         tasks = []
         for number, body in enumerate(bodies, 1):
-            tasks.append(asyncio.create_task(served.post(CHAT, body)))
-            await until(partial(lambda asked: rendering.num_asked == asked, number))
+            tasks.append(asyncio.create_task(served.post(path, body)))
+            await until(partial(lambda asked: held.num_asked == asked, number))
         tasks[1].cancel()
-        left = f'onbeat_http_requests_total{{endpoint="{CHAT}",status="499"}} 1.0'
+        left = f'onbeat_http_requests_total{{endpoint="{path}",status="499"}} 1.0'
         async with asyncio.timeout(10):
             while left not in (await served.get("/metrics")).body.decode():
                 await asyncio.sleep(0.01)
-        rendering.is_let.set()
+        held.is_let.set()
         assert [(await task).status for task in (tasks[0], tasks[2])] == [200, 200]
-        assert rendering.order == ["a", "c"]
+        assert held.order == ["a", "c"]
         assert len(served.engine.requests) == 2
 
 

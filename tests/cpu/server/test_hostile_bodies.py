@@ -99,6 +99,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], str], int]] = {
     "tokens": ("/detokenize", lambda: filled('{"tokens":[', "97", "]}", count=260_000), 200),
     "wrong tokens": ("/detokenize", lambda: filled('{"tokens":[', '""', "]}", count=260_000), 400),
     "numbers": (CHAT, lambda: filled(HEAD + '"metadata":[', "1.5", "]}"), 413),
+    "deep variables": (CHAT, lambda: f'{HEAD}"chat_template_kwargs":{DEEP}}}', 400),
     "deep tools": (CHAT, lambda: HEAD + TOOLS % DEEP, 400),
     "deep arguments of a call": (CHAT, lambda: CALLED % DEEP, 400),
     "deep arguments in text": (CHAT, lambda: CALLED % orjson.dumps(DEEP).decode(), 200),

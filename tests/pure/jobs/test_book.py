@@ -118,7 +118,9 @@ def test_a_refused_call_teaches_nothing_of_later_ones() -> None:
     book.close(again, 2.0, num_output_tokens=60, why=None)
     run(book, 3.0, calls_left=0)
     next_job = opened(book, 4.0, name="b", calls_left=None).share
-    assert next_job.predicted_job == pytest.approx(3.0, rel=0.05), "two calls, and the second that was between"
+    assert next_job.predicted_job == pytest.approx(3.0, rel=0.05), (
+        "two calls, and the second that was between"
+    )
 
 
 def test_a_job_that_cannot_be_done_in_time_is_refused_where_its_caller_asks_for_that() -> None:
