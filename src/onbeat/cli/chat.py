@@ -8,6 +8,7 @@ import itertools
 import math
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -91,21 +92,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Talk until the input ends; return the exit code."""
     options, root = read_options(args, ChatOptions), server_root(args.url)
-    return asyncio.run(_talk(root, options, Console(stderr=True, highlight=False)))
+    console = Console(stderr=True, highlight=False)
+    if options.message is not None:
+        return asyncio.run(_talk(root, options, console))
+    _talk_on(Talk(root, options, console))
+    return 0
 
 
 async def _talk(root: str, options: ChatOptions, console: Console) -> int:
-    async with aiohttp.ClientSession(headers=key_headers(), timeout=_TIMEOUT) as session:
-        talk = Talk(session, root, options, console)
-        await talk.open()
-        if options.message is not None:
-            return 0 if await talk.say(options.message) else NO_ANSWER
-        console.print(
-            f"{talk.model} at {root}. An empty line or Ctrl-D ends, Ctrl-C stops an answer.", style="dim"
-        )
-        while line := await asyncio.to_thread(_read_line):
-            await talk.say(line)
-    return 0
+    """Send the one message; return the exit code."""
+    talk = Talk(root, options, console)
+    await talk.open()
+    return 0 if await talk.say(options.message or "") else NO_ANSWER
+
+
+def _talk_on(talk: Talk) -> None:
+    """Talk until the input ends. It is read outside of the event loop, which would keep Ctrl-C from it."""
+    with asyncio.Runner() as runner:
+        runner.run(talk.open())
+        text = f"{talk.model} at {talk.root}. An empty line or Ctrl-D ends, Ctrl-C stops an answer."
+        talk.console.print(text, style="dim")
+        while line := _read_line():
+            with suppress(KeyboardInterrupt):
+                runner.run(talk.say(line))
 
 
 def _read_line() -> str:
@@ -121,12 +130,10 @@ class Talk:
 
     Parameters
     ----------
-    session : with the key, if there is one.
     root : the server's address.
     console : for what is no answer; answers go to the standard output.
     """
 
-    session: aiohttp.ClientSession
     root: str
     options: ChatOptions
     console: Console
@@ -141,7 +148,7 @@ class Talk:
         ConfigError : no server answers, or it wants a key.
         """
         try:
-            async with self.session.get(f"{self.root}/v1/models") as response:
+            async with _session() as session, session.get(f"{self.root}/v1/models") as response:
                 await _check(response)
                 served = [each["id"] for each in (await response.json())["data"]]
         except aiohttp.ClientError as error:
@@ -165,10 +172,16 @@ class Talk:
         except aiohttp.ClientError as error:
             self._say(f"the connection was lost: {error}", style="red")
             return False
-        self._messages = [*asked, {"role": "assistant", "content": answer.text}]
-        sys.stdout.write("\n")
+        except asyncio.CancelledError:  # it is stopped; the talk goes on with what there is of it
+            self._end(asked, answer)
+            raise
+        self._end(asked, answer)
         self._say(_verdict(answer), style="dim")
         return True
+
+    def _end(self, asked: list[dict[str, str]], answer: Answer) -> None:
+        self._messages = [*asked, {"role": "assistant", "content": answer.text}]
+        sys.stdout.write("\n")
 
     def _say(self, text: str, *, style: str) -> None:
         """Print a line beside the answers, which a program that reads it gets as one."""
@@ -188,12 +201,17 @@ class Talk:
             body["slo"] = self.options.objective
         parser = EventStreamParser()
         answer.sent = time.perf_counter()
-        async with self.session.post(f"{self.root}/v1/chat/completions", json=body) as response:
+        url = f"{self.root}/v1/chat/completions"
+        async with _session() as session, session.post(url, json=body) as response:
             await _check(response)
             async for piece in response.content.iter_any():
                 for data in parser.feed(piece):
                     if data != b"[DONE]":
                         _take(orjson.loads(data), answer)
+
+
+def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(headers=key_headers(), timeout=_TIMEOUT)
 
 
 def _take(event: dict[str, Any], answer: Answer) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import signal
+from functools import partial
 
 import pytest
 from rich.console import Console
 
-from onbeat.cli.chat import ChatOptions, _talk
+from onbeat.cli import chat as command
+from onbeat.cli.chat import ChatOptions, Talk, _talk
 from onbeat.cli.main import build_parser
 from onbeat.core.errors import ConfigError, OnbeatError, SLOUnattainable
 from tests.cpu.server.predicting_engine import PredictingEngine
@@ -58,6 +62,48 @@ async def test_without_an_objective_the_times_are_those_of_the_client(
     found = re.fullmatch(r"first token (\d+) ms · P99 gap (\d+) ms · 14 tokens\n", said)
     assert found is not None
     assert all(int(milliseconds) >= 25 for milliseconds in found.groups())
+
+
+def test_ctrl_c_stops_an_answer_and_ends_the_talk_where_none_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, lines = [], iter(["one", "two", ""])
+
+    async def say(_talk: Talk, text: str) -> bool:
+        said.append(text)
+        if text == "one":
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(60)
+        return True
+
+    async def opened(_talk: Talk) -> None:
+        return
+
+    monkeypatch.setattr(Talk, "say", say)
+    monkeypatch.setattr(Talk, "open", opened)
+    monkeypatch.setattr(command, "_read_line", lambda: next(lines))
+    arguments = build_parser(["chat"]).parse_args(["chat"])
+    assert (arguments.run(arguments), said) == (0, ["one", "two"])
+    monkeypatch.setattr(command, "_read_line", partial(signal.raise_signal, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        arguments.run(arguments)
+
+
+async def test_a_talk_goes_on_with_what_came_of_a_stopped_answer(
+    served: Served, engine: PredictingEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.script.end, engine.script.seconds_per_step = False, 0.01
+    talk = Talk(served.url, ChatOptions(), Console(stderr=True))
+    await talk.open()
+    stopped, shown = asyncio.create_task(talk.say("hi")), ""
+    while len(shown) < 3:
+        await asyncio.sleep(0.01)
+        shown += capsys.readouterr().out
+    stopped.cancel()
+    await asyncio.gather(stopped, return_exceptions=True)
+    shown = (shown + capsys.readouterr().out).removesuffix("\n")
+    engine.script.end = True
+    assert await talk.say("go on")
+    prompt = bytes(engine.requests[-1].prompt_token_ids).decode()
+    assert f"[user]hi\n[assistant]{shown}\n[user]go on\n" in prompt
 
 
 async def test_what_a_pipe_gets_is_one_line(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
