@@ -122,6 +122,13 @@ def test_a_request_that_lacks_blocks_begins_elsewhere(has_tokens: bool) -> None:
     assert fleet.owner(name) == "r1", "it does not go to and fro"
 
 
+def test_a_stream_that_is_not_to_be_resumed_waits_for_blocks_where_it_is() -> None:
+    fleet = fleet_of(resumes=False)
+    full = load_of(num_free_blocks=2, num_wanted_blocks=50, blocked="q0")
+    fleet.on_event(Reported("r1", load_of()), 7.0)
+    assert fleet.on_event(Reported("r0", full), 7.0)[:1] != [Withdraw("r0", "q0")]
+
+
 def test_a_request_that_lacks_blocks_stays_where_nobody_has_room() -> None:
     fleet = fleet_of()
     full = load_of(num_free_blocks=2, num_wanted_blocks=50, blocked="q0")

@@ -56,6 +56,15 @@ def test_what_outlasts_a_drain_goes_on_elsewhere():
     assert driven.state("r0") is ReplicaState.READY
 
 
+def test_what_is_not_to_be_resumed_ends_with_a_drain():
+    driven = Driven()
+    driven.send("a", "b", "c", resumes=False)
+    driven.first("r0", "a")
+    moved = driven.on(DrainAsked("r0", 10.0))  # of c, no token would be computed twice
+    assert moved == [Withdraw("r0", "c"), Send("r1", "c", "moved")]
+    assert driven.on(Tick(), after=10.0) == [Withdraw("r0", "a"), Refuse("a", "replica_lost"), Stop("r0")]
+
+
 def test_the_last_replica_serves_what_it_has_while_it_drains():
     driven = Driven(1)
     driven.send("a", "b")

@@ -31,7 +31,6 @@ from onbeat.scheduler.cluster.events import (
     Start,
     Stop,
     Tick,
-    Withdraw,
 )
 from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.membership import (
@@ -97,7 +96,7 @@ class Fleet:
             rule=self._rules.move_rule,
             act=self._act,
             on_moved=self._on_moved,
-            on_resend=self._send_elsewhere,
+            on_resend=lambda *resent: self._requests.send_elsewhere(*resent),
         )
         self._requests = Requests(
             open_requests,
@@ -356,16 +355,7 @@ class Fleet:
 
     def _send_all_elsewhere(self, moved: Iterable[RoutedRequest], replica: Replica, now: float) -> None:
         for open_request in sorted(moved, key=deadline):
-            self._send_elsewhere(open_request, replica, None, now)
-
-    def _send_elsewhere(
-        self, open_request: RoutedRequest, replica: Replica, destination: Replica | None, now: float
-    ) -> None:
-        """Take a request back from a replica, and send it to another; None lets the router say to which."""
-        self._requests.release(open_request, replica)
-        self._act(Withdraw(replica.replica_id, open_request.request.request_id))
-        open_request.refused_by, open_request.retry_after, open_request.is_kept = (), None, True
-        self._requests.send(open_request, now, why="moved", to=destination)
+            self._requests.send_elsewhere(open_request, replica, None, now)
 
     def _on_moved(self, open_request: RoutedRequest, destination: Replica) -> None:
         """Hear that a request goes on elsewhere, with its KV."""

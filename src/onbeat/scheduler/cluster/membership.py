@@ -77,6 +77,11 @@ class RoutedRequest:
         """Of its prompt and of what its client has got, as far as the fleet was told."""
         return self.request.num_prompt_tokens + self.num_output_tokens
 
+    @property
+    def may_begin_again(self) -> bool:
+        """Whether another replica may compute what this one has."""
+        return self.request.resumes or not self.num_output_tokens
+
 
 @dataclass(slots=True)
 class Replica:

@@ -78,7 +78,9 @@ class Mover:
         """Return whether a request that holds no KV may begin elsewhere: prompts of pools stay in theirs."""
         request_id = open_request.request.request_id
         is_elsewhere = request_id in self.waiting or self.moves.is_under_way(request_id)
-        return not (is_elsewhere or self._pools.is_prefill(source.replica_id))
+        return open_request.may_begin_again and not (
+            is_elsewhere or self._pools.is_prefill(source.replica_id)
+        )
 
     def begin(
         self,

@@ -173,6 +173,21 @@ class Requests:
         if open_request.stops and goes_to is not None:
             self._migration.pool_policy.on_sent(open_request, replica, goes_to, now)
 
+    def send_elsewhere(
+        self, open_request: RoutedRequest, replica: Replica, destination: Replica | None, now: float
+    ) -> None:
+        """Take a request back from a replica, and send it to another; None lets the router say to which.
+
+        It ends where it has tokens and is not to be resumed.
+        """
+        self.release(open_request, replica)
+        self._act(Withdraw(replica.replica_id, open_request.request.request_id))
+        if open_request.may_begin_again:
+            open_request.refused_by, open_request.retry_after, open_request.is_kept = (), None, True
+            self.send(open_request, now, why="moved", to=destination)
+        else:
+            self.refuse(open_request, "replica_lost", now)
+
     def move(self, open_request: RoutedRequest, destination: Replica) -> Replica:
         """Let a request go on elsewhere, with its KV; return the replica that has had it."""
         source = self._members.hand_over(open_request, destination)
