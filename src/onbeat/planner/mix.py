@@ -228,6 +228,7 @@ class _Program:
             values = [problem.loads[bucket, unit] / problem.slices for bucket in served]
             columns = [self._slice(bucket, unit) for bucket in served]
             bounded.add([*columns, unit], [*values, -1.0], SLACK)
+        bounded.add(range(width), [-1.0] * width, -1.0)  # the slack is not to do without any
         for type_, number in problem.available:
             own = [unit for unit in range(width) if problem.types[unit] == type_]
             if own and number < inf:

@@ -64,6 +64,14 @@ def test_a_load_that_nothing_serves_has_no_mix() -> None:
     )
 
 
+def test_next_to_no_load_takes_a_replica() -> None:
+    problem = problem_of([[1.0], [2.0]], (3.0, 2.0), (1e-9,))
+    mix = solve_mix(problem)
+    assert mix is not None
+    assert mix.counts == (0, 1)
+    assert lower_bound(problem) == pytest.approx(2.0)
+
+
 def test_480_slices_on_four_types_take_a_moment() -> None:
     random = np.random.default_rng(0)
     sizes = np.outer(np.geomspace(1, 12, 10), np.geomspace(1, 6, 6)).ravel()
