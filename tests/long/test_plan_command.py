@@ -73,6 +73,12 @@ def test_bad_input_is_a_sentence(flags: list[str], message: str, capsys: pytest.
     assert error.count("\n") == 1
 
 
+def test_calls_of_jobs_are_not_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    load = ["--dataset-name", "agents", "--num-prompts", "60", "--slo-ttft-ms", "500"]
+    assert main(["plan", *MODEL, *load, "--max-model-len", "20000", "--gpus", "l4", "--rate", "2"]) == 2
+    assert "those of the agents load are calls of jobs" in capsys.readouterr().err
+
+
 def test_plans_a_fleet_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {name: tmp_path / name for name in ("plan.yaml", "plan.json", "plan.html", "runs.jsonl")}
     output = ["-o", str(files["plan.yaml"]), "--json", str(files["plan.json"])]

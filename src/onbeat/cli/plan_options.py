@@ -264,6 +264,11 @@ def plan_task(
         _load(options, max_model_len=max_model_len, seed=options.seed + repeat, size=size)
         for repeat in range(planned.repeats)
     ]
+    if loads[0].jobs is not None:
+        raise ConfigError(
+            f"a plan is for requests that come by themselves, and those of the {loads[0].name} load are "
+            "calls of jobs; ask onbeat capacity what a fleet serves of them"
+        )
     runs = tuple(
         _window(load, needed_rate, size, repeat / max(1, planned.repeats - 1))
         for repeat, load in enumerate(loads)
