@@ -229,7 +229,7 @@ class BenchOptions:
         "auto",
         group="what the server is told of objectives",
         help="in the body, as x-llm-d-slo-ttft-ms and x-llm-d-slo-tpot-ms headers, or not at all; auto: in "
-        "the body if the server says that it is onbeat (default: auto)",
+        "the body if the server says that it is onbeat",
     )
     shed: bool = option(
         default=False,

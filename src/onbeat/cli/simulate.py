@@ -109,8 +109,9 @@ def _show(run: SimulatedRun) -> None:
         console.print(f"fleet decisions: {decided}", markup=False, highlight=False)
     if run.sizes and run.replica_seconds is not None:
         numbers = [each.num_replicas for each in run.sizes]
+        changes = f"{len(numbers) - 1} change" + "s" * (len(numbers) != 2)
         console.print(
-            f"fleet size: {min(numbers)} to {max(numbers)} replicas, {len(numbers) - 1} changes, "
+            f"fleet size: {min(numbers)} to {max(numbers)} replicas, {changes}, "
             f"{run.replica_seconds / 3600:,.2f} replica-hours",
             highlight=False,
         )

@@ -19,11 +19,13 @@ _NO_OBJECTIVE = "No objective was given: --slo-ttft-ms and --slo-tbt-ms set one.
 def answer_of(run: SimulatedRun) -> list[str]:
     """Return in a sentence or two how many requests were in time at which load, and what others missed."""
     score, load = run.summary.score.own, _load(run.header.level)
+    counts = run.summary.counts
     if not score.num_offered:
-        counts = run.summary.counts
         done = [f"{counts.num_completed:,} of {counts.num_offered:,} requests were completed, {load}."]
         # The deadline of a job is its objective.
         return done if run.jobs else [*done, _NO_OBJECTIVE]
+    if num_free := counts.num_offered - score.num_offered:
+        load = f"beside {num_free:,} without any, {load} in all"
     if score.num_good == score.num_offered:
         return [f"All {score.num_offered:,} requests kept their objectives, {load}."]
     missed = count_missed(run.records, mode=run.summary.score.slo_mode)

@@ -94,7 +94,8 @@ def _queues(view: ServerView) -> RenderableType:
         ended = [(short(number), outcome) for outcome, number in sorted(jobs.by_outcome.items())]
         spent = _known((percent(jobs.in_calls), "of the time in calls"))
         kept = _known((percent(jobs.kept_kv), "of KV kept for them"))
-        rows.add_row("jobs", _fields((short(jobs.num_open), "open"), *ended, *spent, *kept))
+        rows.add_row("jobs", _fields((short(jobs.num_open), "open"), *ended))
+        rows.add_row("", _fields(*spent, *kept))
     rows.add_row("load", _fields((short(load.arrivals), "req/s in"), (short(load.finished), "req/s out")))
     forecast = _known((duration(load.predicted_wait), "predicted wait"))
     if forecast:

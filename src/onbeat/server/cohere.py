@@ -111,7 +111,7 @@ def _options(body: CohereEmbedRequest, max_model_len: int) -> EncodeOptions:
     most = min(body.max_tokens or max_model_len, max_model_len)
     options = EncodeOptions(add_special_tokens=body.add_special_tokens is not False, param="texts")
     if body.truncate == "NONE":
-        return options
+        return replace(options, most=most)
     return replace(options, truncate_to=most, keeps_first=body.truncate != "START")
 
 

@@ -149,7 +149,7 @@ async def embed(
         with services.lifecycle.generation():
             async with cancelled_on_disconnect(http.receive):
                 prompts = await services.encoder.encode_all(texts, options, context.caller)
-                _check_lengths(prompts, services.info.max_model_len, options.param)
+                _check_lengths(prompts, services.info.max_model_len, options)
                 turns = Turns()
                 for request in _requests(body, prompts, objectives, services.info, context):
                     index = len(choices)
@@ -205,15 +205,21 @@ def encode_options(
     )
 
 
-def _check_lengths(prompts: Sequence[list[int]], max_model_len: int, param: str) -> None:
+def _check_lengths(prompts: Sequence[list[int]], max_model_len: int, options: EncodeOptions) -> None:
     """Refuse texts that do not fit the context, before any of them is computed."""
+    taker, most, cure = (
+        "this model takes",
+        max_model_len,
+        "set truncate_prompt_tokens to -1 to keep what fits",
+    )
+    if options.most is not None:
+        taker, most, cure = "the request allows", options.most, "leave truncate out to have its end cut"
     for index, token_ids in enumerate(prompts):
-        if len(token_ids) > max_model_len:
+        if len(token_ids) > most:
             raise PromptTooLong(
-                f"{param}[{index}] has {len(token_ids)} tokens; this model takes at most {max_model_len}. "
-                "Please reduce the length of the input prompt, or set truncate_prompt_tokens to -1 to keep "
-                "what fits",
-                param=param,
+                f"{options.param}[{index}] has {len(token_ids)} tokens; {taker} at most {most}. "
+                f"Please reduce the length of the input prompt, or {cure}",
+                param=options.param,
             )
 
 

@@ -10,6 +10,7 @@ would change every answer.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -342,11 +343,8 @@ def _first_error(error: ValidationError) -> InvalidRequest:
         )
     causes = [part for part in (first, *others) if part["loc"][:1] == first["loc"][:1]]
     reasons = [_JSON_WORDS.get(cause["type"], cause["msg"]) for cause in causes]
-    reason = (
-        " or ".join(dict.fromkeys(reasons))
-        .replace("Input should", "it should")
-        .replace("List should", "it should")
-    )
+    reason = re.sub(r"\b[A-Z][a-z]+ should", "it should", " or ".join(dict.fromkeys(reasons)))
+    reason = reason.replace(" after validation", "")
     return InvalidRequest(
         f"{_dotted(location)} is {quoted(first['input'])}; {reason}", param=field, code="invalid_value"
     )

@@ -87,7 +87,7 @@ class ReplicaSettings:
         flag="--kv-transfer-latency-ms",
         unit="ms",
         metavar="MS",
-        help="latency of that link (default: 0)",
+        help="latency of that link",
     )
     fleet_changes: tuple[FleetChange, ...] = _fleet(
         (),

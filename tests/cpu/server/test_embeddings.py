@@ -300,6 +300,7 @@ async def test_cohere_says_which_end_is_cut(
     ("fields", "param"),
     [
         ({"texts": ["a" * 3000], "truncate": "NONE"}, "texts"),
+        ({"texts": ["abcde"], "truncate": "NONE", "max_tokens": 3}, "texts"),
         ({"texts": []}, "texts"),
         ({}, "texts"),
         ({"texts": ["a"], "input_type": "search_query"}, "input_type"),

@@ -183,6 +183,11 @@ async def test_bad_chats(served: Served, fields: dict[str, Any], param: str) -> 
         ({"messages": "hi"}, "messages is 'hi'; it should be an array"),
         ({"logit_bias": [1]}, "logit_bias is [1]; it should be an object"),
         ({"stream": True, "stream_options": 1}, "stream_options is 1; it should be an object"),
+        (
+            {"bad_words": ["a"] * 129},
+            "bad_words is ['a', 'a', 'a', 'a', 'a', 'a', ...]; it should have at most 128 items, not 129",
+        ),
+        ({"slo": {"job": {"id": ""}}}, "slo.job.id is ''; it should have at least 1 character"),
     ],
 )
 async def test_types_are_named_as_json_names_them(

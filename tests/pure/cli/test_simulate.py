@@ -81,6 +81,15 @@ def test_ends_with_what_became_of_the_requests(
         assert re.fullmatch(sentence, line.rstrip())
 
 
+def test_says_how_many_had_no_objectives(capsys: pytest.CaptureFixture[str]) -> None:
+    lanes = "--dataset-name lanes --num-prompts 12 --request-rate 2 --model llama-3.1-8b --device h100-sxm"
+    assert main(["simulate", *lanes.split()]) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"All 12 requests .*, beside 24 without any, at [\d.]+ requests/s in all\.", line.rstrip()
+    )
+
+
 def test_the_summary_has_the_keys_of_a_measured_run(tmp_path: Path) -> None:
     found = summary_of(tmp_path, "--slo-ttft-ms", "500", "--slo-tbt-ms", "50")
     assert found["schema_version"] == 1

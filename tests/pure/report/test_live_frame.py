@@ -63,6 +63,19 @@ def test_a_frame_shows_queues_classes_steps_and_decisions() -> None:
     ]
 
 
+def test_jobs_fit_the_width() -> None:
+    ended = "".join(
+        f'onbeat_jobs_total{{outcome="{outcome}"}} 1234.0\n'
+        for outcome in ("abandoned", "kept", "late", "refused")
+    )
+    time = 'onbeat_job_seconds_total{part="in_calls"} 3.0\nonbeat_job_seconds_total{part="between"} 1.0\n'
+    shown = lines(f"{STORED}onbeat_jobs_open 1.0\n{ended}{time}onbeat_kv_blocks_kept 9.0\n")
+    assert shown[4:6] == [
+        "jobs         1 open   1,234 abandoned   1,234 kept   1,234 late   1,234 refused",
+        "             75 % of the time in calls   1.24 % of KV kept for them",
+    ]
+
+
 def test_gaps_over_the_objective_beside_full_attainment_are_explained() -> None:
     gaps, mode = FakeServer(), 'slo_mode="stream"'
     gaps.serve("a", 0.0, [0.1, 0.12, 0.3])
