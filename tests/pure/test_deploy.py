@@ -137,3 +137,18 @@ def test_wheels_are_built_where_amx_is_known() -> None:
         == "manylinux_2_28"
     )
     assert "-static-libstdc++" in build["linux"]["environment"]["LDFLAGS"]
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    files = (DEPLOY / "Containerfile", CHART / "values.yaml", ROOT / "docs/deployment.md")
+    named = [name for file in files for name in re.findall(r"EXTRAS=([\w,]+)", file.read_text())]
+    assert len(named) == len(files)
+    assert {extra for each in named for extra in each.split(",")} <= set(
+        PROJECT["project"]["optional-dependencies"]
+    )
+
+
+def test_the_file_of_flags_serves_the_name_that_the_examples_ask_for() -> None:
+    flags = read_yaml(ROOT / "examples/serve.yaml")
+    assert flags["model"] in flags["served-model-name"]
+    assert f'"MODEL", "{flags["model"]}"' in (ROOT / "examples/agent.py").read_text()

@@ -184,7 +184,8 @@ class ServerConfig:
                 raise ConfigError(f"{name} is empty or not ASCII; leave it out or choose another")
         if self.slo.keys.keys() - {key_digest(key) for key in self.api_keys}:
             raise ConfigError(
-                "defaults are given for an API key that opens nothing here; add it to the API keys"
+                "api_keys of --slo-classes names an API key that opens nothing here; "
+                "give the key itself by --api-key, too"
             )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile; only one is given")

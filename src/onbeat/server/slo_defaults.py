@@ -261,7 +261,7 @@ def _digest(where: str, entry: Mapping[str, Any], environment: Mapping[str, str]
         return digest.lower()
     key = environment.get(variable) if isinstance(variable, str) else None
     if not key:
-        raise ConfigError(f"key_env of {where} names no environment variable that is set")
+        raise ConfigError(f"key_env of {where} names no environment variable that is set; set it to the key")
     return key_digest(key)
 
 
