@@ -98,7 +98,7 @@ BAD_FILES = {
     "api_keys: [{key_sha256: secret, class: batch}]": "is not 64 hexadecimal digits",
     "api_keys: [{key_sha256: 123, class: batch}]": "is not 64 hexadecimal digits",
     "api_keys: [{key_env: UNSET, class: batch}]": "key_env of api_keys[0] names no environment variable",
-    "api_keys: [{key_env: EMPTY, class: batch}]": "names no environment variable that is set; set it to the key",
+    "api_keys: [{key_env: EMPTY, class: batch}]": "environment variable that is set; set it to the key",
     "api_keys: [{key_env: [a], class: batch}]": "names no environment variable",
     "api_keys: [{key_env: SET}]": "gives its key nothing",
     "api_keys: [{key_env: SET, class: 5}]": "the class of api_keys[0] must be a name",
