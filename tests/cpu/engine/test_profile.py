@@ -16,6 +16,7 @@ from onbeat.cli.profile_drafts import DRAFT_HEADER, draft_figure, draft_rows
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
+from onbeat.engine.container import FreeMemory
 from onbeat.engine.cuda.limits import gpu_limits
 from onbeat.engine.device import CPU
 from onbeat.engine.engine_config import EngineConfig
@@ -239,6 +240,21 @@ def test_limits_of_a_gpu_are_measured_by_torch():
     limits = gpu_limits(CPU, torch.float32, "fp32", read_bytes=2**24, matrix_size=256)
     assert 1e8 < limits.memory_bandwidth < 1e13
     assert 1e8 < limits.peak_flops["fp32"] < 1e15
+
+
+def test_limits_of_a_gpu_are_measured_in_what_memory_is_left(monkeypatch):
+    monkeypatch.setattr("onbeat.engine.cuda.limits.free_memory", lambda _: FreeMemory(2**24, "the GPU"))
+    shapes: list[tuple[int, ...]] = []
+    ones = torch.ones
+
+    def noted(*shape: int, **options: Any) -> torch.Tensor:
+        shapes.append(shape)
+        made: torch.Tensor = ones(*shape, **options)
+        return made
+
+    monkeypatch.setattr(torch, "ones", noted)
+    gpu_limits(CPU, torch.float32, "fp32", matrix_size=16)
+    assert shapes[0] == (2**22 // 4,)
 
 
 class FakeProducts:

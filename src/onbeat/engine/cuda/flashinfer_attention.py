@@ -33,8 +33,8 @@ _PLAN_BYTES = 8 << 20
 """Of a plan, as FlashInfer's wrappers have it."""
 _LONG_CHUNK = 128
 """New tokens of a row from which on fa3 is taken: what one of its tiles holds."""
-_MOST_PROCESSORS = 144
-"""Of a GPU with sm_90: an H100 has 132 of them."""
+_MOST_PROCESSORS = 188
+"""Of a GPU: an H100 has 132 of them, an RTX PRO 6000 has the most."""
 
 
 class FlashInfer(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from onbeat.engine.device import Device, wait_for
+from onbeat.engine.device import Device, free_memory, wait_for
 from onbeat.engine.profiling.limits import shortest
 from onbeat.engine.torch_types import torch_device
 from onbeat.perfmodel.profile import MachineLimits
@@ -25,8 +25,9 @@ def gpu_limits(
     Parameters
     ----------
     dtype, number_format : of the product; the format is the key in the result.
-    read_bytes : several times the largest cache, so that every pass reads memory.
+    read_bytes : several times the largest cache, so that every pass reads memory; less where memory is short.
     """
+    read_bytes = min(read_bytes, free_memory(device).num_bytes // 4)
     values = torch.ones(read_bytes // 4, dtype=torch.float32, device=torch_device(device))
     left = torch.ones(matrix_size, matrix_size, dtype=dtype, device=torch_device(device))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -125,17 +125,26 @@ def bytes_above(device: torch.device, utilization: float) -> int:
 
 
 def largest_steps(limits: SchedulerConfig) -> list[StepInputs]:
-    """Return a step of as many prompt tokens as there may be, and one of as many rows that decode."""
+    """Return a step of as many prompt tokens as there may be, and one of as many rows that decode.
+
+    With drafts there is a third one, of as many logits as there may be.
+    """
     num_tokens, longest = limits.max_num_batched_tokens, limits.max_model_len
     lens = [longest] * (num_tokens // longest)
     if rest := num_tokens % longest:
         lens.append(rest)
     chunks_R = np.array(lens[: limits.max_num_seqs], np.int64)
-    return [_step(lens_R, limits.block_size) for lens_R in (chunks_R, np.ones(limits.max_num_seqs, np.int64))]
+    steps = [_step(rows, limits.block_size) for rows in (chunks_R, np.ones(limits.max_num_seqs, np.int64))]
+    if limits.speculation is not None:
+        length = min(1 + limits.speculation.num_speculative_tokens, longest, num_tokens)
+        verify_R = np.full(min(limits.max_num_seqs, num_tokens // length), length)
+        verifying = _step(verify_R, limits.block_size)
+        steps.append(replace(verifying, sampling_tokens=np.arange(len(verifying.token_ids_T))))
+    return steps
 
 
 def _step(lens_R: IntArray, block_size: int) -> StepInputs:
-    """Return a step of rows without a past, all of which sample."""
+    """Return a step of rows without a past, each of which samples behind its last token."""
     num_rows = len(lens_R)
     num_blocks_R = -(-lens_R // block_size)
     tables_SB = np.zeros((num_rows, int(num_blocks_R.max())), np.int32)

@@ -212,8 +212,8 @@ def test_the_workspace_holds_the_largest_plan() -> None:
     """FlashInfer's allocator fails where a plan does not fit."""
     assert allocate_workspace(SIZES).nbytes == 128 << 20
     wide = kernel_sizes(num_heads=64, num_kv_heads=8, head_dim=128)
-    # Two tiles of 128 queries for each of 132 processors, shared by 8 KV heads
-    assert allocate_workspace(wide).nbytes >= 33 * 128 * 64 * (128 + 1) * 4
+    # Two tiles of 128 queries for each of 188 processors, shared by 8 KV heads
+    assert allocate_workspace(wide).nbytes >= 47 * 128 * 64 * (128 + 1) * 4
 
 
 def test_the_recorded_signatures_are_those_of_the_library() -> None:

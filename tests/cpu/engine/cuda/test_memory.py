@@ -12,16 +12,17 @@ import torch
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.cuda.backend import CudaBackend
+from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
 from onbeat.engine.cuda.kernels import Multiply
 from onbeat.engine.cuda.memory import MeasuredMemory, largest_steps
-from onbeat.engine.cuda.weights import CudaWeights
+from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
-from onbeat.scheduler.scheduler_config import SchedulerConfig
+from onbeat.scheduler.scheduler_config import SchedulerConfig, SpeculationConfig
 from tests.cpu.engine.cuda.test_backend import MODEL as TINY
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 
@@ -67,6 +68,29 @@ def test_the_largest_steps_are_a_full_chunk_and_all_rows(max_model_len: int, len
     assert len(np.unique(chunks.attention.slot_mapping_T)) == 1000
     assert decodes.attention.query_lens_R.tolist() == [1] * 8
     assert len(np.unique(decodes.attention.slot_mapping_T)) == 8
+
+
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(1000, 8), (12, 2)])
+def test_with_drafts_a_step_of_all_their_logits_is_measured(num_tokens: int, num_rows: int) -> None:
+    limits = SchedulerConfig(
+        policy="sarathi",
+        num_blocks=4096,
+        max_model_len=400,
+        max_num_seqs=8,
+        max_num_batched_tokens=num_tokens,
+        speculation=SpeculationConfig(num_speculative_tokens=4),
+    )
+    verifying = largest_steps(limits)[2]
+    assert verifying.attention.query_lens_R.tolist() == [5] * num_rows
+    assert verifying.sampling_tokens.tolist() == [*range(5 * num_rows)]
+    weights = load_weights(DummyCheckpoint(TINY), torch.float32, torch.device("cpu"))
+    options = CudaOptions(
+        num_blocks=64, block_size=16, max_num_seqs=8, max_model_len=400, max_num_batched_tokens=num_tokens
+    )
+    kernels = ReferenceKernels(kernel_sizes(weights, options))
+    logits = CudaForward(weights, kernels, EagerGraphs(), options).run(verifying, wants_logits=True)
+    assert logits.values_RV is not None
+    assert logits.values_RV.shape == (5 * num_rows, TINY.vocab_size)
 
 
 class Memory:
