@@ -21,7 +21,7 @@ from onbeat.metrics.exporter_fleet import fleet_metrics
 from onbeat.metrics.exporter_slo import slo_metrics
 from onbeat.metrics.exporter_speculation import speculation_metrics
 from onbeat.metrics.exporter_vllm import vllm_cache, vllm_metrics, vllm_requests
-from onbeat.metrics.families import counter, counters, gauge, histogram, keyed
+from onbeat.metrics.families import counter, counters, gauge, histogram
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.metrics.histogram import Histogram
 from onbeat.output import num_dropped_lines
@@ -172,56 +172,46 @@ class MetricsExporter(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         counts = self._counts
-        yield counter(
-            "onbeat_prompt_tokens", "Prompt tokens of requests that were prefilled", counts.num_prompt_tokens
-        )
-        yield counter(
-            "onbeat_prompt_tokens_cached",
-            "Of these, tokens that the prefix cache held",
-            counts.num_cached_tokens,
-        )
-        yield counter("onbeat_output_tokens", "Output tokens of answers", counts.num_output_tokens)
-        yield counters("onbeat_embeddings", "Texts embedded", ("class",), keyed(counts.embeddings))
-        yield counters(
-            "onbeat_embedding_tokens", "Tokens of these texts", ("class",), keyed(counts.embedding_tokens)
-        )
-        yield counter("onbeat_steps", "Forward passes", counts.num_steps)
-        yield counter(
-            "onbeat_preemptions", "Requests put back in the queue for want of blocks", counts.num_preemptions
-        )
-        yield counter(
-            "onbeat_prefix_cache_queries",
-            "Prompt tokens looked up in the prefix cache",
-            counts.num_prefix_queries,
-        )
-        yield counter("onbeat_prefix_cache_hits", "Of these, tokens found", counts.num_prefix_hits)
-        yield counters("onbeat_requests", "Ended requests", ("finish_reason",), keyed(counts.finished))
-        yield counters(
-            "onbeat_http_requests", "Answered HTTP requests", ("endpoint", "status"), {**self._http}
-        )
-        yield counters(
-            "onbeat_stream_errors",
-            "Streams that ended with an error event",
-            ("code",),
-            keyed(self._stream_errors),
-        )
-        yield counters(
-            "onbeat_rate_limited",
-            "Requests refused as their API key had reached a limit",
-            ("limit",),
-            keyed(self._rate_limited),
-        )
-        yield counters(
-            "onbeat_http_connections_refused",
-            "Connections closed before a request was complete",
-            ("reason",),
-            keyed(self._refused_connections),
-        )
-        yield counter(
-            "onbeat_log_lines_dropped",
-            "Lines that the server's process printed and nobody took",
-            num_dropped_lines(),
-        )
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens of requests that were prefilled", counts.num_prompt_tokens),
+            ("prompt_tokens_cached", "Of these, tokens that the prefix cache held", counts.num_cached_tokens),
+            ("output_tokens", "Output tokens of answers", counts.num_output_tokens),
+            ("steps", "Forward passes", counts.num_steps),
+            ("preemptions", "Requests put back in the queue for want of blocks", counts.num_preemptions),
+            (
+                "prefix_cache_queries",
+                "Prompt tokens looked up in the prefix cache",
+                counts.num_prefix_queries,
+            ),
+            ("prefix_cache_hits", "Of these, tokens found", counts.num_prefix_hits),
+            (
+                "log_lines_dropped",
+                "Lines that the server's process printed and nobody took",
+                num_dropped_lines(),
+            ),
+        ):
+            yield counter(f"onbeat_{name}", text, value)
+        refused = self._refused_connections
+        for name, text, label, values in (
+            ("embeddings", "Texts embedded", "class", counts.embeddings),
+            ("embedding_tokens", "Tokens of these texts", "class", counts.embedding_tokens),
+            ("requests", "Ended requests", "finish_reason", counts.finished),
+            ("stream_errors", "Streams that ended with an error event", "code", self._stream_errors),
+            (
+                "rate_limited",
+                "Requests refused as their API key had reached a limit",
+                "limit",
+                self._rate_limited,
+            ),
+            (
+                "http_connections_refused",
+                "Connections closed before a request was complete",
+                "reason",
+                refused,
+            ),
+        ):
+            yield counters(f"onbeat_{name}", text, label, values)
+        yield counters("onbeat_http_requests", "Answered HTTP requests", ("endpoint", "status"), self._http)
 
     def _histograms(self) -> Iterator[Metric]:
         counts = self._counts
@@ -271,12 +261,12 @@ def _signs_of_life(engine: EngineClient, now: float) -> Iterator[Metric]:
 
 def _jobs(counts: JobCounts) -> Iterator[Metric]:
     yield gauge("onbeat_jobs_open", "Jobs of which calls may follow", counts.num_open)
-    yield counters("onbeat_jobs", "Ended jobs, by what became of them", ("outcome",), keyed(counts.ended))
+    yield counters("onbeat_jobs", "Ended jobs, by what became of them", "outcome", counts.ended)
     yield counters(
         "onbeat_job_seconds",
         "Seconds of ended jobs, in calls and between them",
-        ("part",),
-        {("in_calls",): counts.in_calls, ("between",): counts.between},
+        "part",
+        {"in_calls": counts.in_calls, "between": counts.between},
     )
 
 
@@ -285,14 +275,14 @@ def _grammars(counts: GrammarCounts) -> Iterator[Metric]:
     yield counters(
         "onbeat_guided_tokens",
         "Tokens under a grammar, as sampled: accepted, or refused and drawn again",
-        ("result",),
-        {("accepted",): counts.num_tokens - counts.num_redrawn, ("refused",): counts.num_redrawn},
+        "result",
+        {"accepted": counts.num_tokens - counts.num_redrawn, "refused": counts.num_redrawn},
     )
     yield counter("onbeat_guide_seconds", "Seconds that grammars took of steps", counts.seconds)
     yield histogram("onbeat_grammar_compile_seconds", "Compiling a new grammar", counts.compile)
     yield counters(
         "onbeat_grammar_refusals",
         "Requests that ended for what their answer had to match",
-        ("reason",),
-        keyed(counts.refused),
+        "reason",
+        counts.refused,
     )

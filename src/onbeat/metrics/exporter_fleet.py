@@ -10,7 +10,7 @@ from prometheus_client.core import Metric
 from onbeat.core.fleet import ReplicaView
 from onbeat.core.protocols import FleetView
 from onbeat.metrics.counts import EngineGauges, RunCounts
-from onbeat.metrics.families import counter, counters, gauge, gauges, histogram, keyed
+from onbeat.metrics.families import counter, counters, gauge, gauges, histogram
 from onbeat.metrics.fleet_counts import FleetCounts
 
 STATES = ("starting", "ready", "draining", "down")
@@ -21,36 +21,30 @@ def fleet_metrics(fleet: FleetView, fleet_counts: FleetCounts, counts: RunCounts
     replicas = fleet.replicas()
     states = Counter(dict.fromkeys(STATES, 0))
     states.update(each.state for each in replicas)
-    yield gauges("onbeat_fleet_replicas", "Replicas by state", ("state",), keyed(states))
+    yield gauges("onbeat_fleet_replicas", "Replicas by state", "state", states)
     yield from _scaling_metrics(fleet, fleet_counts)
     yield gauge("onbeat_fleet_requests_waiting", "Requests that no replica has", fleet.num_waiting)
     yield counters(
-        "onbeat_fleet_routed", "Requests sent to a replica", ("engine", "why"), {**fleet_counts.routed}
+        "onbeat_fleet_routed", "Requests sent to a replica", ("engine", "why"), fleet_counts.routed
     )
-    yield counter(
-        "onbeat_fleet_resumed", "Requests that went on elsewhere behind tokens", fleet_counts.num_resumed
-    )
-    yield counter(
-        "onbeat_fleet_resumed_tokens",
-        "Tokens of theirs that were computed once more",
-        fleet_counts.num_resumed_tokens,
-    )
-    yield counter(
-        "onbeat_fleet_lost",
-        "Requests that ended with an error since their replicas were lost",
-        fleet_counts.num_failed,
-    )
+    failed = fleet_counts.num_failed
+    for name, text, value in (
+        ("resumed", "Requests that went on elsewhere behind tokens", fleet_counts.num_resumed),
+        ("resumed_tokens", "Tokens of theirs that were computed once more", fleet_counts.num_resumed_tokens),
+        ("lost", "Requests that ended with an error since their replicas were lost", failed),
+    ):
+        yield counter(f"onbeat_fleet_{name}", text, value)
     yield counters(
         "onbeat_fleet_moves",
         "Moves of running requests, with their KV, to another replica",
         ("why", "outcome"),
-        {**fleet_counts.moves},
+        fleet_counts.moves,
     )
     yield counters(
         "onbeat_fleet_replica_moves",
         "Requests that came to a replica, or left it, with their KV",
         ("engine", "direction"),
-        {**fleet_counts.replica_moves},
+        fleet_counts.replica_moves,
     )
     yield counter("onbeat_fleet_moved_bytes", "KV that was copied for them", fleet_counts.num_moved_bytes)
     yield histogram(
@@ -58,9 +52,7 @@ def fleet_metrics(fleet: FleetView, fleet_counts: FleetCounts, counts: RunCounts
         "From the last token before a move to the first one after it",
         fleet_counts.move_gap,
     )
-    yield counters(
-        "onbeat_fleet_replicas_lost", "Replicas that were lost", ("engine",), keyed(fleet_counts.lost)
-    )
+    yield counters("onbeat_fleet_replicas_lost", "Replicas that were lost", "engine", fleet_counts.lost)
     yield histogram(
         "onbeat_fleet_ttft_prediction_error_ratio",
         "Distance of the router's predicted from the actual TTFT, as a share of the actual",
@@ -87,7 +79,7 @@ def _scaling_metrics(fleet: FleetView, fleet_counts: FleetCounts) -> Iterator[Me
         "onbeat_fleet_rescales",
         "Decisions to have more or fewer replicas",
         ("direction", "why"),
-        {**fleet_counts.rescales},
+        fleet_counts.rescales,
     )
 
 
@@ -114,30 +106,25 @@ def _replica_metrics(replicas: Sequence[ReplicaView], counts: RunCounts) -> Iter
         ("silence_seconds", "Since its last sign of life", [r.silence for r, _ in rows]),
         ("lives", "Times that it got ready", [r.num_lives for r, _ in rows]),
     ):
-        keys = [(each.replica,) for each in replicas]
-        yield gauges(f"onbeat_replica_{name}", text, ("engine",), dict(zip(keys, values, strict=True)))
+        names = [each.replica for each in replicas]
+        yield gauges(f"onbeat_replica_{name}", text, "engine", dict(zip(names, values, strict=True)))
     yield gauges(
         "onbeat_replica_state",
         "1 for the state that it is in",
         ("engine", "state"),
         {(each.replica, state): float(each.state == state) for each in replicas for state in STATES},
     )
-    roles: dict[tuple[str, ...], float | None] = {
-        (each.replica, each.role): 1.0 for each in replicas if each.role
-    }
+    roles = {(each.replica, each.role): 1.0 for each in replicas if each.role}
     if roles:
         yield gauges("onbeat_replica_role", "1 for what it is for", ("engine", "role"), roles)
+    engines = counts.engines.items()
     for name, text, totals in (
-        ("steps", "Forward passes", {e: g.num_steps for e, g in counts.engines.items()}),
+        ("steps", "Forward passes", {e: g.num_steps for e, g in engines}),
         (
             "prefix_cache_queries",
             "Prompt tokens looked up in its prefix cache",
-            {e: g.num_prefix_queries for e, g in counts.engines.items()},
+            {e: g.num_prefix_queries for e, g in engines},
         ),
-        (
-            "prefix_cache_hits",
-            "Of these, tokens found",
-            {e: g.num_prefix_hits for e, g in counts.engines.items()},
-        ),
+        ("prefix_cache_hits", "Of these, tokens found", {e: g.num_prefix_hits for e, g in engines}),
     ):
-        yield counters(f"onbeat_replica_{name}", text, ("engine",), keyed(totals))
+        yield counters(f"onbeat_replica_{name}", text, "engine", totals)

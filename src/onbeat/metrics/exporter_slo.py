@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 
 from onbeat.metrics.breakdown import by_prompt_decile, worst_decile
 from onbeat.metrics.counts import RunCounts
-from onbeat.metrics.families import counter, counters, gauge, gauges, histogram, histograms, keyed
+from onbeat.metrics.families import counter, counters, gauge, gauges, histogram, histograms
 from onbeat.metrics.policy_counts import LoadEstimate, PolicyCounts
 from onbeat.metrics.slo_counts import WINDOW_SECONDS, SLOCounts, objectives_by_class
 
@@ -27,8 +27,8 @@ def slo_metrics(counts: RunCounts, now: float, *, uptime: float) -> Iterator[Met
     yield counters(
         "onbeat_requests_rejected",
         "Requests refused at arrival or ended in the queue",
-        ("reason",),
-        keyed(counts.refused),
+        "reason",
+        counts.refused,
     )
     yield gauge(
         "onbeat_requests_best_effort", "Open requests served from what is left over", counts.num_best_effort
@@ -56,30 +56,30 @@ def _classes(counts: SLOCounts) -> Iterator[Metric]:
     yield histograms(
         "onbeat_slo_time_to_first_token_seconds",
         "Arrival to first delivery of requests with objectives",
-        ("slo_class",),
-        {(name,): own.ttft for name, own in classes},
+        "slo_class",
+        {name: own.ttft for name, own in classes},
     )
     yield histograms(
         "onbeat_slo_time_between_tokens_seconds",
         "Gap between two deliveries of a request with objectives",
-        ("slo_class",),
-        {(name,): own.gap for name, own in classes},
+        "slo_class",
+        {name: own.gap for name, own in classes},
     )
 
 
 def _recent(counts: SLOCounts, now: float, *, window: float) -> Iterator[Metric]:
-    recent = {(name,): own.judged_and_good(now) for name, own in counts.classes.items()}
+    recent = {name: own.judged_and_good(now) for name, own in counts.classes.items()}
     yield gauges(
         "onbeat_slo_attainment",
         "Share of the requests ended in the last minute that were good",
-        ("slo_class",),
-        {key: good / judged if judged else None for key, (judged, good) in recent.items()},
+        "slo_class",
+        {name: good / judged if judged else None for name, (judged, good) in recent.items()},
     )
     yield gauges(
         "onbeat_goodput_requests_per_second",
         "Good requests per second of the last minute",
-        ("slo_class",),
-        {key: good / window if window > 0 else None for key, (_, good) in recent.items()},
+        "slo_class",
+        {name: good / window if window > 0 else None for name, (_, good) in recent.items()},
     )
 
 
@@ -102,8 +102,8 @@ def _worst_decile(counts: SLOCounts, now: float) -> Iterator[Metric]:
     yield gauges(
         "onbeat_slo_worst_decile_prompt_tokens",
         "Shortest and longest prompt of that decile",
-        ("bound",),
-        {("min",): worst.min_prompt_tokens, ("max",): worst.max_prompt_tokens},
+        "bound",
+        {"min": worst.min_prompt_tokens, "max": worst.max_prompt_tokens},
     )
 
 

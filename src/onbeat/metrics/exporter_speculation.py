@@ -25,9 +25,7 @@ def speculation_metrics(counts: SpeculationCounts, proposer: str) -> Iterator[Me
         ("draft_tokens_at_position", "Draft tokens verified, the first of a row at 0", counts.drafted_at),
         ("accepted_tokens_at_position", "Of these, tokens accepted", counts.accepted_at),
     ):
-        by_position: dict[tuple[str, ...], float] = {
-            (proposer, position): number for position, number in positions(values)
-        }
+        by_position = {(proposer, position): number for position, number in positions(values)}
         yield counters(f"onbeat_spec_{name}", text, ("proposer", "position"), by_position)
     yield histogram("onbeat_spec_draft_length", "Drafts planned for a decode row", counts.length, labels)
     for name, text, rate in (

@@ -36,7 +36,7 @@ def vllm_requests(counts: RunCounts, asked: AskedCounts, model_name: str) -> Ite
     yield histogram("vllm:request_params_n", "As in vLLM", asked.num_choices, labels)
     yield histogram("vllm:request_params_max_tokens", "As in vLLM", asked.max_tokens, labels)
     reasons = ("queue_full", "queue_too_long")
-    refused: dict[tuple[str, ...], float] = {(model_name, each): counts.refused[each] for each in reasons}
+    refused = {(model_name, each): counts.refused[each] for each in reasons}
     name = "vllm:admission_rejections"
     yield counters(name, "As in vLLM; the reasons are ours", ("model_name", "reason"), refused)
 

@@ -1,20 +1,14 @@
-"""Read the text that a server shows Prometheus.
-
-A reader of our own, since the base install has no Prometheus client: names, labels and values, no more.
-"""
+"""Read the text that a server shows Prometheus: names, labels and values, no more."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-Labels = frozenset[tuple[str, str]]
+from prometheus_client.parser import text_string_to_metric_families
 
-_LINE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t]*")
-_LABEL = re.compile(r'\s*(\w+)\s*=\s*"((?:[^"\\]|\\.)*)"\s*(?:,|$)')
-_ESCAPE = re.compile(r"\\(.)")
+Labels = frozenset[tuple[str, str]]
 
 
 class Scrape:
@@ -61,31 +55,10 @@ def read_exposition(text: str) -> Scrape:
     ValueError : a line is neither a comment nor a sample.
     """
     samples: dict[str, dict[Labels, float]] = {}
-    for line in text.split("\n"):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        found = _LINE.fullmatch(line)
-        if found is None:
-            raise ValueError(f"not a sample: {line[:80]!r}")
-        name, labels, value = found.groups()
-        samples.setdefault(name, {})[_read_labels(labels or "")] = float(value)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            samples.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
     return Scrape(samples)
-
-
-def _read_labels(text: str) -> Labels:
-    labels = set()
-    position = 0
-    while position < len(text):
-        found = _LABEL.match(text, position)
-        if found is None:
-            raise ValueError(f"not labels: {text[:80]!r}")
-        labels.add((found[1], _ESCAPE.sub(_unescape, found[2])))
-        position = found.end()
-    return frozenset(labels)
-
-
-def _unescape(escape: re.Match[str]) -> str:
-    return "\n" if escape[1] == "n" else escape[1]
 
 
 def quantile(buckets: Mapping[float, float], q: float) -> float | None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from onbeat.metrics.histogram import Histogram
 
 Labels = Mapping[str, str]
+Names = str | tuple[str, ...]
+"""Names of labels, or their values; a text is of the only label."""
+KeyT = TypeVar("KeyT", bound=Names)
 
 
 def gauge(name: str, text: str, value: float, labels: Labels | None = None) -> Metric:
@@ -17,14 +21,12 @@ def gauge(name: str, text: str, value: float, labels: Labels | None = None) -> M
     return gauges(name, text, tuple(labels), {tuple(labels.values()): value})
 
 
-def gauges(
-    name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float | None]
-) -> Metric:
+def gauges(name: str, text: str, labels: Names, values: Mapping[KeyT, float | None]) -> Metric:
     """Return a gauge with a sample for each set of label values; None is no sample."""
-    family = GaugeMetricFamily(name, text, labels=labels)
+    family = GaugeMetricFamily(name, text, labels=_tuple(labels))
     for key, value in values.items():
         if value is not None:
-            family.add_metric(key, value)
+            family.add_metric(_tuple(key), value)
     return family
 
 
@@ -34,13 +36,11 @@ def counter(name: str, text: str, value: float, labels: Labels | None = None) ->
     return counters(name, text, tuple(labels), {tuple(labels.values()): value})
 
 
-def counters(
-    name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]
-) -> Metric:
+def counters(name: str, text: str, labels: Names, values: Mapping[KeyT, float]) -> Metric:
     """Return a counter with a sample for each set of label values."""
-    family = CounterMetricFamily(name, text, labels=labels)
+    family = CounterMetricFamily(name, text, labels=_tuple(labels))
     for key, value in values.items():
-        family.add_metric(key, value)
+        family.add_metric(_tuple(key), value)
     return family
 
 
@@ -50,16 +50,13 @@ def histogram(name: str, text: str, value: Histogram, labels: Labels | None = No
     return histograms(name, text, tuple(labels), {tuple(labels.values()): value})
 
 
-def histograms(
-    name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], Histogram]
-) -> Metric:
+def histograms(name: str, text: str, labels: Names, values: Mapping[KeyT, Histogram]) -> Metric:
     """Return a histogram with buckets for each set of label values."""
-    family = HistogramMetricFamily(name, text, labels=labels)
+    family = HistogramMetricFamily(name, text, labels=_tuple(labels))
     for key, value in values.items():
-        family.add_metric(key, value.cumulative(), value.sum)
+        family.add_metric(_tuple(key), value.cumulative(), value.sum)
     return family
 
 
-def keyed(values: Mapping[str, int]) -> dict[tuple[str, ...], float]:
-    """Return label values as the functions above want them, of a metric with one label."""
-    return {(key,): number for key, number in values.items()}
+def _tuple(words: Names) -> tuple[str, ...]:
+    return (words,) if isinstance(words, str) else words

@@ -139,11 +139,6 @@ class ModelSpec:
 
 
 _SIZES = (
-    "num_layers",
-    "hidden_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "vocab_size",
+    *("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size"),
     "max_position_embeddings",
 )

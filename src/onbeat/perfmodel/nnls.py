@@ -13,15 +13,8 @@ from onbeat.core.step import BatchShape
 from onbeat.perfmodel.shapes import FIELDS, draft_pairs, draft_pairs_of
 
 FEATURES = (
-    "num_new_tokens",
-    "num_sequences",
-    "num_chunks",
-    "query_key_pairs",
-    "chunk_cached_tokens",
-    "decode_context_tokens",
-    "num_lm_head_rows",
-    "num_verify_rows",
-    "num_draft_tokens",
+    *("num_new_tokens", "num_sequences", "num_chunks", "query_key_pairs", "chunk_cached_tokens"),
+    *("decode_context_tokens", "num_lm_head_rows", "num_verify_rows", "num_draft_tokens"),
 )
 """The sums that count, beside a fixed time."""
 PAIRS = "draft_pairs"

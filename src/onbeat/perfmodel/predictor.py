@@ -112,17 +112,8 @@ class Predictor:
     """
 
     __slots__ = (
-        "_alarm",
-        "_correction",
-        "_guided_row",
-        "_inflation",
-        "_recent",
-        "_residual",
-        "_run_seconds",
-        "_seconds",
-        "errors",
-        "server",
-        "shape_range",
+        *("_alarm", "_correction", "_guided_row", "_inflation", "_recent", "_residual", "_run_seconds"),
+        *("_seconds", "errors", "server", "shape_range"),
     )
 
     def __init__(  # noqa: PLR0913 - parts that are there or not

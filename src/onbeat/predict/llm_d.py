@@ -118,21 +118,12 @@ class PredictionDesk(Collector):
         terms = {
             (pool, name): term for pool, model in self.pools.items() for name, term in model.terms.items()
         }
+        measured = {key: term.num_measured for key, term in terms.items()}
         seen = {key: term for key, term in terms.items() if term.num_measured}
         labels = ("pool", "latency")
         return [
-            counters(
-                "onbeat_predictions",
-                "Predictions",
-                ("pool",),
-                {(k,): n for k, n in self._num_predicted.items()},
-            ),
-            counters(
-                "onbeat_predict_measured",
-                "Measured latencies",
-                labels,
-                {k: t.num_measured for k, t in terms.items()},
-            ),
+            counters("onbeat_predictions", "Predictions", "pool", self._num_predicted),
+            counters("onbeat_predict_measured", "Measured latencies", labels, measured),
             gauges(
                 "onbeat_predict_bias_ratio",
                 "Typical measured / predicted, as the profile alone predicts",

@@ -16,15 +16,8 @@ from onbeat.vllm.settings import HINT, check_settings
 SUPPORTED = ((0, 26), (0, 33))
 """First and last minor version of vLLM whose scheduler was read and tried."""
 _NEEDED = (
-    "running",
-    "waiting",
-    "requests",
-    "current_step",
-    "max_num_scheduled_tokens",
-    "kv_cache_manager",
-    "_pause_state",
-    "_preempt_request",
-    "finish_requests",
+    *("running", "waiting", "requests", "current_step", "max_num_scheduled_tokens", "kv_cache_manager"),
+    *("_pause_state", "_preempt_request", "finish_requests"),
 )
 """Attributes of vLLM's scheduler without which no plan can be imposed."""
 _QUEUES = ("waiting", "skipped_waiting")

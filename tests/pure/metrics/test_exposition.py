@@ -47,7 +47,7 @@ def test_values_labels_and_timestamps() -> None:
 
 @pytest.mark.parametrize("text", ["<html>", "name", "name one", "name{a=1} 2", 'name{a="1" 2', "{} 3"])
 def test_what_is_no_metric_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match=r"not a sample|not labels|could not convert"):
+    with pytest.raises(ValueError, match=r"invalid metric name|Invalid labels|could not convert|^$"):
         read_exposition(text)
 
 
