@@ -53,7 +53,7 @@ def read_model_config(name_or_path: str) -> tuple[str, Mapping[str, Any]]:
     path = config_path(name_or_path)
     if path is not None:
         name = path.parent.resolve().name if path.name == CONFIG_NAME else path.stem
-        return name, _read_json(path)
+        return name, read_json(path, "the model's configuration")
     stem = _names().get(name_or_path.lower())
     if stem is None:
         if name_or_path.endswith(".json") or name_or_path.startswith((".", "/", "~")):
@@ -77,10 +77,6 @@ def config_path(name_or_path: str) -> Path | None:
                 f"{name_or_path} holds no {CONFIG_NAME}; give a model's directory or its {CONFIG_NAME}"
             )
     return path if path.is_file() else None
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    return read_json(path, "the model's configuration")
 
 
 def _unknown(name: str) -> str:

@@ -81,7 +81,8 @@ class Planner:
         alone = AloneSearch(self.task, buckets, self.results, self.progress)
         units, useless = ([], {}) if why else alone.calibrated(rated)
         left_out = left_out | useless
-        why = why or _nothing_alone(units, useless)
+        if not units:
+            why = why or "; ".join(f"{name}: {reason}" for name, reason in useless.items())
         search = MixSearch(self.task, units, buckets, self.judge, self.progress)
         best = None if why else search.run()
         if best is not None:
@@ -321,11 +322,6 @@ class Planner:
         if any(result is None for result in results):
             raise PlanInterrupted("interrupted: nothing is planned; --resume FILE keeps what was found")
         return [result for result in results if result is not None]
-
-
-def _nothing_alone(units: Sequence[RatedUnit], useless: dict[str, str]) -> str:
-    """Return why no unit is left that could hold the model; empty where one is."""
-    return "" if units else "; ".join(f"{name}: {why}" for name, why in useless.items())
 
 
 def _cost(fleet: Fleet) -> float:

@@ -225,13 +225,10 @@ class MixSearch:
         """Return the replicas of a unit that all requests need, by the estimate."""
         return self._task.needed_rate / self._units[number].rate(self._buckets)
 
-    def _most(self, number: int) -> float:
-        return most_of(self._units[number].unit, self._available)
-
     def _find_fewest(self, number: int) -> None:
         """Find the fewest replicas of one unit that do, if they cost less than the best fleet so far."""
         unit = self._units[number].unit
-        most = int(min(self._most(number), 1e6))
+        most = int(min(most_of(self._units[number].unit, self._available), 1e6))
         if self._best is not None and {one for one, _ in self._best.parts} != {unit}:
             most = min(most, ceil(self._best.usd_per_hour / unit.usd_per_hour - 1e-9) - 1)
         if number in self._fewest or most < 1:

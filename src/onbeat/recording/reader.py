@@ -75,7 +75,7 @@ class Recording:
 
     def calls(self) -> Iterator[Call]:
         """Read the calls in the order in which they were made."""
-        lines = iter(self._numbered_lines())
+        lines = enumerate(GzipLines(self.path), 1)
         next(lines)
         for number, line in lines:
             call = self._parse(number, line)
@@ -122,9 +122,6 @@ class Recording:
             self.num_steps += 1
             for request, hashes in call.block_hashes.items():
                 self._block_hashes[request] += hashes
-
-    def _numbered_lines(self) -> Iterator[tuple[int, bytes]]:
-        return enumerate(GzipLines(self.path), 1)
 
     def _parse_header(self, line: bytes) -> RecordHeader:
         try:

@@ -156,7 +156,7 @@ def _notes(results: Sequence[AnyResult], what: str) -> str:
 def _run_sections(page: Page, result: AnyResult, percentiles: Sequence[float]) -> str:
     return (
         "<h2>Numbers</h2>\n"
-        + f'<div class="grid wide">{_summary_table(result)}'
+        + f'<div class="grid wide">{table(("", ""), summary_rows(result))}'
         + f'<div class="stack">{_latency_table(result, percentiles)}{_named_tables(result)}</div></div>\n'
         + _error_section(result)
         + _class_section(result)
@@ -200,10 +200,6 @@ def _sweep_sections(page: Page, results: Sequence[AnyResult]) -> str:
 
 def _gaps(result: AnyResult, num_runs: int = 1) -> Figure | None:
     return with_limits(charts.gaps_figure(result, num_runs), limits_of(result.summary, "itl"))
-
-
-def _summary_table(result: AnyResult) -> str:
-    return table(("", ""), summary_rows(result))
 
 
 def _latency_table(result: AnyResult, percentiles: Sequence[float]) -> str:

@@ -30,15 +30,11 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.is_draining = False
-        self._num_open = 0
+        self.num_open = 0
+        """HTTP requests that are generating now."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._engine_ids: set[str] = set()
-
-    @property
-    def num_open(self) -> int:
-        """HTTP requests that are generating now."""
-        return self._num_open
 
     @property
     def engine_request_ids(self) -> list[str]:
@@ -69,13 +65,13 @@ class Lifecycle:
         Overloaded : the server is going down.
         """
         self.check_open()
-        self._num_open += 1
+        self.num_open += 1
         self._idle.clear()
         try:
             yield
         finally:
-            self._num_open -= 1
-            if self._num_open == 0:
+            self.num_open -= 1
+            if self.num_open == 0:
                 self._idle.set()
 
     @contextmanager

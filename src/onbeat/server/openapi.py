@@ -36,20 +36,28 @@ class EmbeddingUsage(BaseModel):
     total_tokens: int
 
 
+class _Answer(BaseModel):
+    """What answers about texts have in common."""
+
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    slo: SLOReport | None = None
+
+
+class _Listing(_Answer):
+    object: Literal["list"]
+    created: int
+
+
 class Embedding(BaseModel):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
 
-class EmbeddingList(BaseModel):
-    id: str
-    object: Literal["list"]
-    created: int
+class EmbeddingList(_Listing):
     data: list[Embedding]
-    model: str
-    usage: EmbeddingUsage
-    slo: SLOReport | None = None
 
 
 class Pooled(BaseModel):
@@ -58,14 +66,8 @@ class Pooled(BaseModel):
     data: list[float] | str
 
 
-class PooledList(BaseModel):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
+class PooledList(_Listing):
     data: list[Pooled]
-    usage: EmbeddingUsage
-    slo: SLOReport | None = None
 
 
 class RankedText(BaseModel):
@@ -78,12 +80,8 @@ class RankedDocument(BaseModel):
     document: RankedText | None = None
 
 
-class Ranking(BaseModel):
-    id: str
-    model: str
+class Ranking(_Answer):
     results: list[RankedDocument]
-    usage: EmbeddingUsage
-    slo: SLOReport | None = None
 
 
 class Score(BaseModel):
@@ -92,14 +90,8 @@ class Score(BaseModel):
     score: float
 
 
-class ScoreList(BaseModel):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
+class ScoreList(_Listing):
     data: list[Score]
-    usage: EmbeddingUsage
-    slo: SLOReport | None = None
 
 
 _COMPONENT = "#/components/schemas/{model}"

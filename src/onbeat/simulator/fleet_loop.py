@@ -10,8 +10,8 @@ from typing import Protocol
 from onbeat.core.errors import RequestRejected
 from onbeat.core.fleet import ReplicaId, replica_id
 from onbeat.simulator.deliveries import Collector, refuse
-from onbeat.simulator.replica import VirtualReplica
 from onbeat.simulator.virtual_clients import Clients, OfferedRequest
+from onbeat.simulator.virtual_replica import VirtualReplica
 
 STEP, HEAR, COPY, TICK, ARRIVE, MOVE, PLAN, REPORT, STOP = range(9)
 """The order of what happens at one instant.

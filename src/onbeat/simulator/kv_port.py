@@ -12,9 +12,9 @@ from typing import Generic, NamedTuple, TypeVar
 from onbeat.core.handover import Detached
 from onbeat.core.request import Request
 from onbeat.scheduler.replica.move_agent import Departure
-from onbeat.simulator.replica import VirtualReplica
 from onbeat.simulator.simulation_config import KVLink
 from onbeat.simulator.virtual_clients import OfferedRequest
+from onbeat.simulator.virtual_replica import VirtualReplica
 
 K = TypeVar("K", bound=Hashable)
 """Whatever names a transfer."""

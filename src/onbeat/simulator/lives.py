@@ -9,9 +9,9 @@ from functools import partial
 from onbeat.core.fleet import replica_id
 from onbeat.scheduler.cluster.events import Reported
 from onbeat.simulator.fleet_loop import HEAR, REPORT, Desk, FleetLoop
-from onbeat.simulator.replica import VirtualReplica
 from onbeat.simulator.result import ReplicaCounters
 from onbeat.simulator.simulation_config import ReplicaKind
+from onbeat.simulator.virtual_replica import VirtualReplica
 
 MakeReplica = Callable[[int, ReplicaKind], VirtualReplica]
 

@@ -7,16 +7,16 @@ from collections import deque
 from math import inf
 
 from onbeat.core.fleet import ReplicaLoad
-from onbeat.core.handover import Detached
 from onbeat.core.step_time import StepTimeModel, predict_step
 from onbeat.simulator.observer import SimulationObserver
-from onbeat.simulator.replica_core import ReplicaCore, StepUnderWay
+from onbeat.simulator.replica_core import StepUnderWay
 from onbeat.simulator.result import ReplicaCounters
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
+from onbeat.simulator.virtual_replica import VirtualReplica
 
 
-class PipelineReplica:
+class PipelineReplica(VirtualReplica):
     """A replica whose steps pass through stages, one micro-batch in each.
 
     A micro-batch ends a stage at `max(end of its stage before, end of the micro-batch ahead in this stage)`
@@ -33,21 +33,13 @@ class PipelineReplica:
         *,
         observer: SimulationObserver | None = None,
     ) -> None:
-        self.name = name
-        self._core = ReplicaCore(name, config, step_time, observer)
-        self.scheduler = self._core.scheduler
-        self.next_time = inf
-        self.started: list[OfferedRequest] = []
+        super().__init__(name, config, step_time, observer)
         self._num_stages = config.pipeline
-        self._model = step_time
-        self._overhead = config.host_overhead
         self._under_way: deque[tuple[StepUnderWay, float]] = deque()
         """Micro-batches, and when they leave the last stage."""
         self._free_at = [0.0] * config.pipeline
         """When each stage ends its last micro-batch."""
         self._stage_seconds = 0.0
-        self._charged = 0.0
-        """Seconds by which the next micro-batch takes longer."""
 
     def add(self, offered: OfferedRequest, now: float) -> None:
         """Take a request; micro-batches under way go on as they are."""
@@ -82,34 +74,12 @@ class PipelineReplica:
         busy = max(0.0, self._free_at[0] - now) if self._under_way else 0.0
         return self._core.scheduler.load(now, busy=busy)
 
-    def withdraw(self, request_id: str, now: float) -> None:  # noqa: ARG002
-        """Let go of a request with the tokens that it has got by now."""
-        self._core.withdraw(request_id)
-
     def settle(self, now: float) -> None:
         """Do nothing: the scheduler sees each micro-batch as it ends."""
 
-    def adopt(self, handover_id: str, offered: OfferedRequest, detached: Detached, now: float) -> None:
-        """Go on with a request that has come with its KV."""
-        self._core.adopt(handover_id, offered, detached, now)
-
-    def let_go(self, request_id: str) -> None:
-        """Forget a request that another replica has adopted."""
-        self._core.let_go(request_id)
-
-    def charge(self, seconds: float) -> None:
-        """Let the next micro-batch take longer."""
-        self._charged += seconds
-
-    def abandon(self, now: float) -> list[OfferedRequest]:
-        """Die; return the requests that had not ended, with the tokens that they had got by now."""
-        self._core.end_work(now)
-        self.next_time = inf
-        return self._core.deliveries.open_requests
-
     def counters(self) -> ReplicaCounters:
         """Return what the replica has done so far."""
-        counters = self._core.counters()
+        counters = super().counters()
         if not self._under_way:
             counters.bubble_seconds = self._num_stages * self._core.busy_seconds - self._stage_seconds
         return counters

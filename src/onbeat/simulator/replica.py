@@ -7,98 +7,25 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import partial
 from math import inf
-from typing import Protocol
 
 from onbeat.core.errors import RequestRejected
 from onbeat.core.fleet import ReplicaLoad
-from onbeat.core.handover import Detached
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel, refuse_prediction
 from onbeat.perfmodel.runs import RunTimer, seconds_of_each
-from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.simulator.deliveries import refuse
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.pipeline import PipelineReplica
-from onbeat.simulator.replica_core import ReplicaCore, StepUnderWay
-from onbeat.simulator.result import ReplicaCounters
+from onbeat.simulator.replica_core import StepUnderWay
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
+from onbeat.simulator.virtual_replica import VirtualReplica
 
 _STEPS_AT_ONCE = 8
 """Steps predicted at a time where an arrival may, but need not, come to this replica."""
 
 
-class VirtualReplica(Protocol):
-    """A replica as the event loop sees it. At an instant the loop calls `end`, then `add`, then `start`."""
-
-    name: str
-    """As records carry it."""
-    scheduler: Scheduler
-    next_time: float
-    """When it wants to be called next; infinite while nothing runs."""
-    started: list[OfferedRequest]
-    """Requests that got their first token in the last `end`, if there is a router to be told."""
-
-    def add(self, offered: OfferedRequest, now: float) -> None:
-        """Take a request.
-
-        Raises
-        ------
-        RequestRejected : as `Scheduler.add`; the replica goes on as if it had not been asked.
-        """
-        ...
-
-    def interrupt(self, now: float) -> None:
-        """Plan anew after the step under way: the scheduler has been told of something."""
-        ...
-
-    def end(self, now: float) -> list[OfferedRequest]:
-        """End what is due; return the requests that ended."""
-        ...
-
-    def start(self, now: float, next_arrival: float) -> list[OfferedRequest]:
-        """Begin a step, if the replica is free and has work; return requests that have waited in vain."""
-        ...
-
-    def load(self, now: float) -> ReplicaLoad:
-        """Return how it stands after `start`, for whoever shares requests out."""
-        ...
-
-    def withdraw(self, request_id: str, now: float) -> None:
-        """Let go of a request with the tokens that it has got by now."""
-        ...
-
-    def settle(self, now: float) -> None:
-        """Let the scheduler see all that has been computed by now, and plan anew after the step under way."""
-        ...
-
-    def adopt(self, handover_id: str, offered: OfferedRequest, detached: Detached, now: float) -> None:
-        """Go on with a request that has come with its KV, after `settle`.
-
-        Raises
-        ------
-        RequestRejected : as `Handovers.adopt`; then nothing has changed.
-        """
-        ...
-
-    def let_go(self, request_id: str) -> None:
-        """Forget a request that another replica has adopted."""
-        ...
-
-    def charge(self, seconds: float) -> None:
-        """Let the next step take longer."""
-        ...
-
-    def abandon(self, now: float) -> list[OfferedRequest]:
-        """Die; return the requests that had not ended, with the tokens that they had got by now."""
-        ...
-
-    def counters(self) -> ReplicaCounters:
-        """Return what it has done so far."""
-        ...
-
-
-class SerialReplica:
+class SerialReplica(VirtualReplica):
     """A replica that runs one step after the other.
 
     A run of decode steps in which nothing but token counts changes is taken at once: each step's time is
@@ -127,18 +54,12 @@ class SerialReplica:
         is_alone: bool = False,
         is_watched: bool = False,
     ) -> None:
-        self.name = name
-        self._core = ReplicaCore(name, config, step_time, observer)
-        self.scheduler = self._core.scheduler
-        self.next_time = inf
-        self.started: list[OfferedRequest] = []
-        self._model = step_time
+        super().__init__(name, config, step_time, observer)
         self._step_times = (
             step_time.step_times
             if isinstance(step_time, RunTimer)
             else partial(seconds_of_each, step_time.step_time)
         )
-        self._overhead = config.host_overhead
         self._may_run_on = observer is None or observer.wanted_steps != "all"
         self._is_alone = is_alone
         self._learns = self.scheduler.step_time_model is not None
@@ -157,8 +78,6 @@ class SerialReplica:
         """Requests that no plan has seen, and when they came."""
         self._last_step = (-inf, -inf)
         """Start and end of the last step that has ended."""
-        self._charged = 0.0
-        """Seconds by which the next step takes longer."""
 
     def add(self, offered: OfferedRequest, now: float) -> None:
         """Take a request."""
@@ -244,39 +163,11 @@ class SerialReplica:
         self._catch_up(self._step, now)
         return self.scheduler.load(now, busy=self._ends[0] - now)
 
-    def withdraw(self, request_id: str, now: float) -> None:
-        """Let go of a request with the tokens that it has got by now."""
-        self.settle(now)
-        self._core.withdraw(request_id)
-
-    def adopt(self, handover_id: str, offered: OfferedRequest, detached: Detached, now: float) -> None:
-        """Go on with a request that has come with its KV."""
-        self._core.adopt(handover_id, offered, detached, now)
-
-    def let_go(self, request_id: str) -> None:
-        """Forget a request that another replica has adopted."""
-        self._core.let_go(request_id)
-
-    def charge(self, seconds: float) -> None:
-        """Let the next step take longer."""
-        self._charged += seconds
-
-    def abandon(self, now: float) -> list[OfferedRequest]:
-        """Die; return the requests that had not ended, with the tokens that they had got by now."""
-        self.settle(now)
-        self._core.end_work(now)
-        self.next_time = inf
-        return self._core.deliveries.open_requests
-
     def settle(self, now: float) -> None:
         """Deliver what the steps of a run have brought by now."""
         self.interrupt(now)
         if self._step is not None and not self._learns:
             self._catch_up(self._step, now)
-
-    def counters(self) -> ReplicaCounters:
-        """Return what the replica has done so far."""
-        return self._core.counters()
 
     def _look_ahead(self, step: StepUnderWay, end: float, next_arrival: float) -> None:
         """Predict further steps of the run, the first of which starts at `end`.

@@ -17,12 +17,13 @@ from onbeat.scheduler.cluster.routing import Router
 from onbeat.simulator.deliveries import Collector
 from onbeat.simulator.fleet_loop import FleetLoop, run_alone, run_until_end
 from onbeat.simulator.observer import Progress, SimulationObserver
-from onbeat.simulator.replica import VirtualReplica, make_replica
+from onbeat.simulator.replica import make_replica
 from onbeat.simulator.result import FleetSize, ReplicaCounters, SimulationResult
 from onbeat.simulator.shards import IndependentReplicas, run_in_processes
 from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import Clients
 from onbeat.simulator.virtual_fleet import VirtualFleet, wants_reports
+from onbeat.simulator.virtual_replica import VirtualReplica
 from onbeat.workload.offered import OfferedLoad
 
 _REPORT_SECONDS = 0.1

@@ -14,9 +14,9 @@ from onbeat.scheduler.cluster.events import Answered, MoveStep
 from onbeat.scheduler.cluster.move_carrier import CarriedMove, MoveCarrier
 from onbeat.scheduler.replica.move_agent import MoveAgent
 from onbeat.simulator.kv_port import Copies, VirtualKV, VirtualSource
-from onbeat.simulator.replica import VirtualReplica
 from onbeat.simulator.simulation_config import KVLink
 from onbeat.simulator.virtual_clients import OfferedRequest
+from onbeat.simulator.virtual_replica import VirtualReplica
 
 Answer = Callable[[Answered, float, float], None]
 """Takes an answer, the time, and in how many seconds it is heard of."""

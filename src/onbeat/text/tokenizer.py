@@ -54,13 +54,9 @@ class VocabularyTokenizer:
         self._roles = roles
         self._spelling = spelling_of(backend)
         added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._vocab_size = max(backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0)
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0)
         self._bytes: dict[int, bytes] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
 
     @property
     def bos_token_id(self) -> int | None:
@@ -69,10 +65,6 @@ class VocabularyTokenizer:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         return self._roles.eos_token_ids
-
-    @property
-    def special_token_ids(self) -> frozenset[int]:
-        return self._special_ids
 
     @property
     def strips_leading_space(self) -> bool:
@@ -117,7 +109,7 @@ class VocabularyTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; ids that the vocabulary lacks stand for nothing."""
         if skip_special_tokens:
-            token_ids = [token_id for token_id in token_ids if token_id not in self._special_ids]
+            token_ids = [token_id for token_id in token_ids if token_id not in self.special_token_ids]
         text = b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
         return text.removeprefix(" ") if self._spelling.strips_leading_space else text
 
@@ -131,7 +123,7 @@ class VocabularyTokenizer:
 
     def token_entry(self, token_id: int) -> str:
         """Return a token as the vocabulary spells it, such as `Ġis`; empty where it has no such token."""
-        return (self._backend.id_to_token(token_id) if 0 <= token_id < self._vocab_size else None) or ""
+        return (self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None) or ""
 
     def token_text(self, token_id: int) -> str:
         """Return a token as shown in logprobs: its bytes as UTF-8, undecodable bytes replaced."""

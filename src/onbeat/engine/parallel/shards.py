@@ -109,17 +109,13 @@ class ShardedCheckpoint:
         self._checkpoint = checkpoint
         self._shard = shard
         self._whole = checkpoint.config
-        self._config = config_of_rank(self._whole, shard)
-        self._kv_heads = np.array(kv_heads_of(self._whole, shard))
-
-    @property
-    def config(self) -> ModelConfig:
+        self.config = config_of_rank(self._whole, shard)
         """The model as this rank sees it."""
-        return self._config
+        self._kv_heads = np.array(kv_heads_of(self._whole, shard))
 
     def names(self) -> Iterable[str]:
         """Return the parameters' names."""
-        return parameter_shapes(self._config).keys()
+        return parameter_shapes(self.config).keys()
 
     def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return this rank's part of a parameter; see `Checkpoint.get`."""

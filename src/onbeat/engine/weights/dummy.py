@@ -32,14 +32,10 @@ class DummyCheckpoint:
     """
 
     def __init__(self, config: ModelConfig, *, seed: int = 0) -> None:
-        self._config = config
+        self.config = config
+        """The model that the weights are of."""
         self._seed = seed
         self._shapes = parameter_shapes(config)
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model that the weights are of."""
-        return self._config
 
     def names(self) -> Iterable[str]:
         """Return the parameters' names."""
@@ -79,11 +75,11 @@ class DummyCheckpoint:
         """Return the least value of a parameter's numbers, and the width of their range."""
         shape = self._shapes.get(name)
         if shape is None:
-            raise ModelLoadError(f"the {self._config.architecture} model has no parameter {name!r}")
+            raise ModelLoadError(f"the {self.config.architecture} model has no parameter {name!r}")
         mean, deviation = 0.0, 0.02
         if len(shape) == 2:
             # Embeddings feed a norm in some families and are added as they are in others: unit rows over all.
             deviation = 1 / math.sqrt(shape[1])
         elif name.endswith("norm.weight"):
-            mean, deviation = 1.0 - self._config.norm_weight_offset, 0.05
+            mean, deviation = 1.0 - self.config.norm_weight_offset, 0.05
         return mean - math.sqrt(3) * deviation, math.sqrt(12) * deviation

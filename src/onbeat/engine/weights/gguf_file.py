@@ -165,21 +165,17 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path, served_len: int | None = None) -> None:
         metadata, by_gguf_name = read_parts(path)
-        self._config = _read_config(metadata, by_gguf_name, served_len)
-        self._shapes = parameter_shapes(self._config)
+        self.config = _read_config(metadata, by_gguf_name, served_len)
+        """The model that the weights are of."""
+        self._shapes = parameter_shapes(self.config)
         self._tensors = {
-            hf_name(name, self._config): tensor
+            hf_name(name, self.config): tensor
             for name, tensor in by_gguf_name.items()
             if name not in ROPE_TENSORS
         }
         found = {name: _shape(tensor) for name, tensor in self._tensors.items()}
-        self._rows = find_rows(found, self._shapes, self._config)
+        self._rows = find_rows(found, self._shapes, self.config)
         check_parameters(self._shapes, shapes_of(self._rows, found), f"the GGUF file {path}")
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model that the weights are of."""
-        return self._config
 
     def names(self) -> Iterable[str]:
         """Return the parameters' names."""
@@ -188,9 +184,9 @@ class GgufCheckpoint:
     def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a parameter; see `Checkpoint.get`."""
         data, kind = self._stored(name)
-        shape, minus = self._shapes[name], stored_offset(name, self._config)
+        shape, minus = self._shapes[name], stored_offset(name, self.config)
         values = dequantize_rows(data, shape, kind, dtype, minus=minus)
-        return unpermute_rows(name, values, self._config)
+        return unpermute_rows(name, values, self.config)
 
     def stored_type(self, name: str) -> str:
         """Return a parameter's GGUF type; see `DescribedSource.stored_type`."""
@@ -201,14 +197,14 @@ class GgufCheckpoint:
         (data, kind), shape = self._stored(name), self._shapes[name]
         if kind in PLAIN_TYPES or len(shape) != 2:
             return None
-        from_rows = unpermute_rows(name, np.arange(shape[0]), self._config)
+        from_rows = unpermute_rows(name, np.arange(shape[0]), self.config)
         return QuantizedRows(kind.name, data, np.argsort(from_rows))
 
     def _stored(self, name: str) -> tuple[Any, GGMLQuantizationType]:
         """Return a parameter's rows as the file has them, and their type."""
         rows = self._rows.get(name)
         if rows is None:
-            raise ModelLoadError(f"the {self._config.architecture} model has no parameter {name!r}")
+            raise ModelLoadError(f"the {self.config.architecture} model has no parameter {name!r}")
         tensor = self._tensors[rows.tensor]
         data = tensor.data.reshape(-1, tensor.data.shape[-1])
         return data[rows.first : rows.end], tensor.tensor_type

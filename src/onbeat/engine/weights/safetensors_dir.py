@@ -70,16 +70,12 @@ class SafetensorsCheckpoint:
             shapes = {_PREFIX + name: shape for name, shape in shapes.items()}
             self._stored = {_PREFIX + name: stored for name, stored in self._stored.items()}
             config = replace(config, tie_word_embeddings=True, has_head=False)
-        self._config = config
+        self.config = config
+        """The model that the weights are of."""
         self._shapes = parameter_shapes(config)
         used = self._used(shapes)
         self._rows = find_rows(used, self._shapes, config)
         check_parameters(self._shapes, shapes_of(self._rows, used), f"the checkpoint {directory}")
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model that the weights are of."""
-        return self._config
 
     def names(self) -> Iterable[str]:
         """Return the parameters' names."""
@@ -88,7 +84,7 @@ class SafetensorsCheckpoint:
     def get(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Return a parameter; see `Checkpoint.get`."""
         if name not in self._shapes:
-            raise ModelLoadError(f"the {self._config.architecture} model has no parameter {name!r}")
+            raise ModelLoadError(f"the {self.config.architecture} model has no parameter {name!r}")
         tensor_name, first, end = self._rows[name]
         values = self._stored[tensor_name].values
         if tensor_name != name:
@@ -147,7 +143,7 @@ class SafetensorsCheckpoint:
 
     def _used(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         unused = {name for name in shapes if _DERIVED.search(name)}
-        if self._config.tie_word_embeddings:
+        if self.config.tie_word_embeddings:
             unused.add("lm_head.weight")  # a copy of the embedding
         return {name: shape for name, shape in shapes.items() if name not in unused}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config.architecture import Activation, Experts, ModelConfig
@@ -59,6 +59,13 @@ class Family:
     """None: another family's GGUF files are this one's, too."""
     hf_names: tuple[tuple[str, str], ...] = ()
     """Parts of parameters' names in its Hugging Face files, and what onbeat calls them."""
+
+
+def with_window(config: ModelConfig, window: int | None) -> ModelConfig:
+    """Return a model of which all layers slide over a window of tokens; None is no window."""
+    if window is None:
+        return config
+    return replace(config, sliding_window=window, sliding_layers=(True,) * config.num_layers)
 
 
 def experts_of(values: Values, *, count: str, intermediate_size: str, normalizes: bool) -> Experts:

@@ -8,26 +8,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onbeat.engine.model_config.architecture import ModelConfig
-from onbeat.engine.model_config.families.base import Family, experts_of, window_of
+from onbeat.engine.model_config.families.base import Family, experts_of, window_of, with_window
 from onbeat.engine.model_config.hf_rope import RopeRules
 from onbeat.engine.model_config.values import Values
 
 
-def _sliding(config: ModelConfig, window: int | None) -> ModelConfig:
-    if window is None:
-        return config
-    return replace(config, sliding_window=window, sliding_layers=(True,) * config.num_layers)
-
-
 def _mistral(config: ModelConfig, values: Values) -> ModelConfig:
-    return _sliding(config, window_of(values, 4096))
+    return with_window(config, window_of(values, 4096))
 
 
 def _mixtral(config: ModelConfig, values: Values) -> ModelConfig:
     experts = experts_of(
         values, count="num_local_experts", intermediate_size="intermediate_size", normalizes=True
     )
-    return replace(_sliding(config, window_of(values, None)), experts=experts)
+    return replace(with_window(config, window_of(values, None)), experts=experts)
 
 
 MISTRAL = Family(

@@ -5,27 +5,19 @@ Files have queries, keys and values in one tensor, and gate and up in another.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from onbeat.engine.model_config.architecture import ModelConfig
-from onbeat.engine.model_config.families.base import Family, GgufRules, window_of
+from onbeat.engine.model_config.families.base import Family, GgufRules, window_of, with_window
 from onbeat.engine.model_config.hf_rope import RopeRules
 from onbeat.engine.model_config.values import Values
 
 
-def _sliding(config: ModelConfig, window: int | None) -> ModelConfig:
-    if window is None:
-        return config
-    return replace(config, sliding_window=window, sliding_layers=(True,) * config.num_layers)
-
-
 def _from_hf(config: ModelConfig, values: Values) -> ModelConfig:
-    return _sliding(config, window_of(values, None))
+    return with_window(config, window_of(values, None))
 
 
 def _from_gguf(config: ModelConfig, values: Values) -> ModelConfig:
     # llama.cpp writes 0 for none, and computes without the window that the model was trained with.
-    return _sliding(config, values.raw("attention.sliding_window") or None)
+    return with_window(config, values.raw("attention.sliding_window") or None)
 
 
 PHI3 = Family(
