@@ -241,7 +241,7 @@ class OfferedLoad:
             ids = {each.name: number for number, each in enumerate(classes)}
             known = [ids.get(job.kind, -1) for job in self.jobs.jobs]
             of_jobs = assign_classes(len(sizes), classes, rng) if -1 in known else np.array(known, np.int16)
-            class_ids = np.repeat(of_jobs, sizes)
+            class_ids = np.repeat(of_jobs, sizes).astype(np.int16)
         load = replace(self, classes=tuple(classes), class_ids=class_ids)
         if not have_traces(classes):
             return load

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 
-ClassIds = NDArray[np.int16]
+ClassIds = NDArray[np.int16] | NDArray[np.int32]
 
 SHARE_TOLERANCE = 1e-6
 
@@ -66,8 +67,8 @@ def check_classes(classes: Sequence[SLOClass]) -> None:
     ------
     ConfigError : which names or shares are wrong.
     """
-    names = [each.name for each in classes]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    names = Counter(each.name for each in classes)
+    if twice := sorted(name for name, count in names.items() if count > 1):
         raise ConfigError(f"class {twice[0]!r} is given more than once; give each class one name")
     total = sum(each.share for each in classes)
     if classes and abs(total - 1) > SHARE_TOLERANCE:

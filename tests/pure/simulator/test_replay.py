@@ -34,6 +34,7 @@ from onbeat.simulator.replay.forecast import (
 from onbeat.simulator.replay.history import RecordedRequest, RecordedStep, RunHistory, read_history
 from onbeat.simulator.replay.recorded_drafts import measured_acceptance, read_acceptance
 from onbeat.simulator.simulate import simulate
+from onbeat.workload.slo_classes import check_classes
 from tests.pure.recording.recorded import RecordedRun, make_header, start_run
 from tests.pure.scheduler.driver import make_config, make_request
 from tests.pure.simulator.loads import ShapeTime
@@ -239,6 +240,17 @@ def timed_run(path: Path, seconds, *, num_requests: int = 40, **changes) -> Reco
         run.update(scheduled, now, seconds=duration)
     run.writer.close()
     return Recording(path)
+
+
+def test_each_of_many_requests_may_have_an_objective_of_its_own() -> None:
+    """So have the calls of jobs."""
+    slos = [SLO(e2e=1 + number / 1000) for number in range(33_000)]
+    records = [RequestRecord(request_id="r", arrival=0.0, num_prompt_tokens=1, slo=slo) for slo in slos]
+    classes, class_ids = replay_forecast.group_by_objectives(
+        [RecordedRequest(record, 0.0) for record in records]
+    )
+    assert [classes[number].slo for number in class_ids.tolist()] == slos
+    check_classes(classes)
 
 
 def linear(shape: BatchShape) -> float:

@@ -222,7 +222,7 @@ class _Run:
         )
         self._records = [request.record for request in requests]
         self._is_relegating = any(request.shed is ShedMode.RELEGATE for request in requests)
-        classes, class_ids = _classes(requests)
+        classes, class_ids = group_by_objectives(requests)
         self._origin = min(taken[0][0], min(record.arrival for record in self._records))
         times = np.array([time for time, _ in taken]) - self._origin
         ids: dict[bytes, int] = {}
@@ -274,7 +274,7 @@ class _Run:
         )
 
 
-def _classes(requests: Sequence[RecordedRequest]) -> tuple[tuple[SLOClass, ...], ClassIds]:
+def group_by_objectives(requests: Sequence[RecordedRequest]) -> tuple[tuple[SLOClass, ...], ClassIds]:
     """Group requests by their objectives, and say of each in which group it is."""
     numbers: dict[tuple[SLO, float], int] = {}
     class_ids = np.array(
@@ -282,7 +282,7 @@ def _classes(requests: Sequence[RecordedRequest]) -> tuple[tuple[SLOClass, ...],
             numbers.setdefault((request.record.slo or SLO(), request.weight), len(numbers))
             for request in requests
         ],
-        dtype=np.int16,
+        dtype=np.int32,  # each call of a job has an objective of its own
     )
     counts = np.bincount(class_ids)
     classes = tuple(
