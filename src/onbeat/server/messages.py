@@ -78,8 +78,10 @@ class CountTokensRequest(GenerationRequest):
             raise InvalidRequest("n is above 1; a message has one answer", param="n")
         choice = self.tool_choice or {}
         config = self.output_config or {}
+        messages = messages_of(self.messages, self.system)
         return {
-            "messages": messages_of(self.messages, self.system),
+            "messages": messages,
+            **(_CONTINUED if _is_to_be_continued(messages) else {}),
             "stop": self.stop_sequences,
             "tools": function_tools(self.tools, "input_schema"),
             "tool_choice": _tool_choice(choice),
@@ -96,6 +98,15 @@ class MessageRequest(CountTokensRequest):
     """Anthropic's request for a message, with the extra fields that chat completions have."""
 
     max_tokens: Annotated[int, Field(ge=1), WHOLE]
+
+
+_CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
+
+
+def _is_to_be_continued(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the answer goes on with the last message: it is the beginning of that answer."""
+    last = messages[-1] if messages else {}
+    return last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
 def messages_of(

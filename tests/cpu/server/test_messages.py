@@ -109,6 +109,18 @@ async def test_objectives_and_tenant_stand_in_metadata(served: Served, engine: F
     assert (request.tenant or "").startswith("user:")
 
 
+@pytest.mark.parametrize("begun", ["Sure, ", [{"type": "text", "text": "Sure, "}]])
+async def test_the_answer_goes_on_with_a_last_message_of_its_own(served: Served, begun: Any) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": begun}]
+    asked = {"model": "fake/model", "max_tokens": 5, "messages": messages}
+    answer = await served.post("/v1/messages", asked)
+    assert answer.json["content"] == [{"type": "text", "text": "Hello"}]
+    prompt = served.engine.requests[-1].prompt_token_ids
+    assert bytes(prompt).decode() == "[user]hi\n[assistant]Sure, "
+    counted = await served.post("/v1/messages/count_tokens", asked)
+    assert counted.json == {"input_tokens": len(prompt)}
+
+
 def test_blocks_become_messages() -> None:
     blocks: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]},
