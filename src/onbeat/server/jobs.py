@@ -37,6 +37,8 @@ JOB_HEADERS = {
     "x-slo-job-class": "class",
 }
 """Headers that say the same as the object `slo.job`."""
+_CLOCK_STEP = 0.1
+"""Seconds. Two clocks that part by more were set anew, or the machine has slept; by less, a job's calls agree."""
 _NUMBERS = ("deadline_ms", "e2e_ms")
 _NUMBER = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?", re.ASCII)
 
@@ -128,7 +130,7 @@ class JobDesk:
     def __init__(self, counts: JobCounts) -> None:
         self._counts = counts
         self._book = JobBook(on_end=counts.end)
-        self._since_1970 = time.time() - time.monotonic()
+        self._since_1970 = 0.0
 
     @contextmanager
     def call(self, call: JobCall | None, choices: Sequence[Choice]) -> Iterator[CallTicket | None]:
@@ -154,6 +156,9 @@ class JobDesk:
 
     def _open(self, call: JobCall, choices: Sequence[Choice]) -> CallTicket:
         if call.deadline is not None:
+            since_1970 = time.time() - time.monotonic()
+            if abs(since_1970 - self._since_1970) > _CLOCK_STEP:
+                self._since_1970 = since_1970
             call = replace(call, deadline=call.deadline - self._since_1970)
         first = choices[0].request
         prompts = {choice.prompt_index: len(choice.request.prompt_token_ids) for choice in choices}

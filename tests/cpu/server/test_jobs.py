@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from onbeat.core.request import Request
+from onbeat.server import jobs
 from tests.cpu.server.asking import CHAT, TEXT, ask_chat, ask_text, check
 from tests.cpu.server.running import HELLO, Served, parse_events
 from tests.fakes_engine import FakeEngine
@@ -98,6 +100,23 @@ async def test_a_bad_job_is_told_in_a_sentence(
     assert words in answer.error["message"]
     assert len(answer.error["message"]) < 300
     assert answer.error["param"] == param
+
+
+async def test_a_deadline_is_meant_by_the_clock_as_it_is(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that slept, or whose clock was set, is not an hour late for ever."""
+
+    async def remaining(now: float) -> float:
+        clock = SimpleNamespace(time=lambda: now, monotonic=time.monotonic)
+        monkeypatch.setattr(jobs, "time", clock)
+        answer = await ask_text(served, slo={"job": {"id": str(now), "deadline_ms": (now + 50) * 1e3}})
+        left: float = answer["slo"]["job"]["remaining_ms"]
+        return left
+
+    now = time.time()
+    for each in (now, now + 3600, now - 3600):
+        assert 0 < await remaining(each) <= 50_001
 
 
 async def test_calls_of_a_job_state_one_deadline(served: Served) -> None:
