@@ -38,7 +38,7 @@ JOB_HEADERS = {
 }
 """Headers that say the same as the object `slo.job`."""
 _CLOCK_STEP = 0.1
-"""Seconds. Two clocks that part by more were set anew, or the machine has slept; by less, a job's calls agree."""
+"""Seconds by which two clocks part if one was set anew, or the machine has slept."""
 _NUMBERS = ("deadline_ms", "e2e_ms")
 _NUMBER = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?", re.ASCII)
 
@@ -116,7 +116,11 @@ def _of_headers(given: dict[str, str]) -> JobFields:
                 param=header,
                 code="invalid_value",
             )
-    return validated(JobFields, read, [])
+    try:
+        return validated(JobFields, read, [])
+    except InvalidRequest as error:
+        header = next(header for header, name in JOB_HEADERS.items() if name == error.param)
+        raise InvalidRequest(f"the header {header}: {error}", param=header, code=error.code) from error
 
 
 class JobDesk:
