@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
 from httptools import HttpParserError, HttpParserUpgrade
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from onbeat.server.errors import RETRY_AFTER_SECONDS, error_body
 from onbeat.server.server_config import ConnectionLimits
@@ -187,6 +188,8 @@ class BoundedConnection(HttpToolsProtocol):
         if self._has_offer:
             return
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            setattr(self.cycle, "send", _without_chunks(self.cycle))  # noqa: B010 -- a method for one answer
         self._is_in_head, self._is_in_body = False, True
         self._num_loose_bytes = self._num_body_bytes = 0
         self._unwatch()
@@ -296,6 +299,23 @@ class BoundedConnection(HttpToolsProtocol):
         self.cycle.disconnected = True
         self.cycle.waiting_for_100_continue = False
         self.cycle.message_event.set()
+
+
+def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[Any, Any, None]]:
+    """Return what sends an answer to a client of HTTP/1.0: one without a length ends with its connection."""
+    send, has_length = cycle.send, True
+
+    async def send_plainly(message: dict[str, Any]) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name == b"content-length" for name, _ in message["headers"])
+            if not has_length:
+                cycle.chunked_encoding, cycle.expected_content_length = False, sys.maxsize
+        elif not (has_length or message.get("more_body")):
+            cycle.expected_content_length = len(message.get("body", b""))  # so that uvicorn finds it whole
+        await send(message)  # type: ignore[arg-type]
+
+    return send_plainly
 
 
 def _answer(refusal: Refusal) -> bytes:

@@ -16,7 +16,7 @@ import pytest
 
 from onbeat.server.connection import BoundedConnection
 from onbeat.server.server_config import ConnectionLimits
-from tests.cpu.server.running import HELLO, Served, serving
+from tests.cpu.server.running import HELLO, Served, parse_events, serving
 from tests.fakes_engine import FakeEngine
 from tests.waiting import at_most
 
@@ -247,6 +247,18 @@ async def test_requests_that_offer_http2_one_behind_another_are_dropped_as_other
     async with limited(ConnectionLimits()) as served, connected(served, offer * 500) as client:
         assert (await client.end()).count(b"HTTP/1.1 401 ") == 1
         assert await refusals(served) == {"pipelined_request": 1}
+
+
+async def test_a_client_of_http_1_0_gets_a_stream_without_chunks() -> None:
+    data = json.dumps({"messages": HELLO, "stream": True}).encode()
+    head = POST.replace(b"1.1", b"1.0") + b"authorization: Bearer key\r\ncontent-length: %d\r\n\r\n" % len(
+        data
+    )
+    async with limited(ConnectionLimits()) as served, connected(served, head + data) as client:
+        answer, _, body = (await client.end()).partition(b"\r\n\r\n")
+        assert b"transfer-encoding" not in answer
+        assert parse_events(body)[-1] == "[DONE]"
+        assert (await served.get("/health")).status == 200
 
 
 def connections() -> list[BoundedConnection]:
