@@ -1,4 +1,4 @@
-"""Stage A: what the machine and its packages are; ends the run where torch finds no CUDA device."""
+"""Stage A: what the machine and its packages are; ends the run where nothing can come of the other stages."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ def main() -> int:
         seen = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
         note("nvidia-smi", (seen.stdout or seen.stderr).strip().replace("\n", " "))
     expect("torch finds a CUDA device", has_cuda or IS_REHEARSAL)
-    for name in MODULES:
-        _import(name)
+    are_there = [_import(name) for name in (*MODULES, *(("flashinfer",) if has_cuda else ()))]
     for name in OPERATORS:
         found = torch.ops
         try:
@@ -71,18 +70,18 @@ def main() -> int:
             note(name, "there")
         except AttributeError:
             note(name, "not there")
-    if has_cuda:
-        _import("flashinfer")
-    return 0 if has_cuda or IS_REHEARSAL else 1
+    return 0 if all(are_there) and (has_cuda or IS_REHEARSAL) else 1
 
 
-def _import(name: str) -> None:
+def _import(name: str) -> bool:
+    """Import a module, and return whether that works."""
     try:
         importlib.import_module(name)
     except Exception as error:
         expect(f"import {name}", passed=False, text=f"{type(error).__name__}: {error}")
-    else:
-        expect(f"import {name}", passed=True)
+        return False
+    expect(f"import {name}", passed=True)
+    return True
 
 
 if __name__ == "__main__":

@@ -22,3 +22,17 @@ def test_every_stage_passes(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [each for each in summary["stages"] if each["problem"]] == [], done.stdout[-5000:]
     assert done.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_package_that_is_missing_ends_the_check(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gpu_check.environment"]
+    (tmp_path / "llguidance.py").write_text("raise ImportError('not packed')")
+    root = SCRIPT.parents[1]
+    paths = os.pathsep.join(map(str, (tmp_path, root / "src", root / "benchmarks", root)))
+    variables = {"PYTHONPATH": paths, "GPU_CHECK_OUT": str(tmp_path), "GPU_CHECK_REHEARSE": "1"}
+    done = subprocess.run(
+        command, env={**os.environ, **variables}, capture_output=True, text=True, check=False, cwd=root
+    )
+    assert "FAIL import onbeat.engine.build: ImportError: not packed" in done.stdout
+    assert done.returncode == 1
