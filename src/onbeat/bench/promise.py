@@ -68,6 +68,15 @@ def compare_pace(requests: Sequence[MeasuredRequest], planned: float) -> str:
     )
 
 
+def refuse_too_few(num_requests: int, promised: float) -> None:
+    """Raise ConfigError if a share of so many requests says nothing."""
+    if num_requests < LEAST_REQUESTS:
+        raise ConfigError(
+            f"{num_requests} requests with objectives are too few to judge a share of "
+            f"{promised * 100:g} %; send {LEAST_REQUESTS} or more (--num-prompts)"
+        )
+
+
 def check_promise(
     requests: Sequence[MeasuredRequest], *, promised: float, mode: SLOMode = "stream"
 ) -> KeptPromise:
@@ -78,11 +87,7 @@ def check_promise(
     ConfigError : too few of them have objectives.
     """
     judged = judge(requests, mode=mode)
-    if len(judged.requests) < LEAST_REQUESTS:
-        raise ConfigError(
-            f"{len(judged.requests)} requests with objectives are too few to judge a share of "
-            f"{promised * 100:g} %; send {LEAST_REQUESTS} or more (--num-prompts)"
-        )
+    refuse_too_few(len(judged.requests), promised)
     share = float(judged.good.mean())
     means = np.array([batch.mean() for batch in np.array_split(judged.good, NUM_BATCHES)])
     half = student_half_width(means)

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import MISSING
 from typing import Any
 
+from onbeat.bench.promise import refuse_too_few
 from onbeat.cli.bench_settings import BenchOptions
 from onbeat.cli.options import read_value
 from onbeat.core.errors import ConfigError, quoted
@@ -21,7 +22,8 @@ def with_planned_load(options: BenchOptions, promise: Promise) -> BenchOptions:
 
     Raises
     ------
-    ConfigError : the command line asks for another load, or the plan for a flag that there is none of.
+    ConfigError : the command line asks for another load, or for too few requests, or the plan for a flag that
+        there is none of.
     """
     settings = {setting.key.replace("_", "-"): setting for setting in settings_of(BenchOptions)}
     given = _values(options)
@@ -46,6 +48,9 @@ def with_planned_load(options: BenchOptions, promise: Promise) -> BenchOptions:
     for name in ("sweep_rate", "sweep_concurrency", "preset", "max_concurrency", "ramp_up_strategy"):
         if given[name] is not None:
             raise ConfigError(f"--check-plan runs the load of its plan: leave out --{name.replace('_', '-')}")
+    num_prompts = changes.get("num_prompts", given["num_prompts"])
+    if num_prompts is not None:
+        refuse_too_few(num_prompts, promise.share)  # rather than once they were sent
     return change(options, **changes)
 
 

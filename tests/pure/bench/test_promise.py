@@ -71,5 +71,7 @@ def test_a_load_test_may_be_longer_but_of_no_other_load() -> None:
         with_planned_load(make(BenchOptions, request_rate=3.0), promise(**{"request-rate": 12}))
     with pytest.raises(ConfigError, match="leave out --sweep-rate"):
         with_planned_load(make(BenchOptions, sweep_rate="1,2"), promise(**{"request-rate": 12}))
+    with pytest.raises(ConfigError, match=r"49 requests .* too few .*; send 50 or more"):
+        with_planned_load(make(BenchOptions, num_prompts=49), promise(**{"num-prompts": 120}))
     with pytest.raises(ConfigError, match="'spin', which a load test does not take"):
         with_planned_load(BenchOptions(), promise(spin=1))
