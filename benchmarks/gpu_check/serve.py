@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -51,8 +51,13 @@ def main() -> int:
 
 
 @contextmanager
-def server(name: str) -> Iterator[int | None]:
-    """Run a server until the block ends; yields its port, or None where it does not start."""
+def server(name: str, *arguments: str) -> Iterator[int | None]:
+    """Run a server until the block ends; yields its port, or None where it does not start.
+
+    Parameters
+    ----------
+    arguments : of the server, which win over those that every server has.
+    """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -62,6 +67,7 @@ def server(name: str) -> Iterator[int | None]:
         "--kv-cache-memory-bytes",
         "64M" if IS_REHEARSAL else "16G",
         *ARGUMENTS[name],
+        *arguments,
         *extra_arguments(),
     ]
     print(" ".join(command), flush=True)
@@ -155,13 +161,20 @@ def _one_request(port: int, name: str) -> bool:
 def _load(port: int, name: str, users: int) -> None:
     """Load the server by so many users, each of whom asks as soon as the last answer is there."""
     result = WORK / f"bench-{name}-{users}.json"
-    command = [sys.executable, "-m", "onbeat", "bench", "serve", "--base-url", f"http://127.0.0.1:{port}"]
-    command += ["--tokenizer", str(model_folder(name)), "--dataset-name", "random", "--ignore-eos"]
-    command += ["--random-input-len", str(INPUT_TOKENS), "--random-output-len", str(OUTPUT_TOKENS)]
-    command += ["--max-concurrency", str(users), "--num-prompts", str(users * ROUNDS), "--num-warmups", "1"]
-    command += ["--temperature", "0", "--send-slo", "none", "--disable-tqdm", "--json", str(result)]
     watched = threading.Thread(target=_watch_memory, daemon=True)
     watched.start()
+    arguments = ["--max-concurrency", str(users), "--num-prompts", str(users * ROUNDS), "--num-warmups", "1"]
+    lengths = ["--random-input-len", str(INPUT_TOKENS), "--random-output-len", str(OUTPUT_TOKENS)]
+    run = [*lengths, *arguments, "--send-slo", "none"]
+    if bench(port, name, f"load of {users} users", run, result):
+        _read_result(result, name, users)
+
+
+def bench(port: int, name: str, what: str, arguments: Sequence[str], result: Path) -> bool:
+    """Run `onbeat bench serve` with random prompts; returns whether its result is there."""
+    command = [sys.executable, "-m", "onbeat", "bench", "serve", "--base-url", f"http://127.0.0.1:{port}"]
+    command += ["--tokenizer", str(model_folder(name)), "--dataset-name", "random", "--ignore-eos"]
+    command += ["--temperature", "0", "--disable-tqdm", "--json", str(result), *arguments]
     try:
         done = subprocess.run(
             command,
@@ -172,20 +185,17 @@ def _load(port: int, name: str, users: int) -> None:
             timeout=max(seconds_left() - 8, 5),
         )
     except subprocess.TimeoutExpired:
-        expect(f"serve {name}: load of {users} users", passed=False, text="no time left")
-        return
+        expect(f"serve {name}: {what}", passed=False, text="no time left")
+        return False
     print(done.stdout[-2500:], flush=True)
-    expect(f"serve {name}: load of {users} users", done.returncode == 0, f"exit code {done.returncode}")
-    if result.exists():
-        _read_result(result, name, users)
+    expect(f"serve {name}: {what}", done.returncode == 0, f"exit code {done.returncode}")
+    return result.exists()
 
 
 def _read_result(path: Path, name: str, users: int) -> None:
-    loaded = json.loads(path.read_text())
-    runs: list[dict[str, Any]] = loaded if isinstance(loaded, list) else [loaded]
+    result = last_run(path)
     with (OUT / "served.json").open("a") as file:
-        file.write(json.dumps({"model": name, "users": users, "result": _without_lists(runs[-1])}) + "\n")
-    result = runs[-1]
+        file.write(json.dumps({"model": name, "users": users, "result": result}) + "\n")
     for key in ("output_throughput", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms"):
         if key in result:
             unit = "tok/s" if key == "output_throughput" else "ms"
@@ -201,7 +211,10 @@ def _read_result(path: Path, name: str, users: int) -> None:
         note(f"serve {name}, {users} users: each", 1e3 / float(tpot), "tok/s", at_least=least, shown=True)
 
 
-def _without_lists(result: dict[str, Any]) -> dict[str, Any]:
+def last_run(path: Path) -> dict[str, Any]:
+    """Return the sums of a file's last run, without its requests."""
+    loaded = json.loads(path.read_text())
+    result = loaded[-1] if isinstance(loaded, list) else loaded
     return {key: value for key, value in result.items() if not isinstance(value, list)}
 
 
