@@ -119,7 +119,7 @@ def model_spec_from_hf(config: Mapping[str, Any], *, name: str) -> ModelSpec:
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=_kv_heads(read, num_heads),
-        head_dim=read.size("head_dim", "kv_channels", default=hidden_size // num_heads),
+        head_dim=read.size("head_dim", "kv_channels", default=hidden_size // max(num_heads, 1)),
         intermediate_size=_intermediate_size(read, family, hidden_size),
         vocab_size=read.size("vocab_size"),
         max_position_embeddings=read.size(
@@ -145,8 +145,10 @@ class _Reader:
             value = self.config.get(key)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ConfigError(f"model {self._name}: {key} is {value!r}; it must be a whole number")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(
+                    f"model {self._name}: {key} is {value!r}; it must be a whole number, 0 or more"
+                )
             return value
         if default is None:
             raise ConfigError(f"model {self._name}: the configuration lacks {' or '.join(keys)}")

@@ -148,6 +148,8 @@ def test_unknown_model_names_near_ones():
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"num_hidden_layers": 0}, "num_layers is 0"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
+        ({"num_attention_heads": 0}, "num_heads is 0; it must be at least 1"),
+        ({"intermediate_size": -1}, "intermediate_size is -1; it must be a whole number, 0 or more"),
     ],
 )
 def test_bad_configurations_are_named(change, message):
