@@ -8,7 +8,7 @@ from onbeat.core.errors import ConfigError
 
 pytest.importorskip("vllm.v1.core.sched.scheduler")
 
-from tests.vllm.harness import Clock, check_ended, make_scheduler, model_folder
+from tests.vllm.harness import Clock, check_ended, make_request, make_scheduler, model_folder
 from tests.vllm.test_plans import OBJECTIVES, check_any_plan, check_planned, serve, workload
 
 pytestmark = pytest.mark.vllm
@@ -53,6 +53,18 @@ def test_a_small_budget_holds_tokens_and_drafts(folder, how):
     engine = serve(folder, requests, **how, num_drafts=3, max_num_seqs=16, max_num_batched_tokens=80)
     check_ended(engine, requests)
     check_planned(engine)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_prompt_that_is_cached_but_for_a_token_gets_room_for_drafts(folder, how):
+    requests = [make_request(f"r{index}", 33, 20, 1000.0 + 0.1 * index, **OBJECTIVES) for index in range(8)]
+    for request in requests:
+        request._all_token_ids[:] = requests[0].prompt_token_ids
+        request.block_hashes[:] = requests[0].block_hashes
+    engine = serve(folder, requests, **how, num_drafts=3, prefix_caching=True)
+    check_ended(engine, requests)
+    check_planned(engine)
+    assert engine.num_cached == 7 * 32
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ class Imposed:
     admitted : who joins the batch, in this order.
     with_prefix : of these, those that the prefix cache has a part of.
     total : tokens of the step at most; None where vLLM plans some requests itself.
+    known : ids of requests that plans admit.
     """
 
     decodes: frozenset[str]
@@ -34,6 +35,7 @@ class Imposed:
     admitted: list[EngineRequest] = field(default_factory=list)
     with_prefix: list[EngineRequest] = field(default_factory=list)
     total: int | None = None
+    known: Container[str] = ()
 
     def limit(self, request_id: str, num_computed: int, num_new: int) -> int:
         """Return the tokens that a request gets of those that vLLM would give it.
@@ -47,7 +49,8 @@ class Imposed:
     @contextmanager
     def during(self, surface: Surface, kv: VLLMKVView) -> Iterator[None]:
         """Hold vLLM to it for one call of `schedule`."""
-        with kv.holding(self.with_prefix), surface.only_waiting(self.admitted):
+        waiting = surface.only_waiting(self.admitted, self.known)
+        with kv.holding(self.with_prefix), waiting, surface.keeping_loras():
             if surface.has_quota:
                 with surface.limiting(self.limit) if self.quota else nullcontext():
                     yield
@@ -79,7 +82,8 @@ def impose(
     ends = {state.request_id: state.num_computed_tokens + num for state, num in plan.chunks}
     quota = {state.request_id: num for state, num in plan.chunks}
     block_size = plan.block_size
-    for admission in plan.admissions:
+    admissions = [each for each in plan.admissions if mirror.may_join(each.state)]
+    for admission in admissions:
         name, num = admission.state.request_id, admission.num_new_tokens
         quota[name], ends[name] = num, len(admission.cached_block_ids) * block_size + num
     total = len(plan.decodes) * (1 + surface.num_drafts) + sum(quota.values())
@@ -87,9 +91,10 @@ def impose(
         frozenset([state.request_id for state in plan.decodes]),
         ends,
         quota,
-        [requests[each.state.request_id] for each in plan.admissions],
-        [requests[each.state.request_id] for each in plan.admissions if each.cached_block_ids],
+        [requests[each.state.request_id] for each in admissions],
+        [requests[each.state.request_id] for each in admissions if each.cached_block_ids],
         None if own else total,
+        mirror.states,
     )
 
 
@@ -100,11 +105,15 @@ def mismatch(imposed: Imposed, output: Any, mirror: Mirror) -> dict[str, tuple[i
     """
     different: dict[str, tuple[int, int]] = {}
     rows: Mapping[str, int] = output.num_scheduled_tokens
+    drafts = getattr(output, "scheduled_spec_decode_tokens", None) or {}
     for name in imposed.decodes - rows.keys():
         different[name] = (1, 0)
     for name, end in imposed.ends.items():
-        actual = mirror.requests[name].num_computed_tokens if name in rows else 0
-        has_more_cached = actual > end and rows[name] == 1  # one token has to be computed all the same
+        num_drafts = len(drafts.get(name, ()))
+        actual = mirror.requests[name].num_computed_tokens - num_drafts if name in rows else 0
+        has_more_cached = (
+            actual > end and rows[name] == 1 + num_drafts
+        )  # one token has to be computed all the same
         if actual != end and not has_more_cached:
             different[name] = (end, actual)
     if len(rows) > len(imposed.decodes) + len(imposed.ends) - len(different):

@@ -93,6 +93,14 @@ class Mirror:
         if not is_held:
             self.waiting.push(state)
 
+    def may_join(self, state: RequestState) -> bool:
+        """Whether a request that waits for a plan does so still; else vLLM loads KV for it by now."""
+        if self._surface.may_wait(self.requests[state.request_id]):
+            return True
+        self.waiting.remove(state)
+        self._held[state.request_id] = state
+        return False
+
     def drop(self, state: RequestState) -> None:
         """Forget a request, however it ended."""
         if self.states.pop(state.request_id, None) is None:

@@ -1,4 +1,4 @@
-"""Settings of vLLM's under which it would not carry out a plan: each is refused in a sentence."""
+"""Versions and settings of vLLM's under which it would not carry out a plan: a sentence refuses each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,26 @@ from typing import Any
 from onbeat.core.errors import ConfigError
 
 HINT = "or start vLLM without --scheduler-cls"
+SUPPORTED = ((0, 26), (0, 33))
+"""First and last minor version of vLLM whose scheduler was read and tried."""
+
+
+def check_version(version: str) -> tuple[int, int]:
+    """Return the minor version of vLLM.
+
+    Raises
+    ------
+    ConfigError : one that was not tried.
+    """
+    parts = version.split(".")
+    found = tuple(int(part) for part in parts[:2]) if all(part.isdigit() for part in parts[:2]) else ()
+    low, high = SUPPORTED
+    if len(found) != 2 or not low <= found <= high:
+        raise ConfigError(
+            f"onbeat's scheduler works inside vLLM {low[0]}.{low[1]} to {high[0]}.{high[1]}; this is vLLM "
+            f"{version}. Install one of these, {HINT}"
+        )
+    return found[0], found[1]
 
 
 def check_settings(scheduler: Any) -> None:

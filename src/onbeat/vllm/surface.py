@@ -6,15 +6,14 @@ Nothing here imports vLLM: a `Surface` is given a scheduler object, so that a st
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from onbeat.core.errors import ConfigError
-from onbeat.vllm.settings import HINT, check_settings
+from onbeat.vllm.settings import HINT, check_settings, check_version
 
-SUPPORTED = ((0, 26), (0, 33))
-"""First and last minor version of vLLM whose scheduler was read and tried."""
 _NEEDED = (
     *("running", "waiting", "requests", "current_step", "max_num_scheduled_tokens", "kv_cache_manager"),
     *("_pause_state", "_preempt_request", "finish_requests"),
@@ -25,6 +24,7 @@ _QUEUES = ("waiting", "skipped_waiting")
 _PROMOTE = ("_handle_blocked_waiting_request", "_try_promote_blocked_waiting_request")
 """Lets a request whose grammar is compiled wait for its turn; the second until 0.30."""
 _RUNNING, _PREEMPTED, _GRAMMAR = "RUNNING", "PREEMPTED", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"
+_LOADS = "WAITING_FOR_REMOTE_KVS"
 
 
 class EngineRequest(Protocol):
@@ -81,22 +81,9 @@ class EngineScheduler:
         raise NotImplementedError
 
 
-def check_version(version: str) -> tuple[int, int]:
-    """Return the minor version of vLLM.
-
-    Raises
-    ------
-    ConfigError : one that was not tried.
-    """
-    parts = version.split(".")
-    found = tuple(int(part) for part in parts[:2]) if all(part.isdigit() for part in parts[:2]) else ()
-    low, high = SUPPORTED
-    if len(found) != 2 or not low <= found <= high:
-        raise ConfigError(
-            f"onbeat's scheduler works inside vLLM {low[0]}.{low[1]} to {high[0]}.{high[1]}; this is vLLM "
-            f"{version}. Install one of these, {HINT}"
-        )
-    return found[0], found[1]
+def _holds_kv(request: EngineRequest) -> bool:
+    """Whether a waiting request has KV from a connector, or will have."""
+    return request.num_computed_tokens > 0 or request.status.name == _LOADS
 
 
 class Surface:
@@ -182,12 +169,15 @@ class Surface:
     def may_wait(self, request: EngineRequest) -> bool:
         """Whether a request waits for a plan, and for nothing else.
 
-        A grammar that is compiled by now is noted. What holds KV from a connector stays vLLM's until it runs.
+        A grammar that is compiled by now is noted. What holds KV from a connector stays vLLM's until it runs,
+        as does what waits among those that do.
         """
         if request.status.name == _GRAMMAR:
             promote = next(name for name in _PROMOTE if hasattr(self.scheduler, name))
             getattr(self.scheduler, promote)(request)
-        return request.status.name in ("WAITING", _PREEMPTED) and not request.num_computed_tokens
+        if request.status.name not in ("WAITING", _PREEMPTED) or request.num_computed_tokens:
+            return False
+        return request not in getattr(self.scheduler, "kv_holding_waiting", ())
 
     @staticmethod
     def num_stale(request: EngineRequest) -> int:
@@ -227,10 +217,14 @@ class Surface:
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=drop)
 
     @contextmanager
-    def only_waiting(self, planned: list[EngineRequest]) -> Iterator[None]:
+    def only_waiting(self, planned: list[EngineRequest], known: Container[str]) -> Iterator[None]:
         """Let vLLM find, for one call of `schedule`, only these in its queue, and those that are its own.
 
         Requests that are not to be admitted are out of the queue meanwhile: vLLM would look at each of them.
+
+        Parameters
+        ----------
+        known : ids of requests that plans admit, unless KV is loaded for them.
         """
         scheduler: Any = self.scheduler
         chosen = {id(request) for request in planned}
@@ -242,7 +236,8 @@ class Surface:
             scheduler.waiting.add_request(request)
         for name in self._queues:
             for request in aside[name]:
-                if id(request) not in chosen and not self.is_planned(request):
+                is_own = request.request_id not in known or _holds_kv(request)
+                if is_own and id(request) not in chosen:
                     getattr(scheduler, name).add_request(request)
                     chosen.add(id(request))
         try:
@@ -271,7 +266,10 @@ class Surface:
         own = scheduler._reserve_prefill_lookahead
 
         def limited(request: EngineRequest, num_computed_tokens: int, num_new_tokens: int) -> int:
-            num = limit(request.request_id, num_computed_tokens, num_new_tokens)
+            num = num_new_tokens
+            if num <= request.num_tokens - num_computed_tokens:  # else it has drafts, or room for them
+                num = limit(request.request_id, num_computed_tokens, num)
+                num = self._whole_items(request, num_computed_tokens, num, num_new_tokens)
             return int(own(request, num_computed_tokens, num))
 
         scheduler._reserve_prefill_lookahead = limited
@@ -279,6 +277,42 @@ class Surface:
             yield
         finally:
             del scheduler._reserve_prefill_lookahead
+
+    def _whole_items(self, request: EngineRequest, num_computed: int, num: int, most: int) -> int:
+        """Return the tokens of a row that cuts no picture in two, where its parts have to see each other.
+
+        Parameters
+        ----------
+        num, most : tokens that it is to get, and that vLLM would give it.
+        """
+        if num < most and getattr(
+            self.scheduler.vllm_config.scheduler_config, "disable_chunked_mm_input", False
+        ):
+            for item in getattr(request, "mm_features", None) or ():
+                begin = item.mm_position.offset - num_computed
+                end = begin + item.mm_position.length
+                if 0 <= begin < num < end:
+                    return int(begin or min(end, most))
+        return num
+
+    @contextmanager
+    def keeping_loras(self) -> Iterator[None]:
+        """Keep the places of adapters of running requests that are skipped; vLLM does so since 0.33."""
+        scheduler: Any = self.scheduler
+        own = getattr(scheduler, "lora_config", None)
+        if own is None or self.version > (0, 32):
+            yield
+            return
+        shown, hidden = set[int](), set[int]()
+        for request in scheduler.running:
+            is_skipped = request.next_decode_eligible_step > scheduler.current_step + 1
+            lora = request.lora_request
+            (hidden if is_skipped else shown).add(lora.lora_int_id if lora else 0)
+        scheduler.lora_config = SimpleNamespace(max_loras=own.max_loras - len(hidden - shown - {0}))
+        try:
+            yield
+        finally:
+            scheduler.lora_config = own
 
     @contextmanager
     def total(self, num_tokens: int) -> Iterator[None]:

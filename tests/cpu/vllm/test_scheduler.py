@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.vllm.plugin import MOST_FAULTS, Plugin
-from onbeat.vllm.surface import check_version
+from onbeat.vllm.settings import check_version
 from tests.cpu.vllm.fake_scheduler import FakeRequest, FakeScheduler, add_some, planned_scheduler, run
 
 
@@ -65,6 +67,68 @@ def test_a_pause_and_requests_that_pool_are_left_to_vllm(make):
     run(scheduler)
     assert pooled.is_finished()
     assert scheduler.onbeat.num_faults == 0
+
+
+class TestWhatStaysVLLMs:
+    """What vLLM would do by itself it does beside our plans, too."""
+
+    @pytest.mark.parametrize(("num_computed", "num_given", "num"), [(9, 4, 4), (0, 10, 1), (9, 1, 1)])
+    def test_a_row_with_room_for_drafts_is_not_cut(self, make, num_computed, num_given, num):
+        scheduler = make()
+        (request,) = add_some(scheduler, 1)
+        with scheduler.onbeat.surface.limiting(lambda *_: 1):
+            assert scheduler._reserve_prefill_lookahead(request, num_computed, num_given) == num
+
+    @pytest.mark.parametrize(
+        ("num_computed", "quota", "num"), [(0, 5, 5), (0, 25, 10), (10, 5, 30), (0, 40, 40), (0, 45, 45)]
+    )
+    @pytest.mark.parametrize("keeps_whole", [True, False])
+    def test_no_picture_is_cut_whose_parts_see_each_other(self, make, num_computed, quota, num, keeps_whole):
+        scheduler = make(disable_chunked_mm_input=keeps_whole)
+        request = FakeRequest("picture", 60, 1)
+        request.mm_features = [SimpleNamespace(mm_position=SimpleNamespace(offset=10, length=30))]
+        with scheduler.onbeat.surface.limiting(lambda *_: quota):
+            given = scheduler._reserve_prefill_lookahead(request, num_computed, 60 - num_computed)
+        assert given == (num if keeps_whole else quota)
+
+    @pytest.mark.parametrize(("skipped", "num_left"), [("", 2), ("a", 2), ("ac", 2), ("b", 1), ("abc", 0)])
+    def test_adapters_of_streams_that_are_skipped_keep_their_places(self, make, skipped, num_left):
+        scheduler = make()
+        scheduler.lora_config = own = SimpleNamespace(max_loras=2)
+        for name, lora in (("a", 1), ("b", 2), ("c", None), ("d", 1)):
+            request = FakeRequest(name, 10, 5)
+            request.lora_request = lora and SimpleNamespace(lora_int_id=lora)
+            scheduler.running.append(request)
+            if name in skipped or "abc" in skipped:
+                scheduler.onbeat.surface.skip(request)
+        with scheduler.onbeat.surface.keeping_loras():
+            assert scheduler.lora_config.max_loras == num_left
+        assert scheduler.lora_config is own
+
+    @pytest.mark.parametrize("has_own_queue", [True, False])
+    def test_a_request_for_which_kv_is_loaded_waits_in_vllms_queue_alone(self, make, has_own_queue):
+        scheduler = make()
+        loads, other = add_some(scheduler, 2)
+        loads.status.name = "WAITING_FOR_REMOTE_KVS"
+        if has_own_queue:  # since 0.31
+            scheduler.waiting.remove(loads)
+            scheduler.kv_holding_waiting = [loads]
+        rows = scheduler.schedule().num_scheduled_tokens
+        assert (other.request_id in rows, loads.request_id in rows) == (True, not has_own_queue)
+        assert scheduler.onbeat.num_planned == 1
+
+    def test_a_request_that_a_fault_of_ours_lost_is_served_beside_others(self, make, monkeypatch):
+        def faulty(*_):
+            raise RuntimeError("of ours")
+
+        scheduler = make()
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler.onbeat.keeper, "add", faulty)
+            (lost,) = add_some(scheduler, 1)
+        other = FakeRequest("other", 20, 5)
+        scheduler.add_request(other)
+        assert scheduler.schedule().num_scheduled_tokens.keys() == {lost.request_id, "other"}
+        assert scheduler.onbeat.num_planned == 1
 
 
 @pytest.mark.parametrize(
