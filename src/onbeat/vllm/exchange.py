@@ -199,7 +199,7 @@ class Exchange:
     async def _refuse(self, refusal: Refusal) -> None:
         self._entry.refuse(refusal, self._clock())
         self._start, self._take, self.is_refused = None, self._take_nothing, True
-        response = error_response(refusal.error(self._entry.request.objectives), self._scope["path"])
+        response = error_response(refusal.error(self._entry.request.objectives), self._path)
         self.status = response.status_code
         self._name_ignored(response.headers)
         await response(self._scope, self._receive, self._send)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,6 +78,14 @@ async def test_a_refusal_is_a_status_of_its_own_streamed_or_not(path, text):
             'onbeat_requests_rejected_total{reason="slo_unattainable"} 1.0'
             in (await client.get("/metrics")).text
         )
+
+
+async def test_behind_a_prefix_a_refusal_has_the_form_of_its_api():
+    served = client_of(VLLMApp(lambda _: next(refused_answers(MESSAGES, REFUSED)))).served
+    transport = httpx.ASGITransport(served, root_path="/api")
+    async with httpx.AsyncClient(transport=transport, base_url="http://vllm") as client:
+        reply = await client.post(f"/api{MESSAGES}", json=ASK)
+    assert (reply.status_code, reply.json().get("type")) == (429, "error")
 
 
 async def test_other_choices_of_a_refused_request_are_ended():
