@@ -134,7 +134,7 @@ class Footprint:
                 "dtype or quantization, or give onbeat more memory"
                 f"{free.replicas_that_fit(self.weight_bytes + kv_bytes + work)}"
             )
-        fitting = _flag_size(fitting_blocks * self.block_bytes)
+        fitting = flag_size(fitting_blocks, self.block_bytes)
         raise ConfigError(
             f"{problem}; what fits is --kv-cache-memory-bytes {fitting}, "
             f"with a --max-model-len of at most {fitting_blocks * self.kv_cache.block_size}"
@@ -169,8 +169,11 @@ def short_memory_in_words(device: Device) -> Iterator[None]:
         ) from error
 
 
-def _flag_size(num_bytes: int) -> str:
-    return f"{num_bytes >> 20}M" if num_bytes >= 2**20 else str(num_bytes)
+def flag_size(num_blocks: int, block_bytes: int) -> str:
+    """Return the size of KV blocks as a flag takes it: in whole MiB, where these hold a block."""
+    num_bytes = num_blocks * block_bytes
+    whole = num_bytes >> 20
+    return f"{whole}M" if whole << 20 >= block_bytes else str(num_bytes)
 
 
 def _size(num_bytes: int) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.attention.base import AttentionBatch, IntArray
+from onbeat.engine.footprint import flag_size
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.input_batch import StepInputs
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -75,7 +76,7 @@ class MeasuredMemory:
         raise ConfigError(
             f"{problem}{_size(fitting * block_bytes)} for the KV cache, but "
             f"{_size((wanted or 0) * block_bytes)} are asked for; what fits is "
-            f"--kv-cache-memory-bytes {fitting * block_bytes >> 20}M"
+            f"--kv-cache-memory-bytes {flag_size(fitting, block_bytes)}"
         )
 
     def __str__(self) -> str:

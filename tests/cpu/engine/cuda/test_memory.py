@@ -54,6 +54,14 @@ def test_what_does_not_fit_is_refused_with_what_would() -> None:
     assert num_blocks(wanted=(fitting << 20) // BLOCK_BYTES) > 0
 
 
+@pytest.mark.parametrize("block_bytes", [100 << 10, 1536 << 10])
+def test_a_size_that_would_fit_holds_a_block(block_bytes: int) -> None:
+    left = 2 * block_bytes + (64 << 20)  # a block, and the one for padding
+    small = MeasuredMemory(total=GIB, used=GIB - left, step=0, num_graphs=0)
+    with pytest.raises(ConfigError, match=f"what fits is --kv-cache-memory-bytes {block_bytes}$"):
+        small.num_blocks(1.0, block_bytes=block_bytes, other_bytes=0, wanted=7)
+
+
 @pytest.mark.parametrize(("max_model_len", "lens"), [(400, [400, 400, 200]), (4000, [1000])])
 def test_the_largest_steps_are_a_full_chunk_and_all_rows(max_model_len: int, lens: list[int]) -> None:
     limits = SchedulerConfig(
