@@ -162,13 +162,14 @@ def _progress_bar(console: Console) -> Progress:
 
 def _say_what_sets_give(loaded: LoadedModel, console: Console) -> None:
     """Say what each instruction set takes for a few steps, also beside one that was asked for."""
-    from onbeat.engine.native.forward import NativeForward
+    from onbeat.engine.native.forward import NativeForward, NativeModel
     from onbeat.engine.native.set_timer import time_all_sets
 
     forward = loaded.runner.forward
     if not isinstance(forward, NativeForward):
         return
-    kinds, times = time_all_sets(forward.library, forward.config, forward.weights, forward.options)
+    model = NativeModel(forward.library, forward.config, forward.weights, forward.options)
+    kinds, times = time_all_sets(model)
     console.print(f"ms by instruction set: {' / '.join(kind.title for kind in kinds)}", markup=False)
     for name, seconds in times.items():
         numbers = " / ".join(f"{1000 * value:.2f}" for value in seconds)

@@ -12,7 +12,7 @@ from onbeat.engine.device import DeviceConfig, device_name
 from onbeat.engine.engine_config import EngineConfig, InstructionSet, native_settings
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.kv_cache import KVCacheSpec
-from onbeat.engine.native.forward import NativeForward, NativeOptions
+from onbeat.engine.native.forward import NativeForward, NativeModel, NativeOptions
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS, WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, NotLoaded, load_library
 from onbeat.engine.native.packing import NativeWeights, WeightPacker
@@ -193,14 +193,10 @@ class NativeBackend:
         if why := why_no_copy(weights, options, spare_bytes):
             return CopyChoice(0, why)
         newest = self._library.instruction_sets[0]
-        return choose_copy(
-            self._library,
-            self._checkpoint.config,
-            weights,
-            replace(options, instruction_set=options.instruction_set or newest),
-            processor=device_name(self._device),
-            directory=cache_dir() / "weights-copies",
-        )
+        options = replace(options, instruction_set=options.instruction_set or newest)
+        model = NativeModel(self._library, self._checkpoint.config, weights, options)
+        directory = cache_dir() / "weights-copies"
+        return choose_copy(model, processor=device_name(self._device), directory=directory)
 
     def _with_quickest_set(
         self, weights: NativeWeights, options: NativeOptions, on_progress: OnProgress
@@ -210,14 +206,9 @@ class NativeBackend:
                 f"the system withholds the instruction set {self._library.withheld}, which this processor "
                 "has; Linux 5.16 or newer grants it, unless a container or sandbox forbids the call"
             )
-        chosen, reason = choose_instruction_set(
-            self._library,
-            self._checkpoint.config,
-            weights,
-            options,
-            processor=device_name(self._device),
-            directory=cache_dir() / "instruction-sets",
-        )
+        model = NativeModel(self._library, self._checkpoint.config, weights, options)
+        processor, directory = device_name(self._device), cache_dir() / "instruction-sets"
+        chosen, reason = choose_instruction_set(model, processor=processor, directory=directory)
         on_progress(Detail(f"instruction set {chosen}, {reason}"))
         copy_rows = options.copy_rows if chosen == self._library.instruction_sets[0] else 0
         return replace(options, instruction_set=chosen, copy_rows=copy_rows)

@@ -13,7 +13,7 @@ import pytest
 from onbeat.core.errors import EngineError
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.native import set_timer
-from onbeat.engine.native.forward import NativeForward, NativeOptions
+from onbeat.engine.native.forward import NativeForward, NativeModel, NativeOptions
 from onbeat.engine.native.instruction_sets import (
     SetChoice,
     SetTimes,
@@ -168,11 +168,11 @@ def test_real_sets_are_timed_and_kept(
     checkpoint = checkpoint_of("gemma3")  # some layers slide: fewer layers have fewer of them
     weights = pack(native_library, checkpoint)
     options = NativeOptions(dtype=FLOAT32, num_blocks=1, block_size=16, num_threads=2)
-    arguments = native_library, checkpoint.config, weights, options
+    model = NativeModel(native_library, checkpoint.config, weights, options)
     monkeypatch.setattr(set_timer, "_LEAST_BYTES", 0)
     monkeypatch.setattr(set_timer, "_DECODE_BYTES", 1)
 
-    kinds, times = time_all_sets(*arguments)
+    kinds, times = time_all_sets(model)
     assert kinds == step_kinds(weights)
     assert [kind.title for kind in kinds] == [
         "1 decode in 1 layer",
@@ -183,11 +183,11 @@ def test_real_sets_are_timed_and_kept(
     assert tuple(times) == native_library.instruction_sets
     assert all(len(own) == len(kinds) and min(own) > 0 for own in times.values())
 
-    chosen = choose_instruction_set(*arguments, processor="this", directory=tmp_path)
+    chosen = choose_instruction_set(model, processor="this", directory=tmp_path)
     assert chosen.instruction_set in native_library.instruction_sets
     if len(native_library.instruction_sets) > 1:
         monkeypatch.setattr(NativeForward, "run", None)  # nothing runs any more
-        again = choose_instruction_set(*arguments, processor="this", directory=tmp_path)
+        again = choose_instruction_set(model, processor="this", directory=tmp_path)
         assert again.instruction_set == chosen.instruction_set
 
 
@@ -201,7 +201,7 @@ def test_a_set_that_the_processor_lacks_is_not_tried(
     weights = pack(native_library, checkpoint)
     options = NativeOptions(dtype=FLOAT32, num_blocks=1, block_size=16, num_threads=1)
     chosen = choose_instruction_set(
-        library, checkpoint.config, weights, options, processor="this", directory=tmp_path
+        NativeModel(library, checkpoint.config, weights, options), processor="this", directory=tmp_path
     )
     assert chosen == SetChoice("portable", "the only one here")
     assert os.listdir(tmp_path) == []

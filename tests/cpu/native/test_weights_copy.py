@@ -16,7 +16,7 @@ from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.load import LoadedModel, prepare_model
 from onbeat.engine.native import set_timer, weights_copy
-from onbeat.engine.native.forward import NativeForward, NativeOptions
+from onbeat.engine.native.forward import NativeForward, NativeModel, NativeOptions
 from onbeat.engine.native.instruction_sets import SetTimes, StepKind
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS
 from onbeat.engine.native.library import NativeLibrary
@@ -134,7 +134,7 @@ def test_real_steps_are_timed_and_leave_no_copy(
     weights = pack(native_library, checkpoint, quantization="auto", dtype=torch.bfloat16)
     before, options = weights.num_bytes, options_of(torch.bfloat16)
     kinds = copy_kinds(weights)
-    times = time_copy(native_library, checkpoint.config, weights, options, kinds)
+    times = time_copy(NativeModel(native_library, checkpoint.config, weights, options), kinds)
     assert [len(own) for own in times.values()] == [len(kinds)] * 2
     assert all(min(own) > 0 for own in times.values())
     assert weights.num_bytes == before

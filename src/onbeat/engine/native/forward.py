@@ -9,7 +9,7 @@ import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +64,15 @@ class NativeOptions:
     """Whether a token's numbers are the same whatever else is in its step."""
     copy_rows: int = 0
     """Fewest tokens of a step whose products read the copies that quantized matrices have; 0: none does."""
+
+
+class NativeModel(NamedTuple):
+    """What `NativeForward` runs."""
+
+    library: NativeLibrary
+    config: ModelConfig
+    weights: NativeWeights
+    options: NativeOptions
 
 
 class NativeForward:

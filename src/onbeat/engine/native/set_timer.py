@@ -13,8 +13,7 @@ import numpy as np
 
 from onbeat.engine.attention.base import AttentionBatch
 from onbeat.engine.input_batch import StepInputs
-from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.native.forward import NativeForward, NativeOptions, first_layers
+from onbeat.engine.native.forward import NativeForward, NativeModel, NativeOptions, first_layers
 from onbeat.engine.native.instruction_sets import (
     SetChoice,
     SetTimes,
@@ -40,34 +39,26 @@ _LEAST_BYTES = 4 << 20
 _CONTEXT_TOKENS = 64
 
 
-def choose_instruction_set(
-    library: NativeLibrary,
-    config: ModelConfig,
-    weights: NativeWeights,
-    options: NativeOptions,
-    *,
-    processor: str,
-    directory: Path,
-) -> SetChoice:
+def choose_instruction_set(model: NativeModel, *, processor: str, directory: Path) -> SetChoice:
     """Return the quickest set for a model, as timed before on such a machine, or now.
 
     Parameters
     ----------
-    library, config, weights, options : what runs.
+    model : what runs.
     processor : its name.
     directory : where times are kept.
     """
-    names = library.instruction_sets
+    names = model.library.instruction_sets
     if len(names) == 1:
         return SetChoice(names[0], "the only one here")
-    if is_too_small(weights):
+    if is_too_small(model.weights):
         return SetChoice(names[0], "the newest; the model is too small to time others")
-    kinds = step_kinds(weights)
-    variants = set_variants(library, options)
-    key = times_key(library, config, weights, options, processor=processor, variants=names, steps=kinds)
+    kinds = step_kinds(model.weights)
+    variants = set_variants(model.library, model.options)
+    key = times_key(model, processor=processor, variants=names, steps=kinds)
 
     def measure() -> SetTimes:
-        with closing(StepTimer(library, config, weights, variants, kinds)) as timer:
+        with closing(StepTimer(model, variants, kinds)) as timer:
             return time_with_care(names, kinds, timer.run)
 
     return settle_set(names, SetTimesFile(directory, key), measure)
@@ -78,15 +69,14 @@ def is_too_small(weights: NativeWeights) -> bool:
     return weights.num_bytes < _LEAST_BYTES
 
 
-def times_key(
-    library: NativeLibrary, config: ModelConfig, weights: NativeWeights, options: NativeOptions, **what: Any
-) -> dict[str, Any]:
+def times_key(model: NativeModel, **what: Any) -> dict[str, Any]:
     """Return all that times depend on.
 
     Parameters
     ----------
     what : is timed where, by name.
     """
+    library, config, weights, options = model
     return {
         "library": hashlib.sha256(library.path.read_bytes()).hexdigest(),
         "instruction_set": options.instruction_set,
@@ -110,19 +100,17 @@ def set_variants(library: NativeLibrary, options: NativeOptions) -> dict[str, Na
     }
 
 
-def time_all_sets(
-    library: NativeLibrary, config: ModelConfig, weights: NativeWeights, options: NativeOptions
-) -> tuple[list[StepKind], SetTimes]:
+def time_all_sets(model: NativeModel) -> tuple[list[StepKind], SetTimes]:
     """Return steps, and what every set takes for each.
 
     Raises
     ------
     ConfigError, EngineError : memory or threads are short.
     """
-    kinds = step_kinds(weights)
-    variants = {name: replace(options, instruction_set=name) for name in library.instruction_sets}
-    with closing(StepTimer(library, config, weights, variants, kinds)) as timer:
-        return kinds, time_sets(library.instruction_sets, kinds, timer.run, gives_up=False)
+    kinds, names = step_kinds(model.weights), model.library.instruction_sets
+    variants = {name: replace(model.options, instruction_set=name) for name in names}
+    with closing(StepTimer(model, variants, kinds)) as timer:
+        return kinds, time_sets(names, kinds, timer.run, gives_up=False)
 
 
 def step_kinds(weights: NativeWeights) -> list[StepKind]:
@@ -145,22 +133,15 @@ class StepTimer:
 
     Parameters
     ----------
-    library, config, weights : what runs.
+    model : what runs; `variants` says how.
     variants : how it may run, by name.
     kinds : the steps that will be timed.
     """
 
     def __init__(
-        self,
-        library: NativeLibrary,
-        config: ModelConfig,
-        weights: NativeWeights,
-        variants: Mapping[str, NativeOptions],
-        kinds: Sequence[StepKind],
+        self, model: NativeModel, variants: Mapping[str, NativeOptions], kinds: Sequence[StepKind]
     ) -> None:
-        self._library = library
-        self._config = config
-        self._weights = weights
+        self._model = model
         self._block_size = next(iter(variants.values())).block_size
         blocks = max(kind.num_rows * _row_blocks(kind, self._block_size) for kind in kinds)
         self._variants = {name: replace(options, num_blocks=blocks) for name, options in variants.items()}
@@ -171,11 +152,11 @@ class StepTimer:
         key = variant, kind.num_layers
         if key not in self._forwards:
             self._forwards[key] = NativeForward(
-                self._library,
-                *first_layers(self._config, self._weights, kind.num_layers),
+                self._model.library,
+                *first_layers(self._model.config, self._model.weights, kind.num_layers),
                 self._variants[variant],
             )
-        inputs = _step_inputs(kind, self._block_size, self._config.vocab_size)
+        inputs = _step_inputs(kind, self._block_size, self._model.config.vocab_size)
         seconds = self._forwards[key].run(inputs, wants_logits=False).seconds
         assert seconds is not None
         return seconds

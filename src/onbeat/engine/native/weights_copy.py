@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.native.forward import NativeOptions
+from onbeat.engine.native.forward import NativeModel, NativeOptions
 from onbeat.engine.native.instruction_sets import (
     CONFIRMATIONS,
     LEAST_GAIN,
@@ -25,7 +24,6 @@ from onbeat.engine.native.instruction_sets import (
     time_sets,
 )
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS
-from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.matrix import PackedMatrix
 from onbeat.engine.native.packing import NativeWeights
 from onbeat.engine.native.set_timer import StepTimer, is_too_small, num_decode_layers, times_key
@@ -71,29 +69,22 @@ def why_no_copy(weights: NativeWeights, options: NativeOptions, spare_bytes: int
     )
 
 
-def choose_copy(
-    library: NativeLibrary,
-    config: ModelConfig,
-    weights: NativeWeights,
-    options: NativeOptions,
-    *,
-    processor: str,
-    directory: Path,
-) -> CopyChoice:
+def choose_copy(model: NativeModel, *, processor: str, directory: Path) -> CopyChoice:
     """Decide on a copy of the weights by its worth, as timed before on such a machine, or now.
 
     Parameters
     ----------
-    library, config, weights, options : what runs. The instruction set must be given.
+    model : what runs. The instruction set must be given.
     processor : its name.
     directory : where times are kept.
     """
+    weights, options = model.weights, model.options
     name = PLAIN_LAYOUTS[options.dtype].store.name.lower()
     kinds = copy_kinds(weights)
-    key = times_key(library, config, weights, options, processor=processor, copy=name, steps=kinds)
+    key = times_key(model, processor=processor, copy=name, steps=kinds)
 
     def measure() -> SetTimes:
-        return time_copy(library, config, weights, options, kinds)
+        return time_copy(model, kinds)
 
     times, source, caveat = settle_times(_BOTH, SetTimesFile(directory, key), measure)
     if times is None:
@@ -122,25 +113,20 @@ def copy_kinds(weights: NativeWeights) -> list[StepKind]:
     return [*(StepKind(rows, 1, num_layers) for rows in ROWS), StepKind(1, PROMPT_ROWS, 1)]
 
 
-def time_copy(
-    library: NativeLibrary,
-    config: ModelConfig,
-    weights: NativeWeights,
-    options: NativeOptions,
-    kinds: Sequence[StepKind],
-) -> dict[str, list[float]]:
+def time_copy(model: NativeModel, kinds: Sequence[StepKind]) -> dict[str, list[float]]:
     """Time steps without and with a copy, of the layers that they need, which is gone afterwards.
 
     Raises
     ------
     ModelLoadError, ConfigError, EngineError : memory or threads are short.
     """
+    weights, options = model.weights, model.options
     num_layers = max(kind.num_layers for kind in kinds)
     matrices = [m for layer in weights.layers[:num_layers] for m in layer.matrices if m.layout.group]
     variants = {_WITHOUT: replace(options, copy_rows=0), _WITH: replace(options, copy_rows=1)}
     try:
         _copy(matrices, options)
-        with closing(StepTimer(library, config, weights, variants, kinds)) as timer:
+        with closing(StepTimer(model, variants, kinds)) as timer:
             times = time_sets(_BOTH, kinds, timer.run, gives_up=False)
             if fewest_rows(kinds, times):
                 again = time_sets(_BOTH, kinds, timer.run, gives_up=False, repeats=CONFIRMATIONS)
