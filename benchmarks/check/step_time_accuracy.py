@@ -29,7 +29,7 @@ from onbeat.core.step import BatchShape
 from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.device_spec import DeviceSpec, find_device
 from onbeat.perfmodel.fit_errors import FitErrors
-from onbeat.perfmodel.fitted import make_form
+from onbeat.perfmodel.fitted import FitTarget, make_form
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
@@ -115,10 +115,9 @@ def grid_lines(profiles: Path) -> tuple[list[Line], list[Line]]:
     for case in grid_cases(profiles):
         form = make_form(
             "roofline",
-            model=case.model,
-            device=case.device,
-            parallelism=case.parallelism,
-            precision=case.precision,
+            FitTarget(
+                model=case.model, device=case.device, parallelism=case.parallelism, precision=case.precision
+            ),
         )
         sheet = roofline_seconds(
             case.matrix, case.model, case.device, parallelism=case.parallelism, precision=case.precision
@@ -166,7 +165,9 @@ def sarathi_batches(profiles: Path) -> list[Batch]:
     matrix = shape_matrix(_hybrid(num_prefill, num_decodes) for num_prefill, num_decodes in sizes)
     measured = np.array([float(row["batch_execution_time"]) / 1e3 for row in rows])
     model, device, parallelism = find_model_spec("Yi-34B"), find_device("a100-80-sxm"), Parallelism(tensor=2)
-    form = make_form("roofline", model=model, device=device, parallelism=parallelism, precision=Precision())
+    form = make_form(
+        "roofline", FitTarget(model=model, device=device, parallelism=parallelism, precision=Precision())
+    )
     sheet = roofline_seconds(matrix, model, device, parallelism=parallelism)
     is_pure = np.array([0 in size for size in sizes])
     fitted = form.predict(matrix, form.fit(matrix[is_pure], measured[is_pure]))

@@ -22,7 +22,7 @@ from onbeat.perfmodel.precision import BYTES, precision_by_weights
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from onbeat.perfmodel.best_fit import FitTarget
+    from onbeat.perfmodel.fitted import FitTarget
     from onbeat.perfmodel.logged_step import StepOrigin, StepStream, StepTimes
     from onbeat.perfmodel.profile import Profile, ProfileKey
     from onbeat.perfmodel.stream_fit import StreamFit
@@ -157,8 +157,8 @@ def _named(args: argparse.Namespace, options: FromOptions, origin: StepOrigin) -
 def _target(
     model: str, device: str, options: FromOptions, origin: StepOrigin
 ) -> tuple[ProfileKey, FitTarget]:
-    from onbeat.perfmodel.best_fit import FitTarget
     from onbeat.perfmodel.device_spec import find_device
+    from onbeat.perfmodel.fitted import FitTarget
     from onbeat.perfmodel.model_spec import find_model_spec
     from onbeat.perfmodel.parallelism import Parallelism
     from onbeat.perfmodel.profile import ProfileKey
@@ -220,14 +220,7 @@ def _request_seconds(options: FromOptions, stream: StepStream, target: FitTarget
     if options.request_overhead is not None:
         return options.request_overhead
     if options.requests is not None:
-        predictor = fitted_predictor(
-            found.fitted,
-            model=target.model,
-            device=target.device,
-            parallelism=target.parallelism,
-            precision=target.precision,
-        )
-        return request_seconds(options.requests, predictor)
+        return request_seconds(options.requests, fitted_predictor(found.fitted, target))
     return median(stream.request_seconds) if stream.request_seconds else 0.0
 
 

@@ -16,7 +16,7 @@ from onbeat.engine.step_time_spec import device_spec_of, model_spec_of, precisio
 from onbeat.engine.step_watch import StepWatch
 from onbeat.perfmodel.description import AnyDescription, SpeculativeDescription, StepTimeDescription
 from onbeat.perfmodel.device_spec import DeviceSpec
-from onbeat.perfmodel.fitted import FittedModel
+from onbeat.perfmodel.fitted import FitTarget, FittedModel
 from onbeat.perfmodel.models import calibrate_by_table
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
@@ -109,13 +109,9 @@ class _Chooser:
     def _tabled(self, path: Path) -> StepTime:
         others = OthersMeter(self._loaded.device.num_threads)
         limits = limits_of(self._loaded, self._key.device, self._precision.compute)
-        fitted = calibrate_by_table(
-            path,
-            model=self._spec,
-            device=device_spec_of(self._key, limits),
-            parallelism=Parallelism(),
-            precision=self._precision,
-        )
+        device = device_spec_of(self._key, limits)
+        target = FitTarget(model=self._spec, device=device, precision=self._precision)
+        fitted = calibrate_by_table(path, target)
         self._say(Detail(f"step times: from the table of steps {path} ({_describe(fitted)})"))
         step_time = replace(self._fitted(fitted, limits), origin=f"by the table {path}")
         return self._measured_beside(others, step_time)

@@ -3,57 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
-from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.fit_errors import FitErrors
-from onbeat.perfmodel.fitted import FIT_METHODS, FittedModel, fit, make_form
-from onbeat.perfmodel.model_spec import ModelSpec
-from onbeat.perfmodel.parallelism import Parallelism
-from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.fitted import FIT_METHODS, FitTarget, FittedModel
 from onbeat.perfmodel.profile import MeasuredStep
-from onbeat.perfmodel.shapes import shape_matrix
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitTarget:
-    """What is fitted."""
-
-    model: ModelSpec
-    device: DeviceSpec
-    precision: Precision
-    parallelism: Parallelism = field(default_factory=Parallelism)
-
-    def fit(self, steps: Sequence[MeasuredStep], method: str) -> FittedModel:
-        """Fit one method; its errors are of cross-validation.
-
-        Raises
-        ------
-        ConfigError : too few distinct batches.
-        """
-        return fit(
-            [step.shape for step in steps],
-            [step.seconds for step in steps],
-            model=self.model,
-            device=self.device,
-            parallelism=self.parallelism,
-            precision=self.precision,
-            method=method,
-        )
-
-    def predict(self, fitted: FittedModel, steps: Sequence[MeasuredStep]) -> NDArray[np.float64]:
-        """Return the predicted seconds of some steps."""
-        form = make_form(
-            fitted.method,
-            model=self.model,
-            device=self.device,
-            parallelism=self.parallelism,
-            precision=self.precision,
-        )
-        return form.predict(shape_matrix(step.shape for step in steps), fitted.parameters)
 
 
 def fit_best(

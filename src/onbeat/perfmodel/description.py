@@ -10,9 +10,9 @@ from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.correction import DriftAlarm
 from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.fit_errors import FitErrors
-from onbeat.perfmodel.fitted import FittedModel
+from onbeat.perfmodel.fitted import FitTarget, FittedModel
 from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.models import fitted_predictor, make_step_time_model
+from onbeat.perfmodel.models import fitted_predictor, roofline_predictor
 from onbeat.perfmodel.nnls import NNLSForm
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
@@ -38,22 +38,10 @@ class StepTimeDescription:
 
     def predictor(self) -> Predictor:
         """Return the model as it is before its first step: it learns from each one that it is told of."""
-        if self.fitted is None:
-            plain = make_step_time_model(
-                "roofline",
-                model=self.model,
-                device=self.device,
-                parallelism=self.parallelism,
-                precision=self.precision,
-            )
-        else:
-            plain = fitted_predictor(
-                self.fitted,
-                model=self.model,
-                device=self.device,
-                parallelism=self.parallelism,
-                precision=self.precision,
-            )
+        target = FitTarget(
+            model=self.model, device=self.device, parallelism=self.parallelism, precision=self.precision
+        )
+        plain = roofline_predictor(target) if self.fitted is None else fitted_predictor(self.fitted, target)
         return plain.with_learning(DriftAlarm())
 
     def as_json(self) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Protocol
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,9 @@ from onbeat.perfmodel.roofline import RooflineParameters, default_parameters, ma
 from onbeat.perfmodel.shape_range import ShapeRange
 from onbeat.perfmodel.shapes import shape_matrix
 
+if TYPE_CHECKING:
+    from onbeat.perfmodel.profile import MeasuredStep
+
 PRIOR_WEIGHT = 0.05
 """Cost of a parameter at e times its default, as a relative error of one measured step."""
 
@@ -38,21 +41,40 @@ OUTLIER = 0.1
 _LOG_LIMIT = float(np.log(30.0))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitTarget:
+    """What is fitted: a model on devices."""
+
+    model: ModelSpec
+    device: DeviceSpec
+    precision: Precision
+    parallelism: Parallelism = field(default_factory=Parallelism)
+
+    def fit(self, steps: Sequence[MeasuredStep], method: str) -> FittedModel:
+        """Fit one method; its errors are of cross-validation.
+
+        Raises
+        ------
+        ConfigError : too few distinct batches.
+        """
+        return fit([step.shape for step in steps], [step.seconds for step in steps], self, method=method)
+
+    def predict(self, fitted: FittedModel, steps: Sequence[MeasuredStep]) -> NDArray[np.float64]:
+        """Return the predicted seconds of some steps."""
+        form = make_form(fitted.method, self)
+        return form.predict(shape_matrix(step.shape for step in steps), fitted.parameters)
+
+
+@dataclass(frozen=True, slots=True)
 class RooflineForm:
     """The roofline as `fitted.Form`."""
 
-    def __init__(
-        self, model: ModelSpec, device: DeviceSpec, parallelism: Parallelism, precision: Precision
-    ) -> None:
-        self._model = model
-        self._device = device
-        self._parallelism = parallelism
-        self._precision = precision
+    target: FitTarget
 
     def fit(self, matrix: NDArray[np.float64], seconds: NDArray[np.float64]) -> dict[str, float]:
         """Return the calibrated fields of `RooflineParameters`."""
         least_squares = require("scipy.optimize", extra="plan", purpose="fitting step times").least_squares
-        defaults = asdict(default_parameters(self._device))
+        defaults = asdict(default_parameters(self.target.device))
         names = list(defaults)
         start = np.array([defaults[name] for name in names])
         target = np.log(seconds)
@@ -70,28 +92,21 @@ class RooflineForm:
 
     def predict(self, matrix: NDArray[np.float64], parameters: Mapping[str, float]) -> NDArray[np.float64]:
         """Return seconds for the rows of a shape matrix."""
+        at, own = self.target, _parameters(parameters)
         return roofline_seconds(
-            matrix,
-            self._model,
-            self._device,
-            parallelism=self._parallelism,
-            precision=self._precision,
-            parameters=_parameters(parameters),
+            matrix, at.model, at.device, parallelism=at.parallelism, precision=at.precision, parameters=own
         )
 
     def closure(self, parameters: Mapping[str, float]) -> Callable[[BatchShape], float]:
         """Return the roofline with these parameters."""
+        at, own = self.target, _parameters(parameters)
         return make_roofline(
-            self._model,
-            self._device,
-            parallelism=self._parallelism,
-            precision=self._precision,
-            parameters=_parameters(parameters),
+            at.model, at.device, parallelism=at.parallelism, precision=at.precision, parameters=own
         )
 
 
 def _parameters(values: Mapping[str, float]) -> RooflineParameters:
-    known = {field.name for field in fields(RooflineParameters)}
+    known = {each.name for each in fields(RooflineParameters)}
     if values.keys() != known:
         unlike = ", ".join(sorted(values.keys() ^ known))
         raise ConfigError(
@@ -138,15 +153,8 @@ class FittedModel:
     shape_range: ShapeRange
 
 
-def fit(  # noqa: PLR0913 - measurements, and what they were measured on
-    shapes: Iterable[BatchShape],
-    seconds: Sequence[float],
-    *,
-    model: ModelSpec,
-    device: DeviceSpec,
-    parallelism: Parallelism,
-    precision: Precision,
-    method: str = "roofline",
+def fit(
+    shapes: Iterable[BatchShape], seconds: Sequence[float], target: FitTarget, *, method: str = "roofline"
 ) -> FittedModel:
     """Fit a step-time model to measured steps.
 
@@ -160,8 +168,7 @@ def fit(  # noqa: PLR0913 - measurements, and what they were measured on
     ------
     ConfigError : a time that is not positive and finite, too few shapes, or an unknown method.
     """
-    form = make_form(method, model=model, device=device, parallelism=parallelism, precision=precision)
-    return fit_form(form, method, shapes, seconds)
+    return fit_form(make_form(method, target), method, shapes, seconds)
 
 
 def fit_form(form: Form, method: str, shapes: Iterable[BatchShape], seconds: Sequence[float]) -> FittedModel:
@@ -184,9 +191,7 @@ def fit_form(form: Form, method: str, shapes: Iterable[BatchShape], seconds: Seq
     )
 
 
-def make_form(
-    method: str, *, model: ModelSpec, device: DeviceSpec, parallelism: Parallelism, precision: Precision
-) -> Form:
+def make_form(method: str, target: FitTarget) -> Form:
     """Return the formula of a fit method.
 
     Raises
@@ -194,7 +199,7 @@ def make_form(
     ConfigError : an unknown method.
     """
     if method == "roofline":
-        return RooflineForm(model, device, parallelism, precision)
+        return RooflineForm(target)
     if method == "nnls":
         return NNLSForm()
     raise ConfigError(f"unknown fit method {method!r}; choose one of {', '.join(FIT_METHODS)}")

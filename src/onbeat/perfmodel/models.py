@@ -10,7 +10,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.hints import likely_meant
 from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.engines import find_engine, make_engine_roofline
-from onbeat.perfmodel.fitted import FittedModel, fit, make_form
+from onbeat.perfmodel.fitted import FitTarget, FittedModel, fit, make_form
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
@@ -32,10 +32,7 @@ STEP_TABLE = "step-table"
 class Deployment:
     """What step times are asked of."""
 
-    model: ModelSpec
-    device: DeviceSpec
-    parallelism: Parallelism
-    precision: Precision
+    target: FitTarget
     profile: Path | None
     """Where the measurements are; what is in it depends on the model's kind."""
     engine: str | None
@@ -77,16 +74,13 @@ def make_step_time_model(  # noqa: PLR0913 - a kind, and what it is asked of
             f"--engine {engine} adds the terms of an engine to the roofline, but the step-time model {kind} "
             "rests on measurements; leave --engine out, or choose --step-time roofline"
         )
-    return STEP_TIME_MODELS[kind](
-        Deployment(
-            model=model,
-            device=device,
-            parallelism=parallelism or Parallelism(),
-            precision=precision or Precision(),
-            profile=profile,
-            engine=engine,
-        )
+    target = FitTarget(
+        model=model,
+        device=device,
+        parallelism=parallelism or Parallelism(),
+        precision=precision or Precision(),
     )
+    return STEP_TIME_MODELS[kind](Deployment(target=target, profile=profile, engine=engine))
 
 
 def require_step_time(kind: str) -> str:
@@ -121,9 +115,7 @@ def files_of(kind: str, profile: Path | None) -> tuple[Path, ...]:
     return () if profile is None else (profile,)
 
 
-def calibrate_by_table(
-    path: Path, *, model: ModelSpec, device: DeviceSpec, parallelism: Parallelism, precision: Precision
-) -> FittedModel:
+def calibrate_by_table(path: Path, target: FitTarget) -> FittedModel:
     """Calibrate the roofline by a table of measured steps; see `read_step_table`.
 
     Raises
@@ -132,37 +124,31 @@ def calibrate_by_table(
     """
     table = read_step_table(path)
     try:
-        return fit(
-            table.shapes,
-            table.seconds,
-            model=model,
-            device=device,
-            parallelism=parallelism,
-            precision=precision,
-        )
+        return fit(table.shapes, table.seconds, target)
     except ConfigError as error:
         raise ConfigError(f"the table of steps {path} cannot be fitted: {error}") from error
 
 
+def roofline_predictor(target: FitTarget) -> Predictor:
+    """Return the predictor of data sheets alone."""
+    roofline = make_roofline(
+        target.model, target.device, parallelism=target.parallelism, precision=target.precision
+    )
+    return Predictor(roofline, ResidualModel.log_normal(ROOFLINE_SIGMA))
+
+
 def fitted_predictor(
-    fitted: FittedModel,
-    *,
-    model: ModelSpec,
-    device: DeviceSpec,
-    parallelism: Parallelism,
-    precision: Precision,
-    server: ServerTerms | None = None,
+    fitted: FittedModel, target: FitTarget, *, server: ServerTerms | None = None
 ) -> Predictor:
     """Return the predictor of a fit: with the quantiles of its held-back errors, and its range.
 
     Parameters
     ----------
-    device : the device that was fitted for; see `limited_device` where its limits were measured.
+    target : what was fitted for; see `limited_device` where the limits of its device were measured.
     server : what the engine does beside its steps; None is nothing.
     """
-    form = make_form(fitted.method, model=model, device=device, parallelism=parallelism, precision=precision)
     return Predictor(
-        form.closure(fitted.parameters),
+        make_form(fitted.method, target).closure(fitted.parameters),
         ResidualModel(fitted.ratios),
         fitted.shape_range,
         errors=fitted.errors,
@@ -176,59 +162,36 @@ def _roofline(deployment: Deployment) -> Predictor:
             f"the roofline takes no profile (got {deployment.profile}): leave it out, or choose "
             "--step-time fitted, which calibrates the roofline by it"
         )
-    model, device = deployment.model, deployment.device
-    parallelism, precision = deployment.parallelism, deployment.precision
-    if deployment.engine is not None:
-        engine = find_engine(deployment.engine)
-        return Predictor(
-            make_engine_roofline(engine, model, device, parallelism=parallelism, precision=precision),
-            ResidualModel.log_normal(ENGINE_SIGMA),
-            server=ServerTerms(steps_ahead=engine.steps_ahead, request_seconds=engine.request_seconds),
-        )
+    at = deployment.target
+    if deployment.engine is None:
+        return roofline_predictor(at)
+    engine = find_engine(deployment.engine)
     return Predictor(
-        make_roofline(model, device, parallelism=parallelism, precision=precision),
-        ResidualModel.log_normal(ROOFLINE_SIGMA),
+        make_engine_roofline(engine, at.model, at.device, parallelism=at.parallelism, precision=at.precision),
+        ResidualModel.log_normal(ENGINE_SIGMA),
+        server=ServerTerms(steps_ahead=engine.steps_ahead, request_seconds=engine.request_seconds),
     )
 
 
 def _fitted(deployment: Deployment) -> Predictor:
     path = _needed(deployment, "fitted", "a file written by `onbeat profile MODEL`")
     profile = read_profile(path)
-    precision = profile.key.precision
+    asked, precision = deployment.target, profile.key.precision
     check_profile(
         profile,
         path,
-        model=deployment.model.name,
-        device=deployment.device.id,
-        precision=replace(deployment.precision, embedding=precision.embedding, group=precision.group),
-        parallelism=deployment.parallelism,
+        model=asked.model.name,
+        device=asked.device.id,
+        precision=replace(asked.precision, embedding=precision.embedding, group=precision.group),
+        parallelism=asked.parallelism,
     )
-    return fitted_predictor(
-        profile.fitted,
-        model=deployment.model,
-        device=limited_device(deployment.device, profile.limits),
-        parallelism=deployment.parallelism,
-        precision=precision,
-        server=profile.server,
-    )
+    target = replace(asked, device=limited_device(asked.device, profile.limits), precision=precision)
+    return fitted_predictor(profile.fitted, target, server=profile.server)
 
 
 def _step_table(deployment: Deployment) -> Predictor:
     path = _needed(deployment, STEP_TABLE, f"a CSV file with the columns {', '.join(COLUMNS)}")
-    fitted = calibrate_by_table(
-        path,
-        model=deployment.model,
-        device=deployment.device,
-        parallelism=deployment.parallelism,
-        precision=deployment.precision,
-    )
-    return fitted_predictor(
-        fitted,
-        model=deployment.model,
-        device=deployment.device,
-        parallelism=deployment.parallelism,
-        precision=deployment.precision,
-    )
+    return fitted_predictor(calibrate_by_table(path, deployment.target), deployment.target)
 
 
 def _without_path(kind: str, profile: Path | None) -> tuple[str, Path | None]:

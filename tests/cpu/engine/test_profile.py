@@ -38,8 +38,9 @@ from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.profiling.profiler import ProfileSettings, limits_of, profile_model
 from onbeat.engine.step_time_spec import model_spec_of, profile_key_of
 from onbeat.hub.resolve import resolve_model
-from onbeat.perfmodel.best_fit import FitTarget, fit_best
+from onbeat.perfmodel.best_fit import fit_best
 from onbeat.perfmodel.device_spec import cpu_device, known_device
+from onbeat.perfmodel.fitted import FitTarget
 from onbeat.perfmodel.model_spec import model_spec_from_hf
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.product_rates import ROW_COUNTS

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.papers.linear import DistServeCoefficients, distserve_closure
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import cpu_device, find_device
-from onbeat.perfmodel.fitted import FIT_METHODS, fit, make_form
+from onbeat.perfmodel.fitted import FIT_METHODS, FitTarget, fit, make_form
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.nnls import nnls_closure, nnls_seconds
 from onbeat.perfmodel.parallelism import Parallelism
@@ -39,13 +39,12 @@ def fitted_here(shapes: list[BatchShape], truth: Seconds, method: str) -> Second
     fitted = fit(
         shapes,
         [truth(shape) for shape in shapes],
-        model=LLAMA_8B,
-        device=H100,
-        parallelism=parallelism,
-        precision=precision,
+        FitTarget(model=LLAMA_8B, device=H100, parallelism=parallelism, precision=precision),
         method=method,
     )
-    form = make_form(method, model=LLAMA_8B, device=H100, parallelism=parallelism, precision=precision)
+    form = make_form(
+        method, FitTarget(model=LLAMA_8B, device=H100, parallelism=parallelism, precision=precision)
+    )
     return form.closure(fitted.parameters)
 
 
@@ -122,7 +121,7 @@ def test_scalar_and_vectorised_rooflines_agree(rows, drafts, name):
 @given(rows=rows, drafts=verified)
 def test_both_evaluations_of_a_linear_fit_agree(rows, drafts):
     names = make_form(
-        "nnls", model=LLAMA_8B, device=H100, parallelism=Parallelism(), precision=Precision()
+        "nnls", FitTarget(model=LLAMA_8B, device=H100, parallelism=Parallelism(), precision=Precision())
     ).fit(
         shape_matrix(mixed_batches(30, seed=2, with_drafts=True)),
         np.linspace(0.01, 0.1, 30),
@@ -169,7 +168,9 @@ def test_a_fit_learns_what_a_draft_costs(method: str) -> None:
 def test_a_linear_fit_of_before_there_were_drafts_still_predicts():
     new = {"num_draft_tokens", "draft_pairs", "has_drafts"}
     shapes = mixed_batches(40, seed=5)
-    form = make_form("nnls", model=LLAMA_8B, device=H100, parallelism=Parallelism(), precision=Precision())
+    form = make_form(
+        "nnls", FitTarget(model=LLAMA_8B, device=H100, parallelism=Parallelism(), precision=Precision())
+    )
     whole = form.fit(shape_matrix(shapes), np.array([1e-3 + 1e-5 * s.num_new_tokens for s in shapes]))
     old = {name: value for name, value in whole.items() if name not in new}
     assert form.closure(old)(decodes(4, 100)) == form.closure(whole)(decodes(4, 100))

@@ -13,7 +13,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.fit_errors import FitErrors
-from onbeat.perfmodel.fitted import FIT_METHODS, FittedModel, fit, make_form
+from onbeat.perfmodel.fitted import FIT_METHODS, FitTarget, FittedModel, fit, make_form
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import fitted_predictor
 from onbeat.perfmodel.nnls import FEATURES, fit_nnls, nnls_closure, nnls_seconds
@@ -29,7 +29,12 @@ SINGLE, BF16 = Parallelism(), Precision()
 
 
 def fit_here(shapes: list[BatchShape], seconds: list[float], method: str = "roofline") -> FittedModel:
-    return fit(shapes, seconds, model=MODEL, device=DEVICE, parallelism=SINGLE, precision=BF16, method=method)
+    return fit(
+        shapes,
+        seconds,
+        FitTarget(model=MODEL, device=DEVICE, parallelism=SINGLE, precision=BF16),
+        method=method,
+    )
 
 
 def linear(shape: BatchShape) -> float:
@@ -72,14 +77,13 @@ def test_the_roofline_finds_its_own_parameters_again(tensor: int) -> None:
     fitted = fit(
         shapes,
         [truth(shape) for shape in shapes],
-        model=MODEL,
-        device=DEVICE,
-        parallelism=parallelism,
-        precision=BF16,
+        FitTarget(model=MODEL, device=DEVICE, parallelism=parallelism, precision=BF16),
     )
     assert fitted.errors.p50 < 0.01
     assert fitted.errors.p90 < 0.03
-    form = make_form("roofline", model=MODEL, device=DEVICE, parallelism=parallelism, precision=BF16)
+    form = make_form(
+        "roofline", FitTarget(model=MODEL, device=DEVICE, parallelism=parallelism, precision=BF16)
+    )
     closure = form.closure(fitted.parameters)
     unseen = mixed_batches(40, seed=6)
     assert FitErrors.of([closure(s) for s in unseen], [truth(s) for s in unseen]).p90 < 0.03
@@ -96,7 +100,9 @@ def test_the_stated_error_is_that_of_steps_the_fit_has_not_seen(method: str) -> 
     fitted = fit_here(shapes, [truth(shape) * math.exp(rng.gauss(0, 0.1)) for shape in shapes], method)
     unseen = mixed_batches(200, seed=9)
     noisy = [truth(shape) * math.exp(rng.gauss(0, 0.1)) for shape in unseen]
-    predictor = fitted_predictor(fitted, model=MODEL, device=DEVICE, parallelism=SINGLE, precision=BF16)
+    predictor = fitted_predictor(
+        fitted, FitTarget(model=MODEL, device=DEVICE, parallelism=SINGLE, precision=BF16)
+    )
     found = FitErrors.of([predictor.step_time(shape) for shape in unseen], noisy)
     assert fitted.errors.num_points == 80
     assert found.p50 == pytest.approx(fitted.errors.p50, rel=0.5)
@@ -145,6 +151,6 @@ def test_measurements_that_cannot_be_fitted() -> None:
 
 @pytest.mark.parametrize("method", FIT_METHODS)
 def test_parameters_of_another_form_are_refused(method: str) -> None:
-    form = make_form(method, model=MODEL, device=DEVICE, parallelism=SINGLE, precision=BF16)
+    form = make_form(method, FitTarget(model=MODEL, device=DEVICE, parallelism=SINGLE, precision=BF16))
     with pytest.raises(ConfigError, match=r"differ in .*speed.*: run `onbeat profile MODEL` again"):
         form.closure({**asdict(RooflineParameters()), "speed": 1.0})

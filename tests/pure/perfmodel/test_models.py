@@ -9,7 +9,7 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.perfmodel.fitted import fit
+from onbeat.perfmodel.fitted import FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import STEP_TIME_MODELS, Deployment, files_of, make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
@@ -46,10 +46,9 @@ def write_fitted(path: Path, precision: Precision = BF16) -> None:
     fitted = fit(
         shapes,
         seconds,
-        model=MODEL,
-        device=limited_device(DEVICE, LIMITS),
-        parallelism=Parallelism(),
-        precision=precision,
+        FitTarget(
+            model=MODEL, device=limited_device(DEVICE, LIMITS), parallelism=Parallelism(), precision=precision
+        ),
     )
     profile = Profile(
         key=ProfileKey(model=MODEL.name, device=DEVICE.id, device_name=DEVICE.name, precision=precision),

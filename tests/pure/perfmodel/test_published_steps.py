@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from onbeat.perfmodel.best_fit import FitTarget
 from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.fitted import FitTarget
 from onbeat.perfmodel.logged_step import step_times
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import Precision

@@ -18,7 +18,7 @@ from onbeat.perfmodel.description import (
     description_from_json,
 )
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.perfmodel.fitted import FIT_METHODS, fit
+from onbeat.perfmodel.fitted import FIT_METHODS, FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
@@ -173,10 +173,7 @@ def describe(method: str | None) -> StepTimeDescription:
         fitted = fit(
             shapes,
             [1.2 * roofline(shape) for shape in shapes],
-            model=LLAMA_8B,
-            device=H100,
-            parallelism=Parallelism(),
-            precision=Precision(),
+            FitTarget(model=LLAMA_8B, device=H100, parallelism=Parallelism(), precision=Precision()),
             method=method,
         )
     return StepTimeDescription(

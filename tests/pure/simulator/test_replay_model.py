@@ -16,7 +16,7 @@ from onbeat.perfmodel.description import (
     description_from_json,
 )
 from onbeat.perfmodel.device_spec import cpu_device, find_device
-from onbeat.perfmodel.fitted import fit
+from onbeat.perfmodel.fitted import FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
@@ -50,10 +50,7 @@ def describe(kind: str) -> StepTimeDescription:
         fitted = fit(
             SHAPES,
             seconds,
-            model=MODEL,
-            device=device,
-            parallelism=Parallelism(),
-            precision=FP32,
+            FitTarget(model=MODEL, device=device, parallelism=Parallelism(), precision=FP32),
             method=kind,
         )
     return StepTimeDescription(
