@@ -243,12 +243,10 @@ def timed_run(path: Path, seconds, *, num_requests: int = 40, **changes) -> Reco
 
 
 def test_each_of_many_requests_may_have_an_objective_of_its_own() -> None:
-    """So have the calls of jobs."""
-    slos = [SLO(e2e=1 + number / 1000) for number in range(33_000)]
+    slos = [SLO(e2e=1 + number / 1000) for number in range(33_000)]  # as calls of jobs have
     records = [RequestRecord(request_id="r", arrival=0.0, num_prompt_tokens=1, slo=slo) for slo in slos]
-    classes, class_ids = replay_forecast.group_by_objectives(
-        [RecordedRequest(record, 0.0) for record in records]
-    )
+    recorded = [RecordedRequest(record, 0.0) for record in records]
+    classes, class_ids = replay_forecast.group_by_objectives(recorded)
     assert [classes[number].slo for number in class_ids.tolist()] == slos
     check_classes(classes)
 
