@@ -29,6 +29,7 @@ from gpu_check.timing import (
 from onbeat.engine.cuda.graphs import GraphKey
 from onbeat.engine.cuda.kernels import Multiply
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
+from onbeat.engine.device import Device, free_memory
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.profiling.batches import BatchRow, MeasuredBatch
 from onbeat.engine.profiling.measure import StepTimer
@@ -217,14 +218,17 @@ def time_mixed(weights: CudaWeights, runner: ModelRunner, num_blocks: int, chose
     for way in ("one by one", "in pieces"):
         try:
             if way == "in pieces":
-                start = time.monotonic()
+                start, free = time.monotonic(), free_memory(Device(DEVICE)).num_bytes
                 num_blocks = 2000  # the other runner's are still there
                 runner = make_runner(weights, num_blocks, pieces=True, max_rows=32, multiply=chosen)
                 note("pieces, graphs and first steps", time.monotonic() - start, "s", shown=True)
-            with step_timer(runner, num_blocks) as timer:
-                for name, batch in mixed_steps().items():
-                    if seconds_left() > 6:
-                        time_batch(timer, f"{name}, {way}", batch)
+                taken = free - free_memory(Device(DEVICE)).num_bytes
+                note("pieces, graphs and 2000 blocks", taken / 2**30, "GiB", shown=True)
+            for temperature, how in ((0.0, way), (1.0, f"{way}, drawn")):  # which the host does of drafts
+                with step_timer(runner, num_blocks, temperature) as timer:
+                    for name, batch in mixed_steps().items():
+                        if seconds_left() > 6 and (not temperature or "verify" in name):
+                            time_batch(timer, f"{name}, {how}", batch)
         except Exception as error:
             note_failure(f"steps {way}", error)
 
@@ -256,6 +260,8 @@ def main() -> int:
     if not IS_REHEARSAL:
         _prompts_by_fa3(weights, prompts)
         note("most memory", torch.cuda.max_memory_reserved() / 2**30, "GiB", shown=True)
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        note("memory that torch keeps unused", unused / 2**30, "GiB", shown=True)
         if seconds_left() > 10:
             _without_graphs(weights)
     expect("all sizes were timed", seconds_left() > 6)

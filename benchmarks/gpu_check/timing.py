@@ -56,9 +56,9 @@ def runner_of(forward: ForwardPass, *, num_blocks: int, max_rows: int, max_len: 
 
 
 @contextmanager
-def step_timer(runner: ModelRunner, num_blocks: int) -> Iterator[StepTimer]:
-    """Time greedy steps on a runner that does nothing else meanwhile."""
-    timer = StepTimer(runner, num_blocks=num_blocks, sampling=SamplingParams(temperature=0.0))
+def step_timer(runner: ModelRunner, num_blocks: int, temperature: float = 0.0) -> Iterator[StepTimer]:
+    """Time steps on a runner that does nothing else meanwhile."""
+    timer = StepTimer(runner, num_blocks=num_blocks, sampling=SamplingParams(temperature=temperature))
     try:
         yield timer
     finally:
