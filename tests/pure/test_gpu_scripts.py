@@ -172,6 +172,23 @@ def test_the_pack_has_what_onbeat_needs_and_the_machine_lacks(monkeypatch: pytes
         script.pack_wheels()
 
 
+def test_a_pack_says_how_many_kernels_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = load("gpu-pack")
+    monkeypatch.setattr(script, "PACK", tmp_path / "pack")
+    monkeypatch.setattr(script, "KERNELS", tmp_path / "kernels")
+    script.pack_kernels()
+    (tmp_path / "kernels" / "one").mkdir(parents=True)
+    (tmp_path / "kernels" / "one" / "one.so").touch()
+    script.pack_kernels()
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in said] == [
+        f"There are {number} of 10 kernels" for number in (0, 1)
+    ]
+    assert (tmp_path / "pack" / "kernels" / "one" / "one.so").exists()
+
+
 def test_a_pack_that_is_too_large_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
