@@ -44,13 +44,15 @@ from benchmarks.check.engine_rows import (
     Steps,
     Vector,
     cases_of,
+    engine_seconds,
     extract,
     halves,
     read_rows,
     write_rows,
 )
 from benchmarks.check.engine_versions import fit_row_seconds
-from onbeat.perfmodel.engines import BOUNDS, ENGINES, EngineTerms, engine_seconds
+from onbeat.perfmodel.engines import BOUNDS, ENGINES, EngineTerms
+from onbeat.perfmodel.fitted import FitTarget
 from onbeat.perfmodel.roofline import roofline_seconds
 
 Terms = Mapping[tuple[str, bool], "EngineTerms"]
@@ -70,9 +72,10 @@ def with_terms(terms: EngineTerms) -> Steps:
     """Return the steps of an engine."""
 
     def steps(at: Deployment, matrix: Vector) -> Vector:
-        return engine_seconds(
-            matrix, terms, at.spec, at.device_spec, parallelism=at.parallelism, precision=at.precision
+        target = FitTarget(
+            model=at.spec, device=at.device_spec, parallelism=at.parallelism, precision=at.precision
         )
+        return engine_seconds(matrix, terms, target)
 
     return steps
 

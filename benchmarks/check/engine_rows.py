@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from benchmarks.harness.pages import REPOSITORY
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import DeviceSpec, find_device
-from onbeat.perfmodel.engines import EngineTerms, find_engine
+from onbeat.perfmodel.engines import EngineTerms, engine_parameters, find_engine
+from onbeat.perfmodel.fitted import FitTarget
 from onbeat.perfmodel.memory import kv_capacity
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.shapes import shape_matrix
+from onbeat.perfmodel.roofline import roofline_seconds
+from onbeat.perfmodel.shapes import NEW_TOKENS, SEQUENCES, shape_matrix
 
 Vector = NDArray[np.float64]
 Steps = Callable[["Deployment", Vector], Vector]
@@ -59,6 +61,21 @@ IMPOSSIBLE = ("vllm", "Llama-3.1-8B")
 
 PROMPTS_MET = {"vllm": 1.0, "tensorrt-llm": 1.0, "sglang": 0.5}
 """Share of the other prompts that a request's decodes wait for."""
+
+
+def engine_seconds(
+    matrix: NDArray[np.float64], engine: EngineTerms, target: FitTarget
+) -> NDArray[np.float64]:
+    """Return what `make_engine_roofline` says of each row of a shape matrix, seconds [N]."""
+    steps = roofline_seconds(
+        matrix,
+        target.model,
+        target.device,
+        parallelism=target.parallelism,
+        precision=target.precision,
+        parameters=engine_parameters(engine, target),
+    )
+    return np.where(matrix[:, NEW_TOKENS] > 0, steps + engine.row_seconds * matrix[:, SEQUENCES], 0.0)
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.check.engine_rows import engine_seconds
 from benchmarks.harness.pages import REPOSITORY
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.perfmodel.engines import EngineTerms, engine_seconds, find_engine
+from onbeat.perfmodel.engines import EngineTerms, find_engine
+from onbeat.perfmodel.fitted import FitTarget
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
@@ -71,7 +73,8 @@ class Load:
         if terms is None:
             low, high = roofline_seconds(matrix, self.spec, device, **at)  # type: ignore[arg-type]
         else:
-            low, high = engine_seconds(matrix, terms, self.spec, device, **at)  # type: ignore[arg-type]
+            target = FitTarget(model=self.spec, device=device, **at)  # type: ignore[arg-type]
+            low, high = engine_seconds(matrix, terms, target)
         return float(low + (self.decoding - fewer) * (high - low))
 
     def error(self, terms: EngineTerms | None) -> float:

@@ -18,7 +18,6 @@ from onbeat.perfmodel.description import AnyDescription, SpeculativeDescription,
 from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.fitted import FitTarget, FittedModel
 from onbeat.perfmodel.models import calibrate_by_table
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import MachineLimits, Profile
@@ -151,11 +150,7 @@ class _Chooser:
 
     def _learning(self, device: DeviceSpec, fitted: FittedModel | None) -> StepTime:
         target = StepTimeDescription(
-            model=self._spec,
-            device=device,
-            parallelism=Parallelism(),
-            precision=self._precision,
-            fitted=fitted,
+            model=self._spec, device=device, precision=self._precision, fitted=fitted
         )
         proposer = self._loaded.proposer
         draft = self._draft_model(proposer, target) if isinstance(proposer, DraftModelBuilder) else None

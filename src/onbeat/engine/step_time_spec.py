@@ -13,7 +13,6 @@ from onbeat.engine.model_config import ModelConfig
 from onbeat.perfmodel.description import StepTimeDescription
 from onbeat.perfmodel.device_spec import DeviceSpec, cpu_device, find_device, known_device
 from onbeat.perfmodel.model_spec import ModelSpec
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import MachineLimits, ProfileKey
@@ -83,7 +82,7 @@ def by_data_sheet(config: ModelConfig, name: str, device: DeviceConfig) -> Predi
     if precision.compute not in sheet.peak_flops:
         return None
     return StepTimeDescription(
-        model=model_spec_of(config, name), device=sheet, parallelism=Parallelism(), precision=precision
+        model=model_spec_of(config, name), device=sheet, precision=precision
     ).predictor()
 
 

@@ -25,23 +25,15 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTimeDescription:
-    """What a live engine predicts its steps with."""
+class StepTimeDescription(FitTarget):
+    """What a live engine predicts its steps with; its device has the measured limits where there are some."""
 
-    model: ModelSpec
-    device: DeviceSpec
-    """With the measured limits where the engine measured them."""
-    parallelism: Parallelism
-    precision: Precision
     fitted: FittedModel | None = None
     """None is the roofline alone."""
 
     def predictor(self) -> Predictor:
         """Return the model as it is before its first step: it learns from each one that it is told of."""
-        target = FitTarget(
-            model=self.model, device=self.device, parallelism=self.parallelism, precision=self.precision
-        )
-        plain = roofline_predictor(target) if self.fitted is None else fitted_predictor(self.fitted, target)
+        plain = roofline_predictor(self) if self.fitted is None else fitted_predictor(self.fitted, self)
         return plain.with_learning(DriftAlarm())
 
     def as_json(self) -> dict[str, Any]:

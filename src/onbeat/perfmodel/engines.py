@@ -17,19 +17,15 @@ from math import log2
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import yaml
-from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import CPU, DeviceSpec
-from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.parallelism import Parallelism
-from onbeat.perfmodel.precision import SIXTEEN_BIT, Precision
-from onbeat.perfmodel.roofline import RooflineParameters, make_roofline, roofline_seconds
+from onbeat.perfmodel.device_spec import CPU
+from onbeat.perfmodel.fitted import FitTarget
+from onbeat.perfmodel.precision import SIXTEEN_BIT
+from onbeat.perfmodel.roofline import RooflineParameters, make_roofline
 from onbeat.perfmodel.runs import StepSeconds
-from onbeat.perfmodel.shapes import NEW_TOKENS, SEQUENCES
 from onbeat.perfmodel.spec_file import check_fields, is_spec_file, number, read_fields, text, texts
 
 ENGINES = ("vllm", "tensorrt-llm", "sglang")
@@ -145,27 +141,20 @@ def require_engine(name: str) -> str:
     return name
 
 
-def engine_parameters(
-    engine: EngineTerms,
-    model: ModelSpec,
-    device: DeviceSpec,
-    *,
-    parallelism: Parallelism,
-    precision: Precision,
-) -> RooflineParameters:
+def engine_parameters(engine: EngineTerms, target: FitTarget) -> RooflineParameters:
     """Return the roofline's parameters for an engine.
 
     Raises
     ------
     ConfigError : a CPU, of which the terms know nothing.
     """
-    if device.architecture == CPU:
+    if target.device.architecture == CPU:
         raise ConfigError(
             "the terms of --engine were fitted to GPUs, not to CPUs; leave --engine out, or give "
             "another --device"
         )
-    is_wide = precision.compute in SIXTEEN_BIT or precision.compute == "fp32"
-    tensor = parallelism.tensor
+    is_wide = target.precision.compute in (*SIXTEEN_BIT, "fp32")
+    model, tensor = target.model, target.parallelism.tensor
     experts = engine.expert_seconds * model.num_experts * model.num_moe_layers / model.num_layers
     return replace(
         RooflineParameters.DEFAULTS,
@@ -178,23 +167,19 @@ def engine_parameters(
     )
 
 
-def make_engine_roofline(
-    engine: EngineTerms,
-    model: ModelSpec,
-    device: DeviceSpec,
-    *,
-    parallelism: Parallelism,
-    precision: Precision,
-) -> StepSeconds:
+def make_engine_roofline(engine: EngineTerms, target: FitTarget) -> StepSeconds:
     """Return a function from a batch's sums to seconds of an engine's step; an empty batch takes none.
 
     Raises
     ------
     ConfigError : see `engine_parameters` and `make_roofline`.
     """
-    parameters = engine_parameters(engine, model, device, parallelism=parallelism, precision=precision)
     roofline = make_roofline(
-        model, device, parallelism=parallelism, precision=precision, parameters=parameters
+        target.model,
+        target.device,
+        parallelism=target.parallelism,
+        precision=target.precision,
+        parameters=engine_parameters(engine, target),
     )
     row_seconds = engine.row_seconds
 
@@ -206,36 +191,6 @@ def make_engine_roofline(
         return [each + rows for each in roofline.of_run(shape, contexts)]
 
     return StepSeconds(seconds, of_run)
-
-
-def engine_seconds(
-    matrix: NDArray[np.float64],
-    engine: EngineTerms,
-    model: ModelSpec,
-    device: DeviceSpec,
-    *,
-    parallelism: Parallelism,
-    precision: Precision,
-) -> NDArray[np.float64]:
-    """Return the same as `make_engine_roofline`'s function for many batches at once.
-
-    Parameters
-    ----------
-    matrix : rows of `shapes.shape_matrix`: [N, F].
-
-    Returns
-    -------
-    Seconds: [N].
-
-    Raises
-    ------
-    ConfigError : see `engine_parameters` and `roofline_seconds`.
-    """
-    parameters = engine_parameters(engine, model, device, parallelism=parallelism, precision=precision)
-    steps = roofline_seconds(
-        matrix, model, device, parallelism=parallelism, precision=precision, parameters=parameters
-    )
-    return np.where(matrix[:, NEW_TOKENS] > 0, steps + engine.row_seconds * matrix[:, SEQUENCES], 0.0)
 
 
 @cache

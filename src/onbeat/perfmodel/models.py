@@ -167,7 +167,7 @@ def _roofline(deployment: Deployment) -> Predictor:
         return roofline_predictor(at)
     engine = find_engine(deployment.engine)
     return Predictor(
-        make_engine_roofline(engine, at.model, at.device, parallelism=at.parallelism, precision=at.precision),
+        make_engine_roofline(engine, at),
         ResidualModel.log_normal(ENGINE_SIGMA),
         server=ServerTerms(steps_ahead=engine.steps_ahead, request_seconds=engine.request_seconds),
     )

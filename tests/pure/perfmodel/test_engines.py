@@ -9,18 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.check.engine_rows import engine_seconds
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import cpu_device, find_device
-from onbeat.perfmodel.engines import (
-    BOUNDS,
-    ENGINES,
-    EngineTerms,
-    engine_seconds,
-    find_engine,
-    make_engine_roofline,
-)
-from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.perfmodel.engines import BOUNDS, ENGINES, EngineTerms, find_engine, make_engine_roofline
+from onbeat.perfmodel.fitted import FitTarget
+from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
@@ -35,15 +30,14 @@ TERMS = find_engine("vllm")
 SHAPE = decodes(8, 1000)
 
 
-def step(terms: EngineTerms, shape: BatchShape = SHAPE, *, tensor: int = 1, spec: object = MODEL) -> float:
-    closure = make_engine_roofline(
-        terms,
-        spec,  # type: ignore[arg-type]
-        DEVICE,
-        parallelism=Parallelism(tensor),
-        precision=Precision(),
+def target_of(spec: ModelSpec, tensor: int = 1, precision: Precision | None = None) -> FitTarget:
+    return FitTarget(
+        model=spec, device=DEVICE, parallelism=Parallelism(tensor), precision=precision or Precision()
     )
-    return closure(shape)
+
+
+def step(terms: EngineTerms, shape: BatchShape = SHAPE, *, tensor: int = 1, spec: ModelSpec = MODEL) -> float:
+    return make_engine_roofline(terms, target_of(spec, tensor))(shape)
 
 
 OWN = {name: getattr(TERMS, name) for name in BOUNDS}
@@ -145,23 +139,15 @@ def test_a_number_without_a_point_is_a_number_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spec", [MODEL, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("tensor", [1, 4])
-def test_both_evaluations_agree(spec: object, tensor: int) -> None:
+def test_both_evaluations_agree(spec: ModelSpec, tensor: int) -> None:
     shapes = [BatchShape(), *mixed_batches(30, seed=5)]
-    seconds = engine_seconds(
-        shape_matrix(shapes),
-        TERMS,
-        spec,  # type: ignore[arg-type]
-        DEVICE,
-        parallelism=Parallelism(tensor),
-        precision=Precision(),
-    )
+    seconds = engine_seconds(shape_matrix(shapes), TERMS, target_of(spec, tensor))
     assert seconds.tolist() == pytest.approx([step(TERMS, each, tensor=tensor, spec=spec) for each in shapes])
     assert seconds[0] == 0
 
 
 def test_a_run_of_steps_takes_what_its_steps_take_to_the_last_digit() -> None:
-    what = {"parallelism": Parallelism(4), "precision": Precision()}
-    run = make_engine_roofline(TERMS, EXPERTS, DEVICE, **what).of_run  # type: ignore[arg-type]
+    run = make_engine_roofline(TERMS, target_of(EXPERTS, 4)).of_run
     contexts = [1000, 1008, 1016]
     one_by_one = [step(TERMS, decodes(8, each // 8), tensor=4, spec=EXPERTS) for each in contexts]
     assert list(run(SHAPE, contexts)) == one_by_one
@@ -185,12 +171,8 @@ def test_eight_bit_arithmetic_has_an_efficiency_of_its_own() -> None:
     prompt = BatchShape()
     prompt.add(0, 8192, samples=True)
     narrow = replace(TERMS, narrow_gemm_efficiency=TERMS.narrow_gemm_efficiency / 2)
-    eight = Precision("fp8", "fp8", "fp8")
-    at = {"model": MODEL, "device": DEVICE, "parallelism": Parallelism()}
-    fast, slow = (
-        make_engine_roofline(terms, precision=eight, **at)(prompt)  # type: ignore[arg-type]
-        for terms in (TERMS, narrow)
-    )
+    target = target_of(MODEL, precision=Precision("fp8", "fp8", "fp8"))
+    fast, slow = (make_engine_roofline(terms, target)(prompt) for terms in (TERMS, narrow))
     assert slow > 1.5 * fast
     assert step(narrow, prompt) == step(TERMS, prompt)
 

@@ -27,7 +27,7 @@ from onbeat.perfmodel.description import StepTimeDescription
 from onbeat.perfmodel.device_spec import device_ids, find_device
 from onbeat.perfmodel.memory import Change, Choices, DoesNotFit, kv_capacity, what_fits
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
-from onbeat.perfmodel.models import make_step_time_model
+from onbeat.perfmodel.models import roofline_predictor
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.utilisation import StepOperations
@@ -71,14 +71,7 @@ class StandInLoader:
 
     def step_seconds(self) -> Callable[[BatchShape], float]:
         """Return how long a step takes."""
-        what = self.description
-        return make_step_time_model(
-            "roofline",
-            model=what.model,
-            device=what.device,
-            parallelism=what.parallelism,
-            precision=what.precision,
-        ).step_time
+        return roofline_predictor(self.description).step_time
 
     def load(self, on_progress: OnProgress) -> LoadedModel:
         """Make the KV cache, and run a first step."""
