@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,7 +18,7 @@ from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions, Trial
 
 
-class CapacityProgress:
+class CapacityProgress(Progress):
     """Shows how many searches are done, and the latest run.
 
     Parameters
@@ -30,7 +29,7 @@ class CapacityProgress:
 
     def __init__(self, console: Console, labels: Sequence[Labels], *, is_quiet: bool) -> None:
         self._labels = labels
-        self._bar = Progress(
+        super().__init__(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -40,16 +39,7 @@ class CapacityProgress:
             disable=is_quiet or not console.is_terminal,
             refresh_per_second=4,
         )
-        self._task = self._bar.add_task("searching", total=len(labels), note="")
-
-    def __enter__(self) -> CapacityProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+        self._task = self.add_task("searching", total=len(labels), note="")
 
     def on_event(self, index: int, event: Trial | FrontierPoint) -> None:
         if isinstance(event, Trial):
@@ -57,10 +47,10 @@ class CapacityProgress:
             note = f"{event.rate:.3g} requests/s {met}: {event.verdict.reason}"
         elif event.run is not None:  # one that cannot run is not reported
             note = f"{event.level.name}: {event.run.output_throughput_per_gpu:,.0f} tokens/s per GPU"
-        self._bar.update(self._task, note=f"{case_name(self._labels[index])}: {note}")
+        self.update(self._task, note=f"{case_name(self._labels[index])}: {note}")
 
     def on_result(self, _index: int, _result: object) -> None:
-        self._bar.advance(self._task)
+        self.advance(self._task)
 
 
 def search_options(options: CapacityOptions) -> SearchOptions:
