@@ -11,6 +11,10 @@ import pytest
 
 from onbeat.cli.args import parse
 from onbeat.cli.main import build_parser
+from onbeat.cli.options import read_options
+from onbeat.cluster.fleet_options import FleetOptions
+from onbeat.scheduler.replica.policies import settle
+from onbeat.scheduler.scheduler_config import SchedulerLimits
 from tests.many_cases import each_case
 from tests.printed import DOCUMENTS, commands, prepare
 
@@ -46,6 +50,13 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @each_case(("name", "words"), PRINTED)
 def test_a_printed_command_is_understood(fresh: None, name: str, words: list[str]) -> None:
     assert parse(build_parser(words), words)
+
+
+@each_case(("name", "words"), [(name, words) for name, words in PRINTED if words[0] == "serve"])
+def test_flags_of_a_printed_server_go_together(fresh: None, name: str, words: list[str]) -> None:
+    args = parse(build_parser(words), words)
+    read_options(args, FleetOptions)
+    assert settle(read_options(args, SchedulerLimits), num_blocks=10_000, model_len=4096)
 
 
 def test_the_documents_print_some() -> None:
