@@ -155,11 +155,8 @@ def _promises(planned: Sequence[PlannedCase]) -> dict[Labels, str]:
 def _settings(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> dict[str, Any]:
     """Return the flags that were given, and what became of the load."""
     load = planned[0].loads[0]
-    flags = {
-        name: str(value) if not isinstance(value, (int, float, str, list, type(None))) else value
-        for name, value in vars(args).items()
-        if name not in ("run", "command", "json", "report", "config")
-    }
+    hidden = ("run", "command", "json", "report", "config")
+    flags = {name: _plain(value) for name, value in vars(args).items() if name not in hidden}
     return {
         "flags": flags,
         "load": {
@@ -170,3 +167,10 @@ def _settings(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> dict[
         },
         "num_repeats": len(planned[0].loads),
     }
+
+
+def _plain(value: Any) -> Any:
+    """Return what was given with a flag as it can stand in a file."""
+    if isinstance(value, list):
+        return list(map(str, value))
+    return value if isinstance(value, (int, float, str, type(None))) else str(value)

@@ -59,6 +59,9 @@ class FleetChange(NamedTuple):
     number: int
     """Of the replica, or replicas."""
 
+    def __str__(self) -> str:
+        return f"{self.when:g} {self.kind} {self.number}"
+
 
 def parse_change(text: str) -> FleetChange:
     """Read a change of a fleet as `30 kill 0` or `90 scale 4`: when (seconds), what, and which or how many.

@@ -240,3 +240,20 @@ def test_bad_profiles(
     edit_profile(path, edit)
     assert simulate("--step-time", "fitted", "--profile", str(path)) == 2
     assert message in error_of(capsys)
+
+
+def test_a_capacity_says_in_its_file_what_happened_to_its_fleet(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    fleet = [
+        "--replicas",
+        "2",
+        "--fleet-changes",
+        "1.5 kill 0",
+        "--kinds",
+        "replicas=1",
+        "device=l4,replicas=1",
+    ]
+    assert main(["capacity", *MODEL, *CAPACITY, *fleet, "--json", str(path), "--disable-tqdm"]) == 0
+    flags = json.loads(path.read_text())["settings"]["flags"]
+    assert flags["fleet_changes"] == ["1.5 kill 0"]
+    assert flags["kinds"] == ["replicas=1", "device=l4,replicas=1"]

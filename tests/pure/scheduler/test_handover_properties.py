@@ -84,8 +84,10 @@ class MovingMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 60),
         shared=st.booleans(),
         slo=st.sampled_from([None, SLO(ttft=20.0, tbt=2.0), SLO(e2e=60.0)]),
+        kept_for=st.sampled_from([0.0, 30.0]),
+        is_scored=st.sampled_from([False, False, True]),
     )
-    def arrive(self, where, num_prompt, max_tokens, shared, slo):
+    def arrive(self, where, num_prompt, max_tokens, shared, slo, kept_for, is_scored):
         request_id = f"r{len(self.requests)}"
         replica = self.replicas[where]
         request = make_request(
@@ -95,6 +97,8 @@ class MovingMachine(RuleBasedStateMachine):
             arrival=replica.now,
             salt="shared" if shared else request_id,
             slo=slo,
+            kept_for=kept_for,
+            num_prompt_logprobs=0 if is_scored else None,
         )
         replica.add(request)
         self.requests[request_id] = request
