@@ -163,6 +163,13 @@ class SerialReplica(VirtualReplica):
         self._catch_up(self._step, now)
         return self.scheduler.load(now, busy=self._ends[0] - now)
 
+    def withdraw(self, request_id: str, now: float) -> None:
+        """Let go of a request, which no plan may have seen."""
+        held = [each for each in self._held if each[1].request.request_id != request_id]
+        if len(held) == len(self._held):
+            super().withdraw(request_id, now)
+        self._held = held
+
     def settle(self, now: float) -> None:
         """Deliver what the steps of a run have brought by now."""
         self.interrupt(now)

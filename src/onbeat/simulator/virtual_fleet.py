@@ -331,9 +331,10 @@ class VirtualFleet:
         member.call(now)
 
     def do_withdraw(self, action: Withdraw, now: float) -> None:
-        """Take a request from a replica."""
+        """Take a request from a replica, unless that has refused it, of which the fleet has yet to hear."""
         number = replica_number(action.replica)
-        self.lives.replicas[number].withdraw(action.request_id, now)
+        if self._open[action.request_id].refusal is None:
+            self.lives.replicas[number].withdraw(action.request_id, now)
         if self._moves is not None:
             self._moves.forget(number, action.request_id)
         self._num_before.pop(action.request_id, None)

@@ -120,6 +120,28 @@ def test_the_fleet_hears_of_a_first_token_whatever_the_last_chunk_was(num_prompt
     assert (stayed.replica, other.replica) == ("0", "1")  # the drain gives streams their time
 
 
+def test_a_drain_sends_on_what_no_plan_has_seen():
+    """The third comes while the first one's step runs, beside which the next step is planned already."""
+    config = make_config(
+        replicas=2, router="round-robin", steps_ahead=1, fleet_changes=(FleetChange(1.75, "drain", 0),)
+    )
+    load = make_load([8] * 3, [4] * 3, [0.0, 0.0, 1.25])
+    result = simulate(load, config, SECOND)
+    assert [record.replica for record in result.records] == ["0", "1", "1"]
+    assert result.num_completed == 3
+
+
+def test_what_a_replica_refuses_is_not_taken_from_it():
+    """Each has room for one that runs and one that waits, and all drain at one instant."""
+    limits = {"max_num_seqs": 1, "max_num_queued_reqs": 1}
+    config = make_config(
+        replicas=3, router="round-robin", scheduler=limits, fleet_changes=(FleetChange(0.5, "scale", 0),)
+    )
+    result = simulate(make_load([8] * 6, [4] * 6, [0.0] * 3 + [0.25] * 3), config, SECOND)
+    assert result.num_completed + result.num_rejected == 6
+    assert result.decisions["moved"] == 5
+
+
 def test_with_one_replica_streams_wait_for_its_restart():
     config = make_config(fleet_changes=(kill(2.0, 0),), fleet_times=FleetTimes(start=5.0))
     [record] = simulate(make_load([8], [4], [0.0]), config, SECOND).records
