@@ -153,8 +153,15 @@ class _Writer:
         """Return the rule of a call in tags, which hold properties in the order of the schema."""
         if is_strict and (more := schema.keys() - _PLAIN_OBJECT):
             raise _not_kept(name, min(more))
+        properties, required = schema.get("properties") or {}, schema.get("required") or []
+        if not (isinstance(properties, dict) and isinstance(required, list)):
+            raise InvalidRequest(
+                f"the schema of the function {name!r} is not valid: properties must be an object, and required "
+                "an array",
+                param="tools",
+            )
         parts = [lark_text(f"<function={name}>\n")]
-        for key, value in (schema.get("properties") or {}).items():
+        for key, value in properties.items():
             if not set(key).isdisjoint("<>\n"):
                 raise _not_kept(name, key)
             parameter = " ".join(
@@ -163,7 +170,7 @@ class _Writer:
                     _tag_value(name, value, schema, is_strict=is_strict),
                 )
             )
-            parts.append(parameter if key in (schema.get("required") or ()) else f"({parameter})?")
+            parts.append(parameter if key in required else f"({parameter})?")
         return " ".join((*parts, lark_text("</function>")))
 
 

@@ -172,8 +172,9 @@ def types_of(schema: Any) -> frozenset[str]:
     if not isinstance(schema, Mapping):
         return frozenset(("string",))
     found: set[str] = set()
-    types = schema.get("type", ())
-    found.update((types,) if isinstance(types, str) else filter(lambda each: isinstance(each, str), types))
+    types = schema.get("type")
+    listed = types if isinstance(types, list) else [types]
+    found.update(each for each in listed if isinstance(each, str))
     for name in ("anyOf", "oneOf"):
         alternatives = schema.get(name, ())
         found.update(*map(types_of, alternatives if isinstance(alternatives, list) else ()))

@@ -17,6 +17,7 @@ from onbeat.text.reply.events import CallStart, CallText, ContentText, MarkToken
 from onbeat.text.reply.families import FAMILIES, REASONING
 from onbeat.text.reply.grammar import WantedCalls, answer_grammar
 from onbeat.text.reply.parser import ReplyOptions, ReplyParser, ReplyStyle
+from onbeat.text.reply.xml_calls import types_of
 from tests.fakes_engine import ByteTokenizer
 from tests.pure.text.reply.reading import Read, merged
 
@@ -265,6 +266,19 @@ def test_tags_refuse_what_they_cannot_keep_to() -> None:
         )
         with pytest.raises(InvalidRequest, match=f"'f' is strict and its schema has '{named}'"):
             answer_grammar(style, calls, None, opens_in_reasoning=False)
+
+
+@pytest.mark.parametrize("schema", [{"properties": 5}, {"properties": [1]}, {"properties": {}, "required": 5}])
+def test_tags_refuse_a_schema_that_is_none(schema: Any) -> None:
+    style = style_of("qwen3-xml", "text").guided
+    calls = WantedCalls(schemas={"f": schema}, strict=frozenset(), is_required=True, is_single=False)
+    with pytest.raises(InvalidRequest, match="the schema of the function 'f' is not valid: properties must be"):
+        answer_grammar(style, calls, None, opens_in_reasoning=False)
+
+
+@pytest.mark.parametrize("schema", [{"type": None}, {"type": 5}, {"type": [None, "string"]}, {"anyOf": 5}])
+def test_what_is_no_type_says_nothing(schema: Any) -> None:
+    assert types_of(schema) == {"string"}
 
 
 def test_tools_that_are_not_strict_are_held_to_what_can_be_enforced() -> None:
