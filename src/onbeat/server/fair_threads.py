@@ -126,8 +126,8 @@ class FairThreads:
         if doing.cancelled():  # the threads were let go of before it began
             job.done.cancel()
             return
+        error = doing.exception()  # asked for always: asyncio logs those that nobody has seen
         if not job.done.cancelled():
-            error = doing.exception()
             if error is None:
                 job.done.set_result(doing.result())
             else:

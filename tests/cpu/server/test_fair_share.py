@@ -6,6 +6,7 @@ Work is done in a thread that a test holds until all of it has come: its order i
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -309,6 +310,25 @@ async def test_errors_go_to_those_who_asked_and_the_next_begins() -> None:
         await failing
     assert await fine == "fine"
     threads.close()
+
+
+async def test_nobody_hears_of_an_error_whose_caller_left(caplog: pytest.LogCaptureFixture) -> None:
+    threads, is_let = FairThreads("test", num_threads=1), threading.Event()
+
+    def fail() -> None:
+        assert is_let.wait(30)
+        raise IndexError
+
+    failing = asyncio.create_task(threads.run("a", 1, fail))
+    await asyncio.sleep(0)
+    failing.cancel()
+    await asyncio.gather(failing, return_exceptions=True)
+    after = asyncio.create_task(threads.run("a", 1, lambda: None))
+    is_let.set()
+    await after
+    threads.close()
+    gc.collect()  # asyncio tells of errors that nobody has looked at when they go
+    assert caplog.records == []
 
 
 async def test_what_waits_when_the_threads_are_closed_is_cancelled() -> None:
