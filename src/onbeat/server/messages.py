@@ -204,12 +204,13 @@ def _tool_choice(choice: Mapping[str, Any]) -> str | dict[str, Any] | None:
             )
 
 
-def _response_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _response_format(given: Any) -> dict[str, Any] | None:
     if given is None:
         return None
-    if given.get("type") != "json_schema":
+    kind = given.get("type") if isinstance(given, Mapping) else given
+    if kind != "json_schema" or not isinstance(given, Mapping):
         raise unsupported(
-            f"output_config.format.type is {quoted(given.get('type'))}; this server has json_schema",
+            f"output_config.format.type is {quoted(kind)}; this server has json_schema",
             "output_config.format",
         )
     schema = {"name": "answer", "schema": given.get("schema"), "strict": True}

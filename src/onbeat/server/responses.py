@@ -174,7 +174,11 @@ def _message_of(item: dict[str, Any], where: str) -> dict[str, Any]:
         case "message":
             raise InvalidRequest(f"{where} has no role; send 'user', 'assistant' or 'system'", param=where)
         case "reasoning":
-            parts = item.get("content") or item.get("summary") or ()
+            parts = item.get("content") or item.get("summary") or []
+            if not isinstance(parts, list):
+                raise InvalidRequest(
+                    f"{where} has {quoted(parts)} for its content; it should be an array", param=where
+                )
             texts = (part.get("text") for part in parts if isinstance(part, dict))
             return {"role": "assistant", "reasoning_content": "".join(t for t in texts if isinstance(t, str))}
         case "function_call":

@@ -84,6 +84,7 @@ async def test_errors_have_the_form_of_the_api(served: Served, engine: FakeEngin
         ({**BODY, "model": "other"}, "not_found_error", 404),
         ({**BODY, "max_tokens": None}, "invalid_request_error", 400),
         ({**BODY, "messages": [{"role": "robot", "content": ""}]}, "invalid_request_error", 400),
+        ({**BODY, "output_config": {"format": "json"}}, "invalid_request_error", 400),
         ({**BODY, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "invalid_request_error", 400),
     ):
         reply = await served.post(MESSAGES, body)

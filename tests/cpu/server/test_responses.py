@@ -111,6 +111,7 @@ async def test_objectives_stand_in_metadata_and_are_judged(served: Served, engin
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"content": "x"}]}, "input[0]"),
+        ({"input": [{"type": "reasoning", "content": 5}]}, "input[0]"),
         ({"input": 5}, "input"),
         ({"input": []}, "messages"),
     ],

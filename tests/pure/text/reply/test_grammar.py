@@ -268,11 +268,15 @@ def test_tags_refuse_what_they_cannot_keep_to() -> None:
             answer_grammar(style, calls, None, opens_in_reasoning=False)
 
 
-@pytest.mark.parametrize("schema", [{"properties": 5}, {"properties": [1]}, {"properties": {}, "required": 5}])
+@pytest.mark.parametrize(
+    "schema", [{"properties": 5}, {"properties": [1]}, {"properties": {}, "required": 5}]
+)
 def test_tags_refuse_a_schema_that_is_none(schema: Any) -> None:
     style = style_of("qwen3-xml", "text").guided
     calls = WantedCalls(schemas={"f": schema}, strict=frozenset(), is_required=True, is_single=False)
-    with pytest.raises(InvalidRequest, match="the schema of the function 'f' is not valid: properties must be"):
+    with pytest.raises(
+        InvalidRequest, match="the schema of the function 'f' is not valid: properties must be"
+    ):
         answer_grammar(style, calls, None, opens_in_reasoning=False)
 
 
