@@ -156,8 +156,8 @@ class _Writer:
         properties, required = schema.get("properties") or {}, schema.get("required") or []
         if not (isinstance(properties, dict) and isinstance(required, list)):
             raise InvalidRequest(
-                f"the schema of the function {name!r} is not valid: properties must be an object, and required "
-                "an array",
+                f"the schema of the function {name!r} is not valid: properties must be an object, and "
+                "required an array",
                 param="tools",
             )
         parts = [lark_text(f"<function={name}>\n")]
