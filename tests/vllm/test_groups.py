@@ -46,6 +46,23 @@ class TestSlidingWindowsBesideFullAttention:
         check_planned(engine)
         assert sum(request.num_preemptions for request in requests) > 0
 
+    def test_a_prompt_longer_than_its_share_of_blocks_runs_beside_others(self, folder, is_async):
+        requests = [
+            make_request(f"r{index}", 60, 60, 1000.0 + 0.2 * index, **OBJECTIVES) for index in range(60)
+        ]
+        long = make_request("long", 3000, 20, 1001.0, **OBJECTIVES)
+        engine = serve(
+            folder,
+            [*requests, long],
+            is_async=is_async,
+            windows=[64] * 5,
+            num_blocks=600,
+            max_num_batched_tokens=256,
+        )
+        check_ended(engine, [*requests, long])
+        check_planned(engine)
+        assert engine.tokens["long"][0][0] < 1003.0  # the last of the others comes at 1012
+
     def test_shared_prefixes_are_found_and_planned_with(self, folder, is_async):
         requests = [
             make_request(f"r{index}", 400, 20, 1000.0 + 0.05 * index, prefix=f"p{index % 4}", **OBJECTIVES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ class VLLMKVView:
 
     A model with several groups of layers has as many block tables for each request, whose blocks come from
     one pool. A block here is one of each. Layers with a sliding window give blocks back, so that there is
-    more room then than is counted.
+    more room then than is counted: what would never fit is counted as vLLM does, window by window.
 
     vLLM gives a prompt its blocks chunk by chunk. Here an admitted prompt has them all: what it will take
     still (`promised`) is not free.
@@ -57,6 +58,9 @@ class VLLMKVView:
         watermark = int(getattr(manager, "watermark_blocks", 0)) // self._num_groups
         self._watermark = max(0, watermark - self.num_blocks // 100)
         """What vLLM keeps free beyond the watermark that plans keep."""
+        self._most = self.num_blocks - self.num_blocks // 100 - self._watermark
+        """Of one request, beside others."""
+        self._caps = [_cap(group) for group in groups]
         self._num_beyond = surface.num_drafts + surface.num_lookahead
         if self._num_beyond > self.block_size:
             raise ConfigError(
@@ -80,7 +84,12 @@ class VLLMKVView:
         return self.num_blocks - int(self._blocks.get_num_free_blocks()) // self._num_groups
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        num = -(-num_tokens // self.block_size)
+        return num if num <= self._most else self._within_windows(num)
+
+    def _within_windows(self, num_blocks: int) -> int:
+        """Return what a request with so many blocks of full attention holds of all groups."""
+        return math.ceil(sum([min(num_blocks, cap) for cap in self._caps]) / self._num_groups)
 
     def match(self, state: RequestState) -> list[int]:
         request = self._requests[state.request_id]
@@ -121,7 +130,16 @@ class VLLMKVView:
         state.block_ids = blocks = self._main.req_to_blocks.get(state.request_id) or []
         num_blocks = len(blocks)
         if state.num_tokens + state.num_in_flight_tokens - state.num_computed_tokens > 1:
-            missing = self.num_blocks_for(state.num_tokens) - num_blocks
-            self.promised += max(missing, 0)
-            num_blocks += max(missing, 0)
+            num_in_all = max(-(-state.num_tokens // self.block_size), num_blocks)
+            missing = num_in_all - num_blocks
+            if num_in_all > self._most:
+                missing = self._within_windows(num_in_all) - self._within_windows(num_blocks)
+            self.promised += missing
+            num_blocks = num_in_all
         state.num_allocated_tokens = num_blocks * self.block_size - self._num_beyond - num_uncertain
+
+
+def _cap(group: Any) -> float:
+    """Return the blocks that one request holds at most in a group of layers; the first name is of 0.31 on."""
+    names = ("max_admission_blocks_per_request", "_max_admission_blocks_per_request")
+    return next((cap for name in names if (cap := getattr(group, name, None)) is not None), math.inf)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from onbeat.core.errors import ConfigError
+from onbeat.vllm.kv_view import VLLMKVView
 from onbeat.vllm.plugin import MOST_FAULTS, Plugin
 from onbeat.vllm.settings import check_version
 from tests.cpu.vllm.fake_scheduler import FakeRequest, FakeScheduler, add_some, planned_scheduler, run
@@ -129,6 +130,23 @@ class TestWhatStaysVLLMs:
         scheduler.add_request(other)
         assert scheduler.schedule().num_scheduled_tokens.keys() == {lost.request_id, "other"}
         assert scheduler.onbeat.num_planned == 1
+
+
+@pytest.mark.parametrize("name", ["max_admission_blocks_per_request", "_max_admission_blocks_per_request"])
+def test_a_prompt_that_would_never_fit_is_counted_window_by_window(name):
+    windows = [SimpleNamespace(block_size=16, **{name: 21})] * 5
+    groups = [SimpleNamespace(block_size=16, req_to_blocks={"long": [None] * 40}), *windows]
+    manager = SimpleNamespace(
+        block_pool=SimpleNamespace(num_gpu_blocks=421),
+        coordinator=SimpleNamespace(single_type_managers=groups),
+    )
+    scheduler = SimpleNamespace(kv_cache_manager=manager)
+    view = VLLMKVView(SimpleNamespace(scheduler=scheduler, num_drafts=0, num_lookahead=0), {})
+    assert (view.num_blocks, view.num_blocks_for(960), view.num_blocks_for(3000)) == (70, 60, 49)
+    view.follow(
+        SimpleNamespace(request_id="long", num_tokens=3000, num_in_flight_tokens=0, num_computed_tokens=640)
+    )
+    assert view.promised == 49 - 25  # (188 + 5 * 21) / 6 less (40 + 5 * 21) / 6
 
 
 @pytest.mark.parametrize(
