@@ -128,8 +128,8 @@ def _check_predictions(config: EngineConfig, loader: Loader) -> None:
     speculation = loader.limits.speculation
     if composition(loader.limits.policy).needs_step_time:
         raise ConfigError(
-            f"policy {loader.limits.policy!r} plans with predicted step times, but {why}; {cure}take a policy "
-            "that plans without them: --policy sarathi (in Python: policy='sarathi')"
+            f"policy {loader.limits.policy!r} plans with predicted step times, but {why}; {cure}take a "
+            "policy that plans without them: --policy sarathi (in Python: policy='sarathi')"
         )
     if speculation is not None and speculation.draft_length == "adaptive":
         raise ConfigError(
