@@ -32,6 +32,8 @@ from onbeat.vllm.refusals import Refusal
 
 logger = logging.getLogger("onbeat.vllm")
 
+_KEPT = (b"access-control-", b"vary", b"x-request-id")
+"""Of the head of a refused answer: what lets browsers read it, and whoever searches logs find it."""
 TOLD_SECONDS = 0.1
 """How long an answer that looks refused, and does not say why, waits for the word of the scheduler."""
 MOST_HELD_BYTES = 2**20
@@ -198,10 +200,13 @@ class Exchange:
 
     async def _refuse(self, refusal: Refusal) -> None:
         self._entry.refuse(refusal, self._clock())
-        self._start, self._take, self.is_refused = None, self._take_nothing, True
+        start, self._start = self._start or {}, None
+        self._take, self.is_refused = self._take_nothing, True
         response = error_response(refusal.error(self._entry.request.objectives), self._path)
         self.status = response.status_code
         self._name_ignored(response.headers)
+        kept = [each for each in start.get("headers", []) if each[0].lower().startswith(_KEPT)]
+        response.raw_headers.extend(kept)
         await response(self._scope, self._receive, self._send)
 
     async def _take_nothing(self, body: bytes, *, has_more: bool) -> None:

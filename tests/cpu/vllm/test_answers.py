@@ -88,6 +88,22 @@ async def test_behind_a_prefix_a_refusal_has_the_form_of_its_api():
     assert (reply.status_code, reply.json().get("type")) == (429, "error")
 
 
+async def test_browsers_of_other_origins_can_read_a_refusal():
+    app = VLLMApp(lambda _: list(refused_answers(CHAT, REFUSED))[1])
+
+    async def with_origin(scope, receive, send) -> None:
+        async def send_more(message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"].append((b"access-control-allow-origin", b"*"))
+            await send(message)
+
+        await app(scope, receive, send_more)
+
+    reply = await client_of(with_origin).post(CHAT, json={**ASK, "stream": True})
+    assert (reply.status_code, reply.headers["content-type"]) == (429, "application/json")
+    assert reply.headers["access-control-allow-origin"] == "*"
+
+
 async def test_other_choices_of_a_refused_request_are_ended():
     refused = chat_chunk({"content": ""}, "abort", stop_reason=REFUSED)
     app, sent = VLLMApp(lambda _: [refused, *[chat_chunk({"content": "x"})] * 100]), []
