@@ -180,6 +180,7 @@ class Copies:
         copy = self._by_move[move] = _Copy(source.replica, destination, num_bytes)
         self.links.begin(move, source.replica, destination, num_bytes, self.now)
         for number in (source.replica, destination):
+            self.settle(number)  # a run ends with its step under way: the next one takes longer
             self._replicas[number].charge(num_bytes / self._memory_bandwidth(number))
         return copy.pull
 

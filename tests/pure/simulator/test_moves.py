@@ -14,8 +14,21 @@ from onbeat.core.handover import MoveVerb
 from onbeat.scheduler.cluster.events import Answered, FleetAction, MoveStep
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.simulate import simulate
-from onbeat.simulator.simulation_config import FleetChange, FleetTimes, KVLink, SimulationConfig
-from tests.pure.simulator.loads import ShapeTime, fleet_config, linear_time, make_load, random_load
+from onbeat.simulator.simulation_config import (
+    FleetChange,
+    FleetTimes,
+    KVLink,
+    ReplicaKind,
+    SimulationConfig,
+)
+from tests.pure.simulator.loads import (
+    ShapeTime,
+    StepByStep,
+    fleet_config,
+    linear_time,
+    make_load,
+    random_load,
+)
 
 STEP = 0.02
 
@@ -66,6 +79,20 @@ def test_the_time_that_a_stream_stands_still_does_not_grow_with_its_length(num_p
     num_last = [step.num_blocks for step in pulls][-1]
     assert num_last * 16 > num_prompt_tokens  # what is left is what it wrote meanwhile
     assert gap < 8 * STEP
+
+
+def test_a_copy_slows_its_source_down_at_once_whether_steps_are_taken_together_or_not():
+    """Answers are heard of late, so that the source is in a run of steps when the copy begins."""
+    config = fleet_of(
+        fleet_changes=(FleetChange(1.0, "drain", 0),), fleet_times=FleetTimes(drain=60.0, report=0.1)
+    )
+    step_time = ShapeTime(lambda shape: STEP)
+    kind = ReplicaKind(scheduler=config.scheduler, step_time=step_time, memory_bandwidth=1e5)
+    config = replace(config, kinds=(kind, kind))
+    load = make_load([1000, 100], [400, 400], [0.0, 0.0])
+    together = simulate(load, config, step_time)
+    assert together.records == simulate(load, config, step_time, observer=StepByStep()).records
+    assert together.decisions["moved: drain"] == 1
 
 
 def test_a_drain_without_time_leaves_no_room_kept_elsewhere():
