@@ -40,43 +40,25 @@ def main() -> int:
     with server(name) as port:
         if port is None:
             return 1
-        ok = _one_request(port, name)
+        ok = one_request(port, name, name)
         for users in USERS[name]:
             if seconds_left() < 15:
                 expect(f"serve {name}: load of {users} users", passed=False, text="no time left")
                 continue
-            _load(port, name, users)
+            load(port, name, users, name)
         _metrics(port)
     return 0 if ok else 1
 
 
 @contextmanager
-def server(name: str, *arguments: str) -> Iterator[int | None]:
-    """Run a server until the block ends; yields its port, or None where it does not start.
-
-    Parameters
-    ----------
-    arguments : of the server, which win over those that every server has.
-    """
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    command = [sys.executable, "-m", "onbeat", "serve", str(model_folder(name)), "--load-format", "dummy"]
-    command += ["--device", DEVICE, "--port", str(port), "--max-model-len", "2048"]
-    command += [
-        "--kv-cache-memory-bytes",
-        "64M" if IS_REHEARSAL else "16G",
-        *ARGUMENTS[name],
-        *arguments,
-        *extra_arguments(),
-    ]
-    print(" ".join(command), flush=True)
+def server(name: str) -> Iterator[int | None]:
+    """Run a server until the block ends; yields its port, or None where it does not start."""
+    port = free_port()
     log = WORK / f"serve-{name}.log"
     start = time.monotonic()
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    process = start_server([*serve_command(name, port), *extra_arguments()], log)
     try:
-        is_up = _wait_until_ready(process, port)
+        is_up = wait_until_ready(process, port)
         note(f"serve {name}: ready after", time.monotonic() - start, "s", shown=True)
         expect(f"serve {name}: starts", is_up)
         yield port if is_up else None
@@ -94,12 +76,38 @@ def server(name: str, *arguments: str) -> Iterator[int | None]:
         print(f"--- log of the server\n{log.read_text(errors='replace')[-6000:]}\n---", flush=True)
 
 
+def free_port() -> int:
+    """Return a port that nothing listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def serve_command(name: str, port: int, kv_bytes: str = "16G") -> list[str]:
+    """Return the command of onbeat's server."""
+    command = [sys.executable, "-m", "onbeat", "serve", str(model_folder(name)), "--load-format", "dummy"]
+    command += ["--device", DEVICE, "--port", str(port), "--max-model-len", "2048"]
+    return [*command, "--kv-cache-memory-bytes", "64M" if IS_REHEARSAL else kv_bytes, *ARGUMENTS[name]]
+
+
+def start_server(
+    command: list[str], log: Path, variables: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a server that writes to its log; `variables` are added to the environment."""
+    print(" ".join(command), flush=True)
+    with log.open("w") as file:
+        return subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **(variables or {})}
+        )
+
+
 def extra_arguments() -> list[str]:
     """Return options of the server that whoever starts the check gives beside the stage's own."""
     return os.environ.get("GPU_CHECK_SERVE", "").split()
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], port: int) -> bool:
+def wait_until_ready(process: subprocess.Popen[bytes], port: int) -> bool:
+    """Return whether the server answers before it ends or the stage has no time left."""
     while process.poll() is None and seconds_left() > 8:
         try:
             if _get(port, "/health")[0] == 200:
@@ -117,10 +125,10 @@ def _get(port: int, path: str) -> tuple[int, str]:
     return response.status, response.read().decode(errors="replace")
 
 
-def _one_request(port: int, name: str) -> bool:
+def one_request(port: int, name: str, model: str) -> bool:
     """Ask for a streamed completion; returns whether all of it came."""
     body = {
-        "model": str(model_folder(name)),
+        "model": str(model_folder(model)),
         "prompt": "It is a truth universally acknowledged, that a single man in possession",
         "max_tokens": 64,
         "temperature": 0,
@@ -158,9 +166,18 @@ def _one_request(port: int, name: str) -> bool:
     return bool(got == 64)
 
 
-def _load(port: int, name: str, users: int) -> None:
-    """Load the server by so many users, each of whom asks as soon as the last answer is there."""
+def load(port: int, name: str, users: int, model: str, requests: int = ROUNDS) -> dict[str, Any] | None:
+    """Load a server by so many users, each of whom asks as soon as the last answer is there.
+
+    Returns what the client measured, or None where it did not come to its end.
+    """
     result = WORK / f"bench-{name}-{users}.json"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "onbeat", "bench", "serve", "--base-url", f"http://127.0.0.1:{port}"]
+    command += ["--tokenizer", str(model_folder(model)), "--dataset-name", "random", "--ignore-eos"]
+    command += ["--random-input-len", str(INPUT_TOKENS), "--random-output-len", str(OUTPUT_TOKENS)]
+    command += ["--max-concurrency", str(users), "--num-prompts", str(users * requests), "--num-warmups", "1"]
+    command += ["--temperature", "0", "--send-slo", "none", "--disable-tqdm", "--json", str(result)]
     watched = threading.Thread(target=_watch_memory, daemon=True)
     watched.start()
     arguments = ["--max-concurrency", str(users), "--num-prompts", str(users * ROUNDS), "--num-warmups", "1"]
@@ -185,15 +202,17 @@ def bench(port: int, name: str, what: str, arguments: Sequence[str], result: Pat
             timeout=max(seconds_left() - 8, 5),
         )
     except subprocess.TimeoutExpired:
-        expect(f"serve {name}: {what}", passed=False, text="no time left")
-        return False
+        expect(f"serve {name}: load of {users} users", passed=False, text="no time left")
+        return None
     print(done.stdout[-2500:], flush=True)
-    expect(f"serve {name}: {what}", done.returncode == 0, f"exit code {done.returncode}")
-    return result.exists()
+    expect(f"serve {name}: load of {users} users", done.returncode == 0, f"exit code {done.returncode}")
+    measured = _read_result(result, name, users) if result.exists() else None
+    return None if done.returncode else measured
 
 
-def _read_result(path: Path, name: str, users: int) -> None:
-    result = last_run(path)
+def _read_result(path: Path, name: str, users: int) -> dict[str, Any]:
+    loaded = json.loads(path.read_text())
+    runs: list[dict[str, Any]] = loaded if isinstance(loaded, list) else [loaded]
     with (OUT / "served.json").open("a") as file:
         file.write(json.dumps({"model": name, "users": users, "result": result}) + "\n")
     for key in ("output_throughput", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms"):
@@ -209,6 +228,7 @@ def _read_result(path: Path, name: str, users: int) -> None:
     if tpot:
         least = LEAST_PER_USER.get(users) if name == "8b" else None
         note(f"serve {name}, {users} users: each", 1e3 / float(tpot), "tok/s", at_least=least, shown=True)
+    return result
 
 
 def last_run(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""scripts/gpu-check runs all its stages on a CPU: minutes of a GPU are not spent on its own mistakes."""
+"""scripts/gpu-check and gpu-vllm run on a CPU: minutes of a GPU are not spent on their own mistakes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu-check"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_every_stage_passes(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--rehearse", "--deadline", "1100", "--out", str(tmp_path)]
+@pytest.mark.parametrize("script", ["gpu-check", "gpu-vllm"])
+def test_every_stage_passes(script: str, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(SCRIPTS / script),
+        "--rehearse",
+        "--deadline",
+        "1100",
+        "--out",
+        str(tmp_path),
+    ]
     variables = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     summary = json.loads((tmp_path / "summary.json").read_text())

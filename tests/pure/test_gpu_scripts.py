@@ -1,15 +1,17 @@
-"""scripts/gpu-check stops what is late and goes on; scripts/gpu-pack refuses what is too large to travel."""
+"""scripts/gpu-check stops what is late and goes on; gpu-pack and gpu-vllm pack what can travel."""
 
 from __future__ import annotations
 
 import json
+import random
 import sys
 import threading
+import zipfile
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,3 +206,121 @@ def test_a_pack_that_is_too_large_is_refused(
     monkeypatch.setattr(script, "MOST_BYTES", 100)
     assert script.main() == 1
     assert "too much" in capsys.readouterr().out
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script, whose download makes two small wheels."""
+
+    def download(names: list[str], folder: Path) -> None:
+        assert "vllm==0.26.0" in names
+        assert "msgspec==1" in names
+        assert "gguf==1" not in names
+        folder.mkdir(parents=True)
+        for wheel in ("vllm-0.26.0-cp38.whl", "msgspec-1-py3.whl"):
+            with zipfile.ZipFile(folder / wheel, "w") as archive:
+                for file in ("kept.so", "vllm_flash_attn/_vllm_fa2_C.so", "vllm-rs"):
+                    archive.writestr(f"{wheel.split('-')[0]}/{file}", random.Random(file).randbytes(900))
+
+    script = load("gpu-vllm")
+    pack = SimpleNamespace(
+        WHEELS=("msgspec==1", "gguf==1"), download=download, MOST_BYTES=9000, tree_bytes=lambda: 4000
+    )
+    monkeypatch.setattr(script, "script", lambda _name: pack)
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "VLLM", tmp_path / "vllm")
+    monkeypatch.setattr(script, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(script, "PART_BYTES", 4096)
+    return script
+
+
+def test_what_is_packed_in_parts_is_unpacked_there(
+    vllm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu-vllm", "--pack"])
+    assert vllm.main() == 0
+    calls = [line for line in capsys.readouterr().out.splitlines() if line.startswith("carry")]
+    assert len(calls) > 2
+    assert calls[-1].startswith('carry [".gpu/pack"]')
+    for number in range(1, len(calls)):
+        assert (tmp_path / "vllm" / f"part{number}" / "data").stat().st_size <= 4096
+        assert calls[number - 1].endswith(f"python3 scripts/gpu-vllm --keep {number}")
+        monkeypatch.setattr(sys, "argv", ["gpu-vllm", "--keep", str(number)])
+        assert vllm.main() == 0
+        assert f"kept part {number} of {len(calls) - 1}" in capsys.readouterr().out
+    assert vllm.unpack(tmp_path / "site") == 2
+    assert [path.name for path in (tmp_path / "site" / "vllm").iterdir()] == ["kept.so"]
+    assert (tmp_path / "site" / "msgspec" / "vllm-rs").read_bytes() == random.Random("vllm-rs").randbytes(900)
+
+
+def test_a_part_that_is_damaged_or_missing_is_named(vllm: Any, tmp_path: Path) -> None:
+    vllm.pack()
+    with pytest.raises(SystemExit, match="part9 is not here"):
+        vllm.keep(9)
+    with pytest.raises(SystemExit, match="part 1 is missing"):
+        vllm.unpack(tmp_path / "site")
+    vllm.keep(1)
+    with pytest.raises(SystemExit, match="part 2 is missing"):
+        vllm.unpack(tmp_path / "site")
+    (tmp_path / "vllm" / "part2" / "data").write_bytes(b"cut off")
+    with pytest.raises(SystemExit, match="part 2 is damaged"):
+        vllm.keep(2)
+
+
+def test_parts_too_large_to_travel_are_refused(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "PART_BYTES", 6000)
+    with pytest.raises(SystemExit, match="set PART_BYTES to less"):
+        vllm.pack()
+
+
+@pytest.fixture
+def versus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module, serve, record = (import_module(f"gpu_check.{name}") for name in ("versus", "serve", "record"))
+    for each in (module, record):
+        monkeypatch.setattr(each, "OUT", tmp_path)
+    for each in (module, serve):
+        monkeypatch.setattr(each, "seconds_left", lambda: 100.0)
+    return module
+
+
+def test_a_server_that_does_not_start_leaves_the_end_of_its_log(
+    versus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(name: str) -> Any:
+        log = tmp_path / f"serve-{name}.log"
+        command = [sys.executable, "-c", "raise SystemExit('no such flag')"]
+        return versus.Server(name, versus.free_port(), log, versus.start_server(command, log))
+
+    monkeypatch.setattr(versus, "start", start)
+    monkeypatch.setattr(sys, "argv", ["versus", "vllm", "onbeat"])
+    assert versus.main() == 1
+    lines = (tmp_path / "versus.txt").read_text().splitlines()
+    assert lines == [
+        "missing: vllm did not start, or did not answer",
+        "--- last lines of serve-vllm.log",
+        "no such flag",
+    ]
+
+
+def test_rounds_without_numbers_are_missing_and_the_others_are_compared(
+    versus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(port: int, name: str, users: int, *_rest: object) -> dict[str, float] | None:
+        if users == 64 or (users == 32 and port == 2):
+            return None
+        return {"output_throughput": users * port * 100.0, "median_ttft_ms": 20.0}
+
+    monkeypatch.setattr(versus, "load", measure)
+    monkeypatch.setattr(versus, "wait_until_idle", lambda: None)
+    process = SimpleNamespace(kill=lambda: None)
+    servers = [versus.Server(name, port, tmp_path, process) for name, port in (("vllm", 1), ("onbeat", 2))]
+    rounds: dict[Any, Any] = {}
+    missing = versus.take_turns(servers, rounds)
+    assert missing[:2] == ["onbeat, 32 users, turn 2", "onbeat, 32 users, turn 3"]
+    assert len(missing) == 6
+    _, first, second, third, fourth = (line.split() for line in versus.table(rounds))
+    assert first == ["1", "100.0", "100.0", "200.0", "200.0", "2.000", "20", "20", "against", "20", "20"]
+    assert second[5] == "2.000"
+    assert third == ["32", "3200.0", "3200.0", "-", "-", "20", "20", "against", "-"]
+    assert fourth == ["64", "-", "-", "-", "-", "against", "-"]
