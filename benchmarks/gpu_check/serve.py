@@ -51,12 +51,17 @@ def main() -> int:
 
 
 @contextmanager
-def server(name: str) -> Iterator[int | None]:
-    """Run a server until the block ends; yields its port, or None where it does not start."""
+def server(name: str, *arguments: str) -> Iterator[int | None]:
+    """Run a server until the block ends; yields its port, or None where it does not start.
+
+    Parameters
+    ----------
+    arguments : of the server, which win over those that every server has.
+    """
     port = free_port()
     log = WORK / f"serve-{name}.log"
     start = time.monotonic()
-    process = start_server([*serve_command(name, port), *extra_arguments()], log)
+    process = start_server([*serve_command(name, port, *arguments), *extra_arguments()], log)
     try:
         is_up = wait_until_ready(process, port)
         note(f"serve {name}: ready after", time.monotonic() - start, "s", shown=True)
@@ -83,11 +88,12 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def serve_command(name: str, port: int, kv_bytes: str = "16G") -> list[str]:
-    """Return the command of onbeat's server."""
+def serve_command(name: str, port: int, *arguments: str) -> list[str]:
+    """Return the command of onbeat's server; `arguments` win over those that every server has."""
     command = [sys.executable, "-m", "onbeat", "serve", str(model_folder(name)), "--load-format", "dummy"]
     command += ["--device", DEVICE, "--port", str(port), "--max-model-len", "2048"]
-    return [*command, "--kv-cache-memory-bytes", "64M" if IS_REHEARSAL else kv_bytes, *ARGUMENTS[name]]
+    kv_bytes = "64M" if IS_REHEARSAL else "16G"
+    return [*command, "--kv-cache-memory-bytes", kv_bytes, *ARGUMENTS[name], *arguments]
 
 
 def start_server(
@@ -169,28 +175,32 @@ def one_request(port: int, name: str, model: str) -> bool:
 def load(port: int, name: str, users: int, model: str, requests: int = ROUNDS) -> dict[str, Any] | None:
     """Load a server by so many users, each of whom asks as soon as the last answer is there.
 
-    Returns what the client measured, or None where it did not come to its end.
+    Returns what the client measured, or None where requests failed.
     """
     result = WORK / f"bench-{name}-{users}.json"
-    result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "onbeat", "bench", "serve", "--base-url", f"http://127.0.0.1:{port}"]
-    command += ["--tokenizer", str(model_folder(model)), "--dataset-name", "random", "--ignore-eos"]
-    command += ["--random-input-len", str(INPUT_TOKENS), "--random-output-len", str(OUTPUT_TOKENS)]
-    command += ["--max-concurrency", str(users), "--num-prompts", str(users * requests), "--num-warmups", "1"]
-    command += ["--temperature", "0", "--send-slo", "none", "--disable-tqdm", "--json", str(result)]
     watched = threading.Thread(target=_watch_memory, daemon=True)
     watched.start()
-    arguments = ["--max-concurrency", str(users), "--num-prompts", str(users * ROUNDS), "--num-warmups", "1"]
-    lengths = ["--random-input-len", str(INPUT_TOKENS), "--random-output-len", str(OUTPUT_TOKENS)]
-    run = [*lengths, *arguments, "--send-slo", "none"]
-    if bench(port, name, f"load of {users} users", run, result):
-        _read_result(result, name, users)
+    run = ["--max-concurrency", str(users), "--num-prompts", str(users * requests), "--num-warmups", "1"]
+    run += ["--random-input-len", str(INPUT_TOKENS), "--random-output-len", str(OUTPUT_TOKENS)]
+    run += ["--send-slo", "none"]
+    if not bench(port, name, f"load of {users} users", run, result, model):
+        return None
+    measured = _read_result(result, name, users)
+    return None if measured["failed"] else measured
 
 
-def bench(port: int, name: str, what: str, arguments: Sequence[str], result: Path) -> bool:
-    """Run `onbeat bench serve` with random prompts; returns whether its result is there."""
+def bench(
+    port: int, name: str, what: str, arguments: Sequence[str], result: Path, model: str | None = None
+) -> bool:
+    """Run `onbeat bench serve` with random prompts; returns whether its result is there.
+
+    Parameters
+    ----------
+    model : the server's, if that is not its name.
+    """
+    result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "onbeat", "bench", "serve", "--base-url", f"http://127.0.0.1:{port}"]
-    command += ["--tokenizer", str(model_folder(name)), "--dataset-name", "random", "--ignore-eos"]
+    command += ["--tokenizer", str(model_folder(model or name)), "--dataset-name", "random", "--ignore-eos"]
     command += ["--temperature", "0", "--disable-tqdm", "--json", str(result), *arguments]
     try:
         done = subprocess.run(
@@ -202,17 +212,15 @@ def bench(port: int, name: str, what: str, arguments: Sequence[str], result: Pat
             timeout=max(seconds_left() - 8, 5),
         )
     except subprocess.TimeoutExpired:
-        expect(f"serve {name}: load of {users} users", passed=False, text="no time left")
-        return None
+        expect(f"serve {name}: {what}", passed=False, text="no time left")
+        return False
     print(done.stdout[-2500:], flush=True)
-    expect(f"serve {name}: load of {users} users", done.returncode == 0, f"exit code {done.returncode}")
-    measured = _read_result(result, name, users) if result.exists() else None
-    return None if done.returncode else measured
+    expect(f"serve {name}: {what}", done.returncode == 0, f"exit code {done.returncode}")
+    return result.exists()
 
 
 def _read_result(path: Path, name: str, users: int) -> dict[str, Any]:
-    loaded = json.loads(path.read_text())
-    runs: list[dict[str, Any]] = loaded if isinstance(loaded, list) else [loaded]
+    result = last_run(path)
     with (OUT / "served.json").open("a") as file:
         file.write(json.dumps({"model": name, "users": users, "result": result}) + "\n")
     for key in ("output_throughput", "mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms"):

@@ -75,13 +75,13 @@ def main() -> int:
 def start(name: str) -> Server:
     """Start a server of that name; when rehearsing both are onbeat."""
     port, log, variables = free_port(), OUT / f"serve-{name}.log", {}
-    command = [*serve_command(MODEL, port, str(KV_BYTES)), "--no-enable-prefix-caching"]
+    kv_bytes = () if IS_REHEARSAL else ("--kv-cache-memory-bytes", str(KV_BYTES))
+    command = serve_command(MODEL, port, *kv_bytes, "--no-enable-prefix-caching")
     if name == "vllm" and not IS_REHEARSAL:
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model_folder(MODEL))]
         command += ["--load-format", "dummy", "--port", str(port), "--max-model-len", "2048"]
-        command += ["--kv-cache-memory-bytes", str(KV_BYTES), "--gpu-memory-utilization", str(SHARE)]
+        command += [*kv_bytes, "--gpu-memory-utilization", str(SHARE), "--no-enable-prefix-caching"]
         command += ["--max-num-seqs", str(GRAPHS[-1]), "--cudagraph-capture-sizes", *map(str, GRAPHS)]
-        command += ["--no-enable-prefix-caching"]
         variables = {"PYTHONPATH": os.environ["GPU_VLLM_SITE"], "VLLM_NO_USAGE_STATS": "1"}
         variables["DO_NOT_TRACK"] = "1"
     return Server(name, port, log, start_server(command, log, variables))

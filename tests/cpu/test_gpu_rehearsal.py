@@ -37,7 +37,7 @@ def test_every_stage_passes(script: str, tmp_path: Path) -> None:
 def test_a_package_that_is_missing_ends_the_check(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gpu_check.environment"]
     (tmp_path / "llguidance.py").write_text("raise ImportError('not packed')")
-    root = SCRIPT.parents[1]
+    root = SCRIPTS.parent
     paths = os.pathsep.join(map(str, (tmp_path, root / "src", root / "benchmarks", root)))
     variables = {"PYTHONPATH": paths, "GPU_CHECK_OUT": str(tmp_path), "GPU_CHECK_REHEARSE": "1"}
     done = subprocess.run(
