@@ -66,15 +66,15 @@ def number(value: Any, where: str) -> float:
 
 
 def positive(value: Any, where: str) -> float:
-    """Return a number above 0 of a file.
+    """Return a number of a file that is above 0, and no more than any device or engine has.
 
     Raises
     ------
     ConfigError : it is none.
     """
     found = number(value, where)
-    if found <= 0:
-        raise ConfigError(f"{where} is {found:g}; it must be above 0")
+    if not 0 < found <= 1e12:
+        raise ConfigError(f"{where} is {found:g}; it must be above 0 and at most 1e12")
     return found
 
 

@@ -104,6 +104,7 @@ def test_a_file_with_the_fields_of_an_entry_is_that_device(tmp_path: Path) -> No
     [
         ({"memory_gb": 24}, "unknown field 'memory_gb': did you mean memory_gib"),
         ({"memory_gib": "much"}, "memory_gib of .* is 'much'; it must be a number"),
+        ({"memory_gib": 1e300}, "memory_gib of .* is 1e\\+300; it must be above 0 and at most 1e12"),
         ({"memory_gib": 0}, "memory_gib of .* is 0; it must be above 0"),
         ({"memory_gib": None}, "memory_gib of .* is empty; give a number"),
         ({"memory_bandwidth_gb_s": True}, "memory_bandwidth_gb_s of .* is True; it must be a number"),
