@@ -18,13 +18,15 @@ from gpu_check.serve import bench, last_run, server
 from onbeat.engine.device import detect_device, device_name
 from onbeat.perfmodel.device_spec import known_device
 
+PROFILE = OUT / "profile.json"
+"""Of stage G."""
 BUDGETS = (256,) if IS_REHEARSAL else (512, 2048, 1024, 256, 4096, 8192)
 SECONDS = 2 if IS_REHEARSAL else 10
 """Of arrivals, of each load and server."""
 SEED = ("--seed", "3")
 LONGEST = ("--max-model-len", "2048" if IS_REHEARSAL else "8192")
 _PROMPT, _ANSWER, _LONG_PROMPT = ("60", "16", "300") if IS_REHEARSAL else ("306", "150", "4096")
-_LENGTHS = ["--random-input-len", _PROMPT, "--random-output-len", _ANSWER, "--random-range-ratio", "0.5"]
+_LENGTHS = ["--input-len", _PROMPT, "--output-len", _ANSWER, "--random-range-ratio", "0.5"]
 _LONG = ["--random-long-share", "0.12", "--random-long-input-len", _LONG_PROMPT]
 LOADS: Mapping[str, tuple[float, list[str]]] = {
     "chats": (20.0, [*_LENGTHS, "--slo-ttft-ms", "300", "--slo-tbt-ms", "20"]),
@@ -34,8 +36,7 @@ LOADS: Mapping[str, tuple[float, list[str]]] = {
 
 
 def main() -> int:
-    profile = OUT / "profile.json"
-    known = ["--step-time-profile", str(profile)] if profile.exists() else []
+    known = ["--step-time-profile", str(PROFILE)] if PROFILE.exists() else []
     sarathi = {
         f"sarathi {each}": ["--policy", "sarathi", "--max-num-batched-tokens", str(each)] for each in BUDGETS
     }
@@ -80,17 +81,13 @@ def _measure(port: int, label: str, load: str) -> float | None:
 
 def _simulate(live: Mapping[str, Any], options: list[str]) -> None:
     """Compare a live run with a simulated one of the same load."""
-    profile, path = OUT / "profile.json", WORK / "simulated.json"
+    path = WORK / "simulated.json"
     device = "cpu" if IS_REHEARSAL else known_device(device_name(detect_device(DEVICE)))
     command = [sys.executable, "-m", "onbeat", "simulate", "--model", str(model_folder("8b"))]
     command += ["--device", device or "h100-sxm", "--dataset-name", "random", "--json", str(path)]
-    command += [*LONGEST, "--disable-tqdm"]
-    command += [
-        each.replace("--random-input-len", "--input-len").replace("--random-output-len", "--output-len")
-        for each in options
-    ]
-    if profile.exists():
-        command += ["--profile", str(profile)]
+    command += [*LONGEST, "--disable-tqdm", *options]
+    if PROFILE.exists():
+        command += ["--profile", str(PROFILE)]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=max(seconds_left() - 5, 5)
     )
@@ -102,7 +99,7 @@ def _simulate(live: Mapping[str, Any], options: list[str]) -> None:
         expect("the simulated load is the live one", passed=False, text=str(simulated["total_input_tokens"]))
     for name, most in (("mean_tpot_ms", 0.10), ("mean_ttft_ms", 0.15)):
         error = abs(float(simulated[name]) / float(live[name]) - 1)
-        bound = most if profile.exists() and not IS_REHEARSAL else None  # a data sheet promises nothing
+        bound = most if PROFILE.exists() and not IS_REHEARSAL else None  # a data sheet promises nothing
         note(f"simulated {name}, off by", error, at_most=bound, shown=True)
         note(f"live {name}", float(live[name]), "ms", shown=True)
 

@@ -120,7 +120,7 @@ async def read_json_object(request: Request) -> dict[str, Any]:
             f"the body is a JSON {_json_type(body)}; it must be an object", code="invalid_json"
         )
     await turns.rest()
-    if raw.count(b"{") + raw.count(b"[") > MAX_JSON_LEVELS and is_nested_too_deep(body):
+    if _num_bytes(raw, b"{[") > MAX_JSON_LEVELS and is_nested_too_deep(body):
         raise InvalidRequest(
             f"the body is nested deeper than {MAX_JSON_LEVELS} levels; flatten it", code="invalid_json"
         )

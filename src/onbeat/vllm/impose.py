@@ -111,9 +111,8 @@ def mismatch(imposed: Imposed, output: Any, mirror: Mirror) -> dict[str, tuple[i
     for name, end in imposed.ends.items():
         num_drafts = len(drafts.get(name, ()))
         actual = mirror.requests[name].num_computed_tokens - num_drafts if name in rows else 0
-        has_more_cached = (
-            actual > end and rows[name] == 1 + num_drafts
-        )  # one token has to be computed all the same
+        # Of a prompt that is cached whole, one token has to be computed all the same.
+        has_more_cached = actual > end and rows[name] == 1 + num_drafts
         if actual != end and not has_more_cached:
             different[name] = (end, actual)
     if len(rows) > len(imposed.decodes) + len(imposed.ends) - len(different):
