@@ -51,7 +51,11 @@ def emulated_library(emulated: Shim) -> NativeLibrary:
 
 
 @pytest.fixture(scope="module")
-def trapped(tmp_path_factory: pytest.TempPathFactory) -> Shim:
+def trapped(native_library: NativeLibrary, tmp_path_factory: pytest.TempPathFactory) -> Shim:
+    # A processor with tiles runs the instruction that configures them before the system was asked for them (the library
+    # asks), and traps only the others.
+    if native_library.withheld:
+        pytest.skip(f"only some instructions of tiles trap here: {native_library.withheld}")
     return Shim(compile_units(trapped_units(), tmp_path_factory.mktemp("trapped")), traps=True)
 
 
