@@ -1,6 +1,7 @@
 """Steps of the CPU engine as it is and with settings changed, in turns in one process: what a setting costs.
 
     python -m benchmarks.check.native_settings MODEL batch_invariant=true
+    python -m benchmarks.check.native_settings MODEL --before FILE.so  # built from another commit
     python -m benchmarks.check.native_settings MODEL batch_invariant=true --quantization none --threads 1
 
 Both engines run each case A B, B A; the page gives CPU time and time, each the least of a round, as ratios
@@ -12,25 +13,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.check.cpu_step.driver import StepDriver, StepSeconds
 from benchmarks.check.cpu_step.floor import Case
 from benchmarks.harness.pages import REPOSITORY, git_commit, machine
 from onbeat.core.options import change, make
-from onbeat.engine.engine_config import QUANTIZATIONS, EngineConfig
+from onbeat.engine.engine_config import QUANTIZATIONS, EngineConfig, InstructionSet
 from onbeat.engine.load import prepare_model
+from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.native.library import VARIABLE
 from onbeat.hub.resolve import resolve_model
 
 GROUPS = (
-    [*(Case.decode(batch, 256) for batch in (1, 8, 32)), Case.prefill(512)],
-    [Case.decode(1, 2048)],
+    [*(Case.decode(batch, 256) for batch in (1, 8, 32)), Case.prefill(512), Case.prefill(1500)],
+    [Case.decode(batch, 2048) for batch in (1, 8)],
 )
 """Cases of the same requests, which are filled first."""
 TURNS, STEPS = 2, 3
@@ -46,13 +50,20 @@ def main() -> None:
         device="cpu",
         dtype=args.dtype,
         quantization=args.quantization,
+        instruction_set=args.instruction_set,
         threads=args.threads,
         max_model_len=4096,
         max_num_seqs=64,
         max_num_batched_tokens=2048,
         kv_cache_memory_bytes=2 * 2**30,
     )
-    runners = [prepare_model(each).load(print).runner for each in (config, change(config, **changes))]
+    runners = [
+        load(each, library)
+        for each, library in (
+            (config, args.before),
+            (change(config, **changes), os.environ.get(VARIABLE, "")),
+        )
+    ]
     found: dict[Case, list[tuple[StepSeconds, StepSeconds]]] = {}
     for cases in GROUPS:
         batch, context = max(case.batch for case in cases), cases[0].context
@@ -66,6 +77,12 @@ def main() -> None:
     print(page)
     path = args.results_dir / f"{args.day}-{args.name}.md"
     path.write_text(page, encoding="utf-8")
+
+
+def load(config: EngineConfig, library: str) -> ModelRunner:
+    """Load the model; `library`: the native library's file, empty for the one that is installed."""
+    os.environ[VARIABLE] = library
+    return prepare_model(config).load(print).runner
 
 
 def measure(
@@ -83,7 +100,7 @@ def measure(
 def render(args: argparse.Namespace, found: Mapping[Case, Sequence[tuple[StepSeconds, StepSeconds]]]) -> str:
     """Return the page."""
     lines = [
-        f"# {' '.join(args.changes)}",
+        f"# {' '.join(args.changes) or 'Two builds'}",
         "",
         f"`{shlex.join(['python', '-m', 'benchmarks.check.native_settings', *sys.argv[1:]])}`, "
         f"commit {git_commit()}, {machine()}",
@@ -117,7 +134,11 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", help="as of onbeat serve")
-    parser.add_argument("changes", nargs="+", metavar="FIELD=VALUE", help="of the engine's configuration")
+    parser.add_argument("changes", nargs="*", metavar="FIELD=VALUE", help="of the engine's configuration")
+    parser.add_argument(
+        "--before", default="", metavar="FILE", help="native library of the engine without the changes"
+    )
+    parser.add_argument("--instruction-set", default="auto", choices=get_args(InstructionSet))
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)

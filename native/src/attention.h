@@ -29,6 +29,7 @@ struct AttentionScratch {
     float* peaks;          // [rows]: largest score so far
     float* totals;         // [rows]: sum of shares so far
     float* fades;          // [rows]: what the chunk before must be multiplied by
+    Range* seen;           // [rows]: pages of the chunk
 
     AttentionScratch(uint8_t* memory, const ob_model& model, int64_t num_rows) {
         const int64_t head = padded_head(model);
@@ -44,6 +45,7 @@ struct AttentionScratch {
         peaks = (float*)take(num_rows * sizeof(float));
         totals = (float*)take(num_rows * sizeof(float));
         fades = (float*)take(num_rows * sizeof(float));
+        seen = (Range*)take(num_rows * sizeof(Range));
     }
 };
 
@@ -117,9 +119,14 @@ private:
             values[page] = keys[page] + kPageTokens * model_.head_dim;
         }
         score(num_rows, keys, num_pages);
+        // All peaks first: the exponentials of a row would wait for its own.
         for (int64_t row = 0; row < num_rows; ++row) {
-            soften(row, num_pages, mask(row, step.positions[item.first_token + row / group_], first, end));
+            scratch_.seen[row] = mask(row, step.positions[item.first_token + row / group_], first, end);
+            find_peak(row, scratch_.seen[row]);
         }
+        for (int64_t row = 0; row < num_rows; row += 16)
+            store(scratch_.fades + row, fade(load(scratch_.fades + row) - load(scratch_.peaks + row)));
+        for (int64_t row = 0; row < num_rows; ++row) soften(row, num_pages, scratch_.seen[row]);
         mix(num_rows, values, num_pages);
     }
 
@@ -137,8 +144,9 @@ private:
                 const Number* pages[2] = {keys[page], keys[other]};
                 float* scores = scratch_.scores + row * kChunkTokens;
                 float* out[2] = {scores + page * kPageTokens, scores + other * kPageTokens};
-                score_by_amx(scratch_.queries + row * model_.head_dim, pages, model_.head_dim,
-                             row == 0 ? kLinesOfStep : 0, out);
+                const auto compute = num_rows - row > kAmxRows ? score_by_amx<2> : score_by_amx<1>;
+                compute(scratch_.queries + row * model_.head_dim, pages, model_.head_dim,
+                        row == 0 ? kLinesOfStep : 0, out);
             }
         }
     }
@@ -154,8 +162,9 @@ private:
         for (int64_t dim = 0; dim < head_; dim += kAmxInputs) {
             for (int64_t page = 0; page < num_pages; ++page) parts[page] = values[page] + dim * E::kPack;
             for (int64_t row = 0; row < num_rows; row += kAmxQueries) {
-                mix_by_amx(scratch_.shares + row * kChunkTokens, parts, num_pages, head_,
-                           scratch_.mixed + row * head_ + dim);
+                const auto compute = num_rows - row > kAmxRows ? mix_by_amx<2> : mix_by_amx<1>;
+                compute(scratch_.shares + row * kChunkTokens, parts, num_pages, head_,
+                        scratch_.mixed + row * head_ + dim);
             }
         }
         Amx::configure(whole_tiles());
@@ -191,6 +200,16 @@ private:
         return pages;
     }
 
+    // Takes note of a row's largest score so far, and where its fade will be, of the one before.
+    void find_peak(int64_t row, Range pages) {
+        const float* scores = scratch_.scores + row * kChunkTokens;
+        F16 peak = splat(kMasked);
+        for (int64_t page = pages.first; page < pages.end; ++page) peak = max(peak, load(scores + page * kPageTokens));
+        const float before = scratch_.peaks[row], seen = largest(peak);
+        scratch_.peaks[row] = seen > before ? seen : before;
+        scratch_.fades[row] = before;
+    }
+
     // Turns a row's scores into shares, relative to its largest score so far. Of pages that it does not see, which
     // are here for other rows, it has shares of exactly zero.
     void soften(int64_t row, int64_t num_pages, Range pages) {
@@ -198,20 +217,14 @@ private:
         Number* shares = scratch_.shares + row * kChunkTokens;
         memset(shares, 0, pages.first * kPageTokens * sizeof(Number));
         memset(shares + pages.end * kPageTokens, 0, (num_pages - pages.end) * kPageTokens * sizeof(Number));
-        F16 peak = splat(kMasked);
-        for (int64_t page = pages.first; page < pages.end; ++page) peak = max(peak, load(scores + page * kPageTokens));
-        const float before = scratch_.peaks[row], seen = largest(peak);
-        const float now = seen > before ? seen : before;
+        const F16 peak = splat(scratch_.peaks[row]);
         F16 total = zero();
         for (int64_t page = pages.first; page < pages.end; ++page) {
-            const F16 share = exp(load(scores + page * kPageTokens) - splat(now));
+            const F16 share = exp(load(scores + page * kPageTokens) - peak);
             total = total + share;
             store_as(shares + page * kPageTokens, share);
         }
-        const float fade = scalar_exp(before - now);
-        scratch_.peaks[row] = now;
-        scratch_.fades[row] = fade;
-        scratch_.totals[row] = scratch_.totals[row] * fade + sum(total);
+        scratch_.totals[row] = scratch_.totals[row] * scratch_.fades[row] + sum(total);
     }
 
     void mix(int64_t num_rows, const Number* const* values, int64_t num_pages) {
@@ -273,10 +286,13 @@ private:
                       {head * num_blocks, (head + 1) * num_blocks});
     }
 
-    static float scalar_exp(float x) {
+    // e^x for x of at most 0; zero where that is as good as zero.
+    static F16 fade(F16 x) { return select(greater(splat(-87.0f), x), zero(), exp(x)); }
+
+    static float fade(float x) {
         float lanes[16];
-        store(lanes, exp(splat(x)));
-        return x < -87.0f ? 0.0f : lanes[0];
+        store(lanes, fade(splat(x)));
+        return lanes[0];
     }
 
 public:
@@ -293,7 +309,7 @@ public:
             memset(mixed, 0, head_ * sizeof(float));
             for (int64_t piece = 0; piece < item.num_pieces; ++piece) {
                 const float* from = partial(item.first_piece + piece, g);
-                const float weight = scalar_exp(from[head_] - peak);
+                const float weight = fade(from[head_] - peak);
                 total += from[head_ + 1] * weight;
                 for (int64_t dim = 0; dim < head_; dim += 16)
                     store(mixed + dim, fma(load(from + dim), splat(weight), load(mixed + dim)));

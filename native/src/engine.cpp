@@ -202,7 +202,8 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     if (model.num_experts > 0) prepare_experts(context);
 
     const int64_t head = ob::padded_head(model);
-    const int64_t attention = context.attention_rows * (head * 8 + ob::kChunkTokens * 8 + 12) + 8 * 64;
+    const int64_t per_row = head * 8 + ob::kChunkTokens * 8 + 12 + static_cast<int64_t>(sizeof(ob::Range));
+    const int64_t attention = context.attention_rows * per_row + 8 * 64;
     // A panel of floats, or the inputs of few rows in integers with their scales.
     const int64_t product = ob::most_inputs(model) * kPanelOutputs * 4 + 4096;
     context.scratch_bytes =

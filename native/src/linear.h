@@ -94,10 +94,10 @@ struct Inputs {
 };
 
 #if defined(OB_AMX)
-// Fewest rows that meet a panel as tiles, unless all do. A tile of inputs has 16 rows, full or not, and 16 rows are about where
-// AVX-512 no longer keeps up with the weights that come from memory: it multiplies 32 numbers a cycle and core, of
-// which 16 rows want 2 new weights, or 4 bytes.
-constexpr int64_t kFewestAmxRows = kAmxRows;
+// Fewest rows that meet a panel as tiles, unless all do. A tile of inputs has 16 rows, full or not: timed on a Xeon of
+// 2024, 4 rows take as long either way, and 8 rows 0.6 of their time, for a panel's weights are multiplied in fewer
+// cycles than they take to arrive.
+constexpr int64_t kFewestAmxRows = 4;
 constexpr int64_t kAmxStepBytes = kAmxInputs * kPanelOutputs * (int64_t)sizeof(bf16);
 constexpr int64_t kAmxStepLines = kAmxStepBytes / kCacheLine;
 
@@ -219,9 +219,9 @@ void multiply_float(const ob_matrix& w, Inputs<E> inputs, Range rows, Range pane
 #if defined(OB_AMX)
 // Fewest rows for which a quantized panel is expanded to bfloat16 for the tiles, and not multiplied in bytes. Of 16 rows
 // by 16 outputs by 32 inputs, which have a scale of their own, AVX-512 takes some 96 cycles: 64 for the products, 32 for
-// the scales. Tiles of bfloat16 take 16, and expanding 80, which all rows share. (Tiles of bytes would take 8, and
-// another 70 to bring the sums of each 32 inputs through memory to their scales.)
-constexpr int64_t kFewestExpandedRows = 2 * kAmxRows;
+// the scales. Tiles of bfloat16 take 16, and expanding 80, which all rows share: timed, 24 rows take as long either way.
+// (Tiles of bytes would take 8, and another 70 to bring the sums of each 32 inputs through memory to their scales.)
+constexpr int64_t kFewestExpandedRows = 24;
 #endif
 
 // Whether rows meet quantized panels as bytes (OB_ACTIVATIONS_).
@@ -292,7 +292,8 @@ void multiply(const ob_matrix& w, Inputs<E> inputs, Range rows, Range panels, co
 #if defined(OB_AMX)
     if constexpr (E::kPack == 2) {
         const bool are_bytes = w.is_quantized() && are_inputs_bytes<E>(arithmetic, rows.size());
-        if (arithmetic.is_invariant && rows.size() < kAmxRows && !are_bytes)
+        const bool are_tiles = (arithmetic.is_invariant || rows.size() >= kFewestAmxRows) && !are_bytes;
+        if (are_tiles && rows.size() < kAmxRows)
             inputs = tile_of_inputs(inputs, rows, w.padded_inputs, scratch);
     }
 #endif

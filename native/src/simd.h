@@ -98,12 +98,21 @@ OB_INLINE F16 operator/(F16 a, F16 b) {
 OB_INLINE F16 fma(F16 a, F16 b, F16 c) {
     return each<F16>([&](int i) { return a.part[i] * b.part[i] + c.part[i]; });
 }
-// Of NaN and a number, the second.
+// Of NaN and a number, the second. Compilers make a comparison and a choice of this, where there is one instruction
+// (masked with all ones: the plain functions begin from a register without a value, which GCC 12 warns of).
 OB_INLINE F16 max(F16 a, F16 b) {
+#if defined(__AVX512F__)
+    return {{(F16::Part)_mm512_mask_max_ps((__m512)a.part[0], 0xffff, (__m512)a.part[0], (__m512)b.part[0])}};
+#else
     return each<F16>([&](int i) { return a.part[i] > b.part[i] ? a.part[i] : b.part[i]; });
+#endif
 }
 OB_INLINE F16 min(F16 a, F16 b) {
+#if defined(__AVX512F__)
+    return {{(F16::Part)_mm512_mask_min_ps((__m512)a.part[0], 0xffff, (__m512)a.part[0], (__m512)b.part[0])}};
+#else
     return each<F16>([&](int i) { return a.part[i] < b.part[i] ? a.part[i] : b.part[i]; });
+#endif
 }
 // All bits of a lane where a > b.
 OB_INLINE I16 greater(F16 a, F16 b) {
@@ -122,21 +131,28 @@ OB_INLINE I16 operator|(I16 a, I16 b) {
     return each<I16>([&](int i) { return a.part[i] | b.part[i]; });
 }
 
-OB_INLINE float sum(F16 a) {
+// What `pair` makes of the lower and the upper half of the lanes, then of that one's halves, down to one lane.
+template <class Pair>
+OB_INLINE float fold(F16 a, Pair pair) {
+#if defined(__AVX512DQ__)
+    const __m512 all = (__m512)a.part[0];  // through memory, each half would wait for the stores of the one before
+    const __m256 eight = pair(_mm512_maskz_extractf32x8_ps(0xff, all, 0), _mm512_maskz_extractf32x8_ps(0xff, all, 1));
+    const __m128 four = pair(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = pair(four, _mm_movehl_ps(four, four));
+    return pair((float)two[0], (float)two[1]);
+#else
     float lanes[16];
     store(lanes, a);
-    float total = 0;
     for (int width = 8; width; width /= 2)
-        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-    total = lanes[0];
-    return total;
+        for (int i = 0; i < width; ++i) lanes[i] = pair(lanes[i], lanes[i + width]);
+    return lanes[0];
+#endif
+}
+OB_INLINE float sum(F16 a) {
+    return fold(a, [](auto low, auto high) { return low + high; });
 }
 OB_INLINE float largest(F16 a) {
-    float lanes[16];
-    store(lanes, a);
-    for (int width = 8; width; width /= 2)
-        for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-    return lanes[0];
+    return fold(a, [](auto low, auto high) { return low > high ? low : high; });
 }
 OB_INLINE bool any(I16 a) {
     int32_t lanes[16], all = 0;

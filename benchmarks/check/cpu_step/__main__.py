@@ -129,6 +129,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         model=resolve_model(args.model),
         dtype=args.dtype,
         device="cpu",
+        policy="sarathi",  # one that keeps no late prompt waiting for all others, so that all decode together
         backend=args.backend,
         quantization=args.quantization,
         threads=args.threads,

@@ -40,36 +40,36 @@ class TimedForward:
     """A forward pass that notes how long each step took in it."""
 
     def __init__(self, forward: ForwardPass) -> None:
-        self._forward = forward
+        self.forward = forward
         self.seconds: list[float] = []
 
     @property
     def config(self) -> ModelConfig:
-        return self._forward.config
+        return self.forward.config
 
     @property
     def device(self) -> Device:
-        return self._forward.device
+        return self.forward.device
 
     @property
     def settings(self) -> Mapping[str, str]:
-        return self._forward.settings
+        return self.forward.settings
 
     def scrub(self, block_ids: IntArray) -> None:
-        self._forward.scrub(block_ids)
+        self.forward.scrub(block_ids)
 
     def touch_ahead(self) -> bool:
-        return self._forward.touch_ahead()
+        return self.forward.touch_ahead()
 
     def check_alive(self) -> None:
-        self._forward.check_alive()
+        self.forward.check_alive()
 
     def close(self) -> None:
-        self._forward.close()
+        self.forward.close()
 
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
         start = time.perf_counter()
-        logits = self._forward.run(inputs, wants_logits=wants_logits)
+        logits = self.forward.run(inputs, wants_logits=wants_logits)
         around = time.perf_counter() - start
         self.seconds.append(around if logits.seconds is None else logits.seconds)
         return logits
@@ -96,8 +96,9 @@ class StepDriver:
         self._fill(num_tokens)
 
     def close(self) -> None:
-        """Release all requests."""
+        """Release all requests, and leave the runner as it was."""
         self._execute((), released=self._ids)
+        self._runner.forward = self._timed.forward
 
     def run(self, case: Case, num_steps: int) -> list[StepSeconds]:
         """Run a case several times; decodes go on by a token a step, around the case's context."""

@@ -27,15 +27,15 @@ class EngineLoop:
     """
 
     def __init__(self, loaded: LoadedModel, *, max_in_flight_steps: int) -> None:
+        step_time = choose_step_time("roofline", loaded, lambda _: None)
         self._timed = TimedForward(loaded.runner.forward)
         loaded.runner.forward = self._timed
         self._vocab_size = loaded.config.vocab_size
-        step_time = choose_step_time("roofline", loaded, lambda _: None)
         self._core = EngineCore(
             Scheduler(loaded.limits, step_time.model),
             ThreadExecutor(loaded.runner),
             max_in_flight_steps=max_in_flight_steps,
-            watch=step_time.watch,
+            judges=[step_time.watch] if step_time.watch else [],
         )
 
     def close(self) -> None:

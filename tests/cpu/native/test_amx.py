@@ -52,8 +52,8 @@ def emulated_library(emulated: Shim) -> NativeLibrary:
 
 @pytest.fixture(scope="module")
 def trapped(native_library: NativeLibrary, tmp_path_factory: pytest.TempPathFactory) -> Shim:
-    # A processor with tiles runs the instruction that configures them before the system was asked for them (the library
-    # asks), and traps only the others.
+    # A processor with tiles runs the instruction that configures them before the system was asked for them
+    # (the library asks), and traps only the others.
     if native_library.withheld:
         pytest.skip(f"only some instructions of tiles trap here: {native_library.withheld}")
     return Shim(compile_units(trapped_units(), tmp_path_factory.mktemp("trapped")), traps=True)
@@ -134,7 +134,7 @@ def test_every_number_of_rows(
         np.testing.assert_array_equal(emulated.multiply(matrix, padded(x)), x @ weights.T, str(num_rows))
 
 
-@pytest.mark.parametrize("num_rows", [15, 16, 17, 31, 32, 33, 49, 70])
+@pytest.mark.parametrize("num_rows", [3, 4, 15, 16, 17, 31, 32, 33, 49, 70])
 def test_the_instructions_themselves(trapped: Shim, native_library: NativeLibrary, num_rows: int) -> None:
     """As the product is compiled, configuration, strides and numbers of tiles are those that are meant."""
     weights, x = whole_numbers((70, 100), 1), whole_numbers((num_rows, 100), 2)
