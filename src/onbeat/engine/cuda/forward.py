@@ -281,17 +281,20 @@ class CudaForward:
             self._graphs.replay(GraphKey(packed.size))
         else:
             buffers = self._buffers(words.to(self.weights.device, non_blocking=True), packed.counts)
-            hidden = self._compute(buffers, packed.counts.decodes, packed.num_tokens, packed.chunks)
+            wanted_N = buffers.parts.sampled_N
             if len(packed.pooled_tokens):
-                pooled_PD = self._pooled(hidden, packed.pooled_tokens)
+                wanted_N = torch.cat((wanted_N, torch.from_numpy(packed.pooled_tokens).to(wanted_N)))
+            num_decodes, num_samples = packed.counts.decodes, packed.counts.samples
+            hidden = self._compute(buffers, num_decodes, packed.num_tokens, packed.chunks, wanted_N)
+            if len(packed.pooled_tokens):
+                pooled_PD = self._normalised(Hidden(*(part[num_samples:] for part in hidden)))
         if packed.is_random:
             self._draw(buffers)
         packed.views.results.copy_(buffers.results, non_blocking=True)
         return _Queued(buffers.logits_NV, pooled_PD)
 
-    def _pooled(self, hidden: Hidden, tokens: IntArray) -> Tensor:
-        where = torch.from_numpy(tokens).to(self.weights.device)
-        x_PD, residual_PD = (part.index_select(0, where) for part in hidden)
+    def _normalised(self, hidden: Hidden) -> Tensor:
+        x_PD, residual_PD = hidden
         self.kernels.add_norm(x_PD, residual_PD, self.weights.final_norm, x_PD)
         return x_PD if x_PD.dtype == torch.float64 else x_PD.float()
 
@@ -305,7 +308,7 @@ class CudaForward:
 
     def _run_graph(self, key: GraphKey) -> None:
         """Run what a graph is captured of."""
-        self._compute(self._fixed[key.size], key.size, key.size, None, is_padded=True)
+        self._compute(self._fixed[key.size], key.size, key.size, None, None)
 
     @torch.inference_mode()
     def _make_pieces(self) -> None:
@@ -319,9 +322,9 @@ class CudaForward:
         num_decodes: int,
         num_tokens: int,
         chunks: ChunkRows | None,
-        *,
-        is_padded: bool = False,
+        wanted_N: Tensor | None,
     ) -> Hidden:
+        """Compute a step; return the hidden states of wanted tokens (None: all), those that sample first."""
         parts, state = buffers.parts, self._state
         state.tables_SW.view(-1).index_put_((parts.update_places_U,), parts.update_blocks_U)
         last_T = state.tokens_S.index_select(0, parts.token_slots_T)
@@ -341,15 +344,12 @@ class CudaForward:
             self.kernels,
             self._multiply,
         )
-        if self._pieces is not None and not is_padded and len(ids_T) in self.options.piece_sizes:
-            hidden = self._pieces.run(ids_T, step)
+        if self._pieces is not None and wanted_N is not None and len(ids_T) in self.options.piece_sizes:
+            hidden = self._pieces.run(ids_T, step, wanted_N)
         else:
-            hidden = run_layers(self.weights, ids_T, step)
+            hidden = run_layers(self.weights, ids_T, step, wanted_N)
         if len(parts.sampled_N):
-            sampled = hidden
-            if not is_padded:  # else every row samples, or its logits do not matter
-                sampled = Hidden(*(part.index_select(0, parts.sampled_N) for part in hidden))
-            write_logits(self.weights, self.kernels, sampled, buffers.logits_NV)
+            write_logits(self.weights, self.kernels, hidden, buffers.logits_NV)
             self.kernels.best(buffers.logits_NV, buffers.best)
             self._remember(buffers)
         return hidden

@@ -36,14 +36,20 @@ class LayerStep(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """The last layer's output and what it is still to be added to, [T, D] each."""
+    """The last layer's output and what it is still to be added to, [tokens, D] each."""
 
     x_TD: Tensor
     residual_TD: Tensor
 
 
-def run_layers(weights: CudaWeights, ids_T: Tensor, step: LayerStep) -> Hidden:
-    """Run tokens through the layers; their keys and values are stored on the way."""
+def run_layers(weights: CudaWeights, ids_T: Tensor, step: LayerStep, wanted_N: Tensor | None) -> Hidden:
+    """Run tokens through the layers; their keys and values are stored on the way.
+
+    Parameters
+    ----------
+    wanted_N : tokens whose hidden states are returned; None: all. Nobody needs more of the others than their
+        keys and values, so the last layer's products leave them out: most of one layer of a long prompt.
+    """
     residual_TD = weights.embedding_VD.index_select(0, ids_T)
     scale_embedding(weights, residual_TD)
     x_TD: Tensor | None = None
@@ -52,7 +58,12 @@ def run_layers(weights: CudaWeights, ids_T: Tensor, step: LayerStep) -> Hidden:
             residual_TD.new_empty(len(ids_T), layer.spec.num_heads, layer.spec.head_dim) for _ in range(2)
         )
         before_attention(layer, x_TD, residual_TD, step, kv, q_TNH)
+        left_N = wanted_N if layer is weights.layers[-1] else None
+        if left_N is not None and not len(left_N):
+            return Hidden(residual_TD[:0], residual_TD[:0])
         attend(layer.spec, q_TNH, step, kv, mixed_TNH)
+        if left_N is not None:
+            mixed_TNH, residual_TD = (part.index_select(0, left_N) for part in (mixed_TNH, residual_TD))
         x_TD = after_attention(weights, layer, mixed_TNH, residual_TD, step)
     assert x_TD is not None, "a model has layers"
     return Hidden(x_TD, residual_TD)
@@ -112,8 +123,8 @@ def after_attention(
 
 
 def write_logits(weights: CudaWeights, kernels: Kernels, hidden: Hidden, logits_TV: Tensor) -> None:
-    """Write the logits of all tokens of `hidden`, in float32 (float64 in a float64 model)."""
-    x_TD, residual_TD = hidden
+    """Write the logits of as many tokens of `hidden` as there is room for, in float32 (or float64)."""
+    x_TD, residual_TD = (part[: len(logits_TV)] for part in hidden)
     kernels.add_norm(x_TD, residual_TD, weights.final_norm, x_TD)
     head_DV = weights.lm_head_VD.t()
     if logits_TV.dtype == x_TD.dtype:

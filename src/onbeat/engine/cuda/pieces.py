@@ -67,8 +67,8 @@ class Pieces:
         keys = [GraphKey(size, piece) for size in sizes for piece in range(len(weights.layers) + 1)]
         graphs.prepare(keys, self._run_piece, lambda _: None)
 
-    def run(self, ids_T: Tensor, step: LayerStep) -> Hidden:
-        """Run a step of one of the sizes, padding included; what is returned lasts until the next one."""
+    def run(self, ids_T: Tensor, step: LayerStep, wanted_N: Tensor) -> Hidden:
+        """Run a step of one of the sizes, padding included; return the hidden states of some tokens."""
         size = len(ids_T)
         for own, given in (
             (self._ids_T, ids_T),
@@ -81,7 +81,7 @@ class Pieces:
             self._graphs.replay(GraphKey(size, piece))
             attend(layer.spec, q_TNH, step, kv, mixed_TNH)
         self._graphs.replay(GraphKey(size, len(self._kv)))
-        return Hidden(self._x_TD[:size], self._residual_TD[:size])
+        return Hidden(*(part.index_select(0, wanted_N) for part in (self._x_TD, self._residual_TD)))
 
     def _step(self, size: int, kernels: Kernels, multiply: Multiply) -> LayerStep:
         """Return what `before_attention` reads of a step: where its tokens are."""

@@ -147,6 +147,27 @@ def test_steps_with_prompts_run_in_pieces_and_read_none_of_the_padding(
     assert_equals_reference(driver, TorchEngine(), name)
 
 
+@pytest.mark.parametrize("name", ["llama3", "gemma3"])
+def test_the_last_layers_products_leave_out_tokens_that_nobody_asks_for(name: str) -> None:
+    driver = StepDriver(poisoned(name, PoisonedGraphs()))
+    forward: Any = driver.runner.forward
+    rows: list[int] = []
+
+    def multiply(x_TD: torch.Tensor, *matrices: torch.Tensor | None) -> torch.Tensor:
+        rows.append(len(x_TD))
+        return torch.nn.functional.linear(x_TD, *matrices)
+
+    forward._multiply = multiply
+    first = driver.add(random_prompt(50), 6)
+    driver.step({first: 20})
+    assert rows == [20] * (4 * forward.config.num_layers - 3)  # but for queries, keys and values: none
+    rows.clear()
+    driver.step({first: 10, driver.add(random_prompt(7), 6): 7})
+    assert rows == [17] * (4 * forward.config.num_layers - 3) + [1] * 3
+    driver.run(100)
+    assert_equals_reference(driver, TorchEngine(), name)
+
+
 def test_more_rows_than_the_largest_graph_run_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onbeat.engine.cuda.graphs.GRAPH_SIZES", (1, 2, 4))
     graphs = PoisonedGraphs()
