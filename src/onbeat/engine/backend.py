@@ -88,9 +88,8 @@ class MeasuresMemory(Protocol):
         self,
         limits: SchedulerConfig,
         settle: SettleLimits,
+        draft: Backend | None,
         *,
-        draft_bytes: int,
-        draft_block_bytes: int,
         on_progress: OnProgress,
     ) -> SchedulerConfig:
         """Load the weights, and return the limits that go with the memory there is; comes before `build`.
@@ -99,7 +98,7 @@ class MeasuresMemory(Protocol):
         ----------
         limits : an estimate.
         settle : from a number of KV blocks to limits.
-        draft_bytes, draft_block_bytes : what a proposer takes beside all, and beside each KV block.
+        draft : of the model that makes drafts, which will be built with the same limits.
 
         Raises
         ------

@@ -13,7 +13,6 @@ from onbeat.engine.container import FreeMemory
 from onbeat.engine.device import Device, free_memory
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.speculation.build import ProposerBuilder
 from onbeat.engine.weights import parameter_shapes
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET
 from onbeat.scheduler.scheduler_config import SchedulerLimits
@@ -27,12 +26,12 @@ _SIGNS_OF_SHORT_MEMORY = ("can't allocate memory", "out of memory", "can't start
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The memory that the model takes, and what proposes drafts for it."""
+    """The memory that a model takes, and the one that proposes drafts for it."""
 
     kv_cache: KVCacheSpec
     """Of the model itself."""
     draft_block_bytes: int
-    """What a proposer keeps beside each KV block."""
+    """What the other keeps beside each KV block."""
     weight_bytes: int
     """Of both."""
     load_bytes: int
@@ -43,10 +42,8 @@ class Footprint:
     """Of each row that samples, about."""
 
     @classmethod
-    def of(
-        cls, config: ModelConfig, backend: Backend, proposer: ProposerBuilder | None, block_size: int
-    ) -> Footprint:
-        """Return what a model will take, and what its backend and a proposer will."""
+    def of(cls, config: ModelConfig, backend: Backend, draft: Backend | None, block_size: int) -> Footprint:
+        """Return what a model will take; `draft`: of the model that proposes drafts, if one does."""
         largest = max(math.prod(shape) for shape in parameter_shapes(config).values())
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         experts = config.experts
@@ -55,8 +52,8 @@ class Footprint:
         numbers = 3 * config.hidden_size + 2 * heads + 2 * max(config.intermediate_size, width)
         return cls(
             kv_cache=backend.kv_cache_spec(block_size),
-            draft_block_bytes=0 if proposer is None else proposer.block_bytes(block_size),
-            weight_bytes=backend.weight_bytes() + (0 if proposer is None else proposer.weight_bytes()),
+            draft_block_bytes=0 if draft is None else draft.kv_cache_spec(block_size).block_bytes,
+            weight_bytes=backend.weight_bytes() + (0 if draft is None else draft.weight_bytes()),
             load_bytes=largest * _FLOAT_BYTES,
             token_bytes=numbers * _FLOAT_BYTES,
             row_bytes=2 * config.vocab_size * _FLOAT_BYTES,  # logits and probabilities
@@ -64,11 +61,11 @@ class Footprint:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a KV block, the proposer's included."""
+        """Bytes of a KV block, the draft model's included."""
         return self.kv_cache.block_bytes + self.draft_block_bytes
 
     def num_blocks_in(self, budget_bytes: int) -> int:
-        """Return how many blocks fit in a budget, what the proposer keeps beside them included.
+        """Return how many blocks fit in a budget, what a draft model keeps beside them included.
 
         Raises
         ------

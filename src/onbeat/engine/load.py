@@ -121,15 +121,8 @@ class ModelLoader:
             if line is not None:
                 on_progress(line)
         if isinstance(self.backend, MeasuresMemory):
-            limits = self.backend.fit_limits(
-                limits,
-                self.settle,
-                draft_bytes=0 if self.proposer is None else self.proposer.weight_bytes(),
-                draft_block_bytes=0
-                if self.proposer is None
-                else self.proposer.block_bytes(limits.block_size),
-                on_progress=on_progress,
-            )
+            draft = None if self.proposer is None else self.proposer.backend
+            limits = self.backend.fit_limits(limits, self.settle, draft, on_progress=on_progress)
         forward = self.backend.build(limits, on_progress=on_progress, spare_bytes=self.spare_bytes)
         proposer = None
         if self.proposer is not None:
@@ -185,7 +178,12 @@ def prepare_model(config: EngineConfig) -> ModelLoader:
     limits, spare_bytes = resolve_limits(
         config,
         free=_free_memory(config, device),
-        footprint=Footprint.of(checkpoint.config, backend, proposer, config.limits.block_size),
+        footprint=Footprint.of(
+            checkpoint.config,
+            backend,
+            None if proposer is None else proposer.backend,
+            config.limits.block_size,
+        ),
         backend=backend,
         settle=settle,
     )
@@ -303,14 +301,13 @@ def open_weights(config: EngineConfig) -> Checkpoint:
 def _describe_proposer(proposer: ProposerBuilder, limits: SchedulerConfig) -> str:
     """Say what proposes drafts, how many, and what memory it takes of its own."""
     assert limits.speculation is not None
-    weights, blocks = proposer.weight_bytes(), limits.num_blocks * proposer.block_bytes(limits.block_size)
     most = limits.speculation.num_speculative_tokens
     length = {"adaptive": f"as many as the load makes worthwhile, at most {most}", "fixed": f"always {most}"}
-    memory = (
-        f"{weights / 2**20:.0f} MiB of weights and {blocks / 2**20:.0f} MiB of KV cache"
-        if weights or blocks
-        else "no weights or KV cache of its own"
-    )
+    memory = "no weights or KV cache of its own"
+    if (backend := proposer.backend) is not None:
+        weights = backend.weight_bytes()
+        kv_bytes = limits.num_blocks * backend.kv_cache_spec(limits.block_size).block_bytes
+        memory = f"{weights / 2**20:.0f} MiB of weights and {kv_bytes / 2**20:.0f} MiB of KV cache"
     return (
         f"speculative decoding by {proposer.description}: drafts of a request in a step: "
         f"{length[limits.speculation.draft_length]}; {memory}"

@@ -171,9 +171,8 @@ class _Chooser:
 
     def _draft_model(self, proposer: DraftModelBuilder, target: StepTimeDescription) -> StepTimeDescription:
         """Describe a second model: by its own profile where there is one that fits, else by the roofline."""
-        precision = precision_of(
-            self._loaded.device.dtype, proposer.weights_format, proposer.backend.embedding_format
-        )
+        backend = proposer.backend
+        precision = precision_of(self._loaded.device.dtype, backend.weights_format, backend.embedding_format)
         assert precision is not None, "the model itself has one, of the same type"
         spec = model_spec_of(proposer.draft_config, proposer.name)
         return replace(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
 from torch.nn import functional
 
-from onbeat.engine.backend import SettleLimits
+from onbeat.engine.backend import Backend, SettleLimits
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes
 from onbeat.engine.cuda.kernels import ChunkBackend, DecodeBackend, Kernels, KernelSizes, Multiply
-from onbeat.engine.cuda.memory import bytes_above, largest_steps, measure
+from onbeat.engine.cuda.memory import MeasuredMemory, bytes_above, largest_steps, measure
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.device import DeviceConfig, compute_capability
 from onbeat.engine.dtypes import BFLOAT16
@@ -142,29 +143,40 @@ class CudaBackend:
         self,
         limits: SchedulerConfig,
         settle: SettleLimits,
+        draft: Backend | None,
         *,
-        draft_bytes: int,
-        draft_block_bytes: int,
         on_progress: Callable[[str], None],
     ) -> SchedulerConfig:
         """Load the weights, measure what the largest steps take, and give the rest to the KV cache."""
-        self._prepare(limits, on_progress)
-        spec = self.kv_cache_spec(limits.block_size)
-        measured = measure(
-            self._torch_device,
-            lambda num_blocks: self._make(limits, num_blocks, EagerGraphs()),
-            largest_steps(limits),
-            block_bytes=spec.block_bytes,
-            num_graphs=0 if self._config.enforce_eager else len(graph_sizes(limits.max_num_seqs)),
-        )
+        draft_bytes = draft_block_bytes = 0
+        if draft is not None:
+            draft_bytes = draft.weight_bytes()
+            if isinstance(draft, CudaBackend):
+                # It verifies nothing.
+                draft_bytes = draft._measured(replace(limits, speculation=None)).still_bytes
+            draft_block_bytes = draft.kv_cache_spec(limits.block_size).block_bytes
+        measured = self._measured(limits, on_progress)
         on_progress(Detail(measured))
         return settle(
             measured.num_blocks(
                 self._utilization,
-                block_bytes=spec.block_bytes + draft_block_bytes,
+                block_bytes=self.kv_cache_spec(limits.block_size).block_bytes + draft_block_bytes,
                 other_bytes=draft_bytes,
                 wanted=None if self._config.kv_cache_memory_bytes is None else limits.num_blocks,
             )
+        )
+
+    def _measured(
+        self, limits: SchedulerConfig, on_progress: Callable[[str], None] = lambda _: None
+    ) -> MeasuredMemory:
+        """Load the weights, and find out what the largest steps take."""
+        self._prepare(limits, on_progress)
+        return measure(
+            self._torch_device,
+            lambda num_blocks: self._make(limits, num_blocks, EagerGraphs()),
+            largest_steps(limits),
+            block_bytes=self.kv_cache_spec(limits.block_size).block_bytes,
+            num_graphs=0 if self._config.enforce_eager else len(graph_sizes(limits.max_num_seqs)),
         )
 
     def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:

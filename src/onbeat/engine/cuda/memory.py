@@ -33,15 +33,10 @@ class MeasuredMemory:
     """By the largest step while it runs, and by what steps keep beside the KV cache."""
     num_graphs: int
 
-    def kv_bytes(self, utilization: float) -> int:
-        """Return what is left for the KV cache.
-
-        Parameters
-        ----------
-        utilization : share of the device's memory that may be used by all.
-        """
-        reserve = _UNSEEN_BYTES + self.num_graphs * _GRAPH_BYTES
-        return int(utilization * self.total) - self.used - self.step - reserve
+    @property
+    def still_bytes(self) -> int:
+        """What is still to be taken, the KV cache left out."""
+        return self.step + _UNSEEN_BYTES + self.num_graphs * _GRAPH_BYTES
 
     def num_blocks(
         self, utilization: float, *, block_bytes: int, other_bytes: int, wanted: int | None
@@ -52,7 +47,7 @@ class MeasuredMemory:
         ----------
         utilization : share of the device's memory that may be used by all.
         block_bytes : of a block, with what a draft model keeps beside it.
-        other_bytes : that are still to be taken, such as by a draft model's weights.
+        other_bytes : that are still to be taken by others, such as a draft model.
         wanted : None leaves the number open.
 
         Raises
@@ -60,7 +55,8 @@ class MeasuredMemory:
         ConfigError : so many do not fit, or not even one does.
         """
         # One block more is for padding.
-        fitting = (self.kv_bytes(utilization) - other_bytes) // block_bytes - 1
+        left = int(utilization * self.total) - self.used - self.still_bytes - other_bytes
+        fitting = left // block_bytes - 1
         if fitting >= (wanted or 1):
             return wanted or fitting
         problem = (

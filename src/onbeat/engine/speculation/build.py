@@ -72,19 +72,16 @@ class Target:
 
 
 class ProposerBuilder(Protocol):
-    """A proposer that may be built, and what it will take."""
+    """A proposer that may be built."""
 
     @property
     def description(self) -> str:
         """What proposes, for people."""
         ...
 
-    def weight_bytes(self) -> int:
-        """Return about how much memory its weights will take."""
-        ...
-
-    def block_bytes(self, block_size: int) -> int:
-        """Return the bytes that it keeps for each KV block of the target."""
+    @property
+    def backend(self) -> Backend | None:
+        """Of the model that proposes, which has as many KV blocks as the target; None where none does."""
         ...
 
     def build(self, forward: ForwardPass, limits: SchedulerConfig) -> Proposer:
@@ -106,17 +103,12 @@ class NgramBuilder:
     """Drafts from the request's own tokens."""
 
     config: SpeculativeConfig
+    backend: None = None
 
     @property
     def description(self) -> str:
         shortest, longest = self.config.prompt_lookup_min, self.config.prompt_lookup_max
         return f"what followed the same {shortest} to {longest} tokens before"
-
-    def weight_bytes(self) -> int:
-        return 0
-
-    def block_bytes(self, block_size: int) -> int:  # noqa: ARG002
-        return 0
 
     def build(self, forward: ForwardPass, limits: SchedulerConfig) -> Proposer:  # noqa: ARG002
         return NgramProposer(self.config)
@@ -126,12 +118,7 @@ class GrammarBuilder:
     """Drafts of nothing but what grammars prescribe."""
 
     description = "what the grammars of answers prescribe"
-
-    def weight_bytes(self) -> int:
-        return 0
-
-    def block_bytes(self, block_size: int) -> int:  # noqa: ARG002
-        return 0
+    backend = None
 
     def build(self, forward: ForwardPass, limits: SchedulerConfig) -> Proposer:  # noqa: ARG002
         return NoDrafts()
@@ -154,17 +141,6 @@ class DraftModelBuilder:
     def draft_config(self) -> ModelConfig:
         """The model that makes the drafts."""
         return self.checkpoint.config
-
-    @property
-    def weights_format(self) -> str | None:
-        """Number format of most of its weights; None where they are of the device's type."""
-        return self.backend.weights_format
-
-    def weight_bytes(self) -> int:
-        return self.backend.weight_bytes()
-
-    def block_bytes(self, block_size: int) -> int:
-        return self.backend.kv_cache_spec(block_size).block_bytes
 
     def build(self, forward: ForwardPass, limits: SchedulerConfig) -> Proposer:
         # What it decides is of interest for the model that it drafts for, which was told.

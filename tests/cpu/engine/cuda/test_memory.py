@@ -20,6 +20,7 @@ from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import EngineConfig
+from onbeat.engine.torch_backend import TorchBackend
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.scheduler_config import SchedulerConfig, SpeculationConfig
@@ -134,12 +135,10 @@ def test_a_backend_measures_then_builds_what_fits(monkeypatch: pytest.MonkeyPatc
         asked.append(num_blocks)
         return replace(limits, num_blocks=40)
 
-    fitting = backend.fit_limits(
-        limits, settle, draft_bytes=GIB, draft_block_bytes=100, on_progress=said.append
-    )
+    fitting = backend.fit_limits(limits, settle, None, on_progress=said.append)
     assert fitting.num_blocks == 40
-    block_bytes = backend.kv_cache_spec(16).block_bytes + 100
-    rest = 0.9 * memory.total - (memory.total - memory.free) - (memory.peak - memory.reserved) - GIB
+    block_bytes = backend.kv_cache_spec(16).block_bytes
+    rest = 0.9 * memory.total - (memory.total - memory.free) - (memory.peak - memory.reserved)
     assert asked[0] * block_bytes == pytest.approx(rest, rel=0.01)
     assert said == [
         "the largest steps take 2.0 GiB beside 20.0 GiB of 80.0 GiB of the GPU's memory, as measured"
@@ -150,6 +149,29 @@ def test_a_backend_measures_then_builds_what_fits(monkeypatch: pytest.MonkeyPatc
     memory.free = 7 * GIB
     backend.build(fitting, on_progress=said.append)
     assert said[1].startswith("the GPU engine took 1024 MiB more than its share of the memory")
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_the_steps_of_a_draft_model_are_measured_too(monkeypatch: pytest.MonkeyPatch, is_same: bool) -> None:
+    Memory(monkeypatch)
+    config = EngineConfig(model=ModelFiles(kind="hf", path=Path("/nowhere"), name="tiny"), enforce_eager=True)
+    device, checkpoint = DeviceConfig(CPU, FLOAT32, num_threads=1), DummyCheckpoint(TINY)
+    backend, other = (CudaBackend(checkpoint, device, config, ReferenceKernels) for _ in range(2))
+    draft = other if is_same else TorchBackend(checkpoint, device, "as asked for")
+    limits = SchedulerConfig(
+        policy="sarathi", num_blocks=64, max_model_len=200, max_num_seqs=8, max_num_batched_tokens=300
+    )
+    asked: list[int] = []
+
+    def settle(num_blocks: int) -> SchedulerConfig:
+        asked.append(num_blocks)
+        return limits
+
+    for each in (None, draft):
+        backend.fit_limits(limits, settle, each, on_progress=lambda _: None)
+    taken = (asked[0] - 2 * asked[1]) * backend.kv_cache_spec(16).block_bytes  # a block of each model
+    # The weights of the one count as used by then; of the other nothing is measured.
+    assert taken == pytest.approx(2 * GIB + (64 << 20) if is_same else draft.weight_bytes(), abs=1 << 20)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
@@ -179,7 +201,7 @@ def test_products_are_chosen_once_and_only_for_graphs(
         policy="sarathi", num_blocks=64, max_model_len=200, max_num_seqs=8, max_num_batched_tokens=300
     )
     said: list[str] = []
-    backend.fit_limits(limits, lambda _: limits, draft_bytes=0, draft_block_bytes=0, on_progress=said.append)
+    backend.fit_limits(limits, lambda _: limits, None, on_progress=said.append)
     assert chosen_for == ([] if enforce_eager else [8])
     assert bool(multiplied) is not enforce_eager
     multiplied.clear()
