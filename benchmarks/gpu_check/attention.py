@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 from gpu_check.ceilings import graph_milliseconds, milliseconds
 from gpu_check.operator_bench import BF16, BLOCK_SIZE, MAX_LEN, SHAPES, Bench, check_all, compare
 from gpu_check.record import DEVICE, IS_REHEARSAL, note
+from onbeat.engine.cuda.backend import fast_kernels
 from onbeat.engine.cuda.kernels import ChunkRows, DecodeRows
 from onbeat.engine.torch_kv import LayerKVCache
 
@@ -38,76 +37,44 @@ def attend_decodes(bench: Bench) -> None:
             part = slice(start, start + 16)
             few = DecodeRows(rows.table_RW[part], rows.lens_R[part])
             bench.plain.attend_decodes(q[part].float(), wide_cache, few, bench.layer, expected[part])
-        name = f"{bench.name}, {num_rows} rows, lengths 1 to {MAX_LEN}"
-        if not IS_REHEARSAL:  # what the engine takes
-            planned = _planned(bench, num_rows)
-            planned.plan(lens.astype(np.int32))
-            planned.list_rows(rows)
-            planned.attend(q, cache, out)
-            compare(f"planned decodes {name}", out, expected)
-            out.fill_(torch.nan)
-        bench.quick.attend_decodes(q, cache, rows, bench.layer, out)
-        compare(f"decodes {name}", out, expected)
+        _attend(bench, q, cache, lens, rows, out)
+        compare(f"decodes {bench.name}, {num_rows} rows, lengths 1 to {MAX_LEN}", out, expected)
     if not IS_REHEARSAL:
         _time_decodes(bench)
 
 
-def _planned(bench: Bench, num_rows: int) -> Any:
-    """Return decodes of so many rows by FlashInfer's fa2."""
-    from onbeat.engine.cuda.flashinfer_attention import (
-        FlashInfer,
-        PlanBuffers,
-        PlannedDecodes,
-        allocate_workspace,
-        stream_of,
-    )
-
-    sizes, buffers = bench.sizes(BF16), PlanBuffers(stream_of(bench.device), bench.device)
-    workspace = allocate_workspace(sizes)
-    library = FlashInfer.load()
-    return PlannedDecodes(library, sizes, bench.layer, num_rows, workspace=workspace, buffers=buffers)
+def _attend(
+    bench: Bench, q: Tensor, cache: LayerKVCache, lens: np.ndarray, rows: DecodeRows, out: Tensor
+) -> None:
+    """Plan decodes on the host, list their blocks on the device, and attend."""
+    bench.quick.plan_decodes(lens.astype(np.int32), [bench.layer])
+    bench.quick.start_decodes(rows)
+    bench.quick.attend_decodes(q, cache, rows, bench.layer, out)
 
 
 def _time_decodes(bench: Bench) -> None:
-    """Time decodes inside of graphs; small caches stay in the processor's, as they would not in a step."""
+    """Time decodes inside of graphs, and their plans; small caches stay in the processor's."""
     for num_rows, length in TIMED_DECODES:
-        rows, cache = _decode_rows(bench, np.full(num_rows, length), -(-MAX_LEN // BLOCK_SIZE))
-        q, out = _queries(bench, num_rows)
-        work = partial(bench.quick.attend_decodes, q, cache, rows, bench.layer, out)
-        _note_decodes(bench, f"decodes {bench.name}, {num_rows} x {length}", num_rows * length, work)
-
-
-def _note_decodes(bench: Bench, name: str, num_tokens: int, work: Callable[[], object]) -> None:
-    took = graph_milliseconds(work)
-    moved = 4 * num_tokens * bench.config.num_kv_heads * bench.config.head_dim
-    note(name, took * 1e3, "us", shown=bench.config.head_dim == 128 and num_tokens in (512, 128 * 512))
-    note(f"{name}: KV read", moved / took / 1e9, "TB/s")
-
-
-def alternatives(bench: Bench) -> None:
-    """Check and time planned decodes and the other kernel for chunks, for the first shape."""
-    if bench.config.head_dim != 128 or IS_REHEARSAL:
-        return
-    from onbeat.engine.cuda.fast import FastKernels
-
-    for num_rows, length in TIMED_DECODES:
-        name = f"planned decodes, {num_rows} x {length}"
-        lens = np.full(num_rows, length, np.int32)
+        name = f"decodes {bench.name}, {num_rows} x {length}"
+        lens = np.full(num_rows, length)
         rows, cache = _decode_rows(bench, lens, -(-MAX_LEN // BLOCK_SIZE))
         q, out = _queries(bench, num_rows)
-        planned = _planned(bench, num_rows)
-        planned.plan(lens)
+        _attend(bench, q, cache, lens, rows, out)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        planned.plan(lens)
+        bench.quick.plan_decodes(lens.astype(np.int32), [bench.layer])
         note(f"{name}: plan", (time.perf_counter() - start) * 1e6, "us")
-        planned.list_rows(rows)
-        planned.attend(q, cache, out)
-        expected = torch.empty_like(out)
-        bench.quick.attend_decodes(q, cache, rows, bench.layer, expected)
-        compare(name, out, expected)
-        _note_decodes(bench, name, num_rows * length, partial(planned.attend, q, cache, out))
-    bench.quick = FastKernels(bench.sizes(BF16), chunk_backend="fa3")
+        took = graph_milliseconds(partial(bench.quick.attend_decodes, q, cache, rows, bench.layer, out))
+        note(name, took * 1e3, "us", shown=bench.config.head_dim == 128 and length in (512, 2048))
+        moved = 4 * num_rows * length * bench.config.num_kv_heads * bench.config.head_dim
+        note(f"{name}: KV read", moved / took / 1e9, "TB/s")
+
+
+def by_fa3(bench: Bench) -> None:
+    """Check and time the other kernel for chunks, for the first shape."""
+    if bench.config.head_dim != 128 or IS_REHEARSAL:
+        return
+    bench.quick = fast_kernels(bench.sizes(BF16), "fa3")
     bench.name = f"{bench.name} fa3"
     attend_chunks(bench)
 
@@ -172,4 +139,4 @@ def _chunk_rows(bench: Bench, rows: tuple[tuple[int, int], ...]) -> tuple[ChunkR
 
 
 if __name__ == "__main__":
-    sys.exit(check_all((attend_decodes, attend_chunks, alternatives), SHAPES))
+    sys.exit(check_all((attend_decodes, attend_chunks, by_fa3), SHAPES))

@@ -104,7 +104,7 @@ class Bench:
         )
 
     def _kernels(self, dtype: torch.dtype) -> Kernels:
-        return ReferenceKernels(self.sizes(dtype)) if IS_REHEARSAL else fast_kernels(self.sizes(dtype), "xqa")
+        return ReferenceKernels(self.sizes(dtype)) if IS_REHEARSAL else fast_kernels(self.sizes(dtype))
 
 
 def wide(norm: Norm | None) -> Norm | None:

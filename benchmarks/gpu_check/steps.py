@@ -39,6 +39,8 @@ from tests.gpu.engines import on_gpu_engine
 MAX_ROWS = 8 if IS_REHEARSAL else 128
 MAX_TOKENS = 512 if IS_REHEARSAL else 8192
 MAX_LEN = 256 if IS_REHEARSAL else 16640
+CONTEXT = 64 if IS_REHEARSAL else 512
+FEW_ROWS = (1, MAX_ROWS // 4)
 DECODES = {(1, 512): 6.3, (8, 512): 6.5, (16, 512): 6.7, (32, 512): 7.2, (64, 512): 8.7, (128, 512): 10.7}
 """Rows and context: the most milliseconds, 1.25 (from 64 rows on 1.35) times the floor."""
 LONGER = ((1, 2048), (8, 2048), (32, 2048), (128, 2048))
@@ -62,6 +64,27 @@ def make_runner(
     runner = runner_of(forward, num_blocks=num_blocks, max_rows=max_rows, max_len=max_len)
     runner.warm_up()
     return runner
+
+
+def make_noted(name: str, weights: CudaWeights, num_blocks: int, **options: Any) -> ModelRunner:
+    """Return what runs steps; note the time that it took to make, and its memory beside the KV cache."""
+    gc.collect()  # a forward pass and its graphs refer to each other
+    empty_cache()
+    start, free = time.monotonic(), free_memory(Device(DEVICE)).num_bytes
+    runner = make_runner(weights, num_blocks, **options)
+    note(f"{name}: made and warm", time.monotonic() - start, "s", shown=True)
+    empty_cache()
+    forward: Any = runner.forward
+    kv_bytes = sum(part.nbytes for layer in forward._state.kv for part in layer)
+    taken = free - free_memory(Device(DEVICE)).num_bytes - kv_bytes
+    note(f"{name}: memory beside the KV cache", taken / 2**30, "GiB", shown=True)
+    return runner
+
+
+def empty_cache() -> None:
+    """Give back what is not used any more."""
+    if not IS_REHEARSAL:
+        torch.cuda.empty_cache()
 
 
 def note_failure(name: str, error: Exception) -> None:
@@ -88,31 +111,19 @@ def choose(weights: CudaWeights) -> Multiply:
     return chosen
 
 
-def time_variants(weights: CudaWeights, chosen: Multiply) -> None:
-    """Time decodes in other ways, to learn what each part of the way that is taken is worth."""
-    num_blocks = 1 + MAX_ROWS * (-(-512 // BLOCK_SIZE) + 5)
-    variants: tuple[tuple[str, tuple[int, ...], dict[str, Any]], ...] = (
-        ("by cuBLAS alone", (1, 32), {"max_rows": 32}),
-        ("by XQA", (1, 32, 128), {"decode_backend": "xqa", "multiply": chosen}),
-    )
-    for name, all_rows, options in variants:
-        if seconds_left() < 15:
-            return
-        try:
-            _time_variant(make_runner(weights, num_blocks, **options), name, all_rows, num_blocks)
-        except Exception as error:
-            note_failure(f"decodes {name}", error)
-        gc.collect()  # a forward pass and its graphs refer to each other
-        torch.cuda.empty_cache()
-
-
-def _time_variant(runner: ModelRunner, name: str, all_rows: tuple[int, ...], num_blocks: int) -> None:
-    for rows in all_rows:
-        case = f"decode {rows} x 512 {name}"
-        note(f"{case}: a step in the loop", loop_ms(runner, rows, 512), "ms", shown=True)
-        note(f"{case}: on the device", _device_ms(runner, rows), "ms")
-    with step_timer(runner, num_blocks) as timer:
-        show_kernels(timer, f"decode 1 x 512 {name}", decodes(1, 512))
+def time_cublas(weights: CudaWeights) -> None:
+    """Time decodes by cuBLAS alone, to learn what choosing products is worth."""
+    num_blocks = 1 + FEW_ROWS[-1] * (-(-CONTEXT // BLOCK_SIZE) + 5)
+    try:
+        runner = make_runner(weights, num_blocks, max_rows=FEW_ROWS[-1])
+        for rows in FEW_ROWS:
+            case = f"decode {rows} x {CONTEXT} by cuBLAS alone"
+            note(f"{case}: a step in the loop", loop_ms(runner, rows, CONTEXT), "ms", shown=True)
+            note(f"{case}: on the device", _device_ms(runner, rows), "ms")
+        with step_timer(runner, num_blocks) as timer:
+            show_kernels(timer, f"decode 1 x {CONTEXT} by cuBLAS alone", decodes(1, CONTEXT))
+    except Exception as error:
+        note_failure("decodes by cuBLAS alone", error)
 
 
 def note_host_parts(runner: ModelRunner, rows: int, context: int) -> None:
@@ -190,9 +201,9 @@ def time_others(runner: ModelRunner, num_blocks: int, prompts: dict[int, float |
         time_batch(timer, f"decode {few} x 512 + 1 x {long}", skewed)
         mixed = MeasuredBatch((*decodes(few, 64).rows, BatchRow(0, min(512, long))))
         time_batch(timer, f"{few} decodes + prompt {min(512, long)}", mixed)
-        for rows in (2,) if IS_REHEARSAL else (1, 32, 128):
+        for rows in (*FEW_ROWS, MAX_ROWS):
             if seconds_left() > 8:
-                show_kernels(timer, f"decode {rows} x 512", decodes(rows, 64 if IS_REHEARSAL else 512))
+                show_kernels(timer, f"decode {rows} x {CONTEXT}", decodes(rows, CONTEXT))
         if seconds_left() > 8:
             show_kernels(timer, "prompt", prompt(64 if IS_REHEARSAL else 2048))
 
@@ -218,12 +229,10 @@ def time_mixed(weights: CudaWeights, runner: ModelRunner, num_blocks: int, chose
     for way in ("one by one", "in pieces"):
         try:
             if way == "in pieces":
-                start, free = time.monotonic(), free_memory(Device(DEVICE)).num_bytes
                 num_blocks = 2000  # the other runner's are still there
-                runner = make_runner(weights, num_blocks, pieces=True, max_rows=32, multiply=chosen)
-                note("pieces, graphs and first steps", time.monotonic() - start, "s", shown=True)
-                taken = free - free_memory(Device(DEVICE)).num_bytes
-                note("pieces, graphs and 2000 blocks", taken / 2**30, "GiB", shown=True)
+                runner = make_noted(
+                    "graphs and pieces", weights, num_blocks, pieces=True, max_rows=32, multiply=chosen
+                )
             for temperature, how in ((0.0, way), (1.0, f"{way}, drawn")):  # which the host does of drafts
                 with step_timer(runner, num_blocks, temperature) as timer:
                     for name, batch in mixed_steps().items():
@@ -245,25 +254,23 @@ def main() -> int:
         rows * (-(-context // BLOCK_SIZE) + 5) for rows, context in [*decode_cases, (1, 16384)]
     )
     chosen = choose(weights)
-    start = time.monotonic()
-    runner = make_runner(weights, num_blocks, multiply=chosen)
-    note("graphs and first steps", time.monotonic() - start, "s", shown=True)
+    runner = make_noted("graphs", weights, num_blocks, multiply=chosen)
     for rows, context in decode_cases:
         if seconds_left() > 6:
             time_decodes(runner, rows, context)
-    for rows in (2,) if IS_REHEARSAL else (1, 128):
-        note_host_parts(runner, rows, 64 if IS_REHEARSAL else 512)
-    if not IS_REHEARSAL:
-        time_variants(weights, chosen)
+    for rows in (1, MAX_ROWS):
+        note_host_parts(runner, rows, CONTEXT)
+    if seconds_left() > 15:
+        time_cublas(weights)
     time_others(runner, num_blocks, prompts)
     time_mixed(weights, runner, num_blocks, chosen)  # pieces may spoil the device for what comes behind
+    _prompts_by_fa3(weights, prompts)
     if not IS_REHEARSAL:
-        _prompts_by_fa3(weights, prompts)
         note("most memory", torch.cuda.max_memory_reserved() / 2**30, "GiB", shown=True)
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         note("memory that torch keeps unused", unused / 2**30, "GiB", shown=True)
-        if seconds_left() > 10:
-            _without_graphs(weights)
+    if seconds_left() > 10:
+        _without_graphs(weights)
     expect("all sizes were timed", seconds_left() > 6)
     return 0
 
@@ -283,13 +290,9 @@ def _prompts_by_fa3(weights: CudaWeights, prompts: dict[int, float | None]) -> N
 def _without_graphs(weights: CudaWeights) -> None:
     """Time decodes whose operators are called one by one."""
     runner = make_runner(weights, 2000, graphs=False)
-    for rows in (1, 32):
-        note(
-            f"decode {rows} x 512 without graphs: a step in the loop",
-            loop_ms(runner, rows, 512),
-            "ms",
-            shown=True,
-        )
+    for rows in FEW_ROWS:
+        took = loop_ms(runner, rows, CONTEXT)
+        note(f"decode {rows} x {CONTEXT} without graphs: a step in the loop", took, "ms", shown=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from onbeat.core.request import TokenLogprobs
 from onbeat.engine.cuda.backend import fast_kernels
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, piece_sizes
-from onbeat.engine.cuda.kernels import ChunkBackend, DecodeBackend, Multiply
+from onbeat.engine.cuda.kernels import ChunkBackend, Multiply
 from onbeat.engine.cuda.weights import CudaWeights
 from onbeat.engine.draw import Logits
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
@@ -32,7 +32,6 @@ def on_gpu_engine(
     graphs: bool = True,
     pieces: bool = False,
     fast: bool = False,
-    decode_backend: DecodeBackend = "fa2",
     chunk_backend: ChunkBackend = "fa2",
     multiply: Multiply = functional.linear,
     max_num_seqs: int = 32,
@@ -51,7 +50,7 @@ def on_gpu_engine(
             piece_sizes=piece_sizes(max_num_batched_tokens) if pieces else (),
         )
         sizes = kernel_sizes(weights, options)
-        kernels = fast_kernels(sizes, decode_backend, chunk_backend) if fast else ReferenceKernels(sizes)
+        kernels = fast_kernels(sizes, chunk_backend) if fast else ReferenceKernels(sizes)
         chosen = graphs_on(weights.device) if graphs else EagerGraphs()
         return CudaForward(weights, kernels, chosen, options, multiply=multiply)
 

@@ -81,24 +81,6 @@ def captured(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
 STEPS = ([1, 1, 1, 1], [700, 1, 33, 16], [5, 900, 17, 1024])
 
 
-def test_a_graph_of_xqa_follows_tables_and_lengths() -> None:
-    kernels, kv, q_RNH, out_RNH = (
-        fast_kernels(sizes(torch.bfloat16), decode_backend="xqa"),
-        cache(),
-        random(4, 8, 128),
-        random(4, 8, 128),
-    )
-    rows = decode_rows(STEPS[0], 0)
-    graph = captured(lambda: kernels.attend_decodes(q_RNH, kv, rows, layer(), out_RNH))
-    for seed, lens in enumerate(STEPS):
-        for part, new in zip(rows, decode_rows(lens, seed), strict=True):
-            part.copy_(new)
-        q_RNH.copy_(random(4, 8, 128))
-        out_RNH.fill_(torch.nan)
-        graph.replay()
-        assert relative_error(out_RNH, expected_decodes(q_RNH, kv, rows)) <= LARGEST_ERROR
-
-
 def test_a_graph_of_planned_decodes_follows_its_plans() -> None:
     """One size's plan lies where another's was: only one runs at a time."""
     from onbeat.engine.cuda.flashinfer_attention import (

@@ -13,7 +13,7 @@ from torch.nn import functional
 from onbeat.engine.backend import Backend, SettleLimits
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes
-from onbeat.engine.cuda.kernels import ChunkBackend, DecodeBackend, Kernels, KernelSizes, Multiply
+from onbeat.engine.cuda.kernels import ChunkBackend, Kernels, KernelSizes, Multiply
 from onbeat.engine.cuda.memory import MeasuredMemory, bytes_above, largest_steps, measure
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.device import DeviceConfig, compute_capability
@@ -78,9 +78,7 @@ def missing_kernel(config: ModelConfig) -> str | None:
     return missing_kernel(config)
 
 
-def fast_kernels(
-    sizes: KernelSizes, decode_backend: DecodeBackend = "fa2", chunk_backend: ChunkBackend = "fa2"
-) -> Kernels:
+def fast_kernels(sizes: KernelSizes, chunk_backend: ChunkBackend = "fa2") -> Kernels:
     """Return the quick operators; what they are written in is imported only now.
 
     Prompts by fa3 took 5 to 11 % less time on an H100. Its output has not been compared there yet, so it is
@@ -88,7 +86,7 @@ def fast_kernels(
     """
     from onbeat.engine.cuda.fast import FastKernels
 
-    return FastKernels(sizes, decode_backend=decode_backend, chunk_backend=chunk_backend)
+    return FastKernels(sizes, chunk_backend=chunk_backend)
 
 
 def quickest_products(weights: CudaWeights, max_rows: int, on_progress: Callable[[str], None]) -> Multiply:

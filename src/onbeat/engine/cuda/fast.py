@@ -13,7 +13,6 @@ from onbeat.engine.cuda.flashinfer_attention import (
     FlashInfer,
     PlanBuffers,
     PlannedDecodes,
-    XqaDecodes,
     allocate_workspace,
     stream_of,
 )
@@ -21,7 +20,6 @@ from onbeat.engine.cuda.kernels import (
     BestBuffers,
     ChunkBackend,
     ChunkRows,
-    DecodeBackend,
     DecodeRows,
     DrawParams,
     Int32Array,
@@ -55,14 +53,7 @@ class _PlannedBySize:
         for planned in self._plans[len(rows.lens_R)].values():
             planned.list_rows(rows)
 
-    def attend(
-        self,
-        q_RNH: Tensor,
-        kv: LayerKVCache,
-        rows: DecodeRows,  # noqa: ARG002 -- `list_rows` has seen them
-        layer: LayerSpec,
-        out_RNH: Tensor,
-    ) -> None:
+    def attend(self, q_RNH: Tensor, kv: LayerKVCache, layer: LayerSpec, out_RNH: Tensor) -> None:
         self._plans[len(q_RNH)][layer.window].attend(q_RNH, kv, out_RNH)
 
     def _make(self, layer: LayerSpec, num_rows: int) -> PlannedDecodes:
@@ -85,29 +76,23 @@ class FastKernels:
     Parameters
     ----------
     sizes : what they are made for.
-    decode_backend : FlashInfer's kernel for rows of one token. On an H100 steps of Llama-3.1-8B are 1 to 4 %
-        quicker with fa2, whose plan balances contexts, than with xqa, which needs no plan.
-    chunk_backend : the one for rows of several tokens; see `Chunks`.
+    chunk_backend : FlashInfer's kernel for rows of several tokens; see `Chunks`.
     library : FlashInfer, if it is imported already.
     """
+
+    plans_decodes = True
 
     def __init__(
         self,
         sizes: KernelSizes,
         *,
-        decode_backend: DecodeBackend = "fa2",
         chunk_backend: ChunkBackend = "fa2",
         library: FlashInfer | None = None,
     ) -> None:
         library = library or FlashInfer.load()
-        self.name = f"triton, flashinfer {library.version} ({decode_backend}, {chunk_backend})"
-        self.plans_decodes = decode_backend == "fa2"
+        self.name = f"triton, flashinfer {library.version} ({chunk_backend})"
         workspace = allocate_workspace(sizes)
-        self._decodes = (
-            _PlannedBySize(library, sizes, workspace)
-            if self.plans_decodes
-            else XqaDecodes(library, sizes, workspace)
-        )
+        self._decodes = _PlannedBySize(library, sizes, workspace)
         self._chunks = Chunks(library, sizes, chunk_backend, workspace)
 
     def add_norm(self, x_TD: Tensor | None, residual_TD: Tensor, norm: Norm, out_TD: Tensor) -> None:
@@ -126,19 +111,22 @@ class FastKernels:
 
     def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec]) -> None:
         """Plan on the host; see `Kernels.plan_decodes`."""
-        if isinstance(self._decodes, _PlannedBySize):
-            self._decodes.plan(lens_R, layers)
+        self._decodes.plan(lens_R, layers)
 
     def start_decodes(self, rows: DecodeRows) -> None:
         """Show plans their rows; see `Kernels.start_decodes`."""
-        if isinstance(self._decodes, _PlannedBySize):
-            self._decodes.list_rows(rows)
+        self._decodes.list_rows(rows)
 
     def attend_decodes(
-        self, q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows, layer: LayerSpec, out_RNH: Tensor
+        self,
+        q_RNH: Tensor,
+        kv: LayerKVCache,
+        rows: DecodeRows,  # noqa: ARG002 -- `start_decodes` has seen them
+        layer: LayerSpec,
+        out_RNH: Tensor,
     ) -> None:
         """Attend with one query a row; see `Kernels.attend_decodes`."""
-        self._decodes.attend(q_RNH, kv, rows, layer, out_RNH)
+        self._decodes.attend(q_RNH, kv, layer, out_RNH)
 
     def plan_chunks(self, rows: ChunkRows, layer: LayerSpec) -> Any:
         """Plan on the host; see `Kernels.plan_chunks`."""

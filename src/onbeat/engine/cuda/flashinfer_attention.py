@@ -1,4 +1,4 @@
-"""Attention by FlashInfer: XQA or planned fa2 for decodes, fa2 or fa3 for chunks, in bfloat16 on sm_90.
+"""Attention by FlashInfer: planned fa2 for decodes, fa2 or fa3 for chunks, in bfloat16 on sm_90.
 
 A planned wrapper writes its plan to pinned host memory and copies it in stream order. With a step in flight,
 the next plan must not touch what has not been copied yet: each wrapper has two such buffers in turn.
@@ -8,7 +8,6 @@ Legend: T tokens of a step, R rows, N query heads, K KV heads, H head width, W c
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from functools import partial
@@ -25,8 +24,6 @@ from onbeat.engine.forward import Mark
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.torch_kv import LayerKVCache
 
-_SEMAPHORE_BYTES = 8 << 20
-"""XQA counts in them which parts of a row are done; each of its kernels leaves zeros behind."""
 _WORKSPACE_BYTES = 128 << 20
 """Results of parts of a row that are still to be merged: what FlashInfer recommends."""
 _PLAN_BYTES = 8 << 20
@@ -41,7 +38,6 @@ class FlashInfer(NamedTuple):
     """What is used of the library."""
 
     version: str
-    xqa: Any
     PrefillWrapper: Any
     DecodeWrapper: Any
     fast_decode_plan: Any
@@ -53,7 +49,6 @@ class FlashInfer(NamedTuple):
 
         return cls(
             flashinfer.__version__,
-            flashinfer.xqa,
             flashinfer.BatchPrefillWithPagedKVCacheWrapper,
             flashinfer.BatchDecodeWithPagedKVCacheWrapper,
             flashinfer.fast_decode_plan,
@@ -83,44 +78,6 @@ def missing_kernel(config: ModelConfig, chunk_backend: ChunkBackend = "fa2") -> 
         if not module.is_compiled:
             return str(module.name)
     return None
-
-
-class XqaDecodes:
-    """One query a row, by a kernel that reads block tables and lengths on the device.
-
-    Parameters
-    ----------
-    library : FlashInfer.
-    sizes : what it is made for.
-    workspace : scratch memory on the device, which others may use in stream order.
-    """
-
-    def __init__(self, library: FlashInfer, sizes: KernelSizes, workspace: Tensor) -> None:
-        self._xqa = library.xqa
-        self._workspace = workspace
-        self._semaphores = torch.zeros(_SEMAPHORE_BYTES, dtype=torch.uint8, device=sizes.device)
-
-    def attend(
-        self, q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows, layer: LayerSpec, out_RNH: Tensor
-    ) -> None:
-        """Attend; see `Kernels.attend_decodes`."""
-        self._xqa(
-            q_RNH.unsqueeze(1),
-            kv.k_BKSH,
-            kv.v_BKSH,
-            rows.table_RW,
-            rows.lens_R.unsqueeze(1),
-            out_RNH.unsqueeze(1),
-            self._workspace,
-            self._semaphores,
-            layer.num_kv_heads,
-            kv.k_BKSH.shape[2],
-            q_scale=layer.scale * math.sqrt(layer.head_dim),  # it divides by the root itself
-            kv_scale=1.0,
-            sliding_win_size=layer.window or 0,
-            kv_layout="HND",
-            enable_pdl=True,  # it waits for the kernel before it, whatever that is
-        )
 
 
 class PlanBuffers:
@@ -164,7 +121,7 @@ class PlannedDecodes:
     sizes : what it is made for.
     layer : one of those that it serves: they have its window, scale and heads.
     num_rows : of each step.
-    workspace : as that of `XqaDecodes`.
+    workspace : scratch memory on the device, which others may use in stream order.
     buffers : for the plans of all sizes of this window: only one step's runs at a time.
     """
 
@@ -239,7 +196,7 @@ class Chunks:
     sizes : what it is made for.
     backend : fa2, or fa3 for steps whose rows are all long: it does not share a row's context out among
         processors, so the others stay with fa2.
-    workspace : as that of `XqaDecodes`.
+    workspace : as that of `PlannedDecodes`.
     """
 
     def __init__(

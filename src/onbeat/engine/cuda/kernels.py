@@ -27,10 +27,8 @@ from onbeat.engine.model_config import Activation, ModelConfig
 from onbeat.engine.torch_kv import LayerKVCache
 
 Int32Array = NDArray[np.int32]
-DecodeBackend = Literal["xqa", "fa2"]
-"""FlashInfer's kernels for rows of one token; fa2 needs a plan of the host's."""
 ChunkBackend = Literal["fa2", "fa3"]
-"""Those for rows of several tokens; fa3 is for long ones."""
+"""FlashInfer's kernels for rows of several tokens; fa3 is for long ones."""
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """A product as `torch.nn.functional.linear` takes it: `x [T, D] @ matrix [F, D].T + bias [F]`, [T, F]."""
@@ -146,7 +144,7 @@ class Kernels(Protocol):
 
     @property
     def name(self) -> str:
-        """For readers of measurements: `triton, flashinfer 0.6.14 (fa2, fa2)`."""
+        """For readers of measurements: `triton, flashinfer 0.6.14 (fa2)`."""
         ...
 
     def add_norm(self, x_TD: Tensor | None, residual_TD: Tensor, norm: Norm, out_TD: Tensor) -> None:

@@ -30,34 +30,6 @@ class Recorder:
         """Return what stands for the library."""
         recorder = self
 
-        def xqa(
-            q,
-            k_cache,
-            v_cache,
-            page_table,
-            seq_lens,
-            output,
-            workspace_buffer,
-            semaphores,
-            num_kv_heads,
-            page_size,
-            sinks=None,
-            q_scale=1.0,
-            kv_scale=1.0,
-            sliding_win_size=0,
-            kv_layout="NHD",
-            sm_count=None,
-            enable_pdl=None,
-            rcp_out_scale=1.0,
-            q_seq_len=1,
-            mask=None,
-            *,
-            k_sf_cache=None,
-            v_sf_cache=None,
-        ):
-            recorder.note("xqa", locals())
-            output.zero_()
-
         class Wrapper:
             def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
                 self.int_workspace_buffer = int_workspace_buffer
@@ -228,7 +200,7 @@ class Recorder:
         ):
             recorder.note("fast plan", locals() | {"pinned": self._pin_memory_int_workspace_buffer})
 
-        return FlashInfer("0.6.14", xqa, PrefillWrapper, DecodeWrapper, fast_decode_plan)
+        return FlashInfer("0.6.14", PrefillWrapper, DecodeWrapper, fast_decode_plan)
 
 
 def numbers(tensor: Tensor) -> list[int]:

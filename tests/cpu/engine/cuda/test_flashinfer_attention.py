@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,6 @@ from onbeat.engine.cuda.flashinfer_attention import (
     FlashInfer,
     PlanBuffers,
     PlannedDecodes,
-    XqaDecodes,
     allocate_workspace,
     missing_kernel,
 )
@@ -54,26 +52,6 @@ def layer(window: int | None) -> LayerSpec:
 def chunk_rows(query_lens: list[int], context_lens: list[int], blocks: list[int]) -> ChunkRows:
     lens = np.array(context_lens, np.int32)
     return ChunkRows(np.array(query_lens, np.int32), lens, -(-lens // 16), np.array(blocks, np.int32))
-
-
-@pytest.mark.parametrize("window", [None, 40])
-def test_xqa_reads_tables_on_the_device_and_is_told_the_whole_scale(window: int | None) -> None:
-    recorder = Recorder()
-    decodes = XqaDecodes(recorder.library(), SIZES, WORKSPACE)
-    q_RNH, out_RNH = (torch.zeros(3, 8, 64, dtype=torch.bfloat16) for _ in range(2))
-    decodes.attend(q_RNH, KV, ROWS, layer(window), out_RNH)
-    call = recorder.last("xqa")
-    assert call["q"].shape == call["output"].shape == (3, 1, 8, 64)
-    assert call["output"].data_ptr() == out_RNH.data_ptr()
-    assert call["page_table"] is ROWS.table_RW
-    assert call["seq_lens"].shape == (3, 1)
-    assert call["seq_lens"].data_ptr() == ROWS.lens_R.data_ptr()
-    assert (call["num_kv_heads"], call["page_size"], call["kv_layout"]) == (2, 16, "HND")
-    assert call["q_scale"] == pytest.approx(0.3 * math.sqrt(64))
-    assert isinstance(call["q_scale"], float)
-    assert isinstance(call["kv_scale"], float)
-    assert call["sliding_win_size"] == (window or 0)
-    assert not call["semaphores"].any()
 
 
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
@@ -221,7 +199,6 @@ def test_the_recorded_signatures_are_those_of_the_library() -> None:
     real, recorded = FlashInfer.load(), Recorder().library()
     assert real.version == recorded.version
     for ours, theirs in (
-        (recorded.xqa, real.xqa),
         (recorded.fast_decode_plan, real.fast_decode_plan),
         *(
             (getattr(getattr(recorded, name), method), getattr(getattr(real, name), method))

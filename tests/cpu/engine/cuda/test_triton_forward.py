@@ -12,7 +12,7 @@ from onbeat.engine.cuda import triton_draw, triton_ops
 from onbeat.engine.cuda.fast import FastKernels
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
-from onbeat.engine.cuda.kernels import BestBuffers, DecodeBackend, LayerSpec, Norm, StepTensors
+from onbeat.engine.cuda.kernels import BestBuffers, LayerSpec, Norm, StepTensors
 from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.model_config import Activation
 from onbeat.engine.torch_kv import LayerKVCache
@@ -72,7 +72,7 @@ def test_steps_compute_what_the_reference_computes(name: str, piece_sizes: tuple
         torch.testing.assert_close(torch.stack(live.logits).double(), logits, rtol=0, atol=1e-3)
 
 
-def recorded_driver(recorder: Recorder, decode_backend: DecodeBackend) -> StepDriver:
+def recorded_driver(recorder: Recorder) -> StepDriver:
     """Return what drives steps of a model with two kinds of layers; FlashInfer only notes its calls."""
     checkpoint = StateCheckpoint(hf_tiny_model("gemma3", torch.float64))
     weights = load_weights(checkpoint, torch.float32, torch.device("cpu"))
@@ -85,40 +85,10 @@ def recorded_driver(recorder: Recorder, decode_backend: DecodeBackend) -> StepDr
             max_model_len=64,
             max_num_batched_tokens=32,
         )
-        kernels = FastKernels(
-            kernel_sizes(weights, options), decode_backend=decode_backend, library=recorder.library()
-        )
+        kernels = FastKernels(kernel_sizes(weights, options), library=recorder.library())
         return CudaForward(weights, kernels, EagerGraphs(), options)
 
     return StepDriver(make, max_model_len=64, max_num_seqs=4, num_blocks=16)
-
-
-WINDOWS = (20, None, 20)
-"""Of the layers of that model."""
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-def test_flashinfer_is_called_with_the_tensors_of_steps() -> None:
-    """Rows that decode go to XQA, the others to the wrapper; each layer with its own window."""
-    recorder = Recorder()
-    driver = recorded_driver(recorder, "xqa")
-    short, long = (driver.add(random_prompt(length), 3) for length in (5, 21))
-    driver.step({short: 5})
-    recorder.calls.clear()
-    driver.step({short: 1, long: 8})
-    plans, attended, decoded = (
-        [arguments for called, arguments in recorder.calls if called == wanted]
-        for wanted in ("prefill plan", "prefill run", "xqa")
-    )
-    assert sorted(plan["window_left"] for plan in plans) == [-1, 19]
-    assert [call["sliding_win_size"] for call in decoded] == [window or 0 for window in WINDOWS]
-    assert all(call["q"].shape[0] == 1 and call["q"].is_contiguous() for call in decoded)
-    assert all(call["seq_lens"].tolist() == [[6]] for call in decoded)
-    assert all(len(call["q"]) == numbers(plans[0]["qo_indptr"])[-1] == 8 for call in attended)
-    recorder.calls.clear()
-    driver.step({short: 1})  # a graph's step: no plan
-    assert [called for called, _ in recorder.calls] == ["xqa"] * 3
 
 
 @pytest.mark.slow
@@ -126,13 +96,19 @@ def test_flashinfer_is_called_with_the_tensors_of_steps() -> None:
 def test_planned_decodes_are_planned_for_each_window_before_their_step() -> None:
     """Decodes that share a step with chunks are chunks of one token."""
     recorder = Recorder()
-    driver = recorded_driver(recorder, "fa2")
+    driver = recorded_driver(recorder)
     short, long = (driver.add(random_prompt(length), 3) for length in (5, 21))
     driver.step({short: 5})
     recorder.calls.clear()
     driver.step({short: 1, long: 8})
     called = [name for name, _ in recorder.calls]
     assert called == ["prefill plan"] * 2 + ["prefill run"] * 3
+    plans, attended = (
+        [arguments for name, arguments in recorder.calls if name == wanted]
+        for wanted in ("prefill plan", "prefill run")
+    )
+    assert sorted(plan["window_left"] for plan in plans) == [-1, 19]
+    assert all(len(call["q"]) == numbers(plans[0]["qo_indptr"])[-1] == 9 for call in attended)
     driver.step({long: 100})
     for key in (short, long):
         recorder.calls.clear()
