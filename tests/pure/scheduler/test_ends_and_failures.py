@@ -105,6 +105,21 @@ class TestSharersOfAFailedRequest:
         assert driver.scheduler.num_unfinished == 0
         assert driver.scheduler.kv.pool.num_used_blocks == 0
 
+    def test_kv_that_is_lent_ends_to_be_lent(self):
+        """The runner clears what is not finite: a copy would be wrong and look sound."""
+        driver, scheduled, after = self.joined(110)
+        handover = driver.scheduler.handover
+        for name in ("a", "b"):
+            assert handover.hold(name, 100.0) is not None
+        self.fail(driver, scheduled)
+        assert handover.overdue_holds(0.0) == ["a", "b"]
+        assert handover.hold("b", 200.0) is None
+        for name in ("a", "b"):
+            handover.release_hold(name)
+        driver.scheduler.update(after, ModelRunnerOutput([[1]]), 10.0)
+        driver.scheduler.check_invariants()
+        assert driver.scheduler.schedule(11.0) is not None
+
     def test_blocks_by_which_another_had_its_token_are_sound(self):
         driver = driver_with("sarathi", make_request("first", 64, 50, salt="s"))
         for _ in range(3):

@@ -98,7 +98,7 @@ class Handovers:
 
         Returns
         -------
-        All that is held of it; None where there is nothing to hold.
+        All that is held of it; None where there is nothing to hold, or what was held is unsound.
         """
         state = self._table.states.get(request_id)
         hold = self._holds.get(request_id)
@@ -108,7 +108,7 @@ class Handovers:
                 hold = self._holds[request_id] = _Hold()
             if hold is not None:
                 self._extend(hold, state.block_ids[:num_full], num_full * self._kv.block_size)
-        if hold is None:
+        if hold is None or hold.lease_end == -inf:
             return None
         hold.lease_end = lease_end
         return HeldKV(request_id=request_id, block_ids=tuple(hold.block_ids), num_tokens=hold.num_tokens)
@@ -148,7 +148,14 @@ class Handovers:
         self.settle()
 
     def settle(self) -> None:
-        """Take those out of the batch who are to leave it and are in no step in flight; after each update."""
+        """Take those out of the batch who are to leave it and are in no step in flight; after each update.
+
+        Holds of KV that is unsound end first, so that nobody goes on with a copy.
+        """
+        if unsound := self._kv.pool.unsound_ids:
+            for hold in (each for each in self._holds.values() if not unsound.isdisjoint(each.block_ids)):
+                hold.lease_end = -inf
+            unsound.clear()
         if not self._leaving:
             return
         for request_id, state in list(self._leaving.items()):

@@ -43,6 +43,8 @@ class BlockPool:
         """References to a block beyond the first; most blocks are not shared and have no entry."""
         self._id_of_hash: dict[BlockHash, int] = {}
         self._hash_of_id: dict[int, BlockHash] = {}
+        self.unsound_ids: set[int] = set()
+        """Blocks that were unregistered since whoever lends blocks to others looked."""
 
     @property
     def num_free_blocks(self) -> int:
@@ -174,8 +176,9 @@ class BlockPool:
             self._id_of_hash[block_hash] = block_id
             self._hash_of_id[block_id] = block_hash
 
-    def unregister(self, block_ids: Iterable[int]) -> None:
+    def unregister(self, block_ids: Sequence[int]) -> None:
         """Make the content of blocks in use unfindable, so that no request reuses it."""
+        self.unsound_ids.update(block_ids)
         for block_id in block_ids:
             block_hash = self._hash_of_id.pop(block_id, None)
             if block_hash is not None:
