@@ -109,13 +109,14 @@ class CudaGraphs:
         self, keys: Sequence[GraphKey], run: Callable[[GraphKey], None], plan: Callable[[GraphKey], None]
     ) -> None:
         """Capture, the largest size first, so that smaller ones find the pool large enough."""
-        gc.collect()
-        gc.freeze()  # torch collects before each capture, which takes long among so many objects
+        gc.freeze()  # garbage that was freed inside of a capture would spoil it
         try:
             with torch.cuda.device(self._device):
+                torch.cuda.empty_cache()
                 for key in sorted(keys, key=lambda key: -key.size):
                     self._graphs[key] = self._capture(key, run, plan)
                 torch.cuda.current_stream().wait_stream(self._stream)
+                torch.cuda.empty_cache()  # what ran before the captures left memory to its stream alone
         finally:
             gc.unfreeze()
 
@@ -134,8 +135,12 @@ class CudaGraphs:
                 plan(key)
                 run(key)  # a kernel that is compiled, or memory that is taken, would fail a capture
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                run(key)
+            with torch.cuda.stream(stream):  # `torch.cuda.graph` would let go of all unused memory each time
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    run(key)
+                finally:
+                    graph.capture_end()
         except Exception as error:  # of torch, Triton or FlashInfer
             raise ConfigError(
                 f"{key} cannot be captured as a CUDA graph: {str(error).partition(chr(10))[0]}; "
