@@ -53,11 +53,11 @@ def run_layers(weights: CudaWeights, ids_T: Tensor, step: LayerStep, wanted_N: T
     residual_TD = weights.embedding_VD.index_select(0, ids_T)
     scale_embedding(weights, residual_TD)
     x_TD: Tensor | None = None
+    spec = weights.layers[0].spec
+    q_TNH, mixed_TNH = (residual_TD.new_empty(len(ids_T), spec.num_heads, spec.head_dim) for _ in range(2))
     for layer, kv in zip(weights.layers, step.kv, strict=True):
-        q_TNH, mixed_TNH = (
-            residual_TD.new_empty(len(ids_T), layer.spec.num_heads, layer.spec.head_dim) for _ in range(2)
-        )
         before_attention(layer, x_TD, residual_TD, step, kv, q_TNH)
+        del x_TD  # its memory is wanted again
         left_N = wanted_N if layer is weights.layers[-1] else None
         if left_N is not None and not len(left_N):
             return Hidden(residual_TD[:0], residual_TD[:0])
@@ -87,9 +87,9 @@ def before_attention(
 
     Parameters
     ----------
-    x_TD : what the layer before adds to the residual; None in the first layer.
+    x_TD : what the layer before adds to the residual, overwritten; None in the first layer.
     """
-    normed_TD = torch.empty_like(residual_TD)
+    normed_TD = torch.empty_like(residual_TD) if x_TD is None else x_TD
     step.kernels.add_norm(x_TD, residual_TD, layer.attention_norm, normed_TD)
     qkv_TX = step.multiply(normed_TD, layer.qkv_XD, layer.qkv_bias_X)
     step.kernels.rope_store(qkv_TX, step.tensors, layer.spec, kv, q_TNH)
@@ -112,11 +112,12 @@ def after_attention(
     kernels, multiply = step.kernels, step.multiply
     x_TD = multiply(mixed_TNH.view(len(mixed_TNH), -1), layer.o_DX, layer.o_bias_D)
     _finish_branch(kernels, weights, x_TD, layer.after_attention_norm)
-    normed_TD = torch.empty_like(residual_TD)
-    kernels.add_norm(x_TD, residual_TD, layer.mlp_norm, normed_TD)
-    gate_up_TF2 = multiply(normed_TD, layer.gate_up_FD, None)
+    kernels.add_norm(x_TD, residual_TD, layer.mlp_norm, x_TD)
+    gate_up_TF2 = multiply(x_TD, layer.gate_up_FD, None)
+    del x_TD  # a long prompt's largest tensors are wanted again as soon as nobody reads them
     activated_TF = gate_up_TF2.new_empty(len(gate_up_TF2), gate_up_TF2.shape[1] // 2)
     kernels.act_mul(gate_up_TF2, weights.config.hidden_activation, activated_TF)
+    del gate_up_TF2
     x_TD = multiply(activated_TF, layer.down_DF, None)
     _finish_branch(kernels, weights, x_TD, layer.after_mlp_norm)
     return x_TD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from onbeat.engine.cuda.graphs import EagerGraphs, GraphKey, graph_sizes, piece_
 from onbeat.engine.cuda.kernels import DecodeRows, Int32Array, KernelSizes, LayerSpec
 from onbeat.engine.cuda.state import TableMirror
 from onbeat.engine.cuda.weights import load_weights
+from onbeat.engine.model_config import Activation
 from tests.cpu.engine.engines import TorchEngine
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.cpu.engine.step_driver import GREEDY, StepDriver
@@ -153,9 +155,9 @@ def test_the_last_layers_products_leave_out_tokens_that_nobody_asks_for(name: st
     forward: Any = driver.runner.forward
     rows: list[int] = []
 
-    def multiply(x_TD: torch.Tensor, *matrices: torch.Tensor | None) -> torch.Tensor:
+    def multiply(x_TD: torch.Tensor, *matrix: Any) -> torch.Tensor:
         rows.append(len(x_TD))
-        return torch.nn.functional.linear(x_TD, *matrices)
+        return torch.nn.functional.linear(x_TD, *matrix)
 
     forward._multiply = multiply
     first = driver.add(random_prompt(50), 6)
@@ -166,6 +168,25 @@ def test_the_last_layers_products_leave_out_tokens_that_nobody_asks_for(name: st
     assert rows == [17] * (4 * forward.config.num_layers - 3) + [1] * 3
     driver.run(100)
     assert_equals_reference(driver, TorchEngine(), name)
+
+
+def test_the_largest_tensor_of_a_layer_is_gone_before_its_last_product() -> None:
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    class Watching(ReferenceKernels):
+        def act_mul(self, gate_up_TF2: torch.Tensor, activation: Activation, out_TF: torch.Tensor) -> None:
+            seen.append(weakref.ref(gate_up_TF2))
+            super().act_mul(gate_up_TF2, activation, out_TF)
+
+    def multiply(*tensors: Any) -> torch.Tensor:
+        assert all(each() is None for each in seen)
+        return torch.nn.functional.linear(*tensors)
+
+    driver = StepDriver(poisoned("llama3", PoisonedGraphs(), Watching))
+    forward: Any = driver.runner.forward
+    forward._multiply = multiply
+    driver.step({driver.add(random_prompt(50), 6): 50})
+    assert seen
 
 
 def test_more_rows_than_the_largest_graph_run_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
