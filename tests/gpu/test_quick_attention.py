@@ -11,8 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton", reason="triton is not installed: make test-triton")
+
 from onbeat.engine.cuda.backend import fast_kernels
-from onbeat.engine.cuda.flashinfer_attention import missing_kernel
+from onbeat.engine.cuda.flashinfer_attention import (
+    FlashInfer,
+    PlanBuffers,
+    PlannedDecodes,
+    allocate_workspace,
+    missing_kernel,
+    stream_of,
+)
 from onbeat.engine.cuda.kernels import ChunkBackend, ChunkRows, DecodeRows, KernelSizes, LayerSpec
 from onbeat.engine.torch_kv import LayerKVCache
 from tests.cpu.engine.cuda.kernel_sizes import kernel_sizes
@@ -83,14 +92,6 @@ STEPS = ([1, 1, 1, 1], [700, 1, 33, 16], [5, 900, 17, 1024])
 
 def test_a_graph_of_planned_decodes_follows_its_plans() -> None:
     """One size's plan lies where another's was: only one runs at a time."""
-    from onbeat.engine.cuda.flashinfer_attention import (
-        FlashInfer,
-        PlanBuffers,
-        PlannedDecodes,
-        allocate_workspace,
-        stream_of,
-    )
-
     of_device, kv, buffers = sizes(torch.bfloat16), cache(), PlanBuffers(stream_of(CUDA), CUDA)
     workspace, library = allocate_workspace(of_device), FlashInfer.load()
     made = []
