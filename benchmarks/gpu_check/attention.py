@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_check.ceilings import graph_milliseconds, milliseconds
-from gpu_check.operator_bench import BF16, BLOCK_SIZE, MAX_LEN, SHAPES, Bench, check_all, compare
-from gpu_check.record import DEVICE, IS_REHEARSAL, note
+from benchmarks.gpu_check.ceilings import graph_milliseconds, milliseconds
+from benchmarks.gpu_check.operator_bench import BF16, BLOCK_SIZE, MAX_LEN, SHAPES, Bench, check_all, compare
+from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, note
 from onbeat.engine.cuda.backend import fast_kernels
 from onbeat.engine.cuda.kernels import ChunkRows, DecodeRows
 from onbeat.engine.torch_kv import LayerKVCache

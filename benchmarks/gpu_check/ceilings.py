@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from gpu_check.record import DEVICE, IS_REHEARSAL, note
+from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, note
 
 NUM_KERNELS = 1000
 

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from gpu_check.record import IS_REHEARSAL, expect, note
+from benchmarks.gpu_check.record import IS_REHEARSAL, expect, note
 
 PACKAGES = (
     *("torch", "triton", "transformers", "tokenizers", "numpy", "scipy", "safetensors", "flashinfer-python"),

@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from gpu_check.record import IS_REHEARSAL, expect, note, seconds_left
+from benchmarks.gpu_check.record import IS_REHEARSAL, expect, note, seconds_left
 
 TESTS = Path(__file__).resolve().parents[2] / "tests" / "gpu"
 OF_TORCH = ("test_engine_on_cuda.py",)

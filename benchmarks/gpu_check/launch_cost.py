@@ -1,6 +1,6 @@
 """What the host does to launch one decode step of the GPU engine, counted on the CPU: no GPU is needed.
 
-    PYTHONPATH=src:benchmarks:. python -m gpu_check.launch_cost
+    PYTHONPATH=src:. python -m benchmarks.gpu_check.launch_cost
 
 Graphs replay nothing, so that what is left is what Python does for each step: its own calls, those of C
 functions, operators of torch, and microseconds of this machine.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpu_check.timing import BLOCK_SIZE, DecodeStream, runner_of
+from benchmarks.gpu_check.timing import BLOCK_SIZE, DecodeStream, runner_of
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import GraphKey
 from onbeat.engine.cuda.weights import load_weights

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import torch
 
-from gpu_check.models import model_config
-from gpu_check.record import DEVICE, IS_REHEARSAL, expect, note, seconds_left
+from benchmarks.gpu_check.models import model_config
+from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, expect, note, seconds_left
 from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.models.model import build_model

@@ -1,6 +1,7 @@
 """Models of random weights: Llama-3.1-8B's shapes, a small one, and a tiny one to rehearse.
 
-`python -m gpu_check.models FOLDER` writes configurations and a tokenizer there; nothing is downloaded.
+`python -m benchmarks.gpu_check.models FOLDER` writes configurations and a tokenizer there.
+It downloads nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from gpu_check.record import IS_REHEARSAL, PACK, WORK
+from benchmarks.gpu_check.record import IS_REHEARSAL, PACK, WORK
 from onbeat.engine.model_config import ModelConfig, model_config_from_hf
 
 TEXT = Path(__file__).resolve().parents[2] / "tests" / "data" / "pride_and_prejudice.txt"

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gpu_check.models import CONFIGS
-from gpu_check.record import DEVICE, IS_REHEARSAL, expect, note, seconds_left
+from benchmarks.gpu_check.models import CONFIGS
+from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, expect, note, seconds_left
 from onbeat.engine.cuda.backend import fast_kernels
 from onbeat.engine.cuda.kernels import Kernels, KernelSizes, LayerSpec, Norm
 from onbeat.engine.model_config import ModelConfig, inverse_frequencies, model_config_from_hf

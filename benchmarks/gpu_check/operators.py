@@ -7,8 +7,17 @@ import sys
 import numpy as np
 import torch
 
-from gpu_check.operator_bench import BLOCK_SIZE, MAX_LEN, MAX_TOKENS, SHAPES, Bench, check_all, compare, wide
-from gpu_check.record import DEVICE, IS_REHEARSAL, expect, note
+from benchmarks.gpu_check.operator_bench import (
+    BLOCK_SIZE,
+    MAX_LEN,
+    MAX_TOKENS,
+    SHAPES,
+    Bench,
+    check_all,
+    compare,
+    wide,
+)
+from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, expect, note
 from onbeat.engine.cuda.kernels import BestBuffers, DrawParams, LayerSpec, StepTensors
 from onbeat.engine.torch_kv import LayerKVCache
 

@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 
-from gpu_check.models import model_folder
-from gpu_check.record import DEVICE, IS_REHEARSAL, OUT, expect, note, seconds_left
+from benchmarks.gpu_check.models import model_folder
+from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, OUT, expect, note, seconds_left
 
 SECONDS = 3 if IS_REHEARSAL else 25
 """Of its rounds. Start and the rest took 25 s more on an H100."""

@@ -7,10 +7,10 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 IS_REHEARSAL = bool(os.environ.get("GPU_CHECK_REHEARSE"))
-DEVICE = "cpu" if IS_REHEARSAL else "cuda"
+DEVICE: Literal["cpu", "cuda"] = "cpu" if IS_REHEARSAL else "cuda"
 OUT = Path(os.environ.get("GPU_CHECK_OUT", "."))
 WORK = Path(os.environ.get("GPU_CHECK_WORK", "/tmp"))
 PACK = Path(os.environ.get("GPU_CHECK_PACK", ".gpu"))
@@ -40,9 +40,9 @@ def note(
     """
     passed, bound = None, ""
     if at_most is not None:
-        passed, bound = bool(value <= at_most), f"<= {at_most:g}"
+        passed, bound = float(value) <= at_most, f"<= {at_most:g}"
     elif at_least is not None:
-        passed, bound = bool(value >= at_least), f">= {at_least:g}"
+        passed, bound = float(value) >= at_least, f">= {at_least:g}"
     if IS_REHEARSAL and unit in _OF_DEVICE:
         passed, bound = None, ""
     _keep(name, value, unit, (passed, bound), shown=shown)

@@ -21,8 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from gpu_check.models import model_folder
-from gpu_check.record import DEVICE, IS_REHEARSAL, OUT, WORK, expect, note, seconds_left
+from benchmarks.gpu_check.models import model_folder
+from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, OUT, WORK, expect, note, seconds_left
 
 INPUT_TOKENS, OUTPUT_TOKENS = (40, 16) if IS_REHEARSAL else (306, 500)
 ROUNDS = 4

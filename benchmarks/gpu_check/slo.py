@@ -12,9 +12,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from gpu_check.models import model_folder
-from gpu_check.record import DEVICE, IS_REHEARSAL, OUT, WORK, expect, note, seconds_left
-from gpu_check.serve import bench, last_run, server
+from benchmarks.gpu_check.models import model_folder
+from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, OUT, WORK, expect, note, seconds_left
+from benchmarks.gpu_check.serve import bench, last_run, server
 from onbeat.engine.device import detect_device, device_name
 from onbeat.perfmodel.device_spec import known_device
 

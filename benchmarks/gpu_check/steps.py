@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from gpu_check.ceilings import milliseconds
-from gpu_check.models import floor_ms, model_config
-from gpu_check.record import DEVICE, IS_REHEARSAL, expect, keep_step, note, seconds_left
-from gpu_check.timing import (
+from benchmarks.gpu_check.ceilings import milliseconds
+from benchmarks.gpu_check.models import floor_ms, model_config
+from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, expect, keep_step, note, seconds_left
+from benchmarks.gpu_check.timing import (
     BLOCK_SIZE,
     decodes,
     host_us,

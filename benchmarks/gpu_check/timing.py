@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpu_check.record import IS_REHEARSAL
+from benchmarks.gpu_check.record import IS_REHEARSAL
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.executor import ThreadExecutor

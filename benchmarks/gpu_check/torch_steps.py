@@ -7,9 +7,9 @@ import time
 
 import torch
 
-from gpu_check.models import floor_ms, model_config
-from gpu_check.record import DEVICE, IS_REHEARSAL, keep_step, note, seconds_left
-from gpu_check.timing import (
+from benchmarks.gpu_check.models import floor_ms, model_config
+from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, keep_step, note, seconds_left
+from benchmarks.gpu_check.timing import (
     BLOCK_SIZE,
     KernelTimes,
     decodes,

@@ -1,6 +1,6 @@
 """Stage V: vLLM and onbeat on one GPU: equal shapes and KV memory, one client, in turns A B B A.
 
-`python -m gpu_check.versus vllm onbeat`; with one name that server answers one request.
+`python -m benchmarks.gpu_check.versus vllm onbeat`; with one name that server answers one request.
 """
 
 from __future__ import annotations
@@ -14,9 +14,16 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from gpu_check.models import model_folder
-from gpu_check.record import IS_REHEARSAL, OUT, expect, note, seconds_left
-from gpu_check.serve import free_port, load, one_request, serve_command, start_server, wait_until_ready
+from benchmarks.gpu_check.models import model_folder
+from benchmarks.gpu_check.record import IS_REHEARSAL, OUT, expect, note, seconds_left
+from benchmarks.gpu_check.serve import (
+    free_port,
+    load,
+    one_request,
+    serve_command,
+    start_server,
+    wait_until_ready,
+)
 
 MODEL = "8b"
 USERS = (1, 2) if IS_REHEARSAL else (1, 8, 32, 64)

@@ -35,10 +35,10 @@ def test_every_stage_passes(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_package_that_is_missing_ends_the_check(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "gpu_check.environment"]
+    command = [sys.executable, "-m", "benchmarks.gpu_check.environment"]
     (tmp_path / "llguidance.py").write_text("raise ImportError('not packed')")
     root = SCRIPTS.parent
-    paths = os.pathsep.join(map(str, (tmp_path, root / "src", root / "benchmarks", root)))
+    paths = os.pathsep.join(map(str, (tmp_path, root / "src", root)))
     variables = {"PYTHONPATH": paths, "GPU_CHECK_OUT": str(tmp_path), "GPU_CHECK_REHEARSE": "1"}
     done = subprocess.run(
         command, env={**os.environ, **variables}, capture_output=True, text=True, check=False, cwd=root

@@ -7,7 +7,6 @@ import random
 import sys
 import threading
 import zipfile
-from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu_check import golden, record, serve
+from benchmarks.gpu_check import versus as stage_v
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +51,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     script = load("gpu-check")
     stages = tmp_path / "benchmarks" / "gpu_check"
     stages.mkdir(parents=True)
-    (stages / "__init__.py").touch()
+    for package in (stages.parent, stages):
+        (package / "__init__.py").touch()
     sleeper = "import subprocess, sys, time; "
     sleeper += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
     sleeper += "print('child', child.pid, flush=True); time.sleep(60)"
@@ -112,8 +114,6 @@ def test_the_reference_engine_takes_no_time_from_the_gpu_engine() -> None:
 def test_tests_that_do_not_end_in_time_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    golden, record = (import_module(f"gpu_check.{name}") for name in ("golden", "record"))
     marked = "import time, pytest\n@pytest.mark.gpu\ndef test_"
     (tmp_path / "test_a.py").write_text(f"{marked}quick(): pass\n")
     (tmp_path / "test_b.py").write_text(f"{marked}wrong(): raise OSError\n")
@@ -127,12 +127,12 @@ def test_tests_that_do_not_end_in_time_are_counted(
             wait_for(began.exists)
             function(*arguments)
 
-        assert seconds < golden.seconds_left()
+        assert seconds < record.seconds_left()
         found = threading.Thread(target=end)
         monkeypatch.setattr(found, "cancel", lambda: None, raising=False)
         return found
 
-    monkeypatch.setattr(golden.threading, "Timer", timer)
+    monkeypatch.setattr(threading, "Timer", timer)
     monkeypatch.setattr(golden, "TESTS", tmp_path)
     monkeypatch.setattr(record, "OUT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["golden", "cuda"])
@@ -275,13 +275,11 @@ def test_parts_too_large_to_travel_are_refused(vllm: Any, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def versus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    module, serve, record = (import_module(f"gpu_check.{name}") for name in ("versus", "serve", "record"))
-    for each in (module, record):
+    for each in (stage_v, record):
         monkeypatch.setattr(each, "OUT", tmp_path)
-    for each in (module, serve):
+    for each in (stage_v, serve):
         monkeypatch.setattr(each, "seconds_left", lambda: 100.0)
-    return module
+    return stage_v
 
 
 def test_a_server_that_does_not_start_leaves_the_end_of_its_log(
