@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 from benchmarks.check.paths import SOURCES
+from benchmarks.harness.servers import free_port
 from onbeat.cli.main import build_parser
 from onbeat.cli.serve import run
 from onbeat.cluster.wire import Wire
@@ -71,9 +71,7 @@ def ask(url: str, watch: Watch, found: list[set[CodeType]]) -> None:
 
 def serve_chats() -> Counter[str]:
     """Return how many functions of each file a chat runs through."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     watch, found = Watch(), list[set[CodeType]]()
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_directory(Path(folder) / "model")

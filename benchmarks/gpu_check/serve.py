@@ -9,7 +9,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 
 from benchmarks.gpu_check.models import model_folder
 from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, OUT, WORK, expect, note, seconds_left
+from benchmarks.harness.servers import free_port
 
 INPUT_TOKENS, OUTPUT_TOKENS = (40, 16) if IS_REHEARSAL else (306, 500)
 ROUNDS = 4
@@ -79,13 +79,6 @@ def server(name: str, *arguments: str) -> Iterator[int | None]:
             expect(f"serve {name}: stops when told to", passed=False, text="still there")
             process.kill()
         print(f"--- log of the server\n{log.read_text(errors='replace')[-6000:]}\n---", flush=True)
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def serve_command(name: str, port: int, *arguments: str) -> list[str]:

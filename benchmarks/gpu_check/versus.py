@@ -16,14 +16,8 @@ from typing import Any
 
 from benchmarks.gpu_check.models import model_folder
 from benchmarks.gpu_check.record import IS_REHEARSAL, OUT, expect, note, seconds_left
-from benchmarks.gpu_check.serve import (
-    free_port,
-    load,
-    one_request,
-    serve_command,
-    start_server,
-    wait_until_ready,
-)
+from benchmarks.gpu_check.serve import load, one_request, serve_command, start_server, wait_until_ready
+from benchmarks.harness.servers import free_port
 
 MODEL = "8b"
 USERS = (1, 2) if IS_REHEARSAL else (1, 8, 32, 64)

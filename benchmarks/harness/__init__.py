@@ -1,1 +1,1 @@
-"""What the studies share: a store of results, intervals, pages and plots."""
+"""What the studies share: a store of results, intervals, pages, plots and servers."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.harness.pages import machine, markdown_table, publish, show
-from benchmarks.serve.stall import server
+from benchmarks.harness.servers import server
 
 FLAGS = ("--max-num-seqs", "32", "--max-model-len", "8192")
 DEADLINE_MS = 20_000

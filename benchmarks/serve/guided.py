@@ -29,7 +29,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.serve.stall import server
+from benchmarks.harness.servers import server
 
 NUM_STREAMS = 32
 OUTPUT_TOKENS = 128

@@ -25,7 +25,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.serve.stall import server
+from benchmarks.harness.servers import server
 
 POLICIES = {"slo": ["--policy", "slo"], "sarathi": ["--policy", "sarathi", "--max-num-batched-tokens", "256"]}
 LOADS = ("online", "both", "corpus")

@@ -14,19 +14,17 @@ import asyncio
 import itertools
 import json
 import random
-import re
 import shlex
-import signal
 import statistics
-import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import plotly.graph_objects as go
+
+from benchmarks.harness.servers import server
 
 NUM_STREAMS = 8
 OUTPUT_TOKENS = 160
@@ -36,26 +34,6 @@ POLICIES = {
     "prefill-first": ["--policy", "prefill-first"],
     "sarathi, budget 128": ["--policy", "sarathi", "--max-num-batched-tokens", "128"],
 }
-
-
-@contextmanager
-def server(model: list[str], flags: list[str]):
-    command = [sys.executable, "-m", "onbeat.cli.main", "serve", *model, "--port", "0", "--no-log-requests"]
-    command += ["--max-model-len", "2048", "--max-num-seqs", "16", *flags]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    lines = []
-    try:
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"ready in .*?(http://\S+)", line):
-                yield found[1]
-                break
-        else:
-            sys.exit(f"the server did not start: {''.join(lines)}")
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
 
 
 async def stream(session: aiohttp.ClientSession, url: str, prompt: list[int], num_tokens: int) -> list[float]:
@@ -142,7 +120,7 @@ def main() -> None:
     results: dict[str, list[dict[str, Any]]] = {policy: [] for policy in POLICIES}
     for round_index in range(args.rounds):
         for policy, flags in POLICIES.items():
-            with server(args.model, flags) as url:
+            with server(args.model, ["--max-num-seqs", "16", *flags]) as url:
                 result = asyncio.run(measure(url, round_index))
             results[policy].append(result)
             shown = {key: round(value, 1) for key, value in result.items() if key != "gaps"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness.servers import free_port
 
 ROOT = Path(__file__).parents[2]
 STARTS_WITHIN = 900.0
@@ -107,9 +108,7 @@ def serving(
     folder : where its log goes.
     environment : more variables.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     own = ["--served-model-name", "default", "--host", "127.0.0.1", "--port", str(port)]
     own += ["--max-model-len", "2048", "--enforce-eager", *flags]
     if onbeat is None:

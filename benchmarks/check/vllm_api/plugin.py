@@ -11,7 +11,6 @@ import importlib.util
 import inspect
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from _pytest.outcomes import Skipped
 
 import onbeat
 from benchmarks.check.vllm_api.serve import stand_in
+from benchmarks.harness.servers import free_port
 from onbeat.hub.resolve import resolve_model
 
 _START_SECONDS = 600
@@ -138,13 +138,6 @@ class Hub:
         return f"/nowhere/{repo_id}"
 
 
-def get_open_port() -> int:
-    """Return a free port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 class RemoteOpenAIServer:
     """An onbeat server with the interface of vLLM's class of this name.
 
@@ -178,7 +171,7 @@ class RemoteOpenAIServer:
         if "--port" in arguments:
             self.port = int(arguments[arguments.index("--port") + 1])
         else:
-            self.port = get_open_port()
+            self.port = free_port()
             arguments += ["--port", str(self.port)]
         command = [sys.executable, "-m", "benchmarks.check.vllm_api.serve", model, *arguments]
         self.proc = subprocess.Popen(command, env={**os.environ, **env}, start_new_session=True)
@@ -254,7 +247,7 @@ GIVEN: dict[str, Any] = {
     "RemoteOpenAIServer": RemoteOpenAIServer,
     "get_tokenizer": get_tokenizer,
     "ModelConfig": ModelConfig,
-    "get_open_port": get_open_port,
+    "get_open_port": free_port,
     "hf_api": Hub,
     "VERSION": onbeat.__version__,
     "envs": _environment,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.harness.servers import free_port
 from onbeat.bench.payload import DEFAULT_PATHS, Api
 
 VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}")
@@ -133,11 +133,8 @@ def make_launch(entry: Entry, *, port: int, num_cores: int, variables: Mapping[s
 
 def launch_here(entry: Entry) -> Launch:
     """Fill in an entry for this machine, with a free port and the variables of this process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     num_cores = len(os.sched_getaffinity(0))
-    return make_launch(entry, port=port, num_cores=num_cores, variables=os.environ)
+    return make_launch(entry, port=free_port(), num_cores=num_cores, variables=os.environ)
 
 
 def _value(match: re.Match[str], entry_name: str, variables: Mapping[str, str]) -> str:

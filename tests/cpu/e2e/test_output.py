@@ -6,7 +6,6 @@ import fcntl
 import os
 import re
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import IO
 import httpx
 import pytest
 
+from benchmarks.harness.servers import free_port
 from tests.cpu.e2e.program import command_line, is_running, read_metrics
 from tests.waiting import wait_for
 
@@ -36,14 +36,6 @@ def serving_to(output: int | IO[bytes], port: int, tokenizer: Path) -> Iterator[
     finally:
         process.kill()
         process.wait()
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def is_healthy(url: str) -> bool:
@@ -67,20 +59,22 @@ def check_serves_and_ends(process: subprocess.Popen[bytes], url: str) -> None:
     wait_for(lambda: not any(is_running(int(child)) for child in children))
 
 
-def test_a_full_disk(smollm2_gguf: Path, free_port: int) -> None:
-    url = f"http://127.0.0.1:{free_port}"
-    with Path("/dev/full").open("wb") as full, serving_to(full, free_port, smollm2_gguf) as process:
+def test_a_full_disk(smollm2_gguf: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with Path("/dev/full").open("wb") as full, serving_to(full, port, smollm2_gguf) as process:
         wait_for(lambda: is_healthy(url))
         wait_for(lambda: read_metrics(httpx.get(f"{url}/metrics").text)["onbeat_log_lines_dropped_total"] > 0)
         check_serves_and_ends(process, url)
 
 
 @pytest.mark.parametrize("is_read_again", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_pipe_that_nobody_reads(smollm2_gguf: Path, free_port: int, is_read_again: bool) -> None:
-    url = f"http://127.0.0.1:{free_port}"
+def test_a_pipe_that_nobody_reads(smollm2_gguf: Path, is_read_again: bool) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    with serving_to(writer, free_port, smollm2_gguf) as process:
+    with serving_to(writer, port, smollm2_gguf) as process:
         os.close(writer)
         wait_for(lambda: is_healthy(url))
         if not is_read_again:

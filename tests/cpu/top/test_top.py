@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.servers import free_port
 from onbeat.cli.main import main
 from onbeat.cli.top_source import server_root
 from onbeat.core.errors import ConfigError
-from tests.cpu.top.metrics_server import MetricsServer, showing
+from tests.cpu.top.metrics_server import showing
 from tests.cpu.top.terminal import in_terminal
 
 STORED = (Path(__file__).parents[2] / "data" / "top_metrics.txt").read_text()
@@ -37,13 +38,6 @@ def run_top(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         return Run(code, out, err)
 
     return run
-
-
-def free_port() -> int:
-    server = MetricsServer("")
-    server.start()
-    server.stop()
-    return server.port
 
 
 @pytest.mark.parametrize("flags", [(), ("--once",)])
