@@ -356,6 +356,8 @@ def main() -> None:
     if args.table is not None:
         show(args.table)
         return
+    if args.shared is None:
+        parser.error("give --shared DIRECTORY, or set ONBEAT_SHARED")
     if args.numbers:
         show_numbers(args.cells, args.seeds, args.shared)
         return

@@ -5,9 +5,9 @@
     python -m benchmarks.serve.peers onbeat llama.cpp
     GGUF=model-Q8_0.gguf python -m benchmarks.serve.peers onbeat-gguf llama.cpp --name q8_0
 
-The first server is the one whose ratio to the others is reported; names are those of
-`benchmarks/peers/servers.yaml`, or of --config. Every server gets the same prompts: closed loops at several
-concurrencies and one with long prompts among the short ones. Results go to
+The first server is the one whose ratio to the others is reported. Names are those of `servers.yaml` beside
+this script, or of --config. Every server gets the same prompts: closed loops at several concurrencies and one
+with long prompts among the short ones. Results go to
 `benchmarks/results/DATE-peers-NAME.md` and the JSON file beside it, the plot to `docs/images/`.
 Needs a machine with nothing else to do. `--quick` tries it out. How the peers are installed:
 docs/performance.md.
