@@ -136,9 +136,15 @@ def run(num_tokens: int, num_rounds: int) -> None:
         each.close()
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
-    run(arguments.tokens, arguments.rounds)
+    args = parser.parse_args()
+    run(args.tokens, args.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -17,15 +17,8 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("script", ["gpu-check", "gpu-vllm"])
 def test_every_stage_passes(script: str, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(SCRIPTS / script),
-        "--rehearse",
-        "--deadline",
-        "1100",
-        "--out",
-        str(tmp_path),
-    ]
+    script_path = str(SCRIPTS / script)
+    command = [sys.executable, script_path, "--rehearse", "--deadline", "1100", "--out", str(tmp_path)]
     variables = {**os.environ, "OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -12,9 +12,6 @@ from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, m
 ROOMY = {"num_blocks": 4096, "max_num_seqs": 64}
 
 
-PATIENT = SLO(ttft=600.0, tbt=0.1)
-
-
 INFEASIBLE = SLO(ttft=2e-3, tbt=0.1)
 """Shorter than the prompts here take on an idle machine."""
 
