@@ -68,13 +68,14 @@ class Load:
         """Return the TPOT with the terms of an engine, or from data sheets alone."""
         fewer = int(self.decoding)
         shapes = [BatchShape.of_decodes(n, round(n * self.context)) for n in (fewer, fewer + 1)]
-        at = {"parallelism": Parallelism(self.tensor), "precision": Precision(*(self.weights,) * 3)}
+        parallelism, precision = Parallelism(self.tensor), Precision(*(self.weights,) * 3)
         matrix, device = shape_matrix(shapes), find_device(self.device)
         if terms is None:
-            low, high = roofline_seconds(matrix, self.spec, device, **at)  # type: ignore[arg-type]
+            found = roofline_seconds(matrix, self.spec, device, parallelism=parallelism, precision=precision)
         else:
-            target = FitTarget(model=self.spec, device=device, **at)  # type: ignore[arg-type]
-            low, high = engine_seconds(matrix, terms, target)
+            target = FitTarget(model=self.spec, device=device, parallelism=parallelism, precision=precision)
+            found = engine_seconds(matrix, terms, target)
+        low, high = found
         return float(low + (self.decoding - fewer) * (high - low))
 
     def error(self, terms: EngineTerms | None) -> float:
