@@ -226,9 +226,9 @@ class _Work:
         if not alike and (curve := self._curve(subject)):
             return min(curve)
         if not alike:
-            runner = _runner(*cell.group, policy)
+            built = _runner(*cell.group, policy).simulation
             load = lasting(cell.workload, rate=1.0, seed=0, max_model_len=longest_request(cell.set_up))
-            return index_near(FIRST_GUESS * service_rate(runner.simulation, load))
+            return index_near(FIRST_GUESS * service_rate(built.config, built.step_time, load))
         least = min(distance for distance, _ in alike)
         return index_near(max(rate for distance, rate in alike if distance == least))
 

@@ -11,14 +11,16 @@ from typing import Any
 import numpy as np
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.distribution import LEVEL, student_half_width
-from onbeat.planner.cases import BuiltCase, Case, Labels
+from onbeat.planner.cases import Case, Labels
 from onbeat.planner.objective import Objective, Verdict
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import Bracket, SearchOptions, Stopped, search_rate
 from onbeat.planner.share_objectives import AttainmentObjective, DistServeObjective, with_longer_objectives
 from onbeat.planner.trial import run_trial
 from onbeat.scheduler.replica.token_budget import full_step, mean_decode_context
+from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 
 MORE_LOAD = (1.25, 2.0)
@@ -159,13 +161,13 @@ class Capacity:
         }
 
 
-def service_rate(case: BuiltCase, load: OfferedLoad) -> float:
+def service_rate(config: SimulationConfig, step_time: StepTimeModel, load: OfferedLoad) -> float:
     """Return about how many requests per second all replicas serve when their batches are always full.
 
     Each step decodes a full batch and takes in as many prompt tokens as keep it full: per decode the mean
     prompt over the mean output, but no more than the token budget has room for. Latency is not looked at.
     """
-    limits = case.config.scheduler
+    limits = config.scheduler
     mean_prompt = float(load.num_prompt_tokens.mean())
     mean_output = float(load.num_output_tokens.mean())
     context = mean_decode_context(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist())
@@ -176,8 +178,8 @@ def service_rate(case: BuiltCase, load: OfferedLoad) -> float:
     num_steps_each = mean_output * max(1.0, num_prompt_tokens / room) / num_decodes
     budget = num_decodes + max(1, round(min(num_prompt_tokens, room)))
     shape = full_step(budget, max_num_seqs=num_decodes, context_tokens=context)
-    seconds = case.step_time.step_time(shape) + case.config.host_overhead
-    return case.config.num_replicas / (num_steps_each * seconds)
+    seconds = step_time.step_time(shape) + config.host_overhead
+    return config.num_replicas / (num_steps_each * seconds)
 
 
 def find_capacity(task: CapacityTask, context: TaskContext) -> Repeat:
@@ -188,7 +190,7 @@ def find_capacity(task: CapacityTask, context: TaskContext) -> Repeat:
         task.load.check_lengths(limits.max_model_len, overlong="error")
         bracket = search_rate(
             lambda rate: run_trial(task.case, task.load.at_rate(rate), task.objective, context.is_stopped),
-            start=service_rate(built, task.load),
+            start=service_rate(built.config, built.step_time, task.load),
             options=task.options,
             on_trial=context.report,
         )

@@ -103,12 +103,12 @@ def test_an_automatic_budget_follows_the_objective() -> None:
 
 def test_the_search_begins_where_full_batches_serve() -> None:
     # One request of 128 tokens a step of a second, and of 10 tokens a request in batches of 4.
-    assert service_rate(FakeCase(1.0).build(), make_load(10)) == pytest.approx(1.0, rel=0.02)
+    assert service_rate(*FakeCase(1.0).build()[:2], make_load(10)) == pytest.approx(1.0, rel=0.02)
     decoding = FakeCase(0.1, 0.0, max_num_seqs=4, token_budget=4096).build()
-    assert service_rate(decoding, make_load(100, output=10)) == pytest.approx(4 / (10 * 0.1))
+    assert service_rate(*decoding[:2], make_load(100, output=10)) == pytest.approx(4 / (10 * 0.1))
 
 
 def test_prompts_bound_the_service_rate_of_a_small_budget() -> None:
     case = FakeCase(0.1, 0.0, max_num_seqs=4, token_budget=64).build()
     load = make_load(100, prompt=600, output=10)
-    assert service_rate(case, load) == pytest.approx(1 / (600 / 60 * 0.1))
+    assert service_rate(*case[:2], load) == pytest.approx(1 / (600 / 60 * 0.1))
