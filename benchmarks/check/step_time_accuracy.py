@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.check.roofline_accuracy import DEVICES, MODELS
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.device_spec import DeviceSpec, find_device
@@ -66,20 +67,6 @@ class GridCase:
     seconds: NDArray[np.float64]
 
 
-_MODELS = {
-    "Meta-Llama-3.1-8B": "Llama-3.1-8B",
-    "Meta-Llama-3.1-70B": "Llama-3.1-70B",
-    "Llama-3.1-70B-Instruct-FP8": "Llama-3.1-70B",
-}
-_DEVICE_OF_GPU = {
-    "a100_sxm": "a100-80-sxm",
-    "h100_sxm": "h100-sxm",
-    "h200_sxm": "h200",
-    "b200_sxm": "b200",
-    "l40s": "l40s",
-}
-
-
 def grid_cases(profiles: Path) -> Iterator[GridCase]:
     """Read the grid, without the batches that would not fit into the device's memory."""
     with (profiles / "aic_step_grid.csv").open(newline="") as file:
@@ -90,8 +77,8 @@ def grid_cases(profiles: Path) -> Iterator[GridCase]:
     for (model, precision, gpu, tensor, backend), group in groups.items():
         yield GridCase(
             label=f"{model} {precision} {gpu} TP {tensor} {backend}",
-            model=find_model_spec(_MODELS[model]),
-            device=find_device(_DEVICE_OF_GPU[gpu]),
+            model=find_model_spec(MODELS[model]),
+            device=find_device(DEVICES[gpu]),
             parallelism=Parallelism(tensor=int(tensor)),
             precision=Precision("fp8", "fp8", "fp8") if precision == "fp8" else Precision(),
             matrix=shape_matrix(grid_shape(row) for row in group),

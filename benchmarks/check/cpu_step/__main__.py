@@ -98,7 +98,7 @@ def filled_driver(loaded: LoadedModel, args: argparse.Namespace) -> Iterator[Ste
 
 def longest_context(args: argparse.Namespace) -> int:
     """Return the tokens of a request at the end of its longest run."""
-    return max(args.contexts) + max(DECODE_STEPS, NEIGHBOUR_STEPS) + WARM_UPS
+    return int(max(args.contexts)) + max(DECODE_STEPS, NEIGHBOUR_STEPS) + WARM_UPS
 
 
 def num_decode_steps(args: argparse.Namespace) -> int:

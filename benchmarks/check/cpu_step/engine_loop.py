@@ -12,7 +12,7 @@ from onbeat.engine.load import LoadedModel
 from onbeat.engine.step_time_source import choose_step_time
 from onbeat.scheduler.replica.scheduler import Scheduler
 
-from .driver import TimedForward, no_collection
+from .driver import ForwardClock, no_collection
 from .host import HostShare, host_share
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 192, 384
@@ -28,8 +28,7 @@ class EngineLoop:
 
     def __init__(self, loaded: LoadedModel, *, max_in_flight_steps: int) -> None:
         step_time = choose_step_time("roofline", loaded, lambda _: None)
-        self._timed = TimedForward(loaded.runner.forward)
-        loaded.runner.forward = self._timed
+        self._clock = ForwardClock(loaded.runner.forward)
         self._vocab_size = loaded.config.vocab_size
         self._core = EngineCore(
             Scheduler(loaded.limits, step_time.model),
@@ -40,6 +39,7 @@ class EngineLoop:
 
     def close(self) -> None:
         self._core.shutdown()
+        self._clock.stop()
 
     def measure(self, batch: int, seed: int) -> HostShare:
         """Serve `batch` requests from the first token to the last, and look at their decodes."""
@@ -52,10 +52,10 @@ class EngineLoop:
                     sampling=SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS),
                 )
             )
-        self._timed.seconds.clear()
+        self._clock.seconds.clear()
         with no_collection():
             steps = self._run()
-        return host_share(steps, self._timed.seconds, batch)
+        return host_share(steps, self._clock.seconds, batch)
 
     def _run(self) -> list[StepStats]:
         steps = []
