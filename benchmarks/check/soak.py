@@ -233,7 +233,7 @@ def _stream(body: bytes) -> tuple[dict[int, str], list[str], Any]:
     if events[-1] != b"[DONE]" or events.count(b"[DONE]") != 1:
         raise ValueError("no single [DONE] at the end")
     texts: dict[int, str] = {}
-    reasons = []
+    reasons: list[str] = []
     for event in events[:-1]:
         chunk = json.loads(event)
         if "error" in chunk:

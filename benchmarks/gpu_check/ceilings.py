@@ -6,6 +6,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -28,7 +29,7 @@ def milliseconds(work: Callable[[], object], num_runs: int = 20) -> float:
         end.record()
         pairs.append((start, end))
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in pairs)
+    return float(statistics.median(start.elapsed_time(end) for start, end in pairs))
 
 
 def graph_milliseconds(work: Callable[[], object], num_calls: int = 10) -> float:
@@ -83,10 +84,12 @@ def _skinny_products() -> None:
         ]
         for num_rows in (1,) if IS_REHEARSAL else (1, 8, 32, 128):
             x = torch.randn(num_rows, num_in, device=DEVICE, dtype=torch.bfloat16)
-            took = (
-                milliseconds(lambda x=x, weights=weights: [x @ weight.T for weight in weights]) / num_copies
-            )
+            took = milliseconds(partial(_products, x, weights)) / num_copies
             note(f"product {name}, {num_rows} rows", num_out * num_in * 2 / took / 1e9, "TB/s")
+
+
+def _products(x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [x @ weight.T for weight in weights]
 
 
 def _graph_of_kernels() -> None:

@@ -62,7 +62,7 @@ class _Operators(TorchDispatchMode):
     """Counts operators of torch."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,7 +106,7 @@ def measure(runner: ModelRunner, rows: int) -> None:
     with operators:
         runner.launch(stream.step(NUM_STEPS - 9)).result()
     runner.launch(stream.leave()).result()
-    stats = pstats.Stats(profile)
+    stats: Any = pstats.Stats(profile)
     print(
         f"{rows} rows: {stats.total_calls} calls, {sum(operators.counts.values())} operators of torch "
         f"(with taking the tokens), median {statistics.median(times) * 1e6:.0f} us"

@@ -107,9 +107,9 @@ class Bench:
         return ReferenceKernels(self.sizes(dtype)) if IS_REHEARSAL else fast_kernels(self.sizes(dtype))
 
 
-def wide(norm: Norm | None) -> Norm | None:
+def wide(norm: Norm) -> Norm:
     """Return a norm for float32, with the same scale."""
-    return None if norm is None else Norm(norm.scale_D.float(), norm.eps, norm.scales_rounded)
+    return Norm(norm.scale_D.float(), norm.eps, norm.scales_rounded)
 
 
 def compare(name: str, actual: Tensor, expected: Tensor) -> None:

@@ -77,8 +77,8 @@ def _wide_layer(layer: LayerSpec) -> LayerSpec:
         scale=layer.scale,
         window=layer.window,
         frequencies_H=layer.frequencies_H,
-        query_norm=wide(layer.query_norm),
-        key_norm=wide(layer.key_norm),
+        query_norm=layer.query_norm and wide(layer.query_norm),
+        key_norm=layer.key_norm and wide(layer.key_norm),
     )
 
 

@@ -48,8 +48,8 @@ def main() -> int:
             expect(f"{label}: served", passed=False, text="no time left")
             continue
         with server("8b", *LONGEST, *sarathi.get(label, known)) as port:
-            for load, found in good.items() if port is not None else ():
-                result = _measure(port, label, load)
+            for load, found in good.items():
+                result = None if port is None else _measure(port, label, load)
                 if result is not None:
                     found[label] = result
     for load, found in good.items():

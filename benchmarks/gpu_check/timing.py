@@ -16,8 +16,8 @@ from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, Sche
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.profiling.batches import BatchRow, MeasuredBatch
-from onbeat.engine.profiling.measure import TIMES_AT_ONCE, StepTimer
+from onbeat.engine.profiling.batches import TIMES_AT_ONCE, BatchRow, MeasuredBatch
+from onbeat.engine.profiling.measure import StepTimer
 from onbeat.engine.sampler import Sampler
 
 BLOCK_SIZE = 16
@@ -90,7 +90,7 @@ def kernel_times(timer: StepTimer, batch: MeasuredBatch, num_steps: int = 3) -> 
     except RuntimeError as error:
         print(f"the profiler does not work: {error}", flush=True)
         return None
-    kernels = [each for each in profiler.key_averages() if each.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [each for each in profiler.key_averages() if each.device_type.name == "CUDA"]
     runs = num_steps * (TIMES_AT_ONCE if timer._runner.overlaps else 1)
     totals = [(each.key, each.self_device_time_total / 1e3 / runs, each.count / runs) for each in kernels]
     totals.sort(key=lambda each: -each[1])

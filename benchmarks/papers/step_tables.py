@@ -19,7 +19,6 @@ import argparse
 import csv
 import gzip
 import os
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -141,4 +140,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -34,7 +34,7 @@ RATES = {"a100-80-sxm": (7.0, 14.0, 21.0), "h100-sxm": (16.0, 32.0, 48.0)}
 """Chats and queries a second; two of seven are chats."""
 DOCUMENTS = {"a100-80-sxm": 40.0, "h100-sxm": 110.0}
 """Documents of the corpus for each second: more than the device embeds."""
-POLICIES = {
+POLICIES: dict[str, dict[str, Any]] = {
     "slo": {"policy": "slo"},
     "EDF with triage, 512": {"policy": "edf-triage", "max_num_batched_tokens": 512},
     "sarathi, 512": {"policy": "sarathi", "max_num_batched_tokens": 512},

@@ -30,7 +30,7 @@ from onbeat.core.settled_memory import settled_memory
 from tests.vllm.harness import Clock, Engine, make_request, make_scheduler, model_folder
 
 CALLS = {"schedule": "schedule", "update_from_output": "update", "add_request": "add"}
-OBJECTIVES = {"slo_ttft_ms": 30_000.0, "slo_tbt_ms": 100.0}
+OBJECTIVES: dict[str, Any] = {"slo_ttft_ms": 30_000.0, "slo_tbt_ms": 100.0}
 """Of all requests; steps of 256 decodes take 61 ms here, so that all can be in time."""
 PROMPT_TOKENS = 64
 
@@ -176,7 +176,7 @@ def compare(folder: Path, case: Case, args: argparse.Namespace) -> list[Any]:
 
 
 def _medians(counted: list[Counted], name: str) -> float:
-    return statistics.median(getattr(each, name) for each in counted)
+    return float(statistics.median(getattr(each, name) for each in counted))
 
 
 def page(rows: list[list[Any]], args: argparse.Namespace) -> str:

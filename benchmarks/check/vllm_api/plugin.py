@@ -147,6 +147,8 @@ class RemoteOpenAIServer:
     DUMMY_API_KEY = "token-abc123"
     show_hidden_metrics = False
     running: RemoteOpenAIServer | None = None
+    port: int
+    proc: subprocess.Popen[bytes]
 
     def __init__(
         self,
@@ -277,7 +279,7 @@ def pytest_configure() -> None:
     """Have transformers read a stand-in's tokenizer where one is asked for by its hub id."""
     import transformers
 
-    auto = transformers.AutoTokenizer
+    auto: Any = transformers.AutoTokenizer
     read = auto.from_pretrained
 
     def from_pretrained(name: Any, *arguments: Any, **options: Any) -> Any:
@@ -311,8 +313,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
     if report.when == "call" or (report.when == "setup" and not report.passed):
         reason = ""
         if call.excinfo is not None:
-            is_skip = isinstance(call.excinfo.value, Skipped)
-            error = call.excinfo.value.msg if is_skip else call.excinfo.exconly()
+            raised = call.excinfo.value
+            error = raised.msg if isinstance(raised, Skipped) else call.excinfo.exconly()
             reason = " ".join(str(error).split())[:400]
         note(item.nodeid, report.outcome, reason)
 

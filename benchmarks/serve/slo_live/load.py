@@ -128,12 +128,12 @@ class Scores:
 
     def as_dict(self) -> dict[str, Any]:
         saved = result_keys(self.result)
-        keys = ("offered", "completed", "rejected", "expired", "failed")
-        keys += ("good", "attainment", "attainment_admitted")
+        counts = ("offered", "completed", "rejected", "expired", "failed")
+        shares = ("good", "attainment", "attainment_admitted")
         latencies = ("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms", "max_itl_ms")
         more = ("goodput", "output_throughput", "p99_rejection_ms", "max_rejection_ms", "p99_dispatch_lag_ms")
         return (
-            {key: saved.get(key) for key in (*keys, *latencies, *more)}
+            {key: saved.get(key) for key in (*counts, *shares, *latencies, *more)}
             | {"attainment_gap": attainment_in(self.result, "gap"), "verdicts": saved["server_verdicts"]}
             | self.extra
         )

@@ -13,7 +13,7 @@ from benchmarks.harness.store import Results
 from benchmarks.slo.slo_study.cells import FAMILIES, OBJECTIVES, SIMPLE, SUBJECT, settings_of
 from benchmarks.slo.slo_study.loads import LoadKey, make_load
 from benchmarks.slo.slo_study.trial import config_of, longest_request
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, SLOMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.attainment import good_requests
@@ -25,7 +25,8 @@ from onbeat.workload.arrivals import RateStep, step_arrivals
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 
-SET_UP, WORKLOAD, SLO_NAME, MODE = "mistral", "poisson", "1s-100ms", "stream"
+SET_UP, WORKLOAD, SLO_NAME = "mistral", "poisson", "1s-100ms"
+MODE: SLOMode = "stream"
 WARM_SECONDS, SECONDS = 240.0, 960.0
 """Of arrivals: thrown away, in which each disturbance has come once, and in all. 4,000 requests count."""
 MOST_POINTS_BELOW = 1.0
@@ -149,7 +150,8 @@ class DisturbedRun:
         load = self._load()
         records = simulate(load, config, device).records
         classes = [load.request_class(row) for row in range(len(load))]
-        counted, others = [], []
+        counted: list[RequestRecord] = []
+        others: list[RequestRecord] = []
         for row, record in enumerate(records):
             request_class = classes[row]
             if record.arrival < WARM_SECONDS or (request_class is not None and request_class.slo.is_empty):

@@ -293,11 +293,11 @@ def _who_pays(study: Study) -> Iterator[str]:
             if scores:
                 pairs.setdefault(rival, []).append((own, max(scores, key=lambda score: score.good)))
     rows = []
-    for rival, found in pairs.items():
+    for rival, both in pairs.items():
         for what, digits, of in (("good", 3, "deciles"), ("longest, s", 1, "longest")):
             for name, place in ((study.subject, 0), (rival, 1)):
-                means = np.mean([getattr(pair[place], of) for pair in found], 0)
-                rows.append([f"`{name}`", what, str(len(found)), *(f"{x:.{digits}f}" for x in means)])
+                means = np.mean([getattr(pair[place], of) for pair in both], 0)
+                rows.append([f"`{name}`", what, str(len(both)), *(f"{x:.{digits}f}" for x in means)])
     yield markdown_table(["policy", "", "runs", *(str(decile) for decile in range(1, 11))], rows)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf
+from typing import SupportsFloat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -236,7 +237,7 @@ def growth(records: Sequence[RequestRecord], is_bad: NDArray[np.bool_], start: f
         bad = weights * is_bad
         after, before = (_mean_unfinished(arrivals, ends, bad, at, quarter) for at in (last, second))
         inside = (arrivals >= second + quarter / 2) & (arrivals < last + quarter / 2)
-        shares.append((after - before) / max(1.0, weights[inside].sum()))
+        shares.append(float((after - before) / max(1.0, weights[inside].sum())))
     return max(shares)
 
 
@@ -256,7 +257,7 @@ def _arrivals(load: OfferedLoad) -> NDArray[np.float64]:
     return load.arrivals
 
 
-def _short(value: float, digits: int = 4) -> float:
+def _short(value: SupportsFloat, digits: int = 4) -> float:
     return round(float(value), digits)
 
 
@@ -306,9 +307,11 @@ class Runner:
         try:
             records = play(list(scored.values()), config, step_time, ends_early=ends_early)
         except MissedError as missed:
-            so_far = {"good": _short(missed.good), "growth": _short(missed.unfinished), "is_lost": True}
+            good, left = _short(missed.good), _short(missed.unfinished)
             return {
-                question: Score(num=int(each.counted.sum()), num_hopeless=0, **so_far)
+                question: Score(
+                    num=int(each.counted.sum()), num_hopeless=0, good=good, growth=left, is_lost=True
+                )
                 for question, each in scored.items()
             }
         return {question: score(each, records) for question, each in scored.items()}

@@ -163,7 +163,7 @@ def _time_all(kinds: Mapping[tuple[int, int], list[Tensor]], deadline: float) ->
         ),
         device,
     )
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream()
     timed: list[Timed] = []
     compiled: set[int] = set()
     for num_rows in TIMED_ROWS:
@@ -236,7 +236,7 @@ def _graph_us(product: Callable[[Tensor], object], matrices: Sequence[Tensor], s
                 product(matrix)
         finally:
             graph.capture_end()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]  # type: ignore[no-untyped-call]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
     graph.replay()
     for event in events[:-1]:
         event.record()

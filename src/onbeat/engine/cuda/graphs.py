@@ -102,7 +102,7 @@ class CudaGraphs:
         self._device = device
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream()
             self._pool = torch.cuda.graph_pool_handle()
 
     def prepare(

@@ -59,7 +59,7 @@ class CudaStream:
 
     def mark(self) -> Mark:
         """Record an event."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return _Recorded(event)
 
@@ -87,7 +87,7 @@ class _Recorded:
         self._event = event
 
     def is_passed(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return bool(self._event.query())
 
     def wait(self) -> None:
         self._event.synchronize()
