@@ -23,25 +23,31 @@ UNKNOWN_TOKEN = -1
 """Stands for a token that a step under way will have chosen: the last one of a request."""
 
 
+def _nothing() -> IntArray:
+    return np.empty(0, np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step's input in host memory, tokens packed row after row."""
+    """One step's input in host memory, tokens packed row after row; unless it is said, nothing is sampled."""
 
     token_ids_T: IntArray
     positions_T: IntArray
     attention: AttentionBatch
-    sampling_tokens: IntArray
+    sampling_tokens: IntArray = field(default_factory=_nothing)
     """Index into the packed tokens of each token whose logits are wanted: each sampling row's last one. With
     drafts, wave after wave: each row's last token before its drafts, then each first draft, and so on. Behind
     them those after which a prompt has a token that is scored (`PromptScorer`)."""
-    sampling_rows: list[SamplingRow]
-    sampling_request_ids: list[str]
-    sampling_slots: IntArray
-    sampling_positions: IntArray
+    sampling_rows: list[SamplingRow] = field(default_factory=list)
+    sampling_request_ids: list[str] = field(default_factory=list)
+    sampling_slots: IntArray = field(default_factory=_nothing)
+    sampling_positions: IntArray = field(default_factory=_nothing)
     """Position that each row's sampled token, or the first of them, will have."""
+    waves: tuple[IntArray, IntArray] | None = None
+    """Of each token that is sampled, wave and sampling row (`wave_order`); None: one of each row."""
     pooled: tuple[PooledTokens, ...] = ()
     """The rows whose hidden states are pooled."""
-    pooled_tokens: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
+    pooled_tokens: IntArray = field(default_factory=_nothing)
     """Index into the packed tokens of each token whose hidden state is wanted, row by row of `pooled`."""
 
 
@@ -138,8 +144,10 @@ class InputBatch:
         positions_T = np.arange(len(slots_T)) + np.repeat(starts_R - (ends_R - query_lens_R), query_lens_R)
         blocks_T = self.block_tables_SB[slots_T, positions_T // self.block_size].astype(np.int64)
         sampling_slots, sampling_tokens = slots_R[samples_R], ends_R[samples_R] - 1
+        waves = None
         if drafts:
-            sampling_tokens = _tokens_to_sample(sampling_tokens, num_drafts_R[samples_R])
+            waves_N, rows_N = waves = wave_order(num_drafts_R[samples_R])
+            sampling_tokens = (sampling_tokens - num_drafts_R[samples_R])[rows_N] + waves_N
         pooled = self._pooled_tokens(rows, ends_R) if self.pooled else ()
         return StepInputs(
             token_ids_T=self.token_ids_SP[slots_T, positions_T].astype(np.int64),
@@ -156,6 +164,7 @@ class InputBatch:
             sampling_request_ids=[row.request_id for row in rows if row.samples],
             sampling_slots=sampling_slots,
             sampling_positions=self.num_tokens_S[sampling_slots],
+            waves=waves,
             pooled=pooled,
             pooled_tokens=np.array([token for each in pooled for token in each.tokens], np.int64),
         )
@@ -237,11 +246,3 @@ def wave_order(num_drafts_R: IntArray) -> tuple[IntArray, IntArray]:
     waves = np.arange(num_drafts_R.max(initial=0) + 1)
     places, rows = np.nonzero(waves[:, None] <= num_drafts_R)
     return places.astype(np.int64, copy=False), rows.astype(np.int64, copy=False)
-
-
-def _tokens_to_sample(last_tokens_R: IntArray, num_drafts_R: IntArray) -> IntArray:
-    """Return the packed tokens whose logits are wanted, in waves, from the last one of each sampling row."""
-    if not num_drafts_R.any():
-        return last_tokens_R
-    waves, rows = wave_order(num_drafts_R)
-    return (last_tokens_R - num_drafts_R)[rows] + waves

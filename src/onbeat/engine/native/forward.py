@@ -239,11 +239,6 @@ class _FirstLayer:
                 block_tables_SB=slots_R[:, None].astype(np.int32),
                 slot_mapping_T=tokens,
             ),
-            sampling_tokens=np.empty(0, np.int64),
-            sampling_rows=[],
-            sampling_request_ids=[],
-            sampling_slots=np.empty(0, np.int64),
-            sampling_positions=np.empty(0, np.int64),
         )
         seconds = self._forward.run(inputs, wants_logits=False).seconds
         assert seconds is not None, "the library measures every step"

@@ -178,7 +178,6 @@ def _step_inputs(kind: StepKind, block_size: int, vocab_size: int) -> StepInputs
     num_blocks = _row_blocks(kind, block_size)
     positions_RT = np.tile(np.arange(context - kind.row_tokens, context), (num_rows, 1))
     first_slots_R = np.arange(num_rows) * num_blocks * block_size
-    nothing: Any = np.empty(0, np.int64)
     return StepInputs(
         token_ids_T=np.arange(num_tokens) % vocab_size,
         positions_T=positions_RT.ravel(),
@@ -189,9 +188,4 @@ def _step_inputs(kind: StepKind, block_size: int, vocab_size: int) -> StepInputs
             block_tables_SB=np.arange(num_rows * num_blocks, dtype=np.int32).reshape(num_rows, num_blocks),
             slot_mapping_T=(first_slots_R[:, None] + positions_RT).ravel(),
         ),
-        sampling_tokens=nothing,
-        sampling_rows=[],
-        sampling_request_ids=[],
-        sampling_slots=nothing,
-        sampling_positions=nothing,
     )

@@ -66,18 +66,13 @@ def inputs_for_ranks(inputs: StepInputs, block_size: int) -> StepInputs:
     """Return a step's input without what only sampling needs, and with the used part of the block tables."""
     attention = inputs.attention
     num_blocks = -(-int(attention.context_lens_R.max()) // block_size)
-    nothing = np.zeros(0, np.int64)
-    return replace(
-        inputs,
+    return StepInputs(
+        inputs.token_ids_T,
+        inputs.positions_T,
         attention=replace(
             attention,
             slots_R=np.arange(len(attention.slots_R)),
             block_tables_SB=attention.block_tables_SB[attention.slots_R, :num_blocks],
         ),
-        sampling_rows=[],
-        sampling_request_ids=[],
-        sampling_slots=nothing,
-        sampling_positions=nothing,
-        pooled=(),
-        pooled_tokens=nothing,
+        sampling_tokens=inputs.sampling_tokens,
     )
