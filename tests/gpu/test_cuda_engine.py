@@ -23,11 +23,14 @@ from tests.cpu.engine.cuda.test_overlap import (
     SERIAL_SETTINGS,
     SETTINGS,
     Plan,
+    requests_of,
     run,
 )
+from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
 from tests.cpu.golden.test_embeddings_tiny import check, serve, to_embed
+from tests.cpu.speculation import runs as speculation
 from tests.gpu.engines import on_gpu_engine, relative_error, run_fixed
 
 pytestmark = pytest.mark.gpu
@@ -188,6 +191,19 @@ def test_steps_that_overlap_choose_the_tokens_of_steps_one_by_one(
         return run(runner, Plan(seed, 4 * SETTINGS + SERIAL_SETTINGS).steps(60), depth)
 
     assert tokens(depth=2) == tokens(depth=1)
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_drafts_are_verified_by_tokens_that_the_gpu_draws(pieces: bool) -> None:
+    requests = requests_of(SETTINGS + SERIAL_SETTINGS, 30)
+    expected = speculation.run(on_torch(tiny_model("llama3").model), requests)
+    script = speculation.ScriptedProposer(
+        speculation.answers(requests, expected), right=lambda position: position % 5 != 0
+    )
+    make = on_gpu_engine(exact_weights("llama3", torch.float64), pieces=pieces)
+    done = speculation.run(make, requests, speculation=speculation.fixed(4), proposer=script)
+    speculation.assert_same(done, expected)
+    assert 0 < done.num_accepted < done.num_drafted
 
 
 @needs_flashinfer

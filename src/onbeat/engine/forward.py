@@ -1,6 +1,6 @@
 """The seam between the model runner and what computes a step's logits.
 
-Legend: R sampling rows, V vocabulary, P tokens whose hidden states are wanted, D model width.
+Legend: R tokens that the host samples, V vocabulary, P tokens whose hidden states are wanted, D model width.
 """
 
 # ruff: noqa: N815 -- tensor names carry shape suffixes
@@ -27,7 +27,7 @@ class StepLogits:
 
     values_RV: Logits | None
     """On the host: float32 (float64 in a float64 model), contiguous, may be modified; None where nobody wants
-    them. Rows that have got a token (`BestTokens.is_chosen_R`) hold anything."""
+    them. What was chosen already (`BestTokens.is_chosen_R`) has no row."""
     best: BestTokens | None = None
     """Where the forward pass found them on the way, or chose for the rows that are plain (`SamplingRow`)."""
     seconds: float | None = None

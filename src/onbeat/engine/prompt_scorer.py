@@ -104,6 +104,8 @@ class PromptScorer:
             positions.append(np.arange(first + 1, first + 1 + num))
             slots.append(np.full(num, slot))
             prompts.append((prompt, num))
+        if not any(num for _, num in prompts):  # the last token of a prompt has none of it behind
+            return None
         return ScoredTokens(
             inputs=replace(inputs, sampling_tokens=np.concatenate([inputs.sampling_tokens, *places])),
             num_sampling=len(inputs.sampling_tokens),
@@ -145,14 +147,16 @@ class ScoredTokens:
 
     def take(self, logits: StepLogits) -> StepLogits:
         """Add what the logits say to the reports; return those of the rows that sample."""
-        first, values_NV, best = self.num_sampling, logits.values_RV, logits.best
+        values_NV, best = logits.values_RV, logits.best
+        sampled_RV, scored_NV = None, None
+        if values_NV is not None:
+            sampled_RV, scored_NV = np.split(values_NV, [len(values_NV) - len(self.targets)])
         nums = [prompt.num_alternatives for prompt, num in self.prompts for _ in range(num)]
-        scored_NV = None if values_NV is None else values_NV[first:]
         reports = iter(self.sampler.score(scored_NV, self.targets, nums))
         for prompt, num in self.prompts:
             prompt.reports += [next(reports) for _ in range(num)]
         return replace(
             logits,
-            values_RV=None if values_NV is None else values_NV[:first],
-            best=None if best is None else best.take(slice(first)),
+            values_RV=sampled_RV,
+            best=None if best is None else best.take(slice(self.num_sampling)),
         )

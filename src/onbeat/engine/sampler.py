@@ -94,20 +94,20 @@ class Sampler:
 
         Parameters
         ----------
-        logits_RV : [rows, vocabulary], float32 or float64, contiguous; may be modified. None where the best
-            tokens suffice (`needs_logits`). Rows that have got a token (`BestTokens.is_chosen_R`) may hold
-            anything.
-        rows : the requests, one per row of logits.
-        best : the most likely token of each row of these logits, where it is known already.
+        logits_RV : [rows without a token, vocabulary], float32 or float64, contiguous; may be modified. None
+            where the best tokens suffice (`needs_logits`, or all are chosen).
+        rows : the requests. Those that have got a token (`BestTokens.is_chosen_R`) have no logits.
+        best : the most likely token of each row, where it is known already.
 
         Returns
         -------
         SampledTokens
             A row with NaN, +inf or no finite logit at all is reported in `errors`.
         """
-        if logits_RV is not None and logits_RV.shape != (len(rows), self.vocab_size):
+        left = rows_with_logits(best, len(rows)).tolist()
+        if logits_RV is not None and logits_RV.shape != (len(left), self.vocab_size):
             raise ValueError(
-                f"logits of shape {logits_RV.shape} do not fit {len(rows)} rows x {self.vocab_size} tokens"
+                f"logits of shape {logits_RV.shape} do not fit {len(left)} rows x {self.vocab_size} tokens"
             )
         best = _best(logits_RV) if best is None else best
         sampled = SampledTokens(best.ids_R.tolist(), [None] * len(rows))
@@ -115,9 +115,8 @@ class Sampler:
             _check(sampled, index, peak, "the model produced invalid logits")
         if logits_RV is None:
             return sampled
-        chosen = np.zeros(len(rows), np.bool_) if best.is_chosen_R is None else best.is_chosen_R
-        left = [index for index in np.flatnonzero(~chosen).tolist() if index not in sampled.errors]
-        lines = {index: logits_RV[index] for index in left}
+        pairs = zip(left, logits_RV, strict=True)
+        lines = {index: logits_V for index, logits_V in pairs if index not in sampled.errors}
         originals = _edited(lines, rows, sampled)
         _draw(lines, rows, sampled)
         _hold_to_grammars(lines, rows, sampled)
@@ -135,6 +134,13 @@ class Sampler:
         assert logits_RV is not None, "logits were asked for"
         lines = zip(logits_RV, token_ids, num_alternatives, strict=True)
         return [token_logprobs(logits_V, token_id, num, with_rank=True) for logits_V, token_id, num in lines]
+
+
+def rows_with_logits(best: BestTokens | None, num_rows: int) -> NDArray[np.int64]:
+    """Return the rows that have not got a token yet."""
+    if best is None or best.is_chosen_R is None:
+        return np.arange(num_rows)
+    return np.flatnonzero(~best.is_chosen_R)
 
 
 def _best(logits_RV: Logits | None) -> BestTokens:

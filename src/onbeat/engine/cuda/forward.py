@@ -1,7 +1,7 @@
 """The forward pass on a GPU: decode steps by captured graphs, others in pieces or operator by operator.
 
-Legend: T tokens of the step, R rows that decode, N rows that sample, C those of them that are copied
-to the host, V vocabulary.
+Legend: T tokens of the step, R rows that decode, N tokens that are sampled or scored, C those of them whose
+logits are copied to the host, V vocabulary, X numbers of a row.
 """
 
 # ruff: noqa: N815 -- tensor names carry shape suffixes
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +40,6 @@ from onbeat.engine.cuda.step_packer import PackedStep, StepPacker
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
 from onbeat.engine.cuda.weights import CudaWeights, LayerProducts
 from onbeat.engine.device import Device
-from onbeat.engine.draw import Logits
 from onbeat.engine.forward import ChosenTokens, Mark, RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_cache import KVCacheSpec
@@ -77,14 +76,6 @@ class _Buffers(NamedTuple):
     drawn_N: Tensor
     """int32."""
     logits_NV: Tensor
-
-
-class _Queued(NamedTuple):
-    """What a step leaves on the device."""
-
-    logits_NV: Tensor
-    pooled_PD: Tensor | None
-    """Of `StepInputs.pooled_tokens`, normalised; None where none are wanted."""
 
 
 class _Launched:
@@ -181,33 +172,42 @@ class CudaForward:
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
         """Run one step to its end; see `ForwardPass.run`.
 
-        The device chooses for the rows that want no more than a draw, and the logits of the others alone are
-        copied to the host. Of drafts and of tokens of prompts all are.
+        The device chooses for the rows that want no more than a draw, behind each of their drafts, too. The
+        logits of the others and those of tokens of prompts that are scored are copied to the host.
         """
-        queued: list[_Queued] = []
         num_samples = len(inputs.sampling_tokens)
-        is_plain_N = None
-        if wants_logits and len(inputs.sampling_rows) == num_samples:
-            is_plain_N = np.array([row.is_plain for row in inputs.sampling_rows], np.bool_)
-        launched = self._submit(inputs, lambda packed: queued.append(self._queue(packed)), is_plain_N)
-        found = launched.wait()
-        logits_NV, pooled_PD = queued[0]
-        with _failures_in_words(inputs):
-            hidden_PD = None if pooled_PD is None else pooled_PD.cpu().numpy()
-            if not (num_samples and wants_logits):
-                return StepLogits(None, found if num_samples else None, hidden_PD=hidden_PD)
-            places_N = np.arange(num_samples) if launched.packed.size is None else inputs.sampling_tokens
-            if is_plain_N is None:
-                return StepLogits(self._on_host(logits_NV, places_N), found, hidden_PD=hidden_PD)
-            copied_CV = self._on_host(logits_NV, places_N[~is_plain_N])
-        values_NV = np.empty((num_samples, copied_CV.shape[1]), copied_CV.dtype)
-        values_NV[~is_plain_N] = copied_CV
-        return StepLogits(values_NV, found._replace(is_chosen_R=is_plain_N), hidden_PD=hidden_PD)
+        drawn_N = is_chosen_N = None
+        left_C = np.arange(0)
+        if wants_logits:
+            drawn_N = np.array([row.is_plain for row in inputs.sampling_rows], np.bool_)
+            if inputs.waves is not None:
+                drawn_N = drawn_N[inputs.waves[1]]
+            is_chosen_N = np.pad(drawn_N, (0, num_samples - len(drawn_N)))
+            left_C = np.flatnonzero(~is_chosen_N)
+        copied: list[NDArray[Any] | None] = []
 
-    def _on_host(self, logits_NV: Tensor, places: IntArray) -> Logits:
-        where = torch.from_numpy(places).to(self.weights.device)
-        copied_CV: Logits = logits_NV.index_select(0, where).cpu().numpy()
-        return copied_CV
+        def queue(packed: PackedStep) -> None:
+            logits_NV, pooled_PD = self._queue(packed)
+            places_C = left_C if packed.size is None else inputs.sampling_tokens[left_C]
+            copied.append(self._on_host(logits_NV, places_C))
+            copied.append(self._on_host(pooled_PD, np.arange(len(inputs.pooled_tokens))))
+
+        best = self._submit(inputs, queue, drawn_N).wait()._replace(is_chosen_R=is_chosen_N)
+        values_CV, hidden_PD = copied
+        return StepLogits(values_CV, best if num_samples else None, hidden_PD=hidden_PD)
+
+    @torch.inference_mode()
+    def _on_host(self, values_NX: Tensor | None, places_C: IntArray) -> NDArray[Any] | None:
+        """Queue the copy of some rows, and return where they will be; None where there are none."""
+        if values_NX is None or not len(places_C):
+            return None
+        width = values_NX.shape[1]
+        words = self._stream.pinned(len(places_C) * width * values_NX.itemsize // 4)
+        copied_CX = words.view(values_NX.dtype).view(-1, width)
+        runs = np.split(places_C, np.flatnonzero(np.diff(places_C) != 1) + 1)
+        for there, run in zip(torch.split(copied_CX, [len(run) for run in runs]), runs, strict=True):
+            there.copy_(values_NX[run[0] : run[-1] + 1], non_blocking=True)
+        return copied_CX.numpy()
 
     def launch(self, inputs: StepInputs) -> ChosenTokens:
         """Queue a step that chooses its rows' tokens; see `LaunchesSteps.launch`."""
@@ -267,8 +267,8 @@ class CudaForward:
         return _Buffers(words, device_words(words, counts), results, best, drawn_N, logits_NV)
 
     @torch.inference_mode()
-    def _queue(self, packed: PackedStep) -> _Queued:
-        """Queue a step and the way back of its results."""
+    def _queue(self, packed: PackedStep) -> tuple[Tensor, Tensor | None]:
+        """Queue a step and the way back of its tokens; return logits [N, V] and what is pooled [P, D]."""
         words = packed.views.words
         pooled_PD = None
         if packed.late_updates is not None:
@@ -291,7 +291,7 @@ class CudaForward:
         if packed.is_random:
             self._draw(buffers)
         packed.views.results.copy_(buffers.results, non_blocking=True)
-        return _Queued(buffers.logits_NV, pooled_PD)
+        return buffers.logits_NV, pooled_PD
 
     def _normalised(self, hidden: Hidden) -> Tensor:
         x_PD, residual_PD = hidden

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.request import SamplingParams
 from onbeat.engine.attention.base import AttentionBatch, IntArray
 from onbeat.engine.footprint import flag_size
 from onbeat.engine.forward import ForwardPass
-from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.input_batch import StepInputs, wave_order
+from onbeat.engine.sampling_row import SamplingRow
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 _UNSEEN_BYTES = 64 << 20
@@ -124,7 +126,7 @@ def bytes_above(device: torch.device, utilization: float) -> int:
 def largest_steps(limits: SchedulerConfig) -> list[StepInputs]:
     """Return a step of as many prompt tokens as there may be, and one of as many rows that decode.
 
-    With drafts there is a third one, of as many logits as there may be.
+    With drafts there is a third one, of as many tokens that are drawn as there may be.
     """
     num_tokens, longest = limits.max_num_batched_tokens, limits.max_model_len
     lens = [longest] * (num_tokens // longest)
@@ -136,7 +138,8 @@ def largest_steps(limits: SchedulerConfig) -> list[StepInputs]:
         length = min(1 + limits.speculation.num_speculative_tokens, longest, num_tokens)
         verify_R = np.full(min(limits.max_num_seqs, num_tokens // length), length)
         verifying = _step(verify_R, limits.block_size)
-        steps.append(replace(verifying, sampling_tokens=np.arange(len(verifying.token_ids_T))))
+        waves = wave_order(verify_R - 1)
+        steps.append(replace(verifying, sampling_tokens=np.arange(len(waves[0])), waves=waves))
     return steps
 
 
@@ -162,7 +165,7 @@ def _step(lens_R: IntArray, block_size: int) -> StepInputs:
             slot_mapping_T=blocks_T * block_size + positions_T % block_size,
         ),
         sampling_tokens=ends_R - 1,
-        sampling_rows=[],
+        sampling_rows=[SamplingRow(SamplingParams(), (), []) for _ in range(num_rows)],
         sampling_request_ids=[],
         sampling_slots=slots_R,
         sampling_positions=lens_R,

@@ -34,21 +34,24 @@ class SlotSettings:
         self._num_prompt_tokens_S = np.zeros(num_slots, np.int64)
 
     def write(
-        self, inputs: StepInputs, parts: StepWords, places: IntArray | slice, drawn_N: NDArray[np.bool_]
+        self, inputs: StepInputs, parts: StepWords, places: IntArray, drawn_N: NDArray[np.bool_]
     ) -> bool:
-        """Write how the step's rows choose; return whether any of them is random.
+        """Write how the step's tokens are chosen; return whether any of them is random.
 
         Parameters
         ----------
-        parts : what the device reads; of sampling rows that are not in `places`, nothing is drawn.
-        places : where each of the step's sampling rows is among those of `parts`.
-        drawn_N : of these, which are drawn if they are random; the others get the most likely token.
+        parts : what the device reads; of tokens that are not in `places`, nothing is drawn.
+        places : where each token that is sampled is among those of `parts`.
+        drawn_N : of these, which are drawn if their row is random; the others are the most likely ones.
         """
-        slots_N = inputs.sampling_slots
+        slots_N, positions_N = inputs.sampling_slots, inputs.sampling_positions
         known = self._rows
         for slot, row in zip(slots_N.tolist(), inputs.sampling_rows, strict=True):
             if known[slot] is not row:
                 self._learn(slot, row)
+        if inputs.waves is not None:
+            waves_N, rows_N = inputs.waves
+            slots_N, positions_N = slots_N[rows_N], positions_N[rows_N] + waves_N
         temperatures_N = self._temperatures_S[slots_N] * drawn_N
         if not temperatures_N.any():
             return False
@@ -57,7 +60,7 @@ class SlotSettings:
             (parts.top_ks_N, 0, self._top_ks_S[slots_N]),
             (parts.top_ps_N, 1.0, self._top_ps_S[slots_N]),
             (parts.min_ps_N, 0.0, self._min_ps_S[slots_N]),
-            (parts.numbers_N, 0.0, self._numbers(slots_N, inputs.sampling_positions)),
+            (parts.numbers_N, 0.0, self._numbers(slots_N, positions_N)),
         ):
             part[:] = nothing
             part[places] = wanted_N

@@ -86,8 +86,8 @@ class StepPacker:
 
         Parameters
         ----------
-        drawn_N : whether the device draws the token of each sampling row that is random, where it remembers
-            tokens for their slots; None where it only finds the most likely ones.
+        drawn_N : of each token that is sampled, whether the device draws it if its row is random; None where
+            it only finds the most likely ones.
         """
         batch = inputs.attention
         num_rows = len(batch.slots_R)
@@ -163,7 +163,7 @@ class StepPacker:
         parts.lens_R[:] = batch.context_lens_R[is_decode_R]
         parts.slots_R[:] = batch.slots_R[is_decode_R]
         parts.sampled_N[:] = places_T[inputs.sampling_tokens]
-        is_random = self._choose(inputs, parts, slice(None), drawn_N)
+        is_random = self._choose(inputs, parts, np.arange(num_samples), drawn_N)
         parts.update_places_U[:] = places[:num_updates]
         parts.update_blocks_U[:] = blocks[:num_updates]
         chunks = None
@@ -190,14 +190,16 @@ class StepPacker:
         self,
         inputs: StepInputs,
         parts: StepWords,
-        places: IntArray | slice,
+        places: IntArray,
         drawn_N: NDArray[np.bool_] | None,
     ) -> bool:
         """Write for which slots tokens are chosen, and how; return whether any is drawn."""
         parts.write_slots_N[:] = self._options.padding_slot
         if drawn_N is None:
             return False
-        parts.write_slots_N[places] = inputs.sampling_slots
+        places = places[: len(drawn_N)]  # tokens of prompts that are scored come behind
+        if inputs.waves is None:  # else the host says which token is a row's last
+            parts.write_slots_N[places] = inputs.sampling_slots
         return self._settings.write(inputs, parts, places, drawn_N)
 
     def forget(self) -> None:

@@ -24,7 +24,10 @@ class DeviceStream(Protocol):
         ...
 
     def pinned(self, num_words: int) -> Tensor:
-        """Return int32 host memory that the device copies from and to, while the host does other things."""
+        """Return int32 host memory that the device copies from and to, while the host does other things.
+
+        Nothing is written there yet.
+        """
         ...
 
 
@@ -41,7 +44,7 @@ class CpuStream:
 
     def pinned(self, num_words: int) -> Tensor:
         """Return plain memory."""
-        return torch.zeros(num_words, dtype=torch.int32)
+        return torch.empty(num_words, dtype=torch.int32)
 
 
 class CudaStream:
@@ -64,8 +67,8 @@ class CudaStream:
         return _Recorded(event)
 
     def pinned(self, num_words: int) -> Tensor:
-        """Return memory of the driver's."""
-        return torch.zeros(num_words, dtype=torch.int32, pin_memory=True)
+        """Return memory of the driver's, which torch keeps and hands out again."""
+        return torch.empty(num_words, dtype=torch.int32, pin_memory=True)
 
 
 class _Passed:

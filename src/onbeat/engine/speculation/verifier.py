@@ -29,7 +29,7 @@ from onbeat.engine.draw import Logits
 from onbeat.engine.forward import StepLogits
 from onbeat.engine.guided_draw import GuideOutcome
 from onbeat.engine.input_batch import wave_order
-from onbeat.engine.sampler import INVALID_TOKEN, BestTokens, SampledTokens
+from onbeat.engine.sampler import INVALID_TOKEN, BestTokens, SampledTokens, rows_with_logits
 from onbeat.engine.sampling_row import SamplingRow
 
 _NO_DRAFT = INVALID_TOKEN - 1
@@ -86,9 +86,10 @@ def verify(
     ----------
     logits : in the order of `wave_order`.
     rows, drafts : of each request that samples.
-    wants_logits : what the sampler said of the rows; if not, no token depends on those before it.
+    wants_logits : what the sampler said of the rows. If not, or if all tokens are chosen, none depends on
+        those before it.
     """
-    if wants_logits:
+    if wants_logits and logits.values_RV is not None:
         return _verify_in_waves(sampler, logits, rows, drafts)
     return _verify_at_once(sampler, logits, rows, drafts)
 
@@ -96,7 +97,7 @@ def verify(
 def _verify_at_once(
     sampler: TokenSampler, logits: StepLogits, rows: list[SamplingRow], drafts: Sequence[Sequence[int]]
 ) -> VerifiedTokens:
-    """Compare all drafts with the most likely tokens."""
+    """Compare all drafts with the most likely tokens, or with those that were chosen."""
     num_drafts_R = np.array([len(row_drafts) for row_drafts in drafts], np.int64)
     waves, owners = wave_order(num_drafts_R)
     sampled = sampler.sample(logits.values_RV, [rows[index] for index in owners.tolist()], logits.best)
@@ -131,13 +132,14 @@ def _verify_in_waves(
         verified.guides = GuideOutcome()
     waves, owners = wave_order(np.array([len(row_drafts) for row_drafts in drafts], np.int64))
     is_alive = np.ones(len(rows), np.bool_)
+    left_N = rows_with_logits(logits.best, len(owners))
     for wave in range(int(waves[-1]) + 1):
         places_C = np.flatnonzero((waves == wave) & is_alive[owners])
         if not len(places_C):
             break
         indices = owners[places_C].tolist()
         sampled = sampler.sample(
-            _take_rows(logits.values_RV, places_C),
+            _take_rows(logits.values_RV, np.flatnonzero(np.isin(left_N, places_C))),
             [rows[index] for index in indices],
             None if logits.best is None else logits.best.take(places_C),
         )
@@ -149,10 +151,10 @@ def _verify_in_waves(
     return verified
 
 
-def _take_rows(logits_RV: Logits, places_C: NDArray[np.intp]) -> Logits:
+def _take_rows(logits_RV: Logits, lines_C: NDArray[np.intp]) -> Logits:
     """Return some rows, without a copy where they lie next to one another, as those of the first wave do."""
-    first, last = places_C[0], places_C[-1]
-    return logits_RV[first : last + 1] if last - first + 1 == len(places_C) else logits_RV[places_C]
+    is_run = len(lines_C) and lines_C[-1] - lines_C[0] + 1 == len(lines_C)
+    return logits_RV[lines_C[0] : lines_C[-1] + 1] if is_run else logits_RV[lines_C]
 
 
 def _take(

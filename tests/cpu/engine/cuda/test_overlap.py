@@ -6,10 +6,9 @@ import functools
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,8 +20,7 @@ from onbeat.engine.cuda.graphs import EagerGraphs
 from onbeat.engine.cuda.stream import DeviceStream
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.executor import PendingStep, ThreadExecutor
-from onbeat.engine.forward import ForwardPass, StepLogits
-from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.forward import ForwardPass
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.profiling.batches import BatchRow, MeasuredBatch
 from onbeat.engine.profiling.measure import StepTimer
@@ -51,12 +49,24 @@ SERIAL_SETTINGS = (
 )
 
 
+def requests_of(settings: Sequence[SamplingParams], max_tokens: int) -> list[Request]:
+    """Return a request of each kind."""
+    return [
+        Request(
+            request_id=f"r{index}",
+            prompt_token_ids=tuple(random_prompt(9 + index)),
+            sampling=replace(each, max_tokens=max_tokens),
+        )
+        for index, each in enumerate(settings)
+    ]
+
+
 @functools.cache
 def weights() -> CudaWeights:
     return load_weights(StateCheckpoint(hf_tiny_model("llama3", torch.float64)), torch.float64, CPU)
 
 
-def on_fake_device(stream: DeviceStream, kind: type[CudaForward] = CudaForward) -> CudaForward:
+def on_fake_device(stream: DeviceStream) -> CudaForward:
     options = CudaOptions(
         num_blocks=NUM_BLOCKS,
         block_size=16,
@@ -65,7 +75,7 @@ def on_fake_device(stream: DeviceStream, kind: type[CudaForward] = CudaForward) 
         max_num_batched_tokens=64,
     )
     kernels = ReferenceKernels(kernel_sizes(weights(), options))
-    return kind(weights(), kernels, EagerGraphs(), options, stream=stream)
+    return CudaForward(weights(), kernels, EagerGraphs(), options, stream=stream)
 
 
 def on_reference() -> TorchForward:
@@ -184,29 +194,6 @@ def test_steps_that_need_the_host_fit_in_between(seed: int) -> None:
     overlapped = run(make_runner(on_fake_device(stream)), steps, depth=2)
     assert stream.most_behind >= 2
     assert overlapped == run(make_runner(on_reference()), steps, depth=1)
-
-
-class CopyingForward(CudaForward):
-    """Spoils the logits of rows that have got a token, and notes how many rows have not."""
-
-    copied: tuple[tuple[int, int], ...] = ()
-
-    def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
-        logits = super().run(inputs, wants_logits=wants_logits)
-        if logits.values_RV is not None and logits.best is not None:
-            chosen_R = logits.best.is_chosen_R
-            assert chosen_R is not None
-            logits.values_RV[chosen_R] = np.nan
-            self.copied += ((int((~chosen_R).sum()), len(chosen_R)),)
-        return logits
-
-
-def test_rows_that_only_draw_keep_their_logits_on_the_device() -> None:
-    steps = Plan(3, SETTINGS + SERIAL_SETTINGS).steps(60)
-    forward = on_fake_device(FakeStream(), CopyingForward)
-    assert isinstance(forward, CopyingForward)
-    assert run(make_runner(forward), steps, depth=2) == run(make_runner(on_reference()), steps, depth=1)
-    assert any(0 < num_copied < num_rows for num_copied, num_rows in forward.copied)
 
 
 def serve(forward: ForwardPass, depth: int, make: Callable[[int], SamplingParams]) -> list[list[int]]:

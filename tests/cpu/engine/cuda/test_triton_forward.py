@@ -12,14 +12,17 @@ from onbeat.engine.cuda import triton_draw, triton_ops
 from onbeat.engine.cuda.fast import FastKernels
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
-from onbeat.engine.cuda.kernels import BestBuffers, LayerSpec, Norm, StepTensors
+from onbeat.engine.cuda.kernels import BestBuffers, DrawParams, LayerSpec, Norm, StepTensors
 from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.model_config import Activation
 from onbeat.engine.torch_kv import LayerKVCache
 from tests.cpu.engine.cuda.recorded_flashinfer import Recorder, numbers
+from tests.cpu.engine.cuda.test_overlap import SETTINGS, requests_of
+from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
+from tests.cpu.speculation.runs import ScriptedProposer, answers, assert_same, fixed, run
 
 
 class InterpretedKernels(ReferenceKernels):
@@ -38,6 +41,9 @@ class InterpretedKernels(ReferenceKernels):
 
     def best(self, logits_RV: Tensor, out: BestBuffers) -> None:
         triton_draw.best(logits_RV, out)
+
+    def draw(self, logits_RV: Tensor, params: DrawParams, best: BestBuffers, ids_R: Tensor) -> None:
+        triton_draw.draw(logits_RV, params, best, ids_R)
 
 
 @pytest.mark.slow
@@ -70,6 +76,33 @@ def test_steps_compute_what_the_reference_computes(name: str, piece_sizes: tuple
         token_ids, logits = tiny_model(name).reference(live.request.prompt_token_ids, 4)
         assert live.output_token_ids == token_ids
         torch.testing.assert_close(torch.stack(live.logits).double(), logits, rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_drafts_are_verified_by_tokens_that_the_kernels_draw() -> None:
+    """In a step are rows with drafts and without, greedy ones and such as draw by each rule."""
+    checkpoint = StateCheckpoint(hf_tiny_model("llama3", torch.float64))
+    weights = load_weights(checkpoint, torch.float32, torch.device("cpu"))
+
+    def make(*, num_blocks: int, block_size: int) -> CudaForward:
+        options = CudaOptions(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_seqs=8,
+            max_model_len=256,
+            max_num_batched_tokens=96,
+        )
+        return CudaForward(
+            weights, InterpretedKernels(kernel_sizes(weights, options)), EagerGraphs(), options
+        )
+
+    requests = requests_of(SETTINGS, 8)
+    expected = run(on_torch(tiny_model("llama3").model), requests)
+    script = ScriptedProposer(answers(requests, expected), right=lambda position: position % 5 != 0)
+    speculated = run(make, requests, speculation=fixed(3), proposer=script)
+    assert_same(speculated, expected)
+    assert 0 < speculated.num_accepted < speculated.num_drafted
 
 
 def recorded_driver(recorder: Recorder) -> StepDriver:
