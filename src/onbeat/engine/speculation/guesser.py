@@ -7,7 +7,7 @@ Legend: T tokens of the pass, R rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -21,8 +21,6 @@ from onbeat.engine.forward import StepLogits
 from onbeat.engine.input_batch import InputBatch, StepInputs
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.sampling_row import SamplingRow
-
-_NOTHING: IntArray = np.zeros(0, np.int64)
 
 
 def chunk_inputs(
@@ -42,12 +40,8 @@ def chunk_inputs(
     slots_T = np.repeat(slots_R, lens_R)
     positions_T = np.arange(len(slots_T)) + np.repeat(starts_R - (last_R - lens_R), lens_R)
     token_ids_T = batch.token_ids_SP[slots_T, positions_T].astype(np.int64)
-    return _inputs(
-        token_ids_T,
-        positions_T,
-        _attention(batch, slots_R, ends_R, lens_R, (slots_T, positions_T)),
-        last_R[samples_R] - 1,
-    )
+    attention = _attention(batch, slots_R, ends_R, lens_R, (slots_T, positions_T))
+    return StepInputs(token_ids_T, positions_T, attention, last_R[samples_R] - 1)
 
 
 def decode_inputs(
@@ -56,7 +50,7 @@ def decode_inputs(
     """Return the input that runs one draft of each row, whose logits are wanted."""
     ones_R = np.ones(len(slots_R), np.int64)
     attention = _attention(batch, slots_R, positions_R + 1, ones_R, (slots_R, positions_R))
-    return _inputs(token_ids_R, positions_R, attention, np.arange(len(slots_R)))
+    return StepInputs(token_ids_R, positions_R, attention, np.arange(len(slots_R)))
 
 
 def _attention(
@@ -76,21 +70,6 @@ def _attention(
         slots_R=slots_R,
         block_tables_SB=batch.block_tables_SB,
         slot_mapping_T=blocks_T * size + positions_T % size,
-    )
-
-
-def _inputs(
-    token_ids_T: IntArray, positions_T: IntArray, attention: AttentionBatch, sampling_tokens: IntArray
-) -> StepInputs:
-    return StepInputs(
-        token_ids_T=token_ids_T,
-        positions_T=positions_T,
-        attention=attention,
-        sampling_tokens=sampling_tokens,
-        sampling_rows=[],  # who samples is not the forward pass's matter
-        sampling_request_ids=[],
-        sampling_slots=_NOTHING,
-        sampling_positions=_NOTHING,
     )
 
 
@@ -215,11 +194,17 @@ class Guesser:
     ) -> list[int]:
         """Run one pass, add a draft to the rows that ask for one, and return those that want another."""
         _hide_unknown(inputs, self._sampler.vocab_size)
-        sampling_rows = []
+        sampling_rows: list[SamplingRow] = []
         for index in asking:
             sampling_row = self._sampling_row(batch, rows[index].slot)
             sampling_row.move_to(rows[index].end + len(guesses.drafts[index]))
             sampling_rows.append(sampling_row)
+        inputs = replace(  # a device that draws wants to know; to it these rows have no prompts
+            inputs,
+            sampling_rows=sampling_rows,
+            sampling_slots=np.array([rows[index].slot for index in asking], np.int64),
+            sampling_positions=np.array([row.position for row in sampling_rows], np.int64),
+        )
         logits = self._run(inputs, wants_logits=self._sampler.needs_logits(sampling_rows))
         if not asking:
             return []
