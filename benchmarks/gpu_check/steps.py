@@ -16,6 +16,7 @@ from benchmarks.gpu_check.models import floor_ms, model_config
 from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, expect, keep_step, note, seconds_left
 from benchmarks.gpu_check.timing import (
     BLOCK_SIZE,
+    GREEDY,
     decodes,
     host_us,
     kernel_times,
@@ -26,6 +27,7 @@ from benchmarks.gpu_check.timing import (
     times_of_parts,
     wall_ms,
 )
+from onbeat.core.request import SamplingParams
 from onbeat.engine.cuda.graphs import GraphKey
 from onbeat.engine.cuda.kernels import Multiply
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
@@ -46,6 +48,11 @@ DECODES = {(1, 512): 6.3, (8, 512): 6.5, (16, 512): 6.7, (32, 512): 7.2, (64, 51
 LONGER = ((1, 2048), (8, 2048), (32, 2048), (128, 2048))
 PROMPTS = {512: 12.2, 2048: 46.4, 8192: 206.0}
 MOST_HOST_US = 300.0
+WAYS_TO_CHOOSE = {
+    "greedy": GREEDY,
+    "drawn": SamplingParams(temperature=1.0),
+    "logits on the host": SamplingParams(temperature=0.0, num_logprobs=0),
+}
 
 
 def make_runner(
@@ -233,11 +240,14 @@ def time_mixed(weights: CudaWeights, runner: ModelRunner, num_blocks: int, chose
                 runner = make_noted(
                     "graphs and pieces", weights, num_blocks, pieces=True, max_rows=32, multiply=chosen
                 )
-            for temperature, how in ((0.0, way), (1.0, f"{way}, drawn")):  # which the host does of drafts
-                with step_timer(runner, num_blocks, temperature) as timer:
+            for how, sampling in WAYS_TO_CHOOSE.items():
+                with step_timer(runner, num_blocks, sampling) as timer:
                     for name, batch in mixed_steps().items():
-                        if seconds_left() > 6 and (not temperature or "verify" in name):
-                            time_batch(timer, f"{name}, {how}", batch)
+                        if seconds_left() > 6 and (sampling == GREEDY or "verify" in name):
+                            time_batch(timer, f"{name}, {way}, {how}", batch)
+                    # What kernels and copies leave of the time of the last one is launches and the host.
+                    if seconds_left() > 8 and way == "one by one":
+                        show_kernels(timer, f"{name}, {way}, {how}", batch)
         except Exception as error:
             note_failure(f"steps {way}", error)
 

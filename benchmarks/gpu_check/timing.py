@@ -21,6 +21,7 @@ from onbeat.engine.profiling.measure import StepTimer
 from onbeat.engine.sampler import Sampler
 
 BLOCK_SIZE = 16
+GREEDY = SamplingParams(temperature=0.0)
 
 
 class KernelTimes(NamedTuple):
@@ -56,9 +57,11 @@ def runner_of(forward: ForwardPass, *, num_blocks: int, max_rows: int, max_len: 
 
 
 @contextmanager
-def step_timer(runner: ModelRunner, num_blocks: int, temperature: float = 0.0) -> Iterator[StepTimer]:
+def step_timer(
+    runner: ModelRunner, num_blocks: int, sampling: SamplingParams = GREEDY
+) -> Iterator[StepTimer]:
     """Time steps on a runner that does nothing else meanwhile."""
-    timer = StepTimer(runner, num_blocks=num_blocks, sampling=SamplingParams(temperature=temperature))
+    timer = StepTimer(runner, num_blocks=num_blocks, sampling=sampling)
     try:
         yield timer
     finally:
