@@ -16,6 +16,7 @@ from onbeat.engine.model_config import ModelConfig, model_config_from_hf
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import BestTokens, SampledTokens, Sampler, SamplingRow
 from onbeat.engine.weights.dummy import DummyCheckpoint
+from tests.cpu.engine.cuda.test_copied_logits import check_drafts
 from tests.cpu.engine.cuda.test_overlap import (
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
@@ -26,11 +27,9 @@ from tests.cpu.engine.cuda.test_overlap import (
     requests_of,
     run,
 )
-from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
 from tests.cpu.golden.test_embeddings_tiny import check, serve, to_embed
-from tests.cpu.speculation import runs as speculation
 from tests.gpu.engines import on_gpu_engine, relative_error, run_fixed
 
 pytestmark = pytest.mark.gpu
@@ -195,15 +194,8 @@ def test_steps_that_overlap_choose_the_tokens_of_steps_one_by_one(
 
 @pytest.mark.parametrize("pieces", [False, True])
 def test_drafts_are_verified_by_tokens_that_the_gpu_draws(pieces: bool) -> None:
-    requests = requests_of(SETTINGS + SERIAL_SETTINGS, 30)
-    expected = speculation.run(on_torch(tiny_model("llama3").model), requests)
-    script = speculation.ScriptedProposer(
-        speculation.answers(requests, expected), right=lambda position: position % 5 != 0
-    )
     make = on_gpu_engine(exact_weights("llama3", torch.float64), pieces=pieces)
-    done = speculation.run(make, requests, speculation=speculation.fixed(4), proposer=script)
-    speculation.assert_same(done, expected)
-    assert 0 < done.num_accepted < done.num_drafted
+    check_drafts(make, requests_of(SETTINGS + SERIAL_SETTINGS, 30), 4)
 
 
 @needs_flashinfer

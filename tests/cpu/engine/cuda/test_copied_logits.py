@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from onbeat.core.request import SamplingParams
+from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
 from onbeat.engine.forward import StepLogits
 from onbeat.engine.input_batch import StepInputs
 from tests.cpu.engine.cuda.fake_stream import FakeStream
 from tests.cpu.engine.cuda.test_overlap import SERIAL_SETTINGS, SETTINGS, requests_of, weights
-from tests.cpu.engine.forwards import on_torch
+from tests.cpu.engine.forwards import MakeForward, on_torch
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.cpu.engine.tiny_models import tiny_model
 from tests.cpu.speculation import drafting
@@ -67,6 +68,19 @@ def prompt_logprobs(done: Run) -> dict[str, list[float]]:
     }
 
 
+def check_drafts(make: MakeForward, requests: Sequence[Request], num_drafts: int) -> tuple[Run, Run]:
+    """Serve requests with drafts, some of them wrong, and on the reference without any; compare tokens."""
+    expected = run(on_torch(tiny_model("llama3").model), requests)
+    if not num_drafts:
+        done = run(make, requests)
+    else:
+        script = ScriptedProposer(answers(requests, expected), right=lambda position: position % 5 != 0)
+        done = run(make, requests, speculation=fixed(num_drafts), proposer=script)
+        assert 0 < done.num_accepted < done.num_drafted
+    assert_same(done, expected)
+    return done, expected
+
+
 @pytest.mark.parametrize("drafts", [False, True])
 @pytest.mark.parametrize("num_prompt_logprobs", [None, 2])
 @pytest.mark.parametrize("others", [(), SERIAL_SETTINGS])
@@ -75,15 +89,8 @@ def test_tokens_are_the_same_and_no_more_logits_are_copied_than_are_needed(
 ) -> None:
     requests = requests_of(SETTINGS + others, 30)
     requests[1::2] = [replace(each, num_prompt_logprobs=num_prompt_logprobs) for each in requests[1::2]]
-    expected = run(on_torch(tiny_model("llama3").model), requests)
-    script = ScriptedProposer(answers(requests, expected), right=lambda position: position % 5 != 0)
     make = Copying()
-    if drafts:
-        done = run(make, requests, speculation=fixed(4), proposer=script)
-        assert 0 < done.num_accepted < done.num_drafted
-    else:
-        done = run(make, requests)
-    assert_same(done, expected)
+    done, expected = check_drafts(make, requests, 4 * drafts)
     scored = {key: pytest.approx(values) for key, values in prompt_logprobs(expected).items()}
     assert prompt_logprobs(done) == scored
     counts = make.counts()

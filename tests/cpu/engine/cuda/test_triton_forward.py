@@ -17,12 +17,11 @@ from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.model_config import Activation
 from onbeat.engine.torch_kv import LayerKVCache
 from tests.cpu.engine.cuda.recorded_flashinfer import Recorder, numbers
+from tests.cpu.engine.cuda.test_copied_logits import check_drafts
 from tests.cpu.engine.cuda.test_overlap import SETTINGS, requests_of
-from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
-from tests.cpu.speculation.runs import ScriptedProposer, answers, assert_same, fixed, run
 
 
 class InterpretedKernels(ReferenceKernels):
@@ -97,12 +96,7 @@ def test_drafts_are_verified_by_tokens_that_the_kernels_draw() -> None:
             weights, InterpretedKernels(kernel_sizes(weights, options)), EagerGraphs(), options
         )
 
-    requests = requests_of(SETTINGS, 8)
-    expected = run(on_torch(tiny_model("llama3").model), requests)
-    script = ScriptedProposer(answers(requests, expected), right=lambda position: position % 5 != 0)
-    speculated = run(make, requests, speculation=fixed(3), proposer=script)
-    assert_same(speculated, expected)
-    assert 0 < speculated.num_accepted < speculated.num_drafted
+    check_drafts(make, requests_of(SETTINGS, 8), 3)
 
 
 def recorded_driver(recorder: Recorder) -> StepDriver:
