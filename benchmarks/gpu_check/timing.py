@@ -110,11 +110,7 @@ class DecodeStream:
         prompt_ids = tuple(range(1, context))
         self.admitted = tuple(
             AdmittedRequest(
-                Request(
-                    request_id=f"loop-{row}",
-                    prompt_token_ids=prompt_ids,
-                    sampling=SamplingParams(temperature=0.0),
-                ),
+                Request(request_id=f"loop-{row}", prompt_token_ids=prompt_ids, sampling=GREEDY),
                 (7,),
                 tuple(range(row * self._blocks, (row + 1) * self._blocks)),
             )
