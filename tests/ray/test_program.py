@@ -126,12 +126,12 @@ def test_a_wrong_token_is_told(ray_cluster: RayCluster, model: Path) -> None:
 
 
 def test_without_ray_the_error_says_what_to_install(tmp_path: Path, model: Path) -> None:
-    (tmp_path / "ray.py").write_text("raise ModuleNotFoundError('no ray here')")
+    (tmp_path / "ray.py").write_text("raise ModuleNotFoundError(name='ray')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     env = environment(PYTHONPATH=path)
     ended = run_program("serve", model, *FLAGS, "--port", "0", env=env)
     assert ended.returncode == 2
-    assert "--launcher ray needs Ray: pip install 'onbeat[cluster]'" in ended.stderr
+    assert "--launcher ray needs 'ray', which is not installed: pip install 'onbeat[cluster]'" in ended.stderr
 
 
 def test_flags_of_ray_without_ray_are_refused(model: Path) -> None:

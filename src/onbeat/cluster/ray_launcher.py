@@ -22,7 +22,8 @@ from onbeat.cluster.joining import check_node
 from onbeat.cluster.launcher import Capacity, OnLost, ReplicaNeeds, ReplicaPlace, ReplicaSpec
 from onbeat.cluster.processor_time import ProcessorTime
 from onbeat.cluster.replica_host import Greeting, HostState, ReplicaHost
-from onbeat.core.errors import ConfigError, EngineDead, MissingExtra
+from onbeat.core.errors import ConfigError, EngineDead
+from onbeat.core.extras import require
 from onbeat.core.fleet import MOST_REPLICAS, ReplicaId
 
 logger = logging.getLogger("onbeat.cluster")
@@ -93,7 +94,8 @@ class RayLauncher:
     ) -> None:
         for name, value in RAY_SETTINGS.items():
             os.environ.setdefault(name, value)  # Ray reads them when it is imported
-        self._ray = _import_ray()
+        for module in ("ray.util.scheduling_strategies", "ray"):  # which does not import the first by itself
+            self._ray = require(module, extra="cluster", purpose="--launcher ray")
         self._address = address
         self._needs = needs
         self._port = port
@@ -354,15 +356,6 @@ class RayLauncher:
 def _reason(error: Exception) -> str:
     number = getattr(error, "errno", None)
     return str(error) if number is None or number < 0 else os.strerror(number)
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-        import ray.util.scheduling_strategies
-    except ImportError as error:
-        raise MissingExtra("--launcher ray needs Ray: pip install 'onbeat[cluster]'") from error
-    return ray
 
 
 def _in_thread(call: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
