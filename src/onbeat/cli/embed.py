@@ -15,15 +15,15 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from onbeat.cli.args import key_headers
+from onbeat.cli.args import INTERRUPTED, key_headers
 from onbeat.cli.options import add_options, read_options
+from onbeat.cli.top_source import server_root
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option
 from onbeat.corpus.run import CorpusJob, CorpusOutcome, CorpusRun
 from onbeat.corpus.sender import Endpoint
 
 SOME_REFUSED = 1
-INTERRUPTED = 130
 MOST_SHOWN = 20
 """Refused texts that are told one by one."""
 
@@ -56,15 +56,13 @@ class EmbedOptions:
 
     def __post_init__(self) -> None:
         check(self, EmbedOptions)
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url must start with http:// or https://, got {self.url!r}")
         if not 0 < self.patience_sec < float("inf"):
             raise ConfigError(f"--patience-sec must be finite and above 0, got {self.patience_sec:g}")
 
     def endpoint(self) -> Endpoint:
         """Return where texts go; the key of the API is in $OPENAI_API_KEY."""
         return Endpoint(
-            root=self.url.rstrip("/").removesuffix("/v1"),
+            root=server_root(self.url),
             model=self.model,
             slo_class=None if self.slo_class == "none" else self.slo_class,
             dimensions=self.dimensions,
@@ -98,8 +96,9 @@ def run(args: argparse.Namespace) -> int:
         batch_size=options.batch_size,
         concurrency=options.concurrency,
     )
+    endpoint = options.endpoint()
     with _Bar(console, is_quiet=options.disable_tqdm) as bar:
-        corpus = CorpusRun(job, options.endpoint(), bar)
+        corpus = CorpusRun(job, endpoint, bar)
         is_whole = asyncio.run(_until_signal(corpus))
     _tell(console, job, corpus.outcome, is_whole=is_whole)
     if not is_whole:

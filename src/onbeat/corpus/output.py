@@ -66,7 +66,7 @@ class Embeddings:
         found, end = array("Q"), 0
         self._file.seek(0)
         for number, line in enumerate(self._file, start=1):
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and b'{"line":'.startswith(line[:8]):  # else it is another's file
                 break
             end += len(line)
             try:

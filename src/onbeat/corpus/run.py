@@ -28,7 +28,7 @@ class CorpusProgress(Protocol):
         ...
 
     def advance(self, num_texts: int, num_tokens: int, problem: str) -> None:
-        """Hear that texts are done.
+        """Hear that texts are done; of none, that some are sent again.
 
         Parameters
         ----------
@@ -103,7 +103,7 @@ class CorpusRun:
         headers = {"Content-Type": "application/json", **self._endpoint.headers}
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
-            sender = Sender(session, self._endpoint)
+            sender = Sender(session, self._endpoint, self._progress.advance)
 
             async def work() -> None:
                 for batch in batches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,9 @@ MOST_FAILURES = 4
 """How often a request may end with status 500 before one of its texts is to blame."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 """Seconds until a request is sent again where the server does not say; each time twice as long."""
+
+
+Tell = Callable[[int, int, str], None]
 
 
 class TextRefused(Exception):
@@ -70,11 +73,11 @@ class Sender:
     ----------
     session : for all requests.
     endpoint : where they go.
+    tell : hears that a request is sent again, and why (`CorpusProgress.advance`).
     """
 
-    def __init__(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
-        self._session = session
-        self._endpoint = endpoint
+    def __init__(self, session: aiohttp.ClientSession, endpoint: Endpoint, tell: Tell) -> None:
+        self._session, self._endpoint, self._tell = session, endpoint, tell
         self._last_success = time.monotonic()
         self.num_tokens = 0
         """Of the texts that were embedded, as the server counts them."""
@@ -108,6 +111,7 @@ class Sender:
             pause = wait if told is None else told
             wait = min(2 * wait, LONGEST_WAIT)
             self._check_patience(begin, pause)
+            self._tell(0, self.num_tokens, self.problem)
             await asyncio.sleep(pause)
 
     def _taken(self, content: bytes, num_texts: int) -> list[Any]:

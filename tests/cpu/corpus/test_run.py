@@ -65,13 +65,14 @@ class Shown:
 
 
 async def embed(
-    fake: FakeEndpoint, tmp_path: Path, texts: list[str], *, patience: float = 60.0, **fields: Any
+    fake: FakeEndpoint, tmp_path: Path, texts: list[str], shown: Shown | None = None, **fields: Any
 ) -> CorpusOutcome:
+    patience = fields.pop("patience", 60.0)
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_bytes(b"\n".join(map(orjson.dumps, texts)))
     job = CorpusJob(path=corpus, out=tmp_path / "out.jsonl", **({"batch_size": 4} | fields))
     async with serving(fake) as url:
-        return await CorpusRun(job, Endpoint(root=url, patience=patience), Shown()).run()
+        return await CorpusRun(job, Endpoint(root=url, patience=patience), shown or Shown()).run()
 
 
 def lines_done(tmp_path: Path) -> dict[int, list[float]]:
@@ -103,9 +104,10 @@ async def test_an_endpoint_without_room_is_asked_again(tmp_path: Path) -> None:
         None,
         refusal(429, **{"retry-after-ms": "10"}),
     ]
-    fake = FakeEndpoint(lambda _texts: answers.pop(0) if answers else None)
-    outcome = await embed(fake, tmp_path, ["a", "bb"], batch_size=1, concurrency=1)
+    fake, shown = FakeEndpoint(lambda _texts: answers.pop(0) if answers else None), Shown()
+    outcome = await embed(fake, tmp_path, ["a", "bb"], shown, batch_size=1, concurrency=1)
     assert outcome.num_done == 2
+    assert shown.problems == ["HTTP 429: no", "HTTP 503: no", "", "HTTP 429: no", ""]
     assert len(fake.bodies) == 5
     assert lines_done(tmp_path) == {1: [1], 2: [2]}
 

@@ -14,7 +14,7 @@ from onbeat.cli.main import main
     [
         (["--out", "out.jsonl"], "corpus.jsonl:2: no field 'text'; the line has 'title'"),
         (["--out", "corpus.jsonl"], "--out is the corpus itself"),
-        (["--out", "o", "--url", "localhost:8000"], "--url must start with http"),
+        (["--out", "o", "--url", "http://:80"], "'http://:80' is no address of a server"),
         (["--out", "o", "--patience-sec", "nan"], "--patience-sec must be finite and above 0"),
         (["--out", "o", "--batch-size", "0"], "must be at least 1"),
     ],

@@ -67,7 +67,7 @@ def test_a_torn_line_is_not_done(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("content", [b"{}\n", b'{"line": -1, "digest": "0"}\n', b"[1]\n", b"other\n"])
+@pytest.mark.parametrize("content", [b"{}\n", b'{"line": -1, "digest": "0"}\n', b"[1]\n", b"o\n", b"other"])
 def test_a_file_of_something_else_is_kept(tmp_path: Path, content: bytes) -> None:
     out = tmp_path / "out.jsonl"
     out.write_bytes(content)
