@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -76,16 +77,18 @@ class PlanStore:
 
     def _read(self, path: Path) -> None:
         try:
-            lines = path.read_bytes().splitlines()
+            *lines, torn = path.read_bytes().split(b"\n")
         except OSError as error:
             raise ConfigError(f"--resume: cannot read {path}: {error.strerror or error}") from error
+        if torn and b'{"key":'.startswith(torn[:7]):  # by a kill; the next result begins a line of its own
+            os.truncate(path, sum(len(line) + 1 for line in lines))
+        elif torn:
+            lines.append(torn)
         for number, line in enumerate(lines, start=1):
             try:
                 entry = orjson.loads(line)
                 self._known[entry["key"]] = entry["result"]
             except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-                if number == len(lines):
-                    return  # cut short while it was written
                 raise ConfigError(
                     f"--resume: line {number} of {path} is no result of a plan; give a file that onbeat plan "
                     "wrote, or a new one"

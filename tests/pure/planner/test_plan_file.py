@@ -118,7 +118,8 @@ def test_results_are_kept_by_what_they_are_of(tmp_path: Path) -> None:
     assert again.find(other, FleetRun) is None
     with path.open("ab") as file:
         file.write(b'{"key": "cut sho')
-    assert len(PlanStore(path)) == 1
+    PlanStore(path).keep(other, run.as_dict())
+    assert len(PlanStore(path)) == 2
     path.write_bytes(b"nonsense\n" + path.read_bytes())
     with pytest.raises(ConfigError, match=r"line 1 of .* is no result of a plan"):
         PlanStore(path)
