@@ -6,6 +6,7 @@ from typing import Any
 
 from onbeat.planner.plan_task import Fleet, FleetPlan
 from onbeat.report.charts import COLOURS, MISSED_COLOUR
+from onbeat.report.limit_lines import line_name
 from onbeat.report.page import Figure
 from onbeat.report.sweep_charts import height_with_legend
 
@@ -54,20 +55,14 @@ def cost_figure(plan: FleetPlan) -> Figure | None:
         [(plan.needed_rate, fleet.usd_per_hour, fleet.name) for fleet in plan.failed],
     )
     data = [steps, dots, *([failed] if plan.failed else [])]
+    name = line_name(f"{plan.needed_rate:g} needed", 1, "paper")
+    ends = {"x0": plan.needed_rate, "x1": plan.needed_rate, "y0": 0, "y1": 1, "yref": "paper"}
+    dashes = {"color": MISSED_COLOUR, "width": 1, "dash": "dot"}
     layout = {
         "xaxis": {"title": {"text": "requests/s kept up"}, "rangemode": "tozero"},
         "yaxis": {"title": {"text": "$ an hour"}, "rangemode": "tozero"},
-        "shapes": [
-            {
-                "type": "line",
-                "x0": plan.needed_rate,
-                "x1": plan.needed_rate,
-                "y0": 0,
-                "y1": 1,
-                "yref": "paper",
-                "line": {"color": MISSED_COLOUR, "width": 1, "dash": "dot"},
-            }
-        ],
+        "annotations": [name | {"xref": "x", "x": plan.needed_rate}],
+        "shapes": [{"type": "line", "line": dashes, **ends}],
         "showlegend": True,
         "height": height_with_legend(data),
     }

@@ -144,6 +144,12 @@ async def test_no_text_of_a_report_is_cut_on_screens_and_paper(tmp_path: Path) -
                 await tab.until("!document.querySelector('[data-figure]:not([data-drawn])')")
                 assert await tab.js(CUT) == [], (page, width)
                 assert await tab.js(WIDE) == [], (page, width)
+                aligned = await tab.js(
+                    "getComputedStyle(document.querySelector('.facts') ?? document.body).alignItems"
+                )
+                assert (page == "capacity") == (
+                    aligned == "stretch"
+                )  # cards in a row are as high as each other
                 assert await tab.js("document.documentElement.scrollWidth") <= width
             await tab.js("for (const each of document.querySelectorAll('details')) each.open = false")
             await tab.js("window.dispatchEvent(new Event('beforeprint'))")
