@@ -14,29 +14,12 @@ from onbeat.core.errors import ConfigError
 from onbeat.metrics.summary import SummaryOptions
 from onbeat.workload.arrival_plan import ArrivalKind, ArrivalPlan
 from onbeat.workload.arrivals import RampShape, RateStep
-from onbeat.workload.load_source import JOB_LOADS
+from onbeat.workload.lengths import check_length
+from onbeat.workload.load_source import JOB_LOADS, SharedName
 from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.trace import TIMED_KINDS
 
-DatasetName = Literal[
-    "random",
-    "conversation",
-    "sharegpt",
-    "zipf",
-    "prefix_repetition",
-    "custom",
-    "azure",
-    "mooncake",
-    "burstgpt",
-    "vidur",
-    "lengths",
-    "jobs",
-    "chat-sessions",
-    "agents",
-    "retrieval-chain",
-    "retrieval-plan",
-    "map-reduce",
-]
+DatasetName = Literal[SharedName, "prefix_repetition", "custom"]
 
 FILE_DATASETS = frozenset({"sharegpt", "custom", "azure", "mooncake", "burstgpt", "vidur", "lengths", "jobs"})
 TEXT_DATASETS = frozenset({"sharegpt", "custom"})
@@ -122,6 +105,8 @@ class DatasetConfig:
             )
         if self.job_deadline is not None and not self.has_jobs:
             raise ConfigError(f"--job-deadline-ms is for loads of jobs, not for --dataset-name {self.name}")
+        for name in ("input_len", "output_len", "long_input_len", "repeated_prefix_len", "suffix_len"):
+            check_length(getattr(self, name) or 1)
         if not 0 < self.length_scale <= 1:
             raise ConfigError(f"the length scale must lie in (0, 1], got {self.length_scale:g}")
         if not 0 <= self.long_share < 1:

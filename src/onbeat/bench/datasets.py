@@ -11,7 +11,7 @@ import orjson
 from onbeat.bench.bench_config import DEFAULT_NUM_PROMPTS, DatasetConfig
 from onbeat.core.errors import ConfigError
 from onbeat.files import read_text
-from onbeat.workload.lengths import UniformLength, ZipfLength
+from onbeat.workload.lengths import MOST_TOKENS, UniformLength, ZipfLength
 from onbeat.workload.load_source import (
     CONVERSATION_OUTPUT_SIGMA,
     CONVERSATION_PROMPT_SIGMA,
@@ -206,9 +206,10 @@ def _parse_custom(config: DatasetConfig, number: int, line: str) -> tuple[str, i
             f'{config.path}, line {number}: expected {{"prompt": text, "output_tokens": count}}, '
             f"got {line[:80]!r}"
         ) from error
-    if not isinstance(prompt, str) or not prompt or output < 1:
+    if not isinstance(prompt, str) or not prompt or not 1 <= output <= MOST_TOKENS:
         raise ConfigError(
-            f"{config.path}, line {number}: an empty prompt or output_tokens below 1: {line[:80]!r}"
+            f"{config.path}, line {number}: an empty prompt, or output_tokens that are not 1 to "
+            f"{MOST_TOKENS:,}: {line[:80]!r}"
         )
     return prompt, output
 

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ConfigError
 
 TokenCounts = NDArray[np.int64]
+MOST_TOKENS = 2**24
+"""Of a prompt or an output: more than any model takes, and few enough for tables of them."""
 
 
 class Lengths(Protocol):
@@ -33,7 +35,7 @@ class UniformLength:
     range_ratio: float
 
     def __post_init__(self) -> None:
-        _require_positive(self.mean)
+        check_length(self.mean)
         if not 0 <= self.range_ratio < 1:
             raise ConfigError(f"the range ratio must lie in [0, 1), got {self.range_ratio:g}")
 
@@ -54,7 +56,8 @@ class LogNormalLength:
     high: int = 1 << 20
 
     def __post_init__(self) -> None:
-        _require_positive(self.low)
+        check_length(self.low)
+        check_length(self.mean)
         if not self.low <= self.mean <= self.high:
             raise ConfigError(f"the mean length {self.mean:g} must lie in [{self.low}, {self.high}]")
 
@@ -73,7 +76,8 @@ class ZipfLength:
     high: int
 
     def __post_init__(self) -> None:
-        _require_positive(self.low)
+        check_length(self.low)
+        check_length(self.high)
         if self.high < self.low:
             raise ConfigError(f"the longest length {self.high} is below the shortest, {self.low}")
         if not (math.isfinite(self.exponent) and self.exponent >= 0):
@@ -86,6 +90,9 @@ class ZipfLength:
         return lengths
 
 
-def _require_positive(num_tokens: int) -> None:
+def check_length(num_tokens: float) -> None:
+    """Raise ConfigError unless a prompt or an output can be so long."""
     if num_tokens < 1:
         raise ConfigError(f"a length must be at least 1 token, got {num_tokens}")
+    if num_tokens > MOST_TOKENS:
+        raise ConfigError(f"a length must be at most {MOST_TOKENS:,} tokens, got {num_tokens:,}")

@@ -14,32 +14,17 @@ from onbeat.core.errors import ConfigError
 from onbeat.workload.arrival_plan import ArrivalPlan
 from onbeat.workload.job import Job
 from onbeat.workload.job_file import read_jobs
-from onbeat.workload.job_kinds import JOB_KINDS, draw_jobs
+from onbeat.workload.job_kinds import JOB_KINDS, JobKind, draw_jobs
 from onbeat.workload.job_load import given_starts, job_load
 from onbeat.workload.lanes import LANES, lane_load
-from onbeat.workload.lengths import Lengths, LogNormalLength, UniformLength, ZipfLength
+from onbeat.workload.lengths import Lengths, LogNormalLength, UniformLength, ZipfLength, check_length
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.sharegpt import read_sharegpt, sharegpt_workload
 from onbeat.workload.trace import TIMED_KINDS, Trace, TraceKind, read_trace
 
-LoadName = Literal[
-    "random",
-    "conversation",
-    "zipf",
-    "sharegpt",
-    "azure",
-    "mooncake",
-    "burstgpt",
-    "vidur",
-    "lengths",
-    "jobs",
-    "chat-sessions",
-    "agents",
-    "retrieval-chain",
-    "retrieval-plan",
-    "map-reduce",
-    "lanes",
-]
+SharedName = Literal["random", "conversation", "zipf", "sharegpt", TraceKind, "jobs", JobKind]
+"""Loads that are simulated and sent."""
+LoadName = Literal[SharedName, "lanes"]
 DRAWN_LOADS = frozenset({"random", "conversation", "zipf", LANES, *JOB_KINDS})
 """Those whose lengths come from a distribution, not from a file."""
 TIMED_LOADS = TIMED_KINDS | {"jobs"}
@@ -84,6 +69,8 @@ class LoadSource:
     """Of each job, seconds; None: as its file says, or by its length."""
 
     def __post_init__(self) -> None:
+        if self.output_len is not None:
+            check_length(self.output_len)
         if (self.name in DRAWN_LOADS) != (self.path is None):
             raise ConfigError(
                 f"--dataset-name {self.name} reads no file, but {self.path} was given"

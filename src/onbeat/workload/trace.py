@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
 from onbeat.files import csv_rows, read_text
+from onbeat.workload.lengths import MOST_TOKENS
 
 TraceKind = Literal["azure", "mooncake", "burstgpt", "vidur", "lengths"]
 
@@ -177,15 +178,14 @@ def _own_columns(path: Path, first: Mapping[str, Any], columns: tuple[str, str])
 def _parse_row(path: Path, line: int, record: Mapping[str, Any], found: _Format) -> Row:
     try:
         row = found.parse(record)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
             f"{path}, line {line}: bad value ({error}) in {dict(record)}; repair the line or remove it"
         ) from error
-    _, num_prompt_tokens, num_output_tokens, _ = row
-    if num_prompt_tokens < 0 or num_output_tokens < 0:
-        raise ConfigError(
-            f"{path}, line {line}: a negative length in {dict(record)}; repair the line or remove it"
-        )
+    for length in row[1:3]:
+        if not 0 <= length <= MOST_TOKENS:
+            what = "a negative length" if length < 0 else f"a length above {MOST_TOKENS:,} tokens"
+            raise ConfigError(f"{path}, line {line}: {what} in {dict(record)}; repair the line or remove it")
     return row
 
 

@@ -105,7 +105,7 @@ def test_overlong_requests_are_counted_or_left_out(trace: str) -> None:
     [
         (("--num-prompts", "0"), "--num-prompts"),
         (("--input-len", "0"), "at least 1"),
-        (("--output-len", "0"), "--output-len must be at least 1"),
+        (("--output-len", "0"), "a length must be at least 1 token"),
         (("--request-rate", "0"), "--request-rate"),
         (("--request-rate", "nan"), "--request-rate"),
         (("--arrival-cv", "0", "--request-rate", "1"), "--arrival-cv"),
