@@ -19,6 +19,7 @@ from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import Bracket, SearchOptions, Stopped, search_rate
 from onbeat.planner.share_objectives import AttainmentObjective, DistServeObjective, with_longer_objectives
 from onbeat.planner.trial import run_trial
+from onbeat.report.units import significant
 from onbeat.scheduler.replica.token_budget import full_step, mean_decode_context
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
@@ -236,7 +237,9 @@ def _explain(task: CapacityTask, context: TaskContext, bracket: Bracket) -> tupl
         context.stop()
         return bracket.limit, ()
     where = (
-        "even for requests that meet no others" if bracket.low == 0 else f"at {bracket.high:.4g} requests/s"
+        "even for requests that meet no others"
+        if bracket.low == 0
+        else f"at {significant(bracket.high, 4)} requests/s"
     )
     return f"{where}: {asides[0].verdict.reason}", asides
 

@@ -18,6 +18,11 @@ def short(value: float | None) -> str:
     return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
 
 
+def significant(value: float, digits: int = 3) -> str:
+    """Return a number with so many significant digits, and with those before the point: 0.961, 98,400."""
+    return f"{value:,.0f}" if value >= 10**digits - 0.5 else f"{value:.{digits}g}"
+
+
 def duration(seconds: float | None) -> str:
     """Return a time in the unit that suits it, from microseconds to hours."""
     if seconds is None:

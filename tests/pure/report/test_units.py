@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.report.units import BARS, against, duration, percent, short, sparkline
+from onbeat.report.units import BARS, against, duration, percent, short, significant, sparkline
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,11 @@ from onbeat.report.units import BARS, against, duration, percent, short, sparkli
 )
 def test_short(value: float | None, text: str) -> None:
     assert short(value) == text
+
+
+def test_significant() -> None:
+    shown = [significant(each, 4) for each in (0.9613, 16.692, 9999.4, 98412.3)]
+    assert shown == ["0.9613", "16.69", "9999", "98,412"]
 
 
 @pytest.mark.parametrize(
