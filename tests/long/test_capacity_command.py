@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from onbeat.cli.args import INFEASIBLE
 from onbeat.cli.capacity_options import TBT, CapacityOptions, parse_vary
 from onbeat.cli.capacity_output import CapacityReport, capacity_rows, rich_tables, to_document
-from onbeat.cli.main import COMMANDS, EXIT_INFEASIBLE, main
+from onbeat.cli.main import COMMANDS, main
 from onbeat.core.errors import ConfigError
 from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.report.sweep_charts import KEPT_TITLE
@@ -120,7 +121,7 @@ def saved(tmp_path: Path) -> Any:
 
 def test_is_a_command() -> None:
     assert COMMANDS["capacity"].module == "onbeat.cli.capacity"
-    assert EXIT_INFEASIBLE == 3
+    assert INFEASIBLE == 3
 
 
 def test_finds_the_capacity_of_a_real_model(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,18 +141,10 @@ def test_hopeless_requests_can_be_left_out(saved: Any, tmp_path: Path) -> None:
     prompts = [20_000 if row % 4 == 0 else 100 for row in range(40)]
     lines = [f"{row * 0.1:.1f},{prompt},8\n" for row, prompt in enumerate(prompts)]
     trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + "".join(lines))
-    flags = (
-        "--objective",
-        "attainment:0.9",
-        "--slo-ttft-ms",
-        "200",
-        "--trace",
-        str(trace),
-        "--max-model-len",
-        "32k",
-    )
+    objective = ("--objective", "attainment:0.9", "--slo-ttft-ms", "200")
+    flags = (*objective, "--trace", str(trace), "--max-model-len", "32k")
     code, document = saved_of_trace(tmp_path, *flags)
-    assert code == EXIT_INFEASIBLE
+    assert code == INFEASIBLE
     code, document = saved_of_trace(tmp_path, *flags, "--hopeless", "exclude", "--jobs", "2")
     assert code == 0
     [case] = document["cases"]
@@ -209,7 +202,7 @@ def test_two_processes_give_the_same_answer(saved: Any) -> None:
 def test_says_why_nothing_fits(
     flags: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert capacity(*flags) == EXIT_INFEASIBLE
+    assert capacity(*flags) == INFEASIBLE
     out = " ".join(capsys.readouterr().out.split())
     assert "INFEASIBLE" in out
     assert reason in out
@@ -229,12 +222,12 @@ def test_says_why_nothing_fits(
         (("--objective", "vidur", "--max-num-batched-tokens", "2"), "max_num_seqs"),
         (("--objective", "vidur", "--vary", "tp=3"), "3"),
         (("--objective", "vidur", "--request-rate", "2"), "leave out --request-rate"),
-        (
-            ("--objective", "vidur", "--hopeless", "exclude"),
-            "--hopeless exclude needs --objective attainment",
-        ),
+        (("--objective", "vidur", "--hopeless", "exclude"), "exclude needs --objective attainment"),
+        (("--sweep-rate", "2", "--hopeless", "exclude"), "--hopeless is for a search"),
+        (("--sweep-concurrency", "2", "--repeats", "2"), "--repeats is for a search"),
         (("--objective", "vidur", "--vary", "shed=off,rejct"), "did you mean reject?"),
         (("--objective", "vidur", "--vary", "shed-order=longest"), "did you mean longest-wait?"),
+        (("--objective", "vidur", "--vary", "tp=1,2", "--tp", "4"), "does not try --tensor-parallel-size 4"),
         (("--objective", "vidur", "--max-concurrency", "2"), "no rate to search"),
     ],
 )

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from onbeat.cli.main import EXIT_INFEASIBLE, main
+from onbeat.cli.args import INFEASIBLE
+from onbeat.cli.main import main
 from onbeat.cli.plan_options import parse_degrees, parse_gpus
 from onbeat.core.errors import ConfigError
 from onbeat.planner.plan_file import read_promise
@@ -178,12 +179,12 @@ def test_classes_with_traces_of_their_own_are_planned_together(
 
 
 def test_what_cannot_be_kept_says_what_binds_and_what_could_be(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan("--gpus", "l4=1", "--rate", "4") == EXIT_INFEASIBLE
+    assert plan("--gpus", "l4=1", "--rate", "4") == INFEASIBLE
     shown = capsys.readouterr().out
     assert "INFEASIBLE: all devices together, 1 \u00d7 L4, are too few" in shown
     assert "--objective attainment:0." in shown
     assert "--slo-ttft-ms " in shown
-    assert plan("--gpus", "l4", "--rate", "4", "--slo-tbt-ms", "20") == EXIT_INFEASIBLE
+    assert plan("--gpus", "l4", "--rate", "4", "--slo-tbt-ms", "20") == INFEASIBLE
     shown = capsys.readouterr().out
     assert "0 % of the requests can be in time" in shown or "keep the objectives" in shown
     assert "--slo-tbt-ms" in shown
@@ -202,7 +203,7 @@ def test_what_cannot_be_kept_says_what_binds_and_what_could_be(capsys: pytest.Ca
 def test_what_is_said_to_be_kept_is_kept(
     flags: list[str], num_suggested: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert plan(*flags) == EXIT_INFEASIBLE
+    assert plan(*flags) == INFEASIBLE
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Nearest")]
     suggested = line.partition(": ")[2].split("; or ")
     assert len(suggested) == num_suggested
@@ -245,16 +246,8 @@ def test_hours_have_requests_of_their_own(tmp_path: Path) -> None:
     """A load that is made up has more requests, and so other sizes, where more come in a second."""
     rates, output = tmp_path / "day.csv", tmp_path / "plan.yaml"
     rates.write_text("hour,rate\n0,1\n1,12\n", encoding="utf-8")
-    load = [
-        "--dataset-name",
-        "conversation",
-        "--slo-ttft-ms",
-        "2000",
-        "--slo-tbt-ms",
-        "100",
-        "--repeats",
-        "1",
-    ]
+    load = ["--dataset-name", "conversation", "--repeats", "1"]
+    load += ["--slo-ttft-ms", "2000", "--slo-tbt-ms", "100"]
     flags = [*load, "--gpus", "h100-sxm", "--rate-by-hour", str(rates), "-o", str(output), "--disable-tqdm"]
     assert main(["plan", "--model", "meta-llama/Llama-3.1-8B", "--tp", "1", *flags]) == 0
     hours = yaml.safe_load(output.read_text())["plan"]["hours"]

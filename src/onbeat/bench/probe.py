@@ -45,7 +45,7 @@ async def wait_until_ready(session: aiohttp.ClientSession, target: TargetConfig)
         try:
             async with session.get(url, headers=dict(target.headers), timeout=PROBE_TIMEOUT) as response:
                 if response.status < 500:
-                    return await _models(url, response)
+                    return await read_models(url, response)
                 problem = f"HTTP {response.status}"
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             problem = why_no_answer(error)
@@ -57,7 +57,13 @@ async def wait_until_ready(session: aiohttp.ClientSession, target: TargetConfig)
         await asyncio.sleep(0.5)
 
 
-async def _models(url: str, response: aiohttp.ClientResponse) -> ServerModels:
+async def read_models(url: str, response: aiohttp.ClientResponse) -> ServerModels:
+    """Return the models of an answer of /v1/models; none where a server has no such list.
+
+    Raises
+    ------
+    ConfigError : it wants a key, or is no answer of an OpenAI-compatible server.
+    """
     if response.status in {401, 403}:
         raise ConfigError(f"{url} answers HTTP {response.status}: set the key in OPENAI_API_KEY")
     if response.status in {404, 405}:  # an endpoint without a model list can be loaded all the same
@@ -71,18 +77,16 @@ async def _models(url: str, response: aiohttp.ClientResponse) -> ServerModels:
         raise ConfigError(f"{url} does not answer like an OpenAI-compatible server") from error
 
 
-def choose_model(target: TargetConfig, offered: ServerModels) -> str:
-    """Return the model to ask for.
+def choose_model(named: str | None, offered: ServerModels, root: str) -> str:
+    """Return the model to ask for: the one that is named, else the first that the server at `root` offers.
 
     Raises
     ------
-    ConfigError : none was named and the server does not offer exactly one kind of answer.
+    ConfigError : there is neither.
     """
-    if target.model is not None:
-        return target.model
-    if not offered.ids:
-        raise ConfigError(f"{target.root} lists no model: name one with --model")
-    return offered.ids[0]
+    if named is None and not offered.ids:
+        raise ConfigError(f"{root} lists no model: name one with --model")
+    return offered.ids[0] if named is None else named
 
 
 async def server_pool(session: aiohttp.ClientSession, target: TargetConfig, model: str) -> WordPool | None:

@@ -9,7 +9,7 @@ from onbeat.perfmodel.device_spec import find_device
 from onbeat.planner.objective import Objective, Verdict
 from onbeat.planner.share_objectives import AttainmentObjective, DistServeObjective
 from onbeat.report.objectives import classes_text
-from onbeat.report.units import duration
+from onbeat.report.units import duration, significant
 
 COST, LIMIT, LOAD, OBJECTIVE = (
     "What it costs",
@@ -82,4 +82,4 @@ def limit_text(rate: float, verdict: Verdict) -> str:
         for measure in verdict.measures
         if not measure.is_met
     ]
-    return f"At {rate:.3g} requests/s, {state_text(verdict)}; {' '.join(missed[:1])}"
+    return f"At {significant(rate)} requests/s, {state_text(verdict)}; {' '.join(missed[:1])}"

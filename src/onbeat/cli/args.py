@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -17,6 +18,8 @@ from onbeat.files import read_yaml
 
 T = TypeVar("T")
 
+FAILED, BAD_INPUT, INFEASIBLE, INTERRUPTED = 1, 2, 3, 130
+"""Exit codes that several commands share."""
 GROUPS = {
     "fleet": (
         *("replicas", "router", "launcher", "ray-address", "fleet-port", "start-timeout", "kinds"),
@@ -276,17 +279,6 @@ def checked(convert: Callable[[str], T], what: str) -> Callable[[str], T]:
     return read
 
 
-def _seed(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError(text)
-    return number
-
-
-seed = checked(_seed, "a whole number of at least 0")
-"""Argparse type: what makes random draws repeatable."""
-
-
 def _above_0(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
@@ -294,15 +286,19 @@ def _above_0(text: str) -> float:
     return value
 
 
-def _from_1(text: str) -> int:
+def _whole(least: int, text: str) -> int:
     value = _count(text)
-    if value < 1:
+    if value < least:
         raise ValueError(text)
     return value
 
 
+natural = checked(partial(_whole, 0), "a whole number of at least 0")
+positive = checked(partial(_whole, 1), "a whole number of at least 1")
+"""Argparse types."""
+
 RATES = (_above_0, "numbers above 0")
-LEVELS = (_from_1, "whole numbers of at least 1")
+LEVELS = (partial(_whole, 1), "whole numbers of at least 1")
 """What `listed` reads for flags of sweeps."""
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from onbeat.cli.args import FAILED, INTERRUPTED, natural
 from onbeat.cli.outputs import result_console, shown_settings
-from onbeat.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from onbeat.bench.bench_config import BenchConfig, RunConfig
@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from onbeat.core.protocols import Tokenizer
     from onbeat.planner.plan_file import Promise
 
-FAILED = 1
 BROKEN = 3
 """A promise."""
-INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     compare.add_argument("baseline", type=Path, metavar="A.json")
     compare.add_argument("candidate", type=Path, metavar="B.json")
-    compare.add_argument("--seed", type=int, default=0, help="random seed of the bootstrap")
+    compare.add_argument("--seed", type=natural, default=0, help="random seed of the bootstrap")
     about = "check that a server delivers each token once while connections break and engines die"
     chaos.add_arguments(commands.add_parser("chaos", help=about, description=about))
 
@@ -75,8 +73,6 @@ def _serve(args: argparse.Namespace) -> int:
         promise = read_promise(options.check_plan)
         options = with_planned_load(options, promise)
     output = options.output
-    if output.result_dir is not None and not output.saves_under_name:
-        raise ConfigError("--result-dir needs --save-result")
     _check_outputs(output)
     bench = bench_config(options)
     runs = planned_runs(options.dataset, options.load, title=output.label or "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +18,10 @@ from onbeat.bench.bench_config import (
     RunConfig,
 )
 from onbeat.bench.plan import MlcStudy, concurrency_sweep, rate_sweep
-from onbeat.cli.args import LEVELS, listed, numbers
-from onbeat.cli.args import seed as read_seed
+from onbeat.cli.args import LEVELS, listed, natural, numbers, positive
 from onbeat.cli.workload import ArrivalOptions, job_deadline_option
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import option, part, settings_of
+from onbeat.core.options import changed, option, part
 from onbeat.workload.arrivals import RampShape
 from onbeat.workload.load_source import JOB_LOADS
 from onbeat.workload.trace import read_trace
@@ -31,12 +29,11 @@ from onbeat.workload.trace import read_trace
 _data = partial(option, group="data set")
 _load = partial(option, group="load")
 
-_SET_BY_PRESETS = frozenset(
-    (
-        *("request_rate", "max_concurrency", "num_prompts", "sweep_concurrency", "sweep_rate", "trace"),
-        *("input_len", "output_len", "arrivals", "rate_steps", "ramp_up_strategy"),
-    )
+_BESIDE_PRESETS = frozenset(
+    {"preset", "preset_scale", "num_warmups", "dataset_name", "dataset_path", "seed", "salt"}
 )
+"""Flags of the load that a preset does not set itself."""
+_BESIDE_CLOSED_LOOPS = frozenset({"sweep_concurrency", "max_concurrency", "num_warmups"})
 _OWN_FLAGS = {
     "random": (
         *("random_input_len", "random_output_len", "random_range_ratio", "random_prefix_len"),
@@ -50,16 +47,6 @@ _OWN_FLAGS = {
     ),
 }
 """Flags of one data set alone."""
-
-
-def _at_least(least: int, text: str) -> int:
-    value = int(text) if text.lstrip("-").isdigit() else least - 1
-    if value < least:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
-    return value
-
-
-positive, natural = partial(_at_least, 1), partial(_at_least, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +104,7 @@ class DatasetOptions:
     disable_shuffle: bool = _data(
         default=False, is_switch=True, help="take conversations and lengths in file order"
     )
-    seed: int = _data(0, parse=read_seed, help="random seed of lengths and arrivals")
+    seed: int = _data(0, parse=natural, help="random seed of lengths and arrivals")
     salt: str | None = _data(
         None, help="random seed of the words (default: new each time, so that no prefix cache helps)"
     )
@@ -172,12 +159,9 @@ def planned_runs(dataset: DatasetOptions, load: LoadOptions, *, title: str) -> l
 
 def _preset_file(dataset: DatasetOptions, load: LoadOptions) -> Path | None:
     """Return the ShareGPT file of a preset, if one is given; refuse flags that the preset sets itself."""
-    for options, parts in ((load, ("spread",)), (dataset, ())):
-        for each in (options, *(getattr(options, name) for name in parts)):
-            for setting in settings_of(type(each)):
-                is_own = setting.name in _SET_BY_PRESETS and hasattr(each, setting.name)
-                if is_own and getattr(each, setting.name) != setting.default:
-                    raise ConfigError(f"--preset {load.preset} sets {setting.flag} itself: leave it out")
+    for setting in (*changed(load), *changed(dataset)):
+        if setting.name not in _BESIDE_PRESETS:
+            raise ConfigError(f"--preset {load.preset} sets {setting.flag} itself: leave it out")
     if dataset.dataset_name not in {None, "sharegpt"}:
         raise ConfigError(f"--preset {load.preset} takes a ShareGPT file or none, not {dataset.dataset_name}")
     return dataset.dataset_path
@@ -220,12 +204,10 @@ def dataset_config(options: DatasetOptions) -> DatasetConfig:
 
 def _refuse_foreign(options: DatasetOptions, name: str) -> None:
     """Refuse flags of another data set than the one in use, which would have no effect."""
-    for owner, flags in _OWN_FLAGS.items():
-        for flag in flags:
-            if getattr(options, flag) and name != owner:
-                raise ConfigError(
-                    f"--{flag.replace('_', '-')} is for --dataset-name {owner}; this run uses {name}"
-                )
+    owners = {flag: owner for owner, flags in _OWN_FLAGS.items() for flag in flags}
+    for each in changed(options):
+        if (owner := owners.get(each.name, name)) != name:
+            raise ConfigError(f"{each.flag} is for --dataset-name {owner}; this run uses {name}")
     if options.disable_shuffle and name not in {"sharegpt", "lengths"}:
         raise ConfigError(f"--disable-shuffle has no effect on --dataset-name {name}, which is not shuffled")
     if options.output_len is not None and name in JOB_LOADS:
@@ -263,8 +245,9 @@ def load_config(options: LoadOptions, dataset: DatasetConfig) -> LoadConfig:
 def _first_rate(options: LoadOptions) -> float:
     """Return the rate of the first run; refuse flags that a sweep would override."""
     rate: float = options.request_rate
-    if options.sweep_concurrency and not options.sweep_rate and math.isfinite(rate):
-        raise ConfigError("--sweep-concurrency makes closed loops: they have no --request-rate")
+    for each in changed(options):
+        if options.sweep_concurrency and not options.sweep_rate and each.name not in _BESIDE_CLOSED_LOOPS:
+            raise ConfigError(f"--sweep-concurrency makes closed loops: they have no {each.flag}")
     if options.sweep_concurrency and options.max_concurrency is not None:
         raise ConfigError("--sweep-concurrency sets --max-concurrency itself: leave one out")
     if not options.sweep_rate:

@@ -20,7 +20,7 @@ from onbeat.cli.args import key_headers, numbers
 from onbeat.cli.bench_load import DatasetOptions, LoadOptions
 from onbeat.cli.workload import ObjectiveOptions
 from onbeat.core.errors import ConfigError, quoted
-from onbeat.core.options import option, part, settings_of
+from onbeat.core.options import changed, option, part, settings_of
 from onbeat.core.slo import SLOMode, slo_mode_option
 from onbeat.metrics.summary import METRICS, SummaryOptions
 from onbeat.workload.load_source import JOB_LOADS
@@ -184,6 +184,15 @@ class OutputOptions:
     )
     report: Path | None = _output(None, metavar="FILE.html", help="write one self-contained page with plots")
     disable_tqdm: bool = _output(default=False, is_switch=True, help="show no progress bar")
+
+    def __post_init__(self) -> None:
+        if self.saves_under_name:
+            return
+        if self.result_dir is not None:
+            raise ConfigError("--result-dir needs --save-result")
+        for each in changed(self) if self.json is None else ():
+            if each.name in {"save_detailed", "metadata"}:
+                raise ConfigError(f"{each.flag} is for a saved result: give --json FILE or --save-result too")
 
     @property
     def saves_under_name(self) -> bool:

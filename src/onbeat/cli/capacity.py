@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from onbeat.cli.args import INFEASIBLE, INTERRUPTED
 from onbeat.core.extras import require
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from onbeat.planner.cases import Labels
     from onbeat.planner.frontier import FrontierPoint
 
-INFEASIBLE = 3
-INTERRUPTED = 130
 SHORT_LOAD = 30.0
 """Seconds: the delays that objectives limit take some of them to build up."""
 
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if levels and not is_stopped:
         points, is_stopped = sweep(options, planned, levels, slo_mode=args.slo_mode, console=console)
     report = CapacityReport(
-        title=f"Capacity of {args.model} on {args.device}",
+        title=f"Capacity of {_what(args, planned)}",
         lead=lead,
         settings=_settings(args, planned),
         capacities=capacities,
@@ -83,6 +82,7 @@ def _show(report: CapacityReport) -> None:
     from onbeat.cli.outputs import result_console
     from onbeat.planner.capacity import Outcome
     from onbeat.planner.cases import case_name
+    from onbeat.report.units import significant
 
     console = result_console()
     for table in rich_tables(report):
@@ -99,8 +99,9 @@ def _show(report: CapacityReport) -> None:
     highest = max((each.rate for each in report.capacities), default=0.0)
     if highest and report.num_requests / highest < SHORT_LOAD:
         console.print(
-            f"note: at {highest:.4g} requests/s the load lasts {report.num_requests / highest:.0f} s, in "
-            "which queues hardly grow; raise --num-prompts for the rate that can be kept up",
+            f"note: at {significant(highest, 4)} requests/s the load lasts "
+            f"{report.num_requests / highest:.0f} s, in which queues hardly grow; raise --num-prompts for "
+            "the rate that can be kept up",
             markup=False,
             soft_wrap=True,
         )
@@ -109,15 +110,20 @@ def _show(report: CapacityReport) -> None:
         console.print(f"INFEASIBLE: {reasons[0]}", markup=False, soft_wrap=True)
     best = report.best
     if best is not None:
-        low, high = best.interval
+        each = (best.rate, *best.interval, best.rate_per_device)
+        rate, low, high, per_gpu = (significant(value, 4) for value in each)
         console.print(
-            f"capacity: {best.rate:.4g} requests/s ({low:.4g} to {high:.4g}) on {best.num_devices} GPU(s), "
-            f"{best.rate_per_device:.4g} per GPU, {case_name(best.labels)}",
+            f"capacity: {rate} requests/s ({low} to {high}) on {best.num_devices} GPU(s), {per_gpu} per GPU, "
+            f"{case_name(best.labels)}",
             markup=False,
             soft_wrap=True,
         )
     if report.is_interrupted:
         console.print(INTERRUPTED_NOTE, style="bold yellow")
+
+
+def _what(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> str:
+    return f"{args.model} on {' or '.join(dict.fromkeys(each.case.settings.device for each in planned))}"
 
 
 def _lead(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> str:
@@ -135,7 +141,7 @@ def _lead(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> str:
     step_times = "; ".join(dict.fromkeys(each.step_times for each in planned if each.step_times))
     interval = "the final bracket" if num_repeats == 1 else f"{LEVEL * 100:g} % by Student's t over repeats"
     return (
-        f"{args.model} on {args.device}: {what}; {load.name} load, {len(load)} requests a run, mean "
+        f"{_what(args, planned)}: {what}; {load.name} load, {len(load)} requests a run, mean "
         f"{load.num_prompt_tokens.mean():.0f} tokens in and {load.num_output_tokens.mean():.0f} out; "
         f"{len(planned)} case(s), {num_repeats} repeat(s), interval: {interval}"
         + (f"; step times: {step_times}" if step_times else "")

@@ -9,6 +9,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.planner.capacity import TIGHTER, Capacity, Outcome
 from onbeat.planner.cases import case_name
 from onbeat.planner.prices import Price, Prices
+from onbeat.report.units import significant
 
 if TYPE_CHECKING:
     from onbeat.cli.capacity_output import CapacityReport
@@ -35,7 +36,7 @@ def answer_of(report: CapacityReport) -> str:
     kept = f" and {_third_person(promise) if best.num_devices == 1 else promise}" if promise else ""
     which = "" if len(report.capacities) == 1 else f" The best of {len(report.capacities)} cases: "
     which += case_name(best.labels) + "." if which else ""
-    return f"{gpus} {serve} {rate}{best.rate:.3g} requests/s{kept}{usd}.{which}"
+    return f"{gpus} {serve} {rate}{significant(best.rate)} requests/s{kept}{usd}.{which}"
 
 
 def _third_person(promise: str) -> str:
@@ -55,7 +56,9 @@ def facts_of(report: CapacityReport) -> list[tuple[str, str]]:
     beyond = [aside for aside in asides[1:] if aside.objectives == 1]
     if beyond:
         most = beyond[-1]
-        facts.append((LOAD, f"At {most.rate:.3g} requests/s on the same GPUs, {state_text(most.verdict)}."))
+        facts.append(
+            (LOAD, f"At {significant(most.rate)} requests/s on the same GPUs, {state_text(most.verdict)}.")
+        )
     facts.append((OBJECTIVE, _tighter(report, best)))
     return facts
 
@@ -73,7 +76,7 @@ def _tighter(report: CapacityReport, best: Capacity) -> str:
         if labels == own
     ]
     if len(others) > 1:
-        words = [f"{rate:.3g} requests/s within {limit:g} ms" for limit, rate in sorted(others)]
+        words = [f"{significant(rate)} requests/s within {limit:g} ms" for limit, rate in sorted(others)]
         return f"The highest rate by the time between tokens: {', '.join(words)}."
     return "Nothing was searched. --vary slo-tbt-ms=25,50 compares objectives."
 

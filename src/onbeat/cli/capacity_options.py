@@ -13,7 +13,7 @@ from onbeat.cli.options import milliseconds, read_value
 from onbeat.cli.outputs import ResultOptions
 from onbeat.core.errors import ConfigError
 from onbeat.core.hints import likely_meant
-from onbeat.core.options import option, part, settings_of
+from onbeat.core.options import changed, option, part, settings_of
 from onbeat.planner.frontier import Level
 from onbeat.simulator.settings import ReplicaSettings
 
@@ -79,6 +79,12 @@ class CapacityOptions:
         require_jobs(self.jobs)
         if self.repeats < 1:
             raise ConfigError(f"--repeats is {self.repeats}; it must be at least 1")
+        for each in changed(self) if self.is_sweep and self.objective is None else ():
+            if each.name in {"hopeless", "tolerance", "repeats"}:
+                raise ConfigError(
+                    f"{each.flag} is for a search, and a sweep searches only with --objective: give one, or "
+                    f"leave {each.flag} out"
+                )
 
     @property
     def is_sweep(self) -> bool:

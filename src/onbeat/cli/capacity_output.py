@@ -13,6 +13,7 @@ from rich.table import Table
 
 from onbeat import __version__
 from onbeat.cli.capacity_answer import answer_of, facts_of
+from onbeat.cli.outputs import is_given
 from onbeat.metrics.summary import LatencyStatistic
 from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.planner.cases import Labels, case_name
@@ -28,6 +29,7 @@ from onbeat.report.page import Page, answer, folded, notes, table
 from onbeat.report.run_report import settings_section
 from onbeat.report.sweep_charts import group_by_load
 from onbeat.report.table import filled_table, percent
+from onbeat.report.units import significant
 
 SCHEMA_VERSION = 1
 INTERRUPTED_NOTE = "interrupted: this is a partial result"
@@ -89,7 +91,7 @@ def capacity_rows(capacities: Sequence[Capacity]) -> list[tuple[str, ...]]:
             _rate_text(each),
             _interval_text(each),
             str(each.num_devices or "-"),
-            _rate(each.rate_per_device) if each.rate else "-",
+            significant(each.rate_per_device, 4) if each.rate else "-",
             each.reason,
         )
         for each in capacities
@@ -168,12 +170,8 @@ def write_page(path: Path, report: CapacityReport) -> None:
             body += folded(f"Latency and throughput: {load}", figures)
         body += folded("All runs", table(FRONTIER_HEADER, frontier_rows(report.points)))
     body += f"<h2>How it was found</h2>\n<p class='lead'>{html.escape(report.lead)}.</p>\n"
-    flags = {name: value for name, value in report.settings.get("flags", {}).items() if _is_given(value)}
+    flags = {name: value for name, value in report.settings.get("flags", {}).items() if is_given(value)}
     page.write(path, report.title, body + settings_section(flags))
-
-
-def _is_given(value: Any) -> bool:
-    return value is not None and value is not False and value != []
 
 
 def _capacity_figures(capacities: Sequence[Capacity]) -> list[Any]:
@@ -183,22 +181,17 @@ def _capacity_figures(capacities: Sequence[Capacity]) -> list[Any]:
     return [capacity_figure(bounded), *(capacity_over_figure(bounded, axis) for axis in axes)]
 
 
-def _rate(value: float) -> str:
-    """Return requests per second, alike in all places."""
-    return f"{value:.4g}"
-
-
 def _rate_text(each: Capacity) -> str:
     if each.outcome is Outcome.INFEASIBLE:
         return "INFEASIBLE"
     if not each.rate:
         return "-"
     prefix = {Outcome.FOUND: "", Outcome.UNBOUNDED: "above ", Outcome.INTERRUPTED: "at least "}[each.outcome]
-    return f"{prefix}{_rate(each.rate)}"
+    return f"{prefix}{significant(each.rate, 4)}"
 
 
 def _interval_text(each: Capacity) -> str:
-    low, high = each.interval
     if each.outcome is Outcome.INFEASIBLE or not each.rate:
         return "-"
-    return f"{_rate(low)} to {_rate(high)}" if isfinite(high) else f"{_rate(low)} or more"
+    low, high = (significant(end, 4) for end in each.interval)
+    return f"{low} to {high}" if isfinite(each.interval[1]) else f"{low} or more"

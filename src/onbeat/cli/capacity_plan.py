@@ -13,7 +13,7 @@ from onbeat.cli.options import read_options
 from onbeat.cli.simulate_options import replica_settings
 from onbeat.cli.workload import WorkloadOptions, offered_load
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import change
+from onbeat.core.options import change, changed
 from onbeat.core.slo import SLOMode
 from onbeat.planner.cases import Labels
 from onbeat.planner.grid import HopelessOn, ReplicaCase, settings_grid
@@ -63,7 +63,11 @@ def plan_cases(args: argparse.Namespace, options: CapacityOptions) -> list[Plann
         )
     axes = parse_vary(options.vary)
     objectives_ms = axes.pop(TBT, [])
-    drafts = _draft_cases(replica_settings(args), axes)
+    base = replica_settings(args)
+    for each, value in changed(base).items():
+        if value not in axes.get(each.name, [value]) and each.name != "device":  # which must be given
+            raise ConfigError(f"--vary does not try {each.flag} {value}: add it to --vary, or leave it out")
+    drafts = _draft_cases(base, axes)
     planned: list[PlannedCase] = []
     workload = read_options(args, WorkloadOptions)
     for tbt_ms in objectives_ms or [None]:

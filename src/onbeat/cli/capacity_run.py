@@ -16,6 +16,7 @@ from onbeat.planner.cases import Labels, case_name
 from onbeat.planner.frontier import FrontierPoint, Level, LevelTask, run_level
 from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions, Trial
+from onbeat.report.units import significant
 
 
 class CapacityProgress(Progress):
@@ -44,7 +45,7 @@ class CapacityProgress(Progress):
     def on_event(self, index: int, event: Trial | FrontierPoint) -> None:
         if isinstance(event, Trial):
             met = "kept" if event.verdict.is_met else "missed"
-            note = f"{event.rate:.3g} requests/s {met}: {event.verdict.reason}"
+            note = f"{significant(event.rate)} requests/s {met}: {event.verdict.reason}"
         elif event.run is not None:  # one that cannot run is not reported
             note = f"{event.level.name}: {event.run.output_throughput_per_gpu:,.0f} tokens/s per GPU"
         self.update(self._task, note=f"{case_name(self._labels[index])}: {note}")

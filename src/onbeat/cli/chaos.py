@@ -15,9 +15,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from onbeat.bench.chaos import TIMEOUT, Chaos, ChaosPlan, ChaosRun
 from onbeat.bench.client import why_no_answer
 from onbeat.bench.history import End, Exchange, Violation, counts, save, violations
+from onbeat.bench.probe import choose_model, read_models
 from onbeat.cli.args import key_headers
 from onbeat.cli.options import add_options, read_options
-from onbeat.cli.outputs import check_writable
+from onbeat.cli.outputs import check_writable, result_console
 from onbeat.cli.top_source import server_root
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option, part
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Disturb and check; return 0 if nothing is wrong, else 3."""
     options, root = read_options(args, ChaosOptions), server_root(args.url)
     check_writable({"--history": options.history})
-    console = Console(highlight=False)
+    console = result_console(highlight=False)
     result = asyncio.run(_run(root, options, Console(stderr=True)))
     if options.history is not None:
         save(options.history, result.exchanges, result.known)
@@ -97,8 +98,7 @@ async def _first_model(session: aiohttp.ClientSession, root: str) -> str:
         async with session.get(f"{root}/v1/models") as response:
             if response.status != 200:
                 raise ConfigError(f"{root}/v1/models answers {response.status}; name the model with --model")
-            name: str = (await response.json())["data"][0]["id"]
-            return name
+            return choose_model(None, await read_models(f"{root}/v1/models", response), root)
     except aiohttp.ClientError as error:
         problem = why_no_answer(error)
         raise ConfigError(f"no server answers at {root} ({problem}); start one, or name another") from error

@@ -18,7 +18,8 @@ import orjson
 from rich.console import Console
 
 from onbeat.bench.client import why_no_answer
-from onbeat.bench.stream import EventStreamParser
+from onbeat.bench.probe import choose_model, read_models
+from onbeat.bench.stream import EventStreamParser, error_code, error_text
 from onbeat.cli.args import key_headers
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.top_source import server_root
@@ -56,6 +57,8 @@ class ChatOptions:
         for name, value in (("ttft", self.slo_ttft_ms), ("tbt", self.slo_tbt_ms)):
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"--slo-{name}-ms must be finite and above 0, got {value:g}")
+        if self.shed and not self.objective:
+            raise ConfigError("--shed needs an objective: give --slo-ttft-ms or --slo-tbt-ms")
 
     @property
     def objective(self) -> dict[str, Any]:
@@ -150,13 +153,13 @@ class Talk:
         try:
             async with _session() as session, session.get(f"{self.root}/v1/models") as response:
                 await _check(response)
-                served = [each["id"] for each in (await response.json())["data"]]
+                served = await read_models(f"{self.root}/v1/models", response)
         except aiohttp.ClientError as error:
             raise ConfigError(
                 f"no server answers at {self.root} ({why_no_answer(error)}); start one with `onbeat serve`, "
                 "or name another: `onbeat chat URL`"
             ) from error
-        self.model = self.options.model or served[0]
+        self.model = choose_model(self.options.model, served, self.root)
         if self.options.system is not None:
             self._messages.append({"role": "system", "content": self.options.system})
 
@@ -215,8 +218,8 @@ def _session() -> aiohttp.ClientSession:
 
 
 def _take(event: dict[str, Any], answer: Answer) -> None:
-    if "error" in event:
-        raise Refused(f"the answer broke off: {event['error'].get('message')}")
+    if event.get("error"):
+        raise Refused(f"the answer broke off: {error_text(event)}")
     for choice in event.get("choices", ()):
         text = choice["delta"].get("content") or ""
         answer.text += text
@@ -238,13 +241,15 @@ async def _check(response: aiohttp.ClientResponse) -> None:
     if response.status == 200:
         return
     try:
-        error = (await response.json(content_type=None))["error"]
-    except (ValueError, KeyError, TypeError):
-        error = {"message": f"HTTP {response.status}"}
+        body = await response.json(content_type=None)
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        body = {"error": f"HTTP {response.status}"}
     if response.status == 401:
         raise Refused("the server wants an API key; put it into $OPENAI_API_KEY")
-    text = str(error.get("message"))
-    if error.get("code") in _REFUSALS:
+    text = error_text(body)
+    if error_code(body) in _REFUSALS:
         wait = response.headers.get("retry-after-ms")
         text = f"refused: {text}" + (f"; try again in {float(wait) / 1000:.1f} s" if wait else "")
     raise Refused(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from onbeat import __version__
-from onbeat.cli.args import Parser, parse, print_error
+from onbeat.cli.args import BAD_INPUT, FAILED, INTERRUPTED, Parser, parse, print_error
 from onbeat.core.errors import ConfigError, OnbeatError, RequestRejected
 from onbeat.output import unblocked_output
 
@@ -46,11 +47,6 @@ COMMANDS = {
     "models": Command("onbeat.cli.models", "list the models that onbeat knows by name, or fetch one"),
 }
 
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
-EXIT_INFEASIBLE = 3
-EXIT_INTERRUPTED = 130
-
 
 def build_parser(argv: Collection[str] = tuple(COMMANDS)) -> Parser:
     """Return the parser of the program.
@@ -80,15 +76,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = parse(build_parser(argv), argv)
             if args.command == "serve":  # what others print is what they are run for, and may wait
                 stack.enter_context(unblocked_output())
-            return int(args.run(args))
+            code = int(args.run(args))
+            print(end="", flush=True)  # the exit would complain of a reader that has had enough
         except OnbeatError as error:
             print_error(str(error))
-            return EXIT_BAD_INPUT if isinstance(error, (ConfigError, RequestRejected)) else EXIT_FAILED
+            return BAD_INPUT if isinstance(error, (ConfigError, RequestRejected)) else FAILED
         except KeyboardInterrupt:
             print("onbeat: interrupted", file=sys.stderr)
-            return EXIT_INTERRUPTED
+            return INTERRUPTED
         except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
+        except MemoryError as error:
+            print_error(f"there is not enough memory for what was asked ({error or 'out of memory'})")
+            return FAILED
+        else:
+            return code
 
 
 def _load(name: str) -> ModuleType:

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRem
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
+from onbeat.cli.outputs import result_console
 from onbeat.hub.files import FetchStatus, Progress
 from onbeat.hub.known import DEFAULT_MODEL, KNOWN_MODELS, KnownModel, cached_file, models_dir
 from onbeat.hub.resolve import resolve_model
@@ -68,7 +69,7 @@ def _print_table() -> None:
     table.add_column("Cached")
     for model in KNOWN_MODELS.values():
         table.add_row(*_row(model))
-    console = Console()
+    console = result_console()
     console.print(table)
     for model in KNOWN_MODELS.values():
         default = " (served when no model is named)" if model.name == DEFAULT_MODEL else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,22 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.options import option
 
 
-def result_console() -> Console:
+class _Results(Console):
+    def on_broken_pipe(self) -> None:
+        """Print no more; the command goes on, and saves what it was told to save."""
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+
+
+def result_console(**options: Any) -> Console:
     """Return where results are printed; a file or a pipe has no width to respect."""
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
+    console = _Results(**options)
+    return console if console.is_terminal else _Results(width=160, **options)
+
+
+def is_given(value: Any) -> bool:
+    """Whether a flag has a value; 0 is one."""
+    return value is not None and value is not False and value != []
 
 
 def shown_settings(args: argparse.Namespace, *, hidden: Collection[str] = ()) -> dict[str, Any]:
@@ -26,7 +39,7 @@ def shown_settings(args: argparse.Namespace, *, hidden: Collection[str] = ()) ->
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in sorted(vars(args).items())
-        if name not in hidden and value not in (None, [], False)
+        if name not in hidden and is_given(value)
         if isinstance(value, (str, int, float, list, Path))
     }
 

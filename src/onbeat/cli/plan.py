@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from onbeat.cli.args import INFEASIBLE, INTERRUPTED
 from onbeat.core.extras import require
 
 if TYPE_CHECKING:
     from onbeat.cli.plan_options import PlanOptions
     from onbeat.cli.plan_output import PlanReport
 
-INFEASIBLE = 3
-INTERRUPTED = 130
 STAGES = (1, 2, 4)
 """Pipeline degrees of pools for prompts and for generation."""
 

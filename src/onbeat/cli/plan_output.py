@@ -16,6 +16,7 @@ from onbeat.planner.prices import Prices
 from onbeat.planner.units import device_text
 from onbeat.report.objectives import classes_text
 from onbeat.report.table import filled_table
+from onbeat.report.units import significant
 from onbeat.simulator.settings import ReplicaSettings
 
 FLEET_HEADER = (
@@ -101,7 +102,7 @@ def fleet_row(fleet: Fleet, rate: float) -> tuple[str, ...]:
         f"{fleet.watts:,.0f}",
         "-" if attainment is None else f"{attainment[0] * 100:.1f} %",
         "-" if attainment is None else f"{attainment[1] * 100:.1f} to {attainment[2] * 100:.1f}",
-        "-" if capacity is None else f"{capacity[0]:.3g}",
+        "-" if capacity is None else significant(capacity[0]),
         "-" if capacity is None else _range(capacity[1], capacity[2]),
         "-" if capacity is None else f"{(capacity[0] / rate - 1) * 100:+.0f} %",
         LIMITS[fleet.binds][0] if fleet.binds else "-",
@@ -110,7 +111,7 @@ def fleet_row(fleet: Fleet, rate: float) -> tuple[str, ...]:
 
 
 def _range(low: float, high: float) -> str:
-    return f"{low:.3g} to {high:.3g}" if isfinite(high) else f"{low:.3g} or more"
+    return f"{significant(low)} " + (f"to {significant(high)}" if isfinite(high) else "or more")
 
 
 def fleet_rows(plan: FleetPlan) -> list[tuple[str, ...]]:
@@ -124,7 +125,7 @@ def unit_rows(plan: FleetPlan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for each in plan.units:
         rate, cost = each.rate(plan.buckets), each.unit.usd_per_hour
-        rows.append((each.unit.name, f"{cost:.2f}", f"{rate:.3g}", f"{rate / cost:.3g}", ""))
+        rows.append((each.unit.name, f"{cost:.2f}", significant(rate), significant(rate / cost), ""))
     return rows + [(name, "", "", "", why) for name, why in plan.left_out.items()]
 
 
@@ -348,5 +349,5 @@ def limit_of(fleet: Fleet, rate: float) -> str:
         return f"The first thing that more load would miss is {what}." if what else "Nothing was missed."
     most = fleet.capacity[0]
     more = f", {(most / rate - 1) * 100:.0f} % more than asked for" if most > rate else ""
-    room = f"The fleet keeps the promise up to {most:.3g} requests/s{more}."
+    room = f"The fleet keeps the promise up to {significant(most)} requests/s{more}."
     return f"{room} Beyond that, most late requests miss {what}." if what else room

@@ -10,7 +10,7 @@ from typing import Literal
 
 from onbeat.cli.options import add_options, read_options
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import check, option
+from onbeat.core.options import changed, check, option
 from onbeat.perfmodel.memory import USUAL_BATCHED_TOKENS
 
 _server = partial(option, group="server")
@@ -52,9 +52,12 @@ class PredictOptions:
             raise ConfigError(f"--port is {self.port}; it must be between 0 and 65535")
         if (self.profile is None) == (self.pools is None):
             raise ConfigError(
-                "nothing predicts step times: give --profile FILE of `onbeat profile`, or --pools "
-                "FILE.yaml for several kinds of model servers"
+                "one file says what predicts step times: give --profile FILE of `onbeat profile`, or "
+                "--pools FILE.yaml for several kinds of model servers"
             )
+        for each in changed(self) if self.pools is not None else ():
+            if each.name in {"num_kv_tokens", "max_num_batched_tokens"}:
+                raise ConfigError(f"{each.flag} is for --profile; write {each.name} into the file of --pools")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from onbeat.cli.args import add_config_flag, count
+from onbeat.cli.args import INTERRUPTED, add_config_flag, count
 from onbeat.cli.engine_args import add_model_arguments, find_model
 from onbeat.cli.options import add_options, read_options
-from onbeat.cli.outputs import check_writable
+from onbeat.cli.outputs import check_writable, result_console
 from onbeat.cli.profile_from import FromOptions, record, run_from
+from onbeat.cli.step_socket import is_address
 from onbeat.core.errors import ConfigError
 from onbeat.core.extras import require
 from onbeat.core.options import settings_of
@@ -26,9 +28,10 @@ if TYPE_CHECKING:
     from onbeat.engine.profiling.profiler import ProfileResult, ProfileSettings
 
 
-EXIT_INTERRUPTED = 130
 RECORD = "record"
 """In place of a model."""
+SECONDS, MOST_CONTEXT_TOKENS = 80.0, 2**15
+"""Of a measurement, where nothing else is asked for."""
 _WHAT_STEPS_DEPEND_ON = (
     *("load_format", "dtype", "quantization", "activation_quantization", "seed", "device", "backend"),
     *("instruction_set", "weights_copy", "batch_invariant", "threads"),
@@ -62,14 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--seconds",
         type=float,
-        default=80.0,
+        default=SECONDS,
         metavar="S",
         help="time for running batches, or for listening to an engine",
     )
     group.add_argument(
         "--max-context-tokens",
         type=count,
-        default=2**15,
+        default=MOST_CONTEXT_TOKENS,
         metavar="N",
         help="largest context of a measured batch, over all its requests",
     )
@@ -82,23 +85,25 @@ def run(args: argparse.Namespace) -> int:
     if not args.seconds > 0:
         raise ConfigError(f"--seconds is {args.seconds:g}; it must be above 0")
     check_writable({"--output": args.output, "--report": args.report})  # before minutes are spent
+    options = read_options(args, FromOptions)
     if args.model_positional == RECORD:
+        _refuse(args, "`onbeat profile record`", from_=options.source, output=args.output, model=args.model)
         return _record(args, console)
     if args.recorded:
         raise ConfigError(
             f"unknown argument {args.recorded[0]!r}; `onbeat profile record SOURCE FILE` takes two"
         )
     require("scipy", extra="plan", purpose="onbeat profile")
-    options = read_options(args, FromOptions)
     if options.source is not None:
-        _refuse_measuring(args)
+        is_file = not is_address(options.source)
+        _refuse(args, "--from", but=("device",), seconds=is_file and args.seconds != SECONDS)
         return run_from(args, options, console)
     try:
         result = _measure(args, console)
         return _finish(args, result)
     except KeyboardInterrupt:
         Console(stderr=True, highlight=False).print("interrupted: no profile was written")
-        return EXIT_INTERRUPTED
+        return INTERRUPTED
 
 
 def _record(args: argparse.Namespace, console: Console) -> int:
@@ -112,18 +117,24 @@ def _record(args: argparse.Namespace, console: Console) -> int:
     return record(source, Path(path), seconds=args.seconds, console=console)
 
 
-def _refuse_measuring(args: argparse.Namespace) -> None:
-    """Refuse flags that say how steps are measured here, which --from does not do."""
-    for setting in settings_of(EngineConfig):
-        is_asked = setting.name in _WHAT_STEPS_DEPEND_ON and setting.name != "device"
-        if is_asked and getattr(args, setting.key) != setting.default:
-            raise ConfigError(
-                f"{setting.flag} says how steps are measured here, but --from takes those of another "
-                "engine; leave it out"
-            )
-    for flag, is_given in (("--report", args.report), ("--revision", args.revision)):
+def _refuse(args: argparse.Namespace, what: str, *, but: Collection[str] = (), **given: Any) -> None:
+    """Refuse flags that have no effect on steps of another engine: those that say how steps are measured.
+
+    Parameters
+    ----------
+    what : has no use for them.
+    but : flags that it takes all the same.
+    given : further flags, and whether they are given.
+    """
+    for each in settings_of(EngineConfig):
+        if each.name in _WHAT_STEPS_DEPEND_ON and each.name not in but:
+            given[each.key] = getattr(args, each.key) != each.default
+    given |= {"report": args.report, "revision": args.revision}
+    given["max_context_tokens"] = args.max_context_tokens != MOST_CONTEXT_TOKENS
+    for name, is_given in given.items():
         if is_given:
-            raise ConfigError(f"{flag} is for measuring here; with --from leave it out")
+            flag = "--" + name.strip("_").replace("_", "-")
+            raise ConfigError(f"{flag} has no effect on {what}, which measures no steps here; leave it out")
 
 
 def measured_engine(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
@@ -218,5 +229,5 @@ def _finish(args: argparse.Namespace, result: ProfileResult) -> int:
         raise ConfigError(f"cannot write the profile {path}: {error.strerror}; give --output FILE") from error
     report = args.report or path.with_suffix(".html")
     write_report(report, result)
-    print_summary(Console(highlight=False, soft_wrap=True), result, profile=path, report=report)
+    print_summary(result_console(highlight=False, soft_wrap=True), result, profile=path, report=report)
     return 0

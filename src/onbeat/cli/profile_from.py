@@ -15,7 +15,7 @@ from onbeat import __version__
 from onbeat.cli.options import milliseconds
 from onbeat.cli.step_socket import is_address, record_steps
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import check, option, settings_of
+from onbeat.core.options import changed, check, option
 from onbeat.perfmodel.device_spec import CPU, known_device
 from onbeat.perfmodel.precision import BYTES, precision_by_weights
 
@@ -81,7 +81,7 @@ class FromOptions:
 
     def __post_init__(self) -> None:
         check(self, FromOptions)
-        given = [each for each in settings_of(FromOptions) if getattr(self, each.name) is not None]
+        given = list(changed(self))
         if given and self.source is None:
             raise ConfigError(
                 f"{given[0].flag} describes recorded steps; give --from SOURCE too, or leave it out"
@@ -234,9 +234,9 @@ def _steps_ahead(key: ProfileKey, options: FromOptions, origin: StepOrigin) -> i
 
 
 def _show(profile: Profile, stream: StepStream, timed: StepTimes, found: StreamFit) -> None:
-    from rich.console import Console
+    from onbeat.cli.outputs import result_console
 
-    key, fitted, out = profile.key, profile.fitted, Console(highlight=False, soft_wrap=True)
+    key, fitted, out = profile.key, profile.fitted, result_console(highlight=False, soft_wrap=True)
     version = f" {key.engine_version}" if key.engine_version else ""
     idle = f", {stream.num_heartbeats:,} heartbeats" if stream.num_heartbeats else ""
     lost = f", {stream.num_lost:,} steps lost" if stream.num_lost else ""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from onbeat.cli.args import checked
+from onbeat.cli.args import INTERRUPTED, checked
 from onbeat.cli.options import add_options, read_options
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import option
@@ -17,17 +16,18 @@ from onbeat.core.options import option
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from onbeat.cli.replay_steps import StepsReplay
     from onbeat.core.step_time import StepTimeModel
     from onbeat.recording.log import RecordHeader
     from onbeat.recording.reader import Recording
     from onbeat.scheduler.scheduler_config import SchedulerConfig
     from onbeat.simulator.replay.decisions import ReplayResult
+    from onbeat.simulator.replay.fleet_replay import FleetReplay
     from onbeat.simulator.replay.forecast import Forecast
     from onbeat.simulator.replay.report import ReplayReport
 
 
 EXIT_DIFFERS = 1
-EXIT_INTERRUPTED = 130
 
 _option = partial(option, group="options")
 _STEP_TIME = "step time"
@@ -95,39 +95,30 @@ def run(args: argparse.Namespace) -> int:
     """Replay; return 0 where the decisions are identical."""
     from rich.console import Console
 
-    from onbeat.cli.outputs import check_writable
+    from onbeat.cli.outputs import check_writable, result_console
+    from onbeat.cli.replay_steps import replay_steps
     from onbeat.recording.reader import Recording
 
     check_writable({"--json": args.json})
     options = read_options(args, ReplayOptions)
-    console = Console(highlight=False, soft_wrap=True)
+    console = result_console(highlight=False, soft_wrap=True)
     if (args.file is None) == (options.steps is None):
         raise ConfigError(
             "there is nothing to replay: give a FILE of `onbeat serve --record`, or --steps FILE"
         )
     if options.steps is not None:
-        return _replay_steps(options, options.steps)
+        _save(options, replay_steps(options.steps, options))
+        return 0
     if _is_of_fleet(args.file):
         return _replay_fleet(console, options, args.file)
     with Console(stderr=True).status(f"replaying {args.file}"):  # seen on a terminal only
         recording = Recording(args.file, allow_partial=options.allow_partial)
         report = _replay(options, recording)
     _show(console, report)
-    if options.json is not None:
-        _write_json(options.json, report.as_json())
+    _save(options, report)
     if report.is_interrupted:
-        return EXIT_INTERRUPTED
+        return INTERRUPTED
     return 0 if report.identity.is_identical else EXIT_DIFFERS
-
-
-def _replay_steps(options: ReplayOptions, path: Path) -> int:
-    """Compare recorded steps with predictions; return 0."""
-    from onbeat.cli.replay_steps import replay_steps
-
-    found = replay_steps(path, options)
-    if options.json is not None:
-        _write_json(options.json, found.as_json())
-    return 0
 
 
 def _is_of_fleet(path: Path) -> bool:
@@ -164,8 +155,7 @@ def _replay_fleet(console: Console, options: ReplayOptions, path: Path) -> int:
         console.print(f"{name}: " + ", ".join(f"{kind} {num:,}" for kind, num in sorted(counts.items())))
     if not found.is_complete:
         console.print("note: the record is cut short")
-    if options.json is not None:
-        _write_json(options.json, found.as_json())
+    _save(options, found)
     return 0 if found.is_identical else EXIT_DIFFERS
 
 
@@ -317,10 +307,8 @@ def _show_forecast(console: Console, name: str, forecast: Forecast) -> None:
     console.print(f"{forecast.num_requests:,} requests that ran to their end; {steps}")
 
 
-def _write_json(path: Path, found: Mapping[str, Any]) -> None:
-    import orjson
+def _save(options: ReplayOptions, found: ReplayReport | FleetReplay | StepsReplay) -> None:
+    from onbeat.report.result import write_document
 
-    try:
-        path.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another file") from error
+    if options.json is not None:
+        write_document(options.json, found.as_json())

@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
+from onbeat.cli.outputs import result_console
 from onbeat.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def replay_steps(path: Path, options: ReplayOptions) -> StepsReplay:
     seen = model.shape_range
     beyond = 0 if seen is None else sum(seen.inflation(step.shape) > 1 for step in timed.steps)
     found = StepsReplay(timed.basis, errors_by_kind(timed.steps, predicted), beyond)
-    console = Console(highlight=False, soft_wrap=True)
+    console = result_console(highlight=False, soft_wrap=True)
     console.print(f"{path}: {len(timed.steps):,} steps; their times: {timed.basis}", markup=False)
     console.print(error_table("Predicted against recorded steps", found.errors))
     if seen is not None and beyond:

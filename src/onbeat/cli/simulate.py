@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from onbeat.cli.args import INTERRUPTED
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -14,8 +16,6 @@ if TYPE_CHECKING:
     from onbeat.cli.simulate_output import SimulatedRun
     from onbeat.simulator.settings import ReplicaSettings
     from onbeat.simulator.setup import Simulation
-
-INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from onbeat.cli.simulate_output import SimulatedRun
 from onbeat.metrics.attainment import count_missed
 from onbeat.report.result import Level
+from onbeat.report.units import significant
 
 _MISSED = {
     "refused": "were refused or ended in the queue",
@@ -42,4 +43,4 @@ def _load(level: Level) -> str:
     most = "" if level.max_concurrency is None else f"at most {level.max_concurrency:,} open at a time"
     if level.is_closed:
         return most or "all sent at once"
-    return f"at {level.request_rate:.3g} requests/s" + (f" and {most}" if most else "")
+    return f"at {significant(level.request_rate)} requests/s" + (f" and {most}" if most else "")

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from onbeat.cli.args import seed as read_seed
+from onbeat.cli.args import natural
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import option, part, settings_of
+from onbeat.core.options import changed, option, part
 from onbeat.core.slo import OBJECTIVES, SLO, SLO_CLASSES
 from onbeat.workload.arrival_plan import ArrivalKind, ArrivalPlan
 from onbeat.workload.arrivals import RateStep
@@ -125,7 +125,7 @@ class ObjectiveOptions:
         if self.slo_config is None:
             return () if slo.is_empty else (SLOClass(name=ONLY_CLASS, slo=slo),)
         if not slo.is_empty:
-            given = ", ".join(each.flag for each in settings_of(SLO) if getattr(slo, each.name) is not None)
+            given = ", ".join(each.flag for each in changed(slo))
             raise ConfigError(f"--slo-config sets the objectives itself: leave out {given}")
         if self.slo_config in SLO_CLASSES:
             return (SLOClass(name=self.slo_config, slo=built_in_slo(self.slo_config)),)
@@ -188,7 +188,7 @@ class WorkloadOptions:
     disable_shuffle: bool = _data(
         default=False, is_switch=True, help="take requests of files without times in file order"
     )
-    seed: int = _data(0, parse=read_seed, help="random seed of lengths, arrivals and classes")
+    seed: int = _data(0, parse=natural, help="random seed of lengths, arrivals and classes")
     overlong: Literal["error", "skip"] = _data(
         "error", help="what to do with requests that do not fit the context"
     )
@@ -202,6 +202,10 @@ class WorkloadOptions:
     spread: ArrivalOptions = part(ArrivalOptions)
     rate_scale: float = _load(1.0, metavar="X", help="replay at X times the recorded rate")
     objectives: ObjectiveOptions = part(ObjectiveOptions)
+
+    def __post_init__(self) -> None:
+        if self.num_prompts is not None and self.num_prompts < 1:
+            raise ConfigError(f"--num-prompts must be at least 1, got {self.num_prompts}")
 
 
 def offered_load(options: WorkloadOptions, *, max_model_len: int, seed: int) -> OfferedLoad:
@@ -218,8 +222,6 @@ def offered_load(options: WorkloadOptions, *, max_model_len: int, seed: int) -> 
     """
     classes = options.objectives.classes()
     source = load_source(options)
-    if options.num_prompts is not None and options.num_prompts < 1:
-        raise ConfigError(f"--num-prompts must be at least 1, got {options.num_prompts}")
     if source.name == LANES and not classes:
         classes = LANE_CLASSES
     plan = arrival_plan(options, is_timed=source.name in TIMED_LOADS)
@@ -266,14 +268,11 @@ def _refuse_foreign(options: WorkloadOptions, name: str) -> None:
         "job_deadline": tuple(sorted(JOB_LOADS)),
         "disable_shuffle": ("sharegpt", "lengths"),
     }
-    flags = {each.name: each.flag for each in settings_of(WorkloadOptions)}
-    for field, names in owners.items():
-        if getattr(options, field) and name not in names:
-            raise ConfigError(f"{flags[field]} is for --dataset-name {' or '.join(names)}, not for {name}")
+    for each in changed(options):
+        if each.name in owners and name not in (names := owners[each.name]):
+            raise ConfigError(f"{each.flag} is for --dataset-name {' or '.join(names)}, not for {name}")
     if options.output_len is not None and name in {*JOB_LOADS, LANES}:
         raise ConfigError(f"--output-len has no effect on {name}, whose requests have lengths of their own")
-    if options.output_len is not None and options.output_len < 1:
-        raise ConfigError(f"--output-len must be at least 1, got {options.output_len}")
 
 
 def _columns(text: str | None) -> tuple[str, str] | None:
@@ -309,12 +308,11 @@ def arrival_plan(options: WorkloadOptions, *, is_timed: bool) -> ArrivalPlan | N
     if kind is None and rate is None and options.max_concurrency is not None:
         if options.rate_scale != 1.0:
             raise ConfigError("--max-concurrency alone is a closed loop: it has no rate to scale")
-        for each in settings_of(ArrivalOptions):
-            if getattr(options.spread, each.name) != each.default:
-                raise ConfigError(
-                    f"{each.flag} spreads arrivals; --max-concurrency alone is a closed loop without any: "
-                    "give --request-rate too"
-                )
+        for each in changed(options.spread):
+            raise ConfigError(
+                f"{each.flag} spreads arrivals; --max-concurrency alone is a closed loop without any: "
+                "give --request-rate too"
+            )
         return None
     if kind is None:
         kind = "replay" if is_timed and rate is None else "gamma"

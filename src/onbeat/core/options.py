@@ -165,6 +165,19 @@ def change(settings: T, /, **values: Any) -> T:
     return replace(settings, **own, **changed)
 
 
+def changed(settings: Any) -> dict[Setting, Any]:
+    """Return the settings that are not at their defaults with their values, those of its parts included."""
+    declared = {each.name: each for each in settings_of(type(settings))}
+    found: dict[Setting, Any] = {}
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if _PART in each.metadata:
+            found |= changed(value)
+        elif each.name in declared and value != each.default:
+            found[declared[each.name]] = value
+    return found
+
+
 def check(settings: Any, kind: type[Any]) -> None:
     """Check the settings that a dataclass declares itself against their choices and their least values.
 
@@ -172,11 +185,8 @@ def check(settings: Any, kind: type[Any]) -> None:
     ------
     ConfigError : names the setting, its value and what it may be.
     """
-    own = {each.name for each in fields(kind)}
     for each in settings_of(kind):
-        if each.name not in own:
-            continue
-        value, least = getattr(settings, each.name), each.option.at_least
+        value, least = getattr(settings, each.name, None), each.option.at_least  # a part's is not there
         if value is None or value in each.words:
             continue
         if each.choices and not each.option.choices and value not in each.choices:

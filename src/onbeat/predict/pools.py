@@ -70,9 +70,8 @@ def _pool_of(entry: Any, folder: Path) -> PoolConfig:
     for key in entry:
         if key not in _KEYS:
             near = likely_meant(str(key), _KEYS)
-            raise ConfigError(
-                f"a pool has an unknown key {key!r}; " + (f"did you mean {near}?" if near else "")
-            )
+            hint = f"did you mean {near}?" if near else f"known are {', '.join(_KEYS)}"
+            raise ConfigError(f"a pool has an unknown key {key!r}; {hint}")
     if not isinstance(entry.get("name"), str) or not isinstance(entry.get("profile"), str):
         raise ConfigError(f"a pool is {quoted(dict(entry))}; it needs a name and a profile")
     for key in _KEYS[2:]:

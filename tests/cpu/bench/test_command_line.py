@@ -52,18 +52,8 @@ def test_a_run_of_nothing_but_failures_is_no_success(
 def test_a_sweep_runs_every_level_with_fresh_words(server: Background, tmp_path: Path) -> None:
     path = tmp_path / "s.json"
 
-    bench(
-        server,
-        *SMALL,
-        "--num-prompts",
-        "4",
-        "--sweep-concurrency",
-        "1,2",
-        "--sweep-rate",
-        "50",
-        "--json",
-        str(path),
-    )
+    sweeps = ["--sweep-concurrency", "1,2", "--sweep-rate", "50"]
+    bench(server, *SMALL, "--num-prompts", "4", *sweeps, "--json", str(path))
 
     runs = load(path)["runs"]
     assert [(run["title"], run["max_concurrency"], run["request_rate"]) for run in runs] == [
@@ -164,17 +154,10 @@ def test_the_preset_runs_the_whole_study(server: Background, tmp_path: Path) -> 
 def test_compare_prints_both(server: Background, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
     for path, concurrency in zip(paths, "12", strict=True):
-        bench(
-            server,
-            *SMALL,
-            "--num-prompts",
-            "6",
-            "--max-concurrency",
-            concurrency,
-            "--save-detailed",
-            "--json",
-            path,
-        )
+        flags = ["--num-prompts", "6", "--max-concurrency", concurrency, "--save-detailed", "--json", path]
+        bench(server, *SMALL, *flags)
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "compare", *paths, "--seed=-1"])
     capsys.readouterr()
 
     assert main(["bench", "compare", *paths]) == 0
@@ -286,19 +269,8 @@ async def test_ctrl_c_leaves_a_partial_result(tmp_path: Path) -> None:
     path = tmp_path / "partial.json"
     fake = FakeOpenAI(first_token_delay=0.05)
     async with serving(fake) as url:
-        process = await start(
-            *(
-                "--base-url",
-                url,
-                *SMALL,
-                "--num-prompts",
-                "5000",
-                "--max-concurrency",
-                "2",
-                "--json",
-                str(path),
-            )
-        )
+        flags = ("--num-prompts", "5000", "--max-concurrency", "2", "--json", str(path))
+        process = await start("--base-url", url, *SMALL, *flags)
         await until(lambda: fake.num_completions > 6)
         process.send_signal(signal.SIGINT)
         out, err = await asyncio.wait_for(process.communicate(), 20)

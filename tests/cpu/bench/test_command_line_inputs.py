@@ -91,7 +91,12 @@ def test_custom_prompts(server: Background, tmp_path: Path) -> None:
         (["--sweep-concurrency", "1,0"], "whole numbers of at least 1"),
         (["--sweep-concurrency", "1,2", "--request-rate", "3"], "they have no --request-rate"),
         (["--sweep-concurrency", "1,2", "--max-concurrency", "3"], "sets --max-concurrency itself"),
+        (["--sweep-concurrency", "1,2", "--rate-steps", "2:60"], "they have no --rate-steps"),
+        (["--sweep-concurrency", "1,2", "--ramp-up-strategy", "linear"], "they have no --ramp-up-strategy"),
         (["--sweep-rate", "1,2", "--request-rate", "3"], "sets --request-rate itself"),
+        (["--save-detailed"], "--save-detailed is for a saved result: give --json FILE or --save-result too"),
+        (["--metadata", "a=b"], "--metadata is for a saved result"),
+        (["--zipf-exponent", "0"], "--zipf-exponent is for --dataset-name zipf; this run uses random"),
         (["--prefix-repetition-num-prefixes", "3"], "is for --dataset-name prefix_repetition"),
         (["--disable-shuffle"], "--disable-shuffle has no effect"),
         (["--burstiness", "0.5", "--max-concurrency", "3"], "--burstiness shapes"),
@@ -103,6 +108,8 @@ def test_custom_prompts(server: Background, tmp_path: Path) -> None:
         (["--ramp-up-strategy", "linear"], "needs --ramp-up-start-rps"),
         (["--ramp-up-start-rps", "1"], "need --ramp-up-strategy"),
         (["--preset", "mlc", "--num-prompts", "5"], "sets --num-prompts itself"),
+        (["--preset", "mlc", "--burstiness", "2"], "sets --burstiness itself"),
+        (["--preset", "mlc", "--random-output-len", "9"], "sets --random-output-len itself"),
         (["--preset", "mlc", "--preset-scale", "2"], "--preset-scale"),
         (["--preset-scale", "0.5"], "--preset-scale needs --preset"),
         (["--result-dir", "x", "--num-prompts", "1"], "--result-dir needs --save-result"),
@@ -131,7 +138,7 @@ def test_lengths_below_one_are_refused(
     with pytest.raises(SystemExit) as caught:
         bench(server, "--random-input-len", value)
     assert caught.value.code == 2
-    assert "must be a whole number of at least 1" in capsys.readouterr().err
+    assert "expected a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_a_server_that_cannot_be_asked_leaves_the_error_alone(

@@ -37,16 +37,8 @@ def test_promises_from_flags_to_metrics(
     monkeypatch.setenv("PATIENT_KEY", "patient-key")
     file = tmp_path / "classes.yaml"
     file.write_text(CLASSES)
-    flags = (
-        "--slo-classes",
-        file,
-        "--api-key",
-        "plain",
-        "--api-key",
-        "patient-key",
-        "--max-num-queued-reqs",
-        "2",
-    )
+    keys = ("--api-key", "plain", "--api-key", "patient-key")
+    flags = ("--slo-classes", file, *keys, "--max-num-queued-reqs", "2")
     with serving(tiny_directory, *TINY, *PLANNED, *flags) as server:
         kept = ask(server.url, key="patient-key").json()["slo"]
         assert (kept["class"], kept["met"], kept["relegated"]) == ("patient", True, False)

@@ -203,6 +203,7 @@ def test_pools_of_a_file(tmp_path, profile):
         ("- 5", "must be a mapping"),
         ("- {name: a}", "needs a name and a profile"),
         ("- {name: a, profil: x}", "did you mean profile"),
+        ("- {name: a, gpu: x}", "'gpu'; known are name, profile"),
         ("- {name: a/b, profile: x}", "use letters"),
         ("- {name: a, profile: x, num_kv_tokens: many}", "whole number"),
         ("- {name: a, profile: x, num_kv_tokens: 0}", "at least 1"),
@@ -217,9 +218,10 @@ def test_pools_of_a_file(tmp_path, profile):
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ([], "nothing predicts step times"),
+        ([], "give --profile FILE"),
         (["--profile", "/nowhere"], "/nowhere"),
-        (["--profile", "x", "--pools", "y"], "nothing predicts step times"),
+        (["--profile", "x", "--pools", "y"], "one file says what predicts step times"),
+        (["--pools", "y", "--num-kv-tokens", "9"], "write num_kv_tokens into the file of --pools"),
         (["--profile", "x", "--quantile", "1"], "below 1"),
         (["--profile", "x", "--port", "99999"], "between 0 and 65535"),
     ],

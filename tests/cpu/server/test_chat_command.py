@@ -8,6 +8,8 @@ import signal
 from functools import partial
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from rich.console import Console
 
 from onbeat.cli import chat as command
@@ -128,7 +130,28 @@ async def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
         await _talk("http://127.0.0.1:9", ChatOptions(message="hi"), Console(stderr=True))
 
 
+@pytest.mark.parametrize(
+    ("status", "text", "words"),
+    [
+        (200, "[]", "/v1/models does not answer like an OpenAI-compatible server"),
+        (200, '{"data": []}', "lists no model: name one with --model"),
+        (400, '{"error": "unexpected path"}', "^unexpected path$"),
+    ],
+)
+async def test_servers_of_another_kind(status: int, text: str, words: str) -> None:
+    async def answer(_request: web.Request) -> web.Response:
+        return web.json_response(text=text, status=status)
+
+    app = web.Application()
+    app.router.add_get("/v1/models", answer)
+    async with TestServer(app) as server:
+        with pytest.raises(OnbeatError, match=words):
+            await _talk(str(server.make_url("")), ChatOptions(message="hi"), Console(stderr=True))
+
+
 def test_bad_flags_are_named() -> None:
     assert build_parser(["chat"]).parse_args(["chat", "--slo-ttft-ms", "5"]).slo_ttft_ms == 5
     with pytest.raises(ConfigError, match="--slo-ttft-ms must be finite"):
         ChatOptions(slo_ttft_ms=0.0)
+    with pytest.raises(ConfigError, match="--shed needs an objective"):
+        ChatOptions(shed=True)

@@ -69,8 +69,11 @@ def test_a_load_test_may_be_longer_but_of_no_other_load() -> None:
     assert longer.dataset.num_prompts == 900
     with pytest.raises(ConfigError, match="--request-rate changes the load"):
         with_planned_load(make(BenchOptions, request_rate=3.0), promise(**{"request-rate": 12}))
-    with pytest.raises(ConfigError, match="leave out --sweep-rate"):
-        with_planned_load(make(BenchOptions, sweep_rate="1,2"), promise(**{"request-rate": 12}))
+    for other in ({"sweep_rate": "1,2"}, {"output_len": 5}, {"tbt": 0.1}):
+        with pytest.raises(ConfigError, match=r"runs the load of its plan: leave out --\w+"):
+            with_planned_load(make(BenchOptions, **other), promise(**{"request-rate": 12}))
+    with pytest.raises(ConfigError, match="--slo-mode changes the load, but the plan has slo-mode gap"):
+        with_planned_load(make(BenchOptions, slo_mode="mean"), promise())
     with pytest.raises(ConfigError, match=r"49 requests .* too few .*; send 50 or more"):
         with_planned_load(make(BenchOptions, num_prompts=49), promise(**{"num-prompts": 120}))
     with pytest.raises(ConfigError, match="'spin', which a load test does not take"):

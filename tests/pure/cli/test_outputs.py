@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from onbeat.cli.outputs import check_writable, save_all
+from onbeat.cli.outputs import check_writable, save_all, shown_settings
 from onbeat.core.errors import ConfigError
+from tests.pure.cli.simulating import LOAD, MODEL
 
 
 def test_trying_leaves_no_trace(tmp_path: Path) -> None:
@@ -31,6 +36,11 @@ def test_two_flags_may_not_name_one_file(tmp_path: Path) -> None:
         check_writable({"--json": tmp_path / "x", "--report": tmp_path / "x"})
 
 
+def test_a_setting_of_0_is_shown() -> None:
+    given = Namespace(seed=0, temperature=0.0, shed=False, kinds=[], json=None)
+    assert shown_settings(given) == {"seed": 0, "temperature": 0.0}
+
+
 def test_a_device_is_taken_as_it_is() -> None:
     check_writable({"--json": Path("/dev/null")})
 
@@ -46,3 +56,14 @@ def test_one_that_fails_does_not_keep_the_others_from_being_saved(tmp_path: Path
         save_all({tmp_path / "a": fail, good: lambda path: path.touch()}, saved.append)
     assert saved == [good]
     assert good.exists()
+
+
+def test_a_reader_that_has_had_enough_keeps_nothing_from_being_saved(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    end, begin = os.pipe()
+    os.close(end)
+    command = [sys.executable, "-m", "onbeat", "simulate", *MODEL, *LOAD, "--json", str(path)]
+    ended = subprocess.run(command, stdout=begin, stderr=subprocess.PIPE, check=False, text=True)
+    os.close(begin)
+    assert (ended.returncode, path.exists()) == (0, True)
+    assert ended.stderr.splitlines()[1:] == [f"saved {path}"]

@@ -69,15 +69,8 @@ def test_it_drives_a_simulation(profile: Path, tmp_path: Path) -> None:
     load = "--num-prompts 20 --request-rate 2 --random-input-len 100 --random-output-len 8"
     times = []
     for extra in ([], ["--request-overhead-ms", "0"]):
-        arguments = [
-            *common.split(),
-            *load.split(),
-            "--profile",
-            str(profile),
-            "--json",
-            str(summary),
-            *extra,
-        ]
+        files = ["--profile", str(profile), "--json", str(summary)]
+        arguments = [*common.split(), *load.split(), *files, *extra]
         assert main(["simulate", *arguments]) == 0
         times.append(json.loads(summary.read_text())["mean_ttft_ms"])
     assert times[0] - times[1] == pytest.approx(15, abs=1.5)
@@ -88,8 +81,12 @@ def test_it_drives_a_simulation(profile: Path, tmp_path: Path) -> None:
     [
         (["--from", "nowhere.jsonl"], "cannot read the recorded steps nowhere.jsonl"),
         (["--tp", "2"], "--tensor-parallel-size describes recorded steps; give --from SOURCE"),
-        (["--from", "STEPS", "--threads", "2"], "--threads says how steps are measured here"),
+        (["--from", "STEPS", "--threads", "2"], "--threads has no effect on --from"),
+        (["--from", "STEPS", "--seconds", "2"], "--seconds has no effect on --from"),
+        (["--from", "STEPS", "--max-context-tokens", "9"], "--max-context-tokens has no effect on --from"),
         (["--from", "STEPS", "--model", "no-such-model"], "no-such-model"),
+        (["record", "tcp://nowhere", "x", "--from", "STEPS"], "--from has no effect on `onbeat profile rec"),
+        (["record", "tcp://nowhere", "x", "--device", "l4"], "--device has no effect on `onbeat profile"),
         (["record", "tcp://127.0.0.1:1"], "takes a source and a file"),
         (["record", "steps.jsonl", "out.jsonl"], "cannot record from 'steps.jsonl'; give tcp://HOST:PORT"),
         (["llama", "more"], "unknown argument 'more'"),

@@ -53,7 +53,9 @@ BAD_FLAGS = [
     (["--request-rate", "nan"], "got nan"),
     (["--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
     (["--input-len", "0"], "a length must be at least 1 token, got 0"),
-    (["--output-len", "0"], "--output-len must be at least 1, got 0"),
+    (["--output-len", "0"], "a length must be at least 1 token, got 0"),
+    (["--output-len", "99999999999999999999"], "a length must be at most 16,777,216 tokens"),
+    (["--zipf-exponent", "0"], "--zipf-exponent is for --dataset-name zipf, not for random"),
     (["--max-concurrency", "0"], "max_concurrency is 0"),
     (["--seed=-1"], "expected a whole number of at least 0, got '-1'"),
     (["--jobs", "0"], "--jobs is 0; it must be at least 1"),
@@ -98,6 +100,11 @@ def test_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture
     assert message in error_of(capsys)
 
 
+def test_more_than_the_memory_holds_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--num-prompts", str(10**14)) == 1
+    assert "there is not enough memory for what was asked (Unable to allocate" in error_of(capsys)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -107,6 +114,7 @@ def test_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture
         (AZURE + AZURE_LINES[0] + "2023-11-16 18:15:50.99,abc,9\n", "line 3: bad value"),
         (AZURE + AZURE_LINES[0] + "2023-11-16 18:15:50.99,3\n", "line 3: the header names 3 columns"),
         (AZURE + "2023-11-16 18:15:50.99,-3,9\n", "line 2: a negative length"),
+        (AZURE + f"2023-11-16 18:15:50.99,9,{10**19}\n", "line 2: a length above 16,777,216 tokens"),
         (AZURE + "noon,3,9\n", "line 2: bad value"),
         (AZURE.replace("Context", "Contxt") + AZURE_LINES[0], "unknown columns TIMESTAMP, ContxtTokens"),
         (
@@ -244,15 +252,8 @@ def test_bad_profiles(
 
 def test_a_capacity_says_in_its_file_what_happened_to_its_fleet(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
-    fleet = [
-        "--replicas",
-        "2",
-        "--fleet-changes",
-        "1.5 kill 0",
-        "--kinds",
-        "replicas=1",
-        "device=l4,replicas=1",
-    ]
+    kinds = ["--replicas", "2", "--kinds", "replicas=1", "device=l4,replicas=1"]
+    fleet = ["--fleet-changes", "1.5 kill 0", *kinds]
     assert main(["capacity", *MODEL, *CAPACITY, *fleet, "--json", str(path), "--disable-tqdm"]) == 0
     flags = json.loads(path.read_text())["settings"]["flags"]
     assert flags["fleet_changes"] == ["1.5 kill 0"]

@@ -16,7 +16,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def read_steps(path: Path) -> StepStream:
-    """Read a file of recorded steps, or what `onbeat serve --record FILE` has written.
+    """Read a file of recorded steps, or what `onbeat serve --record FILE` has written, perhaps cut short.
 
     Raises
     ------
@@ -24,7 +24,7 @@ def read_steps(path: Path) -> StepStream:
     """
     if not _is_own_record(path):
         return read_step_log(path)
-    recording = Recording(path)
+    recording = Recording(path, allow_partial=True)
     about = recording.header.engine
     origin = StepOrigin(
         engine="onbeat",
