@@ -110,8 +110,8 @@ def _show(report: CapacityReport) -> None:
         console.print(f"INFEASIBLE: {reasons[0]}", markup=False, soft_wrap=True)
     best = report.best
     if best is not None:
-        each = (best.rate, *best.interval, best.rate_per_device)
-        rate, low, high, per_gpu = (significant(value, 4) for value in each)
+        values = (best.rate, *best.interval, best.rate_per_device)
+        rate, low, high, per_gpu = (significant(value, 4) for value in values)
         console.print(
             f"capacity: {rate} requests/s ({low} to {high}) on {best.num_devices} GPU(s), {per_gpu} per GPU, "
             f"{case_name(best.labels)}",
