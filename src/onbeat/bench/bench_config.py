@@ -16,6 +16,7 @@ from onbeat.workload.arrival_plan import ArrivalKind, ArrivalPlan
 from onbeat.workload.arrivals import RampShape, RateStep
 from onbeat.workload.lengths import check_length
 from onbeat.workload.load_source import JOB_LOADS, SharedName
+from onbeat.workload.offered import check_num_requests
 from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.trace import TIMED_KINDS
 
@@ -193,8 +194,8 @@ class RunConfig:
     """Runs of one series and kind of load are joined by a line in plots."""
 
     def __post_init__(self) -> None:
-        if self.num_prompts is not None and self.num_prompts < 1:
-            raise ConfigError(f"--num-prompts must be at least 1, got {self.num_prompts}")
+        if self.num_prompts is not None:
+            check_num_requests(self.num_prompts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

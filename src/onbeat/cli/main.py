@@ -87,9 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        except MemoryError as error:
-            print_error(f"there is not enough memory for what was asked ({error or 'out of memory'})")
-            return FAILED
         else:
             return code
 

@@ -21,7 +21,7 @@ from onbeat.workload.arrivals import RateStep
 from onbeat.workload.class_traces import have_traces
 from onbeat.workload.lanes import LANE_CLASSES, LANES
 from onbeat.workload.load_source import JOB_LOADS, TIMED_LOADS, LoadName, LoadSource, make_load
-from onbeat.workload.offered import OfferedLoad
+from onbeat.workload.offered import OfferedLoad, check_num_requests
 from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.slo_config import read_slo_config
 from onbeat.workload.slo_entries import built_in_slo
@@ -72,8 +72,8 @@ class ArrivalOptions:
         if self.arrival_cv is not None:
             if self.burstiness != 1.0:
                 raise ConfigError("--arrival-cv and --burstiness say the same: leave one out")
-            if not self.arrival_cv > 0:
-                raise ConfigError(f"--arrival-cv must be above 0, got {self.arrival_cv:g}")
+            if not 1e-3 <= self.arrival_cv <= 1e3:
+                raise ConfigError(f"--arrival-cv must be from 0.001 to 1,000, got {self.arrival_cv:g}")
             shape["burstiness"] = self.arrival_cv**-2
         for flag, field, value in (
             ("--burst-on-sec", "burst_on", self.burst_on_sec),
@@ -204,8 +204,8 @@ class WorkloadOptions:
     objectives: ObjectiveOptions = part(ObjectiveOptions)
 
     def __post_init__(self) -> None:
-        if self.num_prompts is not None and self.num_prompts < 1:
-            raise ConfigError(f"--num-prompts must be at least 1, got {self.num_prompts}")
+        if self.num_prompts is not None:
+            check_num_requests(self.num_prompts)
 
 
 def offered_load(options: WorkloadOptions, *, max_model_len: int, seed: int) -> OfferedLoad:

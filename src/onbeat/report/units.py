@@ -20,7 +20,7 @@ def short(value: float | None) -> str:
 
 def significant(value: float, digits: int = 3) -> str:
     """Return a number with so many significant digits, and with those before the point: 0.961, 98,400."""
-    return f"{value:,.0f}" if value >= 10**digits - 0.5 else f"{value:.{digits}g}"
+    return f"{value:,.0f}" if 10**digits - 0.5 <= value < 1e15 else f"{value:.{digits}g}"
 
 
 def duration(seconds: float | None) -> str:

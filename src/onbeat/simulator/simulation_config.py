@@ -173,9 +173,9 @@ class SimulationConfig:
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
                 raise ConfigError(f"{name} is {value:g} s; it must be a finite time, 0 or more")
-        if not (isfinite(self.step_noise) and self.step_noise >= 0):
+        if not 0 <= self.step_noise <= 10:
             raise ConfigError(
-                f"step_noise is {self.step_noise:g}; it must be a finite number, 0 or more, such as 0.05"
+                f"step_noise is {self.step_noise:g}; it must be a number from 0 to 10, such as 0.05"
             )
         if not 0 <= self.guided_share <= 1:
             raise ConfigError(f"guided_share is {self.guided_share:g}; it must be from 0 to 1")

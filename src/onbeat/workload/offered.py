@@ -19,6 +19,14 @@ from onbeat.workload.job import Job
 from onbeat.workload.slo_classes import ClassIds, SLOClass, assign_classes, check_classes
 
 Overlong = Literal["error", "skip"]
+MOST_REQUESTS = 10**8
+"""More than any memory holds the records of."""
+
+
+def check_num_requests(number: int) -> None:
+    """Raise ConfigError unless a load can have so many requests."""
+    if not 1 <= number <= MOST_REQUESTS:
+        raise ConfigError(f"--num-prompts must be at least 1 and at most {MOST_REQUESTS:,}, got {number}")
 
 
 class LongerThanContext(ConfigError):

@@ -25,8 +25,8 @@ def test_short(value: float | None, text: str) -> None:
 
 
 def test_significant() -> None:
-    shown = [significant(each, 4) for each in (0.9613, 16.692, 9999.4, 98412.3)]
-    assert shown == ["0.9613", "16.69", "9999", "98,412"]
+    shown = [significant(each, 4) for each in (0.9613, 16.692, 9999.4, 98412.3, 1e300)]
+    assert shown == ["0.9613", "16.69", "9999", "98,412", "1e+300"]
 
 
 @pytest.mark.parametrize(
