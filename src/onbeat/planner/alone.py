@@ -10,7 +10,6 @@ from onbeat.planner.fleets import FleetCapacity, FleetCase, FleetSearch, search_
 from onbeat.planner.plan_task import PlanTask, Progress
 from onbeat.planner.search import SearchOptions
 from onbeat.planner.units import RatedUnit, longest_request, share_in_time, without_dominated
-from onbeat.report.units import significant
 
 SEARCH_SECONDS = 30.0
 """About so long is the load of a search."""
@@ -75,9 +74,7 @@ class AloneSearch:
             searched.append(each)
 
         def note(index: int, capacity: FleetCapacity) -> None:
-            self._progress.on_note(
-                f"a replica of {searched[index].unit.name}: {significant(capacity.low)} requests/s"
-            )
+            self._progress.on_note(f"a replica of {searched[index].unit.name}: {capacity.low:.3g} requests/s")
 
         found = self._results(search_fleet, searches, FleetCapacity, note)
         for each, search, capacity in zip(searched, searches, found, strict=True):

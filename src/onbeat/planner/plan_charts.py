@@ -57,12 +57,11 @@ def cost_figure(plan: FleetPlan) -> Figure | None:
     data = [steps, dots, *([failed] if plan.failed else [])]
     name = line_name(f"{plan.needed_rate:g} needed", 1, "paper")
     ends = {"x0": plan.needed_rate, "x1": plan.needed_rate, "y0": 0, "y1": 1, "yref": "paper"}
-    dashes = {"color": MISSED_COLOUR, "width": 1, "dash": "dot"}
     layout = {
         "xaxis": {"title": {"text": "requests/s kept up"}, "rangemode": "tozero"},
         "yaxis": {"title": {"text": "$ an hour"}, "rangemode": "tozero"},
         "annotations": [name | {"xref": "x", "x": plan.needed_rate}],
-        "shapes": [{"type": "line", "line": dashes, **ends}],
+        "shapes": [{"type": "line", "line": {"color": MISSED_COLOUR, "width": 1, "dash": "dot"}, **ends}],
         "showlegend": True,
         "height": height_with_legend(data),
     }
