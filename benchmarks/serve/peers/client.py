@@ -128,9 +128,7 @@ class LoadClient:
             extra = {"temperature": 0.0} | ({"ignore_eos": True} if target.ignore_eos else {})
             endpoint = Endpoint(
                 url=config.url,
-                payload=PayloadBuilder(
-                    api=target.api, model=choose_model(config.model, offered, config.root), extra=extra
-                ),
+                payload=PayloadBuilder(api=target.api, model=choose_model(config, offered), extra=extra),
                 objectives=transport,
                 timeout=config.request_timeout,
             )

@@ -77,16 +77,18 @@ async def read_models(url: str, response: aiohttp.ClientResponse) -> ServerModel
         raise ConfigError(f"{url} does not answer like an OpenAI-compatible server") from error
 
 
-def choose_model(named: str | None, offered: ServerModels, root: str) -> str:
-    """Return the model to ask for: the one that is named, else the first that the server at `root` offers.
+def choose_model(target: TargetConfig, offered: ServerModels) -> str:
+    """Return the model to ask for: the one that is named, else the first that the server offers.
 
     Raises
     ------
     ConfigError : there is neither.
     """
-    if named is None and not offered.ids:
-        raise ConfigError(f"{root} lists no model: name one with --model")
-    return offered.ids[0] if named is None else named
+    if target.model is not None:
+        return target.model
+    if not offered.ids:
+        raise ConfigError(f"{target.root} lists no model: name one with --model")
+    return offered.ids[0]
 
 
 async def server_pool(session: aiohttp.ClientSession, target: TargetConfig, model: str) -> WordPool | None:

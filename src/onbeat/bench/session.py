@@ -236,7 +236,7 @@ async def _probe(
     target = bench.target
     progress.on_phase(f"asking {target.root}")
     offered = await wait_until_ready(session, target)
-    model = choose_model(target.model, offered, target.root)
+    model = choose_model(target, offered)
     transport = choose_transport(bench.send_slo, is_onbeat=offered.is_onbeat, asks_to_shed=bench.asks_to_shed)
     objectives = replace(transport, names_classes=bench.names_classes)
     pool: WordPool | None

@@ -12,6 +12,7 @@ import aiohttp
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from onbeat.bench.bench_config import TargetConfig
 from onbeat.bench.chaos import TIMEOUT, Chaos, ChaosPlan, ChaosRun
 from onbeat.bench.client import why_no_answer
 from onbeat.bench.history import End, Exchange, Violation, counts, save, violations
@@ -98,7 +99,8 @@ async def _first_model(session: aiohttp.ClientSession, root: str) -> str:
         async with session.get(f"{root}/v1/models") as response:
             if response.status != 200:
                 raise ConfigError(f"{root}/v1/models answers {response.status}; name the model with --model")
-            return choose_model(None, await read_models(f"{root}/v1/models", response), root)
+            target = TargetConfig(base_url=root)
+            return choose_model(target, await read_models(f"{root}/v1/models", response))
     except aiohttp.ClientError as error:
         problem = why_no_answer(error)
         raise ConfigError(f"no server answers at {root} ({problem}); start one, or name another") from error

@@ -17,6 +17,7 @@ import aiohttp
 import orjson
 from rich.console import Console
 
+from onbeat.bench.bench_config import TargetConfig
 from onbeat.bench.client import why_no_answer
 from onbeat.bench.probe import choose_model, read_models
 from onbeat.bench.stream import EventStreamParser, error_code, error_text
@@ -159,7 +160,7 @@ class Talk:
                 f"no server answers at {self.root} ({why_no_answer(error)}); start one with `onbeat serve`, "
                 "or name another: `onbeat chat URL`"
             ) from error
-        self.model = choose_model(self.options.model, served, self.root)
+        self.model = choose_model(TargetConfig(base_url=self.root, model=self.options.model), served)
         if self.options.system is not None:
             self._messages.append({"role": "system", "content": self.options.system})
 
