@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from onbeat.core.errors import InvalidRequest, OnbeatError
+from onbeat.core.errors import InvalidRequest, OnbeatError, PromptTooLong, counted
 from onbeat.core.request import Request
 from onbeat.server.answer_format import EVENT_STREAM_HEADERS, AnswerFormat, Extras, WholeChoice
 from onbeat.server.answer_report import slo_report, usage_of, without_empty_details, worst_report
@@ -64,6 +64,8 @@ class AnswerResponse(Response):
         ping: bytes = b"",
     ) -> None:
         super().__init__()
+        self.prompt_field = body.prompt_field
+        """Which holds the prompt, where the request came by another API: the engine's refusals name it."""
         self._ping = ping
         self._num_begun = self._num_sent = 0
         """Pieces of the stream that are being sent, and that are on their way."""
@@ -117,6 +119,8 @@ class AnswerResponse(Response):
         except ClientGone:
             context.finish = "client_gone"
         except OnbeatError as error:
+            if isinstance(error, PromptTooLong):
+                error.param = self.prompt_field
             context.error_code = error_reply(error).code
             raise
         finally:
@@ -209,9 +213,10 @@ def _check_size(requests: Sequence[Request], max_model_len: int) -> None:
     if len(requests) > 1 and num_parts > most:
         max_tokens = max(request.sampling.max_tokens for request in requests)
         raise InvalidRequest(
-            f"{len(requests)} choices of up to {max_tokens} tokens with {per_token - 1} alternatives each "
-            f"may come to {num_parts} tokens and log-probabilities; an answer holds at most {most}. Ask for "
-            f"fewer choices or alternatives, or set max_tokens to {most // len(requests) // per_token}",
+            f"{len(requests)} choices of up to {counted(max_tokens, 'token')} with "
+            f"{counted(per_token - 1, 'alternative')} each may come to {num_parts} tokens and "
+            f"log-probabilities; an answer holds at most {most}. Ask for fewer choices or alternatives, or "
+            f"set max_tokens to {most // len(requests) // per_token}",
             param="n",
             code="answer_too_large",
         )

@@ -16,7 +16,7 @@ from onbeat.server.server_config import MAX_MESSAGES
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of content parts that hold text, and the field that does."""
-_PART_FIELDS = frozenset(("type", "text", "refusal", "cache_control", "annotations"))
+_PART_FIELDS = frozenset(("type", "text", "refusal", "cache_control", "annotations", "logprobs"))
 
 
 _LACKED = ("audio", "images", "prefix", "partial")
@@ -141,8 +141,8 @@ class MessageReader:
             calls.append(ToolCall(function=message.function_call))
         reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
         is_result = message.role in ("tool", "function")
-        content = message.content
-        if content is None and (calls or is_result or reasoning):
+        content = message.refusal if message.content is None else message.content
+        if content is None and (calls or is_result or reasoning is not None):
             content = ""
         result: dict[str, Any] = {
             "role": "tool" if is_result else message.role,

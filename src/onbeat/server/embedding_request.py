@@ -121,6 +121,7 @@ async def embed(
     body: TextsRequest,
     texts: Sequence[PromptInput],
     options: EncodeOptions,
+    names: Sequence[str] = (),
 ) -> Embedded:
     """Return the embeddings of texts, all of which are requests of the engine of their own.
 
@@ -129,6 +130,7 @@ async def embed(
     http : whose answer it is; a client that leaves aborts what still runs.
     texts : in their order.
     options : how they become tokens.
+    names : of the texts, where not all are of one field.
 
     Raises
     ------
@@ -149,7 +151,7 @@ async def embed(
         with services.lifecycle.generation():
             async with cancelled_on_disconnect(http.receive):
                 prompts = await services.encoder.encode_all(texts, options, context.caller)
-                _check_lengths(prompts, services.info.max_model_len, options)
+                _check_lengths(prompts, services.info.max_model_len, options, names)
                 turns = Turns()
                 for request in _requests(body, prompts, objectives, services.info, context):
                     index = len(choices)
@@ -161,6 +163,8 @@ async def embed(
                     async for _ in deltas:
                         await turns.rest()
     except OnbeatError as error:
+        if isinstance(error, PromptTooLong) and error.param == "prompt":  # the engine's, which knows no field
+            error.param = options.param
         context.error_code = error_reply(error).code
         raise
     finally:
@@ -205,7 +209,9 @@ def encode_options(
     )
 
 
-def _check_lengths(prompts: Sequence[list[int]], max_model_len: int, options: EncodeOptions) -> None:
+def _check_lengths(
+    prompts: Sequence[list[int]], max_model_len: int, options: EncodeOptions, names: Sequence[str]
+) -> None:
     """Refuse texts that do not fit the context, before any of them is computed."""
     taker, most, cure = (
         "this model takes",
@@ -216,10 +222,11 @@ def _check_lengths(prompts: Sequence[list[int]], max_model_len: int, options: En
         taker, most, cure = "the request allows", options.most, "leave truncate out to have its end cut"
     for index, token_ids in enumerate(prompts):
         if len(token_ids) > most:
+            name = names[index] if names else f"{options.param}[{index}]"
             raise PromptTooLong(
-                f"{options.param}[{index}] has {len(token_ids)} tokens; {taker} at most {most}. "
+                f"{name} has {len(token_ids)} tokens; {taker} at most {most}. "
                 f"Please reduce the length of the input prompt, or {cure}",
-                param=options.param,
+                param=name.partition("[")[0],
             )
 
 

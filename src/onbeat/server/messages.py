@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any
 
 import orjson
@@ -17,7 +18,7 @@ from onbeat.server.answer_format import AnswerHead, Extras, WholeChoice, WholePa
 from onbeat.server.answer_models import AnthropicErrorBody, AnthropicMessage, TokenCount
 from onbeat.server.answer_report import usage_of
 from onbeat.server.body import WHOLE, read_body
-from onbeat.server.chat import chat_prompt, chat_requests
+from onbeat.server.chat import ChatCompletionRequest, chat_prompt, chat_requests
 from onbeat.server.choices import ChoiceDelta, ShownToken
 from onbeat.server.errors import ErrorReply, anthropic_error, unsupported
 from onbeat.server.generation_request import GenerationRequest, StopString
@@ -26,7 +27,7 @@ from onbeat.server.pieces import Piece
 from onbeat.server.server_config import MAX_MESSAGES, MAX_STOP_STRINGS
 from onbeat.server.services import Services
 from onbeat.server.streamed_parts import StreamedParts, named_event
-from onbeat.server.translation import chat_of, function_tools, text_field
+from onbeat.server.translation import PlacedMessages, as_chat, function_tools, text_field
 
 _BILLING = "x-anthropic-billing-header"
 """How a system block begins that changes with each request of one client, and would spoil every prefix."""
@@ -38,10 +39,7 @@ class CountTokensRequest(GenerationRequest):
     """A message to answer, whose tokens are to be counted."""
 
     model: str
-    messages: Annotated[
-        list[dict[str, Any]],
-        Field(max_length=MAX_MESSAGES, fail_fast=True, json_schema_extra={"minItems": 1}),
-    ]
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Blocks | None = None
     """Text, or blocks of it, which become lines."""
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = (
@@ -67,20 +65,18 @@ class CountTokensRequest(GenerationRequest):
     def continues_prompt(self) -> bool:
         return False
 
-    def chat_fields(self) -> dict[str, Any]:
-        """Return the fields of the chat that it stands for, but for those that both have.
+    def chat_fields(self, messages: PlacedMessages) -> dict[str, Any]:
+        """Return the fields of the chat that it stands for, but for its messages and what both have.
 
         Raises
         ------
-        InvalidRequest : a block or a tool is of a kind that this server lacks.
+        InvalidRequest : a tool is of a kind that this server lacks.
         """
         if self.num_choices > 1:
             raise InvalidRequest("n is above 1; a message has one answer", param="n")
         choice = self.tool_choice or {}
         config = self.output_config or {}
-        messages = messages_of(self.messages, self.system)
         return {
-            "messages": messages,
             **(_CONTINUED if _is_to_be_continued(messages) else {}),
             "stop": self.stop_sequences,
             "tools": function_tools(self.tools, "input_schema"),
@@ -103,27 +99,47 @@ class MessageRequest(CountTokensRequest):
 _CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
 
 
-def _is_to_be_continued(messages: Sequence[Mapping[str, Any]]) -> bool:
+_NAMES = (
+    (r"^stop\b", "stop_sequences"),
+    (r"^user\b", "metadata.user_id"),
+    (r"response_format(\.json_schema)?\b", "output_config.format"),
+    (r"reasoning_effort\b", "output_config.effort"),
+    (r"(tools\[\d+\])\.function\.parameters\b", r"\1.input_schema"),
+    (r"(tools\[\d+\])\.function\b", r"\1"),
+    (r"tool_choice\.function\b", "tool_choice"),
+    (r"continue_final_message\b", "messages"),
+)
+"""Of fields, in place of a chat's."""
+
+
+def _chat_of(
+    body: CountTokensRequest, request: Request
+) -> AbstractAsyncContextManager[ChatCompletionRequest]:
+    messages = messages_of(body.messages, body.system)
+    return as_chat(body, body.chat_fields(messages), messages, body.metadata, _NAMES, request)
+
+
+def _is_to_be_continued(messages: PlacedMessages) -> bool:
     """Return whether the answer goes on with the last message: it is the beginning of that answer."""
-    last = messages[-1] if messages else {}
+    last = messages[-1][1] if messages else {}
     return last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
 def messages_of(
     given: Sequence[Mapping[str, Any]], system: str | list[dict[str, Any]] | None
-) -> list[dict[str, Any]]:
+) -> PlacedMessages:
     """Return Anthropic's messages as those of a chat.
 
     Raises
     ------
     InvalidRequest : a block is of a kind that this server lacks.
     """
-    messages: list[dict[str, Any]] = []
+    messages: PlacedMessages = []
     if system:
         blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
         texts = [_text(block, f"system[{index}]") for index, block in enumerate(blocks)]
         shown = "\n".join(text for text in texts if not text.startswith(_BILLING))
-        messages += [{"role": "system", "content": shown}] if shown else []
+        messages += [("system", {"role": "system", "content": shown})] if shown else []
     for index, message in enumerate(given):
         where = f"messages[{index}]"
         if message.get("role") not in ("user", "assistant", "system"):
@@ -131,7 +147,7 @@ def messages_of(
                 f"{where}.role is {quoted(message.get('role'))}; send 'user' or 'assistant'",
                 param=f"{where}.role",
             )
-        messages += _chat_messages(message, where)
+        messages += [(where, each) for each in _chat_messages(message, where)]
     return messages
 
 
@@ -227,8 +243,8 @@ def message_routes(services: Services) -> APIRouter:
         services.lifecycle.check_open()
         body = await read_body(request, MessageRequest)
         head = new_head("msg", services.check_model(body.model), joint="_")
-        chat = await chat_of(body, body.chat_fields(), body.metadata, request)
-        requests, options = await chat_requests(chat, request, head, services)
+        async with _chat_of(body, request) as chat:
+            requests, options = await chat_requests(chat, request, head, services)
         return AnswerResponse(chat, requests, options, MessageFormat(head), services, ping=PING)
 
     @router.post(
@@ -242,8 +258,8 @@ def message_routes(services: Services) -> APIRouter:
         """Return how many tokens the prompt of a message has."""
         body = await read_body(request, CountTokensRequest)
         services.check_model(body.model)
-        chat = await chat_of(body, body.chat_fields(), body.metadata, request)
-        prompt = await chat_prompt(chat, request, services)
+        async with _chat_of(body, request) as chat:
+            prompt = await chat_prompt(chat, request, services)
         return Response(orjson.dumps({"input_tokens": len(prompt)}), media_type="application/json")
 
     return router

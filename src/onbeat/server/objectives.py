@@ -43,9 +43,9 @@ LONGEST_TENANT = 128
 
 _NUMBER = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,3})?", re.ASCII)
 
-ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "standard_only"]
 _CLASS_OF_TIER: dict[ServiceTier, str] = {"priority": "interactive", "default": "standard", "flex": "batch"}
-"""OpenAI's service tiers that name a class; the others (`auto`, `scale`) name none."""
+"""OpenAI's service tiers that name a class; the others, and Anthropic's `standard_only`, name none."""
 
 Milliseconds = Annotated[
     float, Field(ge=SHORTEST_OBJECTIVE * 1e3, le=LONGEST_OBJECTIVE * 1e3, allow_inf_nan=False)

@@ -22,10 +22,19 @@ from onbeat.server.openapi import generation_route
 from onbeat.server.responses_format import ResponseFormat
 from onbeat.server.server_config import MAX_MESSAGES
 from onbeat.server.services import Services
-from onbeat.server.translation import chat_of, function_tools, text_field, tool_choice_of
+from onbeat.server.translation import PlacedMessages, as_chat, function_tools, text_field, tool_choice_of
 
 _LOGPROBS = "message.output_text.logprobs"
 _TAKEN_INCLUDES = (_LOGPROBS, "reasoning.encrypted_content")
+_NAMES = (
+    (r"^messages\b", "input"),
+    (r"(max_completion_tokens|max_tokens)\b", "max_output_tokens"),
+    (r"response_format(\.json_schema)?\b", "text.format"),
+    (r"reasoning_effort\b", "reasoning.effort"),
+    (r"(tools\[\d+\])\.function\b", r"\1"),
+    (r"tool_choice\.(function|allowed_tools)\b", "tool_choice"),
+)
+"""Of fields, in place of a chat's."""
 _NO_STATE = "this server keeps no responses; send the earlier items again in input"
 
 
@@ -116,15 +125,14 @@ class ResponseRequest(GenerationRequest):
             )
 
     def chat_fields(self) -> dict[str, Any]:
-        """Return the fields of the chat that it stands for, but for those that both have.
+        """Return the fields of the chat that it stands for, but for its messages and what both have.
 
         Raises
         ------
-        InvalidRequest : an item or a tool is of a kind that this server lacks.
+        InvalidRequest : a tool is of a kind that this server lacks.
         """
         effort = (self.reasoning or {}).get("effort")
         return {
-            "messages": messages_of(self.input, self.instructions),
             "max_completion_tokens": self.max_output_tokens,
             "logprobs": True if self.wants_logprobs else None,
             "top_logprobs": self.top_logprobs,
@@ -137,7 +145,7 @@ class ResponseRequest(GenerationRequest):
         }
 
 
-def messages_of(items: str | Sequence[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+def messages_of(items: str | Sequence[dict[str, Any]], instructions: str | None) -> PlacedMessages:
     """Return the items of a response's input as the messages of a chat.
 
     Reasoning, text and calls of the model that stand beside one another are one message.
@@ -146,29 +154,34 @@ def messages_of(items: str | Sequence[dict[str, Any]], instructions: str | None)
     ------
     InvalidRequest : an item is of a kind that this server lacks.
     """
-    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    messages: PlacedMessages = []
+    if instructions:
+        messages.append(("instructions", {"role": "system", "content": instructions}))
     if isinstance(items, str):
-        return [*messages, {"role": "user", "content": items}]
+        return [*messages, ("input", {"role": "user", "content": items})]
     own: dict[str, Any] | None = None  # the model's message that the next item may belong to
     for index, item in enumerate(items):
-        added = _message_of(item, f"input[{index}]")
+        where = f"input[{index}]"
+        added = _message_of(item, where)
         if added["role"] != "assistant":
             own = None
         elif own is not None and not own.keys() & added.keys() - {"role", "tool_calls"}:
             own["tool_calls"] = [*own.get("tool_calls", ()), *added.pop("tool_calls", ())]
             own.update(added)
+            if "content" in added:
+                messages[-1] = (where, own)
             continue
         else:
             own = added
-        messages.append(added)
-    for message in messages:
+        messages.append((where, added))
+    for _, message in messages:
         if message.get("tool_calls") == []:
             del message["tool_calls"]
     return messages
 
 
 def _message_of(item: dict[str, Any], where: str) -> dict[str, Any]:
-    match item.get("type", "message"):
+    match item.get("type") or "message":
         case "message" if isinstance(item.get("role"), str):
             return {"role": item["role"], "content": item.get("content")}
         case "message":
@@ -217,9 +230,12 @@ def response_routes(services: Services) -> APIRouter:
         body = await read_body(request, ResponseRequest)
         body.check()
         head = new_head("resp", services.check_model(body.model), joint="_")
-        chat = await chat_of(body, body.chat_fields(), body.metadata, request)
-        requests, options = await chat_requests(chat, request, head, services)
-        return AnswerResponse(chat, requests, options, ResponseFormat(head, body, writer), services)
+        messages = messages_of(body.input, body.instructions)
+        async with as_chat(body, body.chat_fields(), messages, body.metadata, _NAMES, request) as chat:
+            requests, options = await chat_requests(chat, request, head, services)
+        answer = AnswerResponse(chat, requests, options, ResponseFormat(head, body, writer), services)
+        answer.prompt_field = body.prompt_field
+        return answer
 
     @router.api_route("/v1/responses/{rest:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
     async def stored() -> Response:

@@ -125,8 +125,9 @@ async def _embed(
         check_texts(texts, param)
     *_, last = fields
     together = [text for texts in fields.values() for text in texts]
+    names = [f"{param}[{index}]" for param, texts in fields.items() for index in range(len(texts))]
     options = encode_options(body, services.info.max_model_len, param=last)
-    return await embed(services, request, body, together, options)
+    return await embed(services, request, body, together, options, names)
 
 
 def _num_first(sides: dict[str, list[str]]) -> int:

@@ -2,31 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 
-from onbeat.core.errors import InvalidRequest, quoted
+from onbeat.core.errors import InvalidRequest, RequestRejected, quoted
 from onbeat.server.chat import ChatCompletionRequest
 from onbeat.server.errors import unsupported
 from onbeat.server.fair_threads import Turns
 from onbeat.server.fields import check_fields, validated
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.middleware import context_of
-from onbeat.server.objectives import SLOFields, metadata_objectives
+from onbeat.server.objectives import metadata_objectives
+
+PlacedMessages = list[tuple[str, dict[str, Any]]]
+"""The messages of a chat, each with the place that it has in the request of another API."""
+
+Names = Sequence[tuple[str, str]]
+"""Patterns of a chat's fields, and what another API calls them."""
+_OF_METADATA: Names = ((r"slo\.job\.(?=\w)", "metadata.slo_job_"), (r"slo\.(?=\w)", "metadata.slo_"))
 
 
-async def chat_of(
-    body: GenerationRequest, fields: Mapping[str, Any], metadata: Mapping[str, Any] | None, request: Request
-) -> ChatCompletionRequest:
-    """Return the chat that a request of another API stands for.
+@asynccontextmanager
+async def as_chat(
+    body: GenerationRequest,
+    fields: Mapping[str, Any],
+    messages: PlacedMessages,
+    metadata: Mapping[str, Any] | None,
+    names: Names,
+    request: Request,
+) -> AsyncIterator[ChatCompletionRequest]:
+    """Give the block the chat that a request of another API stands for.
+
+    Errors of the block, and the fields that it ignores, are called what that API calls them.
 
     Parameters
     ----------
     body : what both have in common, checked.
-    fields : the others, by the names of a chat; those that are None are left out.
+    fields : the others but the messages, by the names of a chat; those that are None are left out.
+    messages : of the chat.
     metadata : may state objectives, where the body has none.
+    names : of the API.
     request : whose context gets the names of the fields that are ignored.
 
     Raises
@@ -35,16 +55,44 @@ async def chat_of(
     """
     turns, ignored = Turns(), context_of(request.scope).ignored_fields
     given = {name: value for name, value in fields.items() if value is not None}
-    kept, _ = check_fields(given, ChatCompletionRequest.model_fields)
-    await turns.rest()
-    chat = validated(ChatCompletionRequest, kept, ignored)
-    shared = {
-        name: getattr(body, name) for name in body.model_fields_set & GenerationRequest.model_fields.keys()
-    }
+    given["messages"] = [message for _, message in messages]
     if body.slo is None and (stated := metadata_objectives(metadata)) is not None:
-        shared["slo"] = validated(SLOFields, stated, ignored)
-    await turns.rest()
-    return chat.model_copy(update=shared)
+        given["slo"], names = stated, (*names, *_OF_METADATA)
+    both = body.model_fields_set & GenerationRequest.model_fields.keys()
+    shared = {name: value for name in both if (value := getattr(body, name)) is not None}
+    own_words = partial(_in_own_words, names, [where for where, _ in messages])
+    num_ignored = len(ignored)
+    try:
+        kept, _ = check_fields(given, ChatCompletionRequest.model_fields)
+        await turns.rest()
+        chat = validated(ChatCompletionRequest, kept, ignored)
+        await turns.rest()
+        yield chat.model_copy(update=shared)
+    except RequestRejected as error:
+        error.args = (own_words(str(error)),)
+        error.param = None if error.param is None else own_words(error.param)
+        raise
+    finally:
+        ignored[num_ignored:] = map(own_words, ignored[num_ignored:])
+
+
+def _in_own_words(names: Names, places: Sequence[str], text: str) -> str:
+    """Return an error, or the path of a field, with the names of another API in place of a chat's.
+
+    Parameters
+    ----------
+    names : of the API.
+    places : of each message of the chat, in its request.
+    """
+
+    def place(found: re.Match[str]) -> str:
+        index = int(found[1])
+        return places[index] if index < len(places) else found[0]  # words of the caller's
+
+    text = re.sub(r"\bmessages\[([0-9]{1,9})\]", place, text)
+    for pattern, name in names:
+        text = re.sub(rf"(?<![\w.]){pattern}", name, text)
+    return text
 
 
 def function_tools(
@@ -65,7 +113,8 @@ def function_tools(
         return None
     result = []
     for index, tool in enumerate(tools):
-        if tool.get("type", "function") not in ("function", "custom") or tool.get(schema_field) is None:
+        kind, schema = tool.get("type") or "function", tool.get(schema_field)
+        if kind not in ("function", "custom") or (schema is None and kind == "custom"):
             raise unsupported(
                 f"tools[{index}].type is {quoted(tool.get('type'))}; this server has functions with "
                 f"{schema_field} only, which the caller runs",
@@ -73,7 +122,7 @@ def function_tools(
             )
         names = ("name", "description", "strict")
         function = {name: tool[name] for name in names if tool.get(name) is not None}
-        result.append({"type": "function", "function": {**function, "parameters": tool[schema_field]}})
+        result.append({"type": "function", "function": {**function, "parameters": schema}})
     return result
 
 

@@ -361,6 +361,10 @@ async def test_wrong_rankings_and_scores(served: Served) -> None:
     check(await served.post("/rerank", {"query": "a", "documents": [""]}), 400, "invalid_value", "documents")
     check(await served.post("/rerank", {"query": "", "documents": ["a"]}), 400, "invalid_value", "query")
     check(await served.post("/rerank", {"query": "a", "documents": [3]}), 400, "invalid_value", "documents")
+    for query, document, param in (("a" * 3000, "a", "query"), ("a", "a" * 3000, "documents")):
+        asked = {"query": query, "documents": [document]}
+        message = check(await served.post("/rerank", asked), 400, "context_length_exceeded", param)
+        assert message.startswith(f"{param}[0] has 3001 tokens")
     texts = ["a"] * (MAX_INPUTS + 1)
     check(await served.post("/score", {"text_1": "a", "text_2": texts}), 400, "invalid_value", "text_2")
     check(

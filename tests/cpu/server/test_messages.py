@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from onbeat.server import answer
 from onbeat.server.messages import messages_of
 from tests.cpu.server.running import Served, named_events
 from tests.fakes_engine import FakeEngine
+from tests.many_cases import each_case
 
 if TYPE_CHECKING:
     import anthropic
@@ -98,7 +100,9 @@ async def test_errors_have_the_form_of_the_api(served: Served, engine: FakeEngin
 async def test_a_key_may_come_by_its_header(served: Served) -> None:
     wrong = await served.post(MESSAGES, BODY, headers={"x-api-key": "guess"})
     assert (wrong.status, wrong.json["error"]["type"]) == (401, "authentication_error")
-    assert (await served.post(MESSAGES, BODY, headers={"x-api-key": "secret"})).status == 200
+    for other in ({}, {"authorization": "Bearer a-proxys"}, {"authorization": "Basic eDp5"}):
+        headers = {"x-api-key": "secret", **other}
+        assert (await served.post(MESSAGES, BODY, headers=headers)).status == 200
 
 
 async def test_objectives_and_tenant_stand_in_metadata(served: Served, engine: FakeEngine) -> None:
@@ -145,7 +149,7 @@ def test_blocks_become_messages() -> None:
     ]
     system = [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "be kind"}]
     call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
-    assert messages_of(blocks, system) == [
+    assert [message for _, message in messages_of(blocks, system)] == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": [{"type": "text", "text": "a"}]},
         {
@@ -161,3 +165,36 @@ def test_blocks_become_messages() -> None:
     ]
     with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\].type is 'image'"):
         messages_of([{"role": "user", "content": [{"type": "image"}]}], None)
+
+
+TOOL: dict[str, Any] = {"name": "f", "input_schema": {"type": "object"}}
+
+
+@each_case(
+    ("fields", "param"),
+    [
+        ({"system": "x", "messages": [*HI, {"role": "user", "content": 5}]}, "messages"),
+        ({"system": "x", "messages": [*HI, {"role": "user"}]}, "messages[1].content"),
+        ({"system": "x", "messages": []}, "messages"),
+        ({"output_config": {"effort": "loud"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
+        ({"tools": [{**TOOL, "name": "a b"}]}, "tools"),
+        ({"tools": [{**TOOL, "input_schema": 5}]}, "tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": 5}}, "tool_choice.name"),
+        ({"metadata": {"user_id": 5}}, "metadata.user_id"),
+        ({"metadata": {"slo_tbt_ms": -1}}, "metadata.slo_tbt_ms"),
+        ({"metadata": {"slo_tbt": 1}}, "metadata.slo_tbt"),
+        ({"slo": {"class": "none"}}, "slo.class"),
+    ],
+)
+async def test_errors_name_the_fields_of_the_api(served: Served, fields: dict[str, Any], param: str) -> None:
+    answer = await served.post(MESSAGES, {**BODY, **fields})
+    error = answer.json["error"]
+    assert (answer.status, error["param"]) == (400, param)
+    of_chats = r"messages\[2|continue_final|response_format|_effort|\.function|parameters|^user|\bslo\.t"
+    assert not re.search(of_chats, error["message"]), error
+
+
+async def test_the_tier_may_be_anthropics(served: Served, engine: FakeEngine) -> None:
+    assert (await served.post(MESSAGES, {**BODY, "service_tier": "standard_only"})).status == 200
+    assert engine.requests[-1].slo_class is None

@@ -59,6 +59,9 @@ async def test_what_the_engine_refuses_keeps_its_status(served: Served, engine: 
     ):
         engine.script = Script(reject=error)
         check(await served.post(TEXT, {"prompt": "a", "stream": True}), status, code, "prompt")
+    for path, param in ((CHAT, "messages"), ("/v1/responses", "input"), ("/v1/embeddings", "input")):
+        body = {param: HELLO if path == CHAT else "a"}
+        check(await served.post(path, body), 400, "context_length_exceeded", param)
     engine.script = Script(reject=Overloaded("the queue is full"))
     answer = await served.post(TEXT, {"prompt": "a"})
     check(answer, 503, "server_overloaded")

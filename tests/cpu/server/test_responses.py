@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
@@ -14,6 +15,10 @@ from tests.fakes_engine import FakeEngine
 from tests.many_cases import each_case
 
 RESPONSES = "/v1/responses"
+IMAGE = {"type": "input_image", "image_url": "x"}
+REASONING = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
+FORMAT = {"type": "json_schema", "name": "a", "schema": {}}
+TOOL = {"type": "function", "name": "f", "parameters": None}
 
 
 async def test_client_gets_a_response(served: Served) -> None:
@@ -113,12 +118,29 @@ async def test_objectives_stand_in_metadata_and_are_judged(served: Served, engin
         ({"input": [{"content": "x"}]}, "input[0]"),
         ({"input": [{"type": "reasoning", "content": 5}]}, "input[0]"),
         ({"input": 5}, "input"),
-        ({"input": []}, "messages"),
+        ({"input": []}, "input"),
+        ({"input": "x" * 3000}, "input"),
+        ({"max_output_tokens": 9999}, "input"),
+        ({"input": [{"role": "user", "content": 5}], "instructions": "x"}, "input"),
+        ({"input": [{"role": "user", "content": [IMAGE]}], "instructions": "x"}, "input[0].content[0].type"),
+        ({"input": [REASONING, {"role": "assistant", "content": [IMAGE]}]}, "input[1].content[0].type"),
+        ({"reasoning": {"effort": "loud"}}, "reasoning.effort"),
+        ({"text": {"format": {"type": "odd"}}}, "text.format.type"),
+        ({"text": {"format": {**FORMAT, "name": 5}}}, "text.format.name"),
+        ({"text": {"format": {**FORMAT, "schema": {"type": "odd"}}}}, "text.format.schema"),
+        ({"text": {"format": FORMAT}, "regex": "a"}, "regex"),
+        ({"tools": [{"type": "function", "name": "a b", "parameters": {}}]}, "tools"),
+        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.name"),
+        ({"min_tokens": 5, "max_output_tokens": 2}, "min_tokens"),
+        ({"metadata": {"slo_ttft_ms": "soon"}}, "metadata.slo_ttft_ms"),
+        ({"metadata": {"slo_job_id": "j", "slo_job_calls_left": "-"}}, "metadata.slo_job_calls_left"),
     ],
 )
 async def test_what_it_lacks_is_refused_by_name(served: Served, fields: dict[str, Any], param: str) -> None:
     answer = await served.post(RESPONSES, {"input": "hi", **fields})
     assert (answer.status, answer.error["param"]) == (400, param)
+    of_chats = r"messages\[|max_completion|max_tokens|response_format|_effort|\.function|slo\."
+    assert not re.search(of_chats, answer.error["message"].removeprefix("max_tokens is called"))
 
 
 async def test_nothing_is_stored(served: Served) -> None:
@@ -152,7 +174,7 @@ def test_what_a_model_said_in_one_turn_is_one_message() -> None:
         {"role": "assistant", "content": "both"},
         {"role": "assistant", "content": "again"},
     ]
-    assert messages_of(items, "be kind") == [
+    assert [message for _, message in messages_of(items, "be kind")] == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
         {
@@ -168,4 +190,18 @@ def test_what_a_model_said_in_one_turn_is_one_message() -> None:
     ]
     with pytest.raises(InvalidRequest, match=r"input\[0\].name is None"):
         messages_of([{"type": "function_call", "call_id": "c"}], None)
-    assert orjson.dumps(messages_of("hi", None)) == b'[{"role":"user","content":"hi"}]'
+    assert orjson.dumps(messages_of("hi", None)) == b'[["input",{"role":"user","content":"hi"}]]'
+
+
+async def test_what_clients_send_back_is_taken(served: Served, engine: FakeEngine) -> None:
+    said = {"type": "output_text", "text": "a", "annotations": [], "logprobs": []}
+    items = [{"type": None, "role": "user", "content": "hi"}, REASONING, {"role": "user", "content": "?"}]
+    own = {"role": "assistant", "content": [said]}
+    answer = await served.post(RESPONSES, {"input": [*items, own], "tools": [TOOL], "tool_choice": "none"})
+    assert answer.status == 200, answer.body
+    assert "x-onbeat-ignored-fields" not in answer.headers
+    asked = bytes(engine.requests[-1].prompt_token_ids).decode()
+    assert asked == "[user]hi\n[assistant]\n[user]?\n[assistant]a\n[assistant]"
+    own["content"] = [{**said, "odd": 1}]
+    answer = await served.post(RESPONSES, {"input": [own]})
+    assert answer.headers["x-onbeat-ignored-fields"] == "input[].content[].odd"
