@@ -185,14 +185,6 @@ def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) ->
         app.add_middleware(RateLimits, limits=limits, on_limited=telemetry.exporter.count_rate_limited)
     app.add_middleware(ApiKeys, keys=config.guarding_keys)
     app.add_middleware(PathCheck)
-    if config.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(config.allowed_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=EXPOSED_HEADERS,
-        )
     app.add_middleware(
         RequestLog,
         endpoints=ENDPOINTS,
@@ -201,5 +193,13 @@ def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) ->
         log_requests=config.log_requests,
         names_all=config.request_id_headers,
     )
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
     if config.prefix:
         app.add_middleware(RootPath, prefix=config.prefix)

@@ -1,7 +1,7 @@
 """What happens to every HTTP request, and what is known of it, as plain ASGI: no task, no copy per message.
 
-From the outside in: `RootPath`, `RequestLog` (id, access log, counters, last resort for bugs), Starlette's
-CORS, `PathCheck`, `ApiKeys`, `BodyLimit`.
+From the outside in: `RootPath`, Starlette's CORS, `RequestLog` (id, access log, counters, last resort for
+bugs), `PathCheck`, `ApiKeys`, `BodyLimit`.
 """
 
 from __future__ import annotations
@@ -302,14 +302,15 @@ def bearer_key(headers: Headers, keys: Sequence[str], *, name: str) -> str:
     ------
     ApiError : it carries none of them (401).
     """
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    # Anthropic's clients send `x-api-key`
-    key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-    given = key.encode(errors="replace")
-    # every key is compared, each in constant time: the time tells nothing about them
-    matches = [hmac.compare_digest(given, known.encode()) for known in keys]
-    if any(matches):
-        return key
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    # Anthropic's clients send `x-api-key`, and may send both: the other is then for a proxy
+    for key in (bearer, headers.get("x-api-key", "")):
+        given = key.encode(errors="replace")
+        # every key is compared, each in constant time: the time tells nothing about them
+        matches = [hmac.compare_digest(given, known.encode()) for known in keys]
+        if any(matches):
+            return key
     raise ApiError(
         401,
         f"the {name} is missing or wrong; send it as 'Authorization: Bearer KEY'",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onbeat.core.errors import OnbeatError
@@ -31,6 +32,13 @@ logger = logging.getLogger("onbeat.vllm")
 
 METRICS = "/metrics"
 CLIENT_LEFT = 499
+_CORS = {
+    "allow_origins": "allowed_origins",
+    "allow_credentials": "allow_credentials",
+    "allow_methods": "allowed_methods",
+    "allow_headers": "allowed_headers",
+}
+"""Settings of Starlette's CORS -> those of vLLM's server, whose own CORS never sees what we refuse."""
 _PATIENCE = SILENCE_SECONDS
 
 
@@ -94,6 +102,7 @@ class _Desk:
         log_as_vllm_does()
         vllm_config, args = getattr(state, "vllm_config", None), getattr(state, "args", None)
         self._config: PluginConfig = read_config(getattr(vllm_config, "additional_config", None), os.environ)
+        self._cors = {name: getattr(args, own) for name, own in _CORS.items() if hasattr(args, own)}
         self._asks_for_keys = bool(getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY"))
         self.ledger = Ledger(
             self._config.slo.mode,
@@ -154,7 +163,7 @@ class _Desk:
         except OnbeatError as error:
             response = error_response(error, path)
             self.ledger.exporter.count_http(path, response.status_code)
-            await response(scope, receive, send)
+            await CORSMiddleware(response, **self._cors)(scope, receive, send)
             return
         except ClientGone:
             return

@@ -155,7 +155,7 @@ async def test_control_characters_in_paths_are_refused(served: Served, control: 
 
 
 @pytest.mark.parametrize("served", [{"allowed_origins": ("https://a.example",), **KEYS}], indirect=True)
-async def test_cors_lets_the_named_origins_in(served: Served) -> None:
+async def test_cors_lets_the_named_origins_in(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     preflight = {
         "origin": "https://a.example",
         "access-control-request-method": "POST",
@@ -167,6 +167,10 @@ async def test_cors_lets_the_named_origins_in(served: Served) -> None:
     answer = await served.post(CHAT, {}, headers={"origin": "https://a.example"})
     assert answer.status == 401
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
+    monkeypatch.setattr(served.engine, "generate", None)
+    authorized = {"origin": "https://a.example", "authorization": "Bearer first"}
+    broken = await served.post(CHAT, {"messages": HELLO}, headers=authorized)
+    assert (broken.status, broken.headers["access-control-allow-origin"]) == (500, "https://a.example")
     other = await served.get("/health", headers={"origin": "https://b.example"})
     assert "access-control-allow-origin" not in other.headers
 

@@ -102,8 +102,10 @@ async def test_wrong_objectives_never_reach_vllm(more, headers, param, path):
     app = VLLMApp(lambda _: chat_whole())
     if path == MESSAGES and "service_tier" in more:  # whose tiers are Anthropic's
         return
-    reply = await client_of(app).post(path, json={"model": "m", **more}, headers=headers)
+    client = client_of(app, allowed_origins=["*"], allowed_methods=["*"], allow_credentials=False)
+    reply = await client.post(path, json={"model": "m", **more}, headers={**headers, "origin": "http://a"})
     assert (reply.status_code, app.bodies) == (400, [])
+    assert reply.headers["access-control-allow-origin"] == "*"
     assert reply.json()["error"]["param"].startswith(param)
     assert (reply.json().get("type") == "error") == (path == MESSAGES)
 
