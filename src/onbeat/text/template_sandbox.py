@@ -151,9 +151,9 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter escapes HTML, which a prompt must not.
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+def _to_json(value: Any, ensure_ascii: Any = False, indent: int | None = None, **options: Any) -> str:  # noqa: FBT002
+    # Jinja's own filter escapes HTML, which a prompt must not. The arguments are transformers'.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _raise_exception(message: str) -> Callable[..., Any]:

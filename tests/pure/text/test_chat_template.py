@@ -55,6 +55,9 @@ def test_helpers_of_hugging_face_templates():
     source = "{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
     assert template(source).render(CHAT) == "1"
     assert template("{{ {'a': '<é>'} | tojson }}").render(CHAT) == '{"a": "<é>"}'
+    assert template("{{ 'é' | tojson(ensure_ascii=False) }}{{ 'é' | tojson(True) }}").render(CHAT) == (
+        '"é""\\u00e9"'
+    )
     assert len(template("{{ strftime_now('%Y') }}").render(CHAT)) == 4
     assert template("a{% generation %}b{% endgeneration %}c").render(CHAT) == "abc"
 
