@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.errors import unsupported
@@ -323,7 +324,7 @@ def validated(model: type[_Model], fields: dict[str, Any], ignored: list[str]) -
 
 
 def _first_error(error: ValidationError) -> InvalidRequest:
-    first, *others = error.errors(include_url=False)
+    first, *others = _of_meant_member(error.errors(include_url=False))
     location = [part[:MAX_QUOTED] if isinstance(part, str) else part for part in first["loc"]]
     field = _param(location)
     if first["type"] == "missing":
@@ -342,12 +343,32 @@ def _first_error(error: ValidationError) -> InvalidRequest:
             code="invalid_value",
         )
     causes = [part for part in (first, *others) if part["loc"][:1] == first["loc"][:1]]
-    reasons = [_JSON_WORDS.get(cause["type"], cause["msg"]) for cause in causes]
+    told = [cause for cause in causes if cause["type"] not in ("missing", "extra_forbidden")]
+    reasons = [_JSON_WORDS.get(cause["type"], cause["msg"]) for cause in told]
     reason = re.sub(r"\b[A-Z][a-z]+ should", "it should", " or ".join(dict.fromkeys(reasons)))
     reason = reason.replace(" after validation", "")
     return InvalidRequest(
         f"{_dotted(location)} is {quoted(first['input'])}; {reason}", param=field, code="invalid_value"
     )
+
+
+def _of_meant_member(errors: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Return the errors of the one member of a union that is meant, if one is: what is wrong is inside of it.
+
+    An object is meant for a member unless that has another `type`. Where none is meant, all errors are told.
+    """
+    *start, last = errors[0]["loc"]
+    place = len(start)
+    if isinstance(errors[0]["input"], dict | list) and not _is_field(last):
+        inside: dict[int | str, list[ErrorDetails]] = {}
+        for each in errors:
+            *of_field, member = each["loc"][: place + 1] or ("",)
+            if of_field == start and (rest := each["loc"][place + 1 :]):
+                inside.setdefault(member, []).append({**each, "loc": (*start, *rest)})
+        meant = [own for own in inside.values() if all(each["loc"][place:] != ("type",) for each in own)]
+        if len(meant) == 1:
+            return meant[0]
+    return errors
 
 
 def _is_beyond_64_bits(value: object) -> bool:

@@ -188,6 +188,19 @@ async def test_bad_chats(served: Served, fields: dict[str, Any], param: str) -> 
             "bad_words is ['a', 'a', 'a', 'a', 'a', 'a', ...]; it should have at most 128 items, not 129",
         ),
         ({"slo": {"job": {"id": ""}}}, "slo.job.id is ''; it should have at least 1 character"),
+        ({"stop": ["a", 5]}, "stop[1] is 5; it should be a valid string"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function is missing"),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name is missing"),
+        (
+            {"tool_choice": {"type": "any"}},
+            "tool_choice is {'type': 'any'}; it should be 'none', 'auto' or 'required' or it should be "
+            "'function' or it should be 'allowed_tools'",
+        ),
+        ({"function_call": {"name": 5}}, "function_call.name is 5; it should be a valid string"),
+        (
+            {"messages": [{"role": "user", "content": [5]}]},
+            "messages[0].content[0] is 5; it should be a valid string or it should be an object",
+        ),
     ],
 )
 async def test_types_are_named_as_json_names_them(
