@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 
 from onbeat.bench.bench_config import DEFAULT_NUM_PROMPTS, DatasetConfig
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, counted
 from onbeat.files import read_text
 from onbeat.workload.lengths import MOST_TOKENS, UniformLength, ZipfLength
 from onbeat.workload.load_source import (
@@ -184,7 +184,9 @@ def _from_custom(config: DatasetConfig, num_prompts: int | None, tools: PromptTo
         prompts.append(prompt)
         outputs.append(output)
     if num_prompts is not None and num_prompts > len(prompts):
-        raise ConfigError(f"{config.path} has {len(prompts)} prompts, {num_prompts} were asked for")
+        raise ConfigError(
+            f"{config.path} has {counted(len(prompts), 'prompt')}, and --num-prompts is {num_prompts}"
+        )
     count = num_prompts or len(prompts)
     return Workload(
         name="custom",

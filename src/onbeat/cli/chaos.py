@@ -21,7 +21,7 @@ from onbeat.cli.args import key_headers
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.outputs import check_writable, result_console
 from onbeat.cli.top_source import server_root
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, counted
 from onbeat.core.options import check, option, part
 from onbeat.report.table import filled_table
 
@@ -85,7 +85,7 @@ async def _run(root: str, options: ChaosOptions, console: Console) -> ChaosRun:
             def tell(exchange: Exchange) -> None:
                 nonlocal ended
                 ended += 1
-                progress.update(task, completed=exchange.ended, said=f"{ended} requests")
+                progress.update(task, completed=exchange.ended, said=counted(ended, "request"))
 
             chaos = Chaos(session, root, model, options.plan, tell)
             await chaos.learn()
@@ -114,15 +114,17 @@ def _report(result: ChaosRun, console: Console) -> int:
     if result.kills:
         failed = sum(code != 0 for _, code in result.kills)
         console.print(
-            f"the command was run {len(result.kills)} times"
-            + (f", {failed} times it failed" if failed else "")
+            f"the command was run {counted(len(result.kills), 'time')}"
+            + (f", {counted(failed, 'time')} it failed" if failed else "")
         )
     if result.unsteady:
-        console.print(f"{result.unsteady} prompts were left out: undisturbed, they got two different answers")
+        console.print(
+            f"{counted(result.unsteady, 'prompt')} left out: undisturbed, two answers to it differed"
+        )
     wrong = violations(result.exchanges, result.known)
     if result.still_open:
         wrong.append(
-            Violation(-1, f"{result.still_open} requests were open long after their clients had gone")
+            Violation(-1, f"{counted(result.still_open, 'request')} open long after the client had gone")
         )
     for each in wrong[:MOST_SHOWN]:
         who = f"request {each.exchange}: " if each.exchange >= 0 else ""
@@ -131,7 +133,7 @@ def _report(result: ChaosRun, console: Console) -> int:
         console.print(f"and {len(wrong) - MOST_SHOWN} more; --history FILE.jsonl has all")
     checked = len(result.exchanges)
     console.print(
-        f"{len(wrong)} violations in {checked} requests: "
+        f"{counted(len(wrong), 'violation')} in {counted(checked, 'request')}: "
         + ("tokens were lost, doubled or changed" if wrong else "no token lost, doubled or reordered"),
         style="bold red" if wrong else "bold green",
     )

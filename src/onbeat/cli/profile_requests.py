@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, counted
 from onbeat.core.step import BatchShape
 from onbeat.files import read_json
 from onbeat.perfmodel.predictor import Predictor
@@ -45,7 +45,7 @@ def request_seconds(path: Path, model: Predictor) -> float:
             found.append(ttft - model.step_time(shape))
     if len(found) < FEWEST:
         raise ConfigError(
-            f"{path} has {len(found)} requests that were served alone, with prompts of up to {longest:,} "
+            f"{path} has {counted(len(found), 'request')} served alone, with prompts of up to {longest:,} "
             f"tokens; at least {FEWEST} are needed: {_MADE_BY}"
         )
     return max(0.0, median(found))

@@ -8,6 +8,7 @@ from datetime import datetime
 from math import inf
 from typing import Any
 
+from onbeat.core.errors import counted
 from onbeat.core.step import BatchShape
 from onbeat.metrics.jobs import JobSummary, summarise_jobs
 from onbeat.metrics.record import RequestRecord
@@ -201,22 +202,18 @@ def _warnings(
     simulation: Simulation, load: OfferedLoad, machine: MachineSummary, outcomes: RunOutcomes
 ) -> Iterator[str]:
     if load.num_skipped:
-        yield (
-            f"{load.num_skipped:,} requests were left out: longer than "
-            f"{simulation.config.scheduler.max_model_len:,} tokens"
-        )
+        longest = simulation.config.scheduler.max_model_len
+        yield f"left out {counted(load.num_skipped, 'request', ',')} longer than {longest:,} tokens"
     if machine.num_preemptions:
-        yield (
-            f"{machine.num_preemptions:,} preemptions: the KV cache ran full, and prompts were computed again"
-        )
+        preemptions = counted(machine.num_preemptions, "preemption", ",")
+        yield f"{preemptions}: the KV cache ran full, and prompts were computed again"
     num_relegated, num_expired = outcomes.whole.num_relegated, outcomes.summary.counts.num_expired
     if num_relegated or num_expired:
-        yield (
-            f"{num_relegated:,} requests were relegated to best effort, {num_expired:,} were ended in the "
-            "queue"
-        )
+        relegated = counted(num_relegated, "request", ",")
+        yield f"relegated {relegated} to best effort, and ended {num_expired:,} in the queue"
     if num_infeasible := outcomes.whole.num_infeasible:
-        yield f"{num_infeasible:,} requests are hopeless: even an idle machine would miss their objectives"
+        infeasible = counted(num_infeasible, "request", ",")
+        yield f"even an idle machine would miss the objectives of {infeasible}"
 
 
 def result_keys(run: SimulatedRun) -> dict[str, Any]:

@@ -139,6 +139,11 @@ quoted = _Quote().repr
 """Returns a value, shortened, as errors repeat it, in a time that does not grow with it."""
 
 
+def counted(number: int, noun: str, form: str = "") -> str:
+    """Return how many there are of something, the number in a form: `1 request`, `2,000 requests`."""
+    return f"{number:{form}} {noun}{'s' * (number != 1)}"
+
+
 def first_of(values: Sequence[Any]) -> str:
     """Return the first few values as a message quotes them, and how many there are beside."""
     rest = len(values) - _MOST_QUOTED

@@ -14,7 +14,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from onbeat.core.errors import InvalidRequest
+from onbeat.core.errors import InvalidRequest, counted
 from onbeat.core.protocols import EngineInfo, Tokenizer
 from onbeat.core.request import TokenLogprobs
 from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
@@ -136,8 +136,8 @@ def _check_completion(body: CompletionRequest, config: ServerConfig, info: Engin
     num_choices = len(body.prompt) * body.num_choices
     if num_choices > config.max_choices:
         raise InvalidRequest(
-            f"{len(body.prompt)} prompts with n = {body.num_choices} are {num_choices} choices; this server "
-            f"allows at most {config.max_choices} in one request",
+            f"{counted(len(body.prompt), 'prompt')} with n = {body.num_choices} make {num_choices} choices; "
+            f"this server allows at most {config.max_choices} in one request",
             param="prompt",
         )
     check_num_logprobs(body.logprobs, "logprobs", config, info)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from onbeat.core.errors import PromptTooLong
+from onbeat.core.errors import PromptTooLong, counted
 from onbeat.core.protocols import EngineInfo, Tokenizer
 from onbeat.core.request import Request, SamplingParams, WholeRequest
 from onbeat.server.fair_threads import Turns
@@ -159,14 +159,14 @@ def fit_max_tokens(
     room = max_model_len - num_prompt_tokens
     if room < 1:
         raise PromptTooLong(
-            f"the prompt has {num_prompt_tokens} tokens; this model takes at most {max_model_len} with the "
-            "answer. Shorten it",
+            f"the prompt has {counted(num_prompt_tokens, 'token')}; this model takes at most {max_model_len} "
+            "with the answer. Shorten it",
             param=param,
         )
     if asked is not None and asked > room:
         raise PromptTooLong(
-            f"the prompt has {num_prompt_tokens} tokens and {asked} more are asked for; this model takes at "
-            f"most {max_model_len} together. Shorten the prompt or ask for at most {room}",
+            f"the prompt has {counted(num_prompt_tokens, 'token')} and the answer up to {asked}; this model "
+            f"takes at most {max_model_len} together. Shorten the prompt or ask for at most {room}",
             param=param,
         )
     return min(room if default is None else default, room) if asked is None else asked

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from onbeat.core.errors import InvalidRequest, first_of, quoted
+from onbeat.core.errors import InvalidRequest, counted, first_of, quoted
 from onbeat.core.protocols import EngineInfo
 from onbeat.server.body import NUMBER, WHOLE, Flag
 from onbeat.server.choices import TextOptions
@@ -309,8 +309,8 @@ def _check_lists(body: GenerationRequest, num_choices: int) -> None:
     if num_listed * num_choices > MAX_LISTED_TOKENS:
         longest = max(lists, key=lambda name: len(lists[name] or ()))
         raise InvalidRequest(
-            f"{longest} and the like list {num_listed} tokens for each of {num_choices} choices; together at "
-            f"most {MAX_LISTED_TOKENS} are taken. List fewer, or ask for fewer choices",
+            f"{longest} and the like list {num_listed} tokens for {counted(num_choices, 'choice')}; of all "
+            f"choices together at most {MAX_LISTED_TOKENS} are taken. List fewer, or ask for fewer choices",
             param=longest,
         )
 

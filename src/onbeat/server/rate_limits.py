@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from onbeat.core.errors import counted
 from onbeat.server.errors import ApiError, error_response, retry_headers
 from onbeat.server.middleware import HttpContext, context_of
 from onbeat.server.slo_defaults import KeyLimits
@@ -77,12 +78,14 @@ class KeyMeter:
         """
         if self._most_open is not None and self._num_open >= self._most_open:
             raise _refusal(
-                "open_requests", f"has {self._num_open} open requests and may have {self._most_open}", 0.0
+                "open_requests",
+                f"has {counted(self._num_open, 'open request')} and may have {self._most_open}",
+                0.0,
             )
         if self._requests is not None and (wait := self._requests.wait(1, now)):
-            raise _refusal("requests", f"may send {self._requests.most} requests a minute", wait)
+            raise _refusal("requests", f"may send {counted(self._requests.most, 'request')} a minute", wait)
         if self._tokens is not None and (wait := self._tokens.wait(num_tokens, now)):
-            raise _refusal("tokens", f"may use {self._tokens.most} tokens a minute", wait)
+            raise _refusal("tokens", f"may use {counted(self._tokens.most, 'token')} a minute", wait)
         self._num_open += 1
         self._take(1, num_tokens)
 

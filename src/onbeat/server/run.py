@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.datastructures import State
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, counted
 from onbeat.core.protocols import EngineClient, FleetView
 from onbeat.core.settled_memory import settled_memory
 from onbeat.server.connection import BodyRoom, BoundedConnection
@@ -242,7 +242,8 @@ class _Stopper:
 
     def on_signal(self) -> None:
         if self._drain is None:
-            logger.info("draining: no new requests; %d are running", self._lifecycle.num_open)
+            num_open = counted(self._lifecycle.num_open, "request")
+            logger.info("draining: no new requests; waiting for %s", num_open)
             self._lifecycle.start_draining()
             if self._fleet is not None:
                 self._fleet.expect_end()
@@ -262,7 +263,7 @@ class _Stopper:
             {idle, hurry}, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED
         )
         if idle not in done:
-            logger.warning("aborting %d requests that are still running", self._lifecycle.num_open)
+            logger.warning("aborting %s still running", counted(self._lifecycle.num_open, "request"))
             await self._engine.abort(self._lifecycle.engine_request_ids)
             await asyncio.wait({idle}, timeout=_ABORT_SECONDS)
             self._server.force_exit = not idle.done()

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, counted
 from onbeat.workload.arrival_plan import ArrivalPlan
 from onbeat.workload.job import Job
 from onbeat.workload.job_file import read_jobs
@@ -153,7 +153,7 @@ def load_jobs(source: LoadSource, num_jobs: int | None, rng: np.random.Generator
     assert source.path is not None  # checked by the source
     jobs = read_jobs(source.path, source.count_tokens)
     if num_jobs is not None and num_jobs > len(jobs):
-        raise ConfigError(f"{source.path} has {len(jobs)} jobs, {num_jobs} were asked for with --num-prompts")
+        raise ConfigError(f"{source.path} has {counted(len(jobs), 'job')}, and --num-prompts is {num_jobs}")
     if source.job_deadline is not None:
         jobs = [replace(job, deadline=source.job_deadline) for job in jobs]
     return jobs[:num_jobs]
@@ -228,8 +228,8 @@ def _rows(
         if is_replay or trace.block_ids is not None:
             remedy = "their shared blocks" if trace.block_ids is not None else "their times"
             raise ConfigError(
-                f"{source.path} has {len(trace)} requests, {wanted} were asked for with --num-prompts; they "
-                f"cannot be drawn again because of {remedy}"
+                f"{source.path} has {counted(len(trace), 'request')}, and --num-prompts is {wanted}; no "
+                f"request can be drawn again because of {remedy}"
                 + ("" if trace.block_ids is not None else ": give --request-rate to draw only their lengths")
             )
         return rng.integers(len(trace), size=wanted)

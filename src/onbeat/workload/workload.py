@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, counted
 from onbeat.workload.lengths import Lengths
 from onbeat.workload.prompts import BlockPrompts, FreshPrompts, PromptSource, PromptWriter
 from onbeat.workload.trace import Trace
@@ -114,7 +114,7 @@ def trace_workload(trace: Trace, *, num_requests: int | None, writer: PromptWrit
     """
     if num_requests is not None and num_requests > len(trace):
         raise ConfigError(
-            f"the trace has {len(trace)} requests, {num_requests} were asked for with --num-prompts"
+            f"the trace has {counted(len(trace), 'request')}, and --num-prompts is {num_requests}"
         )
     order = np.arange(len(trace)) if trace.times is None else np.argsort(trace.times, kind="stable")
     trace = trace.take(order[:num_requests])

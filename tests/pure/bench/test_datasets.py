@@ -126,7 +126,7 @@ def test_more_custom_prompts_than_there_are(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text('{"prompt": "fine"}\n')
 
-    with pytest.raises(ConfigError, match="has 1 prompts, 2 were asked for"):
+    with pytest.raises(ConfigError, match="has 1 prompt, and --num-prompts is 2"):
         load(DatasetConfig(name="custom", path=path), 2)
 
 

@@ -103,7 +103,7 @@ STEPS = (RateStep(1.0, 10.0), RateStep(4.0, 10.0))
 @pytest.mark.parametrize(
     ("plan", "num_requests", "message"),
     [
-        (ArrivalPlan(kind="replay"), 4, "has 3 requests, 4 were asked for"),
+        (ArrivalPlan(kind="replay"), 4, "has 3 requests, and --num-prompts is 4"),
         (ArrivalPlan(rate=2.0), 4, "shared blocks"),
     ],
 )

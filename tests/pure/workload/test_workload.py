@@ -60,7 +60,7 @@ def test_blocks_of_a_trace_repeat_as_text() -> None:
 
 
 def test_a_trace_is_not_stretched() -> None:
-    with pytest.raises(ConfigError, match="the trace has 3 requests, 4 were asked for"):
+    with pytest.raises(ConfigError, match="the trace has 3 requests, and --num-prompts is 4"):
         trace_workload(trace(), num_requests=4, writer=WRITER)
 
 

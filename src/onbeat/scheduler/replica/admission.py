@@ -9,7 +9,7 @@ from math import exp, inf, nextafter
 from operator import itemgetter
 from typing import NoReturn
 
-from onbeat.core.errors import Overloaded, SLOUnattainable
+from onbeat.core.errors import Overloaded, SLOUnattainable, counted
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import SchedulerState
 from onbeat.scheduler.replica.queues import QueuedWork, WaitingQueue
@@ -362,8 +362,9 @@ class QueueBound:
         if wait <= self._longest:
             return None
         return self._overloaded(
-            f"the queue is full: {len(waiting)} requests wait, and one more of best effort would begin in "
-            f"{wait:.0f} s, later than max_queue_seconds ({self._longest:g}) allows; try again later",
+            f"the queue is full: it holds {counted(len(waiting), 'request')}, and one more of best effort "
+            f"would begin in {wait:.0f} s, later than max_queue_seconds ({self._longest:g}) allows; "
+            "try again later",
             waiting,
             wait,
         )

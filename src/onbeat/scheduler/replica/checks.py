@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Reversible
 
-from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong
+from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong, counted
 from onbeat.core.request import Request
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -99,13 +99,14 @@ def check_queue(
         num_places = 0 if num_waiting else config.max_num_seqs - num_running
         if num_waiting + num_choices > max_waiting + max(num_places, 0):
             raise Overloaded(
-                f"the queue is full: {num_waiting} requests wait, this one makes {num_choices} more, "
-                f"and at most {max_waiting} may wait (max_num_queued_reqs); try again later",
+                f"the queue is full: it holds {counted(num_waiting, 'request')}, this one makes "
+                f"{num_choices} more, and at most {max_waiting} may wait (max_num_queued_reqs); try again "
+                "later",
                 code="server_overloaded",
             )
     if max_tokens is not None and num_tokens and num_tokens + num_prompt_tokens > max_tokens:
         raise Overloaded(
-            f"the queue is full: {num_tokens} prompt tokens wait, this request has "
+            f"the queue is full: it holds {counted(num_tokens, 'prompt token')}, this request has "
             f"{num_prompt_tokens}, and at most {max_tokens} may wait (max_num_queued_tokens); try "
             "again later",
             code="server_overloaded",
