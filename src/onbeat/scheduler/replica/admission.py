@@ -363,8 +363,7 @@ class QueueBound:
             return None
         return self._overloaded(
             f"the queue is full: it holds {counted(len(waiting), 'request')}, and one more of best effort "
-            f"would begin in {wait:.0f} s, later than max_queue_seconds ({self._longest:g}) allows; "
-            "try again later",
+            f"would begin in {wait:.0f} s, later than max_queue_seconds ({self._longest:g}); try again later",
             waiting,
             wait,
         )
