@@ -218,8 +218,7 @@ class ChoiceText:
         if self._reader is None:
             piece = self._stream.push(token_ids, final=is_last)
         else:
-            piece, events = self._read(self._reader, token_ids, final=is_last)
-            is_complete = self._reader.is_complete
+            piece, events, is_complete = self._read(self._reader, token_ids, final=is_last)
         known: Sequence[TokenLogprobs | None] = logprobs or [None] * (len(token_ids) + 1)
         offsets = [self._text_start + offset for offset in piece.token_offsets]
         self._held += map(ShownToken, token_ids, offsets, known)
@@ -240,8 +239,11 @@ class ChoiceText:
 
     def _read(
         self, reader: ReplyReader, token_ids: list[int], *, final: bool
-    ) -> tuple[TextDelta, list[ReplyEvent]]:
-        """Return what tokens add to the text, and to the parts of it. One by one: the reader counts them."""
+    ) -> tuple[TextDelta, list[ReplyEvent], bool]:
+        """Return what tokens add to the text and to its parts, and whether they complete it; one by one.
+
+        The reader counts them. What a cut closes at the end is not complete.
+        """
         whole, events = TextDelta(""), list[ReplyEvent]()
         for token_id in token_ids:
             piece = self._stream.push([token_id], final=False)
@@ -251,11 +253,12 @@ class ChoiceText:
             if piece.stop_string is not None or reader.is_complete:
                 final = True
                 break
+        is_complete = reader.is_complete
         if final:
             events += reader.push(_pieces(self._stream.push([], final=True)), final=True)
         self._choice.num_calls += sum(isinstance(event, CallStart) for event in events)
         self._choice.num_reasoning_tokens = reader.num_reasoning_tokens
-        return whole, events
+        return whole, events, is_complete
 
     def _end_at(self, stop_string: str | None, num_tokens: int) -> None:
         """End the answer with the token that completed it; what came behind it is nobody's."""

@@ -181,11 +181,12 @@ async def test_one_call_may_be_all(served: Served, engine: FakeEngine) -> None:
 
 async def test_an_answer_that_is_cut_off_keeps_its_call(served: Served, engine: FakeEngine) -> None:
     engine.script.text = PARIS
-    (choice,) = (await served.post(CHAT, {"messages": HELLO, "tools": TOOLS, "max_tokens": 57})).json[
-        "choices"
-    ]
-    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city":'
-    assert choice["finish_reason"] == "length"
+    for many in ({}, {"parallel_tool_calls": False}, {"parallel_tool_calls": False, "stop": ["Paris"]}):
+        body = {"messages": HELLO, "tools": TOOLS, "max_tokens": 57, **many}
+        (choice,) = (await served.post(CHAT, body)).json["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city":'
+        assert choice["finish_reason"] == "length"
+        assert joined(await served.events(CHAT, body))[1] == "length"
 
 
 async def test_functions_are_answered_in_the_older_form(served: Served, engine: FakeEngine) -> None:
