@@ -99,8 +99,8 @@ def check_queue(
         num_places = 0 if num_waiting else config.max_num_seqs - num_running
         if num_waiting + num_choices > max_waiting + max(num_places, 0):
             raise Overloaded(
-                f"the queue is full: it holds {counted(num_waiting, 'request')}, this one makes {num_choices} "
-                f"more, and at most {max_waiting} may wait (max_num_queued_reqs); try again later",
+                f"the queue is full: it holds {counted(num_waiting, 'request')}, this is {num_choices} more, "
+                f"and at most {max_waiting} may wait (max_num_queued_reqs); try again later",
                 code="server_overloaded",
             )
     if max_tokens is not None and num_tokens and num_tokens + num_prompt_tokens > max_tokens:
