@@ -52,7 +52,8 @@ _NO_THINKING: Mapping[str, tuple[Any, ...]] = {
 
 _LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
     # OpenAI's reference of chat and text completions
-    (_EMPTY, "audio functions moderation prediction tools verbosity suffix"),
+    (_EMPTY, "audio functions moderation prediction tools suffix"),
+    ((*_EMPTY, "medium"), "verbosity"),
     ((None,), "web_search_options"),
     ((None, "none", "auto"), "function_call tool_choice"),
     ((None, ["text"]), "modalities"),
@@ -85,6 +86,7 @@ _LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
     (_OFF, "return_meta_info return_prompt_token_ids return_routed_experts use_audio_in_video"),
     ((None,), "max_dynamic_patch min_dynamic_patch"),
     ((*_EMPTY, *_NO_THINKING["reasoning"]), "reasoning"),
+    (_EMPTY, "mcp_servers"),  # Anthropic's
     # llama.cpp's tools/server/README.md
     (_EMPTY, "grammar_triggers lora multimodal_data response_fields"),
     (_OFF, "grammar_lazy post_sampling_probs return_tokens"),

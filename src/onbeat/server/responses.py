@@ -31,8 +31,8 @@ _NAMES = (
     (r"(max_completion_tokens|max_tokens)\b", "max_output_tokens"),
     (r"response_format(\.json_schema)?\b", "text.format"),
     (r"reasoning_effort\b", "reasoning.effort"),
-    (r"(tools\[\d+\])\.function\b", r"\1"),
     (r"tool_choice\.(function|allowed_tools)\b", "tool_choice"),
+    (r"((tool_choice\.)?tools\[\d+\])\.function\b", r"\1"),
 )
 """Of fields, in place of a chat's."""
 _NO_STATE = "this server keeps no responses; send the earlier items again in input"

@@ -24,6 +24,8 @@ PlacedMessages = list[tuple[str, dict[str, Any]]]
 
 Names = Sequence[tuple[str, str]]
 """Patterns of a chat's fields, and what another API calls them."""
+_UNSHOWN = ("prompt_logprobs", "return_token_ids")
+"""What chats answer and no other API has a place for."""
 _OF_METADATA: Names = ((r"slo\.job\.(?=\w)", "metadata.slo_job_"), (r"slo\.(?=\w)", "metadata.slo_"))
 
 
@@ -60,6 +62,7 @@ async def as_chat(
         given["slo"], names = stated, (*names, *_OF_METADATA)
     both = body.model_fields_set & GenerationRequest.model_fields.keys()
     shared = {name: value for name in both if (value := getattr(body, name)) is not None}
+    ignored += [name for name in _UNSHOWN if shared.pop(name, False) is not False]
     own_words = partial(_in_own_words, names, [where for where, _ in messages])
     num_ignored = len(ignored)
     try:

@@ -140,6 +140,7 @@ async def test_too_many_unknown_fields_are_refused(served: Served) -> None:
         {"format": "", "options": {}, "num_predict": -1, "images": []},
         {"do_sample": True, "watermark": False, "adapter_id": None},
         {"reasoning": {"effort": "none"}},
+        {"verbosity": "medium", "mcp_servers": []},
     ],
 )
 async def test_what_asks_for_nothing_is_taken(served: Served, fields: dict[str, Any]) -> None:
@@ -153,6 +154,7 @@ async def test_what_asks_for_nothing_is_taken(served: Served, fields: dict[str, 
     "fields",
     [
         {"verbosity": "low"},
+        {"mcp_servers": [{"type": "url", "url": "https://a.example", "name": "a"}]},
         {"mirostat": 2},
         {"typical_p": 0.5},
     ],

@@ -18,6 +18,7 @@ RESPONSES = "/v1/responses"
 IMAGE = {"type": "input_image", "image_url": "x"}
 REASONING = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
 FORMAT = {"type": "json_schema", "name": "a", "schema": {}}
+ALLOWED = {"type": "allowed_tools", "mode": "auto"}
 TOOL = {"type": "function", "name": "f", "parameters": None}
 
 
@@ -131,6 +132,7 @@ async def test_objectives_stand_in_metadata_and_are_judged(served: Served, engin
         ({"text": {"format": FORMAT}, "regex": "a"}, "regex"),
         ({"tools": [{"type": "function", "name": "a b", "parameters": {}}]}, "tools"),
         ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.name"),
+        ({"tool_choice": {**ALLOWED, "tools": [{"type": "function"}]}, "tools": [TOOL]}, "tool_choice.tools"),
         ({"min_tokens": 5, "max_output_tokens": 2}, "min_tokens"),
         ({"metadata": {"slo_ttft_ms": "soon"}}, "metadata.slo_ttft_ms"),
         ({"metadata": {"slo_job_id": "j", "slo_job_calls_left": "-"}}, "metadata.slo_job_calls_left"),
@@ -203,5 +205,6 @@ async def test_what_clients_send_back_is_taken(served: Served, engine: FakeEngin
     asked = bytes(engine.requests[-1].prompt_token_ids).decode()
     assert asked == "[user]hi\n[assistant]\n[user]?\n[assistant]a\n[assistant]"
     own["content"] = [{**said, "odd": 1}]
-    answer = await served.post(RESPONSES, {"input": [own]})
-    assert answer.headers["x-onbeat-ignored-fields"] == "input[].content[].odd"
+    answer = await served.post(RESPONSES, {"input": [own], "prompt_logprobs": 0})
+    assert answer.headers["x-onbeat-ignored-fields"] == "prompt_logprobs, input[].content[].odd"
+    assert engine.requests[-1].num_prompt_logprobs is None
