@@ -106,6 +106,10 @@ class MeasuresMemory(Protocol):
         """
         ...
 
+    def tell_excess(self, on_progress: OnProgress) -> None:
+        """Say by how much more memory was taken than may be, once all is there, a draft model included."""
+        ...
+
 
 @runtime_checkable
 class KeepsQuantized(Protocol):

@@ -132,6 +132,8 @@ class ModelLoader:
         runner = ModelRunner.within(limits, forward, Sampler(forward.config.vocab_size), proposer)
         on_progress(Detail("warming up"))
         runner.warm_up()
+        if isinstance(self.backend, MeasuresMemory):
+            self.backend.tell_excess(on_progress)
         return LoadedModel(
             name=self.name,
             config=config,

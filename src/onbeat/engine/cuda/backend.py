@@ -190,13 +190,14 @@ class CudaBackend:
     ) -> CudaForward:
         self._prepare(limits, on_progress)
         graphs = EagerGraphs() if self._config.enforce_eager else CudaGraphs(self._torch_device)
-        forward = self._make(limits, limits.num_blocks, graphs)
+        return self._make(limits, limits.num_blocks, graphs)
+
+    def tell_excess(self, on_progress: Callable[[str], None]) -> None:
         if (excess := bytes_above(self._torch_device, self._utilization)) > 0:
             on_progress(
                 f"the GPU engine took {excess / 2**20:.0f} MiB more than its share of the memory: its graphs "
                 "are larger than was planned for"
             )
-        return forward
 
     def _prepare(self, limits: SchedulerConfig, on_progress: Callable[[str], None]) -> None:
         """Load the weights and choose how they are multiplied, once."""

@@ -147,7 +147,7 @@ def test_a_backend_measures_then_builds_what_fits(monkeypatch: pytest.MonkeyPatc
     assert forward.options.num_blocks == 40
     assert len(said) == 1
     memory.free = 7 * GIB
-    backend.build(fitting, on_progress=said.append)
+    backend.tell_excess(said.append)
     assert said[1].startswith("the GPU engine took 1024 MiB more than its share of the memory")
 
 
