@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from onbeat.cli.args import FAILED, INTERRUPTED, natural
-from onbeat.cli.outputs import result_console, shown_settings
+from onbeat.cli.outputs import check_writable, result_console, save_all, shown_settings
 
 if TYPE_CHECKING:
     from onbeat.bench.bench_config import BenchConfig, RunConfig
@@ -182,8 +182,6 @@ def _show(output: OutputOptions, results: list[BenchResult]) -> None:
 
 def _check_outputs(output: OutputOptions) -> None:
     """Find out before the load whether its results can be saved."""
-    from onbeat.cli.outputs import check_writable
-
     named = None
     if output.saves_under_name:
         named = (output.result_dir or Path()) / (output.result_filename or "result.json")
@@ -198,7 +196,6 @@ def _save(
     console: Console,
 ) -> None:
     from onbeat.bench.saved import default_file_name, to_document
-    from onbeat.cli.outputs import save_all
     from onbeat.report.result import write_document
 
     document = to_document(results, detailed=output.save_detailed)

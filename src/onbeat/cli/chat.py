@@ -21,14 +21,13 @@ from onbeat.bench.bench_config import TargetConfig
 from onbeat.bench.client import why_no_answer
 from onbeat.bench.probe import choose_model, read_models
 from onbeat.bench.stream import EventStreamParser, error_code, error_text
-from onbeat.cli.args import key_headers
+from onbeat.cli.args import FAILED, key_headers
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.top_source import server_root
 from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.options import check, option
 from onbeat.metrics.distribution import percentile
 
-NO_ANSWER = 1
 _option = partial(option, group="chat")
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0)
 _REFUSALS = ("slo_unattainable", "deadline_exceeded")
@@ -107,7 +106,7 @@ async def _talk(root: str, options: ChatOptions, console: Console) -> int:
     """Send the one message; return the exit code."""
     talk = Talk(root, options, console)
     await talk.open()
-    return 0 if await talk.say(options.message or "") else NO_ANSWER
+    return 0 if await talk.say(options.message or "") else FAILED
 
 
 def _talk_on(talk: Talk) -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from onbeat.cli.args import INTERRUPTED, key_headers
+from onbeat.cli.args import FAILED, INTERRUPTED, key_headers
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.top_source import server_root
 from onbeat.core.errors import ConfigError
@@ -23,7 +23,6 @@ from onbeat.core.options import check, option
 from onbeat.corpus.run import CorpusJob, CorpusOutcome, CorpusRun
 from onbeat.corpus.sender import Endpoint
 
-SOME_REFUSED = 1
 MOST_SHOWN = 20
 """Refused texts that are told one by one."""
 
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     _tell(console, job, corpus.outcome, is_whole=is_whole)
     if not is_whole:
         return INTERRUPTED
-    return SOME_REFUSED if corpus.outcome.refused else 0
+    return FAILED if corpus.outcome.refused else 0
 
 
 async def _until_signal(corpus: CorpusRun) -> bool:

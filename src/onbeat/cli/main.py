@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -84,9 +85,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("onbeat: interrupted", file=sys.stderr)
             return INTERRUPTED
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+        except OSError as error:
+            if error.errno not in {errno.EPIPE, errno.ENOSPC}:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit would fail on it again
+            if error.errno == errno.EPIPE:
+                return 0
+            print_error(f"cannot write on: {error.strerror}; make room, or write to another place")
+            return FAILED
         else:
             return code
 

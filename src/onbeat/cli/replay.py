@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onbeat.cli.args import INTERRUPTED, checked
+from onbeat.cli.args import FAILED, INTERRUPTED, checked
 from onbeat.cli.options import add_options, read_options
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import option
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from onbeat.simulator.replay.forecast import Forecast
     from onbeat.simulator.replay.report import ReplayReport
 
-
-EXIT_DIFFERS = 1
 
 _option = partial(option, group="options")
 _STEP_TIME = "step time"
@@ -118,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     _save(options, report)
     if report.is_interrupted:
         return INTERRUPTED
-    return 0 if report.identity.is_identical else EXIT_DIFFERS
+    return 0 if report.identity.is_identical else FAILED
 
 
 def _is_of_fleet(path: Path) -> bool:
@@ -156,7 +154,7 @@ def _replay_fleet(console: Console, options: ReplayOptions, path: Path) -> int:
     if not found.is_complete:
         console.print("note: the record is cut short")
     _save(options, found)
-    return 0 if found.is_identical else EXIT_DIFFERS
+    return 0 if found.is_identical else FAILED
 
 
 def _replay(options: ReplayOptions, recording: Recording) -> ReplayReport:

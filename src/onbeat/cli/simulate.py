@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from onbeat.cli.args import INTERRUPTED
+from onbeat.cli.outputs import check_writable, result_console, save_all, shown_settings
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate; returns the exit code."""
     from onbeat.cli.options import read_options
-    from onbeat.cli.outputs import check_writable
     from onbeat.cli.simulate_options import SimulateOptions, replica_settings
     from onbeat.cli.simulate_output import as_run
     from onbeat.cli.simulate_run import run_simulation
@@ -89,7 +89,6 @@ def _describe(settings: ReplicaSettings, simulation: Simulation) -> str:
 
 
 def _show(run: SimulatedRun) -> None:
-    from onbeat.cli.outputs import result_console
     from onbeat.cli.simulate_answer import answer_of
     from onbeat.metrics.jobs import lines_of_jobs
     from onbeat.metrics.summary import METRICS
@@ -124,7 +123,6 @@ def _show(run: SimulatedRun) -> None:
 
 
 def _save(args: argparse.Namespace, options: SimulateOptions, run: SimulatedRun, console: Console) -> None:
-    from onbeat.cli.outputs import save_all, shown_settings
     from onbeat.cli.simulate_output import result_keys
     from onbeat.metrics.records_file import write_records
     from onbeat.report.result import write_document

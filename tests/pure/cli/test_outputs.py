@@ -67,3 +67,13 @@ def test_a_reader_that_has_had_enough_keeps_nothing_from_being_saved(tmp_path: P
     os.close(begin)
     assert (ended.returncode, path.exists()) == (0, True)
     assert ended.stderr.splitlines()[1:] == [f"saved {path}"]
+
+
+def test_a_full_disk_ends_in_one_sentence() -> None:
+    command = [sys.executable, "-m", "onbeat", "simulate", *MODEL, *LOAD]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[1:] == [
+        "onbeat: error: cannot write on: No space left on device; make room, or write to another place"
+    ]
