@@ -94,7 +94,8 @@ def _cells(runs: Sequence[RetrievalRun], results: Results, device: str, rate: fl
     def found(kind: JobKind, name: str) -> float | None:
         own = [each for each in runs if (each.device, each.kind, each.rate) == (device, kind, rate)]
         values = [one[name] for each in own if (one := results.get(each)) is not None]
-        return median([value for value in values if value is not None]) if any(values) else None
+        values = [value for value in values if value is not None]
+        return median(values) if values else None
 
     pairs = {name: [found(kind, name) for kind in KINDS] for name in ("calls", "median_s", "kept")}
     cells = [" to ".join("-" if each is None else f"{each:.2f}" for each in pair) for pair in pairs.values()]

@@ -120,7 +120,7 @@ def _cells(results: Results, what: tuple[str, float, str], num_seeds: int, secon
         ]
         return [one[name] for each in own if (one := results.get(each)) is not None]
 
-    if not found("both", CHAT):
+    if not (found("online", CHAT) and found("both", CHAT) and found("corpus", "document_tokens_s")):
         return ["-"] * 4
     kept = [
         f"{median(found('online', name)):.3f}, {median(found('both', name)):.3f}" for name in (CHAT, QUERY)
