@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from openai import OpenAI
@@ -32,8 +33,11 @@ def order(item: str) -> str:
     return f"order 7781 of {item}"
 
 
-FUNCTIONS = {"find": (find, "word", "Names of items"), "price": (price, "item", "What an item costs")}
-FUNCTIONS["order"] = (order, "item", "Order an item")
+FUNCTIONS: dict[str, tuple[Callable[..., object], str, str]] = {
+    "find": (find, "word", "Names of items"),
+    "price": (price, "item", "What an item costs"),
+    "order": (order, "item", "Order an item"),
+}
 TOOLS: list[Any] = [
     {
         "type": "function",
