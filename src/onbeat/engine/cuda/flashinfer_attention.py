@@ -87,9 +87,14 @@ class PlanBuffers:
     ----------
     stream : where the plans are copied.
     device : of the wrapper.
+
+    Attributes
+    ----------
+    planned : what the plan on the device is for, in whatever terms whoever planned compares; None: not known.
     """
 
     def __init__(self, stream: DeviceStream, device: torch.device) -> None:
+        self.planned: object = None
         self.on_device = torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=device)
         self._stream = stream
         self._on_host = [stream.pinned(_PLAN_BYTES // 4).view(torch.uint8) for _ in range(2)]
@@ -97,7 +102,8 @@ class PlanBuffers:
         self._turn = 0
 
     def next(self) -> Tensor:
-        """Return host memory whose last plan has been copied."""
+        """Return host memory whose last plan has been copied; the plan on the device is about to change."""
+        self.planned = None
         self._turn = 1 - self._turn
         copied = self._copied[self._turn]
         if copied is not None:
@@ -158,8 +164,14 @@ class PlannedDecodes:
         self._planned(self._wrapper.plan, np.ones(num_rows, np.int32))
 
     def plan(self, lens_R: Int32Array) -> None:
-        """Plan a step of rows of these lengths: those that `list_rows` will find on the device."""
-        self._planned(lambda *args, **options: self._plan(self._wrapper, *args, **options), lens_R)
+        """Plan a step of rows of these lengths: those that `list_rows` will find on the device.
+
+        A plan depends on how many blocks each row has, and on nothing else of the lengths.
+        """
+        wanted = self, (-(-lens_R // self._sizes.block_size)).tobytes()
+        if self._buffers.planned != wanted:
+            self._planned(lambda *args, **options: self._plan(self._wrapper, *args, **options), lens_R)
+            self._buffers.planned = wanted
 
     def list_rows(self, rows: DecodeRows) -> None:
         """Write the rows' blocks and lengths where the kernel reads them."""

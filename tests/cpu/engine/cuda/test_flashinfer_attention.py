@@ -137,6 +137,30 @@ def test_planned_decodes_plan_on_the_host_what_they_list_on_the_device() -> None
     assert recorder.last("decode run")["out"] is out_RNH
 
 
+def test_decodes_are_planned_again_only_where_a_row_has_another_block() -> None:
+    """Sizes share the memory of their plans on the device."""
+    recorder = Recorder()
+    buffers = PlanBuffers(CpuStream(), SIZES.device)
+    two, three = (
+        PlannedDecodes(recorder.library(), SIZES, layer(40), num, workspace=WORKSPACE, buffers=buffers)
+        for num in (2, 3)
+    )
+    steps = [
+        (two, [1, 16]),
+        (two, [2, 16]),
+        (two, [3, 17]),
+        (three, [3, 17, 1]),
+        (two, [4, 18]),
+        (two, [5, 19]),
+    ]
+    planned = []
+    for decodes, lens in steps:
+        before = len(recorder.calls)
+        decodes.plan(np.array(lens, np.int32))
+        planned.append(len(recorder.calls) > before)
+    assert planned == [True, False, True, True, True, False]
+
+
 class _SlowStream(CpuStream):
     """A device that has copied nothing until somebody waits for it."""
 
