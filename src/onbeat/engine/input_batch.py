@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress, count
+from operator import is_
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,8 @@ from onbeat.engine.sampler import SampledTokens, SamplingRow
 
 UNKNOWN_TOKEN = -1
 """Stands for a token that a step under way will have chosen: the last one of a request."""
+ADMISSIONS = count()
+"""Number of the next one, in whichever batch."""
 
 
 def _nothing() -> IntArray:
@@ -39,6 +43,7 @@ class StepInputs:
     drafts, wave after wave: each row's last token before its drafts, then each first draft, and so on. Behind
     them those after which a prompt has a token that is scored (`PromptScorer`)."""
     sampling_rows: list[SamplingRow] = field(default_factory=list)
+    """The same list as that of an earlier step where the step has the same rows, in the same slots."""
     sampling_request_ids: list[str] = field(default_factory=list)
     sampling_slots: IntArray = field(default_factory=_nothing)
     sampling_positions: IntArray = field(default_factory=_nothing)
@@ -49,6 +54,23 @@ class StepInputs:
     """The rows whose hidden states are pooled."""
     pooled_tokens: IntArray = field(default_factory=_nothing)
     """Index into the packed tokens of each token whose hidden state is wanted, row by row of `pooled`."""
+
+
+class _Rows(NamedTuple):
+    """What depends on who is in a step, and with how many tokens: steps of decodes have it in common."""
+
+    key: tuple[tuple[str, ...], tuple[int, ...], tuple[bool, ...]]
+    """Request, new tokens, and whether it samples, of each row."""
+    slots_R: IntArray
+    query_lens_R: IntArray
+    ends_R: IntArray
+    """In the packed tokens."""
+    slots_T: IntArray
+    places_T: IntArray
+    """Of each token in its row."""
+    samples_R: NDArray[np.bool_]
+    sampling_rows: list[SamplingRow]
+    sampling_request_ids: list[str]
 
 
 class InputBatch:
@@ -78,6 +100,10 @@ class InputBatch:
         """Requests under a grammar."""
         self.slots: dict[str, int] = {}
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.admissions_S: IntArray = np.zeros(max_num_seqs, np.int64)
+        """Number of the admission of the request that is in the slot, or was last; no other has the same."""
+        self._last_rows: _Rows | None = None
+        """Of the last step, where each of its requests is still in its slot."""
 
     def admit(self, admitted: AdmittedRequest) -> int:
         """Take in a request: its tokens so far and its block table. Return its slot."""
@@ -85,6 +111,7 @@ class InputBatch:
         assert request.request_id not in self.slots, f"request {request.request_id} is already running"
         slot = self.free_slots.pop()
         self.slots[request.request_id] = slot
+        self.admissions_S[slot] = next(ADMISSIONS)
         num_prompt_tokens = len(request.prompt_token_ids)
         num_tokens = num_prompt_tokens + len(admitted.output_token_ids)
         self.token_ids_SP[slot, :num_prompt_tokens] = request.prompt_token_ids
@@ -103,6 +130,7 @@ class InputBatch:
         """Forget a request and return the slot it had; one that never ran is ignored."""
         slot = self.slots.pop(request_id, None)
         if slot is not None:
+            self._last_rows = None
             self.pooled.pop(request_id, None)
             self.num_guided -= self.sampling_rows.pop(slot).is_guided
             self.free_slots.append(slot)
@@ -125,49 +153,62 @@ class InputBatch:
             tokens say: it may have been planned as if drafts before it were all accepted. Empty: none were
             planned for any row. None: rows are as planned.
         """
-        slots = self.slots
-        slots_R = np.array([slots[row.request_id] for row in rows], np.int64)
-        starts_R = np.array([row.num_computed_tokens for row in rows], np.int64)
-        query_lens_R = np.array([row.num_new_tokens for row in rows], np.int64)
-        samples_R = np.array([row.samples for row in rows], np.bool_)
+        request_ids, starts, lens, _, samples, planned = zip(*rows, strict=True)
+        starts_R = np.array(starts, np.int64)
         if drafts:
-            num_drafts_R = np.array([len(row_drafts) for row_drafts in drafts], np.int64)
-            query_lens_R += num_drafts_R - np.array([row.num_draft_tokens for row in rows], np.int64)
-            num_tokens_R = self.num_tokens_S[slots_R]
-            starts_R = np.where(samples_R, num_tokens_R + num_drafts_R - query_lens_R, starts_R)
-            self._write(slots_R, num_tokens_R, drafts)
-        elif drafts is not None:
-            starts_R = np.where(samples_R, self.num_tokens_S[slots_R] - query_lens_R, starts_R)
-        context_lens_R = starts_R + query_lens_R
-        ends_R = np.cumsum(query_lens_R)
-        slots_T = np.repeat(slots_R, query_lens_R)
-        positions_T = np.arange(len(slots_T)) + np.repeat(starts_R - (ends_R - query_lens_R), query_lens_R)
-        blocks_T = self.block_tables_SB[slots_T, positions_T // self.block_size].astype(np.int64)
-        sampling_slots, sampling_tokens = slots_R[samples_R], ends_R[samples_R] - 1
+            pairs = zip(lens, planned, drafts, strict=True)
+            lens = tuple(num_new - num_planned + len(ids) for num_new, num_planned, ids in pairs)
+        step = self._rows(request_ids, lens, samples)
+        sampling_slots, sampling_tokens = step.slots_R[step.samples_R], step.ends_R[step.samples_R] - 1
         waves = None
-        if drafts:
-            waves_N, rows_N = waves = wave_order(num_drafts_R[samples_R])
-            sampling_tokens = (sampling_tokens - num_drafts_R[samples_R])[rows_N] + waves_N
-        pooled = self._pooled_tokens(rows, ends_R) if self.pooled else ()
+        if drafts is not None:
+            num_drafts_R = np.array([len(ids) for ids in drafts] or planned, np.int64)
+            num_tokens_R = self.num_tokens_S[step.slots_R]
+            starts_R = np.where(step.samples_R, num_tokens_R + num_drafts_R - step.query_lens_R, starts_R)
+            if drafts:
+                self._write(step.slots_R, num_tokens_R, drafts)
+                waves_N, rows_N = waves = wave_order(num_drafts_R[step.samples_R])
+                sampling_tokens = (sampling_tokens - num_drafts_R[step.samples_R])[rows_N] + waves_N
+        positions_T = np.repeat(starts_R, step.query_lens_R) + step.places_T
+        columns_T, offsets_T = np.divmod(positions_T, self.block_size)
+        blocks_T = self.block_tables_SB[step.slots_T, columns_T].astype(np.int64)
+        pooled = self._pooled_tokens(rows, step.ends_R) if self.pooled else ()
         return StepInputs(
-            token_ids_T=self.token_ids_SP[slots_T, positions_T].astype(np.int64),
+            token_ids_T=self.token_ids_SP[step.slots_T, positions_T].astype(np.int64),
             positions_T=positions_T,
             attention=AttentionBatch(
-                query_lens_R=query_lens_R,
-                context_lens_R=context_lens_R,
-                slots_R=slots_R,
+                query_lens_R=step.query_lens_R,
+                context_lens_R=starts_R + step.query_lens_R,
+                slots_R=step.slots_R,
                 block_tables_SB=self.block_tables_SB,
-                slot_mapping_T=blocks_T * self.block_size + positions_T % self.block_size,
+                slot_mapping_T=blocks_T * self.block_size + offsets_T,
+                admissions_S=self.admissions_S,
             ),
             sampling_tokens=sampling_tokens,
-            sampling_rows=[self.sampling_rows[slot] for slot in sampling_slots.tolist()],
-            sampling_request_ids=[row.request_id for row in rows if row.samples],
+            sampling_rows=step.sampling_rows,
+            sampling_request_ids=step.sampling_request_ids,
             sampling_slots=sampling_slots,
             sampling_positions=self.num_tokens_S[sampling_slots],
             waves=waves,
             pooled=pooled,
             pooled_tokens=np.array([token for each in pooled for token in each.tokens], np.int64),
         )
+
+    def _rows(self, request_ids: tuple[str, ...], lens: tuple[int, ...], samples: tuple[bool, ...]) -> _Rows:
+        """Return what holds of rows wherever they stand; for those of the last step it is known."""
+        key = request_ids, lens, samples
+        if self._last_rows is not None and self._last_rows.key == key:
+            return self._last_rows
+        slots_R = np.array([self.slots[request_id] for request_id in request_ids], np.int64)
+        lens_R, samples_R = np.array(lens, np.int64), np.array(samples, np.bool_)
+        ends_R, slots_T = np.cumsum(lens_R), np.repeat(slots_R, lens_R)
+        places_T = np.arange(len(slots_T)) - np.repeat(ends_R - lens_R, lens_R)
+        sampling_rows = [self.sampling_rows[slot] for slot in slots_R[samples_R].tolist()]
+        sampling_ids = list(compress(request_ids, samples))
+        self._last_rows = _Rows(
+            key, slots_R, lens_R, ends_R, slots_T, places_T, samples_R, sampling_rows, sampling_ids
+        )
+        return self._last_rows
 
     def _pooled_tokens(self, rows: Sequence[ScheduledRequest], ends_R: IntArray) -> tuple[PooledTokens, ...]:
         """Return the tokens of rows with pooling whose hidden states are wanted."""
@@ -184,11 +225,8 @@ class InputBatch:
 
         A failed row gets token 0, so that a step which was planned before the failure was seen can still run.
         """
-        token_ids = np.maximum(np.array(sampled.token_ids, np.int64), 0)
-        self.token_ids_SP[inputs.sampling_slots, inputs.sampling_positions] = token_ids
-        self.num_tokens_S[inputs.sampling_slots] = inputs.sampling_positions + 1
-        for sampling_row, token_id in zip(inputs.sampling_rows, token_ids.tolist(), strict=True):
-            sampling_row.output_token_ids.append(token_id)
+        self.append_unknown(inputs)
+        self.fill(inputs, sampled)
 
     def append_unknown(self, inputs: StepInputs) -> None:
         """Count each sampling row's new token, which is not known yet; `fill` comes later."""
@@ -202,15 +240,13 @@ class InputBatch:
 
         A slot may have been given to another request while the step ran. A failed row gets token 0.
         """
-        rows, slots = inputs.sampling_rows, inputs.sampling_slots.tolist()
-        token_ids = [max(token_id, 0) for token_id in sampled.token_ids]
-        is_here = [self.sampling_rows.get(slot) is row for slot, row in zip(slots, rows, strict=True)]
-        for row, token_id in zip(rows, token_ids, strict=True):
+        rows, token_ids = inputs.sampling_rows, np.maximum(np.array(sampled.token_ids, np.int64), 0)
+        for row, token_id in zip(rows, token_ids.tolist(), strict=True):
             row.output_token_ids.append(token_id)
             row.num_pending -= 1
+        is_here = list(map(is_, map(self.sampling_rows.get, inputs.sampling_slots.tolist()), rows))
         here = np.array(is_here, np.bool_)
-        places = inputs.sampling_slots[here], inputs.sampling_positions[here]
-        self.token_ids_SP[places] = np.array(token_ids, np.int64)[here]
+        self.token_ids_SP[inputs.sampling_slots[here], inputs.sampling_positions[here]] = token_ids[here]
         return is_here
 
     def append_verified(self, inputs: StepInputs, token_ids: Sequence[Sequence[int]]) -> None:

@@ -317,7 +317,7 @@ class ModelRunner:
         verified: VerifiedTokens,
     ) -> ModelRunnerOutput:
         token_ids, errors = verified.token_ids, verified.errors
-        logprobs = verified.logprobs if any(entry is not None for entry in verified.logprobs) else None
+        logprobs = verified.logprobs if any(verified.logprobs) else None
         num_drafted = num_available = failed = None
         if drafts:
             num_drafted = [len(ids) for ids, row in zip(drafts, scheduled.rows, strict=True) if row.samples]
@@ -371,8 +371,8 @@ class _LaunchedStep:
 def _of_one_token(sampled: SampledTokens) -> VerifiedTokens:
     """Return what was sampled for rows without drafts."""
     return VerifiedTokens(
-        [[max(token_id, 0)] for token_id in sampled.token_ids],
-        [None if entry is None else [entry] for entry in sampled.logprobs],
+        [[token_id] for token_id in sampled.token_ids],
+        [None if entry is None else [entry] for entry in sampled.logprobs] if any(sampled.logprobs) else [],
         sampled.errors,
         sampled.guides,
     )

@@ -111,8 +111,8 @@ class Sampler:
             )
         best = _best(logits_RV) if best is None else best
         sampled = SampledTokens(best.ids_R.tolist(), [None] * len(rows))
-        for index, peak in enumerate(best.logits_R.tolist()):
-            _check(sampled, index, peak, "the model produced invalid logits")
+        for index in np.flatnonzero(~np.isfinite(best.logits_R)).tolist():
+            _check(sampled, index, float(best.logits_R[index]), "the model produced invalid logits")
         if logits_RV is None:
             return sampled
         pairs = zip(left, logits_RV, strict=True)

@@ -39,6 +39,9 @@ class AttentionBatch:
     block_tables_SB: BlockTable
     slot_mapping_T: IntArray
     """Where each token's KV goes: block id * block size + offset."""
+    admissions_S: IntArray | None = None
+    """Whose line of `block_tables_SB` it is. As long as a line's number stays, blocks are only added at its
+    end. None where nobody asks: only devices remember tables."""
 
 
 class AttentionBackend(Protocol):

@@ -36,7 +36,7 @@ from onbeat.engine.cuda.packing import StepCounts, StepWords, device_words, host
 from onbeat.engine.cuda.pieces import Pieces
 from onbeat.engine.cuda.sampling import draw_params
 from onbeat.engine.cuda.state import CudaOptions, DeviceState, HostRing
-from onbeat.engine.cuda.step_packer import PackedStep, StepPacker
+from onbeat.engine.cuda.step_packer import ALL_DRAWN, PackedStep, StepPacker
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
 from onbeat.engine.cuda.weights import CudaWeights, LayerProducts
 from onbeat.engine.device import Device
@@ -211,7 +211,7 @@ class CudaForward:
 
     def launch(self, inputs: StepInputs) -> ChosenTokens:
         """Queue a step that chooses its rows' tokens; see `LaunchesSteps.launch`."""
-        return self._submit(inputs, self._queue, np.ones(len(inputs.sampling_rows), np.bool_))
+        return self._submit(inputs, self._queue, ALL_DRAWN)
 
     def mark(self) -> Mark:
         """Return the present end of the queue; see `LaunchesSteps.mark`."""
@@ -280,11 +280,11 @@ class CudaForward:
             self._plan_decodes(packed.views.parts)
             self._graphs.replay(GraphKey(packed.size))
         else:
-            buffers = self._buffers(words.to(self.weights.device, non_blocking=True), packed.counts)
+            buffers = self._buffers(words.to(self.weights.device, non_blocking=True), packed.views.counts)
             wanted_N = buffers.parts.sampled_N
             if len(packed.pooled_tokens):
                 wanted_N = torch.cat((wanted_N, torch.from_numpy(packed.pooled_tokens).to(wanted_N)))
-            num_decodes, num_samples = packed.counts.decodes, packed.counts.samples
+            num_decodes, num_samples = packed.views.counts.decodes, packed.views.counts.samples
             hidden = self._compute(buffers, num_decodes, packed.num_tokens, packed.chunks, wanted_N)
             if len(packed.pooled_tokens):
                 pooled_PD = self._normalised(Hidden(*(part[num_samples:] for part in hidden)))

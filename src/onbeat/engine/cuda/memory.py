@@ -14,7 +14,7 @@ from onbeat.core.request import SamplingParams
 from onbeat.engine.attention.base import AttentionBatch, IntArray
 from onbeat.engine.footprint import flag_size
 from onbeat.engine.forward import ForwardPass
-from onbeat.engine.input_batch import StepInputs, wave_order
+from onbeat.engine.input_batch import ADMISSIONS, StepInputs, wave_order
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
@@ -163,6 +163,7 @@ def _step(lens_R: IntArray, block_size: int) -> StepInputs:
             slots_R=slots_R,
             block_tables_SB=tables_SB,
             slot_mapping_T=blocks_T * block_size + positions_T % block_size,
+            admissions_S=np.array([next(ADMISSIONS) for _ in lens_R]),
         ),
         sampling_tokens=ends_R - 1,
         sampling_rows=[SamplingRow(SamplingParams(), (), []) for _ in range(num_rows)],

@@ -60,15 +60,19 @@ class SlotSettings:
             (parts.top_ks_N, 0, self._top_ks_S[slots_N]),
             (parts.top_ps_N, 1.0, self._top_ps_S[slots_N]),
             (parts.min_ps_N, 0.0, self._min_ps_S[slots_N]),
-            (parts.numbers_N, 0.0, self._numbers(slots_N, positions_N)),
         ):
             part[:] = nothing
             part[places] = wanted_N
+        parts.numbers_N[:] = 0.0
+        self.write_numbers(parts, places, slots_N, positions_N)
         return True
 
-    def _numbers(self, slots_N: IntArray, positions_N: IntArray) -> NDArray[np.float64]:
+    def write_numbers(
+        self, parts: StepWords, places: IntArray, slots_N: IntArray, positions_N: IntArray
+    ) -> None:
+        """Write the numbers that tokens are drawn by: all that changes from step to step of the same rows."""
         indices_N = positions_N - self._num_prompt_tokens_S[slots_N]
-        return uniforms(self._stream_starts_S[slots_N], indices_N)
+        parts.numbers_N[places] = uniforms(self._stream_starts_S[slots_N], indices_N)
 
     def _learn(self, slot: int, row: SamplingRow) -> None:
         params = row.params

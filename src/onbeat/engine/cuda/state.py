@@ -16,12 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onbeat.engine.attention.base import BlockTable, IntArray
+from onbeat.engine.attention.base import AttentionBatch, IntArray
 from onbeat.engine.cuda.kernels import Int32Array
 from onbeat.engine.cuda.packing import StepCounts, StepWords, host_words
 from onbeat.engine.cuda.stream import DeviceStream
 from onbeat.engine.forward import Mark
 from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.sampling_row import SamplingRow
 from onbeat.engine.torch_kv import allocate_kv
 
 
@@ -90,54 +91,45 @@ class DeviceState:
                 part.index_copy_(0, few, part.index_select(0, few).nan_to_num_(0.0, 0.0, 0.0))
 
 
-_MOSTLY_USED = 3
-"""Entries of a rectangle for each that is used, up to which comparing the rectangle is the quicker way."""
-
-
 class TableMirror:
-    """The block tables as the device has them once all queued work is done.
+    """How much of the block tables the device has once all queued work is done.
 
-    What differs from the host's tables is found by comparing, so that nobody has to report a change: not who
-    gives a slot away, nor who runs another model with the same tables.
+    A request's table only grows at its end, so that a step brings what was added, and a slot's whole table
+    where the request in it is another one.
     """
 
     def __init__(self, options: CudaOptions) -> None:
-        self._block_size = options.block_size
-        self._blocks_SW = np.full(
-            (options.max_num_seqs + 1, options.max_row_blocks), options.padding_block, np.int32
-        )
-        self.padding_place = self._blocks_SW.size - 1
+        self._block_size, self._num_columns = options.block_size, options.max_row_blocks
+        self._admissions_S = np.zeros(options.max_num_seqs, np.int64)
+        self._num_known_S = np.zeros(options.max_num_seqs, np.int64)
+        """Columns that the device has of the request of that admission."""
+        self.padding_place = (options.max_num_seqs + 1) * self._num_columns - 1
         """A place whose entry is never another than `CudaOptions.padding_block`."""
 
     def forget(self) -> None:
-        """Take nothing for known but the padding."""
-        self._blocks_SW[:-1] = -1
+        """Take nothing for known."""
+        self._num_known_S[:] = 0
 
-    def changes(
-        self, tables_SB: BlockTable, slots_R: IntArray, context_lens_R: IntArray
-    ) -> tuple[IntArray, Int32Array]:
-        """Return what the device must learn before rows of these lengths can run; it counts as learnt.
+    def changes(self, batch: AttentionBatch) -> tuple[IntArray, Int32Array]:
+        """Return what the device must learn before the rows can run; it counts as learnt.
 
         Returns
         -------
         Places in the flat tables, and the blocks that are to be there.
         """
-        num_blocks_R = -(-context_lens_R // self._block_size)
-        most = int(num_blocks_R.max())
-        if len(slots_R) * most <= _MOSTLY_USED * int(num_blocks_R.sum()):
-            wanted_RB = tables_SB[slots_R, :most]
-            rows, columns = np.nonzero(wanted_RB != self._blocks_SW[slots_R, :most])
-            slots, blocks = slots_R[rows], wanted_RB[rows, columns]
-        else:  # one long row among short ones: a table as wide as its own would be mostly empty
-            slots = np.repeat(slots_R, num_blocks_R)
-            ends_R = np.cumsum(num_blocks_R)
-            columns = np.arange(len(slots)) - np.repeat(ends_R - num_blocks_R, num_blocks_R)
-            wanted = tables_SB[slots, columns]
-            changed = np.flatnonzero(wanted != self._blocks_SW[slots, columns])
-            slots, columns, blocks = slots[changed], columns[changed], wanted[changed]
-        places: IntArray = slots * self._blocks_SW.shape[1] + columns
-        self._blocks_SW.reshape(-1)[places] = blocks
-        return places, blocks
+        assert batch.admissions_S is not None, "whose the tables are decides what is known of them"
+        slots_R = batch.slots_R
+        admissions_R = batch.admissions_S[slots_R]
+        is_same_R = self._admissions_S[slots_R] == admissions_R
+        starts_R = self._num_known_S[slots_R] * is_same_R
+        ends_R = -(-batch.context_lens_R // self._block_size)
+        grown = np.flatnonzero(ends_R > starts_R)  # all that are not the same, for a row has a block
+        slots, starts, ends = slots_R[grown], starts_R[grown], ends_R[grown]
+        self._admissions_S[slots], self._num_known_S[slots] = admissions_R[grown], ends
+        lens = ends - starts
+        columns = np.arange(lens.sum()) + np.repeat(ends - np.cumsum(lens), lens)
+        slots = np.repeat(slots, lens)
+        return slots * self._num_columns + columns, batch.block_tables_SB[slots, columns]
 
 
 class EntryViews(NamedTuple):
@@ -167,6 +159,10 @@ class RingEntry:
     mark: Mark | None = field(default=None)
     """Behind the step that used it last."""
 
+    rows: list[SamplingRow] | None = field(default=None)
+    """`StepInputs.sampling_rows` of the decodes whose slots and settings are in it; None: others are."""
+    is_random: bool = field(default=False)
+    """Whether tokens of these are drawn."""
     _last: EntryViews | None = field(default=None)
     """Of the step that used it last: most steps are like the one before, and to cut memory takes its time."""
 

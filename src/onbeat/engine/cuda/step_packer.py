@@ -6,7 +6,7 @@ Legend: T tokens of the step, R rows, N rows that sample, U changed entries of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,28 +24,28 @@ from onbeat.engine.sampler import BestTokens
 _MOST_EAGER_UPDATES = 4096
 """Changed entries of block tables that travel with a step outside of graphs; more go their own way."""
 
+ALL_DRAWN: NDArray[np.bool_] = np.ones((), np.bool_)
+"""As `drawn_N` of `StepPacker.pack`: every row's token."""
 
-@dataclass(frozen=True, slots=True)
-class PackedStep:
+
+class PackedStep(NamedTuple):
     """A step, ready to be queued."""
 
-    entry: RingEntry
     views: EntryViews
-    """Its memory as this step uses it."""
-    counts: StepCounts
+    """Its memory."""
     size: int | None
     """Of the graph of decodes; None for other steps."""
     num_tokens: int
     """Those behind it are padding."""
     sampling_tokens: IntArray
-    pooled_tokens: IntArray
-    """Where the tokens of `StepInputs.pooled_tokens` are among the step's."""
-    chunks: ChunkRows | None
-    """Rows behind those that decode."""
     late_updates: Tensor | None
     """int32 [2, U]: changes of the block tables that the words have no room for, places and blocks."""
     is_random: bool
     """Whether tokens are to be drawn."""
+    pooled_tokens: IntArray = np.zeros(0, np.int64)
+    """Where the tokens of `StepInputs.pooled_tokens` are among the step's."""
+    chunks: ChunkRows | None = None
+    """Rows behind those that decode."""
 
     def best_tokens(self) -> BestTokens:
         """Return what came back of each sampling row, once the step is done."""
@@ -78,7 +78,9 @@ class StepPacker:
         """Return the words of a graph's step that has no row."""
         counts = self.graph_counts(size)
         words = np.zeros(counts.num_words, np.int32)
-        self._pad(host_words(words, counts), 0, 0)
+        parts = host_words(words, counts)
+        self._pad_rows(parts, 0)
+        self._pad_updates(parts, 0)
         return words
 
     def pack(self, inputs: StepInputs, entry: RingEntry, drawn_N: NDArray[np.bool_] | None) -> PackedStep:
@@ -91,7 +93,7 @@ class StepPacker:
         """
         batch = inputs.attention
         num_rows = len(batch.slots_R)
-        places, blocks = self._mirror.changes(batch.block_tables_SB, batch.slots_R, batch.context_lens_R)
+        places, blocks = self._mirror.changes(batch)
         is_decode = num_rows == len(inputs.token_ids_T)
         # A graph of decodes shows no hidden states.
         if is_decode and num_rows <= self._sizes[-1] and not inputs.pooled:
@@ -117,25 +119,19 @@ class StepPacker:
         parts.ids_T[:num_rows] = inputs.token_ids_T
         parts.positions_T[:num_rows] = inputs.positions_T
         parts.kv_slots_T[:num_rows] = batch.slot_mapping_T
-        parts.token_slots_T[:num_rows] = batch.slots_R
         parts.lens_R[:num_rows] = batch.context_lens_R
-        parts.slots_R[:num_rows] = batch.slots_R
         parts.update_places_U[:num_updates] = places[:num_updates]
         parts.update_blocks_U[:num_updates] = blocks[:num_updates]
-        self._pad(parts, num_rows, num_updates)
-        is_random = self._choose(inputs, parts, inputs.sampling_tokens, drawn_N)
-        return PackedStep(
-            entry,
-            views,
-            counts,
-            size,
-            size,
-            inputs.sampling_tokens,
-            inputs.pooled_tokens,
-            None,
-            late,
-            is_random,
-        )
+        self._pad_updates(parts, num_updates)
+        if entry.rows is not inputs.sampling_rows or drawn_N is not ALL_DRAWN:
+            parts.token_slots_T[:num_rows] = parts.slots_R[:num_rows] = batch.slots_R
+            self._pad_rows(parts, num_rows)
+            entry.is_random = self._choose(inputs, parts, inputs.sampling_tokens, drawn_N)
+            entry.rows = inputs.sampling_rows if drawn_N is ALL_DRAWN else None
+        elif entry.is_random:
+            slots_N, positions_N = inputs.sampling_slots, inputs.sampling_positions
+            self._settings.write_numbers(parts, inputs.sampling_tokens, slots_N, positions_N)
+        return PackedStep(views, size, size, inputs.sampling_tokens, late, entry.is_random)
 
     def _pack_eager(
         self,
@@ -163,23 +159,15 @@ class StepPacker:
         parts.lens_R[:] = batch.context_lens_R[is_decode_R]
         parts.slots_R[:] = batch.slots_R[is_decode_R]
         parts.sampled_N[:] = places_T[inputs.sampling_tokens]
-        is_random = self._choose(inputs, parts, np.arange(num_samples), drawn_N)
+        entry.rows, is_random = None, self._choose(inputs, parts, np.arange(num_samples), drawn_N)
         parts.update_places_U[:] = places[:num_updates]
         parts.update_blocks_U[:] = blocks[:num_updates]
         chunks = None
         if num_decodes < len(is_decode_R):
             chunks = _chunk_rows(batch, np.flatnonzero(~is_decode_R), self._options.block_size)
+        pooled_tokens = places_T[inputs.pooled_tokens]
         return PackedStep(
-            entry,
-            views,
-            counts,
-            None,
-            num_tokens,
-            inputs.sampling_tokens,
-            places_T[inputs.pooled_tokens],
-            chunks,
-            late,
-            is_random,
+            views, None, num_tokens, inputs.sampling_tokens, late, is_random, pooled_tokens, chunks
         )
 
     def _padded(self, num_tokens: int) -> int:
@@ -197,7 +185,8 @@ class StepPacker:
         parts.write_slots_N[:] = self._options.padding_slot
         if drawn_N is None:
             return False
-        places = places[: len(drawn_N)]  # tokens of prompts that are scored come behind
+        if drawn_N is not ALL_DRAWN:
+            places = places[: len(drawn_N)]  # tokens of prompts that are scored come behind
         if inputs.waves is None:  # else the host says which token is a row's last
             parts.write_slots_N[places] = inputs.sampling_slots
         return self._settings.write(inputs, parts, places, drawn_N)
@@ -206,15 +195,17 @@ class StepPacker:
         """Know nothing of the device's block tables any more: a step failed, and may have changed none."""
         self._mirror.forget()
 
-    def _pad(self, parts: StepWords, num_rows: int, num_updates: int) -> None:
-        """Fill the rest of a graph's words: rows of one token in a block that nobody else has."""
-        options = self._options
+    def _pad_rows(self, parts: StepWords, num_rows: int) -> None:
+        """Fill the rest of a graph's rows: each has one token, in a block that nobody else has."""
         self._pad_tokens(parts, num_rows)
         parts.lens_R[num_rows:] = 1
-        parts.slots_R[num_rows:] = options.padding_slot
-        parts.write_slots_N[num_rows:] = options.padding_slot
+        parts.slots_R[num_rows:] = self._options.padding_slot
+        parts.write_slots_N[num_rows:] = self._options.padding_slot
+
+    def _pad_updates(self, parts: StepWords, num_updates: int) -> None:
+        """Fill the rest of the changes of block tables: they change nothing."""
         parts.update_places_U[num_updates:] = self._mirror.padding_place
-        parts.update_blocks_U[num_updates:] = options.padding_block
+        parts.update_blocks_U[num_updates:] = self._options.padding_block
 
     def _pad_tokens(self, parts: StepWords, num_tokens: int) -> None:
         """Fill the rest of a step's tokens: all of them lie in one place that nobody else has."""

@@ -73,6 +73,7 @@ def inputs_for_ranks(inputs: StepInputs, block_size: int) -> StepInputs:
             attention,
             slots_R=np.arange(len(attention.slots_R)),
             block_tables_SB=attention.block_tables_SB[attention.slots_R, :num_blocks],
+            admissions_S=None,
         ),
         sampling_tokens=inputs.sampling_tokens,
     )

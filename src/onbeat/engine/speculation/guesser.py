@@ -70,6 +70,7 @@ def _attention(
         slots_R=slots_R,
         block_tables_SB=batch.block_tables_SB,
         slot_mapping_T=blocks_T * size + positions_T % size,
+        admissions_S=batch.admissions_S,
     )
 
 

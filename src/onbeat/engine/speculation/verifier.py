@@ -63,9 +63,9 @@ class VerifiedTokens:
     """What each row of a step gets: the accepted drafts, and one token more."""
 
     token_ids: list[list[int]]
-    """The last one is 0 where the row is in `errors`."""
+    """The last one is no token where the row is in `errors`."""
     logprobs: list[list[TokenLogprobs] | None]
-    """None where the row did not ask."""
+    """None where the row did not ask; empty where none did."""
     errors: dict[int, str]
     """Row index to what is wrong with its logits or its grammar."""
     guides: GuideOutcome | None = None

@@ -12,6 +12,7 @@ import torch
 
 from onbeat.core.request import Request
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
+from onbeat.engine.attention.base import AttentionBatch
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs, GraphKey, graph_sizes, piece_sizes
 from onbeat.engine.cuda.kernels import DecodeRows, Int32Array, KernelSizes, LayerSpec
@@ -221,20 +222,25 @@ def test_sizes_reach_the_largest_step() -> None:
     assert piece_sizes(100) == (16, 32, 64)
 
 
-@pytest.mark.parametrize("skewed", [False, True])
-def test_the_mirror_tells_each_change_once(skewed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if skewed:
-        monkeypatch.setattr("onbeat.engine.cuda.state._MOSTLY_USED", 0)
+def test_the_mirror_tells_each_change_once() -> None:
     options = CudaOptions(
         num_blocks=50, block_size=16, max_num_seqs=4, max_model_len=64, max_num_batched_tokens=64
     )
     mirror = TableMirror(options)
     tables_SB = np.array([[7, 8, 9, 0], [1, 2, 3, 4]], np.int32)
-    places, blocks = mirror.changes(tables_SB, np.array([1, 0]), np.array([17, 33]))
-    found = dict(zip(places.tolist(), blocks.tolist(), strict=True))
-    missing = {} if skewed else {6: 3}  # no row needs it yet
-    assert found == {4: 1, 5: 2, 0: 7, 1: 8, 2: 9} | missing
-    assert not len(mirror.changes(tables_SB, np.array([0, 1]), np.array([33, 17]))[0])
-    tables_SB[0, 1] = 11  # the slot is another request's
-    places, blocks = mirror.changes(tables_SB, np.array([0]), np.array([20]))
-    assert (places.tolist(), blocks.tolist()) == ([1], [11])
+    admissions_S = np.array([5, 6])
+
+    def changes(slots: list[int], lens: list[int]) -> dict[int, int]:
+        ones_R, nothing = np.ones(len(slots), np.int64), np.zeros(0, np.int64)
+        batch = AttentionBatch(ones_R, np.array(lens), np.array(slots), tables_SB, nothing, admissions_S)
+        places, blocks = mirror.changes(batch)
+        return dict(zip(places.tolist(), blocks.tolist(), strict=True))
+
+    assert changes([1, 0], [17, 33]) == {4: 1, 5: 2, 0: 7, 1: 8, 2: 9}
+    assert changes([0, 1], [33, 17]) == {}
+    assert changes([0, 1], [34, 64]) == {6: 3, 7: 4}
+    admissions_S[0] = 7  # the slot is another request's, and one of its blocks is another
+    tables_SB[0, 1] = 11
+    assert changes([0], [20]) == {0: 7, 1: 11}
+    mirror.forget()
+    assert changes([0, 1], [20, 5]) == {0: 7, 1: 11, 4: 1}
