@@ -12,6 +12,7 @@ from onbeat.core.request import Request, SamplingParams, TokenLogprobs
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.attention.torch_sdpa import TorchSdpaBackend
 from onbeat.engine.draw import Logits
+from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import BestTokens, SampledTokens, Sampler, SamplingRow
 from onbeat.engine.torch_backend import TorchForward
@@ -210,3 +211,22 @@ def test_the_last_position_of_the_longest_request_fits() -> None:
     output = runner.execute(step([ScheduledRequest("a", 47, 1, (), samples=True)]))
     assert len(output.sampled_token_ids[0]) == 1
     assert np.count_nonzero(runner.batch.block_tables_SB[0]) == 3
+
+
+def test_rows_are_looked_up_again_once_a_request_left() -> None:
+    """A request that was preempted comes back with the same id: it may be elsewhere, and is sampled anew."""
+    batch = InputBatch(max_num_seqs=2, max_model_len=64, block_size=16)
+    admitted = {key: AdmittedRequest(request(key, [1, 2, 3]), (), (index,)) for index, key in enumerate("ab")}
+    for each in admitted.values():
+        batch.admit(each)
+    rows = [ScheduledRequest(key, 2, 1, (), samples=True) for key in "ab"]
+    before, same = batch.prepare(rows), batch.prepare(rows)
+    assert same.sampling_rows is before.sampling_rows
+    for key in "ab":
+        batch.release(key)
+    for key in "ab":
+        batch.admit(admitted[key])
+    after = batch.prepare(rows)
+    assert after.attention.slots_R.tolist() == [batch.slots[key] for key in "ab"] == [1, 0]
+    assert after.sampling_rows == [batch.sampling_rows[slot] for slot in (1, 0)]
+    assert after.sampling_rows[0] is not before.sampling_rows[0]
