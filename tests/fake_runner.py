@@ -31,22 +31,12 @@ class FakeRunner:
     ----------
     step_seconds : how long a step takes.
     burns : whether a step takes that much time of a processor, and not of the clock.
-    idle_checks : `check_alive` finds the engine dead once it has been called as often; None is never.
     """
 
-    def __init__(
-        self, step_seconds: float = 0.0, *, burns: bool = False, idle_checks: int | None = None
-    ) -> None:
+    def __init__(self, step_seconds: float = 0.0, *, burns: bool = False) -> None:
         self.step_seconds = step_seconds
         self._burns = burns
-        self._idle_checks = idle_checks
         self._num_logprobs: dict[str, int | None] = {}
-
-    def check_alive(self) -> None:
-        if self._idle_checks is not None:
-            self._idle_checks -= 1
-            if self._idle_checks <= 0:
-                raise EngineDead("it ended while nothing ran")
 
     def launch(self, scheduled: SchedulerOutput) -> DoneStep:
         return DoneStep(self.execute(scheduled))
@@ -155,7 +145,6 @@ def build_fake_engine(
     burns: bool = False,
     niceness: int = 0,
     max_in_flight_steps: int = 1,
-    idle_checks: int | None = None,
     reports_load: bool = False,
     keeps_kv: bool = False,
     kv_backend: str = "fake",
@@ -167,8 +156,8 @@ def build_fake_engine(
     values = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "policy": "sarathi", **changes}
     config = SchedulerConfig(**({"num_blocks": 256, "max_model_len": 1024} | values))
     keeping = KeepingRunner(config, step_seconds, backend=kv_backend) if keeps_kv else None
-    runner = keeping or FakeRunner(step_seconds, burns=burns, idle_checks=idle_checks)
-    executor = ThreadExecutor(runner, check_alive=runner.check_alive)
+    runner = keeping or FakeRunner(step_seconds, burns=burns)
+    executor = ThreadExecutor(runner)
     core = EngineCore(
         Scheduler(config, LinearStepTime()),
         executor,

@@ -10,7 +10,6 @@ holds it against these, then computes it itself.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import multiprocessing
 import statistics
 import time
@@ -23,7 +22,6 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.kv_transfer.cma import CmaTransport
-from onbeat.engine.kv_transfer.nixl import NixlTransport
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.kv_transfer.transfers import KVTransfers
@@ -34,8 +32,6 @@ KEY = b"only for this benchmark, 32 bytes"
 MODEL = "smollm2-135m-instruct"
 BLOCK_SIZE = 16
 TRANSPORTS: dict[str, Callable[[], Any]] = {"cma": CmaTransport, "tcp": lambda: TcpTransport(KEY)}
-if importlib.util.find_spec("nixl") is not None:
-    TRANSPORTS["nixl"] = NixlTransport
 
 
 def load() -> LoadedModel:

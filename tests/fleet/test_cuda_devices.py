@@ -23,28 +23,18 @@ def four_devices(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "num_replicas", "num_each", "shares"),
-    [
-        ("cuda", 2, 1, [("0",), ("1",), ("2",), ("3",)]),
-        ("auto", 2, 2, [("0", "1"), ("2", "3")]),
-        ("cuda", 1, 3, [("0", "1", "2")]),
-        ("cuda:1", 2, 1, []),
-        ("cpu", 8, 1, []),
-    ],
+    ("device", "num_replicas", "devices"),
+    [("cuda", 2, ["0", "1", "2", "3"]), ("auto", 4, ["0", "1", "2", "3"]), ("cuda:1", 2, []), ("cpu", 8, [])],
 )
 @pytest.mark.usefixtures("four_devices")
-def test_each_replica_gets_devices_of_its_own(device, num_replicas, num_each, shares):
-    assert share_devices(device, num_replicas, num_each) == shares
+def test_each_replica_gets_a_device_of_its_own(device, num_replicas, devices):
+    assert share_devices(device, num_replicas) == devices
 
 
 @pytest.mark.usefixtures("four_devices")
-@pytest.mark.parametrize(
-    ("num_replicas", "num_each", "cure"),
-    [(5, 1, "give --replicas 4, "), (3, 2, "give --replicas 2, "), (1, 8, "give --device cuda:0")],
-)
-def test_too_few_devices_are_said_with_what_fits(num_replicas, num_each, cure):
-    with pytest.raises(ConfigError, match=f"need {num_replicas * num_each} CUDA .* are 4; {cure}"):
-        share_devices("cuda", num_replicas, num_each)
+def test_too_few_devices_are_said_with_what_fits():
+    with pytest.raises(ConfigError, match=r"need 5 CUDA .* are 4; give --replicas 4, "):
+        share_devices("cuda", 5)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +50,7 @@ def test_what_the_environment_hides_is_not_shared_out(monkeypatch, named, device
 def test_a_machine_without_a_driver_has_none(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(cuda_devices.ctypes, "CDLL", lambda _name: (_ for _ in ()).throw(OSError))
-    assert share_devices("auto", 2, 1) == []
+    assert share_devices("auto", 2) == []
 
 
 def build_that_notes_its_devices(on_progress, *, folder, replica):
@@ -69,15 +59,15 @@ def build_that_notes_its_devices(on_progress, *, folder, replica):
 
 
 async def test_processes_see_their_own_devices_and_a_replica_too_many_says_so(tmp_path, caplog):
-    launcher = LocalLauncher(device_shares=[("4", "5"), ("6", "7")])
+    launcher = LocalLauncher(devices=["4", "6"])
 
     def make_build(replica, _life):
         return partial(build_that_notes_its_devices, folder=tmp_path, replica=replica)
 
     async with fleet_of(2, launcher=launcher, make_build=make_build) as client:
         await until(lambda: all(is_ready(client, each) for each in ("r0", "r1")))
-        assert {path.read_text() for path in tmp_path.iterdir()} == {"4,5", "6,7"}
-        with pytest.raises(InvalidRequest, match=r"at most 2 have room here \(CUDA devices: 4\)"):
+        assert {path.read_text() for path in tmp_path.iterdir()} == {"4", "6"}
+        with pytest.raises(InvalidRequest, match=r"at most 2 have room here \(CUDA devices: 2\)"):
             client.scale(3)
         client.controller.scale(3)  # as where one that drains still has its devices
         await until(lambda: "r2 has got no CUDA device" in caplog.text)

@@ -14,7 +14,6 @@ import pytest
 from onbeat.cluster.client import FleetClient
 from onbeat.core.handover import MoveVerb
 from onbeat.scheduler.cluster.events import MoveStep
-from tests.cpu.core.kv_engines import needs_nixl
 from tests.fake_runner import build_fake_engine
 from tests.fleet.fleets import (
     RemoteLauncher,
@@ -70,9 +69,8 @@ async def test_a_replica_that_drains_moves_what_runs_there() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["tcp", pytest.param("nixl", marks=needs_nixl)])
-async def test_moves_between_machines(transport: str) -> None:
-    async with moving_fleet(2, launcher=RemoteLauncher(), kv_transports=[transport]) as client:
+async def test_moves_between_machines() -> None:
+    async with moving_fleet(2, launcher=RemoteLauncher(), kv_transports=["tcp"]) as client:
         started = start_requests(client, 4, max_tokens=200)
         await until(partial(have_begun, client, 4))
         client.drain("r1", seconds=60, restarts=False)

@@ -54,8 +54,8 @@ async def test_what_has_no_room_is_not_started(
 
 def test_each_device_has_room_for_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_launcher, "usable_cores", lambda: 64)
-    capacity = LocalLauncher(device_shares=[("0", "1"), ("2", "3")]).capacity()
-    assert capacity == (2, "CUDA devices: 4")
+    capacity = LocalLauncher(devices=["0", "1"]).capacity()
+    assert capacity == (2, "CUDA devices: 2")
 
 
 @pytest.mark.parametrize(

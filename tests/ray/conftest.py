@@ -41,7 +41,7 @@ class RayCluster:
 
     def launcher(self, **options: Any) -> RayLauncher:
         """Return a launcher of replicas that take a CPU each."""
-        needs = ReplicaNeeds(device="cpu", num_devices=1, num_cpus=options.pop("num_cpus", 1))
+        needs = ReplicaNeeds(device="cpu", num_cpus=options.pop("num_cpus", 1))
         return RayLauncher(self.address, needs, **options)
 
 

@@ -95,10 +95,10 @@ async def test_an_address_where_no_cluster_is(ray_cluster, address: str, why: st
 
 def test_what_a_replica_needs() -> None:
     def bundle(device: str, num_cpus: int | None, **cluster: float) -> dict[str, float]:
-        return ReplicaNeeds(device=device, num_devices=2, num_cpus=num_cpus).bundle(cluster)
+        return ReplicaNeeds(device=device, num_cpus=num_cpus).bundle(cluster)
 
-    assert bundle("cuda", None) == {"CPU": 1.0, "GPU": 2.0}
-    assert bundle("auto", 4, GPU=8.0) == {"CPU": 1.0, "GPU": 2.0}
+    assert bundle("cuda", None) == {"CPU": 1.0, "GPU": 1.0}
+    assert bundle("auto", 4, GPU=8.0) == {"CPU": 1.0, "GPU": 1.0}
     assert bundle("auto", 4, CPU=8.0) == {"CPU": 4.0}
     assert bundle("cpu", 4, GPU=8.0) == {"CPU": 4.0}
     with pytest.raises(ConfigError, match="give --threads"):

@@ -25,17 +25,16 @@ def visible_devices() -> list[str]:
     return devices
 
 
-def share_devices(device: str, num_replicas: int, num_each: int) -> list[tuple[str, ...]]:
+def share_devices(device: str, num_replicas: int) -> list[str]:
     """Share the CUDA devices of this machine out among replicas.
 
     Parameters
     ----------
     device : as in the engine's configuration; with `auto` replicas run on CUDA where there is any device.
-    num_each : devices of a replica.
 
     Returns
     -------
-    shares : one a replica, and those of replicas that are added later; none where all run on the CPU, or on
+    devices : one a replica, and those of replicas that are added later; none where all run on the CPU, or on
         one device that was named.
 
     Raises
@@ -47,16 +46,12 @@ def share_devices(device: str, num_replicas: int, num_each: int) -> list[tuple[s
     devices = visible_devices()
     if not devices:
         return []
-    shares = [
-        tuple(devices[first : first + num_each]) for first in range(0, len(devices) - num_each + 1, num_each)
-    ]
-    if len(shares) < num_replicas:
-        fewer = f"--replicas {len(shares)}, " if shares else ""
+    if len(devices) < num_replicas:
         raise ConfigError(
-            f"{num_replicas} replicas need {num_replicas * num_each} CUDA devices, but there are "
-            f"{len(devices)}; give {fewer}--device cuda:0 to share that one, or --device cpu"
+            f"{num_replicas} replicas need {num_replicas} CUDA devices, but there are {len(devices)}; give "
+            f"--replicas {len(devices)}, --device cuda:0 to share that one, or --device cpu"
         )
-    return shares
+    return devices
 
 
 def _num_devices() -> int:

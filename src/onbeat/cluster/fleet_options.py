@@ -11,7 +11,7 @@ from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.migration import check_move_rule
 
 LAUNCHERS = ("local", "ray")
-TRANSPORTS = {"auto": ("cma", "tcp"), "cma": ("cma",), "tcp": ("tcp",), "nixl": ("nixl",), "none": ()}
+TRANSPORTS = {"auto": ("cma", "tcp"), "cma": ("cma",), "tcp": ("tcp",), "none": ()}
 """What `--kv-transport` may be -> the ways to copy KV, the best first."""
 
 _option = partial(option, group="fleet")
@@ -26,8 +26,7 @@ class FleetOptions:
         "auto",
         choices=tuple(TRANSPORTS),
         help="how KV is copied between replicas when streams move; cma: from memory to memory, on one "
-        "machine; tcp: over a network; nixl: by NVIDIA's NIXL (extra nixl); auto: cma if it works, else "
-        "tcp; none: streams do not move",
+        "machine; tcp: over a network; auto: cma if it works, else tcp; none: streams do not move",
     )
     launcher: str = _option(
         "local",

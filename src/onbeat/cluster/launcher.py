@@ -48,8 +48,6 @@ class ReplicaNeeds:
 
     device: str
     """As in the engine's configuration; `auto` is a GPU where the cluster has any."""
-    num_devices: int
-    """GPUs, of a replica on GPUs."""
     num_cpus: int | None
     """Of a replica on CPUs; None where nobody said."""
 
@@ -63,7 +61,7 @@ class ReplicaNeeds:
         has_gpus = cluster.get("GPU", 0) > 0
         is_cuda = self.device.startswith("cuda") or is_gpu(self.device)
         if is_cuda or (self.device == "auto" and has_gpus):
-            return {"CPU": 1.0, "GPU": float(self.num_devices)}
+            return {"CPU": 1.0, "GPU": 1.0}
         if self.num_cpus is None:
             raise ConfigError("a replica on CPUs asks Ray for as many CPUs as it has threads; give --threads")
         return {"CPU": float(self.num_cpus)}

@@ -48,15 +48,13 @@ class LocalLauncher:
     Parameters
     ----------
     core_shares : the cores of each replica, which are handed out in turn; empty leaves them to the system.
-    device_shares : the CUDA devices of each replica, which no other gets while its process lives; empty
-        leaves them to the engines.
+    devices : a CUDA device for each replica, which no other gets while its process lives; empty leaves
+        them to the engines.
     """
 
-    def __init__(
-        self, core_shares: Sequence[Sequence[int]] = (), device_shares: Sequence[Sequence[str]] = ()
-    ) -> None:
+    def __init__(self, core_shares: Sequence[Sequence[int]] = (), devices: Sequence[str] = ()) -> None:
         self._core_shares = [tuple(share) for share in core_shares]
-        self._device_shares = [tuple(share) for share in device_shares]
+        self._devices = devices
         self._started: dict[tuple[ReplicaId, int], _Started] = {}
         self._on_lost: OnLost = lambda _replica, _life, _why: None
 
@@ -71,8 +69,8 @@ class LocalLauncher:
         link = spec.link
         if self._core_shares:
             link = replace(link, cores=self._core_shares[share % len(self._core_shares)])
-        if self._device_shares:
-            link = replace(link, cuda_devices=self._device_shares[share])
+        if self._devices:
+            link = replace(link, cuda_device=self._devices[share])
         # spawn: a forked child would inherit the event loop and its sockets
         process = multiprocessing.get_context("spawn").Process(
             target=run_engine_process, args=(spec.build, link), name=f"onbeat-{spec.replica}", daemon=True
@@ -92,8 +90,8 @@ class LocalLauncher:
                 MOST_PER_CORE * num_cores, f"cores: {num_cores}, with {MOST_PER_CORE} replicas each at most"
             )
         ]
-        if num_devices := sum(map(len, self._device_shares)):
-            found.append(Capacity(len(self._device_shares), f"CUDA devices: {num_devices}"))
+        if num_devices := len(self._devices):
+            found.append(Capacity(num_devices, f"CUDA devices: {num_devices}"))
         taken = [private_bytes(each.process.pid) for each in self._started.values()]
         if largest := max(taken, default=0):
             free = host_memory()
@@ -147,9 +145,9 @@ class LocalLauncher:
         EngineDead : all CUDA devices are taken.
         """
         taken = [started.share for started in self._started.values()]
-        num_shares = max(len(self._device_shares) or len(self._core_shares), 1)
+        num_shares = max(len(self._devices) or len(self._core_shares), 1)
         share = min(range(num_shares), key=lambda share: (taken.count(share), share))
-        if self._device_shares and share in taken:
+        if self._devices and share in taken:
             raise EngineDead(
                 f"{replica} has got no CUDA device: the replicas that run have all that there are"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -13,7 +12,7 @@ from onbeat.cluster.cuda_devices import share_devices
 from onbeat.cluster.fleet_options import TRANSPORTS, FleetOptions
 from onbeat.cluster.launcher import Launcher, ReplicaNeeds
 from onbeat.cluster.local_launcher import LocalLauncher, share_cores
-from onbeat.core.errors import ConfigError, MissingExtra
+from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaId, replica_number
 from onbeat.core.kinds import ReplicaGroup, as_settings, kind_of
 from onbeat.core.options import change
@@ -76,13 +75,8 @@ def open_fleet(
     Raises
     ------
     ConfigError : the record cannot be written, or there are fewer CUDA devices than the replicas need.
-    MissingExtra : the launcher, or the way to copy KV, is not installed.
+    MissingExtra : the launcher is not installed.
     """
-    if options.kv_transport == "nixl" and importlib.util.find_spec("nixl") is None:
-        raise MissingExtra(
-            "--kv-transport nixl needs NIXL, which is not installed: pip install 'onbeat[nixl]' on every "
-            "machine with replicas, or take tcp"
-        )
     asked, policy = options.fleet, engine.limits.policy or DEFAULT_POLICY
     engine_of("r0", engine, asked.kinds)  # refuses kinds that the engines cannot be of
     router = asked.router_for(policy)
@@ -112,7 +106,7 @@ def _launcher(options: FleetOptions, engine: EngineConfig) -> Launcher:
         if is_idle:
             return LocalLauncher()
         num_replicas = options.fleet.most_replicas
-        devices = share_devices(engine.device, num_replicas, engine.tensor_parallel_size)
+        devices = share_devices(engine.device, num_replicas)
         return LocalLauncher(share_cores(num_replicas, engine.threads), devices)
     from onbeat.cluster.ray_launcher import RayLauncher
 
@@ -120,7 +114,6 @@ def _launcher(options: FleetOptions, engine: EngineConfig) -> Launcher:
         options.ray_address or "auto",
         ReplicaNeeds(
             device="cpu" if is_idle else engine.device,
-            num_devices=engine.tensor_parallel_size,
             num_cpus=engine.threads or (1 if is_idle else None),
         ),
         port=options.fleet_port or 0,

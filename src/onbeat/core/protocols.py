@@ -19,10 +19,6 @@ class Executor(Protocol):
         """Start a step; steps run one after another in the order of submission."""
         ...
 
-    def check_alive(self) -> None:
-        """Raise `EngineDead` if what steps run on is gone; called while no step runs."""
-        ...
-
     def shutdown(self) -> None:
         """Wait for running work and let go of threads and memory."""
         ...

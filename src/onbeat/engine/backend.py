@@ -242,10 +242,10 @@ def choose_backend(config: EngineConfig, checkpoint: Checkpoint, device: DeviceC
     ConfigError : what was asked for cannot run here.
     """
     if config.tensor_parallel_size > 1:
-        require("torch", extra="torch", purpose="tensor parallelism")
-        from onbeat.engine.parallel.backend import ParallelBackend
-
-        return ParallelBackend(config, checkpoint, device)
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but a replica that computes runs on one "
+            "device; leave --tensor-parallel-size out, or give --load-format stand-in"
+        )
     if config.backend == "torch":
         return _not_native(config, _by_torch(checkpoint, device, "as asked for"), "torch (as asked for)")
     engine = _ENGINES[_ENGINE_OF_DEVICE[device.device.type] if config.backend == "auto" else config.backend]

@@ -90,7 +90,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     )
     core = EngineCore(
         Scheduler(loaded.limits, step_time.model),
-        ThreadExecutor(runner, check_alive=runner.forward.check_alive, on_shutdown=partial(_close, runner)),
+        ThreadExecutor(runner, on_shutdown=partial(_close, runner)),
         max_in_flight_steps=max_in_flight_steps,
         recorder=recorder,
         idle_work=partial(_touch_ahead, runner),

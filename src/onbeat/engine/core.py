@@ -245,10 +245,6 @@ class EngineCore:
             busy = max(self._begin(self._in_flight[0]) + seconds[0] - now, 0.0) + sum(seconds[1:])
         return self.scheduler.load(now, busy=busy)
 
-    def check_alive(self) -> None:
-        """Raise `EngineDead` if no step can run any more; call it while none does."""
-        self._executor.check_alive()
-
     def do_idle_work(self) -> bool:
         """Use a moment without work; return whether there was something to do. No step may be under way."""
         if self.kv is not None:

@@ -122,7 +122,7 @@ class EngineConfig:
         aliases=("-tp",),
         at_least=1,
         metavar="N",
-        help="processes that share the model, on the CPU and by torch; for tests, not for speed",
+        help="devices that share the model, for a stand-in of them (--load-format stand-in)",
     )
     step_time_profile: str = _engine(
         "auto",

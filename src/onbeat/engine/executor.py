@@ -52,19 +52,11 @@ class ThreadExecutor:
     Parameters
     ----------
     runner : runs the steps.
-    check_alive : raises `EngineDead` if what they run on is gone; called while no step runs.
     on_shutdown : lets go of what they ran on; called once no step runs any more.
     """
 
-    def __init__(
-        self,
-        runner: StepRunner,
-        *,
-        check_alive: Callable[[], None] = lambda: None,
-        on_shutdown: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, runner: StepRunner, *, on_shutdown: Callable[[], None] = lambda: None) -> None:
         self._runner = runner
-        self._check_alive = check_alive
         self._on_shutdown = on_shutdown
         self._launcher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onbeat-step")
         # Its thread starts with the first step that is not done when it has been launched.
@@ -74,9 +66,6 @@ class ThreadExecutor:
         future: Future[ModelRunnerOutput] = Future()
         self._launcher.submit(self._launch, scheduled, future)
         return future
-
-    def check_alive(self) -> None:
-        self._check_alive()
 
     def shutdown(self) -> None:
         self._launcher.shutdown(wait=True)

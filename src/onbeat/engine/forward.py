@@ -87,10 +87,6 @@ class ForwardPass(Protocol):
         """Make stored values of KV blocks finite."""
         ...
 
-    def check_alive(self) -> None:
-        """Raise `EngineDead` if a process that steps need is gone; called while no step runs."""
-        ...
-
     def touch_ahead(self) -> bool:
         """Take a little of the memory that later steps will need; return whether there was any to take.
 
@@ -103,7 +99,7 @@ class ForwardPass(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of threads and processes; no step may run any more."""
+        """Let go of threads; no step may run any more."""
         ...
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from onbeat.core.errors import ConfigError, KVUnavailable
+from onbeat.core.errors import KVUnavailable
 
 
 class KVRegion(NamedTuple):
@@ -55,7 +55,6 @@ class KVLayout:
     """Whose order the bytes are in."""
     activations: str = ""
     """What quantized weights are multiplied with, where there are any."""
-    tensor_parallel_size: int = 1
 
     def check_same(self, other: KVLayout) -> None:
         """Raise `KVUnavailable` that names the first difference, unless the blocks of both are the same."""
@@ -122,26 +121,6 @@ class BlockMemory:
             )
 
 
-def block_bytes_of(forward: object) -> int:
-    """Return the bytes of a block.
-
-    Raises
-    ------
-    ConfigError : the forward pass does not have its KV in the memory of this process.
-    """
-    return sum(region.block_bytes for region in giving_kv(forward).kv_regions())
-
-
-def giving_kv(forward: object) -> GivesKV:
-    """Return a forward pass as one whose KV can be copied.
-
-    Raises
-    ------
-    ConfigError : it does not have its KV in this process.
-    """
-    if not isinstance(forward, GivesKV):
-        raise ConfigError(
-            "this engine's KV cannot be handed to another: it is spread over processes; leave "
-            "--tensor-parallel-size out, or run without hand-over"
-        )
-    return forward
+def block_bytes_of(forward: GivesKV) -> int:
+    """Return the bytes of a block."""
+    return sum(region.block_bytes for region in forward.kv_regions())

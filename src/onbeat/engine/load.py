@@ -13,7 +13,7 @@ from onbeat.engine.container import FreeMemory
 from onbeat.engine.device import DeviceConfig, detect_device, free_memory, missed_gpu, thread_advice
 from onbeat.engine.engine_config import DEFAULT_GPU_UTILIZATION, EngineConfig
 from onbeat.engine.footprint import Footprint
-from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, block_bytes_of, giving_kv
+from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, block_bytes_of
 from onbeat.engine.kv_cache import modest_kv_bytes
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
@@ -58,17 +58,14 @@ class LoadedModel:
         return isinstance(self.runner.forward, GivesKV) and self.device.device.type == "cpu"
 
     def kv_memory(self, activation_quantization: str = "auto") -> BlockMemory:
-        """Return access to the KV blocks, for engines that hand requests over.
+        """Return access to the KV blocks, for engines that hand requests over, where `gives_kv`.
 
         Parameters
         ----------
         activation_quantization : of what quantized weights are multiplied with.
-
-        Raises
-        ------
-        ConfigError : the KV does not lie in this process's memory.
         """
-        forward, limits = giving_kv(self.runner.forward), self.limits
+        forward, limits = self.runner.forward, self.limits
+        assert isinstance(forward, GivesKV), "whoever asks has looked at gives_kv"
         settings, activations = self.runner.forward.settings, ""
         if self.weights_format is not None:
             activations = activation_quantization

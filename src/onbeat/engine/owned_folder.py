@@ -14,7 +14,6 @@ import shutil
 import stat
 import tempfile
 from pathlib import Path
-from types import TracebackType
 
 import zmq
 
@@ -49,14 +48,6 @@ class OwnedFolder:
         """Remove the directory with what is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
-
-    def __enter__(self) -> Path:
-        return self.path
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def remove_abandoned(parent: Path) -> None:

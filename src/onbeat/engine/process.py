@@ -27,7 +27,6 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.grammar_port import CompilingRequests
 from onbeat.engine.kv_transfer.base import KVTransport
 from onbeat.engine.kv_transfer.cma import CmaTransport
-from onbeat.engine.kv_transfer.nixl import NixlTransport
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.messages import (
@@ -90,8 +89,8 @@ class EngineLink:
     """None leaves the connection as it is: `ipc` needs none."""
     cores: tuple[int, ...] = ()
     """The CPU cores that it may run on; empty leaves that to the system."""
-    cuda_devices: tuple[str, ...] = ()
-    """The CUDA devices that it may use, as in `CUDA_VISIBLE_DEVICES`; empty leaves it as it is."""
+    cuda_device: str | None = None
+    """The CUDA device that it may use, as in `CUDA_VISIBLE_DEVICES`; None leaves it as it is."""
     leaves_on_sigterm: bool = False
     """Whether it asks to be drained on SIGTERM. Otherwise it ignores the signal."""
 
@@ -103,8 +102,8 @@ def run_engine_process(build: BuildEngine, link: EngineLink) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if link.cores:
         os.sched_setaffinity(0, link.cores)
-    if link.cuda_devices:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(link.cuda_devices)
+    if link.cuda_device is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = link.cuda_device
     with unblocked_output():
         is_orphaned = _build_and_serve(build, link)
     # Everything is closed: taking the interpreter apart takes longer than all else, and somebody may wait.
@@ -213,7 +212,6 @@ class _EngineLoop:
         while not (self._stopped or self._wait.is_orphaned):
             self._add_compiled()
             if not core.has_work:
-                core.check_alive()
                 seconds = 0 if core.do_idle_work() else WAKE_SECONDS
                 if not self._wait.for_message(seconds):
                     if seconds:  # a look at every block: nobody waits for an answer meanwhile
@@ -340,7 +338,6 @@ class _EngineLoop:
         transports: dict[str, Callable[[], KVTransport]] = {
             "cma": CmaTransport,
             "tcp": lambda: TcpTransport(message.key, host=self._address),
-            "nixl": lambda: NixlTransport(host=self._address),
         }
         try:
             self._core.open_kv([transports[name]() for name in message.transports])

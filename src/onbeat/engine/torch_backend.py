@@ -118,7 +118,7 @@ class TorchForward:
             context,
         )
         pooled_PD = self._pooled(hidden_TD, inputs.pooled_tokens)
-        if not len(inputs.sampling_tokens):  # not the rows, which a tensor-parallel rank is not told of
+        if not len(inputs.sampling_tokens):
             return StepLogits(None, hidden_PD=pooled_PD)
         sampling_tokens = torch.from_numpy(inputs.sampling_tokens).to(self.model.device)
         logits_RV = self.model.logits(hidden_TD.index_select(0, sampling_tokens))
@@ -138,9 +138,6 @@ class TorchForward:
     def kv_regions(self) -> list[KVRegion]:
         """Return keys and values of each layer; see `GivesKV`."""
         return [region_of(part) for layer in self.attention.layers for part in layer]
-
-    def check_alive(self) -> None:
-        """Find nothing: all of it is in this process."""
 
     def touch_ahead(self) -> bool:
         """Return False: torch takes all memory at start."""

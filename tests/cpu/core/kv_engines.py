@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing
 import os
 import signal
@@ -11,13 +10,11 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-import pytest
 import torch
 
 from onbeat.engine.kv_access import BlockMemory, KVLayout, KVRegion
 from onbeat.engine.kv_transfer.base import KVTransport
 from onbeat.engine.kv_transfer.cma import CmaTransport
-from onbeat.engine.kv_transfer.nixl import NixlTransport
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.kv_transfer.transfers import KVTransfers
@@ -30,13 +27,8 @@ KEY = b"the key of a fleet, at least 32 bytes"
 TRANSPORTS: dict[str, Callable[[bytes], KVTransport]] = {
     "cma": lambda _: CmaTransport(),
     "tcp": TcpTransport,
-    "nixl": lambda _: NixlTransport(),
 }
 """Name -> what makes one with a key."""
-INSTALLED = [name for name in TRANSPORTS if name != "nixl" or importlib.util.find_spec(name)]
-needs_nixl = pytest.mark.skipif(
-    "nixl" not in INSTALLED, reason="NIXL is not installed: pip install 'onbeat[nixl]'"
-)
 
 
 class Blocks:
@@ -113,7 +105,7 @@ class LendingProcess:
 
 
 def _lend(connection: Connection) -> None:
-    _, transfers = make_transfers(*INSTALLED, is_filled=True)
+    _, transfers = make_transfers(*TRANSPORTS, is_filled=True)
     while True:
         if connection.recv() == "lend":
             transfers.leases.grant("r", range(3, 13))

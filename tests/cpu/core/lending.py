@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from onbeat.engine.kv_transfer import base, nixl, tcp, transfers
+from onbeat.engine.kv_transfer import base, tcp, transfers
 from onbeat.engine.kv_transfer.source import KVSource
 from tests.cpu.core.kv_engines import (
     REGION_BYTES,
@@ -19,7 +19,7 @@ WAIT = 30.0
 
 
 def short_pulls(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    for module in (base, nixl, tcp, transfers):
+    for module in (base, tcp, transfers):
         monkeypatch.setattr(module, "PULL_SECONDS", seconds)
 
 

@@ -39,9 +39,6 @@ class HeldSteps:
         future, scheduled = self._held.pop(0)
         future.set_result(self._runner.execute(scheduled))
 
-    def check_alive(self) -> None:
-        pass
-
     def shutdown(self) -> None:
         assert not self._held
 

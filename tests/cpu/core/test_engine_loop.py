@@ -37,9 +37,6 @@ class IdleCore:
     take_expired = take_load
     take_next_load = take_load
 
-    def check_alive(self) -> None:
-        pass
-
     def do_idle_work(self) -> bool:
         return False
 

@@ -133,14 +133,6 @@ async def test_an_engine_that_can_run_no_step_any_more_says_why_and_ends(depth, 
     assert "the engine has died: rank 1 has ended" in caplog.text
 
 
-async def test_an_idle_engine_notices_that_it_is_dead():
-    async with engine(idle_checks=3) as client:
-        assert client.is_alive
-        await until(lambda: not client.is_alive)
-        with pytest.raises(EngineDead, match="it ended while nothing ran"):
-            await collect(client, make_request())
-
-
 async def test_a_signal_to_the_whole_group_does_not_end_the_engine():
     async with engine(step_seconds=0.002) as client:
         task = asyncio.create_task(collect(client, make_request(max_tokens=50)))

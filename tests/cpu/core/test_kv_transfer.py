@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import socket
-import sys
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from onbeat.core.errors import ConfigError, KVUnavailable
-from onbeat.engine.kv_access import BlockMemory, giving_kv
-from onbeat.engine.kv_transfer import leases, nixl
+from onbeat.engine.kv_access import BlockMemory
+from onbeat.engine.kv_transfer import leases
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.torch_kv import region_of
 from tests.cpu.core.kv_engines import (
-    INSTALLED,
     NUM_BLOCKS,
     LendingProcess,
     layout,
     make_transfers,
-    needs_nixl,
 )
 from tests.cpu.core.lending import BLOCK_BYTES, WAIT, short_pulls
 from tests.cpu.engine.forwards import on_native
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model
 
-NAMES = ("cma", "tcp", pytest.param("nixl", marks=needs_nixl))
+NAMES = ("cma", "tcp")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -123,10 +116,7 @@ def test_a_dead_source() -> None:
     process = LendingProcess()
     source = process.lend()
     process.kill()
-    ways = [("cma", "has ended"), ("tcp", "refused")]
-    if "nixl" in INSTALLED:
-        ways.append(("nixl", "by NIXL"))
-    for name, reason in ways:
+    for name, reason in (("cma", "has ended"), ("tcp", "refused")):
         _, own = make_transfers(name)
         with pytest.raises(KVUnavailable, match=reason):
             own.pull(source, 0, [1]).result(WAIT)
@@ -203,53 +193,6 @@ class TestMemoryOfOthers:
         own.close()
 
 
-@needs_nixl
-class TestByNixl:
-    def test_more_than_is_staged_at_once(
-        self, lender: LendingProcess, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        source = lender.lend()
-        monkeypatch.setattr(nixl, "_STAGING_BYTES", 3000)
-        blocks, own = make_transfers("nixl")
-        assert own.pull(source, 1, range(9)).result(WAIT) == 9 * BLOCK_BYTES
-        assert all(blocks.holds(block, block + 4) for block in range(9))
-        own.close()
-
-    def test_a_source_that_hangs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What it sends later goes nowhere, and once it goes on, so do copies."""
-        process = LendingProcess()
-        source = process.lend()
-        blocks, own = make_transfers("nixl")
-        with process.standing_still():
-            short_pulls(monkeypatch, 0.5)
-            with pytest.raises(KVUnavailable, match="took too long"):
-                own.pull(source, 0, [1]).result(WAIT)
-        monkeypatch.undo()
-        assert own.pull(source, 0, [2]).result(WAIT) == BLOCK_BYTES
-        assert blocks.holds(2, 3)
-        assert not blocks.parts[0][1].any()
-        own.close()
-        process.kill()
-
-    def test_it_listens_on_loopback_alone(self, lender: LendingProcess) -> None:
-        assert lender.lend().endpoint.nixl is not None
-        assert listening_hosts(lender.process.pid) == {"127.0.0.1"}
-
-    def test_an_idle_agent_takes_no_core(self) -> None:
-        """As NIXL's own thread would."""
-        _, own = make_transfers("nixl")
-        before = time.process_time()
-        time.sleep(0.5)
-        assert time.process_time() - before < 0.2
-        own.close()
-
-
-def test_nixl_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nixl", None)
-    with pytest.raises(KVUnavailable, match=r"pip install 'onbeat\[nixl\]'"):
-        make_transfers("nixl")
-
-
 def test_a_copy_waits_for_steps_that_may_write_there(monkeypatch: pytest.MonkeyPatch) -> None:
     short_pulls(monkeypatch, 0.2)
     _, lending = make_transfers("cma", is_filled=True)
@@ -322,10 +265,6 @@ class TestAccess:
         assert sum(int(part.ne(0).sum()) for part in blocks.parts) == BLOCK_BYTES
         own.close()
 
-    def test_kv_in_other_processes(self) -> None:
-        with pytest.raises(ConfigError, match="spread over processes"):
-            giving_kv(object())
-
     def test_kv_on_a_device(self) -> None:
         with pytest.raises(ConfigError, match="KV on meta cannot be handed"):
             region_of(torch.zeros(2, 2, device="meta"))
@@ -339,14 +278,3 @@ class TestAccess:
         assert region.block_bytes == config.num_layers * config.num_kv_heads * 32 * head * 4
         memory = BlockMemory(forward, layout(block_bytes=region.block_bytes, block_size=32), num_blocks=4)
         assert [len(view) for view in memory.views(3)] == [region.block_bytes]
-
-
-def listening_hosts(pid: int | None) -> set[str]:
-    """Return the IPv4 addresses at which a process listens."""
-    inodes = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            inodes.add(str(entry.readlink()).removeprefix("socket:[").removesuffix("]"))
-    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    found = [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
-    return {socket.inet_ntoa(bytes.fromhex(address)[::-1]) for address in found}

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -45,21 +46,21 @@ def kill(owner: subprocess.Popen[str]) -> None:
 
 
 def test_is_removed_when_it_is_closed(temporary_files: Path) -> None:
-    with OwnedFolder() as folder:
-        (folder / "meeting").write_text("")
-        assert folder.parent == temporary_files
-        assert folder.stat().st_mode & 0o077 == 0
+    with closing(OwnedFolder()) as folder:
+        (folder.path / "meeting").write_text("")
+        assert folder.path.parent == temporary_files
+        assert folder.path.stat().st_mode & 0o077 == 0
     assert not list(temporary_files.iterdir())
 
 
 def test_the_next_one_removes_that_of_a_process_that_was_killed() -> None:
     owner, theirs = start_owner()
-    with OwnedFolder() as first:
+    with closing(OwnedFolder()) as first:
         assert theirs.is_dir(), "its process lives"
         kill(owner)
-        with OwnedFolder():
+        with closing(OwnedFolder()):
             assert not theirs.exists()
-            assert first.is_dir(), "its process lives"
+            assert first.path.is_dir(), "its process lives"
 
 
 def test_what_is_not_ours_stays(temporary_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,9 +65,6 @@ class PredictedTime:
         self.now += self._scheduler.step_time_model.step_time(scheduled.shape)
         return self._executor.submit(scheduled)
 
-    def check_alive(self) -> None:
-        self._executor.check_alive()
-
     def shutdown(self) -> None:
         self._executor.shutdown()
 

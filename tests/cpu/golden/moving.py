@@ -13,7 +13,7 @@ from onbeat.core.request import FinishReason, Request
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.guided_rows import Guides
-from onbeat.engine.kv_access import BlockMemory, KVLayout, block_bytes_of, giving_kv
+from onbeat.engine.kv_access import BlockMemory, KVLayout, block_bytes_of
 from onbeat.engine.kv_handover import KVHandover
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.kv_transfer.transfers import KVTransfers
@@ -60,7 +60,7 @@ def make_core(
         block_bytes=block_bytes_of(forward),
         backend=forward.settings["backend"],
     )
-    memory = BlockMemory(giving_kv(forward), layout, num_blocks=config.num_blocks)
+    memory = BlockMemory(forward, layout, num_blocks=config.num_blocks)
     ticks = itertools.count()
     return EngineCore(
         Scheduler(config, LinearStepTime()),

@@ -229,7 +229,6 @@ def test_a_prefix_hit_changes_no_bit(
     ("changes", "message"),
     [
         ({"backend": "torch"}, r"batch_invariant on needs the native engine, .*leave --batch-invariant out"),
-        ({"tensor_parallel_size": 2}, r"batch_invariant on needs the native engine, but with a tensor_par"),
         ({"dtype": "float64"}, r"batch_invariant on needs the native engine, .*compute in float64"),
     ],
 )

@@ -62,8 +62,6 @@ class MarkovForward:
 
     def scrub(self, block_ids: IntArray) -> None: ...
 
-    def check_alive(self) -> None: ...
-
     def touch_ahead(self) -> bool:
         return False
 

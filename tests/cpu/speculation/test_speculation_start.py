@@ -201,13 +201,6 @@ def test_quantized_drafts(folder: Path, native_library: NativeLibrary) -> None:
     assert generate(folder, speculative, quantization="int8") == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["ngram", "draft-model"])
-def test_drafts_for_a_model_that_is_split(folder: Path, plain: list[list[int]], method: str) -> None:
-    """The draft model runs whole in the first rank's process."""
-    assert generate(folder, METHODS[method](folder), tensor_parallel_size=2) == plain
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_the_step_time_model_knows_the_drafts(folder: Path, method: str, tmp_path: Path) -> None:
     """With a model that drafts, each step is predicted with its passes, and measured work counts them."""

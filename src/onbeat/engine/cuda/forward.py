@@ -222,9 +222,6 @@ class CudaForward:
         with _failures_in_words(None):
             self._stream.run(lambda: self._state.scrub(torch.from_numpy(block_ids).to(self.weights.device)))
 
-    def check_alive(self) -> None:
-        """Find nothing: all of it is in this process."""
-
     def touch_ahead(self) -> bool:
         """Return False: all memory is taken at start."""
         return False

@@ -13,9 +13,6 @@ from onbeat.engine.kv_transfer.source import KVEndpoint, KVSource
 PULL_SECONDS = 10.0
 """A copy that takes longer is given up: the tokens have been computed by then."""
 
-Piece = tuple[int, int]
-"""Address and bytes of something in an engine's memory."""
-
 
 class KVTransport(Protocol):
     """One way to copy blocks from one engine into another."""
@@ -74,27 +71,3 @@ def blocks_to_copy(source: KVSource, first_block: int, memory: BlockMemory, into
             f"{len(source.block_ids)} of them are lent"
         )
     return list(source.block_ids[first_block:end])
-
-
-def check_cell(cell: bytes, source: KVSource) -> None:
-    """Raise `KVUnavailable` unless a lease lasts.
-
-    Parameters
-    ----------
-    cell : the bytes of its cell in the source's `Leases.cells`.
-    """
-    if int.from_bytes(cell, "little") != source.serial:
-        raise KVUnavailable(f"the lease of the KV of {source.lease_id!r} has ended")
-
-
-def pieces_of(regions: Sequence[Piece], block_ids: Sequence[int]) -> list[Piece]:
-    """Return each part of each block, region after region.
-
-    Parameters
-    ----------
-    regions : address of block 0 and bytes of a block, of each.
-    """
-    pieces: list[Piece] = []
-    for address, block_bytes in regions:
-        pieces += [(address + block_id * block_bytes, block_bytes) for block_id in block_ids]
-    return pieces

@@ -18,7 +18,7 @@ from typing import Any
 
 from onbeat.core.errors import KVUnavailable
 from onbeat.engine.kv_access import BlockMemory
-from onbeat.engine.kv_transfer.base import Piece, blocks_to_copy, check_cell, pieces_of
+from onbeat.engine.kv_transfer.base import blocks_to_copy
 from onbeat.engine.kv_transfer.leases import CELL_BYTES, Leases
 from onbeat.engine.kv_transfer.source import KVEndpoint, KVSource, SharedProcess
 
@@ -29,6 +29,9 @@ _MOST_BYTES = 16 << 20
 """That one call copies: the kernel holds locks of the source's memory meanwhile."""
 _SET_PTRACER = 0x59616D61
 """PR_SET_PTRACER: whom Yama lets read this process."""
+
+Piece = tuple[int, int]
+"""Address and bytes of something in an engine's memory."""
 
 
 class _IOVec(ctypes.Structure):
@@ -88,7 +91,7 @@ class CmaTransport:
             raise KVUnavailable("the source does not let others read its memory (cma)")
         self._check_process(shared)
         self._check_lease(shared, source)
-        ours, theirs = pieces_of(memory.regions, into), pieces_of(shared.regions, blocks)
+        ours, theirs = _pieces(memory.regions, into), _pieces(shared.regions, blocks)
         num_bytes = 0
         most = max(1, min(_MOST_PIECES, _MOST_BYTES // max(memory.block_bytes // len(memory.regions), 1)))
         for start in range(0, len(ours), most):
@@ -106,7 +109,8 @@ class CmaTransport:
 
     def _check_lease(self, shared: SharedProcess, source: KVSource) -> None:
         address = shared.cells_address + CELL_BYTES * source.cell
-        check_cell(self._read_bytes(shared, address, CELL_BYTES), source)
+        if int.from_bytes(self._read_bytes(shared, address, CELL_BYTES), "little") != source.serial:
+            raise KVUnavailable(f"the lease of the KV of {source.lease_id!r} has ended")
 
     def _read_bytes(self, shared: SharedProcess, address: int, num_bytes: int) -> bytes:
         buffer = ctypes.create_string_buffer(num_bytes)
@@ -122,6 +126,15 @@ class CmaTransport:
         if copied == wanted:
             return copied
         raise KVUnavailable(_reason(pid, ctypes.get_errno() if copied < 0 else errno.EFAULT))
+
+
+def _pieces(regions: Sequence[Piece], block_ids: Sequence[int]) -> list[Piece]:
+    """Return each part of each block, region after region; a region has the address and bytes of block 0."""
+    return [
+        (address + block_id * block_bytes, block_bytes)
+        for address, block_bytes in regions
+        for block_id in block_ids
+    ]
 
 
 def _reason(pid: int, number: int) -> str:

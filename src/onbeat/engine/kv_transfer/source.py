@@ -26,18 +26,6 @@ class SharedProcess:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NixlMemory:
-    """How NIXL reads the memory of an engine."""
-
-    metadata: bytes
-    """Of its agent: how it is reached, and the keys of its memory."""
-    cells_address: int
-    """Of `Leases.cells`."""
-    regions: tuple[tuple[int, int], ...]
-    """Address and bytes of a block, of each region of the KV cache."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class KVEndpoint:
     """Where an engine gives its blocks away."""
 
@@ -47,8 +35,6 @@ class KVEndpoint:
     host: str | None = None
     """None where `tcp` is not served."""
     port: int = 0
-    nixl: NixlMemory | None = None
-    """None where `nixl` is not served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,6 @@ from onbeat.engine.layers.experts import SparseMLP
 from onbeat.engine.layers.linear import Linear, select_linear_kernel
 from onbeat.engine.layers.mlp import GatedMLP
 from onbeat.engine.layers.norm import RMSNorm
-from onbeat.engine.layers.ranks import ONE_RANK, Ranks
 from onbeat.engine.layers.rotary import RotaryEmbedding
 from onbeat.engine.model_config import RopeConfig
 from onbeat.engine.torch_weights import parameter_on
@@ -29,17 +28,13 @@ class LayerLoader:
     checkpoint : gives each tensor once.
     dtype : of weights and activations.
     device : where the weights go.
-    ranks : the processes that the products are split among; the checkpoint then has this rank's parts.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config
         self.dtype = dtype
         self.device = device
-        self.ranks = ranks
         self.linear_kernel = select_linear_kernel(dtype, device)
 
     def tensor(self, *names: str) -> Tensor:
@@ -73,8 +68,8 @@ class LayerLoader:
         the plain product would take a quarter of a decode step.
         """
         if self.config.tie_word_embeddings:
-            return self.ranks.join(self.linear_kernel(self.ranks.vocabulary_part(embedding.weight_VD)))
-        return self.ranks.join(self.linear("lm_head"))
+            return self.linear_kernel(embedding.weight_VD)
+        return self.linear("lm_head")
 
     def self_attention(self, layer_index: int) -> SelfAttention:
         config, prefix = self.config, f"model.layers.{layer_index}.self_attn"
@@ -87,24 +82,23 @@ class LayerLoader:
             layer_index,
             HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim),
             qkv=self.linear(*(f"{prefix}.{part}_proj" for part in "qkv"), bias=config.attention_bias),
-            output=self.ranks.sum_up(self.linear(f"{prefix}.o_proj", bias=config.attention_output_bias)),
+            output=self.linear(f"{prefix}.o_proj", bias=config.attention_output_bias),
             norms=norms,
         )
 
     def mlp(self, layer_index: int) -> GatedMLP:
-        return self._mlp(f"model.layers.{layer_index}.mlp", self.ranks)
+        return self._mlp(f"model.layers.{layer_index}.mlp")
 
     def experts(self, layer_index: int) -> Linear:
-        """Return a feed-forward of experts; ranks add up their sum, not each of them."""
         prefix, sizes = f"model.layers.{layer_index}.mlp", self.config.experts
         assert sizes is not None, "the layer has experts"
-        experts = [self._mlp(f"{prefix}.experts.{index}", ONE_RANK) for index in range(sizes.num_experts)]
-        return self.ranks.sum_up(SparseMLP(self.linear(f"{prefix}.gate"), experts, sizes))
+        experts = [self._mlp(f"{prefix}.experts.{index}") for index in range(sizes.num_experts)]
+        return SparseMLP(self.linear(f"{prefix}.gate"), experts, sizes)
 
-    def _mlp(self, prefix: str, ranks: Ranks) -> GatedMLP:
+    def _mlp(self, prefix: str) -> GatedMLP:
         return GatedMLP(
             self.linear(f"{prefix}.gate_proj", f"{prefix}.up_proj"),
-            ranks.sum_up(self.linear(f"{prefix}.down_proj")),
+            self.linear(f"{prefix}.down_proj"),
             self.config.hidden_activation,
         )
 

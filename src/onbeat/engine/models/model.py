@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from onbeat.engine.attention.base import ForwardContext
-from onbeat.engine.layers.ranks import ONE_RANK, Ranks
 from onbeat.engine.layers.rotary import RotaryEmbedding, Rotation
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.models.loader import LayerLoader
@@ -90,9 +89,7 @@ class Model:
         return logits_RV if self.dtype == torch.float64 else logits_RV.float()
 
 
-def build_model(
-    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK
-) -> Model:
+def build_model(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> Model:
     """Build a model and load its weights.
 
     Parameters
@@ -100,11 +97,10 @@ def build_model(
     checkpoint : configuration and weights.
     dtype : of weights and activations: float32, bfloat16 or float64.
     device : where it runs.
-    ranks : the processes that it is split among; the checkpoint then has this rank's parts.
 
     Raises
     ------
     ModelLoadError : a weight is missing or cannot be read.
     """
     with torch.inference_mode():
-        return Model(LayerLoader(checkpoint, dtype=dtype, device=device, ranks=ranks))
+        return Model(LayerLoader(checkpoint, dtype=dtype, device=device))

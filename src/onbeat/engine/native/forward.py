@@ -175,9 +175,6 @@ class NativeForward:
         address = self._functions.ob_engine_kv(self._engine, ctypes.byref(block_bytes))
         return [KVRegion(address, block_bytes.value)]
 
-    def check_alive(self) -> None:
-        """Find nothing: all of it is in this process."""
-
     def touch_ahead(self) -> bool:
         """Have a little of the KV cache's memory provided; see `ForwardPass.touch_ahead`."""
         return bool(self._functions.ob_engine_touch(self._engine, self._num_blocks_ahead))

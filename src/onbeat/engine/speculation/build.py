@@ -202,8 +202,7 @@ def _choose_draft_model(
     assert speculative.model is not None, "the configuration has checked it"
     try:
         files = resolve_model(speculative.model, needs_weights=config.load_format != "dummy")
-        # A draft model runs in this process alone, beside the first rank of a model that is split.
-        draft = replace(config, model=files, tensor_parallel_size=1, speculative=None)
+        draft = replace(config, model=files, speculative=None)
         checkpoint = open_weights(draft)
     except ModelLoadError as error:
         raise ModelLoadError(f"the draft model cannot be loaded: {error}") from error

@@ -203,9 +203,6 @@ class StandInForward:
         entries_BS = self.cache.entries_BS
         return [KVRegion(entries_BS.ctypes.data, entries_BS[0].nbytes)]
 
-    def check_alive(self) -> None:
-        """Find nothing: all of it is in this process."""
-
     def touch_ahead(self) -> bool:
         """Return False: the cache is small."""
         return False
