@@ -51,7 +51,6 @@ class Speed:
     name: str
     num_requests: int
     num_replicas: int
-    jobs: int
     num_steps: int
     virtual_seconds: float
     wall_seconds: float
@@ -127,30 +126,26 @@ def find_capacity(load: OfferedLoad, scheduler: SchedulerConfig, step_time: Step
     return float((last - first) / (ends[last] - ends[first]))
 
 
-def measure(
-    name: str, load: OfferedLoad, config: SimulationConfig, step_time: StepTimeModel, *, jobs: int = 1
-) -> Speed:
-    """Time one run. CPU seconds are those of all processes."""
-    before = time.process_time() + _children().ru_utime + _children().ru_stime
+def measure(name: str, load: OfferedLoad, config: SimulationConfig, step_time: StepTimeModel) -> Speed:
+    """Time one run."""
+    before = time.process_time()
     result: SimulationResult = simulate(
-        load, config, step_time, jobs=jobs, on_progress=show_progress if sys.stderr.isatty() else None
+        load, config, step_time, on_progress=show_progress if sys.stderr.isatty() else None
     )
-    cpu_seconds = time.process_time() + _children().ru_utime + _children().ru_stime - before
+    cpu_seconds = time.process_time() - before
     assert result.is_complete
     assert len(result.records) == len(load)
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return Speed(
         name=name,
         num_requests=len(load),
         num_replicas=config.num_replicas,
-        jobs=jobs,
         num_steps=result.num_steps,
         virtual_seconds=result.duration,
         wall_seconds=result.wall_seconds,
         cpu_seconds=cpu_seconds,
         requests_per_second=len(load) / result.wall_seconds,
         requests_per_cpu_second=len(load) / cpu_seconds,
-        peak_gib=(own + (jobs * _children().ru_maxrss if jobs > 1 else 0)) / 2**20,
+        peak_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     )
 
 
@@ -158,16 +153,11 @@ def show_progress(num_finished: int, num_requests: int, virtual_time: float) -> 
     print(f"\r{num_finished}/{num_requests} requests, {virtual_time:.0f} s", end="", file=sys.stderr)
 
 
-def _children() -> resource.struct_rusage:
-    return resource.getrusage(resource.RUSAGE_CHILDREN)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shared", type=Path, default=os.environ.get("ONBEAT_SHARED"))
     parser.add_argument("--num-requests", type=int, default=1_000_000)
     parser.add_argument("--replicas", type=int, default=1000)
-    parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", choices=("trace", "trace-slo", "large"))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -186,15 +176,15 @@ def main() -> None:
         large = resample(load, args.num_requests, rate=LOAD_SHARE * capacity * args.replicas)
         fleet = FleetConfig(replicas=args.replicas, router="round-robin")
         config = SimulationConfig(scheduler=scheduler, fleet=fleet)
-        speeds.append(measure("large", large, config, step_time, jobs=args.jobs))
+        speeds.append(measure("large", large, config, step_time))
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}")
     print(
-        f"{'run':9} {'requests':>9} {'replicas':>8} {'jobs':>4} {'wall s':>8} {'CPU s':>8} "
+        f"{'run':9} {'requests':>9} {'replicas':>8} {'wall s':>8} {'CPU s':>8} "
         f"{'requests/s':>10} {'per CPU s':>10} {'peak GiB':>8}"
     )
     for speed in speeds:
         print(
-            f"{speed.name:9} {speed.num_requests:9} {speed.num_replicas:8} {speed.jobs:4} "
+            f"{speed.name:9} {speed.num_requests:9} {speed.num_replicas:8} "
             f"{speed.wall_seconds:8.1f} {speed.cpu_seconds:8.1f} {speed.requests_per_second:10.0f} "
             f"{speed.requests_per_cpu_second:10.0f} {speed.peak_gib:8.2f}"
         )

@@ -56,7 +56,7 @@ def load(now: float, num_taken: int) -> ReplicaLoad:
 
 def measure(router: str, num_replicas: int, num_requests: int) -> dict[str, float]:
     """Return the median CPU microseconds of each kind of event."""
-    fleet = Fleet(make_router(router, 0))
+    fleet = Fleet(make_router(router))
     fleet.on_event(ScaleAsked(num_replicas), 0.0)
     taken = [0] * num_replicas
     spent: dict[str, list[float]] = {"choice": [], "report": [], "end": []}

@@ -222,7 +222,7 @@ def client_of(args: argparse.Namespace, launcher: Launcher) -> Iterator[FleetCli
         return
     build = partial(build_fake_engine, step_seconds=args.step_ms / 1e3, reports_load=True)
     yield FleetClient(
-        Fleet(make_router(args.router, 0)),
+        Fleet(make_router(args.router)),
         launcher,
         lambda _replica, _life: build,
         num_replicas=args.replicas,

@@ -9,5 +9,5 @@ from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.replica.policies import POLICIES
 
 POLICIES.update(niyama=NIYAMA, fastserve=FASTSERVE)
-ROUTERS["random"] = lambda num_replicas, seed: RandomRouter(num_replicas, seed=seed)
-ROUTERS["least-work"] = lambda num_replicas, seed: LeastWork(num_replicas)  # noqa: ARG005
+ROUTERS["random"] = RandomRouter
+ROUTERS["least-work"] = LeastWork

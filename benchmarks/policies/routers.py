@@ -15,11 +15,7 @@ UNIT_COSTS = PrefillCosts(token=1.0, pair=0.0, step=0.0, decode=1.0)
 
 
 class RandomRouter(Stateless):
-    """Evenly by a hash of the seed and the request's id: the same request goes to the same replica."""
-
-    def __init__(self, num_replicas: int, *, seed: int = 0) -> None:
-        super().__init__(num_replicas)
-        self._prefix = f"{seed}/"
+    """Evenly by a hash of the request's id: the same request goes to the same replica."""
 
     def route(
         self,
@@ -30,7 +26,7 @@ class RandomRouter(Stateless):
         members = self.allowed(excluded)
         if not members:
             return None
-        digest = blake2b((self._prefix + request.request_id).encode(), digest_size=8).digest()
+        digest = blake2b(f"0/{request.request_id}".encode(), digest_size=8).digest()
         return RoutingChoice(members[int.from_bytes(digest, "little") % len(members)], "hash")
 
 
@@ -42,10 +38,10 @@ class LeastWork(ByLoad):
 
     reads_reports = True
 
-    def __init__(self, num_replicas: int) -> None:
-        super().__init__(num_replicas)
+    def __init__(self) -> None:
+        super().__init__()
         self._costs = UNIT_COSTS
-        self._num_outstanding = [0] * num_replicas
+        self._num_outstanding: list[int] = []
         self._left: dict[str, tuple[float, float]] = {}
         """Seconds of prefill and of decodes that each request has left."""
 

@@ -73,7 +73,7 @@ def fleet_of(
         max_wait_seconds=max_wait_seconds,
     )
     return FleetClient(
-        Fleet(make_router(router, 0), rules),
+        Fleet(make_router(router), rules),
         launcher or make_launcher(),
         make_build or (lambda _replica, _life: build),
         num_replicas=num_replicas,

@@ -55,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
         console=console,
         is_quiet=options.disable_tqdm,
         timeline=options.timeline,
-        jobs=options.jobs,
         record=options.record,
     )
     if not result.records:

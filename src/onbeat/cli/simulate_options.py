@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from onbeat.cli.args import add_config_flag, require_jobs
+from onbeat.cli.args import add_config_flag
 from onbeat.cli.options import add_options, find_group, number, read_options
 from onbeat.cli.workload import WorkloadOptions
 from onbeat.core.errors import ConfigError
@@ -26,7 +26,6 @@ _option = partial(option, group="run and output")
 class SimulateOptions:
     """How `onbeat simulate` runs, and what it writes."""
 
-    jobs: int = _option(1, metavar="N", help="processes to use, if the router needs no state")
     label: str | None = _option(None, help="name of the run in files and reports")
     json: Path | None = _option(None, metavar="FILE", help="save the summary")
     records: Path | None = _option(None, metavar="FILE", help="save every request (JSON lines; .gz packs)")
@@ -36,9 +35,6 @@ class SimulateOptions:
         None, metavar="FILE", help="write what the fleet decides, for onbeat replay"
     )
     disable_tqdm: bool = _option(default=False, is_switch=True, help="show no progress")
-
-    def __post_init__(self) -> None:
-        require_jobs(self.jobs)
 
     @property
     def files(self) -> dict[str, Path | None]:

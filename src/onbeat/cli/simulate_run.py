@@ -26,14 +26,13 @@ from onbeat.simulator.virtual_fleet import fleet_rules
 from onbeat.workload.offered import OfferedLoad
 
 
-def run_simulation(  # noqa: PLR0913 (three say what to write)
+def run_simulation(
     simulation: Simulation,
     load: OfferedLoad,
     *,
     console: Console,
     is_quiet: bool = False,
     timeline: Path | None = None,
-    jobs: int = 1,
     record: Path | None = None,
 ) -> SimulationResult:
     """Simulate a load; Ctrl-C gives what had ended by then.
@@ -59,14 +58,13 @@ def run_simulation(  # noqa: PLR0913 (three say what to write)
             simulation.step_time,
             on_progress=on_progress,
             observer=observer,
-            jobs=jobs,
             on_decision=on_decision,
         )
 
 
 def _about(config: SimulationConfig) -> dict[str, Any]:
     """Return what a record says of a fleet."""
-    return {"router": config.router, "seed": config.seed, "fleet": plain(fleet_rules(config))}
+    return {"router": config.router, "fleet": plain(fleet_rules(config))}
 
 
 @contextmanager

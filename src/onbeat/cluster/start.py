@@ -86,7 +86,7 @@ def open_fleet(
     if engine.record is not None and is_many:
         about = {**asdict(options), **asdict(asked), "router": router, "fleet": plain(rules)}
         on_decision = stack.enter_context(fleet_record(engine.record, about))
-    fleet = Fleet(make_router(router, 0), rules, on_decision=on_decision)
+    fleet = Fleet(make_router(router), rules, on_decision=on_decision)
     return FleetClient(
         fleet,
         _launcher(options, engine),

@@ -11,10 +11,7 @@ StepsWanted = Literal["none", "runs", "all"]
 
 
 class SimulationObserver(Protocol):
-    """Hears of steps and requests in the order of virtual time.
-
-    Runs with an observer stay in one process.
-    """
+    """Hears of steps and requests in the order of virtual time."""
 
     wanted_steps: StepsWanted
     """Of which steps it hears: of none, of all, or of all but with a run of decode steps that differ in token

@@ -7,19 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from onbeat.core.errors import ConfigError
-from onbeat.core.slo import ShedMode
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.cluster.fleet import Decided
 from onbeat.scheduler.cluster.routers import make_router
-from onbeat.scheduler.cluster.routing import Router
 from onbeat.simulator.deliveries import Collector
 from onbeat.simulator.fleet_loop import FleetLoop, run_alone, run_until_end
 from onbeat.simulator.observer import Progress, SimulationObserver
 from onbeat.simulator.replica import make_replica
 from onbeat.simulator.result import FleetSize, ReplicaCounters, SimulationResult
-from onbeat.simulator.shards import IndependentReplicas, run_in_processes
 from onbeat.simulator.simulation_config import ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import Clients
 from onbeat.simulator.virtual_fleet import VirtualFleet, wants_reports
@@ -36,14 +32,13 @@ def simulate(  # noqa: PLR0913 (four say who watches)
     *,
     on_progress: Progress | None = None,
     observer: SimulationObserver | None = None,
-    jobs: int = 1,
     on_decision: Decided | None = None,
     on_record: Callable[[RequestRecord], None] | None = None,
 ) -> SimulationResult:
     """Run a load through virtual replicas.
 
     The scheduler is the live one under a virtual clock; the step-time model stands in for the device. The
-    same arguments give the same records, whatever `jobs` is.
+    same arguments give the same records.
 
     Parameters
     ----------
@@ -52,8 +47,6 @@ def simulate(  # noqa: PLR0913 (four say who watches)
     step_time : predicts each step of a replica; kinds of replicas bring their own.
     on_progress : hears (requests ended, requests offered, virtual seconds) at most ten times a second.
     observer : hears of each step and request.
-    jobs : most processes to use; only replicas whose router ignores their state, and which refuse nothing,
-        can be told apart.
     on_decision : is told of each event of the fleet, its time and the actions, if not None.
     on_record : takes the record of each request as it ends, in place of the result: what a run keeps of its
         requests is then bounded by those that are under way, however many there are.
@@ -68,8 +61,6 @@ def simulate(  # noqa: PLR0913 (four say who watches)
     ConfigError : a request that does not fit, a load without arrivals or limit on concurrency, a prediction
         that is not a time above 0.
     """
-    if jobs < 1:
-        raise ConfigError(f"jobs is {jobs}; it must be at least 1")
     load.check_lengths(config.max_model_len, overlong="error")
     started = time.perf_counter()
     meter = ProgressMeter(on_progress, len(load))
@@ -85,15 +76,7 @@ def simulate(  # noqa: PLR0913 (four say who watches)
             on_record(record)
 
     collector = Collector(keep, on_progress=meter.advance, observer=observer)
-    router = _router_apart(load, config) if observer is None and on_decision is None else None
-    if router is not None:
-        replicas = IndependentReplicas(load, config, step_time, router)
-        if jobs > 1:
-            outcome = FleetOutcome(*run_in_processes(replicas, jobs, keep, meter.advance), {})
-        else:
-            outcome = FleetOutcome(*replicas.run_all(keep, meter.advance), {})
-    else:
-        outcome = run_together(load, config, step_time, collector, observer, on_decision)
+    outcome = run_together(load, config, step_time, collector, observer, on_decision)
     meter.finish()
     records = [record for record in kept if record is not None]
     return SimulationResult(
@@ -107,24 +90,6 @@ def simulate(  # noqa: PLR0913 (four say who watches)
         replica_seconds=outcome.replica_seconds,
         sizes=outcome.sizes,
     )
-
-
-def _router_apart(load: OfferedLoad, config: SimulationConfig) -> Router | None:
-    """Return the router of several replicas that have no effect on one another; None where they have."""
-    is_open = load.arrivals is not None and config.max_concurrency is None and load.jobs is None
-    is_fixed = not (config.fleet_changes or config.kinds or config.kv_link or config.fleet.autoscale)
-    # What one replica refuses goes to another.
-    if config.num_replicas == 1 or not (is_fixed and is_open) or _refuses(config):
-        return None
-    router = make_router(config.router, config.num_replicas, seed=config.seed)
-    return router if router.ignores_state else None
-
-
-def _refuses(config: SimulationConfig) -> bool:
-    """Whether a replica may refuse a request that it could run."""
-    limits = config.scheduler
-    caps = (limits.max_num_queued_reqs, limits.max_num_queued_tokens, limits.max_queue_seconds)
-    return config.shed is ShedMode.REJECT or any(each is not None for each in caps)
 
 
 class FleetOutcome(NamedTuple):
@@ -166,7 +131,7 @@ def run_together(
         replica = make_replica(0, _of(config, kind), kind.step_time, observer=observer, is_alone=True)
         is_complete = run_alone(clients, replica, collector)
         return FleetOutcome([replica.counters()], is_complete, {})
-    router = make_router(config.router, 0, seed=config.seed)
+    router = make_router(config.router)
     is_watched = wants_reports(config, router)
 
     def make(index: int, kind: ReplicaKind) -> VirtualReplica:

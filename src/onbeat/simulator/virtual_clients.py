@@ -9,7 +9,6 @@ from heapq import heappop, heappush
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, Overloaded, SLOUnattainable
 from onbeat.core.request import UNKNOWN_GRAMMAR, FinishReason, Request, SamplingParams
@@ -152,12 +151,9 @@ class Clients:
     load : the requests.
     config : how many requests may be under way (a load without arrivals needs a limit), and what each
         declares and asks for.
-    rows : rows of the load to send, ascending; None is all of them.
     """
 
-    def __init__(
-        self, load: OfferedLoad, config: SimulationConfig, *, rows: NDArray[np.int64] | None = None
-    ) -> None:
+    def __init__(self, load: OfferedLoad, config: SimulationConfig) -> None:
         max_concurrency = config.max_concurrency
         if load.arrivals is None and max_concurrency is None:
             raise ConfigError(
@@ -171,10 +167,9 @@ class Clients:
         self._shed = config.shed
         self._guided_share = config.guided_share
         self._chains = None if load.jobs is None else JobChains(load.jobs, config.job_split)
-        if load.jobs is not None and rows is None:
-            rows = load.jobs.heads
-        self._rows = rows
-        self._num_rows = len(load) if rows is None else len(rows)
+        self._rows = None if load.jobs is None else load.jobs.heads
+        """Those of the load that wait for no other; None is all."""
+        self._num_rows = len(load) if self._rows is None else len(self._rows)
         self._overhead = config.request_overhead
         self._num_sent = 0
         self._ends: deque[float] = deque()

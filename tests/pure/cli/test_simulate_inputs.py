@@ -61,7 +61,6 @@ BAD_FLAGS = [
     (["--zipf-exponent", "0"], "--zipf-exponent is for --dataset-name zipf, not for random"),
     (["--max-concurrency", "0"], "max_concurrency is 0"),
     (["--seed=-1"], "expected a whole number of at least 0, got '-1'"),
-    (["--jobs", "0"], "--jobs is 0; it must be at least 1"),
     (["--host-overhead-ms", "nan"], "expected milliseconds, such as 500, got 'nan'"),
     (["--host-overhead-ms", "-1"], "host_overhead is -0.001 s"),
     (["--step-noise", "nan"], "step_noise is nan; it must be a number from 0 to 10"),

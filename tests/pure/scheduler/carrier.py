@@ -363,7 +363,7 @@ def new_carrier(
 ) -> Carrier:
     """Return somebody with a fleet of three that has not started."""
     config = FleetRules(drain_seconds=5.0, num_prefill=num_prefill, pool_rule=pool_rule, move_rule=move_rule)
-    carrier = Carrier(Fleet(make_router(router, 0), config))
+    carrier = Carrier(Fleet(make_router(router), config))
     carrier.tell(ScaleAsked(3))
     return carrier
 

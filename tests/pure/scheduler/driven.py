@@ -34,7 +34,7 @@ class Driven:
     """A fleet whose invariants are checked after every event."""
 
     def __init__(self, num_replicas: int = 2, *, router: str = "least-outstanding", **config) -> None:
-        self.fleet = Fleet(make_router(router, 0), FleetRules(**config))
+        self.fleet = Fleet(make_router(router), FleetRules(**config))
         self.now = 0.0
         self.on(ScaleAsked(num_replicas))
         for number in range(num_replicas):

@@ -43,7 +43,7 @@ class Scaled:
         self, least: int, most: int, *, policy: str = "objective", down_seconds: float = 600.0
     ) -> None:
         config = FleetRules(autoscale=policy, scale_down_seconds=down_seconds)
-        self.fleet = Fleet(make_router("least-outstanding", 0), config)
+        self.fleet = Fleet(make_router("least-outstanding"), config)
         self.now = 0.0
         self.changes: list[Rescale] = []
         self.actions: list[FleetAction] = []

@@ -70,7 +70,7 @@ def test_short_streams_are_computed_again_sooner_than_they_are_moved() -> None:
 
 def fleet_of(*, num_tokens: int = 800, **fields: Any) -> Fleet:
     """Return a fleet of two, with three streams on each."""
-    fleet = Fleet(make_router("round-robin", 0))
+    fleet = Fleet(make_router("round-robin"))
     fleet.on_event(ScaleAsked(2), 0.0)
     for name in ("r0", "r1"):
         fleet.on_event(Joined(name, LIMITS), 0.0)

@@ -22,7 +22,7 @@ from tests.pure.scheduler.driven import Driven, limits, places, request
 
 
 def test_a_fleet_starts_what_is_asked_for_and_routes():
-    fleet = Fleet(make_router("round-robin", 0))
+    fleet = Fleet(make_router("round-robin"))
     assert fleet.on_event(ScaleAsked(2), 0.0) == [Start("r0"), Start("r1")]
     assert fleet.on_event(Arrived(request("a")), 1.0) == []  # it waits for a start
     assert fleet.on_event(Joined("r1", limits()), 2.0) == [Send("r1", "a", "waited")]

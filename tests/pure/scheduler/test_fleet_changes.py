@@ -148,7 +148,7 @@ def test_an_abort_withdraws():
 def test_decisions_are_told():
     told = []
     fleet = Fleet(
-        make_router("round-robin", 0),
+        make_router("round-robin"),
         on_decision=lambda event, now, actions: told.append((event, now, actions)),
     )
     actions = fleet.on_event(ScaleAsked(1), 3.0)

@@ -43,7 +43,7 @@ def fleet_of(
     **load: Any,
 ) -> Fleet:
     """Return a fleet of a prefill and two decode replicas, which report the same load."""
-    fleet = Fleet(make_router(router, 0), FleetRules(num_prefill=num_prefill, pool_rule=rule))
+    fleet = Fleet(make_router(router), FleetRules(num_prefill=num_prefill, pool_rule=rule))
     fleet.on_event(ScaleAsked(num_replicas), 0.0)
     for name in (f"r{number}" for number in range(num_replicas)):
         fleet.on_event(Joined(name, LIMITS), 0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +22,8 @@ from onbeat.scheduler.cluster.routers import (
 )
 from onbeat.scheduler.cluster.routing import Router
 
+R = TypeVar("R", bound=Router)
+
 
 def request(request_id="r", blocks=()) -> RoutingRequest:
     return RoutingRequest(request_id, blocks)
@@ -28,6 +32,12 @@ def request(request_id="r", blocks=()) -> RoutingRequest:
 def limits(**changes) -> ReplicaLimits:
     values = {"max_model_len": 4096, "max_num_seqs": 64, "num_blocks": 1000, "block_size": 16, **changes}
     return ReplicaLimits(**values)
+
+
+def of_members(num_replicas: int, router: R) -> R:
+    for replica in range(num_replicas):
+        router.join(replica)
+    return router
 
 
 def route(router: Router, request: RoutingRequest) -> int:
@@ -55,12 +65,12 @@ def test_a_router_is_told_what_a_request_may_have():
 
 
 def test_round_robin_takes_turns():
-    router = RoundRobin(3)
+    router = of_members(3, RoundRobin())
     assert [route(router, request()) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_least_outstanding_prefers_the_least_recently_chosen_of_equals():
-    router = LeastOutstanding(3)
+    router = of_members(3, LeastOutstanding())
     assert [route(router, request()) for _ in range(4)] == [0, 1, 2, 0]
     router.on_finish(2, request())
     assert route(router, request()) == 2
@@ -75,7 +85,7 @@ def test_least_outstanding_prefers_the_least_recently_chosen_of_equals():
 )
 @settings(deadline=None)
 def test_least_outstanding_always_takes_a_minimum(num_replicas, actions):
-    router, outstanding = LeastOutstanding(num_replicas), [0] * num_replicas
+    router, outstanding = of_members(num_replicas, LeastOutstanding()), [0] * num_replicas
     for is_arrival, choice in actions:
         busy = [replica for replica, count in enumerate(outstanding) if count]
         if is_arrival or not busy:
@@ -89,7 +99,7 @@ def test_least_outstanding_always_takes_a_minimum(num_replicas, actions):
 
 
 def test_prefix_affinity_follows_the_longest_known_prefix():
-    router = PrefixAffinity(3)
+    router = of_members(3, PrefixAffinity())
     assert route(router, request(blocks=(1, 2, 3))) == 0
     assert route(router, request(blocks=(7, 8))) == 1
     assert route(router, request(blocks=(1, 2, 4))) == 0
@@ -99,13 +109,13 @@ def test_prefix_affinity_follows_the_longest_known_prefix():
 
 
 def test_prefix_affinity_leaves_an_overloaded_replica():
-    router = PrefixAffinity(2, min_excess=3 / 256, max_imbalance=1.5)
+    router = of_members(2, PrefixAffinity(min_excess=3 / 256, max_imbalance=1.5))
     choices = [route(router, request(blocks=(1, 2))) for _ in range(6)]
     assert choices == [0, 0, 0, 0, 1, 1]  # with 4 against 0 it moves, and so does the prefix
 
 
 def test_prefix_affinity_remembers_a_bounded_number_of_blocks():
-    router = PrefixAffinity(2, max_known_blocks=4)
+    router = of_members(2, PrefixAffinity(max_known_blocks=4))
     assert route(router, request(blocks=(1, 2))) == 0
     route(router, request(blocks=(3, 4, 5)))
     assert route(router, request(blocks=(1, 2))) == 0  # by load: its prefix is forgotten
@@ -114,7 +124,7 @@ def test_prefix_affinity_remembers_a_bounded_number_of_blocks():
 
 @pytest.mark.parametrize("name", ["least-outstanding", "prefix-affinity"])
 def test_a_router_does_not_grow_with_the_requests(name):
-    router = make_router(name, 8)
+    router = of_members(8, make_router(name))
     for index in range(5000):
         replica = route(router, request(str(index)))
         router.on_first_token(replica, request())
@@ -124,7 +134,7 @@ def test_a_router_does_not_grow_with_the_requests(name):
 
 @pytest.mark.parametrize("name", sorted(ROUTERS))
 def test_every_router_stays_within_the_replicas(name):
-    router = make_router(name, 5, seed=3)
+    router = of_members(5, make_router(name))
     chosen = {route(router, request(str(index), blocks=(index % 7, index))) for index in range(200)}
     assert chosen == set(range(5))
 
@@ -133,12 +143,12 @@ def test_unknown_routers_are_named():
     with pytest.raises(
         ConfigError, match="unknown router 'sticky'; choose one of round-robin, least-outstanding"
     ):
-        make_router("sticky", 2)
+        make_router("sticky")
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_replica_that_left_is_chosen_no_more_until_it_joins_again(name):
-    router = make_router(name, 3)
+    router = of_members(3, make_router(name))
     prompts = [request(f"{number}", blocks=(number % 7,)) for number in range(90)]
     before = [(route(router, each), each) for each in prompts[:30]]
     router.leave(1)
@@ -153,7 +163,7 @@ def test_a_replica_that_left_is_chosen_no_more_until_it_joins_again(name):
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_nothing_is_chosen_where_nobody_is_left(name):
-    router = make_router(name, 2)
+    router = of_members(2, make_router(name))
     router.leave(0)
     assert router.route(request(), 0.0, {1}) is None
     assert route(router, request()) == 1
@@ -165,7 +175,7 @@ def test_nothing_is_chosen_where_nobody_is_left(name):
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_excluded_replicas_are_passed_over(name):
-    router = make_router(name, 4)
+    router = of_members(4, make_router(name))
     for number in range(40):
         choice = router.route(request(str(number), blocks=(1, number)), 0.0, {0, 2})
         assert choice is not None
@@ -175,7 +185,7 @@ def test_excluded_replicas_are_passed_over(name):
 
 def test_the_excess_that_affinity_bears_is_a_share_of_the_slots():
     def run(max_num_seqs: int) -> int:
-        router = PrefixAffinity(0)
+        router = PrefixAffinity()
         for replica in range(2):
             router.join(replica, limits(max_num_seqs=max_num_seqs))
         choices = [route(router, request(blocks=(1, 2))) for _ in range(100)]
@@ -185,7 +195,7 @@ def test_the_excess_that_affinity_bears_is_a_share_of_the_slots():
 
 
 def test_a_turn_passes_over_a_replica_that_left():
-    router = RoundRobin(3)
+    router = of_members(3, RoundRobin())
     assert route(router, request()) == 0
     router.leave(1)
     assert [route(router, request()) for _ in range(3)] == [2, 0, 2]

@@ -45,7 +45,7 @@ def test_policies_that_are_none_are_refused(text: str) -> None:
 
 def test_a_fleet_that_is_not_made_for_it_does_not_scale_itself() -> None:
     with pytest.raises(ConfigError, match="--autoscale"):
-        Fleet(make_router("slo", 0)).on_event(ScalingAsked(1, 2), 0.0)
+        Fleet(make_router("slo")).on_event(ScalingAsked(1, 2), 0.0)
 
 
 def offered(objectives, *, rate: float = 4.0, seconds: int = 60) -> tuple[OfferedWork, Offered]:

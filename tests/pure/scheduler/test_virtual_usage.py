@@ -67,7 +67,7 @@ def request(name: str, num_tokens: int = 160, **fields: Any) -> RoutingRequest:
 
 class TestRouter:
     def router(self, *loads: ReplicaLoad) -> FreenessRouter:
-        router = FreenessRouter(0)
+        router = FreenessRouter()
         for number, load in enumerate(loads):
             router.join(number, LIMITS)
             router.on_report(number, load, 0.0)
@@ -118,7 +118,7 @@ class TestRouter:
 class TestPairs:
     def fleet(self, num_replicas: int = 2, *, rule: str = "llumnix", **fields: Any) -> Fleet:
         """Return a fleet with three streams on each replica, the first of them the longest."""
-        fleet = Fleet(make_router("round-robin", 0), FleetRules(move_rule=rule))
+        fleet = Fleet(make_router("round-robin"), FleetRules(move_rule=rule))
         fleet.on_event(ScaleAsked(num_replicas), 0.0)
         for number in range(num_replicas):
             fleet.on_event(Joined(f"r{number}", LIMITS), 0.0)
@@ -167,7 +167,7 @@ class TestPairs:
 
     def test_the_only_one_of_high_priority_stays(self) -> None:
         """Elsewhere it would take its headroom along, and nobody would be freer."""
-        fleet = Fleet(make_router("round-robin", 0), FleetRules(move_rule="llumnix"))
+        fleet = Fleet(make_router("round-robin"), FleetRules(move_rule="llumnix"))
         fleet.on_event(ScaleAsked(2), 0.0)
         for number in range(2):
             fleet.on_event(Joined(f"r{number}", LIMITS), 0.0)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -64,12 +61,3 @@ def test_every_offered_request_is_accounted_for(
     again = simulate(load, config, linear_time())
     assert again.records == result.records
     assert again.replicas == result.replicas
-
-
-@pytest.mark.parametrize("policy", PLANNERS)
-def test_processes_change_nothing(policy):
-    load = random_load(200, rate=300, seed=2).with_classes(CLASSES, seed=0)
-    config = make_config(policy, replicas=3, shed=ShedMode.REJECT, step_noise=0.1)
-    one_by_one = simulate(load, config, linear_time())
-    assert simulate(load, config, linear_time(), jobs=2).records == one_by_one.records
-    assert Counter(record.is_completed for record in one_by_one.records)[True] > 20

@@ -209,9 +209,18 @@ def test_wrong_settings_are_named(changes, message):
         make_config(**changes)
 
 
-def test_no_jobs_are_refused():
-    with pytest.raises(ConfigError, match="jobs is 0"):
-        simulate(make_load([8], [2], [0.0]), make_config(), linear_time(), jobs=0)
+def test_an_interrupt_keeps_what_had_ended():
+    linear = linear_time()
+
+    def step_time(shape):
+        if linear.num_predictions == 200:
+            raise KeyboardInterrupt
+        return linear.step_time(shape)
+
+    result = simulate(random_load(100, rate=50, seed=2), make_config(), ShapeTime(step_time))
+    assert not result.is_complete
+    assert 0 < len(result.records) < 100
+    assert all(np.isfinite(record.end) and record.finish_reason == "length" for record in result.records)
 
 
 def test_each_request_names_its_tenant():

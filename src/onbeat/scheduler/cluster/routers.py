@@ -26,11 +26,10 @@ class _KnowsNoPrefixes:
 class Stateless(_KnowsNoPrefixes):
     """A router that need not hear of requests."""
 
-    ignores_state = True
     reads_reports = False
 
-    def __init__(self, num_replicas: int) -> None:
-        self._members = list(range(num_replicas))
+    def __init__(self) -> None:
+        self._members: list[int] = []
 
     def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:  # noqa: ARG002
         place = bisect_left(self._members, replica)
@@ -85,11 +84,10 @@ class RoundRobin(Stateless):
 class ByLoad(_KnowsNoPrefixes):
     """A router that counts each replica's load: in requests that have not ended, unless it says otherwise."""
 
-    ignores_state = False
     reads_reports = False
 
-    def __init__(self, num_replicas: int) -> None:
-        self.replicas = LeastLoaded(num_replicas)
+    def __init__(self) -> None:
+        self.replicas = LeastLoaded()
 
     def take(self, replica: int, request: RoutingRequest) -> None:  # noqa: ARG002
         self.replicas.add(replica, 1)
@@ -149,14 +147,13 @@ class PrefixAffinity(ByLoad):
 
     def __init__(
         self,
-        num_replicas: int,
         *,
         max_imbalance: float = 1.5,
         min_excess: float = 0.125,
         min_share: float = 0.5,
         max_known_blocks: int = 1_000_000,
     ) -> None:
-        super().__init__(num_replicas)
+        super().__init__()
         self._max_imbalance = max_imbalance
         self._min_excess = min_excess
         self._min_share = min_share
@@ -212,14 +209,13 @@ class PrefixAffinity(ByLoad):
             known.popitem(last=False)
 
 
-ROUTERS: dict[str, Callable[[int, int], Router]] = {
-    "round-robin": lambda num_replicas, seed: RoundRobin(num_replicas),  # noqa: ARG005
-    "least-outstanding": lambda num_replicas, seed: LeastOutstanding(num_replicas),  # noqa: ARG005
-    "prefix-affinity": lambda num_replicas, seed: PrefixAffinity(num_replicas),  # noqa: ARG005
-    "freeness": lambda num_replicas, seed: FreenessRouter(num_replicas),  # noqa: ARG005
-    "slo": lambda num_replicas, seed: SLORouter(num_replicas),  # noqa: ARG005
+ROUTERS: dict[str, Callable[[], Router]] = {
+    "round-robin": RoundRobin,
+    "least-outstanding": LeastOutstanding,
+    "prefix-affinity": PrefixAffinity,
+    "freeness": FreenessRouter,
+    "slo": SLORouter,
 }
-"""name -> (number of replicas, seed) -> router"""
 
 
 def require_router(name: str) -> None:
@@ -228,12 +224,12 @@ def require_router(name: str) -> None:
         raise ConfigError(f"unknown router {name!r}; choose one of {', '.join(ROUTERS)}")
 
 
-def make_router(name: str, num_replicas: int, *, seed: int = 0) -> Router:
-    """Build a router by name.
+def make_router(name: str) -> Router:
+    """Build a router by name, without members.
 
     Raises
     ------
     ConfigError : there is no such router.
     """
     require_router(name)
-    return ROUTERS[name](num_replicas, seed)
+    return ROUTERS[name]()

@@ -25,13 +25,11 @@ class RoutingChoice(NamedTuple):
 class Router(Protocol):
     """Chooses a replica and hears what becomes of the request there.
 
-    Replicas have numbers. Those that it is made with are members at first; others may join at any time, and
-    one whose memory is lost is to join under a new number. Each call costs at most O(log replicas), and
+    Replicas have numbers. They may join at any time, and one whose memory is lost is to join under a new
+    number. Each call costs at most O(log replicas), and
     O(blocks) where prefixes are looked at; a change of the members O(replicas).
     """
 
-    ignores_state: bool
-    """Whether the choice depends on the requests so far alone, and not on how the replicas get on."""
     reads_reports: bool
     """Whether it goes by what replicas report, which else need not be told."""
 
@@ -89,15 +87,13 @@ class LeastLoaded:
     all at once when they are the majority, so a change costs O(log replicas).
     """
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self) -> None:
         self.loads: list[float] = []
         self.members: set[int] = set()
         """Replicas that may be chosen; the loads of others are kept."""
         self._last_choices: list[int] = []
         self._num_choices = 0
         self._heap: list[tuple[float, int, int]] = []
-        for replica in range(num_replicas):
-            self.join(replica)
 
     def peek(self, excluded: Collection[int] = NONE_EXCLUDED) -> int | None:
         """Return the member with the least load; None where there is none that may be chosen."""

@@ -65,18 +65,15 @@ class SLORouter:
     costs O(log replicas + blocks).
     """
 
-    ignores_state = False
     reads_reports = True
 
-    def __init__(self, num_replicas: int = 0) -> None:
+    def __init__(self) -> None:
         self._views: dict[int, LoadView] = {}
         self._members: dict[int, None] = {}
-        self._by_work = LeastLoaded(0)
+        self._by_work = LeastLoaded()
         self._num_choices = 0
         self._last_choices: dict[int, int] = {}
         self._prefixes = PrefixMemory()
-        for replica in range(num_replicas):
-            self.join(replica)
 
     def route(
         self, request: RoutingRequest, now: float = 0.0, excluded: Collection[int] = NONE_EXCLUDED

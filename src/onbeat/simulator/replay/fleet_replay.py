@@ -73,7 +73,7 @@ def replay_fleet(recording: FleetRecording) -> FleetReplay:
     """
     header = recording.header
     try:
-        router = make_router(str(header["router"]), 0, seed=int(header.get("seed", 0)))
+        router = make_router(str(header["router"]))
         fleet = Fleet(router, typed(FleetRules, header.get("fleet", {})))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{recording.path}, line 1: no fleet can be made of its header: {error}") from error

@@ -45,16 +45,13 @@ class FreenessRouter:
     were sent since. A choice costs O(replicas).
     """
 
-    ignores_state = False
     reads_reports = True
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self) -> None:
         self._members: dict[int, _Member] = {}
         """Those that have left included: what they still have may go on there."""
         self._left: set[int] = set()
         self._num_choices = 0
-        for number in range(num_replicas):
-            self.join(number)
 
     def route(
         self,
