@@ -94,8 +94,6 @@ class DatasetConfig:
     """Draw conversations in random order (`sharegpt`, `lengths`) instead of file order."""
     job_deadline: float | None = None
     """Of each job, seconds; None: as its file says, or by its length."""
-    length_scale: float = 1.0
-    """Multiplies every length of a synthetic data set."""
 
     def __post_init__(self) -> None:
         if self.name in FILE_DATASETS and self.path is None:
@@ -108,8 +106,6 @@ class DatasetConfig:
             raise ConfigError(f"--job-deadline-ms is for loads of jobs, not for --dataset-name {self.name}")
         for name in ("input_len", "output_len", "long_input_len", "repeated_prefix_len", "suffix_len"):
             check_length(getattr(self, name) or 1)
-        if not 0 < self.length_scale <= 1:
-            raise ConfigError(f"the length scale must lie in (0, 1], got {self.length_scale:g}")
         if not 0 <= self.long_share < 1:
             raise ConfigError(f"--random-long-share must lie in [0, 1), got {self.long_share:g}")
         if self.long_share and self.prefix_len:

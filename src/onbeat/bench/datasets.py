@@ -63,9 +63,9 @@ def load_workload(config: DatasetConfig, num_prompts: int | None, tools: PromptT
 def _random(
     config: DatasetConfig, num_requests: int, tools: PromptTools, rng: np.random.Generator
 ) -> Workload:
-    prompts = UniformLength(_scaled(config.input_len, config), config.range_ratio)
+    prompts = UniformLength(config.input_len, config.range_ratio)
     output_ratio = config.range_ratio if config.output_range_ratio is None else config.output_range_ratio
-    outputs = UniformLength(_scaled(config.output_len or DEFAULT_OUTPUT_LEN, config), output_ratio)
+    outputs = UniformLength(config.output_len or DEFAULT_OUTPUT_LEN, output_ratio)
     if not config.prefix_len:
         workload = synthetic_workload(
             "random",
@@ -80,12 +80,12 @@ def _random(
         return mix_in_long_prompts(
             workload,
             share=config.long_share,
-            num_tokens=_scaled(config.long_input_len, config),
+            num_tokens=config.long_input_len,
             writer=tools.writer,
         )
     return shared_prefix_workload(
         "random",
-        num_prefix_tokens=_scaled(config.prefix_len, config),
+        num_prefix_tokens=config.prefix_len,
         groups=np.zeros(num_requests, dtype=np.int64),
         num_own_tokens=prompts.draw(num_requests, rng),
         max_tokens=outputs.draw(num_requests, rng),
@@ -96,8 +96,8 @@ def _random(
 def _conversation(
     config: DatasetConfig, num_requests: int, tools: PromptTools, rng: np.random.Generator
 ) -> Workload:
-    prompt_mean = _scaled(config.input_len, config)
-    output_mean = _scaled(config.output_len or DEFAULT_OUTPUT_LEN, config)
+    prompt_mean = config.input_len
+    output_mean = config.output_len or DEFAULT_OUTPUT_LEN
     return synthetic_workload(
         "conversation",
         num_requests=num_requests,
@@ -112,9 +112,9 @@ def _zipf(config: DatasetConfig, num_requests: int, tools: PromptTools, rng: np.
     return synthetic_workload(
         "zipf",
         num_requests=num_requests,
-        prompt_lengths=ZipfLength(exponent=config.zipf_exponent, high=_scaled(config.input_len, config)),
+        prompt_lengths=ZipfLength(exponent=config.zipf_exponent, high=config.input_len),
         output_lengths=ZipfLength(
-            exponent=config.zipf_exponent, high=_scaled(config.output_len or DEFAULT_OUTPUT_LEN, config)
+            exponent=config.zipf_exponent, high=config.output_len or DEFAULT_OUTPUT_LEN
         ),
         writer=tools.writer,
         rng=rng,
@@ -131,10 +131,10 @@ def _prefix_repetition(
     rng.shuffle(groups)
     return shared_prefix_workload(
         "prefix_repetition",
-        num_prefix_tokens=_scaled(config.repeated_prefix_len, config),
+        num_prefix_tokens=config.repeated_prefix_len,
         groups=groups,
-        num_own_tokens=np.full(num_requests, _scaled(config.suffix_len, config), dtype=np.int64),
-        max_tokens=np.full(num_requests, _scaled(num_output, config), dtype=np.int64),
+        num_own_tokens=np.full(num_requests, config.suffix_len, dtype=np.int64),
+        max_tokens=np.full(num_requests, num_output, dtype=np.int64),
         writer=tools.writer,
     )
 
@@ -214,7 +214,3 @@ def _parse_custom(config: DatasetConfig, number: int, line: str) -> tuple[str, i
             f"{MOST_TOKENS:,}: {line[:80]!r}"
         )
     return prompt, output
-
-
-def _scaled(num_tokens: int, config: DatasetConfig) -> int:
-    return max(1, round(num_tokens * config.length_scale))

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from onbeat.bench.bench_config import (
     FILE_DATASETS,
@@ -17,7 +16,7 @@ from onbeat.bench.bench_config import (
     RampConfig,
     RunConfig,
 )
-from onbeat.bench.plan import MlcStudy, concurrency_sweep, rate_sweep
+from onbeat.bench.plan import concurrency_sweep, rate_sweep
 from onbeat.cli.args import LEVELS, listed, natural, numbers, positive
 from onbeat.cli.workload import ArrivalOptions, job_deadline_option
 from onbeat.core.errors import ConfigError
@@ -29,10 +28,6 @@ from onbeat.workload.trace import read_trace
 _data = partial(option, group="data set")
 _load = partial(option, group="load")
 
-_BESIDE_PRESETS = frozenset(
-    {"preset", "preset_scale", "num_warmups", "dataset_name", "dataset_path", "seed", "salt"}
-)
-"""Flags of the load that a preset does not set itself."""
 _BESIDE_CLOSED_LOOPS = frozenset({"sweep_concurrency", "max_concurrency", "num_warmups"})
 _OWN_FLAGS = {
     "random": (
@@ -128,25 +123,15 @@ class LoadOptions:
         None, metavar="N,N,...", help="run a closed loop for each concurrency"
     )
     sweep_rate: str | None = _load(None, metavar="R,R,...", help="run an open loop for each request rate")
-    preset: Literal["mlc"] | None = _load(
-        None, help="a published study in one command (see the documentation)"
-    )
-    preset_scale: float = _load(
-        1.0, parse=float, metavar="X", help="scale its counts and lengths, 0 < X <= 1"
-    )
 
 
 def planned_runs(dataset: DatasetOptions, load: LoadOptions, *, title: str) -> list[RunConfig]:
-    """Return the runs that the flags ask for: one, those of sweeps, or those of a preset.
+    """Return the runs that the flags ask for: one, or those of sweeps.
 
     Raises
     ------
     ConfigError : flags that do not go together.
     """
-    if load.preset is not None:
-        return MlcStudy().runs(scale=load.preset_scale, sharegpt=_preset_file(dataset, load))
-    if load.preset_scale != 1.0:
-        raise ConfigError("--preset-scale needs --preset")
     what = dataset_config(dataset)
     base = RunConfig(dataset=what, load=load_config(load, what), num_prompts=dataset.num_prompts, title=title)
     runs: list[RunConfig] = []
@@ -155,16 +140,6 @@ def planned_runs(dataset: DatasetOptions, load: LoadOptions, *, title: str) -> l
     if load.sweep_rate:
         runs += rate_sweep(base, numbers("--sweep-rate", load.sweep_rate))
     return runs or [base]
-
-
-def _preset_file(dataset: DatasetOptions, load: LoadOptions) -> Path | None:
-    """Return the ShareGPT file of a preset, if one is given; refuse flags that the preset sets itself."""
-    for setting in (*changed(load), *changed(dataset)):
-        if setting.name not in _BESIDE_PRESETS:
-            raise ConfigError(f"--preset {load.preset} sets {setting.flag} itself: leave it out")
-    if dataset.dataset_name not in {None, "sharegpt"}:
-        raise ConfigError(f"--preset {load.preset} takes a ShareGPT file or none, not {dataset.dataset_name}")
-    return dataset.dataset_path
 
 
 def dataset_config(options: DatasetOptions) -> DatasetConfig:

@@ -138,19 +138,6 @@ def test_objectives_and_long_prompts_that_cannot_be_had_are_refused(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.slow
-def test_the_preset_runs_the_whole_study(server: Background, tmp_path: Path) -> None:
-    path = tmp_path / "m.json"
-
-    code = bench(server, "--preset", "mlc", "--preset-scale", "0.002", "--json", str(path))
-
-    runs = load(path)["runs"]
-    assert code == 0
-    assert len(runs) == 39
-    assert sum(run["failed"] for run in runs) == 0
-    assert all(run["p90_tpot_ms"] is None or run["p90_tpot_ms"] >= 0 for run in runs)
-
-
 def test_compare_prints_both(server: Background, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
     for path, concurrency in zip(paths, "12", strict=True):

@@ -58,13 +58,6 @@ def test_conversations_have_the_asked_means_and_a_long_tail() -> None:
     assert np.percentile(workload.num_prompt_tokens, 99) > 4 * np.median(workload.num_prompt_tokens)
 
 
-def test_length_scale_shrinks_lengths_to_at_least_one_token() -> None:
-    workload = load(DatasetConfig(input_len=100, output_len=5, length_scale=0.1))
-
-    assert set(workload.num_prompt_tokens.tolist()) == {10}
-    assert set(workload.max_tokens.tolist()) <= {1}
-
-
 def test_prefix_repetition_spreads_the_prefixes_evenly() -> None:
     config = DatasetConfig(
         name="prefix_repetition", num_prefixes=4, repeated_prefix_len=6, suffix_len=3, repetition_output_len=2

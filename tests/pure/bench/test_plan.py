@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from onbeat.bench.bench_config import DatasetConfig, LoadConfig, RampConfig, RunConfig, TargetConfig
-from onbeat.bench.plan import MlcStudy, concurrency_sweep, rate_sweep
+from onbeat.bench.plan import concurrency_sweep, rate_sweep
 from onbeat.core.errors import ConfigError
 
 BASE = RunConfig(
@@ -30,41 +30,6 @@ def test_a_rate_sweep_keeps_the_rest_of_the_load() -> None:
 
     assert (run.title, run.load.request_rate, run.load.burstiness) == ("x 2.5 req/s", 2.5, 0.5)
     assert run.load.max_concurrency == 9
-
-
-def test_the_study_has_every_level_of_every_data_set() -> None:
-    runs = MlcStudy().runs(scale=1.0, sharegpt=None)
-
-    assert len(runs) == 3 * (8 + 5)
-    assert [r.load.max_concurrency for r in runs[:8]] == [1, 4, 8, 10, 16, 20, 30, 64]
-    assert [r.load.request_rate for r in runs[8:13]] == [1, 2, 4, 8, 16]
-    assert {r.num_prompts for r in runs} == {500}
-    assert [(r.dataset.name, r.dataset.input_len, r.dataset.output_len) for r in runs[::13]] == [
-        ("conversation", 306, 500),
-        ("random", 100, 500),
-        ("random", 1000, 500),
-    ]
-
-
-def test_scaling_shrinks_counts_and_lengths_but_no_level() -> None:
-    runs = MlcStudy().runs(scale=0.1, sharegpt=None)
-
-    assert {r.load.max_concurrency for r in runs if not r.load.is_scheduled} == {1, 4, 8, 10, 16, 20, 30, 64}
-    assert runs[0].num_prompts == 50
-    assert runs[7].num_prompts == 128  # at least twice the concurrency
-    assert {r.dataset.length_scale for r in runs} == {0.1}
-
-
-def test_a_sharegpt_file_takes_the_place_of_drawn_lengths() -> None:
-    runs = MlcStudy().runs(scale=0.1, sharegpt=Path("s.json"))
-
-    assert runs[0].dataset == DatasetConfig(name="sharegpt", path=Path("s.json"))
-
-
-@pytest.mark.parametrize("scale", [0.0, 1.5])
-def test_a_scale_outside_its_range_is_refused(scale: float) -> None:
-    with pytest.raises(ConfigError, match="preset-scale"):
-        MlcStudy().runs(scale=scale, sharegpt=None)
 
 
 RAMP = RampConfig(shape="linear", start_rate=1.0, end_rate=2.0)
@@ -96,7 +61,6 @@ def test_contradictory_loads_are_refused(options: dict[str, object], message: st
     [
         ({"name": "sharegpt"}, "needs a file"),
         ({"path": Path("x")}, "reads no file"),
-        ({"length_scale": 0}, "scale"),
     ],
 )
 def test_contradictory_data_sets_are_refused(options: dict[str, object], message: str) -> None:
