@@ -211,49 +211,6 @@ def test_what_is_said_to_be_kept_is_kept(
         assert plan(*flags, *each.split()) == 0, each
 
 
-@pytest.mark.slow
-def test_says_whether_prompts_and_generation_apart_are_worth_it(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--gpus", "h100-sxm=2", "--rate", "8", "--slo-tbt-ms", "100", "--search-pools"]
-    assert plan(*flags) == 0
-    shown = capsys.readouterr().out
-    assert "Prompts and generation apart" in shown
-    assert "1 \u00d7 H100-SXM for prompts, 1 \u00d7 H100-SXM for generation" in shown
-    assert "Replicas that do both are cheaper" in shown
-
-
-def test_plans_a_fleet_for_each_hour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rates, output = tmp_path / "day.csv", tmp_path / "plan.yaml"
-    rates.write_text("hour,rate\n0,0\n1,6\n2,40\n3,6\n", encoding="utf-8")
-    flags = ["--gpus", "h100-sxm=3,l4=3", "--rate-by-hour", str(rates)]
-    assert plan(*flags, "-o", str(output)) == 0
-    shown = capsys.readouterr().out
-    assert "By the hour" in shown
-    assert "By the hour: $" in shown
-    section = yaml.safe_load(output.read_text())["plan"]
-    assert section["promise"]["request-rate"] == 40
-    hours = section["hours"]
-    assert [hour["request-rate"] for hour in hours] == [0, 6, 40, 6]
-    assert hours[0]["replicas"] == 0
-    assert hours[2]["fleet"] == section["fleet"]
-    assert hours[1] == hours[3] | {"hour": 1}
-    assert hours[1]["cost-per-hour"] < hours[2]["cost-per-hour"]
-    assert plan(*flags, "--rate", "4") == 2
-    assert "leave one out" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_hours_have_requests_of_their_own(tmp_path: Path) -> None:
-    """A load that is made up has more requests, and so other sizes, where more come in a second."""
-    rates, output = tmp_path / "day.csv", tmp_path / "plan.yaml"
-    rates.write_text("hour,rate\n0,1\n1,12\n", encoding="utf-8")
-    load = ["--dataset-name", "conversation", "--repeats", "1"]
-    load += ["--slo-ttft-ms", "2000", "--slo-tbt-ms", "100"]
-    flags = [*load, "--gpus", "h100-sxm", "--rate-by-hour", str(rates), "-o", str(output), "--disable-tqdm"]
-    assert main(["plan", "--model", "meta-llama/Llama-3.1-8B", "--tp", "1", *flags]) == 0
-    hours = yaml.safe_load(output.read_text())["plan"]["hours"]
-    assert [hour["replicas"] for hour in hours] == [1, 1]
-
-
 @pytest.mark.parametrize(
     ("dtype", "kv", "served", "not_served"),
     [
@@ -312,12 +269,3 @@ def test_the_size_of_a_planned_fleet_is_not_left_to_a_scaler(capsys: pytest.Capt
     with pytest.raises(SystemExit, match="2"):
         plan("--gpus", "l4", "--rate", "8", "--autoscale", "4..4")
     assert "unknown flag --autoscale" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("value", [[], ["prefill=1,decode=1"]])
-def test_pools_are_searched_by_a_flag_of_their_own(
-    value: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        plan("--gpus", "h100-sxm=2", "--rate", "8", "--disaggregate", *value)
-    assert "give --search-pools to search pools" in capsys.readouterr().err

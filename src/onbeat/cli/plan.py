@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -15,9 +13,6 @@ from onbeat.core.extras import require
 if TYPE_CHECKING:
     from onbeat.cli.plan_options import PlanOptions
     from onbeat.cli.plan_output import PlanReport
-
-STAGES = (1, 2, 4)
-"""Pipeline degrees of pools for prompts and for generation."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,40 +53,34 @@ def run(args: argparse.Namespace) -> int:
         if note := not_served(report.base):
             console.print(f"warning: {note}", markup=False, soft_wrap=True)
     save_all(writers, lambda path: console.print(f"saved {path}", markup=False))
-    return INFEASIBLE if report.plan.best is None or report.missed_hours else 0
+    return INFEASIBLE if report.plan.best is None else 0
 
 
 def _plan(args: argparse.Namespace, options: PlanOptions, console: Console, *, is_quiet: bool) -> PlanReport:
-    from onbeat.cli.plan_options import base_settings, parse_degrees, parse_gpus, plan_task, rates_by_hour
+    from onbeat.cli.plan_options import base_settings, parse_degrees, parse_gpus, plan_task
     from onbeat.cli.plan_output import PlanReport
     from onbeat.cli.plan_progress import show_progress
     from onbeat.planner.buckets import buckets_of
-    from onbeat.planner.day import plan_hours
     from onbeat.planner.fleet_plan import Planner
     from onbeat.planner.plan_store import PlanStore
-    from onbeat.planner.plan_task import FleetPlan, PlanTask
     from onbeat.planner.prices import Prices
     from onbeat.planner.units import choices_of, longest_request, make_units, rate_unit
     from onbeat.simulator.setup import what_binds
     from onbeat.workload.offered import LongerThanContext
 
     available = parse_gpus(options.gpus)
-    rates = rates_by_hour(options, args.request_rate)
     prices = Prices(options.prices)
     base = base_settings(args, next(iter(available)))
-    units_of = partial(
-        make_units,
+    units, left_out = make_units(
         base,
         devices=list(available),
         tensor_parallel=parse_degrees(options.tensor_parallel),
         available=available,
         prices=prices,
     )
-    units, left_out = units_of()
     longest = max(map(longest_request, units), default=1 << 30)
-    task_of = partial(plan_task, args, options, available, longest)
     try:
-        task = task_of(rate=max(rates, default=args.request_rate))
+        task = plan_task(args, options, available, longest)
     except LongerThanContext as error:
         unit = max(units, key=longest_request)
         raise what_binds(unit.settings, error, choices_of(available[unit.device])) from None
@@ -99,30 +88,10 @@ def _plan(args: argparse.Namespace, options: PlanOptions, console: Console, *, i
     if len(store):
         console.print(f"going on with {len(store)} result(s) of {options.resume}", markup=False)
     with show_progress(console, is_quiet=is_quiet) as progress:
+        buckets = buckets_of(task.load)
         planner = Planner(task=task, store=store, jobs=options.jobs, progress=progress)
-
-        def plan_for(own: PlanTask) -> FleetPlan:
-            # A load that is made up has other requests at another rate, which are rated by their own sizes.
-            buckets = buckets_of(own.load)
-            rated = [rate_unit(unit, buckets) for unit in units]
-            return replace(planner, task=own).plan(rated, left_out)
-
-        def plan_of(rate: float) -> FleetPlan:
-            if rate == task.rate:
-                return plan
-            progress.on_stage(f"planning the hours with {rate:g} requests/s")
-            return plan_for(task_of(rate=rate))
-
-        plan = plan_for(task)
-
-        hours = plan_hours(rates, plan_of) if plan.best is not None else ()
-        placements = []
-        if options.search_pools:
-            pooled, _ = units_of(pipeline_parallel=STAGES)
-            placements = planner.placements(pooled)
-    return PlanReport(
-        args=args, base=base, task=task, plan=plan, prices=prices, placements=placements, hours=hours
-    )
+        plan = planner.plan([rate_unit(unit, buckets) for unit in units], left_out)
+    return PlanReport(args=args, base=base, task=task, plan=plan, prices=prices)
 
 
 def _show(report: PlanReport) -> None:

@@ -16,15 +16,11 @@ from onbeat.cli.plan_output import (
     FAILED_HEADER,
     FLEET_HEADER,
     FLEET_LEGEND,
-    HOUR_HEADER,
-    PLACEMENT_HEADER,
     UNIT_HEADER,
     PlanReport,
     conclusions,
     failed_rows,
     fleet_rows,
-    hour_rows,
-    placement_rows,
     unit_rows,
     warnings_of,
 )
@@ -32,7 +28,6 @@ from onbeat.cli.workload import WorkloadOptions
 from onbeat.core.kinds import ReplicaGroup
 from onbeat.core.options import settings_of
 from onbeat.core.slo import SLO_CLASSES
-from onbeat.planner.day import Hour
 from onbeat.planner.fleets import FleetCase
 from onbeat.planner.plan_charts import (
     bucket_figure,
@@ -148,7 +143,6 @@ def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
             "more-load-misses": fleet.binds,
             "mean-tpot-ms": None if fleet.mean_tpot is None else round(fleet.mean_tpot * 1e3, 4),
         },
-        **({"hours": [_hour_entry(hour) for hour in report.hours]} if report.hours else {}),
         "prices": {device: report.prices.of(device).text for device in sorted(devices)},
         "dtype": report.base.dtype,
         "kv-cache-dtype": report.base.kv_cache_dtype,
@@ -159,18 +153,6 @@ def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
         "trace-sha256": None if file is None else digest_of(file),
         **({} if classes is None else {"classes-sha256": digest_of_classes(classes)}),
         "made-by": f"onbeat {__version__}",
-    }
-
-
-def _hour_entry(hour: Hour) -> dict[str, Any]:
-    """Return an hour of the day as a file holds it."""
-    fleet = hour.fleet
-    return {
-        "hour": hour.hour,
-        "request-rate": _plain(hour.rate),
-        "fleet": "none" if fleet is None else fleet.name,
-        "replicas": 0 if fleet is None else fleet.num_replicas,
-        "cost-per-hour": round(hour.usd, 4),
     }
 
 
@@ -240,17 +222,6 @@ def to_document(report: PlanReport) -> dict[str, Any]:
         "failed": [entry(fleet) for fleet in plan.failed],
         "units": {each.unit.name: each.rate(plan.buckets) for each in plan.units},
         "left_out": plan.left_out,
-        "placements": [
-            {
-                "pools": each.name,
-                "search": each.search,
-                "usd_per_hour": each.usd_per_hour,
-                "is_kept": each.is_kept,
-                "attainment": each.attainment,
-            }
-            for each in report.placements
-        ],
-        "hours": [_hour_entry(hour) for hour in report.hours],
         "costs_by_estimate": [
             {"objectives_times": each.scale, "usd_per_hour": each.usd_per_hour, "fleet": each.fleet}
             for each in plan.costs
@@ -285,14 +256,9 @@ def plan_page(path: Path, report: PlanReport) -> None:
     if plan.failed:
         failed = table(FAILED_HEADER, failed_rows(plan), texts=(2,))
         body += folded("Fleets that do not keep it", failed)
-    if report.hours:
-        body += folded("By the hour", table(HOUR_HEADER, hour_rows(report), texts=(2,)))
     alone = table(UNIT_HEADER, unit_rows(plan), texts=(4,)) + page.grid([units_figure(plan)], per_row=2)
     body += folded("Kinds of replica, alone", alone)
     body += folded("The load", page.grid([bucket_figure(plan)], per_row=2))
-    if report.placements:
-        pools = table(PLACEMENT_HEADER, placement_rows(report), texts=(1, 4))
-        body += folded("Prompts and generation apart", pools)
     body += f"<h2>How it was found</h2>\n<p class='lead'>{html.escape(report.lead)}.</p>\n"
     flags = shown_settings(report.args, hidden=("json", "report", "config", "output"))
     page.write(path, report.title, body + settings_section(flags))

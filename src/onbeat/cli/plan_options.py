@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +17,6 @@ from onbeat.cli.workload import WorkloadOptions, offered_load
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import option, part, settings_of
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.planner.day import read_rates
 from onbeat.planner.objectives import parse_objective
 from onbeat.planner.plan_task import PlanTask
 from onbeat.planner.share_objectives import AttainmentObjective
@@ -43,22 +40,6 @@ LEAST_MISSES = 5
 """A run must be long enough for so many requests to be allowed to miss."""
 
 
-class _SaysOfPools(argparse.Action):
-    """Ends with what the flag of `serve` and `simulate` is called here, where it has another meaning."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        _namespace: argparse.Namespace,
-        _values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        parser.error(
-            f"{option_string} is for given replicas, but a plan chooses them: give --search-pools to "
-            "search pools for prompts and for generation, too"
-        )
-
-
 _option = partial(option, group="plan")
 
 
@@ -79,12 +60,6 @@ class PlanOptions:
         metavar="FILE.yaml",
         help="dollars per hour of each device, in place of the table in the package",
     )
-    rate_by_hour: Path | None = _option(
-        None,
-        metavar="FILE.csv",
-        help="file with the requests/s of each hour of a day (columns hour,rate), in place of --rate; plans "
-        "a fleet for each hour",
-    )
     objective: str = _option(
         "attainment:0.9",
         metavar="attainment:SHARE",
@@ -100,11 +75,6 @@ class PlanOptions:
     """Per cent."""
     repeats: int = _option(3, metavar="N", help="simulated runs of each fleet, each with its own seed")
     candidates: int = _option(16, metavar="N", help="most mixes of units to simulate")
-    search_pools: bool = _option(
-        default=False,
-        is_switch=True,
-        help="also search separate pools for prompts and for generation, as DistServe places them",
-    )
     jobs: int = _option(1, metavar="N", help="processes to use")
     resume: Path | None = _option(
         None, metavar="FILE", help="file that keeps the results of runs; a further plan goes on from it"
@@ -145,7 +115,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="requests/s that the fleet must serve; the same as --request-rate",
     )
-    group.add_argument("--disaggregate", nargs="?", action=_SaysOfPools, help=argparse.SUPPRESS)
     add_options(parser, ReplicaSettings, only=asked_settings())
     add_options(parser, WorkloadOptions)
     add_options(parser, PlanOutput)
@@ -208,44 +177,24 @@ def base_settings(args: argparse.Namespace, device: str) -> ReplicaSettings:
     return base
 
 
-def rates_by_hour(options: PlanOptions, rate: float | None) -> tuple[float, ...]:
-    """Return the requests per second of each hour; empty where the load has one rate.
-
-    Parameters
-    ----------
-    rate : that the flags give, requests per second; None where they give none.
-
-    Raises
-    ------
-    ConfigError : `--rate` stands beside them, or the file says no rates.
-    """
-    if options.rate_by_hour is None:
-        return ()
-    if rate is not None:
-        raise ConfigError("--rate and --rate-by-hour both set the request rate: leave one out")
-    return read_rates(options.rate_by_hour)
-
-
 def plan_task(
     args: argparse.Namespace,
     planned: PlanOptions,
     available: dict[str, float],
     max_model_len: int,
-    *,
-    rate: float | None,
 ) -> PlanTask:
     """Return what is to be planned.
 
     Parameters
     ----------
-    rate : requests per second.
     max_model_len : of the unit that takes the longest requests, tokens.
 
     Raises
     ------
     ConfigError : flags that do not go together, a load without rate or objectives, or one too short to tell.
     """
-    options = replace(read_options(args, WorkloadOptions), request_rate=rate)
+    options = read_options(args, WorkloadOptions)
+    rate = options.request_rate
     objective = parse_objective(planned.objective, mode=args.slo_mode)
     if not isinstance(objective, AttainmentObjective):
         raise ConfigError(
@@ -253,7 +202,7 @@ def plan_task(
             "attainment:SHARE"
         )
     if options.spread.kind == "steps":
-        raise ConfigError("a plan is for one rate: leave out --rate-steps; --rate-by-hour plans for several")
+        raise ConfigError("a plan is for one rate: leave out --rate-steps")
     if rate is None or not 0 < rate < inf:
         raise ConfigError("a plan needs a request rate, in requests per second; give --rate")
     if options.max_concurrency is not None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
 from rich.table import Table
 
-from onbeat.planner.day import Hour
-from onbeat.planner.placement import Placement
-from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask, worst_reason
+from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask
 from onbeat.planner.prices import Prices
 from onbeat.planner.units import device_text
 from onbeat.report.objectives import classes_text
@@ -30,10 +27,6 @@ FLEET_LEGEND = (
 )
 UNIT_HEADER = ("replica", "$/h", "requests/s", "per $/h", "why not")
 FAILED_HEADER = ("fleet", "$/h", "why not")
-HOUR_HEADER = ("hour", "requests/s", "fleet", "replicas", "$/h", "in time", "busy")
-PLACEMENT_HEADER = ("pools", "KV goes", "$/h", "in time", "keeps the promise")
-SEARCHES = {"across": "between machines", "within": "within a machine"}
-"""Where KV goes from prompts to generation, by search."""
 LEAST_HEADROOM = 0.1
 """Of the promised rate: with less, errors of predicted step times break the promise (docs/plan.md)."""
 ROOM_CURE = "more --repeats narrow the interval, and a higher --headroom plans with room"
@@ -58,15 +51,6 @@ class PlanReport:
     task: PlanTask
     plan: FleetPlan
     prices: Prices
-    placements: Sequence[Placement] = ()
-    """Pools for prompts and for generation, where they were asked for."""
-    hours: Sequence[Hour] = ()
-    """Fleets by the hour, where the rate goes by it; the plan is that of the busiest."""
-
-    @property
-    def missed_hours(self) -> list[Hour]:
-        """Hours for which no fleet was found."""
-        return [hour for hour in self.hours if hour.infeasible]
 
     @property
     def title(self) -> str:
@@ -135,29 +119,6 @@ def failed_rows(plan: FleetPlan) -> list[tuple[str, ...]]:
     return [(fleet.name, f"{fleet.usd_per_hour:.2f}", fleet.reason) for fleet in nearest]
 
 
-def placement_rows(report: PlanReport) -> list[tuple[str, ...]]:
-    """Return the rows of pools for prompts and for generation."""
-    rows: list[tuple[str, ...]] = []
-    for each in report.placements:
-        good = "-" if each.attainment is None else f"{each.attainment[0] * 100:.1f} %"
-        verdict = "yes" if each.is_kept else worst_reason(each.runs)
-        rows.append((each.name, SEARCHES[each.search], f"{each.usd_per_hour:.2f}", good, verdict))
-    return rows
-
-
-def hour_rows(report: PlanReport) -> list[tuple[str, ...]]:
-    """Return the rows of the day."""
-    rows: list[tuple[str, ...]] = []
-    for hour in report.hours:
-        fleet, start = hour.fleet, (str(hour.hour), f"{hour.rate:g}")
-        if fleet is None:
-            rows.append((*start, hour.infeasible or "none: no requests", "0", "0.00", "-", "-"))
-        else:
-            cells = fleet_row(fleet, hour.rate)
-            rows.append((*start, cells[0], str(fleet.num_replicas), cells[1], cells[3], cells[-1]))
-    return rows
-
-
 def plan_tables(report: PlanReport) -> list[Table]:
     """Return what the terminal shows."""
     plan = report.plan
@@ -165,9 +126,7 @@ def plan_tables(report: PlanReport) -> list[Table]:
     for title, header, rows, texts in (
         ("Kinds of replica, alone", UNIT_HEADER, unit_rows(plan), (0, 4)),
         ("Fleets that do not keep the promise", FAILED_HEADER, failed_rows(plan), (0, 2)),
-        ("Prompts and generation apart", PLACEMENT_HEADER, placement_rows(report), (0, 1, 4)),
         ("Fleets that keep the promise", FLEET_HEADER, fleet_rows(plan), (0, 8)),
-        ("By the hour", HOUR_HEADER, hour_rows(report), (2,)),
     ):
         if not rows:
             continue
@@ -208,10 +167,6 @@ def conclusions(report: PlanReport) -> list[str]:
         lines.append("No fleet of equal replicas was found that keeps the promise.")
     elif len(plan.units) > 1:
         lines.append("No cheaper mix that was simulated keeps the promise.")
-    if report.hours:
-        lines += _day(report, best)
-    if report.placements:
-        lines.append(_apart(report.placements, best))
     lines.append(
         "By the estimates, no cheaper fleet is left to try."
         if plan.is_exhausted
@@ -233,17 +188,11 @@ def warnings_of(report: PlanReport) -> list[str]:
     if best is None:
         return []
     beyond = [run.beyond for run in best.runs if run.beyond]
-    lines = [
+    return [
         *beyond[:1],
         *_scarce(best, report.plan.rate),
         *_unsure(best, report.plan.rate, report.task.objective.share),
     ]
-    hours = ", ".join(
-        str(hour.hour) for hour in report.hours if hour.fleet and _scarce(hour.fleet, hour.rate)
-    )
-    if hours:
-        lines.append(f"the headroom is below {LEAST_HEADROOM * 100:g} % in hour {hours}; {ROOM_CURE}")
-    return lines
 
 
 def _scarce(fleet: Fleet, rate: float) -> list[str]:
@@ -285,38 +234,6 @@ def _classes(best: Fleet, share: float) -> list[str]:
         f"; {' and '.join(behind)} alone would miss the promise, which is of all together" if behind else ""
     )
     return [f"In time by class: {each}{note}."]
-
-
-def _apart(placements: Sequence[Placement], best: Fleet) -> str:
-    """Say whether pools for prompts and for generation are worth it."""
-    kept = [each for each in placements if each.is_kept]
-    if not kept:
-        return "No pools for prompts and for generation that were simulated keep the promise."
-    cheapest = min(kept, key=lambda each: each.usd_per_hour)
-    ratio = cheapest.usd_per_hour / best.usd_per_hour - 1
-    if ratio >= 0:
-        return (
-            "Replicas that do both are cheaper than prompts and generation apart. "
-            f"The cheapest pools, {cheapest.name}, cost {ratio * 100:.0f} % more."
-        )
-    return (
-        f"Prompts and generation apart cost {-ratio * 100:.0f} % less: {cheapest.name}, "
-        f"${cheapest.usd_per_hour:.2f}. The plan file holds the fleet that does both everywhere."
-    )
-
-
-def _day(report: PlanReport, busiest: Fleet) -> list[str]:
-    """Say what the hours cost together, beside the fleet of the busiest all the time."""
-    hours, missed = report.hours, report.missed_hours
-    if missed:
-        names = ", ".join(str(hour.hour) for hour in missed)
-        return [f"INFEASIBLE in hour {names}: {missed[0].infeasible}"]
-    total, constant = sum(hour.usd for hour in hours), busiest.usd_per_hour * len(hours)
-    saved = 1 - total / constant
-    return [
-        f"By the hour: ${total:.2f} for {len(hours)} hours, {saved * 100:.0f} % less than the "
-        f"${constant:.2f} of {busiest.name} all the time. Starting and stopping is taken to cost nothing."
-    ]
 
 
 def _spelled(fleet: Fleet) -> str:

@@ -21,12 +21,11 @@ from onbeat.planner.fleets import (
 from onbeat.planner.mix import solve_mix
 from onbeat.planner.mix_search import MixSearch, Parts, everything, problem_of, unservable
 from onbeat.planner.parallel import run_tasks
-from onbeat.planner.placement import Placement, PlacementSearch
 from onbeat.planner.plan_store import PlanStore
 from onbeat.planner.plan_task import CostAt, Fleet, FleetPlan, PlanInterrupted, PlanTask, Progress
 from onbeat.planner.search import SearchOptions
 from onbeat.planner.share_objectives import with_longer_objectives
-from onbeat.planner.units import RatedUnit, Unit, device_text, rate_unit, without_dominated
+from onbeat.planner.units import RatedUnit, rate_unit, without_dominated
 from onbeat.workload.offered import OfferedLoad
 
 R = TypeVar("R")
@@ -107,29 +106,6 @@ class Planner:
             costs=costs,
             doubled=doubled,
         )
-
-    def placements(self, units: Sequence[Unit]) -> list[Placement]:
-        """Return pools for prompts and for generation, of each type of device (DistServe's two searches).
-
-        Parameters
-        ----------
-        units : by device and degrees, those with pipeline stages too.
-
-        Raises
-        ------
-        PlanInterrupted : Ctrl-C came.
-        """
-        found: list[Placement] = []
-        for device in dict.fromkeys(unit.device for unit in units):
-            self.progress.on_stage(
-                f"searching pools for prompts and for generation, of {device_text(device)}"
-            )
-            own = [unit for unit in units if unit.device == device]
-            found += PlacementSearch(self.task, own, self.results).run()
-        for each in found:
-            verdict = "keeps the promise" if each.is_kept else "does not keep it"
-            self.progress.on_note(f"{each.name} (${each.usd_per_hour:.2f}/h) {verdict}")
-        return found
 
     def _nearest(
         self, rated: Sequence[RatedUnit], units: Sequence[RatedUnit], buckets: Sequence[Bucket]

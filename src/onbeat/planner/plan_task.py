@@ -93,13 +93,14 @@ class Fleet:
 
     @property
     def reason(self) -> str:
-        """See `worst_reason`."""
-        return worst_reason(self.runs)
+        """Of the run that missed, else of the one that was nearest to it."""
+        return min(self.runs, key=lambda run: (run.is_met, run.attainment or 0.0)).reason
 
     @property
     def attainment(self) -> tuple[float, float, float] | None:
-        """See `attainment_of`."""
-        return attainment_of(self.runs)
+        """Mean share of good requests and its interval; None where a run was not finished."""
+        shares = [run.attainment for run in self.runs if run.attainment is not None]
+        return interval_of(shares, most=1.0) if len(shares) == len(self.runs) else None
 
     @property
     def capacity(self) -> tuple[float, float, float] | None:
@@ -189,17 +190,6 @@ def interval_of(values: Sequence[float], *, most: float = inf) -> tuple[float, f
         return mean, min(values), max(values)
     half = student_half_width(values)
     return mean, max(0.0, mean - half), min(most, mean + half)
-
-
-def attainment_of(runs: Sequence[FleetRun]) -> tuple[float, float, float] | None:
-    """Return the mean share of good requests and its interval; None where a run was not finished."""
-    shares = [run.attainment for run in runs if run.attainment is not None]
-    return interval_of(shares, most=1.0) if len(shares) == len(runs) else None
-
-
-def worst_reason(runs: Sequence[FleetRun]) -> str:
-    """Return the reason of a run that missed, else of the one that was nearest to it."""
-    return min(runs, key=lambda run: (run.is_met, run.attainment or 0.0)).reason
 
 
 @dataclass

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,14 +60,13 @@ class Unit:
 
     @property
     def num_devices(self) -> int:
-        return self.settings.tensor_parallel * self.settings.pipeline_parallel
+        return self.settings.tensor_parallel
 
     @property
     def name(self) -> str:
-        """As tables spell it: `H100-SXM`, `2 H100-SXM`, `2 H100-SXM in 2 stages`."""
-        stages, device = self.settings.pipeline_parallel, device_text(self.device)
-        name = device if self.num_devices == 1 else f"{self.num_devices} {device}"
-        return name if stages == 1 else f"{name} in {stages} stages"
+        """As tables spell it: `H100-SXM`, `2 H100-SXM`."""
+        device = device_text(self.device)
+        return device if self.num_devices == 1 else f"{self.num_devices} {device}"
 
     def times(self, count: int) -> str:
         """Return several as tables spell them: `3 \u00d7 L4`, `3 \u00d7 (2 L4)`."""
@@ -110,7 +108,6 @@ def make_units(
     tensor_parallel: Sequence[int],
     available: Mapping[str, float],
     prices: Prices,
-    pipeline_parallel: Sequence[int] = (1,),
 ) -> tuple[list[Unit], dict[str, str]]:
     """Return the units that can hold the model, and why others cannot, by their names.
 
@@ -128,9 +125,8 @@ def make_units(
     errors: list[ConfigError] = []
     for device in devices:
         price = prices.of(device)
-        for stages, degree in product(pipeline_parallel, tensor_parallel):
-            settings = change(base, device=device, tensor_parallel=degree, pipeline_parallel=stages)
-            count = degree * stages
+        for count in tensor_parallel:
+            settings = change(base, device=device, tensor_parallel=count)
             unit = Unit(settings=settings, usd_per_hour=count * price.usd_per_hour, watts=count * price.watts)
             if count > available[device]:
                 left_out[unit.name] = f"only {available[device]:g} {device_text(device)} were offered"

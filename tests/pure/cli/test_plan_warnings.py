@@ -8,7 +8,6 @@ import pytest
 
 from onbeat.cli.plan_output import PlanReport, warnings_of
 from onbeat.core.slo import SLO
-from onbeat.planner.day import Hour
 from onbeat.planner.fleets import FleetCapacity, FleetRun
 from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask
 from onbeat.planner.prices import Prices
@@ -27,7 +26,7 @@ def fleet_of(capacities: list[float], shares: list[float]) -> Fleet:
     )
 
 
-def report_of(best: Fleet | None, *hours: Hour) -> PlanReport:
+def report_of(best: Fleet | None) -> PlanReport:
     load = load_of([(100, 10)] * 3, SLO(ttft=1.0))
     task = PlanTask(
         rate=10.0, objective=AttainmentObjective(share=0.9), load=load, runs=(load,), available=()
@@ -44,9 +43,7 @@ def report_of(best: Fleet | None, *hours: Hour) -> PlanReport:
         cost_bound=0.0,
         is_exhausted=True,
     )
-    return PlanReport(
-        args=argparse.Namespace(), base=BASE, task=task, plan=plan, prices=Prices(), hours=hours
-    )
+    return PlanReport(args=argparse.Namespace(), base=BASE, task=task, plan=plan, prices=Prices())
 
 
 @pytest.mark.parametrize(
@@ -81,9 +78,5 @@ def test_a_fleet_near_its_limits_is_not_shown_without_a_word(
         assert "a higher --headroom" in line
 
 
-def test_hours_with_little_room_are_named() -> None:
-    scarce, ample = (fleet_of([rate] * 3, [0.99] * 3) for rate in (10.2, 20.0))
-    hours = [Hour(hour=n, rate=10.0, fleet=fleet) for n, fleet in enumerate([ample, scarce, scarce])]
-    (line,) = warnings_of(report_of(ample, *hours))
-    assert "below 10 % in hour 1, 2;" in line
+def test_without_a_fleet_there_is_nothing_to_warn_of() -> None:
     assert warnings_of(report_of(None)) == []
