@@ -8,7 +8,7 @@ import torch
 from onbeat.engine.device import Device, detect_device, free_memory
 from onbeat.engine.models.model import build_model
 from tests.cpu.engine.forwards import on_torch
-from tests.cpu.engine.naive_attention import Case, Row, naive_attention, run_backend
+from tests.cpu.engine.naive_attention import Case, Row, naive_attention, run_paged
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
 
@@ -26,7 +26,7 @@ def test_attention_equals_attention_request_by_request(
     dtype: torch.dtype, tolerance: float, window: int | None
 ) -> None:
     case = Case(ROWS, heads=(6, 2), head_dim=64, block_size=16, window=window, seed=0)
-    actual = run_backend(case, dtype, CUDA).double()
+    actual = run_paged(case, dtype, CUDA).double()
     torch.testing.assert_close(actual, naive_attention(case, dtype), rtol=tolerance, atol=tolerance)
 
 

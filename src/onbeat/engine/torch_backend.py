@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onbeat.engine.attention.base import AttentionBackend, ForwardContext, IntArray
-from onbeat.engine.attention.registry import select_attention_backend
+from onbeat.engine.attention.base import IntArray
+from onbeat.engine.attention.torch_sdpa import ForwardContext, TorchAttention
 from onbeat.engine.device import Device, DeviceConfig, wait_for
 from onbeat.engine.forward import RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
@@ -69,7 +69,7 @@ class TorchBackend:
 
 
 class TorchForward:
-    """A model of torch operators and its attention backend: the reference, for any device and type.
+    """A model of torch operators: the reference, for any device and type.
 
     Parameters
     ----------
@@ -82,10 +82,9 @@ class TorchForward:
         self.model = model
         dtype = numpy_dtype(model.dtype)
         spec = KVCacheSpec.of_model(model.config, dtype=dtype, block_size=block_size)
-        backend = select_attention_backend(model.device)
         with torch.inference_mode():
             layers = allocate_kv(spec, num_blocks, model.device)
-            self.attention: AttentionBackend = backend(model.config, layers)
+            self.attention = TorchAttention(model.config, layers)
 
     @property
     def config(self) -> ModelConfig:
@@ -99,7 +98,6 @@ class TorchForward:
     def settings(self) -> Mapping[str, str]:
         return {
             "backend": "torch",
-            "attention": self.attention.name,
             "linear_kernel": self.model.linear_kernel,
         }
 

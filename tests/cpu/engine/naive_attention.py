@@ -1,4 +1,4 @@
-"""Attention computed for one request at a time, and the same input handed to a paged backend."""
+"""Attention computed for one request at a time, and the same input handed to paged attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from onbeat.engine.attention.base import AttentionBatch
-from onbeat.engine.attention.registry import ATTENTION_BACKENDS
+from onbeat.engine.attention.torch_sdpa import TorchAttention
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.torch_kv import allocate_kv
@@ -96,16 +96,15 @@ def naive_attention(case: Case, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat(outputs)
 
 
-def run_backend(
+def run_paged(
     case: Case,
     dtype: torch.dtype,
     device: torch.device,
     *,
     layer_index: int = 1,
     unused_slots: float = 0.0,
-    name: str = "torch",
 ) -> torch.Tensor:
-    """Return what a backend computes for the case, with the computed tokens stored in shuffled blocks."""
+    """Return what paged attention computes, with the computed tokens stored in shuffled blocks."""
     spec = KVCacheSpec.of_model(case.config(), dtype=numpy_dtype(dtype), block_size=case.block_size)
     blocks_needed = [-(-row.context // case.block_size) for row in case.rows]
     num_blocks = sum(blocks_needed) + 3
@@ -140,14 +139,14 @@ def run_backend(
         block_tables_SB=tables,
         slot_mapping_T=np.concatenate(slot_mappings),
     )
-    backend = ATTENTION_BACKENDS[name](case.config(), layers)
+    attention = TorchAttention(case.config(), layers)
     new_k, new_v = (
         torch.cat([part[row.num_computed_tokens :] for row, part in zip(case.rows, parts, strict=True)])
         for parts in ([k for _, k, _ in tensors], [v for _, _, v in tensors])
     )
     q = torch.cat([q for q, _, _ in tensors])
     with torch.inference_mode():
-        out = backend.run(
-            layer_index, q.to(device), new_k.to(device), new_v.to(device), backend.prepare(batch)
+        out = attention.run(
+            layer_index, q.to(device), new_k.to(device), new_v.to(device), attention.prepare(batch)
         )
     return out.cpu()

@@ -1,4 +1,4 @@
-"""Every attention backend against attention computed request by request in float64."""
+"""Paged attention against attention computed request by request in float64."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.attention.registry import ATTENTION_BACKENDS, select_attention_backend
 from onbeat.engine.attention.sdpa_metadata import group_rows
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.torch_kv import allocate_kv
-from tests.cpu.engine.naive_attention import Case, Row, naive_attention, run_backend
+from tests.cpu.engine.naive_attention import Case, Row, naive_attention, run_paged
 
 CPU = torch.device("cpu")
-every_backend = pytest.mark.parametrize("backend", list(ATTENTION_BACKENDS))
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 rows = st.lists(
@@ -40,24 +38,22 @@ cases = st.builds(
 )
 
 
-@every_backend
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @settings(max_examples=60, deadline=None)
 @given(case=cases)
-def test_equals_attention_request_by_request(backend: str, dtype: torch.dtype, case: Case) -> None:
-    actual = run_backend(case, dtype, CPU, name=backend)
+def test_equals_attention_request_by_request(dtype: torch.dtype, case: Case) -> None:
+    actual = run_paged(case, dtype, CPU)
     torch.testing.assert_close(
         actual.double(), naive_attention(case, dtype), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
     )
 
 
-@every_backend
-def test_every_layer_attends_with_its_own_window(backend: str) -> None:
+def test_every_layer_attends_with_its_own_window() -> None:
     case = Case(
         [Row(60, 3), Row(0, 40), Row(20, 1)], heads=(4, 2), head_dim=16, block_size=16, window=9, seed=1
     )
-    sliding = run_backend(case, torch.float64, CPU, layer_index=1, name=backend)
-    full = run_backend(case, torch.float64, CPU, layer_index=0, name=backend)
+    sliding = run_paged(case, torch.float64, CPU, layer_index=1)
+    full = run_paged(case, torch.float64, CPU, layer_index=0)
     torch.testing.assert_close(sliding, naive_attention(case, torch.float64))
     torch.testing.assert_close(full, naive_attention(case.without_window(), torch.float64))
     assert not torch.allclose(sliding, full)
@@ -88,24 +84,13 @@ def test_chunks_and_decodes_are_not_padded_to_one_another() -> None:
     assert [group.tolist() for group in groups] == [[0, 2], [3], [1]]
 
 
-@every_backend
-def test_garbage_in_unused_slots_does_not_show(backend: str) -> None:
+def test_garbage_in_unused_slots_does_not_show() -> None:
     case = Case(
         [Row(3, 1), Row(100, 1), Row(37, 5)], heads=(4, 2), head_dim=16, block_size=16, window=None, seed=2
     )
-    clean = run_backend(case, torch.float32, CPU, name=backend)
-    dirty = run_backend(case, torch.float32, CPU, unused_slots=1e4, name=backend)
+    clean = run_paged(case, torch.float32, CPU)
+    dirty = run_paged(case, torch.float32, CPU, unused_slots=1e4)
     torch.testing.assert_close(clean, dirty, rtol=0, atol=0)
-
-
-def test_an_unknown_backend_is_an_error_that_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'flash'.*torch"):
-        select_attention_backend(CPU, "flash")
-
-
-@every_backend
-def test_a_backend_is_found_by_its_name(backend: str) -> None:
-    assert select_attention_backend(CPU, backend) is ATTENTION_BACKENDS[backend]
 
 
 @pytest.mark.parametrize("block_size", [0, 8, 20, -16])

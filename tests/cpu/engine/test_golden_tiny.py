@@ -10,7 +10,7 @@ import random
 import pytest
 import torch
 
-from onbeat.engine.attention.torch_sdpa import TorchSdpaBackend
+from onbeat.engine.attention.torch_sdpa import TorchAttention
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.torch_backend import TorchForward
 from tests.cpu.engine.engines import TinyEngine, in_turns, is_due
@@ -105,5 +105,5 @@ def visible_keys(forward: ForwardPass, block_ids: list[int]) -> list[torch.Tenso
     """Copy the keys of some blocks, layer by layer; the native engine shows none."""
     if not isinstance(forward, TorchForward):
         return []
-    assert isinstance(forward.attention, TorchSdpaBackend)
+    assert isinstance(forward.attention, TorchAttention)
     return [layer.k_BKSH[block_ids].clone() for layer in forward.attention.layers]

@@ -10,7 +10,7 @@ import torch
 
 from onbeat.core.request import Request, SamplingParams, TokenLogprobs
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
-from onbeat.engine.attention.torch_sdpa import TorchSdpaBackend
+from onbeat.engine.attention.torch_sdpa import TorchAttention
 from onbeat.engine.draw import Logits
 from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.model_runner import ModelRunner
@@ -176,7 +176,7 @@ def test_values_that_are_not_finite_leave_with_the_failed_request() -> None:
     runner = make_runner()
     assert isinstance(runner.forward, TorchForward)
     attention = runner.forward.attention
-    assert isinstance(attention, TorchSdpaBackend)
+    assert isinstance(attention, TorchAttention)
     prompt = random_prompt(20)
     runner.execute(
         step(

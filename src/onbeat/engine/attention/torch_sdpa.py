@@ -1,4 +1,4 @@
-"""Paged attention with PyTorch's scaled dot product attention: the reference of every other backend.
+"""Paged attention with PyTorch's scaled dot product attention: the reference of every other.
 
 Keys and values of a group of rows are gathered block by block and attended to in one call. The query heads
 that share a KV head are folded into the query dimension, so that keys and values are never repeated.
@@ -39,16 +39,14 @@ class GatherSource(NamedTuple):
     workspace: tuple[Tensor, Tensor]
 
 
-class TorchSdpaBackend:
-    """Reference attention backend, for any device and floating type of torch.
+class TorchAttention:
+    """Reference attention, for any device and floating type of torch; it owns the KV cache's layout.
 
     Parameters
     ----------
     config : the model; gives heads, scale and each layer's sliding window.
     layers : the KV cache of each layer.
     """
-
-    name = "torch"
 
     def __init__(self, config: ModelConfig, layers: Sequence[LayerKVCache]) -> None:
         block_size = layers[0].k_BKSH.shape[2]
@@ -181,3 +179,11 @@ def attend_by_products(q_RKGH: Tensor, k_RKCH: Tensor, v_RKCH: Tensor, mask: Ten
     scores_RKGC = torch.bmm(q_PGH, k_PCH.transpose(1, 2)).view(*q_RKGH.shape[:3], -1)
     weights_RKGC = torch.add(mask, scores_RKGC, alpha=scale).softmax(dim=-1, dtype=torch.float32)
     return torch.bmm(weights_RKGC.to(v_PCH.dtype).flatten(0, 1), v_PCH).view(q_RKGH.shape)
+
+
+class ForwardContext(NamedTuple):
+    """What a forward pass carries through the layers."""
+
+    attention: TorchAttention
+    metadata: SdpaMetadata
+    """Of the step."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from onbeat.engine.attention.base import ForwardContext
+from onbeat.engine.attention.torch_sdpa import ForwardContext
 from onbeat.engine.layers.linear import Linear
 from onbeat.engine.layers.norm import RMSNorm
 from onbeat.engine.layers.rotary import Rotation

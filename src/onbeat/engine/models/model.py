@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onbeat.engine.attention.base import ForwardContext
+from onbeat.engine.attention.torch_sdpa import ForwardContext
 from onbeat.engine.layers.rotary import RotaryEmbedding, Rotation
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.models.loader import LayerLoader
