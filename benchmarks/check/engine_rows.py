@@ -20,7 +20,8 @@ from onbeat.perfmodel.device_spec import DeviceSpec, find_device
 from onbeat.perfmodel.engines import EngineTerms, engine_parameters, find_engine
 from onbeat.perfmodel.fitted import FitTarget
 from onbeat.perfmodel.memory import kv_capacity
-from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
+from onbeat.perfmodel.model_sizes import ModelSpec
+from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import roofline_seconds

@@ -31,7 +31,8 @@ from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.device_spec import DeviceSpec, find_device
 from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.fitted import FitTarget, make_form
-from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
+from onbeat.perfmodel.model_sizes import ModelSpec
+from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor

@@ -10,8 +10,6 @@ from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.model_files import read_model_config
 from onbeat.perfmodel.model_sizes import ModelSpec
 
-__all__ = ["ModelSpec", "find_model_spec", "model_spec_from_hf"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Family:

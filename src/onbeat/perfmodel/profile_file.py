@@ -11,36 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.files import read_json
-from onbeat.perfmodel.profile import (
-    REMEDY,
-    EngineValue,
-    MachineLimits,
-    MeasuredStep,
-    Profile,
-    ProfileKey,
-    check_profile,
-    limited_device,
-)
+from onbeat.perfmodel.profile import REMEDY, Profile, ProfileKey, check_profile
 from onbeat.perfmodel.profile_parser import SCHEMA_VERSION, parse_profile
 from onbeat.perfmodel.shapes import FIELDS
-
-__all__ = [
-    "REMEDY",
-    "SCHEMA_VERSION",
-    "EngineValue",
-    "MachineLimits",
-    "MeasuredStep",
-    "Profile",
-    "ProfileKey",
-    "cache_dir",
-    "check_profile",
-    "find_profile",
-    "limited_device",
-    "profile_path",
-    "profiles_dir",
-    "read_profile",
-    "write_profile",
-]
 
 
 def cache_dir() -> Path:

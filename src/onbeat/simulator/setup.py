@@ -13,7 +13,8 @@ from onbeat.perfmodel.device_spec import DeviceSpec, find_device
 from onbeat.perfmodel.engines import NO_ENGINE, find_engine
 from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.memory import Change, Choices, DoesNotFit, KVCapacity, kv_capacity, what_fits
-from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
+from onbeat.perfmodel.model_sizes import ModelSpec
+from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision, narrower_formats, precision_by_weights

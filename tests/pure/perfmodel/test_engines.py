@@ -15,7 +15,8 @@ from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import cpu_device, find_device
 from onbeat.perfmodel.engines import BOUNDS, ENGINES, EngineTerms, find_engine, make_engine_roofline
 from onbeat.perfmodel.fitted import FitTarget
-from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
+from onbeat.perfmodel.model_sizes import ModelSpec
+from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision

@@ -15,14 +15,8 @@ from onbeat.perfmodel.models import STEP_TIME_MODELS, Deployment, files_of, make
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.profile_file import (
-    MachineLimits,
-    MeasuredStep,
-    Profile,
-    ProfileKey,
-    limited_device,
-    write_profile,
-)
+from onbeat.perfmodel.profile import MachineLimits, MeasuredStep, Profile, ProfileKey, limited_device
+from onbeat.perfmodel.profile_file import write_profile
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.roofline import make_roofline
 from tests.pure.perfmodel.shapes import batch, decodes, mixed_batches

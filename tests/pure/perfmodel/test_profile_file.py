@@ -16,18 +16,9 @@ from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.fitted import FittedModel
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.profile_file import (
-    SCHEMA_VERSION,
-    MachineLimits,
-    MeasuredStep,
-    Profile,
-    ProfileKey,
-    find_profile,
-    limited_device,
-    profile_path,
-    read_profile,
-    write_profile,
-)
+from onbeat.perfmodel.profile import MachineLimits, MeasuredStep, Profile, ProfileKey, limited_device
+from onbeat.perfmodel.profile_file import find_profile, profile_path, read_profile, write_profile
+from onbeat.perfmodel.profile_parser import SCHEMA_VERSION
 from onbeat.perfmodel.shape_range import ShapeRange
 from tests.pure.perfmodel.shapes import batch, decodes
 

@@ -26,7 +26,8 @@ from onbeat.hub.known import KNOWN_MODELS
 from onbeat.perfmodel.description import StepTimeDescription
 from onbeat.perfmodel.device_spec import device_ids, find_device
 from onbeat.perfmodel.memory import Change, Choices, DoesNotFit, kv_capacity, what_fits
-from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
+from onbeat.perfmodel.model_sizes import ModelSpec
+from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import roofline_predictor
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
