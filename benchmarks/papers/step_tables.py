@@ -1,4 +1,4 @@
-"""Published step times as tables that `--step-time FILE.csv` takes, and how far a calibration by them is off.
+"""Published step times as tables for `onbeat profile --from`, and how far a calibration by them is off.
 
     python -m benchmarks.papers.step_tables --shared DIR [--write OUT]
 
@@ -29,9 +29,10 @@ import numpy as np
 
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.fit_errors import FitErrors
+from onbeat.perfmodel.fitted import FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import roofline_seconds
 from onbeat.perfmodel.shapes import shape_matrix
 from onbeat.perfmodel.step_table import COLUMNS, read_step_table
@@ -111,10 +112,10 @@ def errors_of(table: Table, path: Path) -> tuple[FitErrors, FitErrors]:
         Parallelism(table.tensor),
     )
     measured = read_step_table(path)
-    sheet = roofline_seconds(shape_matrix(measured.shapes), model, device, parallelism=parallelism)
-    held_back = make_step_time_model(str(path), model=model, device=device, parallelism=parallelism).errors
-    assert held_back is not None
-    return FitErrors.of(sheet, np.array(measured.seconds)), held_back
+    shapes, seconds = [step.shape for step in measured.steps], [step.wall for step in measured.steps]
+    sheet = roofline_seconds(shape_matrix(shapes), model, device, parallelism=parallelism)
+    target = FitTarget(model=model, device=device, precision=Precision(), parallelism=parallelism)
+    return FitErrors.of(sheet, np.array(seconds)), fit(shapes, seconds, target).errors
 
 
 def main() -> None:

@@ -38,8 +38,8 @@ class FromOptions:
         None,
         flag="--from",
         metavar="SOURCE",
-        help="fit recorded steps in place of measuring; FILE: steps of any engine; tcp://HOST:PORT: an "
-        "engine that sends forward-pass metrics, for --seconds",
+        help="fit recorded steps in place of measuring; FILE: steps of any engine (FILE.csv: a table of "
+        "them); tcp://HOST:PORT: an engine that sends forward-pass metrics, for --seconds",
     )
     weights: str | None = _recorded(
         None,

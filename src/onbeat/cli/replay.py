@@ -48,10 +48,9 @@ class ReplayOptions:
     step_time: str | None = _step_time(
         None,
         metavar="KIND",
-        help="model of step times: roofline, fitted, step-table; FILE.csv: a table of measured steps "
-        "(default: by --profile)",
+        help="model of step times: roofline, fitted (default: by --profile)",
     )
-    profile: Path | None = _step_time(None, metavar="FILE", help="a profile of `onbeat profile`, or a table")
+    profile: Path | None = _step_time(None, metavar="FILE", help="a profile of `onbeat profile`")
     model: str | None = _step_time(None, help="a known model or a config.json (default: the recorded one)")
     device: str | None = _step_time(
         None, metavar="ID", help="device, such as h100-sxm, cpu (default: the recorded one)"

@@ -71,18 +71,16 @@ def _model(path: Path, options: ReplayOptions, origin: StepOrigin) -> Predictor:
     """Return what predicts: a profile's fit, or what the flags name, of the recorded model where none do."""
     from onbeat.perfmodel.device_spec import find_device
     from onbeat.perfmodel.model_spec import find_model_spec
-    from onbeat.perfmodel.models import STEP_TABLE, make_step_time_model
+    from onbeat.perfmodel.models import make_step_time_model
     from onbeat.perfmodel.parallelism import Parallelism
     from onbeat.perfmodel.precision import precision_by_weights
     from onbeat.perfmodel.profile_file import read_profile
-    from onbeat.perfmodel.step_table import is_step_table
 
     model, device = options.model or origin.model, options.device or origin.device
     precision = precision_by_weights(origin.dtype or "bf16")
     parallelism = Parallelism(tensor=origin.tensor_parallel or 1, pipeline=origin.pipeline_parallel or 1)
-    profile, kind = options.profile, options.step_time
-    if profile is not None and kind is None:
-        kind = STEP_TABLE if is_step_table(profile.name) else "fitted"
+    profile = options.profile
+    kind = options.step_time or ("roofline" if profile is None else "fitted")
     if kind == "fitted" and profile is not None:
         key = read_profile(profile).key
         # A profile has the name of its model alone; the steps may say where its configuration is.
@@ -94,7 +92,7 @@ def _model(path: Path, options: ReplayOptions, origin: StepOrigin) -> Predictor:
             "and --device"
         )
     return make_step_time_model(
-        kind or "roofline",
+        kind,
         model=find_model_spec(model),
         device=find_device(device),
         parallelism=parallelism,

@@ -127,9 +127,9 @@ class EngineConfig:
     step_time_profile: str = _engine(
         "auto",
         metavar="FILE",
-        help="what predicts step times; FILE: a profile of `onbeat profile`; FILE.csv: a table of measured "
-        "steps; auto: the cached profile of this model and machine, else roofline; calibrate: measure "
-        "for some seconds now; roofline: estimate from hardware limits; none: no predictions",
+        help="what predicts step times; FILE: a profile of `onbeat profile`; auto: the cached profile of "
+        "this model and machine, else roofline; calibrate: measure for some seconds now; roofline: estimate "
+        "from hardware limits; none: no predictions",
     )
     speculative: SpeculativeConfig | None = _engine(
         None,

@@ -16,14 +16,12 @@ from onbeat.engine.step_time_spec import device_spec_of, model_spec_of, precisio
 from onbeat.engine.step_watch import StepWatch
 from onbeat.perfmodel.description import AnyDescription, SpeculativeDescription, StepTimeDescription
 from onbeat.perfmodel.device_spec import DeviceSpec
-from onbeat.perfmodel.fitted import FitTarget, FittedModel
-from onbeat.perfmodel.models import calibrate_by_table
+from onbeat.perfmodel.fitted import FittedModel
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import MachineLimits, Profile
 from onbeat.perfmodel.profile_file import find_profile, profile_path, profiles_dir, read_profile
 from onbeat.perfmodel.speculative import BatchOperations, SpeculativeOperations, SpeculativeStepTime
-from onbeat.perfmodel.step_table import is_step_table
 from onbeat.perfmodel.utilisation import StepOperations
 
 
@@ -46,7 +44,7 @@ def choose_step_time(source: str, loaded: LoadedModel, on_progress: OnProgress) 
 
     Parameters
     ----------
-    source : `auto`, `calibrate`, `roofline`, `none`, or the file of a profile or of a table of steps
+    source : `auto`, `calibrate`, `roofline`, `none`, or the file of a profile
         (`EngineConfig.step_time_profile`).
     loaded : the model, not yet in use.
     on_progress : told what was chosen, and why.
@@ -84,8 +82,6 @@ class _Chooser:
                 return self._calibrated()
             case "roofline":
                 return self._roofline(Detail("as asked for"))
-            case file if is_step_table(file):
-                return self._tabled(Path(file))
             case file:
                 return self._profiled(read_profile(Path(file), self._key), Path(file))
 
@@ -104,16 +100,6 @@ class _Chooser:
             Detail(f"step times: from the profile {path} of {profile.created} ({_describe(profile.fitted)})")
         )
         return replace(self._fitted(profile.fitted, profile.limits), origin="as measured by `onbeat profile`")
-
-    def _tabled(self, path: Path) -> StepTime:
-        others = OthersMeter(self._loaded.device.num_threads)
-        limits = limits_of(self._loaded, self._key.device, self._precision.compute)
-        device = device_spec_of(self._key, limits)
-        target = FitTarget(model=self._spec, device=device, precision=self._precision)
-        fitted = calibrate_by_table(path, target)
-        self._say(Detail(f"step times: from the table of steps {path} ({_describe(fitted)})"))
-        step_time = replace(self._fitted(fitted, limits), origin=f"by the table {path}")
-        return self._measured_beside(others, step_time)
 
     def _calibrated(self) -> StepTime:
         self._say(f"step times: calibrating for {QUICK.seconds:g} s")

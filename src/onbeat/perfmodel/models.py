@@ -10,7 +10,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.hints import likely_meant
 from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.engines import find_engine, make_engine_roofline
-from onbeat.perfmodel.fitted import FitTarget, FittedModel, fit, make_form
+from onbeat.perfmodel.fitted import FitTarget, FittedModel, make_form
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
@@ -19,13 +19,11 @@ from onbeat.perfmodel.profile import ServerTerms, check_profile, limited_device
 from onbeat.perfmodel.profile_file import read_profile
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.roofline import make_roofline
-from onbeat.perfmodel.step_table import COLUMNS, is_step_table, read_step_table
 
 ROOFLINE_SIGMA = 0.17
 """Spread of log(measured / predicted) of the roofline from data sheets: a median error of 12 %."""
 ENGINE_SIGMA = 0.10
 """The same of the roofline with an engine's terms, on held-back deployments (docs/calibration.md)."""
-STEP_TABLE = "step-table"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +51,8 @@ def make_step_time_model(  # noqa: PLR0913 - a kind, and what it is asked of
 
     Parameters
     ----------
-    kind : one of `STEP_TIME_MODELS`, or the path of a table of steps, which is then `step-table` of that.
-    profile : `fitted`: a file that `onbeat profile` wrote; `step-table`: a table of steps, see
-        `read_step_table`; `roofline`: none.
+    kind : one of `STEP_TIME_MODELS`.
+    profile : `fitted`: a file that `onbeat profile` wrote; `roofline`: none.
     engine : as `find_engine` takes it; its terms go to the roofline, other kinds measure what they model.
 
     Returns
@@ -67,7 +64,6 @@ def make_step_time_model(  # noqa: PLR0913 - a kind, and what it is asked of
     ConfigError : an unknown kind or engine; a profile that is missing, superfluous, unreadable or of
         something else; an engine where the kind takes none.
     """
-    kind, profile = _without_path(kind, profile)
     require_step_time(kind)
     if engine is not None and kind != "roofline":
         raise ConfigError(
@@ -84,49 +80,19 @@ def make_step_time_model(  # noqa: PLR0913 - a kind, and what it is asked of
 
 
 def require_step_time(kind: str) -> str:
-    """Return the name of a kind, or the path of a table of steps, as it is.
+    """Return the name of a kind as it is.
 
     Raises
     ------
-    ConfigError : neither; a near match is named.
+    ConfigError : there is none of this name; a near match is named.
     """
-    if kind not in STEP_TIME_MODELS and not is_step_table(kind):
+    if kind not in STEP_TIME_MODELS:
         near = likely_meant(kind, STEP_TIME_MODELS)
         hint = f"did you mean {near}? " if near else ""
         raise ConfigError(
-            f"unknown step-time model {kind!r}: {hint}choose one of {', '.join(STEP_TIME_MODELS)}, or name a "
-            "table of steps, FILE.csv"
+            f"unknown step-time model {kind!r}: {hint}choose one of {', '.join(STEP_TIME_MODELS)}"
         )
     return kind
-
-
-def files_of(kind: str, profile: Path | None) -> tuple[Path, ...]:
-    """Return the files that a step-time model is made from, beside those of the package.
-
-    Parameters
-    ----------
-    kind, profile : as `make_step_time_model` takes them.
-
-    Raises
-    ------
-    ConfigError : two files in place of one.
-    """
-    profile = _without_path(kind, profile)[1]
-    return () if profile is None else (profile,)
-
-
-def calibrate_by_table(path: Path, target: FitTarget) -> FittedModel:
-    """Calibrate the roofline by a table of measured steps; see `read_step_table`.
-
-    Raises
-    ------
-    ConfigError : the table cannot be read, or has too few distinct batches for a fit.
-    """
-    table = read_step_table(path)
-    try:
-        return fit(table.shapes, table.seconds, target)
-    except ConfigError as error:
-        raise ConfigError(f"the table of steps {path} cannot be fitted: {error}") from error
 
 
 def roofline_predictor(target: FitTarget) -> Predictor:
@@ -174,7 +140,11 @@ def _roofline(deployment: Deployment) -> Predictor:
 
 
 def _fitted(deployment: Deployment) -> Predictor:
-    path = _needed(deployment, "fitted", "a file written by `onbeat profile MODEL`")
+    path = deployment.profile
+    if path is None:
+        raise ConfigError(
+            "the step-time model fitted needs a profile: --profile FILE, written by `onbeat profile MODEL`"
+        )
     profile = read_profile(path)
     asked, precision = deployment.target, profile.key.precision
     check_profile(
@@ -189,30 +159,7 @@ def _fitted(deployment: Deployment) -> Predictor:
     return fitted_predictor(profile.fitted, target, server=profile.server)
 
 
-def _step_table(deployment: Deployment) -> Predictor:
-    path = _needed(deployment, STEP_TABLE, f"a CSV file with the columns {', '.join(COLUMNS)}")
-    return fitted_predictor(calibrate_by_table(path, deployment.target), deployment.target)
-
-
-def _without_path(kind: str, profile: Path | None) -> tuple[str, Path | None]:
-    """Return a kind and what it is made from, where the kind may be the path of a table of steps."""
-    if not is_step_table(kind):
-        return kind, profile
-    if profile is not None:
-        raise ConfigError(
-            f"--step-time {kind} names a table of steps, and --profile {profile} another file; leave one out"
-        )
-    return STEP_TABLE, Path(kind).expanduser()
-
-
-def _needed(deployment: Deployment, kind: str, what: str) -> Path:
-    if deployment.profile is None:
-        raise ConfigError(f"the step-time model {kind} needs a profile: --profile FILE, {what}")
-    return deployment.profile
-
-
 STEP_TIME_MODELS: dict[str, Callable[[Deployment], Predictor]] = {
     "roofline": _roofline,
     "fitted": _fitted,
-    STEP_TABLE: _step_table,
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.files import read_csv
+from onbeat.perfmodel.logged_step import LoggedStep, StepOrigin, StepStream
 
 COLUMNS = ("batch", "new_tokens", "context", "seconds")
 MIXED_COLUMNS = ("decodes", "decode_context")
@@ -23,20 +24,7 @@ _HINT = f"A table of steps has {', '.join(COLUMNS)}, and may have {' and '.join(
 SUFFIXES = (".csv", ".csv.gz")
 
 
-@dataclass(frozen=True, slots=True)
-class StepTable:
-    """Measured steps, one to one."""
-
-    shapes: tuple[BatchShape, ...]
-    seconds: tuple[float, ...]
-
-
-def is_step_table(name: str) -> bool:
-    """Return whether a name is that of a table of steps."""
-    return name.lower().endswith(SUFFIXES)
-
-
-def read_step_table(path: Path) -> StepTable:
+def read_step_table(path: Path) -> StepStream:
     """Read a table of measured steps.
 
     Parameters
@@ -48,14 +36,13 @@ def read_step_table(path: Path) -> StepTable:
     ConfigError : no such file, not a CSV, a missing column, a line of another width, no lines, or a value
         that is no count or no time; names the file, line, column and value.
     """
-    shapes, seconds = [], []
+    steps = []
     for line, cells in read_csv(
         path, "the table of steps", columns=COLUMNS, together=MIXED_COLUMNS, rows="steps", hint=_HINT
     ):
         row = _Row(f"{path}, line {line}", cells)
-        shapes.append(row.shape())
-        seconds.append(row.seconds())
-    return StepTable(tuple(shapes), tuple(seconds))
+        steps.append(LoggedStep(row.shape(), row.seconds()))
+    return StepStream(StepOrigin(), steps)
 
 
 @dataclass(frozen=True, slots=True)

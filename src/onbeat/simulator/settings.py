@@ -15,7 +15,6 @@ from onbeat.perfmodel.device_spec import CPU, find_device
 from onbeat.perfmodel.engines import ENGINE_FORM, ENGINES, NO_ENGINE, require_engine
 from onbeat.perfmodel.model_files import config_path
 from onbeat.perfmodel.models import STEP_TIME_MODELS, require_step_time
-from onbeat.perfmodel.models import files_of as step_time_files
 from onbeat.perfmodel.spec_file import is_spec_file
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.migration import check_move_rule
@@ -118,13 +117,12 @@ class ReplicaSettings:
     shed: ShedMode = shed_option()
     step_time: str = _step(
         "roofline",
-        metavar="KIND|FILE.csv",
+        metavar="KIND",
         parse=require_step_time,
-        help=f"model of step times: {', '.join(STEP_TIME_MODELS)}; FILE.csv: a table of measured steps, "
-        "which calibrates the roofline",
+        help=f"model of step times: {', '.join(STEP_TIME_MODELS)}",
     )
     profile: Path | None = _step(
-        None, metavar="FILE", help="file for --step-time: a profile of `onbeat profile`, or a table"
+        None, metavar="FILE", help="file for --step-time fitted: a profile of `onbeat profile`"
     )
     engine: str = _step(
         NO_ENGINE,
@@ -180,7 +178,7 @@ def files_of(settings: ReplicaSettings) -> tuple[Path, ...]:
     ConfigError : one is not there.
     """
     config = config_path(settings.model)
-    measured = step_time_files(settings.step_time, settings.profile)
+    measured = () if settings.profile is None else (settings.profile,)
     devices = (settings.device, *(each.device for each in settings.fleet.kinds if each.device is not None))
     own = tuple(Path(name) for name in (*devices, settings.engine) if is_spec_file(name))
     return (*own, *measured) if config is None else (config, *own, *measured)

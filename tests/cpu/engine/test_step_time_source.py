@@ -184,21 +184,6 @@ def test_a_named_profile_must_match(config, profile, tmp_path):
         run(change(config, step_time_profile=str(tmp_path / "missing.json")))
 
 
-def test_a_table_of_measured_steps_is_fitted(config, profile, tmp_path):
-    path = tmp_path / "steps.csv"
-    lines = ["batch,new_tokens,context,seconds"]
-    lines += [
-        f"{size},1,{context},{2e-3 + 1e-4 * size}" for size in (1, 2, 4, 8) for context in (16, 64, 200)
-    ]
-    path.write_text("\n".join(lines))
-    steps, said = run(change(config, step_time_profile=str(path)))
-    check_judged(steps)
-    assert said[0].startswith(f"step times: from the table of steps {path} (roofline fit, error ")
-    path.write_text("batch,new_tokens,context,seconds\n1,1,16,-1\n")
-    with pytest.raises(ConfigError, match="seconds is '-1'; it must be a finite time above 0"):
-        run(change(config, step_time_profile=str(path)))
-
-
 def test_calibration_takes_seconds(config):
     steps, said = run(change(config, step_time_profile="calibrate"))
     check_judged(steps)

@@ -79,7 +79,7 @@ def example(setting: Setting) -> Any:
     if setting.name in EXAMPLES:
         return EXAMPLES[setting.name]
     if setting.name == "step_time" and setting.option.parse is not None:
-        return "steps.csv"
+        return "fitted"
     kind = setting.kinds[0]
     if kind in (int, float):
         return 32

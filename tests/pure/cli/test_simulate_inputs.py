@@ -157,15 +157,17 @@ def test_requests_that_do_not_fit_can_be_left_out(tmp_path: Path) -> None:
 def test_a_table_of_measured_steps_is_used_and_its_error_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = str(write_measured(tmp_path / "steps.csv"))
-    sheets, measured = summary_of(tmp_path), summary_of(tmp_path, "--step-time", table)
+    table, profile = write_measured(tmp_path / "steps.csv"), str(tmp_path / "profile.json")
+    assert main(["profile", "--from", str(table), *MODEL, "--output", profile]) == 0
+    assert "Fitted by roofline: error on held-back steps" in " ".join(capsys.readouterr().out.split())
+    flags = ["--step-time", "fitted", "--profile", profile]
+    sheets, measured = summary_of(tmp_path), summary_of(tmp_path, *flags)
     assert measured["mean_tpot_ms"] > sheets["mean_tpot_ms"] + 4  # its host takes 5 ms a step
-    assert measured["step_time"] == table
     shown = " ".join(capsys.readouterr().err.split())
-    assert f"step times: {table}, fitted to measured steps (relative error: mean " in shown
-    assert "on 16 held-back points)" in shown
-    assert main(["capacity", *MODEL, "--step-time", table, *CAPACITY]) == 0
-    assert "on 16 held-back points)" in " ".join(capsys.readouterr().err.split())
+    assert "step times: fitted, fitted to measured steps (relative error: mean " in shown
+    assert "on 3 held-back points)" in shown
+    assert main(["capacity", *MODEL, *flags, *CAPACITY]) == 0
+    assert "on 3 held-back points)" in " ".join(capsys.readouterr().err.split())
 
 
 def test_an_engine_takes_longer_and_plans_ahead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.fitted import FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.models import STEP_TIME_MODELS, Deployment, files_of, make_step_time_model
+from onbeat.perfmodel.models import STEP_TIME_MODELS, Deployment, make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
@@ -55,8 +55,8 @@ def write_fitted(path: Path, precision: Precision = BF16) -> None:
     write_profile(path, profile)
 
 
-def test_the_table_has_the_three_kinds() -> None:
-    assert list(STEP_TIME_MODELS) == ["roofline", "fitted", "step-table"]
+def test_the_table_has_two_kinds() -> None:
+    assert list(STEP_TIME_MODELS) == ["roofline", "fitted"]
 
 
 def test_the_roofline_needs_nothing_and_is_unsure() -> None:
@@ -116,18 +116,16 @@ def test_another_kind_in_the_table_is_made_by_its_name(monkeypatch: pytest.Monke
         assert deployment.profile is not None
         return Predictor(lambda shape: 0.02 * shape.num_decodes, ResidualModel.log_normal(0.1))
 
-    with pytest.raises(ConfigError, match="choose one of roofline, fitted, step-table, or name a table"):
+    with pytest.raises(ConfigError, match="choose one of roofline, fitted"):
         make_step_time_model("linear", model=MODEL, device=DEVICE)
     monkeypatch.setitem(STEP_TIME_MODELS, "linear", constant)
     model = make_step_time_model("linear", model=MODEL, device=DEVICE, profile=Path("coefficients.json"))
     assert model.step_time(decodes(4, 100)) == pytest.approx(0.08)
-    assert files_of("linear", Path("coefficients.json")) == (Path("coefficients.json"),)
 
 
-@pytest.mark.parametrize("kind", ["fitted", "step-table"])
-def test_measured_models_need_a_profile(kind: str) -> None:
-    with pytest.raises(ConfigError, match=f"{kind} needs a profile: --profile FILE"):
-        make_step_time_model(kind, model=MODEL, device=DEVICE)
+def test_a_fit_needs_a_profile() -> None:
+    with pytest.raises(ConfigError, match="fitted needs a profile: --profile FILE"):
+        make_step_time_model("fitted", model=MODEL, device=DEVICE)
 
 
 def test_what_cannot_be_made() -> None:

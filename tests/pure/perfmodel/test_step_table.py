@@ -1,4 +1,4 @@
-"""Tables of measured steps, and the roofline calibrated by them."""
+"""Tables of measured steps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.logged_step import LoggedStep
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.models import make_step_time_model
-from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.roofline import RooflineParameters, make_roofline
 from onbeat.perfmodel.step_table import read_step_table
 from tests.pure.perfmodel.shapes import batch, decodes
@@ -50,34 +49,20 @@ def test_a_row_is_a_step(tmp_path: Path) -> None:
     table = read_step_table(
         write(tmp_path / "t.csv", MIXED_HEADER + "4,1,99,0,0,0.01\n2,256,128,0,0,0.05\n1,64,0,3,50,0.02\n")
     )
-    assert table.shapes == (
+    assert [step.shape for step in table.steps] == [
         decodes(4, 100),
         batch([(128, 256), (128, 256)]),
         batch([(0, 64), (50, 1), (50, 1), (50, 1)]),
-    )
-    assert table.shapes[1].query_key_pairs == 2 * (256 * 128 + 256 * 257 // 2)
-    assert table.seconds == (0.01, 0.05, 0.02)
+    ]
+    assert table.steps[1].shape.query_key_pairs == 2 * (256 * 128 + 256 * 257 // 2)
+    assert [step.wall for step in table.steps] == [0.01, 0.05, 0.02]
 
 
 def test_order_spaces_further_columns_and_gzip_do_not_matter(tmp_path: Path) -> None:
     path = tmp_path / "t.csv.gz"
     path.write_bytes(gzip.compress(b"seconds, context ,gpu,batch,new_tokens\n0.01,99,A100,4.0,1\n"))
     table = read_step_table(path)
-    assert (table.shapes, table.seconds) == ((decodes(4, 100),), (0.01,))
-
-
-def test_the_roofline_is_calibrated_and_says_how_far_it_is_off(tmp_path: Path) -> None:
-    path = write_measured(tmp_path / "steps.csv")
-    model = make_step_time_model(str(path), model=MODEL, device=DEVICE)
-    unseen = batch([(512, 700)] + [(1500, 1)] * 20)
-    assert model.step_time(unseen) == pytest.approx(engine(unseen), rel=0.05)
-    assert make_roofline(MODEL, DEVICE)(unseen) < 0.8 * engine(unseen)
-    assert model.errors is not None
-    assert model.errors.num_points == 16
-    assert model.errors.p50 < 0.05
-    by_name = make_step_time_model("step-table", model=MODEL, device=DEVICE, profile=path)
-    assert by_name.step_time(unseen) == model.step_time(unseen)
-    assert by_name.with_learning().errors == model.errors
+    assert table.steps == [LoggedStep(decodes(4, 100), 0.01)]
 
 
 @pytest.mark.parametrize(
@@ -103,31 +88,18 @@ def test_the_roofline_is_calibrated_and_says_how_far_it_is_off(tmp_path: Path) -
         (HEADER + "1,1.5,10,0.1\n", "new_tokens is '1.5'"),
         (HEADER + "1,0,10,0.1\n", "new_tokens is '0'; it must be a whole number of at least 1"),
         (HEADER + "0,0,10,0.1\n", "the step has no rows: batch is 0"),
-        (
-            HEADER + "1,1,100,0.1\n" * 20,
-            "cannot be fitted: 1 distinct batches are too few for a fit; measure at",
-        ),
     ],
 )
 def test_bad_tables_are_refused_by_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path / "bad.csv", text)
     with pytest.raises(ConfigError, match=message) as caught:
-        make_step_time_model(str(path), model=MODEL, device=DEVICE, parallelism=Parallelism())
+        read_step_table(path)
     assert str(path) in str(caught.value)
 
 
 def test_files_that_are_no_tables_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the table of steps"):
-        make_step_time_model(str(tmp_path / "no.csv"), model=MODEL, device=DEVICE)
+        read_step_table(tmp_path / "no.csv")
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot read the table of steps"):
-        make_step_time_model(str(tmp_path / "binary.csv"), model=MODEL, device=DEVICE)
-
-
-def test_two_files_and_no_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"names a table of steps, and --profile .* another file; leave one out"
-    ):
-        make_step_time_model("a.csv", model=MODEL, device=DEVICE, profile=tmp_path / "b.json")
-    with pytest.raises(ConfigError, match="step-table needs a profile: --profile FILE, a CSV file with the"):
-        make_step_time_model("step-table", model=MODEL, device=DEVICE)
+        read_step_table(tmp_path / "binary.csv")

@@ -150,16 +150,14 @@ def test_fingerprints_tell_requests_apart() -> None:
 
 
 def test_fingerprints_tell_contents_of_files_apart(tmp_path: Path) -> None:
-    """A profile that was measured again, or a table that was replaced, makes other step times."""
+    """A profile that was measured again makes other step times."""
     profile, model = tmp_path / "profile.json", tmp_path / "config.json"
-    table = tmp_path / "steps.csv"
     device, engine = tmp_path / "device.yaml", tmp_path / "engine.yaml"
-    written = [profile, table, model, device, engine]
+    written = [profile, model, device, engine]
     for path in written:
         path.write_text("before")
     settings = [
         change(BASE, step_time="fitted", profile=profile),
-        change(BASE, step_time=str(table)),
         change(BASE, model=str(model)),
         change(BASE, device=str(device)),
         change(BASE, kinds=(ReplicaGroup(device=str(device)),)),

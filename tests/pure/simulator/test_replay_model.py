@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -121,17 +120,6 @@ def test_without_one_it_is_the_roofline_of_the_recorded_names() -> None:
     )
     slower = recorded_step_time_model(header(), device="l4")
     assert slower.step_time(SHAPES[0]) > plain.step_time(SHAPES[0])
-
-
-def test_a_profile_may_be_a_table_of_measured_steps(tmp_path: Path) -> None:
-    path = tmp_path / "steps.csv"
-    rows = [f"{size},1,{context},{4e-3 + 1e-4 * size}" for size in (1, 2, 4, 8) for context in (16, 64, 200)]
-    path.write_text("\n".join(["batch,new_tokens,context,seconds", *rows]))
-    recorded = header()
-    by_table = recorded_step_time_model(recorded, profile=path)
-    assert by_table.step_time(shape_of(4, 0)) == pytest.approx(4.4e-3, rel=0.05)
-    by_name = recorded_step_time_model(recorded, kind=str(path))
-    assert by_name.step_time(shape_of(4, 0)) == by_table.step_time(shape_of(4, 0))
 
 
 @pytest.mark.parametrize(

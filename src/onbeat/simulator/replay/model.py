@@ -9,11 +9,10 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.description import description_from_json
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.models import STEP_TABLE, make_step_time_model
+from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile_file import read_profile
-from onbeat.perfmodel.step_table import is_step_table
 from onbeat.recording.log import RecordHeader
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -42,8 +41,7 @@ def recorded_step_time_model(
 
     Parameters
     ----------
-    kind : see `make_step_time_model`; None is `fitted` or `step-table` by the profile, and `roofline`
-        without.
+    kind : see `make_step_time_model`; None is `fitted` with a profile, and `roofline` without.
     profile : what it is made from.
     model, device : in place of the recorded ones. With none of the four it is the model that the engine had.
 
@@ -62,9 +60,7 @@ def recorded_step_time_model(
             "the recorded engine ran a draft model, whose time only the record's own step-time model "
             "knows; leave out --step-time, --profile, --model and --device"
         )
-    if kind is None and profile is not None:
-        kind = STEP_TABLE if is_step_table(profile.name) else "fitted"
-    kind = kind or "roofline"
+    kind = kind or ("roofline" if profile is None else "fitted")
     if kind == "fitted" and profile is not None and model is None:
         model = read_profile(profile).key.model
     dtype = header.engine.get("dtype")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from onbeat.perfmodel.logged_step import LoggedStep, StepOrigin, StepStream
 from onbeat.perfmodel.step_log import read_step_log
+from onbeat.perfmodel.step_table import SUFFIXES, read_step_table
 from onbeat.recording.fleet_log import read_header
 from onbeat.recording.log import FILE_KIND
 from onbeat.recording.reader import Recording
@@ -16,12 +17,14 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def read_steps(path: Path) -> StepStream:
-    """Read a file of recorded steps, or what `onbeat serve --record FILE` has written, perhaps cut short.
+    """Read a file of recorded steps, a table of them, or what `onbeat serve --record FILE` wrote, perhaps cut short.
 
     Raises
     ------
-    ConfigError : it cannot be read, is neither, or a line is not as it must be.
+    ConfigError : it cannot be read, is none of these, or a line is not as it must be.
     """
+    if path.name.lower().endswith(SUFFIXES):
+        return read_step_table(path)
     if not _is_own_record(path):
         return read_step_log(path)
     recording = Recording(path, allow_partial=True)
