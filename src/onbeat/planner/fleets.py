@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from onbeat.core.slo import Fate
 from onbeat.metrics.attainment import count_missed, judge
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import mean_tpot
-from onbeat.planner.cases import BuiltCase, Case, Labels
+from onbeat.planner.cases import BuiltCase, Labels
 from onbeat.planner.objective import Verdict
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import SearchOptions, Stopped, search_rate
@@ -64,19 +64,11 @@ class FleetCase:
         }
 
 
-class WholeFleet(Case, Protocol):
-    """A fleet that is simulated as a whole."""
-
-    def busy(self, result: SimulationResult) -> dict[str, float]:
-        """Return the share of a run in which replicas computed, by kind."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetTask:
     """One run of one fleet."""
 
-    case: WholeFleet
+    case: FleetCase
     load: OfferedLoad
     objective: AttainmentObjective
     to_the_end: bool = False
@@ -187,7 +179,7 @@ def what_binds(records: Sequence[RequestRecord], objective: AttainmentObjective)
 class FleetSearch:
     """A search for the highest rate at which a fleet keeps the objective."""
 
-    case: WholeFleet
+    case: FleetCase
     load: OfferedLoad
     objective: AttainmentObjective
     start: float

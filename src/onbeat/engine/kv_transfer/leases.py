@@ -46,11 +46,6 @@ class Leases:
         self._free_cells = list(range(MOST_LEASES - 1, -1, -1))
         self._num_granted = 0
 
-    @property
-    def num_lasting(self) -> int:
-        """Leases that have not ended."""
-        return len(self._leases)
-
     def grant(self, lease_id: str, block_ids: Sequence[int]) -> Lease:
         """Let blocks be copied, or further ones under a lease that lasts.
 
