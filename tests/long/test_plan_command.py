@@ -81,12 +81,11 @@ def test_calls_of_jobs_are_not_planned_for(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_plans_a_fleet_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {name: tmp_path / name for name in ("plan.yaml", "plan.json", "plan.html", "runs.jsonl")}
+    files = {name: tmp_path / name for name in ("plan.yaml", "plan.json", "plan.html")}
     output = ["-o", str(files["plan.yaml"]), "--json", str(files["plan.json"])]
     flags = ["--gpus", "h100-sxm=2,l4=4", "--rate", "2", "--slo-tbt-ms", "100"]
     flags += ["--report", str(files["plan.html"])]
-    resume = ["--resume", str(files["runs.jsonl"])]
-    assert plan(*flags, *output, *resume) == 0
+    assert plan(*flags, *output) == 0
     shown = capsys.readouterr().out
     assert "Fleets that keep the promise" in shown
     assert "Plan: " in shown
@@ -101,13 +100,10 @@ def test_plans_a_fleet_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert written["fleet"]["replicas"] == sum(found["best"]["fleet"].values())
     assert written["plan"]["promise"]["request-rate"] == 2
     assert "The mix" in files["plan.html"].read_text()
-    num_runs = len(files["runs.jsonl"].read_text().splitlines())
-    assert plan(*flags, *resume) == 0
-    assert len(files["runs.jsonl"].read_text().splitlines()) == num_runs
 
 
 def test_a_plan_of_one_kind_names_its_device_and_makes_the_folders_of_its_files(tmp_path: Path) -> None:
-    files = {flag: tmp_path / flag / "new" / "file" for flag in ("-o", "--json", "--report", "--resume")}
+    files = {flag: tmp_path / flag / "new" / "file" for flag in ("-o", "--json", "--report")}
     flags = [str(word) for pair in files.items() for word in pair]
     assert plan("--gpus", "l4=4", "--rate", "1", "--slo-tbt-ms", "100", *flags) == 0
     assert all(path.is_file() for path in files.values())
@@ -121,7 +117,7 @@ def test_files_that_cannot_be_written_are_named_before_anything_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    for flag in ("-o", "--json", "--report", "--resume"):
+    for flag in ("-o", "--json", "--report"):
         assert plan("--gpus", "nonsense", "--rate", "1", flag, str(tmp_path / "file" / "plan.yaml")) == 2
         assert "choose another file" in capsys.readouterr().err
     bad = str(tmp_path / "file" / "x.json")

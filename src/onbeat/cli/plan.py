@@ -35,9 +35,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     options, output = read_options(args, PlanOptions), read_options(args, PlanOutput)
     own = output.result
-    check_writable(
-        {"--output": output.output, "--json": own.json, "--report": own.report, "--resume": options.resume}
-    )
+    check_writable({"--output": output.output, "--json": own.json, "--report": own.report})
     try:
         report = _plan(args, options, console, is_quiet=own.disable_tqdm)
     except PlanInterrupted as error:
@@ -62,7 +60,6 @@ def _plan(args: argparse.Namespace, options: PlanOptions, console: Console, *, i
     from onbeat.cli.plan_progress import show_progress
     from onbeat.planner.buckets import buckets_of
     from onbeat.planner.fleet_plan import Planner
-    from onbeat.planner.plan_store import PlanStore
     from onbeat.planner.prices import Prices
     from onbeat.planner.units import choices_of, longest_request, make_units, rate_unit
     from onbeat.simulator.setup import what_binds
@@ -84,12 +81,9 @@ def _plan(args: argparse.Namespace, options: PlanOptions, console: Console, *, i
     except LongerThanContext as error:
         unit = max(units, key=longest_request)
         raise what_binds(unit.settings, error, choices_of(available[unit.device])) from None
-    store = PlanStore(options.resume)
-    if len(store):
-        console.print(f"going on with {len(store)} result(s) of {options.resume}", markup=False)
     with show_progress(console, is_quiet=is_quiet) as progress:
         buckets = buckets_of(task.load)
-        planner = Planner(task=task, store=store, jobs=options.jobs, progress=progress)
+        planner = Planner(task=task, jobs=options.jobs, progress=progress)
         plan = planner.plan([rate_unit(unit, buckets) for unit in units], left_out)
     return PlanReport(args=args, base=base, task=task, plan=plan, prices=prices)
 

@@ -76,9 +76,6 @@ class PlanOptions:
     repeats: int = _option(3, metavar="N", help="simulated runs of each fleet, each with its own seed")
     candidates: int = _option(16, metavar="N", help="most mixes of units to simulate")
     jobs: int = _option(1, metavar="N", help="processes to use")
-    resume: Path | None = _option(
-        None, metavar="FILE", help="file that keeps the results of runs; a further plan goes on from it"
-    )
 
     def __post_init__(self) -> None:
         require_jobs(self.jobs)

@@ -25,7 +25,7 @@ class AloneSearch:
     Parameters
     ----------
     buckets : of the load.
-    results : runs tasks by a worker, makes their results, and tells of each (`fleet_plan.Planner.results`).
+    results : runs tasks by a worker, and tells of each result (`fleet_plan.Planner.results`).
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class AloneSearch:
         def note(index: int, capacity: FleetCapacity) -> None:
             self._progress.on_note(f"a replica of {searched[index].unit.name}: {capacity.low:.3g} requests/s")
 
-        found = self._results(search_fleet, searches, FleetCapacity, note)
+        found = self._results(search_fleet, searches, note)
         for each, search, capacity in zip(searched, searches, found, strict=True):
             if capacity.low <= search.start * OPTIONS.idle_share:
                 self._useless[each.unit.name] = f"alone it keeps the objective at no rate ({capacity.binds})"

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, floor, inf
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from onbeat.planner.alone import AloneSearch
 from onbeat.planner.buckets import Bucket, buckets_of
 from onbeat.planner.fleets import (
-    FleetCapacity,
     FleetCase,
     FleetRun,
     FleetSearch,
@@ -20,14 +19,14 @@ from onbeat.planner.fleets import (
 )
 from onbeat.planner.mix import solve_mix
 from onbeat.planner.mix_search import MixSearch, Parts, everything, problem_of, unservable
-from onbeat.planner.parallel import run_tasks
-from onbeat.planner.plan_store import PlanStore
+from onbeat.planner.parallel import Worker, run_tasks
 from onbeat.planner.plan_task import CostAt, Fleet, FleetPlan, PlanInterrupted, PlanTask, Progress
 from onbeat.planner.search import SearchOptions
 from onbeat.planner.share_objectives import with_longer_objectives
 from onbeat.planner.units import RatedUnit, rate_unit, without_dominated
 from onbeat.workload.offered import OfferedLoad
 
+T = TypeVar("T")
 R = TypeVar("R")
 
 HEADROOM = SearchOptions(tolerance=0.105, growth=1.1, is_hasty=True, max_growths=6)
@@ -54,12 +53,13 @@ class Planner:
     """
 
     task: PlanTask
-    store: PlanStore = field(default_factory=PlanStore)
     jobs: int = 1
     progress: Progress = field(default_factory=Progress)
     _hardest: int | None = field(default=None, init=False)
     """The run that the first fleet to keep the promise came nearest to miss in, or that one missed later on;
     None before there is one."""
+    _runs: dict[tuple[Parts, int, bool], FleetRun] = field(default_factory=dict, init=False)
+    """What is known of a fleet: by the number of the run, and whether it went on to the end."""
 
     def plan(self, rated: Sequence[RatedUnit], left_out: dict[str, str]) -> FleetPlan:
         """Return the cheapest fleet of some units.
@@ -212,6 +212,7 @@ class Planner:
         while len(runs) < most and (to_the_end or all(run.is_met for run in runs.values())):
             # A glance uses idle processes for runs that are likely to be asked for next.
             chosen = order[len(runs) : len(runs) + self.jobs]
+            new = [number for number in chosen if (parts, number, to_the_end) not in self._runs]
             tasks = [
                 FleetTask(
                     case=case,
@@ -219,10 +220,11 @@ class Planner:
                     objective=self.task.objective,
                     to_the_end=to_the_end,
                 )
-                for number in chosen
+                for number in new
             ]
-            found = self.results(run_fleet, tasks, FleetRun)
-            runs |= dict(list(zip(chosen, found, strict=True))[: most - len(runs)])
+            for number, run in zip(new, self.results(run_fleet, tasks), strict=True):
+                self._runs[parts, number, to_the_end] = run
+            runs |= {number: self._runs[parts, number, to_the_end] for number in chosen[: most - len(runs)]}
         fleet = Fleet(parts=parts, runs=tuple(runs[number] for number in sorted(runs)))
         missed = [number for number in runs if not runs[number].is_met]
         if self._hardest is None and self._is_proved(fleet):
@@ -252,7 +254,7 @@ class Planner:
             for fleet in fleets
             for load, run in zip(self.task.runs, fleet.runs, strict=True)
         ]
-        found = iter(self.results(search_fleet, searches, FleetCapacity))
+        found = iter(self.results(search_fleet, searches))
         return [
             Fleet(parts=fleet.parts, runs=fleet.runs, capacities=tuple(next(found) for _ in self.task.runs))
             for fleet in fleets
@@ -268,35 +270,34 @@ class Planner:
 
     def results(
         self,
-        worker: Any,
-        tasks: Sequence[Any],
-        make: Callable[..., R],
+        worker: Worker[T, R | None],
+        tasks: Sequence[T],
         on_result: Callable[[int, R], None] = lambda _index, _result: None,
     ) -> list[R]:
-        """Return the results of tasks, those that are known from the store.
+        """Return the results of tasks.
 
         Parameters
         ----------
-        on_result : hears (task, its result) of those that were not known.
+        on_result : hears (task, its result) as each ends.
+
+        Raises
+        ------
+        PlanInterrupted : Ctrl-C came.
         """
-        results = [self.store.find(task, make) for task in tasks]
-        missing = [number for number, result in enumerate(results) if result is None]
 
-        def keep(index: int, result: Any) -> None:
+        def hear(index: int, result: R | None) -> None:
             if result is not None:
-                self.store.keep(tasks[missing[index]], result.as_dict())
-                results[missing[index]] = result
-                on_result(missing[index], result)
+                on_result(index, result)
 
-        run_tasks(
+        results = run_tasks(
             worker,
-            [tasks[number] for number in missing],
+            tasks,
             jobs=self.jobs,
             on_event=lambda _index, _run: self.progress.on_run(),
-            on_result=keep,
+            on_result=hear,
         )
         if any(result is None for result in results):
-            raise PlanInterrupted("interrupted: nothing is planned; --resume FILE keeps what was found")
+            raise PlanInterrupted("interrupted: nothing is planned")
         return [result for result in results if result is not None]
 
 

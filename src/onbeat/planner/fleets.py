@@ -200,9 +200,6 @@ class FleetCapacity:
     binds: str
     """What a little more misses."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def search_fleet(task: FleetSearch, context: TaskContext) -> FleetCapacity | None:
     """Search one fleet; a worker of `parallel.run_tasks`. None where it was stopped."""

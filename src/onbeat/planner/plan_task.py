@@ -19,7 +19,7 @@ from onbeat.workload.offered import OfferedLoad
 
 
 class PlanInterrupted(OnbeatError):
-    """Ctrl-C came; what was found is in the store."""
+    """Ctrl-C came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,7 @@ from onbeat.core.options import check, option, part
 from onbeat.core.slo import ShedMode, shed_option
 from onbeat.perfmodel.device_spec import CPU, find_device
 from onbeat.perfmodel.engines import ENGINE_FORM, ENGINES, NO_ENGINE, require_engine
-from onbeat.perfmodel.model_files import config_path
 from onbeat.perfmodel.models import STEP_TIME_MODELS, require_step_time
-from onbeat.perfmodel.spec_file import is_spec_file
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.scheduler_config import SchedulerLimits
@@ -168,17 +166,3 @@ class ReplicaSettings:
                 "--kv-transfer-latency-ms needs a link between replicas; give --kv-transfer-gbps or "
                 "--disaggregate, or leave it out"
             )
-
-
-def files_of(settings: ReplicaSettings) -> tuple[Path, ...]:
-    """Return the files whose content decides what a configuration is, beside those of the package.
-
-    Raises
-    ------
-    ConfigError : one is not there.
-    """
-    config = config_path(settings.model)
-    measured = () if settings.profile is None else (settings.profile,)
-    devices = (settings.device, *(each.device for each in settings.fleet.kinds if each.device is not None))
-    own = tuple(Path(name) for name in (*devices, settings.engine) if is_spec_file(name))
-    return (*own, *measured) if config is None else (config, *own, *measured)

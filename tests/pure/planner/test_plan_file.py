@@ -1,4 +1,4 @@
-"""The file of a plan, and the results that it goes on from."""
+"""The file of a plan."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.kinds import ReplicaGroup
-from onbeat.core.options import change
 from onbeat.files import read_yaml
-from onbeat.planner.fleets import FleetRun
 from onbeat.planner.plan_file import digest_of, digest_of_classes, read_promise, write_plan
-from onbeat.planner.plan_store import PlanStore, fingerprint, program_digest
-from onbeat.simulator.simulation_config import KVLink
 from tests.examples import examples
-from tests.pure.planner.test_units import BASE
 
 
 def write(path: Path, **load: object) -> Path:
@@ -105,69 +98,6 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"is no plan|cannot read"):
         read_promise(path)
-
-
-def test_results_are_kept_by_what_they_are_of(tmp_path: Path) -> None:
-    path = tmp_path / "results.jsonl"
-    task, other = (KVLink(bytes_per_token=size, bandwidth=1e9) for size in (1.0, 2.0))
-    run = FleetRun(is_met=True, reason="good", attainment=0.95, busy={"l4": 0.5})
-    PlanStore(path).keep(task, run.as_dict())
-    again = PlanStore(path)
-    assert len(again) == 1
-    assert again.find(task, FleetRun) == run
-    assert again.find(other, FleetRun) is None
-    with path.open("ab") as file:
-        file.write(b'{"key": "cut sho')
-    PlanStore(path).keep(other, run.as_dict())
-    assert len(PlanStore(path)) == 2
-    path.write_bytes(b"nonsense\n" + path.read_bytes())
-    with pytest.raises(ConfigError, match=r"line 1 of .* is no result of a plan"):
-        PlanStore(path)
-
-
-def test_results_of_another_program_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = fingerprint(1)
-    package = tmp_path / "onbeat"
-    (package / "core").mkdir(parents=True)
-    (package / "__init__.py").touch()
-    source = package / "core" / "words.py"
-    source.write_text("A = 1\n")
-    monkeypatch.setattr("onbeat.__file__", str(package / "__init__.py"))
-    found = {before}
-    for text in ("A = 1\n", "A = 2\n"):
-        source.write_text(text)
-        program_digest.cache_clear()
-        found.add(fingerprint(1))
-    monkeypatch.undo()
-    program_digest.cache_clear()
-    assert len(found) == 3
-    assert fingerprint(1) == before
-
-
-def test_fingerprints_tell_requests_apart() -> None:
-    assert fingerprint((np.arange(3), 1)) == fingerprint((np.arange(3), 1))
-    assert fingerprint((np.arange(3), 1)) != fingerprint((np.arange(4), 1))
-
-
-def test_fingerprints_tell_contents_of_files_apart(tmp_path: Path) -> None:
-    """A profile that was measured again makes other step times."""
-    profile, model = tmp_path / "profile.json", tmp_path / "config.json"
-    device, engine = tmp_path / "device.yaml", tmp_path / "engine.yaml"
-    written = [profile, model, device, engine]
-    for path in written:
-        path.write_text("before")
-    settings = [
-        change(BASE, step_time="fitted", profile=profile),
-        change(BASE, model=str(model)),
-        change(BASE, device=str(device)),
-        change(BASE, kinds=(ReplicaGroup(device=str(device)),)),
-        change(BASE, engine=str(engine)),
-    ]
-    before = list(map(fingerprint, settings))
-    assert before == list(map(fingerprint, settings))
-    for path in written:
-        path.write_text("after")
-    assert not set(before) & set(map(fingerprint, settings))
 
 
 OTHERS: list[Any] = [None, True, -1, 1, 1e308, "", "x", "/dev/zero", "\udcff", [], ["x"], {}, {"x": 1}]

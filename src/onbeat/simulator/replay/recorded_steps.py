@@ -17,7 +17,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def read_steps(path: Path) -> StepStream:
-    """Read a file of recorded steps, a table of them, or what `onbeat serve --record FILE` wrote, perhaps cut short.
+    """Read recorded steps: a file or a table of them, or a record of `onbeat serve`, perhaps cut short.
 
     Raises
     ------
