@@ -135,23 +135,6 @@ def test_finds_the_capacity_of_a_real_model(saved: Any, capsys: pytest.CaptureFi
     assert "capacity:" in capsys.readouterr().out
 
 
-def test_hopeless_requests_can_be_left_out(saved: Any, tmp_path: Path) -> None:
-    """One prompt in four takes longer than TTFT allows, on whatever machine is idle."""
-    trace = tmp_path / "trace.csv"
-    prompts = [20_000 if row % 4 == 0 else 100 for row in range(40)]
-    lines = [f"{row * 0.1:.1f},{prompt},8\n" for row, prompt in enumerate(prompts)]
-    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + "".join(lines))
-    objective = ("--objective", "attainment:0.9", "--slo-ttft-ms", "200")
-    flags = (*objective, "--trace", str(trace), "--max-model-len", "32k")
-    code, document = saved_of_trace(tmp_path, *flags)
-    assert code == INFEASIBLE
-    code, document = saved_of_trace(tmp_path, *flags, "--hopeless", "exclude", "--jobs", "2")
-    assert code == 0
-    [case] = document["cases"]
-    assert case["request_rate"] > 0.1
-    assert "10 hopeless ones left out" in case["reason"]
-
-
 def saved_of_trace(tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
     path = tmp_path / "capacity.json"
     code = main(["capacity", *MODEL, *QUICK, "--disable-tqdm", *flags, "--json", str(path)])
@@ -222,8 +205,6 @@ def test_says_why_nothing_fits(
         (("--objective", "vidur", "--max-num-batched-tokens", "2"), "max_num_seqs"),
         (("--objective", "vidur", "--vary", "tp=3"), "3"),
         (("--objective", "vidur", "--request-rate", "2"), "leave out --request-rate"),
-        (("--objective", "vidur", "--hopeless", "exclude"), "exclude needs --objective attainment"),
-        (("--sweep-rate", "2", "--hopeless", "exclude"), "--hopeless is for a search"),
         (("--sweep-concurrency", "2", "--repeats", "2"), "--repeats is for a search"),
         (("--objective", "vidur", "--vary", "shed=off,rejct"), "did you mean reject?"),
         (("--objective", "vidur", "--vary", "shed-order=longest"), "did you mean longest-wait?"),

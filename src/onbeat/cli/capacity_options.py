@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from onbeat.cli.args import LEVELS, RATES, listed, require_jobs
 from onbeat.cli.options import milliseconds, read_value
@@ -52,11 +52,6 @@ class CapacityOptions:
         "delay of at most 2 s; vidur: a P99 scheduling delay below 5 s; attainment:0.9: this share of "
         "good requests; distserve:0.9: this share within TTFT and TPOT; default: sarathi, or none with "
         "a sweep",
-    )
-    hopeless: Literal["count", "exclude"] = _capacity(
-        "count",
-        help="what to do with requests that even an idle machine would serve late; count: as missed; "
-        "exclude: leave them out (attainment only)",
     )
     tolerance: float = _capacity(0.025, metavar="SHARE", help="stop the search at a bracket of this width")
     repeats: int = _capacity(3, metavar="N", help="searches for each case, each with its own seed")

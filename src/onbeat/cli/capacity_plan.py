@@ -16,10 +16,9 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.options import change, changed
 from onbeat.core.slo import SLOMode
 from onbeat.planner.cases import Labels
-from onbeat.planner.grid import HopelessOn, ReplicaCase, settings_grid
+from onbeat.planner.grid import ReplicaCase, settings_grid
 from onbeat.planner.objective import Objective
 from onbeat.planner.objectives import parse_objective
-from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.scheduler.replica.token_budget import mean_decode_context
 from onbeat.simulator.settings import AUTO, ReplicaSettings
 from onbeat.simulator.setup import Simulation, build_simulation, decode_context, what_binds
@@ -78,7 +77,6 @@ def plan_cases(args: argparse.Namespace, options: CapacityOptions) -> list[Plann
         if objective is not None:
             _require_rate(loads[0])
             objective.allowances(loads[0])  # refuses a load that it cannot judge
-            _require_attainment(options, objective)
         for draft in drafts:
             labels = draft.labels if tbt_ms is None else (*draft.labels, (TBT, f"{tbt_ms:g}"))
             case = ReplicaCase(
@@ -87,27 +85,16 @@ def plan_cases(args: argparse.Namespace, options: CapacityOptions) -> list[Plann
                 tbt=tbt,
                 context_tokens=_context_tokens(draft, loads[0]),
             )
-            judge = objective
-            if options.hopeless == "exclude" and isinstance(objective, AttainmentObjective):
-                judge = replace(objective, is_hopeless=HopelessOn(case))
             planned.append(
                 PlannedCase(
                     case=case,
-                    objective=judge,
+                    objective=objective,
                     loads=loads,
                     step_times="" if draft.simulation is None else draft.simulation.step_times,
                     error=draft.error or _too_short(draft, loads),
                 )
             )
     return planned
-
-
-def _require_attainment(options: CapacityOptions, objective: Objective) -> None:
-    if options.hopeless == "exclude" and not isinstance(objective, AttainmentObjective):
-        raise ConfigError(
-            "--hopeless exclude needs --objective attainment:SHARE, but the objective is "
-            f"{objective.name}; leave it out"
-        )
 
 
 def _require_rate(load: OfferedLoad) -> None:

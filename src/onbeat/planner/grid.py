@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 from typing import Any
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import change
 from onbeat.core.slo import DEFAULT_SHED_ORDER
-from onbeat.metrics.record import RequestRecord
 from onbeat.planner.cases import BuiltCase, Labels
 from onbeat.scheduler.replica.policies import composition
-from onbeat.simulator.idle import IdleReplica
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import build_simulation
 
@@ -78,22 +75,3 @@ def _choices_without(name: str) -> dict[str, Any]:
     if not policy.predicts_waits:
         unused["shed_order"] = DEFAULT_SHED_ORDER
     return unused
-
-
-@dataclass(frozen=True, slots=True)
-class HopelessOn:
-    """Says of a request whether even an idle replica of a case would miss its objectives.
-
-    It can be sent to other processes, as the case can; there the replica is built when it is first asked.
-    """
-
-    case: ReplicaCase
-
-    def __call__(self, record: RequestRecord) -> bool:
-        return _idle_replica(self.case)(record)
-
-
-@lru_cache(maxsize=16)
-def _idle_replica(case: ReplicaCase) -> IdleReplica:
-    built = case.build()
-    return IdleReplica.of(built.step_time, built.config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import floor
 
@@ -16,8 +16,6 @@ from onbeat.planner.objective import Allowance, Measure, Verdict, unfinished, ve
 from onbeat.simulator.result import SimulationResult
 from onbeat.workload.offered import OfferedLoad
 
-IsHopeless = Callable[[RequestRecord], bool]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttainmentObjective:
@@ -27,13 +25,10 @@ class AttainmentObjective:
     ----------
     share : of the offered requests with objectives, in (0, 1].
     mode : what good means (`metrics.attainment`).
-    is_hopeless : which requests count neither way, since even an idle machine would miss their objectives;
-        None counts all. Sent to other processes with the objective, where several search.
     """
 
     share: float = USUAL_SHARE
     mode: SLOMode = "stream"
-    is_hopeless: IsHopeless | None = None
 
     def __post_init__(self) -> None:
         _check_share(self.share)
@@ -45,40 +40,11 @@ class AttainmentObjective:
     def judge(self, result: SimulationResult) -> Verdict:
         if missing := unfinished(result):
             return missing
-        judged = _with_objectives(result.records, self.name)
-        records = self._counted(judged)
-        if not records:
-            return Verdict(is_met=False, reason=_ALL_HOPELESS)
-        verdict = _judge_share(records, good_requests(records, mode=self.mode), self.share, self.mode)
-        num_hopeless = len(judged) - len(records)
-        if num_hopeless:
-            verdict = replace(verdict, reason=f"{verdict.reason}; {num_hopeless} hopeless ones left out")
-        return verdict
+        records = _with_objectives(result.records, self.name)
+        return _judge_share(records, good_requests(records, mode=self.mode), self.share, self.mode)
 
     def allowances(self, load: OfferedLoad) -> tuple[Allowance, ...]:
-        allowance = _allowed_bad(
-            load,
-            self.share,
-            lambda records: good_requests(records, mode=self.mode),
-            num_left_out=self._num_hopeless(load),
-        )
-        count = allowance.count
-        return (
-            replace(
-                allowance,
-                count=lambda records: count(self._counted(records)),
-                is_lost=lambda record, now: _is_overdue(record, now) and bool(self._counted([record])),
-            ),
-        )
-
-    def _counted(self, records: Sequence[RequestRecord]) -> list[RequestRecord]:
-        is_hopeless = self.is_hopeless
-        return [record for record in records if is_hopeless is None or not is_hopeless(record)]
-
-    def _num_hopeless(self, load: OfferedLoad) -> int:
-        if self.is_hopeless is None:
-            return 0
-        return sum(self.is_hopeless(record) for record in _offered_records(load) if has_objectives(record))
+        return (_allowed_bad(load, self.share, lambda records: good_requests(records, mode=self.mode)),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,28 +75,8 @@ class DistServeObjective:
         return (_allowed_bad(load, self.share, _meets_both),)
 
 
-_ALL_HOPELESS = "no request has objectives that an idle machine could keep"
-
-
-def _offered_records(load: OfferedLoad) -> Iterator[RequestRecord]:
-    """Yield requests as they are before anything happened to them."""
-    lengths = zip(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist(), strict=True)
-    for row, (num_prompt_tokens, num_output_tokens) in enumerate(lengths):
-        yield RequestRecord(
-            request_id=str(row),
-            arrival=0.0,
-            num_prompt_tokens=num_prompt_tokens,
-            offered_output_tokens=num_output_tokens,
-            slo=load.slo(row),
-        )
-
-
 def _allowed_bad(
-    load: OfferedLoad,
-    share: float,
-    good: Callable[[Sequence[RequestRecord]], Flags],
-    *,
-    num_left_out: int = 0,
+    load: OfferedLoad, share: float, good: Callable[[Sequence[RequestRecord]], Flags]
 ) -> Allowance:
     num_with_slo = 0
     if load.class_ids is not None:
@@ -140,12 +86,6 @@ def _allowed_bad(
         raise ConfigError(
             f"an objective over the share of good requests needs requests with objectives of their own, but "
             f"the {load.name} load has none; give --slo-ttft-ms, --slo-tbt-ms or --slo-config"
-        )
-
-    num_with_slo -= num_left_out
-    if not num_with_slo:
-        raise ConfigError(
-            f"{_ALL_HOPELESS}: loosen --slo-ttft-ms or --slo-tbt-ms, or take a faster device or more of them"
         )
 
     def count(records: Sequence[RequestRecord]) -> int:

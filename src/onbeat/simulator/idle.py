@@ -75,11 +75,3 @@ class IdleReplica:
         shape = BatchShape()
         shape.add(num_computed_tokens, num_new_tokens, samples=True)
         return predict_step(self._step_time, shape) + self._host_overhead
-
-
-def is_infeasible(step_time: StepTimeModel, slo: SLO, num_prompt_tokens: int) -> bool:
-    """Return whether an idle replica misses an objective of a request with several output tokens.
-
-    For many requests, keep an `IdleReplica`: it remembers.
-    """
-    return IdleReplica(step_time).is_infeasible(slo, num_prompt_tokens)

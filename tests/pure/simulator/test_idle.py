@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from onbeat.core.slo import SLO
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
-from onbeat.simulator.idle import IdleReplica, is_infeasible
+from onbeat.simulator.idle import IdleReplica
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.slo_classes import SLOClass
 from tests.pure.simulator.loads import ShapeTime, make_config, make_load
@@ -33,7 +33,7 @@ def slow_time() -> ShapeTime:
 )
 def test_a_prompt_of_100_tokens_by_hand(slo, is_out_of_reach):
     """0.11 s for the prompt in one step; 0.01 + 0.001 + 0.0101 s for the first decode."""
-    assert is_infeasible(slow_time(), slo, 100) is is_out_of_reach
+    assert IdleReplica(slow_time()).is_infeasible(slo, 100) is is_out_of_reach
 
 
 def test_a_single_token_has_no_gap_to_miss():
