@@ -135,12 +135,6 @@ def test_finds_the_capacity_of_a_real_model(saved: Any, capsys: pytest.CaptureFi
     assert "capacity:" in capsys.readouterr().out
 
 
-def saved_of_trace(tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
-    path = tmp_path / "capacity.json"
-    code = main(["capacity", *MODEL, *QUICK, "--disable-tqdm", *flags, "--json", str(path)])
-    return code, json.loads(path.read_text())
-
-
 def test_compares_cases_and_writes_a_page(saved: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     code, document = saved(
