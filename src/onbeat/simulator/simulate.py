@@ -76,7 +76,7 @@ def simulate(  # noqa: PLR0913 (four say who watches)
             on_record(record)
 
     collector = Collector(keep, on_progress=meter.advance, observer=observer)
-    outcome = run_together(load, config, step_time, collector, observer, on_decision)
+    outcome = run_replicas(load, config, step_time, collector, observer, on_decision)
     meter.finish()
     records = [record for record in kept if record is not None]
     return SimulationResult(
@@ -104,7 +104,7 @@ class FleetOutcome(NamedTuple):
     sizes: Sequence[FleetSize] = ()
 
 
-def run_together(
+def run_replicas(
     load: OfferedLoad,
     config: SimulationConfig,
     step_time: StepTimeModel,
