@@ -13,7 +13,7 @@ from onbeat.core.request import FinishReason, Request
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.guided_rows import Guides
-from onbeat.engine.kv_access import BlockMemory, KVLayout, block_bytes_of
+from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, block_bytes_of
 from onbeat.engine.kv_handover import KVHandover
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.kv_transfer.transfers import KVTransfers
@@ -49,6 +49,7 @@ def make_core(
     """Build an engine whose KV can be handed over."""
     config = SchedulerConfig(**{**LIMITS, **limits})
     forward = make_forward(num_blocks=config.num_blocks, block_size=config.block_size)
+    assert isinstance(forward, GivesKV)
     sampler = Sampler(forward.config.vocab_size)
     runner = ModelRunner.within(config, forward, sampler, make_proposer and make_proposer())
     runner.guides = guides

@@ -18,7 +18,7 @@ from onbeat.engine.weights import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.text.tokenizer import load_tokenizer
-from tests.cpu.core.kv_engines import INSTALLED
+from tests.cpu.core.kv_engines import TRANSPORTS
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
 from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, tiny_model
 from tests.cpu.golden.moving import Pair, Streams, make_core, undisturbed
@@ -73,7 +73,7 @@ def test_every_way_to_sample(sampling: str) -> None:
     check_moves(exact(), make_requests(**SAMPLINGS[sampling]))
 
 
-@pytest.mark.parametrize("transport", INSTALLED)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_every_transport(transport: str, backend: str, request: pytest.FixtureRequest) -> None:
     make_forward = exact()
@@ -108,7 +108,7 @@ def smollm2(native_library: Any, smollm2_gguf: Path) -> MakeForward:
     return on_native(native_library, checkpoint, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("transport", INSTALLED)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_smollm2_in_bfloat16(smollm2: MakeForward, smollm2_gguf: Path, transport: str) -> None:
     """Whole blocks are moved, of 23,040 bytes a token; the odd streams are sampled."""
     token_ids = load_tokenizer(smollm2_gguf).encode((Path(__file__).parents[3] / "LICENSE").read_text())

@@ -46,11 +46,11 @@ class Searches:
         self.searched: list[int] = []
 
     def __call__(
-        self, _worker: Any, tasks: Sequence[FleetSearch], _make: Any, note: Callable[..., None]
+        self, _worker: Any, tasks: Sequence[FleetSearch], note: Callable[..., None]
     ) -> list[FleetCapacity]:
         found = []
         for index, task in enumerate(tasks):
-            degree = task.case.parts[0][0].num_devices  # type: ignore[attr-defined]
+            degree = task.case.parts[0][0].num_devices
             self.searched.append(degree)
             found.append(FleetCapacity(low=self.truths[degree], high=99.0, binds="TTFT"))
             note(index, found[-1])
