@@ -75,7 +75,7 @@ class CapacityOptions:
         if self.repeats < 1:
             raise ConfigError(f"--repeats is {self.repeats}; it must be at least 1")
         for each in changed(self) if self.is_sweep and self.objective is None else ():
-            if each.name in {"hopeless", "tolerance", "repeats"}:
+            if each.name in {"tolerance", "repeats"}:
                 raise ConfigError(
                     f"{each.flag} is for a search, and a sweep searches only with --objective: give one, or "
                     f"leave {each.flag} out"
