@@ -1,5 +1,6 @@
 #include "checks.h"
 
+#include <algorithm>
 #include <limits>
 
 namespace ob {
@@ -26,6 +27,25 @@ bool has_sound_sizes(const ob_step& step) {
 }
 
 }  // namespace
+
+int64_t most_inputs(const ob_model& model) {
+    int64_t most = 0;
+    for (int64_t layer = 0; layer < model.num_layers; ++layer) {
+        const ob_layer& own = model.layers[layer];
+        const bool has_experts = own.router != nullptr;
+        for (const ob_matrix* matrix : {own.qkv[0], own.o, has_experts ? own.expert_gate_up[0] : own.gate_up,
+                                        has_experts ? own.expert_down[0] : own.down}) {
+            most = std::max(most, matrix->padded_inputs);
+        }
+    }
+    return std::max(most, model.lm_head->padded_inputs);
+}
+
+int64_t count_ropes(const ob_model& model) {
+    int64_t count = 0;
+    for (int64_t layer = 0; layer < model.num_layers; ++layer) count = std::max(count, model.layers[layer].rope + 1);
+    return count;
+}
 
 int64_t count_qkv_outputs(const ob_model& model) {
     return (int64_t{model.num_heads} + 2 * int64_t{model.num_kv_heads}) * model.head_dim;

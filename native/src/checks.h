@@ -1,4 +1,5 @@
-// What is wrong with a model or a step that a caller hands over: nothing of it is read before it is checked.
+// What is wrong with a model or a step that a caller hands over: nothing of it is read before it is checked. And sizes that
+// a model has.
 #pragma once
 
 #include <string>
@@ -9,6 +10,11 @@ namespace ob {
 
 // Queries, keys and values of a token.
 int64_t count_qkv_outputs(const ob_model& model);
+
+// Inputs of the widest product, padding included.
+int64_t most_inputs(const ob_model& model);
+
+int64_t count_ropes(const ob_model& model);
 
 // The bytes of a model's KV cache; false where they leave the range of the type.
 bool count_kv_bytes(const ob_model& model, int64_t& bytes);

@@ -8,6 +8,7 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <string>
 #include <system_error>
 #include <vector>
@@ -26,25 +27,6 @@ const Kernels* find_kernels(const char* name) {
         if (name == nullptr || std::strcmp(name, kernels->name) == 0) return kernels;
     }
     return nullptr;
-}
-
-int64_t most_inputs(const ob_model& model) {
-    int64_t most = 0;
-    for (int64_t layer = 0; layer < model.num_layers; ++layer) {
-        const ob_layer& own = model.layers[layer];
-        const bool has_experts = own.router != nullptr;
-        for (const ob_matrix* matrix : {own.qkv[0], own.o, has_experts ? own.expert_gate_up[0] : own.gate_up,
-                                        has_experts ? own.expert_down[0] : own.down}) {
-            most = std::max(most, matrix->padded_inputs);
-        }
-    }
-    return std::max(most, model.lm_head->padded_inputs);
-}
-
-int64_t count_ropes(const ob_model& model) {
-    int64_t count = 0;
-    for (int64_t layer = 0; layer < model.num_layers; ++layer) count = std::max(count, model.layers[layer].rope + 1);
-    return count;
 }
 
 }  // namespace
@@ -73,6 +55,7 @@ struct ob_engine {
 
     void plan_attention(const ob_step& step);
     void plan_row(const ob_step& step, int64_t row, int64_t first_token, int64_t num_pieces);
+    void plan_last_layer(const ob_step& step, ob::StepContext& context);
     ob::StepContext prepare(const ob_step& step);
     void prepare_experts(ob::StepContext& context);
     void run(ob_step& step);
@@ -89,7 +72,7 @@ struct ob_engine {
     std::vector<ob::AttentionItem> items;
     std::vector<ob::MergeItem> merges;
     int64_t num_pieces = 0;
-    std::vector<int64_t> taken;
+    std::vector<int64_t> wanted, rows_given, taken;
     std::vector<ob::Best> best;
     ob::Buffer hidden, branch, qkv, angles, normed, queries, mixed, gated, quantized, partials, scratch;
     ob::Buffer router_logits, chosen, shares, expert_order, gathered, expert_gated;
@@ -150,6 +133,28 @@ void ob_engine::plan_attention(const ob_step& step) {
     });
 }
 
+void ob_engine::plan_last_layer(const ob_step& step, ob::StepContext& context) {
+    rows_given.assign(step.sample_tokens, step.sample_tokens + step.num_samples);
+    rows_given.insert(rows_given.end(), step.hidden_tokens, step.hidden_tokens + step.num_hidden);
+    wanted = rows_given;
+    std::sort(wanted.begin(), wanted.end());
+    wanted.erase(std::unique(wanted.begin(), wanted.end()), wanted.end());
+    if (model.layers[model.num_layers - 1].router || 2 * wanted.size() > static_cast<size_t>(step.num_tokens)) {
+        wanted.resize(static_cast<size_t>(step.num_tokens));
+        std::iota(wanted.begin(), wanted.end(), 0);
+    }
+    const auto row_of = [&](int64_t token) {
+        return std::lower_bound(wanted.begin(), wanted.end(), token) - wanted.begin();
+    };
+    for (int64_t& row : rows_given) row = row_of(row);
+    for (ob::AttentionItem& item : items)
+        item.is_wanted = row_of(item.first_token) < row_of(item.first_token + item.num_tokens);
+    context.wanted_tokens = wanted.data();
+    context.num_wanted = static_cast<int64_t>(wanted.size());
+    context.sample_rows = rows_given.data();
+    context.hidden_rows = rows_given.data() + step.num_samples;
+}
+
 ob::StepContext ob_engine::prepare(const ob_step& step) {
     ob::StepContext context{};
     context.model = &model;
@@ -158,6 +163,7 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     context.num_threads = model.num_threads;
     context.by_columns = step.num_tokens <= ob::kMostColumnRows;
     plan_attention(step);
+    plan_last_layer(step, context);
     context.items = items.data();
     context.num_items = static_cast<int64_t>(items.size());
     context.merges = merges.data();

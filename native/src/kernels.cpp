@@ -25,15 +25,13 @@ public:
           step_(*context.step),
           thread_(thread),
           arithmetic_{model_.activation_quantization, model_.batch_invariant != 0},
-          own_(share_of(step_.num_tokens, thread, context.num_threads)),
-          rows_{0, step_.num_tokens},
           scratch_(context.scratch + thread * context.scratch_bytes),
-          input_stride_(round_up(model_.hidden_size, kInputMultiple)),
-          normed_((Number*)context.normed +
-                  (context.by_columns ? thread * context.normed_rows * input_stride_ : 0)) {}
+          input_stride_(round_up(model_.hidden_size, kInputMultiple)) {
+        divide(step_.num_tokens);
+    }
 
     void run() {
-        if (context_.by_columns) {
+        if (by_columns_) {
             run_by_columns();
         } else {
             run_by_rows();
@@ -43,6 +41,31 @@ public:
     }
 
 private:
+    void divide(int64_t num_rows) {
+        num_rows_ = num_rows;
+        by_columns_ = num_rows <= kMostColumnRows;
+        own_ = share_of(num_rows, thread_, context_.num_threads);
+        rows_ = {0, num_rows};
+        normed_ = (Number*)context_.normed + (by_columns_ ? thread_ * context_.normed_rows * input_stride_ : 0);
+    }
+
+    // Behind the last attention only some tokens' rows are wanted; these move together.
+    void keep_wanted() {
+        if (context_.num_wanted == step_.num_tokens) return;
+        if (thread_ == 0) {
+            Number* mixed = (Number*)context_.mixed;
+            for (int64_t row = 0; row < context_.num_wanted; ++row) {
+                const int64_t token = context_.wanted_tokens[row];
+                if (token == row) continue;
+                memcpy(hidden(row), hidden(token), model_.hidden_size * sizeof(float));
+                memcpy(mixed + row * context_.mixed_stride, mixed + token * context_.mixed_stride,
+                       context_.mixed_stride * sizeof(Number));
+            }
+        }
+        meet();
+        divide(context_.num_wanted);
+    }
+
     void run_by_columns() {
         begin();
         meet();
@@ -51,6 +74,7 @@ private:
             meet();
             run_items(layer);
             meet();
+            if (layer + 1 == model_.num_layers) keep_wanted();
             finish(layer);
         }
     }
@@ -60,6 +84,10 @@ private:
             const bool is_last = layer == model_.num_layers;
             const bool had_experts = layer > 0 && model_.layers[layer - 1].router != nullptr;
             if (had_experts) run_experts_by_rows(layer - 1);
+            if (is_last) {
+                keep_wanted();
+                if (by_columns_) return finish(layer - 1);
+            }
             for (Range chunk; take_chunk(context_.taken_chunks + layer, chunk);) {
                 own_ = rows_ = chunk;
                 if (layer == 0) begin();
@@ -88,8 +116,8 @@ private:
         const int64_t index = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
         chunk.first = index * context_.chunk_rows;
         chunk.end = chunk.first + context_.chunk_rows;
-        if (chunk.end > step_.num_tokens) chunk.end = step_.num_tokens;
-        return chunk.first < step_.num_tokens;
+        if (chunk.end > num_rows_) chunk.end = num_rows_;
+        return chunk.first < num_rows_;
     }
 
     void begin() {
@@ -143,7 +171,7 @@ private:
 
     void meet() { wait_for_all(*context_.pool); }
     void meet_if_divided_by_columns() {
-        if (context_.by_columns) meet();
+        if (by_columns_) meet();
     }
 
     float* hidden(int64_t row) const { return context_.hidden + row * context_.hidden_stride; }
@@ -154,10 +182,10 @@ private:
         const bool are_many = model_.copy_rows > 0 && num_rows >= model_.copy_rows && !arithmetic_.is_invariant;
         return are_many && w->copy != nullptr ? *w->copy : *w;
     }
-    const ob_matrix& reads(const ob_matrix* w) const { return reads(w, step_.num_tokens); }
+    const ob_matrix& reads(const ob_matrix* w) const { return reads(w, num_rows_); }
 
     Range panels(const ob_matrix& w) const {
-        if (context_.by_columns) return share_of(w.num_panels, thread_, context_.num_threads);
+        if (by_columns_) return share_of(w.num_panels, thread_, context_.num_threads);
         return {0, w.num_panels};
     }
     // What this thread reads first of a matrix; quantized ones do their own asking ahead.
@@ -196,7 +224,7 @@ private:
     // Where the bytes of a matrix's inputs are, if they are made once, by the threads that write the inputs. What
     // every thread normalises for itself, it makes bytes of for itself, too: sharing that would cost a meeting.
     QuantizedRows shared_bytes(const ob_matrix& w) const {
-        const bool is_shared = context_.by_columns && w.is_quantized() &&
+        const bool is_shared = num_rows_ == step_.num_tokens && by_columns_ && w.is_quantized() &&
                                are_inputs_bytes<E>(arithmetic_, step_.num_tokens);
         return is_shared ? place_rows(context_.quantized, step_.num_tokens, w.padded_inputs) : QuantizedRows{};
     }
@@ -210,10 +238,11 @@ private:
     void run_items(int64_t index) {
         Attention<E> attention(context_, index, scratch_, mixed_bytes(model_.layers[index]));
         int64_t* taken = context_.taken + index;
+        const bool is_last = index + 1 == model_.num_layers;
         for (;;) {
             const int64_t item = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
             if (item >= context_.num_items) break;
-            attention.run(context_.items[item]);
+            if (!is_last || context_.items[item].is_wanted) attention.run(context_.items[item]);
         }
         if (context_.num_merges == 0) return;
         meet();
@@ -249,7 +278,7 @@ private:
 
     // This thread's panels of gate and up, in pairs: each gives 16 inputs of what follows, half a block of bytes.
     Range gated_panels(const ob_matrix& w) const {
-        if (!context_.by_columns) return panels(w);
+        if (!by_columns_) return panels(w);
         const Range pairs = share_of((w.num_panels + 1) / 2, thread_, context_.num_threads);
         return {2 * pairs.first, 2 * pairs.end < w.num_panels ? 2 * pairs.end : w.num_panels};
     }
@@ -285,7 +314,7 @@ private:
         const int64_t width = model_.hidden_size;
         const Range own = share_of(step_.num_hidden, thread_, context_.num_threads);
         for (int64_t index = own.first; index < own.end; ++index) {
-            const float* from = hidden(step_.hidden_tokens[index]);
+            const float* from = hidden(context_.hidden_rows[index]);
             float* to = step_.hidden + index * width;
             for (int64_t i = 0; i < width; ++i) to[i] = from[i];
             normalise_in_place(to, model_.final_norm, width, model_.rms_norm_eps);
@@ -300,7 +329,7 @@ private:
         // Each thread has its own copy of the sampled rows, and part of the vocabulary.
         Number* inputs = (Number*)context_.normed + thread_ * context_.normed_rows * input_stride_;
         for (int64_t sample = 0; sample < num_samples; ++sample) {
-            normalise<E>(hidden(step_.sample_tokens[sample]), model_.head_norm, model_.hidden_size,
+            normalise<E>(hidden(context_.sample_rows[sample]), model_.head_norm, model_.hidden_size,
                          model_.rms_norm_eps, inputs + sample * input_stride_);
         }
         LargestLogit* largest = (LargestLogit*)(scratch_ + context_.scratch_bytes) - num_samples;
@@ -323,11 +352,13 @@ private:
     const ob_step& step_;
     const int thread_;
     const Arithmetic arithmetic_;
-    Range own_;   // the tokens that this thread embeds, rotates and adds up
-    Range rows_;  // the rows of its products
     uint8_t* const scratch_;
     const int64_t input_stride_;
-    Number* const normed_;
+    int64_t num_rows_;  // of all threads
+    bool by_columns_;
+    Range own_;   // the tokens that this thread embeds, rotates and adds up
+    Range rows_;  // the rows of its products
+    Number* normed_;
 };
 
 void run_step(StepContext& context, int thread) {

@@ -26,6 +26,7 @@ struct AttentionItem {
     int32_t first_token, num_tokens;       // packed tokens whose queries these are
     int32_t first_context, end_context;    // positions; the mask narrows them
     int32_t piece;                         // where the partial result goes; -1: the item sees all there is
+    bool is_wanted;                        // in the last layer, too
 };
 
 // The partial results of one query token and KV head, to be put together.
@@ -60,6 +61,12 @@ struct StepContext {
     int64_t* taken_chunks;  // [layers + 1]: how many chunks of rows before a layer's attention
     int64_t* taken_routes;  // [layers]: how many chunks of rows before a layer's experts
     int64_t chunk_rows;
+
+    // Of the last layer's rows, those that are sampled or given out, if they are few: the others end as keys and values.
+    const int64_t* wanted_tokens;  // [num_wanted], ascending
+    int64_t num_wanted;            // all tokens of the step: nothing moves
+    const int64_t* sample_rows;    // [samples], in the rows that are wanted
+    const int64_t* hidden_rows;    // [num_hidden]
 
     // Memory, grown to the largest step so far. Padding behind a row of products' inputs is zero and stays so.
     float* hidden;   // [T, D padded], the residual

@@ -10,12 +10,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from numpy.typing import NDArray
 
 from onbeat.engine.native.library import VARIABLE, NativeLibrary
+from onbeat.engine.native.structures import Status
 from tests.cpu.native.amx_kernels import compile_units, emulated_units
-from tests.cpu.native.fuzz_steps import fuzz
+from tests.cpu.native.fuzz_steps import Engine, draw_sizes, draw_step, fuzz
 from tests.cpu.native.quant_kernels import hatch_build
+from tests.cpu.native.test_forward import relative_error
 
 ROOT = Path(__file__).parents[3]
 
@@ -23,6 +28,43 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("seed", range(3))
 def test_random_steps(native_library: NativeLibrary, seed: int) -> None:
     assert fuzz(native_library, seconds=1.0, seed=seed) >= 20
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_rows_that_nobody_asks_for_change_no_other(native_library: NativeLibrary, seed: int) -> None:
+    """The last layer leaves them out where most are such; any may be asked for, in any order, twice too."""
+    rng = np.random.default_rng(seed)
+    sizes = draw_sizes(rng)
+    engine = Engine(native_library, sizes, np.random.default_rng(seed))
+    fields = draw_step(sizes, rng)
+    num_tokens = fields["num_tokens"]
+
+    def run(samples: NDArray[np.int64], hidden: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        count = len(samples)
+        logits = np.full((count, sizes.vocab), np.nan, np.float32)
+        states = np.full((len(hidden), sizes.hidden), np.nan, np.float32)
+        own = {
+            "num_samples": count,
+            "sample_tokens": samples,
+            "logits": logits,
+            "num_hidden": len(hidden),
+            "hidden_tokens": hidden,
+            "hidden": states,
+            "best_ids": np.empty(count, np.int64),
+            "best_logits": np.empty(count, np.float32),
+        }
+        assert engine.step(**{**fields, **own}) == Status.OK
+        return torch.from_numpy(logits), torch.from_numpy(states)
+
+    every = np.arange(num_tokens)
+    logits, states = run(every, every)
+    error = 0.03 if sizes.is_bfloat16 or sizes.layout.group else 1e-4
+    for count in (0, 1, num_tokens // 6, num_tokens // 2):
+        asked, given = rng.integers(0, num_tokens, count), rng.integers(0, num_tokens, count // 2)
+        some_logits, some_states = run(asked, given)
+        for actual, expected in ((some_logits, logits[asked]), (some_states, states[given])):
+            assert len(actual) == 0 or relative_error(actual, expected) < error
+    engine.close()
 
 
 RUNTIMES = {
