@@ -71,7 +71,7 @@ def test_a_planned_fleet_keeps_its_promise_and_a_smaller_one_does_not(tmp_path: 
     check: list[str | Path] = ["bench", "serve", "--check-plan", plan, "--disable-tqdm", "--base-url"]
     with serving("--config", plan, *stand_in) as server:
         kept = run_program(*check, server.url)
-        assert "for 2 h100-sxm: promise kept by" in kept.stdout, kept.stdout + kept.stderr
+        assert "for 2 \u00d7 H100-SXM: promise kept by" in kept.stdout, kept.stdout + kept.stderr
         assert kept.returncode == 0
         other = run_program(*check, server.url, "--request-rate", "3")
         assert "changes the load" in other.stderr
