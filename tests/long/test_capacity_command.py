@@ -199,7 +199,7 @@ def test_says_why_nothing_fits(
         (("--objective", "vidur", "--max-num-batched-tokens", "2"), "max_num_seqs"),
         (("--objective", "vidur", "--vary", "tp=3"), "3"),
         (("--objective", "vidur", "--request-rate", "2"), "leave out --request-rate"),
-        (("--sweep-concurrency", "2", "--repeats", "2"), "--repeats is for a search"),
+        (("--sweep-concurrency", "2", "--repeats", "2"), "--tolerance is for a search"),
         (("--objective", "vidur", "--vary", "shed=off,rejct"), "did you mean reject?"),
         (("--objective", "vidur", "--vary", "shed-order=longest"), "did you mean longest-wait?"),
         (("--objective", "vidur", "--vary", "tp=1,2", "--tp", "4"), "does not try --tensor-parallel-size 4"),

@@ -206,7 +206,7 @@ def _save(
     save = partial(write_document, document=document, append=output.append_result)
     writers: dict[Path | None, Callable[[Path], None]] = dict.fromkeys(paths, save)
     writers[output.report] = partial(_report, output=output, results=results, settings=settings)
-    save_all(writers, lambda path: console.print(f"saved {path}", highlight=False, markup=False))
+    save_all(writers, console)
 
 
 def _report(path: Path, output: OutputOptions, results: list[BenchResult], settings: dict[str, Any]) -> None:

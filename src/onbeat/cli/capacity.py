@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         output.json: lambda path: write_document(path, to_document(report)),
         output.report: lambda path: write_page(path, report),
     }
-    save_all(writers, lambda path: console.print(f"saved {path}", markup=False))
+    save_all(writers, console)
     if is_stopped:
         return INTERRUPTED
     return INFEASIBLE if report.is_infeasible else 0

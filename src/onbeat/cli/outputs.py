@@ -93,13 +93,13 @@ def _try(path: Path) -> None:
         path.unlink()
 
 
-def save_all(writers: Mapping[Path | None, Callable[[Path], None]], on_saved: Callable[[Path], None]) -> None:
+def save_all(writers: Mapping[Path | None, Callable[[Path], None]], console: Console) -> None:
     """Write files; where one fails, the others are written all the same.
 
     Parameters
     ----------
     writers : file -> what writes it; None is a file that nobody wants.
-    on_saved : hears of each file that was written.
+    console : names each file that was written, in one line however long it is.
 
     Raises
     ------
@@ -114,6 +114,6 @@ def save_all(writers: Mapping[Path | None, Callable[[Path], None]], on_saved: Ca
         except ConfigError as error:
             failure = failure or error
         else:
-            on_saved(path)
+            console.print(f"saved {path}", highlight=False, markup=False, soft_wrap=True)
     if failure is not None:
         raise failure

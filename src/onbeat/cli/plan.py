@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         writers[output.output] = lambda path: save_plan(path, report)
         if note := not_served(report.base):
             console.print(f"warning: {note}", markup=False, soft_wrap=True)
-    save_all(writers, lambda path: console.print(f"saved {path}", markup=False))
+    save_all(writers, console)
     return INFEASIBLE if report.plan.best is None else 0
 
 

@@ -31,7 +31,7 @@ def print_summary(console: Console, result: ProfileResult, *, profile: Path, rep
     ):
         console.print(filled_table("", header, rows, box=None, pad_edge=False))
     console.print(limits_line(result), markup=False)
-    console.print(f"profile: {profile}\nplot: {report}", markup=False)
+    console.print(f"profile: {profile}\nplot: {report}", markup=False, soft_wrap=True)
 
 
 def write_report(path: Path, result: ProfileResult) -> None:

@@ -137,4 +137,4 @@ def _save(args: argparse.Namespace, options: SimulateOptions, run: SimulatedRun,
         options.report: report,
         options.timeline: lambda _path: None,  # it was written while the run went on
     }
-    save_all(writers, lambda path: console.print(f"saved {path}", highlight=False, markup=False))
+    save_all(writers, console)

@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.errors import unsupported
@@ -354,7 +353,7 @@ def _first_error(error: ValidationError) -> InvalidRequest:
     )
 
 
-def _of_meant_member(errors: list[ErrorDetails]) -> list[ErrorDetails]:
+def _of_meant_member(errors: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Return the errors of the one member of a union that is meant, if one is: what is wrong is inside of it.
 
     An object is meant for a member unless that has another `type`. Where none is meant, all errors are told.
@@ -362,7 +361,7 @@ def _of_meant_member(errors: list[ErrorDetails]) -> list[ErrorDetails]:
     *start, last = errors[0]["loc"]
     place = len(start)
     if isinstance(errors[0]["input"], dict | list) and not _is_field(last):
-        inside: dict[int | str, list[ErrorDetails]] = {}
+        inside: dict[int | str, list[Mapping[str, Any]]] = {}
         for each in errors:
             *of_field, member = each["loc"][: place + 1] or ("",)
             if of_field == start and (rest := each["loc"][place + 1 :]):

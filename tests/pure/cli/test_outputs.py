@@ -9,6 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from onbeat.cli.outputs import check_writable, save_all, shown_settings
 from onbeat.core.errors import ConfigError
@@ -45,16 +46,17 @@ def test_a_device_is_taken_as_it_is() -> None:
     check_writable({"--json": Path("/dev/null")})
 
 
-def test_one_that_fails_does_not_keep_the_others_from_being_saved(tmp_path: Path) -> None:
-    saved: list[Path] = []
+def test_one_that_fails_does_not_keep_the_others_from_being_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
 
     def fail(_path: Path) -> None:
         raise ConfigError("cannot write a")
 
     good = tmp_path / "b"
     with pytest.raises(ConfigError, match="cannot write a"):
-        save_all({tmp_path / "a": fail, good: lambda path: path.touch()}, saved.append)
-    assert saved == [good]
+        save_all({tmp_path / "a": fail, good: lambda path: path.touch()}, Console(width=20))
+    assert capsys.readouterr().out == f"saved {good}\n"
     assert good.exists()
 
 
