@@ -98,7 +98,7 @@ constexpr int64_t kFewestAmxQueries = 2, kAmxQueries = 2 * kAmxRows;
 // `score_pages` for `kBlocks` times 16 rows and two pages. `value_lines`: of each page, for each step.
 template <int kBlocks>
 OB_KERNEL void score_by_amx(const bf16* queries, const bf16* const* pages, int64_t head_dim, int64_t value_lines,
-                                   float* const* out) {
+                             float* const* out) {
     constexpr int64_t kOutBytes = kChunkTokens * sizeof(float);
     const int64_t query_bytes = head_dim * (int64_t)sizeof(bf16);
     Amx::zero<0>();
@@ -145,7 +145,7 @@ OB_INLINE AmxShapes value_tiles() {
 // mixed[row][32 dims] += shares x values for `kBlocks` times 16 rows, with tiles shaped by `value_tiles`.
 template <int kBlocks>
 OB_KERNEL void mix_by_amx(const bf16* shares, const bf16* const* values, int64_t num_pages, int64_t head,
-                                 float* mixed) {
+                          float* mixed) {
     constexpr int64_t kShareBytes = kChunkTokens * sizeof(bf16);
     const int64_t mixed_bytes = head * (int64_t)sizeof(float), pair_bytes = 2 * head * (int64_t)sizeof(bf16);
     float* lower = mixed + kAmxRows * head;

@@ -161,7 +161,6 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     context.step = &step;
     context.pool = pool;
     context.num_threads = model.num_threads;
-    context.by_columns = step.num_tokens <= ob::kMostColumnRows;
     plan_attention(step);
     plan_last_layer(step, context);
     context.items = items.data();
@@ -201,7 +200,7 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     context.queries = queries.at_least(static_cast<size_t>(rows * model.num_heads * model.head_dim * bytes));
     context.mixed = mixed.at_least(static_cast<size_t>(rows * context.mixed_stride * bytes));
     // Bytes, and a block's scale and sums, for each 32 inputs; and what keeps rows from a power of two apart.
-    const int64_t quantized_rows = context.by_columns ? rows * (2 * ob::most_inputs(model) + 64) : 0;
+    const int64_t quantized_rows = rows <= ob::kMostColumnRows ? rows * (2 * ob::most_inputs(model) + 64) : 0;
     context.quantized = quantized.at_least(static_cast<size_t>(quantized_rows));
     context.gated = gated.at_least(static_cast<size_t>(rows * context.gated_stride * bytes));
 

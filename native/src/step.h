@@ -51,7 +51,6 @@ struct StepContext {
     const ob_step* step;
     ThreadPool* pool;
     int num_threads;
-    bool by_columns;
 
     const AttentionItem* items;
     int64_t num_items;
