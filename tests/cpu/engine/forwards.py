@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ import torch
 from onbeat.engine.cuda.backend import missing_feature
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
-from onbeat.engine.cuda.weights import load_weights
+from onbeat.engine.cuda.kernels import Kernels, KernelSizes
+from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.engine_config import ActivationQuantization, Quantization
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.models.model import Model
@@ -87,17 +88,22 @@ def on_cuda_engine(checkpoint: Checkpoint, *, dtype: torch.dtype) -> MakeForward
     if feature := missing_feature(checkpoint.config):
         pytest.skip(f"the GPU engine has no {feature}")
     weights = load_weights(checkpoint, dtype, torch.device("cpu"))
+    sizes = {"max_num_seqs": 32, "max_model_len": 512, "max_num_batched_tokens": 256}
+    return on_kernels(weights, ReferenceKernels, **sizes, piece_sizes=(8, 64))
+
+
+def on_kernels(
+    weights: CudaWeights, make_kernels: Callable[[KernelSizes], Kernels], **sizes: Any
+) -> Callable[..., CudaForward]:
+    """Return what makes forward passes of the GPU engine with certain kernels, without graphs.
+
+    Parameters
+    ----------
+    sizes : fields of `CudaOptions` beside those of the KV cache.
+    """
 
     def make(*, num_blocks: int, block_size: int) -> CudaForward:
-        options = CudaOptions(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=32,
-            max_model_len=512,
-            max_num_batched_tokens=256,
-            piece_sizes=(8, 64),
-        )
-        kernels = ReferenceKernels(kernel_sizes(weights, options))
-        return CudaForward(weights, kernels, EagerGraphs(), options)
+        options = CudaOptions(num_blocks=num_blocks, block_size=block_size, **sizes)
+        return CudaForward(weights, make_kernels(kernel_sizes(weights, options)), EagerGraphs(), options)
 
     return make

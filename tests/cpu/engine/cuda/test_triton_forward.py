@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,8 +12,6 @@ pytest.importorskip("triton", reason="triton is not installed: make test-triton"
 
 from onbeat.engine.cuda import triton_draw, triton_ops
 from onbeat.engine.cuda.fast import FastKernels
-from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
-from onbeat.engine.cuda.graphs import EagerGraphs
 from onbeat.engine.cuda.kernels import BestBuffers, DrawParams, LayerSpec, Norm, StepTensors
 from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.model_config import Activation
@@ -19,9 +19,12 @@ from onbeat.engine.torch_kv import LayerKVCache
 from tests.cpu.engine.cuda.recorded_flashinfer import Recorder, numbers
 from tests.cpu.engine.cuda.test_copied_logits import check_drafts
 from tests.cpu.engine.cuda.test_overlap import SETTINGS, requests_of
+from tests.cpu.engine.forwards import on_kernels
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
+
+SMALL = {"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 32}
 
 
 class InterpretedKernels(ReferenceKernels):
@@ -55,18 +58,7 @@ def test_steps_compute_what_the_reference_computes(name: str, piece_sizes: tuple
         StateCheckpoint(hf_tiny_model(name, torch.float64)), torch.float32, torch.device("cpu")
     )
 
-    def make(*, num_blocks: int, block_size: int) -> CudaForward:
-        options = CudaOptions(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=4,
-            max_model_len=64,
-            max_num_batched_tokens=32,
-            piece_sizes=piece_sizes,
-        )
-        kernels = InterpretedKernels(kernel_sizes(weights, options))
-        return CudaForward(weights, kernels, EagerGraphs(), options)
-
+    make = on_kernels(weights, InterpretedKernels, **SMALL, piece_sizes=piece_sizes)
     driver = StepDriver(make, max_model_len=64, max_num_seqs=4, num_blocks=16)
     for length in (2, 21, 9):
         driver.add(random_prompt(length), 4)
@@ -84,19 +76,8 @@ def test_drafts_are_verified_by_tokens_that_the_kernels_draw() -> None:
     checkpoint = StateCheckpoint(hf_tiny_model("llama3", torch.float64))
     weights = load_weights(checkpoint, torch.float32, torch.device("cpu"))
 
-    def make(*, num_blocks: int, block_size: int) -> CudaForward:
-        options = CudaOptions(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=8,
-            max_model_len=256,
-            max_num_batched_tokens=96,
-        )
-        return CudaForward(
-            weights, InterpretedKernels(kernel_sizes(weights, options)), EagerGraphs(), options
-        )
-
-    check_drafts(make, requests_of(SETTINGS, 8), 3)
+    sizes = {"max_num_seqs": 8, "max_model_len": 256, "max_num_batched_tokens": 96}
+    check_drafts(on_kernels(weights, InterpretedKernels, **sizes), requests_of(SETTINGS, 8), 3)
 
 
 def recorded_driver(recorder: Recorder) -> StepDriver:
@@ -104,17 +85,7 @@ def recorded_driver(recorder: Recorder) -> StepDriver:
     checkpoint = StateCheckpoint(hf_tiny_model("gemma3", torch.float64))
     weights = load_weights(checkpoint, torch.float32, torch.device("cpu"))
 
-    def make(*, num_blocks: int, block_size: int) -> CudaForward:
-        options = CudaOptions(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_num_seqs=4,
-            max_model_len=64,
-            max_num_batched_tokens=32,
-        )
-        kernels = FastKernels(kernel_sizes(weights, options), library=recorder.library())
-        return CudaForward(weights, kernels, EagerGraphs(), options)
-
+    make = on_kernels(weights, partial(FastKernels, library=recorder.library()), **SMALL)
     return StepDriver(make, max_model_len=64, max_num_seqs=4, num_blocks=16)
 
 
