@@ -94,7 +94,6 @@ class ReferenceKernels:
     """Plain torch, in float32 (float64 in a float64 model) wherever more than a product is computed."""
 
     name = "torch"
-    plans_decodes = False
 
     def __init__(self, sizes: KernelSizes) -> None:
         self._sizes = sizes

@@ -80,8 +80,6 @@ class FastKernels:
     library : FlashInfer, if it is imported already.
     """
 
-    plans_decodes = True
-
     def __init__(
         self,
         sizes: KernelSizes,

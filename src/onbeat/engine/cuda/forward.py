@@ -138,7 +138,7 @@ class CudaForward:
             self._logits_NV = torch.zeros(
                 most, weights.config.vocab_size, dtype=logits_dtype, device=weights.device
             )
-            self._packer = StepPacker(options, self._sizes, decodes_apart=not kernels.plans_decodes)
+            self._packer = StepPacker(options, self._sizes)
             most_samples = max(most, options.max_num_batched_tokens)  # every token of a prompt that is scored
             counts = StepCounts(options.max_num_batched_tokens, most, most_samples, 0)
             self._ring = HostRing(self._stream, counts.num_words, 2 * most_samples)
@@ -281,9 +281,9 @@ class CudaForward:
             wanted_N = buffers.parts.sampled_N
             if len(packed.pooled_tokens):
                 wanted_N = torch.cat((wanted_N, torch.from_numpy(packed.pooled_tokens).to(wanted_N)))
-            num_decodes, num_samples = packed.views.counts.decodes, packed.views.counts.samples
-            hidden = self._compute(buffers, num_decodes, packed.num_tokens, packed.chunks, wanted_N)
+            hidden = self._compute(buffers, packed.num_tokens, packed.chunks, wanted_N)
             if len(packed.pooled_tokens):
+                num_samples = packed.views.counts.samples
                 pooled_PD = self._normalised(Hidden(*(part[num_samples:] for part in hidden)))
         if packed.is_random:
             self._draw(buffers)
@@ -296,8 +296,7 @@ class CudaForward:
         return x_PD if x_PD.dtype == torch.float64 else x_PD.float()
 
     def _plan_decodes(self, parts: StepWords) -> None:
-        if self.kernels.plans_decodes:
-            self.kernels.plan_decodes(parts.lens_R, list(self._windows.values()))
+        self.kernels.plan_decodes(parts.lens_R, list(self._windows.values()))
 
     def _plan_padding(self, key: GraphKey) -> None:
         """Plan a graph's step that has no row."""
@@ -305,7 +304,7 @@ class CudaForward:
 
     def _run_graph(self, key: GraphKey) -> None:
         """Run what a graph is captured of."""
-        self._compute(self._fixed[key.size], key.size, key.size, None, None)
+        self._compute(self._fixed[key.size], key.size, None, None)
 
     @torch.inference_mode()
     def _make_pieces(self) -> None:
@@ -316,27 +315,33 @@ class CudaForward:
     def _compute(
         self,
         buffers: _Buffers,
-        num_decodes: int,
         num_tokens: int,
         chunks: ChunkRows | None,
         wanted_N: Tensor | None,
     ) -> Hidden:
-        """Compute a step; return the hidden states of wanted tokens (None: all), those that sample first."""
+        """Compute a step; return the hidden states of wanted tokens (None: all), those that sample first.
+
+        Parameters
+        ----------
+        chunks : its rows; None where all decode.
+        """
         parts, state = buffers.parts, self._state
         state.tables_SW.view(-1).index_put_((parts.update_places_U,), parts.update_blocks_U)
         last_T = state.tokens_S.index_select(0, parts.token_slots_T)
         ids_T = torch.where(parts.ids_T < 0, last_T, parts.ids_T)
-        decodes = DecodeRows(state.tables_SW.index_select(0, parts.slots_R), parts.lens_R)
-        if num_decodes:
+        decodes, chunk_plans = None, {}
+        if chunks is None:
+            decodes = DecodeRows(state.tables_SW.index_select(0, parts.slots_R), parts.lens_R)
             self.kernels.start_decodes(decodes)
+        else:
+            chunk_plans = {
+                window: self.kernels.plan_chunks(chunks, spec) for window, spec in self._windows.items()
+            }
         step = LayerStep(
             StepTensors(parts.positions_T, parts.kv_slots_T),
             num_tokens,
             decodes,
-            num_decodes,
-            {window: self.kernels.plan_chunks(chunks, spec) for window, spec in self._windows.items()}
-            if chunks is not None
-            else {},
+            chunk_plans,
             state.kv,
             self.kernels,
             self._multiply,

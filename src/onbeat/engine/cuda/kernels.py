@@ -187,15 +187,10 @@ class Kernels(Protocol):
         """
         ...
 
-    @property
-    def plans_decodes(self) -> bool:
-        """Whether decodes need `plan_decodes`; if so, they run in steps of decodes alone, else as chunks."""
-        ...
-
     def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec]) -> None:
         """Do a step's host work for `attend_decodes`, before its operators are queued; not part of a graph.
 
-        Called only with `plans_decodes`. The step before may still run on the device.
+        The step before may still run on the device.
 
         Parameters
         ----------

@@ -20,16 +20,14 @@ from onbeat.engine.torch_kv import LayerKVCache
 
 
 class LayerStep(NamedTuple):
-    """What the layers must know of a step: rows that decode come first, those of chunks behind them."""
+    """What the layers must know of a step: it has rows that decode, or chunks."""
 
     tensors: StepTensors
     num_tokens: int
     """Those behind it are padding."""
-    decodes: DecodeRows
-    """None of them where `num_decodes` is 0."""
-    num_decodes: int
+    decodes: DecodeRows | None
     chunk_plans: Mapping[int | None, Any]
-    """By window; empty where no row has a chunk."""
+    """By window; of a step without `decodes`."""
     kv: Sequence[LayerKVCache]
     kernels: Kernels
     multiply: Multiply
@@ -97,12 +95,11 @@ def before_attention(
 
 def attend(spec: LayerSpec, q_TNH: Tensor, step: LayerStep, kv: LayerKVCache, mixed_TNH: Tensor) -> None:
     """Attend with all tokens of a step."""
-    kernels, num_decodes, num_tokens = step.kernels, step.num_decodes, step.num_tokens
-    if num_decodes:
-        kernels.attend_decodes(q_TNH[:num_decodes], kv, step.decodes, spec, mixed_TNH[:num_decodes])
-    if num_decodes < num_tokens:
-        chunks = slice(num_decodes, num_tokens)
-        kernels.attend_chunks(q_TNH[chunks], kv, step.chunk_plans[spec.window], spec, mixed_TNH[chunks])
+    q_TNH, mixed_TNH = q_TNH[: step.num_tokens], mixed_TNH[: step.num_tokens]
+    if step.decodes is not None:
+        step.kernels.attend_decodes(q_TNH, kv, step.decodes, spec, mixed_TNH)
+    else:
+        step.kernels.attend_chunks(q_TNH, kv, step.chunk_plans[spec.window], spec, mixed_TNH)
 
 
 def after_attention(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onbeat.engine.cuda.graphs import GraphKey, Graphs
-from onbeat.engine.cuda.kernels import DecodeRows, Kernels, Multiply, StepTensors
+from onbeat.engine.cuda.kernels import Kernels, Multiply, StepTensors
 from onbeat.engine.cuda.layer import (
     Hidden,
     LayerStep,
@@ -86,8 +86,7 @@ class Pieces:
     def _step(self, size: int, kernels: Kernels, multiply: Multiply) -> LayerStep:
         """Return what `before_attention` reads of a step: where its tokens are."""
         tensors = StepTensors(self._positions_T[:size], self._kv_slots_T[:size])
-        nobody = DecodeRows(self._ids_T[:0].view(0, 1), self._ids_T[:0])
-        return LayerStep(tensors, size, nobody, 0, {}, self._kv, kernels, multiply)
+        return LayerStep(tensors, size, None, {}, self._kv, kernels, multiply)
 
     def _run_piece(self, key: GraphKey) -> None:
         """Run what lies between two calls of attention: the rest of one layer, and the start of the next."""

@@ -45,7 +45,7 @@ class PackedStep(NamedTuple):
     pooled_tokens: IntArray = np.zeros(0, np.int64)
     """Where the tokens of `StepInputs.pooled_tokens` are among the step's."""
     chunks: ChunkRows | None = None
-    """Rows behind those that decode."""
+    """Its rows, unless it is of a graph of decodes."""
 
     def best_tokens(self) -> BestTokens:
         """Return what came back of each sampling row, once the step is done."""
@@ -60,13 +60,11 @@ class StepPacker:
     ----------
     options : sizes.
     sizes : rows of the graphs, rising.
-    decodes_apart : whether decodes among chunks are rows of their own kind.
     """
 
-    def __init__(self, options: CudaOptions, sizes: Sequence[int], *, decodes_apart: bool) -> None:
+    def __init__(self, options: CudaOptions, sizes: Sequence[int]) -> None:
         self._options = options
         self._sizes = np.array(sizes)
-        self._decodes_apart = decodes_apart
         self._mirror = TableMirror(options)
         self._settings = SlotSettings(options.max_num_seqs)
 
@@ -142,32 +140,25 @@ class StepPacker:
         drawn_N: NDArray[np.bool_] | None,
     ) -> PackedStep:
         batch = inputs.attention
-        is_decode_R = (batch.query_lens_R == 1) & self._decodes_apart
-        num_decodes, num_samples = int(is_decode_R.sum()), len(inputs.sampling_tokens)
+        num_samples = len(inputs.sampling_tokens)
         late = _later(places, blocks, _MOST_EAGER_UPDATES, entry)
         num_updates = len(places) if late is None else 0
         num_tokens = len(inputs.token_ids_T)
-        counts = StepCounts(self._padded(num_tokens), num_decodes, num_samples, num_updates)
+        counts = StepCounts(self._padded(num_tokens), 0, num_samples, num_updates)
         views = entry.views(counts)
         parts = views.parts
-        order_T, places_T = _decodes_first(is_decode_R, batch.query_lens_R)
-        parts.ids_T[:num_tokens] = inputs.token_ids_T[order_T]
-        parts.positions_T[:num_tokens] = inputs.positions_T[order_T]
-        parts.kv_slots_T[:num_tokens] = batch.slot_mapping_T[order_T]
-        parts.token_slots_T[:num_tokens] = np.repeat(batch.slots_R, batch.query_lens_R)[order_T]
+        parts.ids_T[:num_tokens] = inputs.token_ids_T
+        parts.positions_T[:num_tokens] = inputs.positions_T
+        parts.kv_slots_T[:num_tokens] = batch.slot_mapping_T
+        parts.token_slots_T[:num_tokens] = np.repeat(batch.slots_R, batch.query_lens_R)
         self._pad_tokens(parts, num_tokens)
-        parts.lens_R[:] = batch.context_lens_R[is_decode_R]
-        parts.slots_R[:] = batch.slots_R[is_decode_R]
-        parts.sampled_N[:] = places_T[inputs.sampling_tokens]
+        parts.sampled_N[:] = inputs.sampling_tokens
         entry.rows, is_random = None, self._choose(inputs, parts, np.arange(num_samples), drawn_N)
         parts.update_places_U[:] = places[:num_updates]
         parts.update_blocks_U[:] = blocks[:num_updates]
-        chunks = None
-        if num_decodes < len(is_decode_R):
-            chunks = _chunk_rows(batch, np.flatnonzero(~is_decode_R), self._options.block_size)
-        pooled_tokens = places_T[inputs.pooled_tokens]
+        chunks = _chunk_rows(batch, self._options.block_size)
         return PackedStep(
-            views, None, num_tokens, inputs.sampling_tokens, late, is_random, pooled_tokens, chunks
+            views, None, num_tokens, inputs.sampling_tokens, late, is_random, inputs.pooled_tokens, chunks
         )
 
     def _padded(self, num_tokens: int) -> int:
@@ -226,27 +217,17 @@ def _later(places: IntArray, blocks: Int32Array, most: int, entry: RingEntry) ->
     return late
 
 
-def _decodes_first(is_decode_R: NDArray[np.bool_], query_lens_R: IntArray) -> tuple[IntArray, IntArray]:
-    """Return the order of tokens that puts rows of one token first, and each token's place in it."""
-    is_decode_T = np.repeat(is_decode_R, query_lens_R)
-    order_T = np.argsort(~is_decode_T, kind="stable")
-    places_T = np.empty_like(order_T)
-    places_T[order_T] = np.arange(len(order_T))
-    return order_T, places_T
-
-
-def _chunk_rows(batch: AttentionBatch, rows: IntArray, block_size: int) -> ChunkRows:
-    context_lens_R = batch.context_lens_R[rows].astype(np.int32)
+def _chunk_rows(batch: AttentionBatch, block_size: int) -> ChunkRows:
+    context_lens_R = batch.context_lens_R.astype(np.int32)
     num_blocks_R = -(-context_lens_R // block_size)
-    slots_R = batch.slots_R[rows]
     return ChunkRows(
-        query_lens_R=batch.query_lens_R[rows].astype(np.int32),
+        query_lens_R=batch.query_lens_R.astype(np.int32),
         context_lens_R=context_lens_R,
         num_blocks_R=num_blocks_R,
         block_ids=np.concatenate(
             [
                 batch.block_tables_SB[slot, :num_blocks]
-                for slot, num_blocks in zip(slots_R.tolist(), num_blocks_R.tolist(), strict=True)
+                for slot, num_blocks in zip(batch.slots_R.tolist(), num_blocks_R.tolist(), strict=True)
             ]
         ),
     )

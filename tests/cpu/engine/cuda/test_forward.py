@@ -70,8 +70,6 @@ class PoisonedGraphs:
 class PlanningKernels(ReferenceKernels):
     """Wants to know the lengths of decodes before it sees them."""
 
-    plans_decodes = True
-
     def __init__(self, sizes: KernelSizes) -> None:
         super().__init__(sizes)
         self.planned: list[list[int]] = []
