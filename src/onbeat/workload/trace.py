@@ -20,6 +20,7 @@ Agrawal et al., "Vidur", MLSys 2024.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -194,11 +195,20 @@ def _parse_azure(record: Mapping[str, Any]) -> Row:
     return time, int(record["ContextTokens"]), int(record["GeneratedTokens"]), None
 
 
+_TIMESTAMP = re.compile(r"([^.]*?)(?:\.(\d+))?([Zz]|[+-]\d\d:?(?:\d\d)?)?")
+
+
 def _parse_timestamp(text: str) -> float:
-    """Return seconds since 1970; fractions may have more digits than Python's parser takes."""
-    whole, _, fraction = text.partition(".")
-    digits = fraction.rstrip("Zz").split("+")[0]
-    seconds = datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp()
+    """Return seconds since 1970; a time without an offset is UTC.
+
+    The fraction is added here: it may have more digits than Python's parser keeps.
+    """
+    found = _TIMESTAMP.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is no time")
+    whole, digits, offset = found.groups()
+    moment = datetime.fromisoformat(whole + (offset or "").upper())
+    seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     return seconds + (int(digits) / 10 ** len(digits) if digits else 0.0)
 
 

@@ -43,6 +43,26 @@ def test_azure(tmp_path: Path) -> None:
     np.testing.assert_allclose(np.diff(trace.times), [0.25, 0.77004], atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "between"),
+    [
+        ("2024-05-10 00:00:00.5-05:00", "2024-05-10 00:00:01.5-05:00", 1.0),
+        ("2024-05-10T00:00:00.5Z", "2024-05-10 00:00:01+0000", 0.5),
+        # Summer time ends: the hour from 02:00 comes twice.
+        ("2024-10-27 02:59:59.5+02:00", "2024-10-27 02:00:00.25+01:00", 0.75),
+        ("2023-12-31 23:59:59.9", "2024-01-01 00:00:00.1", 0.2),
+    ],
+)
+def test_times_keep_their_fraction_and_their_offset(
+    tmp_path: Path, first: str, second: str, between: float
+) -> None:
+    header = AZURE.partition("\n")[0]
+    trace = read_trace(write(tmp_path / "a.csv", f"{header}\n{first},5,3\n{second},5,3\n"))
+
+    assert trace.times is not None
+    assert trace.times[1] - trace.times[0] == pytest.approx(between, abs=1e-6)
+
+
 @pytest.mark.parametrize("text", [MOONCAKE_CSV, MOONCAKE_JSONL])
 def test_mooncake_in_both_forms(tmp_path: Path, text: str) -> None:
     trace = read_trace(write(tmp_path / "m", text))
