@@ -73,16 +73,18 @@ class PayloadBuilder:
 
 
 def choice_text(choice: Mapping[str, Any]) -> str:
-    """Return the text that one choice of a chunk delivers, reasoning text included; '' if none.
+    """Return what one choice of a chunk delivers: text, reasoning, names and arguments of calls; '' if nothing.
 
     Raises
     ------
-    TypeError : the text is of another type than servers send.
+    TypeError : it is of another type than servers send.
     """
     delta = choice.get("delta")
     if delta is None:
         return _text_of(choice.get("text"))
-    return _text_of(delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"))
+    text = _text_of(delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"))
+    calls = [call.get("function") or {} for call in delta.get("tool_calls") or ()]
+    return text + "".join(_text_of(call.get(part)) for call in calls for part in ("name", "arguments"))
 
 
 def _text_of(content: Any) -> str:

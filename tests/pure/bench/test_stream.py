@@ -41,6 +41,21 @@ def test_reasoning_counts_as_output(key: str) -> None:
     assert list(stream.delivery_times) == [1.0]
 
 
+def test_calls_of_tools_count_as_output() -> None:
+    stream = AnswerStream()
+    named = {"index": 0, "id": "c", "type": "function", "function": {"name": "find", "arguments": ""}}
+    stream.feed(event({"choices": [{"delta": {"tool_calls": [named]}}]}), 1.0)
+    stream.feed(
+        event({"choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]}}]}), 2.0
+    )
+    stream.feed(chat(None, "tool_calls") + event({"choices": [], "usage": {"completion_tokens": 11}}), 3.0)
+    stream.finish(3.0)
+
+    assert list(stream.delivery_times) == [1.0, 2.0]
+    assert stream.texts == ["find", "{}"]
+    assert stream.usage == {"completion_tokens": 11}
+
+
 @pytest.mark.parametrize(
     ("data", "cause"),
     [
