@@ -73,7 +73,7 @@ class PayloadBuilder:
 
 
 def choice_text(choice: Mapping[str, Any]) -> str:
-    """Return what one choice of a chunk delivers: text, reasoning, names and arguments of calls; '' if nothing.
+    """Return what one choice of a chunk delivers, '' if nothing: text, reasoning, and calls of tools.
 
     Raises
     ------

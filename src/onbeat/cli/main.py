@@ -12,8 +12,8 @@ from types import ModuleType
 from typing import NamedTuple
 
 from onbeat import __version__
-from onbeat.cli.args import BAD_INPUT, FAILED, INTERRUPTED, Parser, parse, print_error
-from onbeat.core.errors import ConfigError, OnbeatError, RequestRejected
+from onbeat.cli.args import BAD_INPUT, FAILED, INFEASIBLE, INTERRUPTED, Parser, parse, print_error
+from onbeat.core.errors import ConfigError, DoesNotFit, OnbeatError, RequestRejected
 from onbeat.output import unblocked_output
 
 
@@ -48,6 +48,9 @@ COMMANDS = {
     "models": Command("onbeat.cli.models", "list the models that onbeat knows by name, or fetch one"),
 }
 
+SEARCHES = frozenset({"capacity", "plan"})
+"""Commands whose answer may be that nothing of what was named will do."""
+
 
 def build_parser(argv: Collection[str] = tuple(COMMANDS)) -> Parser:
     """Return the parser of the program.
@@ -80,6 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = int(args.run(args))
             print(end="", flush=True)  # the exit would complain of a reader that has had enough
         except OnbeatError as error:
+            if isinstance(error, DoesNotFit) and args.command in SEARCHES:
+                print(f"INFEASIBLE: {error}", flush=True)
+                return INFEASIBLE
             print_error(str(error))
             return BAD_INPUT if isinstance(error, (ConfigError, RequestRejected)) else FAILED
         except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 OnbeatError
 ├── ConfigError                 a flag, file or combination of them; the command line exits with 2
+│   ├── DoesNotFit              memory holds no model and request of this size; a search exits with 3
 │   ├── MissingExtra            an optional dependency is not installed
 │   └── ModelLoadError          a model cannot be found, read or supported
 ├── RequestRejected             the caller's request; an HTTP 4xx
@@ -28,6 +29,10 @@ class OnbeatError(Exception):
 
 class ConfigError(OnbeatError):
     """A flag, a configuration file or a combination of them is wrong."""
+
+
+class DoesNotFit(ConfigError):
+    """Devices have too little memory for a model and the KV that it must hold; the message says bytes."""
 
 
 class MissingExtra(ConfigError):

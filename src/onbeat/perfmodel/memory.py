@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, DoesNotFit
 from onbeat.perfmodel.device_spec import CPU, DeviceSpec
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.parallelism import Parallelism
@@ -19,10 +19,6 @@ CONTEXT_BYTES = 1 * 2**30
 """What a device's runtime, libraries and captured graphs take; a CPU has none of it."""
 _ACTIVATION_COPIES = 2
 _GIB = 2**30
-
-
-class DoesNotFit(ConfigError):
-    """Devices have too little memory for a model and the KV that it must hold; the message says bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,12 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, DoesNotFit
 from onbeat.core.options import change
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.perfmodel.memory import Choices, DoesNotFit
+from onbeat.perfmodel.memory import Choices
 from onbeat.perfmodel.spec_file import is_spec_file
 from onbeat.planner.buckets import Bucket
 from onbeat.planner.prices import Prices

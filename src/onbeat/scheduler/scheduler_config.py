@@ -175,5 +175,6 @@ class SchedulerConfig(SchedulerLimits):
             raise ConfigError(
                 f"max_model_len is {self.max_model_len} tokens but the KV cache holds "
                 f"{self.num_blocks * self.block_size} ({self.num_blocks} blocks of {self.block_size}); lower "
-                "max_model_len or give the cache more memory (kv_cache_memory_bytes)"
+                f"max_model_len, or make it {-(-self.max_model_len // self.block_size)} blocks (--num-blocks "
+                "of a simulation; a server takes --kv-cache-memory-bytes)"
             )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, DoesNotFit
 from onbeat.core.kinds import as_settings
 from onbeat.core.options import change
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.device_spec import DeviceSpec, find_device
 from onbeat.perfmodel.engines import NO_ENGINE, find_engine
 from onbeat.perfmodel.fit_errors import FitErrors
-from onbeat.perfmodel.memory import Change, Choices, DoesNotFit, KVCapacity, kv_capacity, what_fits
+from onbeat.perfmodel.memory import Change, Choices, KVCapacity, kv_capacity, what_fits
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from onbeat.core.errors import ConfigError
-from onbeat.perfmodel.memory import DoesNotFit, KVCapacity
+from onbeat.core.errors import ConfigError, DoesNotFit
+from onbeat.perfmodel.memory import KVCapacity
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.scheduler.scheduler_config import SpeculationConfig

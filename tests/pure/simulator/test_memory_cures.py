@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.core.errors import ConfigError
+from onbeat.cli.args import INFEASIBLE
+from onbeat.cli.main import main
+from onbeat.core.errors import ConfigError, DoesNotFit
 from onbeat.core.options import change, make
 from onbeat.perfmodel.device_spec import device_ids
-from onbeat.perfmodel.memory import Choices, DoesNotFit
+from onbeat.perfmodel.memory import Choices
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import BYTES
 from onbeat.simulator.settings import ReplicaSettings
@@ -159,3 +161,26 @@ def test_a_context_says_whether_flag_model_or_memory_binds_it(
     load = load_of([(100, 10), (length, 10)])
     with pytest.raises(ConfigError, match=message):
         build_for_load(settings_of(**values), lambda longest: load.check_lengths(longest, overlong="error"))
+
+
+@pytest.mark.parametrize("command", ["capacity --device h100-sxm", "plan --gpus h100-sxm=1 --rate 0.1"])
+def test_a_search_for_hardware_that_is_too_small_ends_as_infeasible(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = "--dtype fp8 --random-input-len 8000 --random-output-len 1000 --num-prompts 20"
+    objective = "--slo-ttft-ms 5000 --slo-tbt-ms 200"
+
+    assert (
+        main([*command.split(), "--model", "Llama-3.1-70B", *load.split(), *objective.split()]) == INFEASIBLE
+    )
+    assert "INFEASIBLE" in capsys.readouterr().out
+
+
+def test_a_cache_of_few_blocks_says_how_many_would_do() -> None:
+    few = settings_of("Llama-3.1-8B", "h100-sxm", max_model_len=1300, num_blocks=68)
+    with pytest.raises(ConfigError) as caught:
+        build_simulation(few)
+    named = re.search(r"(\d+) blocks \(--num-blocks", str(caught.value))
+    assert named is not None
+
+    assert build_simulation(change(few, num_blocks=int(named[1]))).config.max_model_len == 1300

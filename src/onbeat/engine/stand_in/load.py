@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, DoesNotFit
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.step import BatchShape
 from onbeat.engine.device import CPU, DeviceConfig
@@ -25,7 +25,7 @@ from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import KNOWN_MODELS
 from onbeat.perfmodel.description import StepTimeDescription
 from onbeat.perfmodel.device_spec import device_ids, find_device
-from onbeat.perfmodel.memory import Change, Choices, DoesNotFit, kv_capacity, what_fits
+from onbeat.perfmodel.memory import Change, Choices, kv_capacity, what_fits
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import roofline_predictor
