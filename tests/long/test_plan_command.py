@@ -13,6 +13,7 @@ from onbeat.cli.args import INFEASIBLE
 from onbeat.cli.main import main
 from onbeat.cli.plan_options import parse_degrees, parse_gpus
 from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import parse_pools
 from onbeat.planner.plan_file import read_promise
 
 MODEL = ["--model", "meta-llama/Llama-3.1-8B", "--max-num-seqs", "2", "--max-model-len", "4096", "--tp", "1"]
@@ -265,3 +266,24 @@ def test_the_size_of_a_planned_fleet_is_not_left_to_a_scaler(capsys: pytest.Capt
     with pytest.raises(SystemExit, match="2"):
         plan("--gpus", "l4", "--rate", "8", "--autoscale", "4..4")
     assert "unknown flag --autoscale" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_pools_are_planned_where_they_are_cheaper_and_the_file_starts_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A TBT objective near the time of a step of decodes alone: chunks of prompts do not fit."""
+    file = tmp_path / "plan.yaml"
+    load = ["--random-input-len", "8000", "--random-output-len", "100", "--num-prompts", "400"]
+    slo = ["--slo-ttft-ms", "2000", "--slo-tbt-ms", "16"]
+    model = ["--model", "Llama-3.1-70B", "--tp", "4", "--gpus", "h100-sxm=64", "--rate", "5"]
+    assert main(["plan", *model, *load, *slo, "--repeats", "1", "--disable-tqdm", "-o", str(file)]) == 0
+    assert "Prompts and generation on replicas of their own cost" in capsys.readouterr().out
+
+    fleet = yaml.safe_load(file.read_text())["fleet"]
+    pools = parse_pools(fleet["disaggregate"])
+    assert pools.prefill > pools.decode > 0
+    result = tmp_path / "run.json"
+    run = ["--config", str(file), *load, "--request-rate", "5", "--json", str(result)]
+    assert main(["simulate", *run]) == 0
+    assert json.loads(result.read_text())["attainment"] >= 0.9

@@ -28,7 +28,6 @@ from onbeat.cli.workload import WorkloadOptions
 from onbeat.core.kinds import ReplicaGroup
 from onbeat.core.options import settings_of
 from onbeat.core.slo import SLO_CLASSES
-from onbeat.planner.fleets import FleetCase
 from onbeat.planner.plan_charts import (
     bucket_figure,
     cost_figure,
@@ -93,10 +92,12 @@ def serve_settings(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
         settings["device"] = unit.device
         if unit.num_devices > 1:
             settings["tensor-parallel-size"] = unit.num_devices
+        if fleet.pools is not None:
+            served = {"router": "slo", "disaggregate": str(fleet.pools)}
         return settings | {"fleet": served}
     kinds = [
         ReplicaGroup(device=unit.device, tensor_parallel_size=unit.num_devices, replicas=count)
-        for unit, count in FleetCase(parts=fleet.parts).ordered()
+        for unit, count in fleet.case.ordered()
     ]
     return settings | {"fleet": served | {"kinds": list(map(str, kinds))}}
 
@@ -197,6 +198,7 @@ def to_document(report: PlanReport) -> dict[str, Any]:
     def entry(fleet: Fleet) -> dict[str, Any]:
         return {
             "fleet": {unit.name: count for unit, count in fleet.parts},
+            "pools": None if fleet.pools is None else str(fleet.pools),
             "usd_per_hour": fleet.usd_per_hour,
             "watts": fleet.watts,
             "is_kept": fleet.is_kept,

@@ -15,6 +15,7 @@ from onbeat.report.objectives import classes_text
 from onbeat.report.table import filled_table
 from onbeat.report.units import significant
 from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import POOL_BANDWIDTH
 
 FLEET_HEADER = (
     *("fleet", "$/h", "watts", "in time", "95 % interval", "most requests/s", "95 % interval"),
@@ -154,7 +155,16 @@ def conclusions(report: PlanReport) -> list[str]:
     ]
     lines += _classes(best, report.task.objective.share)
     alone = [fleet for fleet in plan.alternatives if len(fleet.parts) == 1]
-    if best.num_replicas == 1:
+    apart = [fleet for fleet in plan.failed if fleet.pools is not None]
+    if best.pools is not None:
+        other = next(fleet for fleet in plan.alternatives if fleet.pools is None)
+        saved = 1 - best.usd_per_hour / other.usd_per_hour
+        lines.append(
+            f"Prompts and generation on replicas of their own cost {saved * 100:.0f} % less than "
+            f"{other.name}, the cheapest fleet that does both everywhere, over a link of "
+            f"{POOL_BANDWIDTH * 8e-9:g} Gbit/s."
+        )
+    elif best.num_replicas == 1:
         others = min((fleet.usd_per_hour for fleet in plan.alternatives), default=None)
         more = "" if others is None else f" The next fleet that keeps the promise costs ${others:.2f}."
         lines.append(f"This one replica is cheaper than every mix that keeps the promise.{more}")
@@ -167,6 +177,10 @@ def conclusions(report: PlanReport) -> list[str]:
         lines.append("No fleet of equal replicas was found that keeps the promise.")
     elif len(plan.units) > 1:
         lines.append("No cheaper mix that was simulated keeps the promise.")
+    if apart and best.pools is None:
+        lines.append(
+            f"Prompts and generation apart do not keep it with one replica fewer; {len(apart)} tried."
+        )
     lines.append(
         "By the estimates, no cheaper fleet is left to try."
         if plan.is_exhausted

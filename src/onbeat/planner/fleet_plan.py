@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil, floor, inf
 from typing import TypeVar
 
+from onbeat.core.fleet import PoolSizes
 from onbeat.planner.alone import AloneSearch
 from onbeat.planner.buckets import Bucket, buckets_of
 from onbeat.planner.fleets import (
@@ -58,7 +59,7 @@ class Planner:
     _hardest: int | None = field(default=None, init=False)
     """The run that the first fleet to keep the promise came nearest to miss in, or that one missed later on;
     None before there is one."""
-    _runs: dict[tuple[Parts, int, bool], FleetRun] = field(default_factory=dict, init=False)
+    _runs: dict[tuple[FleetCase, int, bool], FleetRun] = field(default_factory=dict, init=False)
     """What is known of a fleet: by the number of the run, and whether it went on to the end."""
 
     def plan(self, rated: Sequence[RatedUnit], left_out: dict[str, str]) -> FleetPlan:
@@ -86,8 +87,10 @@ class Planner:
         best = None if why else search.run()
         if best is not None:
             search.confirm_alone()
-        kept = sorted((fleet for fleet in search.fleets if self._is_proved(fleet)), key=_cost)
-        shown = _worth_showing(best, kept)
+        apart = [] if best is None else self._apart(best)
+        fleets = [*search.fleets, *apart]
+        kept = sorted((fleet for fleet in fleets if self._is_proved(fleet)), key=_cost)
+        shown = _worth_showing(kept[0] if kept else None, kept)
         shown = self._at_promise([*self._with_capacities(shown[:1]), *shown[1:]])
         costs, doubled = self._costs(rated, units, shown[0]) if shown else ((), None)
         return FleetPlan(
@@ -95,7 +98,7 @@ class Planner:
             needed_rate=self.task.needed_rate,
             best=shown[0] if shown else None,
             alternatives=tuple(shown[1:]),
-            failed=tuple(sorted((fleet for fleet in search.fleets if not fleet.is_kept), key=_cost)),
+            failed=tuple(sorted((fleet for fleet in fleets if not fleet.is_kept), key=_cost)),
             units=tuple(units),
             buckets=buckets,
             left_out=left_out,
@@ -106,6 +109,26 @@ class Planner:
             costs=costs,
             doubled=doubled,
         )
+
+    def _apart(self, best: Fleet) -> list[Fleet]:
+        """Simulate prompts and generation on replicas of their own, one replica fewer than in a fleet.
+
+        Returns
+        -------
+        Divisions, half and half first, and from there towards what the last one lacked; the last one keeps
+        the promise, if any does. Nothing for fleets of several kinds, and of two replicas or fewer.
+        """
+        (unit, count), *others = best.parts
+        total, found = count - 1, list[Fleet]()
+        prefill = 0 if others else total // 2
+        while 0 < prefill < total and prefill not in {each.pools.prefill for each in found if each.pools}:
+            self.progress.on_stage("trying prompts and generation on replicas of their own")
+            pools = PoolSizes(prefill=prefill, decode=total - prefill)
+            found.append(self.judge(((unit, total),), pools=pools))
+            if found[-1].is_kept:
+                break
+            prefill += 1 if found[-1].binds == "TTFT" else -1
+        return found
 
     def _nearest(
         self, rated: Sequence[RatedUnit], units: Sequence[RatedUnit], buckets: Sequence[Bucket]
@@ -195,7 +218,14 @@ class Planner:
 
     # ---- what is simulated ----
 
-    def judge(self, parts: Parts, *, to_the_end: bool = False, is_glance: bool = False) -> Fleet:
+    def judge(
+        self,
+        parts: Parts,
+        *,
+        pools: PoolSizes | None = None,
+        to_the_end: bool = False,
+        is_glance: bool = False,
+    ) -> Fleet:
         """Simulate a fleet at the needed rate; one that misses in a run is not tried in the others.
 
         Parameters
@@ -207,12 +237,12 @@ class Planner:
         if self._hardest is not None:
             order.insert(0, order.pop(self._hardest))
         most = 1 if is_glance and self._hardest is not None else len(order)
-        case = FleetCase(parts=parts)
+        case = FleetCase(parts=parts, pools=pools)
         runs: dict[int, FleetRun] = {}
         while len(runs) < most and (to_the_end or all(run.is_met for run in runs.values())):
             # A glance uses idle processes for runs that are likely to be asked for next.
             chosen = order[len(runs) : len(runs) + self.jobs]
-            new = [number for number in chosen if (parts, number, to_the_end) not in self._runs]
+            new = [number for number in chosen if (case, number, to_the_end) not in self._runs]
             tasks = [
                 FleetTask(
                     case=case,
@@ -223,9 +253,9 @@ class Planner:
                 for number in new
             ]
             for number, run in zip(new, self.results(run_fleet, tasks), strict=True):
-                self._runs[parts, number, to_the_end] = run
-            runs |= {number: self._runs[parts, number, to_the_end] for number in chosen[: most - len(runs)]}
-        fleet = Fleet(parts=parts, runs=tuple(runs[number] for number in sorted(runs)))
+                self._runs[case, number, to_the_end] = run
+            runs |= {number: self._runs[case, number, to_the_end] for number in chosen[: most - len(runs)]}
+        fleet = Fleet(parts=parts, pools=pools, runs=tuple(runs[number] for number in sorted(runs)))
         missed = [number for number in runs if not runs[number].is_met]
         if self._hardest is None and self._is_proved(fleet):
             self._hardest = min(runs, key=lambda number: runs[number].attainment or 0.0)
@@ -244,7 +274,7 @@ class Planner:
         self.progress.on_stage("searching the highest rate that the fleet keeps up")
         searches = [
             FleetSearch(
-                case=FleetCase(parts=fleet.parts),
+                case=fleet.case,
                 load=load,
                 objective=self.task.objective,
                 start=self.task.needed_rate,
@@ -255,17 +285,16 @@ class Planner:
             for load, run in zip(self.task.runs, fleet.runs, strict=True)
         ]
         found = iter(self.results(search_fleet, searches))
-        return [
-            Fleet(parts=fleet.parts, runs=fleet.runs, capacities=tuple(next(found) for _ in self.task.runs))
-            for fleet in fleets
-        ]
+        return [replace(fleet, capacities=tuple(next(found) for _ in self.task.runs)) for fleet in fleets]
 
     def _at_promise(self, fleets: Sequence[Fleet]) -> list[Fleet]:
         """Return fleets that keep the promise with headroom, with what they do at the promised rate."""
         if not self.task.headroom:
             return list(fleets)
         at_promise = replace(self, task=replace(self.task, runs=self.task.promised_runs, headroom=0.0))
-        judged = [replace(fleet, runs=at_promise.judge(fleet.parts).runs) for fleet in fleets]
+        judged = [
+            replace(fleet, runs=at_promise.judge(fleet.parts, pools=fleet.pools).runs) for fleet in fleets
+        ]
         return [fleet for fleet in judged if fleet.is_kept]
 
     def results(
@@ -320,8 +349,8 @@ def _worth_showing(best: Fleet | None, kept: Sequence[Fleet]) -> list[Fleet]:
         return []
     alone: dict[tuple[str, ...], Fleet] = {}
     for fleet in kept:
-        if len(fleet.parts) == 1:
+        if len(fleet.parts) == 1 and fleet.pools is None:
             alone.setdefault(fleet.devices, fleet)
     shown = [best, *(fleet for fleet in kept if fleet is not best)][:2] + list(alone.values())
-    unique = {fleet.parts: fleet for fleet in shown}
+    unique = {fleet.case: fleet for fleet in shown}
     return [best, *sorted((f for f in unique.values() if f is not best), key=_cost)]

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from onbeat.core.fleet import PoolSizes
+from onbeat.core.options import change
 from onbeat.core.slo import Fate
 from onbeat.metrics.attainment import count_missed, judge
 from onbeat.metrics.record import RequestRecord
@@ -33,6 +35,8 @@ class FleetCase:
 
     parts: tuple[tuple[Unit, int], ...]
     """What replicas of a kind are, and how many, at least 1."""
+    pools: PoolSizes | None = None
+    """Replicas of the one kind for prompts and for generation; None where each does both."""
     labels: Labels = ()
 
     def build(self) -> BuiltCase:
@@ -42,6 +46,11 @@ class FleetCase:
         ------
         ConfigError : they do not fit together.
         """
+        if self.pools is not None:
+            ((unit, _),) = self.parts
+            apart = change(unit.settings, router=ROUTER, disaggregate=self.pools)
+            simulation = build_simulation(apart)
+            return BuiltCase(simulation.config, simulation.step_time, simulation.num_devices)
         built = [(build_simulation(unit.settings), count) for unit, count in self.ordered()]
         first = built[0][0]
         kinds = tuple(simulation.kind for simulation, count in built for _ in range(count))

@@ -9,9 +9,10 @@ from math import inf
 import numpy as np
 
 from onbeat.core.errors import OnbeatError
+from onbeat.core.fleet import PoolSizes
 from onbeat.metrics.distribution import student_half_width
 from onbeat.planner.buckets import Bucket
-from onbeat.planner.fleets import FleetCapacity, FleetRun
+from onbeat.planner.fleets import FleetCapacity, FleetCase, FleetRun
 from onbeat.planner.mix import DEFAULT_SLICES
 from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.units import RatedUnit, Unit
@@ -62,12 +63,23 @@ class Fleet:
 
     parts: tuple[tuple[Unit, int], ...]
     runs: tuple[FleetRun, ...]
+    pools: PoolSizes | None = None
+    """See `FleetCase`."""
     capacities: tuple[FleetCapacity, ...] = ()
     """A search for each run; empty where none was made."""
 
     @property
     def name(self) -> str:
+        if self.pools is not None:
+            ((unit, _),) = self.parts
+            prompts, tokens = unit.times(self.pools.prefill), unit.times(self.pools.decode)
+            return f"{prompts} for prompts + {tokens} for generation"
         return " + ".join(unit.times(count) for unit, count in self.parts)
+
+    @property
+    def case(self) -> FleetCase:
+        """What is simulated."""
+        return FleetCase(parts=self.parts, pools=self.pools)
 
     @property
     def usd_per_hour(self) -> float:

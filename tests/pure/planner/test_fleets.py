@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import change
 from onbeat.core.slo import SLO
 from onbeat.planner import fleets
+from onbeat.planner.fleet_plan import Planner
 from onbeat.planner.fleets import FleetCase, FleetRun, FleetSearch, FleetTask, run_fleet, search_fleet
+from onbeat.planner.plan_task import Fleet, PlanTask
 from onbeat.planner.search import SearchOptions
 from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.units import Unit
@@ -113,3 +117,42 @@ def test_a_run_ends_once_those_late_without_a_first_token_are_too_many() -> None
     assert run.binds == whole.binds == "TTFT"
     num_ended = int(run.reason.split(" after ")[1].split()[0])
     assert num_ended < 0.5 * len(overload)
+
+
+def test_pools_are_simulated_as_a_server_with_them_would_run() -> None:
+    case = FleetCase(parts=((SHORT, 3),), pools=PoolSizes(prefill=1, decode=2))
+    config = case.build().config
+    assert (config.num_replicas, config.fleet.disaggregate) == (3, case.pools)
+    assert config.kv_link is not None
+    task = FleetTask(
+        case=case, load=load_of([(100, 10)] * 20, SLO(ttft=5.0)), objective=AttainmentObjective()
+    )
+    run = run_fleet(task, QuietContext())
+    assert run is not None
+    assert run.attainment == 1.0
+
+
+@pytest.mark.parametrize(
+    ("needs", "tried"),
+    [(2, [2]), (1, [2, 1]), (3, [2, 3]), (9, [2, 3])],
+)
+def test_a_plan_tries_pools_with_a_replica_fewer_towards_what_was_late(needs: int, tried: list[int]) -> None:
+    """`needs` replicas for prompts keep the promise; fewer are late with first tokens, more later on."""
+    load = load_of([(100, 10)] * 20, SLO(ttft=5.0))
+    objective = AttainmentObjective()
+    task = PlanTask(rate=1.0, objective=objective, load=load, runs=(load,), available=(("h100-sxm", 8.0),))
+
+    class Pretended(Planner):
+        def results(self, worker: Any, tasks: Any, on_result: Any = None) -> list[Any]:
+            counts = [each.case.pools.prefill for each in tasks]
+            return [
+                FleetRun(is_met=n == needs, reason="", binds="TTFT" if n < needs else "TBT") for n in counts
+            ]
+
+    best = Fleet(parts=((SHORT, 5),), runs=())
+    found = Pretended(task=task)._apart(best)
+    assert [each.pools and each.pools.prefill for each in found] == tried
+    assert found[-1].is_kept == (needs in tried)
+    assert all(each.usd_per_hour < best.usd_per_hour for each in found)
+    assert Pretended(task=task)._apart(Fleet(parts=((SHORT, 2),), runs=())) == []
+    assert Pretended(task=task)._apart(Fleet(parts=((SHORT, 3), (LONG, 1)), runs=())) == []
