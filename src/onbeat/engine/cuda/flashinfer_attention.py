@@ -1,4 +1,4 @@
-"""Attention by FlashInfer: planned fa2 for decodes, fa2 or fa3 for chunks, in bfloat16 on sm_90.
+"""Attention by FlashInfer: planned fa2 for decodes, fa2 or fa3 for chunks, in bfloat16; fa3 needs sm_90.
 
 A planned wrapper writes its plan to pinned host memory and copies it in stream order. With a step in flight,
 the next plan must not touch what has not been copied yet: each wrapper has two such buffers in turn.
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from onbeat.core.errors import ConfigError
 from onbeat.engine.cuda.kernels import ChunkBackend, ChunkRows, DecodeRows, Int32Array, KernelSizes, LayerSpec
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
 from onbeat.engine.cuda.triton_ops import list_blocks
@@ -185,7 +186,7 @@ class PlannedDecodes:
         num_blocks_R = -(-lens_R // self._sizes.block_size)
         ends_R1 = _ends(num_blocks_R)
         last_lens_R = lens_R - (num_blocks_R - 1) * self._sizes.block_size
-        self._wrapper._pin_memory_int_workspace_buffer = self._buffers.next()
+        _plan_in(self._wrapper, self._buffers.next())
         plan(
             torch.from_numpy(ends_R1),
             self._blocks[: ends_R1[-1]],
@@ -235,7 +236,7 @@ class Chunks:
         query_ends, block_ends, last_lens, context_lens, blocks = self._pinned(
             query_ends_R1, block_ends_R1, last_lens_R, rows.context_lens_R, rows.block_ids
         )
-        wrapper._pin_memory_int_workspace_buffer = buffers.next()
+        _plan_in(wrapper, buffers.next())
         wrapper.plan(
             query_ends,
             block_ends,
@@ -272,6 +273,18 @@ class Chunks:
         if self._sizes.device.type == "cuda":
             numbers = numbers.pin_memory()
         return torch.split(numbers, [len(array) for array in arrays])
+
+
+def _plan_in(wrapper: Any, memory: Tensor) -> None:
+    """Let a wrapper write its next plan to pinned memory; the library has no public way.
+
+    Raises
+    ------
+    ConfigError : this FlashInfer keeps it elsewhere: plans would overwrite each other unseen.
+    """
+    if not hasattr(wrapper, "_pin_memory_int_workspace_buffer"):
+        raise ConfigError("this FlashInfer keeps its plans elsewhere; pip install flashinfer-python==0.6.14")
+    wrapper._pin_memory_int_workspace_buffer = memory
 
 
 def stream_of(device: torch.device) -> DeviceStream:

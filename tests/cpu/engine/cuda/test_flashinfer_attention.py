@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: make test-triton")
 
+from onbeat.core.errors import ConfigError
 from onbeat.engine.cuda import flashinfer_attention
 from onbeat.engine.cuda.flashinfer_attention import (
     Chunks,
@@ -208,6 +209,19 @@ def test_wrappers_write_their_plans_to_the_buffers_in_turn() -> None:
     pinned = [call["pinned"].data_ptr() for name, call in recorder.calls if name == "prefill plan"]
     assert pinned[0] == pinned[2] != pinned[1]
     assert recorder.last("prefill plan")["pinned"].nbytes == 8 << 20
+
+
+def test_a_library_that_keeps_its_plans_elsewhere_is_refused() -> None:
+    """A step in flight would read the next one's plan."""
+    library = Recorder().library()
+
+    class Renamed(library.PrefillWrapper):  # type: ignore[name-defined,misc]
+        def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
+            self._pinned = torch.empty(0)
+
+    chunks = Chunks(library._replace(PrefillWrapper=Renamed), SIZES, "fa2", WORKSPACE)
+    with pytest.raises(ConfigError, match="flashinfer-python=="):
+        chunks.plan(chunk_rows([5], [5], [4]), layer(None))
 
 
 def test_the_workspace_holds_the_largest_plan() -> None:
