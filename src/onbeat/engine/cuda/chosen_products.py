@@ -26,6 +26,7 @@ from torch.nn import functional
 from onbeat.engine.cuda.triton_products import (
     MOST_ROWS,
     TILINGS,
+    Card,
     SplitMemory,
     Tiling,
     compile_all,
@@ -153,7 +154,7 @@ def _next_timed(num_rows: int) -> int:
 
 def _time_all(kinds: Mapping[tuple[int, int], list[Tensor]], deadline: float) -> list[Timed]:
     """Time all that fits, few rows first; what cannot be compiled or computes wrongly is left out."""
-    device = next(iter(kinds.values()))[0].device
+    device, card = next(iter(kinds.values()))[0].device, Card.current()
     memory = SplitMemory.allocate(
         max(
             num_parts(tiling, num_rows, shape[0])
@@ -170,6 +171,7 @@ def _time_all(kinds: Mapping[tuple[int, int], list[Tensor]], deadline: float) ->
         inputs = {
             shape: matrices[0].new_empty(num_rows, shape[1]).normal_() for shape, matrices in kinds.items()
         }
+        fitting = {shape: [each for each in TILINGS if each.fits(*shape, num_rows, card)] for shape in kinds}
         padded = max(num_rows, 16)
         if padded not in compiled:
             compiled.add(padded)
@@ -177,20 +179,24 @@ def _time_all(kinds: Mapping[tuple[int, int], list[Tensor]], deadline: float) ->
                 (
                     (inputs[shape], matrices[0], None, tiling)
                     for shape, matrices in kinds.items()
-                    for tiling in TILINGS
-                    if tiling.fits(*shape, num_rows)
+                    for tiling in fitting[shape]
                 ),
                 memory,
             )
         for shape, matrices in kinds.items():
             if time.monotonic() > deadline:
                 return timed
-            timed.append(_time_one(inputs[shape], matrices, memory, stream, deadline))
+            timed.append(_time_one(inputs[shape], matrices, fitting[shape], memory, stream, deadline))
     return timed
 
 
 def _time_one(
-    x_TD: Tensor, matrices: Sequence[Tensor], memory: SplitMemory, stream: Any, deadline: float
+    x_TD: Tensor,
+    matrices: Sequence[Tensor],
+    tilings: Sequence[Tiling],
+    memory: SplitMemory,
+    stream: Any,
+    deadline: float,
 ) -> Timed:
     """Time one shape with one number of rows, in each way."""
     few = matrices[: -(-_BYTES_IN_TURN // matrices[0].nbytes)]
@@ -199,9 +205,9 @@ def _time_one(
     expected_TF = functional.linear(x_TD, few[0])
     cublas_us = us = _graph_us(lambda matrix: functional.linear(x_TD, matrix), in_turn, stream)
     best: Tiling | None = None
-    for tiling in TILINGS:
-        if not tiling.fits(num_outputs, num_inputs, len(x_TD)) or time.monotonic() > deadline:
-            continue
+    for tiling in tilings:
+        if time.monotonic() > deadline:
+            break
         # A tiling that this card cannot run, whatever the reason, or that comes out wrong, is no choice.
         with suppress(Exception):
             actual_TF = multiply(x_TD, few[0], None, tiling, memory)

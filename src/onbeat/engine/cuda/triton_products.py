@@ -19,10 +19,28 @@ import triton.language as tl
 from torch import Tensor
 
 MOST_ROWS = 128
-_SHARED_BYTES = 220 << 10
-"""Of a processor's memory that a program may take: an H100 has 227 KiB."""
 _MOST_TILES = 1 << 14
 """Of outputs of one product whose inputs are split."""
+
+
+class Card(NamedTuple):
+    """What of a GPU decides which tilings it can run."""
+
+    shared_bytes: int
+    """Of a processor's memory that a program may take."""
+    capability: int
+    """The first number."""
+
+    @classmethod
+    def current(cls) -> Card:
+        """Look at the current device."""
+        index = torch.cuda.current_device()
+        found = triton.runtime.driver.active.utils.get_device_properties(index)
+        return cls(found["max_shared_mem"], torch.cuda.get_device_capability(index)[0])
+
+
+H100 = Card(227 << 10, 9)
+"""The one with the most memory."""
 
 
 class Tiling(NamedTuple):
@@ -38,11 +56,13 @@ class Tiling(NamedTuple):
     stages: int
     """Pieces of the matrix on their way at once, and one."""
 
-    def fits(self, num_outputs: int, num_inputs: int, num_rows: int) -> bool:
+    def fits(self, num_outputs: int, num_inputs: int, num_rows: int, card: Card = H100) -> bool:
         """Whether a matrix can be cut so, with nothing over, and a program has memory for its pieces."""
         rows = _padded(num_rows)
+        # Before Hopper the piece that is multiplied lies in registers.
+        kept = self.stages if card.capability >= H100.capability else self.stages - 1
         # Each program reads all rows again: with few outputs for many rows that is more than the matrix.
-        if rows > 2 * self.outputs or 2 * (self.outputs + rows) * self.depth * self.stages > _SHARED_BYTES:
+        if rows > 2 * self.outputs or 2 * (self.outputs + rows) * self.depth * kept > card.shared_bytes:
             return False
         if num_outputs % self.outputs or num_inputs % (self.splits * self.depth):
             return False

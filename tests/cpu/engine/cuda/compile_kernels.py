@@ -1,4 +1,4 @@
-"""Compile each kernel in Triton for sm_90, on a machine without a GPU: `python -m` this module.
+"""Compile each kernel in Triton on a machine without a GPU: `python -m` this module CAPABILITY, such as 90.
 
 The interpreter takes what the compiler refuses, such as a number that changes its type in a branch. Launches
 are caught, and what they would compile is compiled.
@@ -6,6 +6,9 @@ are caught, and what they would compile is compiled.
 
 from __future__ import annotations
 
+import sys
+from functools import partialmethod
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,7 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-H100 = GPUTarget("cuda", 90, 32)
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227}
+"""Of a processor's memory, what a program may take, by capability, as NVIDIA's programming guide has it."""
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -25,7 +29,9 @@ POINTERS = {
 }
 
 
-def compile_launch(kernel: Any, *args: object, grid: object, warmup: bool, **options: object) -> None:
+def compile_launch(
+    kernel: Any, capability: int, *args: object, grid: object, warmup: bool, **options: object
+) -> None:
     """Compile what a launch would run."""
     names = [parameter.name for parameter in kernel.params]
     values = dict(zip(names, args, strict=False)) | {
@@ -47,13 +53,16 @@ def compile_launch(kernel: Any, *args: object, grid: object, warmup: bool, **opt
             )
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=H100, options=options)
-    print(f"{kernel.fn.__name__}: {len(compiled.asm['cubin'])} bytes", flush=True)  # noqa: T201 -- what the test reads
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    name, shared = kernel.fn.__name__, compiled.metadata.shared
+    assert shared <= SHARED_KIB[capability] << 10, f"{name} takes {shared} bytes of a processor's memory"
+    print(f"{name}: {len(compiled.asm['cubin'])} bytes", flush=True)  # noqa: T201 -- what the test reads
 
 
 def main() -> None:
     """Launch each kernel with the shapes of models that are served."""
-    JITFunction.run = compile_launch
+    capability = int(sys.argv[1])
+    JITFunction.run = partialmethod(compile_launch, capability)
     from onbeat.engine.cuda import triton_draw, triton_ops, triton_products
     from onbeat.engine.cuda.kernels import BestBuffers, DecodeRows, DrawParams, LayerSpec, Norm, StepTensors
     from onbeat.engine.torch_kv import LayerKVCache
@@ -92,12 +101,12 @@ def main() -> None:
             triton_ops.rope_store(qkv, step, layer, kv, numbers(3, num_heads, head_dim))
     triton_ops.list_blocks(DecodeRows(ints(256, 64), ints(256)), 16, ints(257), ints(256 * 64), ints(256))
     memory = triton_products.SplitMemory.allocate(1, torch.device("cpu"))
-    for tiling in triton_products.TILINGS:
-        x, matrix = numbers(1, 4096), numbers(4096, 4096)
-        triton_products.multiply(x, matrix, numbers(4096), tiling, memory)
-        if tiling.fits(4096, 4096, triton_products.MOST_ROWS):
-            x = numbers(triton_products.MOST_ROWS, 4096)
-            triton_products.multiply(x, matrix, None, tiling, memory)
+    matrix, most = numbers(4096, 4096), triton_products.MOST_ROWS
+    card = triton_products.Card(SHARED_KIB[capability] << 10, capability // 10)
+    for tiling, num_rows in product(triton_products.TILINGS, (1, most)):
+        if tiling.fits(4096, 4096, num_rows, card):
+            bias = None if num_rows == most else numbers(4096)
+            triton_products.multiply(numbers(num_rows, 4096), matrix, bias, tiling, memory)
     logits, best = numbers(3, 128_256, dtype=torch.float32), BestBuffers(ints(3), torch.zeros(3))
     triton_draw.best(logits, best)
     doubles = numbers(3, dtype=torch.float64)

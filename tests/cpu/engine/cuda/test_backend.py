@@ -109,9 +109,9 @@ def test_older_gpus_and_missing_libraries_are_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(cuda_backend, "find_spec", lambda _: None)
     sentence = choose_backend(config(), DummyCheckpoint(MODEL), CUDA).description
     assert "FlashInfer is not installed: pip install 'onbeat[gpu]'" in sentence
-    monkeypatch.setattr(cuda_backend, "compute_capability", lambda _: (8, 6))
+    monkeypatch.setattr(cuda_backend, "compute_capability", lambda _: (7, 5))
     sentence = choose_backend(config(), DummyCheckpoint(MODEL), CUDA).description
-    assert "it needs compute capability 9.0, this GPU has 8.6" in sentence
+    assert "it needs compute capability 8.0, this GPU has 7.5" in sentence
 
 
 @pytest.mark.parametrize(

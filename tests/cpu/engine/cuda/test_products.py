@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed: make test-triton"
 
 from onbeat.engine.cuda import chosen_products, triton_products
 from onbeat.engine.cuda.chosen_products import ChosenProducts, Timed, choose_products
-from onbeat.engine.cuda.triton_products import MOST_ROWS, TILINGS, SplitMemory, Tiling
+from onbeat.engine.cuda.triton_products import H100, MOST_ROWS, TILINGS, Card, SplitMemory, Tiling
 from tests.cpu.engine.cuda.interpreted_loops import mend_loops
 
 CPU = torch.device("cpu")
@@ -65,6 +65,15 @@ def test_a_tiling_of_few_outputs_is_not_for_many_rows() -> None:
     assert not Tiling(64, 512, 1, 4, 4).fits(64, 512, 64)  # more memory than a processor has
 
 
+def test_cards_with_less_memory_run_fewer_tilings() -> None:
+    cards = {"H100": H100, "A100": Card(163 << 10, 8), "L4": Card(99 << 10, 8)}
+    fitting = {
+        name: [sum(tiling.fits(4096, 4096, num_rows, card) for tiling in TILINGS) for num_rows in (1, 128)]
+        for name, card in cards.items()
+    }
+    assert fitting == {"H100": [11, 4], "A100": [11, 4], "L4": [9, 1]}
+
+
 def test_rows_between_those_that_were_timed_go_by_the_next_larger_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -101,6 +110,7 @@ class _Timer:
         monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
         monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+        monkeypatch.setattr(Card, "current", lambda: H100)
         monkeypatch.setattr(chosen_products, "compile_all", lambda products, memory: list(products))
         monkeypatch.setattr(chosen_products, "multiply", self.multiply)
         monkeypatch.setattr(chosen_products, "_graph_us", self.time)

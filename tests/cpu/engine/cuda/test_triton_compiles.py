@@ -1,4 +1,4 @@
-"""Every kernel in Triton compiles for an H100, though there is none here."""
+"""Every kernel in Triton compiles for an A100, A10, L4 and H100, and has room there; there are none here."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: make test-triton")
 
-SOURCES = (Path(__file__).parents[4] / "src/onbeat/engine/cuda").glob("triton_*.py")
+SOURCES = sorted((Path(__file__).parents[4] / "src/onbeat/engine/cuda").glob("triton_*.py"))
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles_for_sm_90() -> None:
-    command = [sys.executable, "-m", "tests.cpu.engine.cuda.compile_kernels"]
+@pytest.mark.parametrize("capability", ["80", "86", "89", "90"])
+def test_every_kernel_compiles(capability: str) -> None:
+    command = [sys.executable, "-m", "tests.cpu.engine.cuda.compile_kernels", capability]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
