@@ -154,7 +154,7 @@ class _TorchProducts:
 
     def __init__(self, model: Model) -> None:
         dtype, device = model.dtype, model.device
-        weight_OI = torch.ones(_PRODUCT_WIDTH, _PRODUCT_WIDTH, dtype=dtype, device=device)
+        weight_OI = torch.empty(_PRODUCT_WIDTH, _PRODUCT_WIDTH, dtype=dtype, device=device).normal_()
         self.flops_per_row = 2.0 * weight_OI.numel()
         self.num_bytes = weight_OI.nbytes
         self._linear = select_linear_kernel(dtype, device)(weight_OI)
@@ -163,7 +163,7 @@ class _TorchProducts:
 
     @torch.inference_mode()
     def run(self, num_rows: int) -> float:
-        x_TI = self._weight_OI.new_ones(num_rows, _PRODUCT_WIDTH)
+        x_TI = self._weight_OI.new_empty(num_rows, _PRODUCT_WIDTH).normal_()
         wait_for(self._device)
         start = perf_counter()
         self._linear(x_TI)

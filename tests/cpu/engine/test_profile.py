@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from onbeat.core.options import make
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.container import FreeMemory
 from onbeat.engine.cuda.limits import gpu_limits
-from onbeat.engine.device import CPU
+from onbeat.engine.cuda.weights import LayerProducts
+from onbeat.engine.device import CPU, DeviceConfig
+from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.executor import PendingStep
 from onbeat.engine.load import LoadedModel, prepare_model
@@ -241,6 +244,24 @@ def test_limits_of_a_gpu_are_measured_by_torch():
     limits = gpu_limits(CPU, torch.float32, "fp32", read_bytes=2**24, matrix_size=256)
     assert 1e8 < limits.memory_bandwidth < 1e13
     assert 1e8 < limits.peak_flops["fp32"] < 1e15
+
+
+def test_rates_are_those_of_numbers_that_differ(monkeypatch):
+    """A GPU multiplies equal numbers more than a tenth faster than a model's."""
+    multiplied: list[torch.Tensor] = []
+    mm, linear = torch.mm, torch.nn.functional.linear
+    monkeypatch.setattr(torch, "mm", lambda *both: (multiplied.extend(both), mm(*both))[1])
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda *both: (multiplied.extend(both), linear(*both))[1]
+    )
+    gpu_limits(CPU, torch.float32, "fp32", read_bytes=2**16, matrix_size=16)
+    layer = SimpleNamespace(
+        **{name: torch.randn(8, 8) for name in ("qkv_XD", "o_DX", "gate_up_FD", "down_DF")}
+    )
+    products = LayerProducts(SimpleNamespace(layers=[layer], device=torch.device("cpu")))
+    products.run(4)
+    assert len(multiplied) > 8
+    assert all(values.std() > 0.5 for values in multiplied)
 
 
 def test_limits_of_a_gpu_are_measured_in_what_memory_is_left(monkeypatch):

@@ -29,7 +29,8 @@ def gpu_limits(
     """
     read_bytes = min(read_bytes, free_memory(device).num_bytes // 4)
     values = torch.ones(read_bytes // 4, dtype=torch.float32, device=torch_device(device))
-    left = torch.ones(matrix_size, matrix_size, dtype=dtype, device=torch_device(device))
+    # Random: tensor cores multiply numbers that are all alike faster than those of a model.
+    left = torch.empty(matrix_size, matrix_size, dtype=dtype, device=torch_device(device)).normal_()
 
     def seconds(work: Callable[[], object]) -> float:
         def done() -> None:

@@ -165,7 +165,7 @@ class LayerProducts:
     @torch.inference_mode()
     def run(self, num_rows: int) -> float:
         """Multiply, and return the seconds that it took."""
-        inputs = [matrix.new_ones(num_rows, matrix.shape[1]) for matrix in self._matrices]
+        inputs = [matrix.new_empty(num_rows, matrix.shape[1]).normal_() for matrix in self._matrices]
         wait_for(self._device)
         start = perf_counter()
         for x, matrix in zip(inputs, self._matrices, strict=True):
