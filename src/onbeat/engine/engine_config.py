@@ -117,6 +117,11 @@ class EngineConfig:
     enforce_eager: bool = _engine(
         default=False, help="run decode steps operator by operator, not as CUDA graphs (GPU engine)"
     )
+    cuda_graph_pieces: bool = _engine(
+        default=False,
+        help="capture steps with prompts too, as CUDA graphs of pieces around attention (GPU engine); not "
+        "run on a GPU yet",
+    )
     tensor_parallel_size: int = _engine(
         1,
         aliases=("-tp",),
@@ -161,6 +166,8 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization is {share}; it must be above 0 and at most 1")
+        if self.enforce_eager and self.cuda_graph_pieces:
+            raise ConfigError("--enforce-eager does without the graphs of --cuda-graph-pieces; leave one out")
 
 
 def native_settings(config: EngineConfig) -> Iterator[tuple[str, str]]:

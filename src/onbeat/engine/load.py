@@ -211,8 +211,9 @@ def _remarks(
         return
     if config.gpu_memory_utilization != DEFAULT_GPU_UTILIZATION:
         yield "ignored: --gpu-memory-utilization (this engine's KV cache has --kv-cache-memory-bytes)"
-    if config.enforce_eager:
-        yield "ignored: --enforce-eager (this engine has no CUDA graphs)"
+    for name in ("enforce_eager", "cuda_graph_pieces"):
+        if getattr(config, name):
+            yield f"ignored: --{name.replace('_', '-')} (this engine has no CUDA graphs)"
 
 
 def resolve_limits(

@@ -109,7 +109,8 @@ def _what_computes(settings: Mapping[str, str]) -> str | None:
         name += f" with a copy of the weights {settings['weights_copy']}"
     if name is not None and "batch_invariant" in settings:
         name += " (batch-invariant)"
-    return name
+    graphs = settings.get("graphs", "cuda").partition(",")[0]
+    return name if graphs == "cuda" else f"graphs: {graphs}"
 
 
 def device_spec_of(key: ProfileKey, limits: MachineLimits | None) -> DeviceSpec:

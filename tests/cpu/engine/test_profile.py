@@ -385,3 +385,14 @@ def test_the_engines_sizes_are_those_of_the_file(loaded):
 )
 def test_gpus_are_known_by_the_drivers_name(name, expected):
     assert known_device(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("graphs", "kind"),
+    [("cuda", None), ("cuda and pieces", "graphs: cuda and pieces"), ("none", "graphs: none")],
+)
+def test_a_profile_of_a_gpu_says_what_was_captured(graphs, kind):
+    forward = SimpleNamespace(settings={"backend": "cuda", "graphs": f"{graphs}, up to 8 rows"})
+    device = DeviceConfig(CPU, FLOAT32, num_threads=1)
+    loaded = SimpleNamespace(name="tiny", device=device, runner=SimpleNamespace(forward=forward))
+    assert profile_key_of(loaded, Precision()).instruction_set == kind

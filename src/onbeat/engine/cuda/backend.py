@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from onbeat.engine.backend import Backend, SettleLimits
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
-from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes
+from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes, piece_sizes
 from onbeat.engine.cuda.kernels import ChunkBackend, Kernels, KernelSizes, Multiply
 from onbeat.engine.cuda.memory import MeasuredMemory, bytes_above, largest_steps, measure
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
@@ -129,7 +129,8 @@ class CudaBackend:
         self._multiply: Multiply = functional.linear
         self._utilization = config.gpu_memory_utilization
         graphs = "without graphs" if config.enforce_eager else "decodes by CUDA graphs"
-        self.description = f"by the GPU engine ({graphs})"
+        pieces = ", steps with prompts in pieces" if config.cuda_graph_pieces else ""
+        self.description = f"by the GPU engine ({graphs}{pieces})"
 
     def weight_bytes(self) -> int:
         shapes = parameter_shapes(self._checkpoint.config)
@@ -170,13 +171,18 @@ class CudaBackend:
     ) -> MeasuredMemory:
         """Load the weights, and find out what the largest steps take."""
         self._prepare(limits, on_progress)
+        # The pieces of a size count as one graph: together they are a step.
+        captured = (*graph_sizes(limits.max_num_seqs), *self._piece_sizes(limits))
         return measure(
             self._torch_device,
             lambda num_blocks: self._make(limits, num_blocks, EagerGraphs()),
             largest_steps(limits),
             block_bytes=self.kv_cache_spec(limits.block_size).block_bytes,
-            num_graphs=0 if self._config.enforce_eager else len(graph_sizes(limits.max_num_seqs)),
+            num_graphs=0 if self._config.enforce_eager else len(captured),
         )
+
+    def _piece_sizes(self, limits: SchedulerConfig) -> tuple[int, ...]:
+        return piece_sizes(limits.max_num_batched_tokens) if self._config.cuda_graph_pieces else ()
 
     def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:
         # Until it is measured.
@@ -217,6 +223,7 @@ class CudaBackend:
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            piece_sizes=self._piece_sizes(limits),
         )
         weights = self._weights
         assert weights is not None, "nothing is loaded"

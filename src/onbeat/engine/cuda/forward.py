@@ -162,10 +162,11 @@ class CudaForward:
     @property
     def settings(self) -> Mapping[str, str]:
         """What a reader of measurements wants to know of this forward pass."""
+        pieces = " and pieces" if self._pieces else ""
         return {
             "backend": "cuda",
             "kernels": self.kernels.name,
-            "graphs": f"{self._graphs.name}, up to {self._sizes[-1]} rows",
+            "graphs": f"{self._graphs.name}{pieces}, up to {self._sizes[-1]} rows",
         }
 
     @torch.inference_mode()

@@ -42,6 +42,7 @@ SOURCES = ("auto", "roofline", "none")
 _UNUSED = (
     ("backend", "auto", "--backend chooses what computes steps"),
     ("enforce_eager", False, "--enforce-eager is of a GPU's graphs"),
+    ("cuda_graph_pieces", False, "--cuda-graph-pieces is of a GPU's graphs"),
     ("threads", None, "--threads are of a forward pass"),
     ("speculative", None, "--speculative-config needs a model that verifies drafts"),
 )

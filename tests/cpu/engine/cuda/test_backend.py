@@ -80,6 +80,10 @@ def test_it_serves_on_a_gpu_unless_torch_is_asked_for(hopper: None) -> None:
     assert isinstance(choose_backend(config(backend="torch"), checkpoint, CUDA), TorchBackend)
     eager = choose_backend(config(enforce_eager=True), checkpoint, CUDA)
     assert eager.description == "by the GPU engine (without graphs)"
+    pieces = choose_backend(config(cuda_graph_pieces=True), checkpoint, CUDA)
+    assert pieces.description == "by the GPU engine (decodes by CUDA graphs, steps with prompts in pieces)"
+    with pytest.raises(ConfigError, match="leave one out"):
+        config(cuda_graph_pieces=True, enforce_eager=True)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from onbeat.core.errors import ConfigError
 from onbeat.engine.cuda.backend import CudaBackend
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
-from onbeat.engine.cuda.graphs import EagerGraphs
+from onbeat.engine.cuda.graphs import EagerGraphs, GraphKey
 from onbeat.engine.cuda.kernels import Multiply
 from onbeat.engine.cuda.memory import MeasuredMemory, largest_steps
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
@@ -149,6 +149,35 @@ def test_a_backend_measures_then_builds_what_fits(monkeypatch: pytest.MonkeyPatc
     memory.free = 7 * GIB
     backend.tell_excess(said.append)
     assert said[1].startswith("the GPU engine took 1024 MiB more than its share of the memory")
+
+
+def test_steps_captured_in_pieces_count_as_graphs_and_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    Memory(monkeypatch)
+    monkeypatch.setattr("onbeat.engine.cuda.backend.CudaGraphs", lambda _: EagerGraphs())
+    limits = SchedulerConfig(
+        policy="sarathi", num_blocks=64, max_model_len=200, max_num_seqs=8, max_num_batched_tokens=200
+    )
+    model = ModelFiles(kind="hf", path=Path("/nowhere"), name="tiny")
+    asked: list[int] = []
+
+    def settle(num_blocks: int) -> SchedulerConfig:
+        asked.append(num_blocks)
+        return limits
+
+    for pieces in (False, True):
+        config = EngineConfig(model=model, cuda_graph_pieces=pieces)
+        device = DeviceConfig(CPU, FLOAT32, num_threads=1)
+        backend = CudaBackend(DummyCheckpoint(TINY), device, config, ReferenceKernels)
+        backend.fit_limits(limits, settle, None, on_progress=lambda _: None)
+        forward = backend.build(limits, on_progress=lambda _: None)
+    # 16, 32, 64, 128 and 192 tokens
+    taken = (asked[0] - asked[1]) * backend.kv_cache_spec(16).block_bytes
+    assert taken == pytest.approx(5 * (24 << 20), rel=0.01)
+    assert forward.settings["graphs"] == "none and pieces, up to 8 rows"
+    replayed: list[GraphKey] = []
+    monkeypatch.setattr(forward._graphs, "replay", replayed.append)
+    forward.run(largest_steps(replace(limits, max_num_batched_tokens=20))[0], wants_logits=True)
+    assert replayed == [GraphKey(32, piece) for piece in range(TINY.num_layers + 1)]
 
 
 @pytest.mark.parametrize("is_same", [True, False])
