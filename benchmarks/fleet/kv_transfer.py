@@ -3,8 +3,8 @@
     python -m benchmarks.fleet.kv_transfer --tokens 512 --rounds 15
 
 Two processes, each with the embedded model on the native engine, in bfloat16 and on one thread. The first
-computes the KV of a prompt and lends it, with checksums; the second copies it with each transport in turn and
-holds it against these, then computes it itself.
+computes the KV of a prompt and lends it, with checksums; the second copies it and holds it against these,
+then computes it itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.kv_transfer.cma import CmaTransport
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.kv_transfer.transfers import KVTransfers
@@ -31,7 +30,6 @@ from onbeat.hub.resolve import resolve_model
 KEY = b"only for this benchmark, 32 bytes"
 MODEL = "smollm2-135m-instruct"
 BLOCK_SIZE = 16
-TRANSPORTS: dict[str, Callable[[], Any]] = {"cma": CmaTransport, "tcp": lambda: TcpTransport(KEY)}
 
 
 def load() -> LoadedModel:
@@ -62,15 +60,14 @@ def lend(connection: Connection, num_tokens: int) -> None:
     model = load()
     block_ids = range(-(-num_tokens // BLOCK_SIZE))
     compute(model, num_tokens, block_ids)
-    lenders = {name: KVTransfers(model.kv_memory(), [make()]) for name, make in TRANSPORTS.items()}
+    lender = KVTransfers(model.kv_memory(), TcpTransport(KEY))
     while asked := connection.recv():
         if asked == "cpu":
             connection.send(time.process_time())
             continue
-        leases, endpoint = lenders[asked].leases, lenders[asked].endpoint
-        leases.revoke("r")  # the checksums of a lease are kept as long as it lasts
-        leases.grant("r", block_ids)
-        connection.send(lenders[asked].summed(leases.source("r", endpoint)).result())
+        lender.leases.revoke("r")  # the checksums of a lease are kept as long as it lasts
+        lender.leases.grant("r", block_ids)
+        connection.send(lender.summed(lender.leases.source("r", lender.endpoint)).result())
 
 
 def measure(action: Callable[[], Any], connection: Connection) -> tuple[float, float, float]:
@@ -92,20 +89,19 @@ def run(num_tokens: int, num_rounds: int) -> None:
     process = context.Process(target=lend, args=(other, num_tokens), daemon=True)
     process.start()
     model = load()
-    transfers = {name: KVTransfers(model.kv_memory(), [make()]) for name, make in TRANSPORTS.items()}
+    transfers = KVTransfers(model.kv_memory(), TcpTransport(KEY))
     num_blocks = -(-num_tokens // BLOCK_SIZE)
 
-    def lent(name: str) -> KVSource:
-        connection.send(name)
+    def copy() -> int:
+        connection.send("lend")
         source: KVSource = connection.recv()
-        return source
-
-    def copy(name: str) -> int:
-        return transfers[name].pull(lent(name), 0, into).result()
+        return transfers.pull(source, 0, into).result()
 
     into, elsewhere = range(num_blocks), range(num_blocks, 2 * num_blocks)
-    actions: dict[str, Callable[[], Any]] = {name: partial(copy, name) for name in TRANSPORTS}
-    actions["computed again"] = lambda: compute(model, num_tokens, elsewhere)
+    actions: dict[str, Callable[[], Any]] = {
+        "copied": copy,
+        "computed again": partial(compute, model, num_tokens, elsewhere),
+    }
     samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in actions}
     for action in actions.values():
         action()  # memory is touched
@@ -128,8 +124,7 @@ def run(num_tokens: int, num_rounds: int) -> None:
         )
     connection.send("")
     process.join()
-    for each in transfers.values():
-        each.close()
+    transfers.close()
 
 
 def main() -> None:

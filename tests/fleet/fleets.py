@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 import zmq
 
 from onbeat.cluster.client import FleetClient
-from onbeat.cluster.fleet_options import TRANSPORTS
 from onbeat.cluster.launcher import Launcher, ReplicaPlace, ReplicaSpec
 from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.core.fleet import ReplicaId
@@ -53,7 +52,7 @@ def fleet_of(
     make_build: Callable[[ReplicaId, int], BuildEngine] | None = None,
     step_seconds: float = 0.005,
     launcher: Launcher | None = None,
-    kv_transports: Sequence[str] = TRANSPORTS["auto"],
+    moves_kv: bool = True,
     num_prefill: int = 0,
     pool_rule: PoolRule = "adaptive",
     move_rule: str = "mend",
@@ -79,7 +78,7 @@ def fleet_of(
         num_replicas=num_replicas,
         bounds=bounds,
         hashes_prompts=hashes_prompts,
-        kv_transports=kv_transports,
+        moves_kv=moves_kv,
     )
 
 

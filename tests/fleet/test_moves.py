@@ -70,7 +70,7 @@ async def test_a_replica_that_drains_moves_what_runs_there() -> None:
 
 @pytest.mark.slow
 async def test_moves_between_machines() -> None:
-    async with moving_fleet(2, launcher=RemoteLauncher(), kv_transports=["tcp"]) as client:
+    async with moving_fleet(2, launcher=RemoteLauncher()) as client:
         started = start_requests(client, 4, max_tokens=200)
         await until(partial(have_begun, client, 4))
         client.drain("r1", seconds=60, restarts=False)
@@ -82,7 +82,7 @@ async def test_moves_between_machines() -> None:
 
 @pytest.mark.slow
 async def test_without_a_way_to_copy_streams_end_where_they_are() -> None:
-    async with moving_fleet(2, kv_transports=[]) as client:
+    async with moving_fleet(2, moves_kv=False) as client:
         started = start_requests(client, 4, max_tokens=100)
         await until(partial(have_begun, client, 4))
         client.drain("r1", seconds=60, restarts=False)

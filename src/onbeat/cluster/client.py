@@ -10,7 +10,6 @@ from dataclasses import replace
 from types import TracebackType
 
 from onbeat.cluster.controller import FleetController
-from onbeat.cluster.fleet_options import TRANSPORTS
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild
 from onbeat.cluster.streams import Streams
@@ -51,7 +50,7 @@ class FleetClient:
     on_progress : called with one line of text at a time while engines start.
     start_timeout : seconds after which a replica that gets no place, or says nothing, while it starts is
         given up.
-    kv_transports : by which replicas copy KV from one another, the best first; without any no stream moves.
+    moves_kv : whether replicas copy KV from one another; else no stream moves.
 
     Attributes
     ----------
@@ -70,7 +69,7 @@ class FleetClient:
         observers: Sequence[StepObserver] = (),
         on_progress: Callable[[str], None] = lambda _: None,
         start_timeout: float = START_TIMEOUT_SECONDS,
-        kv_transports: Sequence[str] = TRANSPORTS["auto"],
+        moves_kv: bool = True,
     ) -> None:
         self._fleet = fleet
         self._num_replicas = num_replicas
@@ -86,7 +85,7 @@ class FleetClient:
             streams=self.streams,
             on_progress=on_progress,
             start_timeout=start_timeout,
-            kv_transports=kv_transports,
+            moves_kv=moves_kv,
         )
 
     @property

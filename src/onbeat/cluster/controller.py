@@ -6,13 +6,12 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from onbeat.cluster.clock_offset import by_our_clock, by_their_clock
-from onbeat.cluster.fleet_options import TRANSPORTS
 from onbeat.cluster.joining import other_blocks, other_version
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.life import Life
@@ -80,7 +79,7 @@ class FleetController:
     streams : of the requests that are open.
     on_progress : called with one line of text at a time while engines start.
     start_timeout : seconds after which a replica that says nothing while it starts is given up.
-    kv_transports : by which replicas copy KV from one another, the best first; without any no stream moves.
+    moves_kv : whether replicas copy KV from one another; else no stream moves.
 
     Attributes
     ----------
@@ -99,7 +98,7 @@ class FleetController:
         streams: Streams,
         on_progress: Callable[[str], None],
         start_timeout: float = START_TIMEOUT_SECONDS,
-        kv_transports: Sequence[str] = TRANSPORTS["auto"],
+        moves_kv: bool = True,
     ) -> None:
         self.fleet = fleet
         self.processes = Processes(launcher, make_build, on_lost=self._lose, start_timeout=start_timeout)
@@ -109,7 +108,7 @@ class FleetController:
         self._launcher = launcher
         self._streams = streams
         self._on_progress = on_progress
-        self._kv_transports = list(kv_transports)
+        self._moves_kv = moves_kv
         self._kv_key = secrets.token_bytes(32)
         self._moves = LiveMoves(
             self,
@@ -224,11 +223,11 @@ class FleetController:
     def _open_kv(self) -> None:
         """Let replicas copy KV from one another, once there are several."""
         ready = [life for life in self.lives.values() if life.info is not None]
-        if len(ready) > 1 and self._kv_transports:
+        if len(ready) > 1 and self._moves_kv:
             for life in ready:
                 if not life.shares_kv:
                     life.shares_kv = True
-                    self._wire.send(life.name, OpenKV(self._kv_key, self._kv_transports))
+                    self._wire.send(life.name, OpenKV(self._kv_key))
 
     # --- lives ----------------------------------------------------------------------------------------
 
@@ -318,7 +317,7 @@ class FleetController:
         limits = life.limits
         if (difference := other_blocks(life, self.lives.values())) is not None:
             logger.warning("streams do not move to %s or from it; %s", life.replica, difference)
-        may_move = limits.moves_streams and bool(self._kv_transports) and difference is None
+        may_move = limits.moves_streams and self._moves_kv and difference is None
         self.tell(Joined(life.replica, replace(limits, moves_streams=may_move)))
         self.changed.set()
 

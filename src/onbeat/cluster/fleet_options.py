@@ -11,8 +11,8 @@ from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.migration import check_move_rule
 
 LAUNCHERS = ("local", "ray")
-TRANSPORTS = {"auto": ("cma", "tcp"), "cma": ("cma",), "tcp": ("tcp",), "none": ()}
-"""What `--kv-transport` may be -> the ways to copy KV, the best first."""
+TRANSPORTS = ("tcp", "none")
+"""What `--kv-transport` may be."""
 
 _option = partial(option, group="fleet")
 
@@ -23,10 +23,10 @@ class FleetOptions:
 
     fleet: FleetConfig = part(FleetConfig)
     kv_transport: str = _option(
-        "auto",
-        choices=tuple(TRANSPORTS),
-        help="how KV is copied between replicas when streams move; cma: from memory to memory, on one "
-        "machine; tcp: over a network; auto: cma if it works, else tcp; none: streams do not move",
+        "tcp",
+        choices=TRANSPORTS,
+        help="how KV is copied between replicas when streams move; tcp: over connections of their own; none: "
+        "streams do not move",
     )
     launcher: str = _option(
         "local",

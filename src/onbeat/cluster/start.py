@@ -9,7 +9,7 @@ from functools import partial
 
 from onbeat.cluster.client import FleetClient
 from onbeat.cluster.cuda_devices import share_devices
-from onbeat.cluster.fleet_options import TRANSPORTS, FleetOptions
+from onbeat.cluster.fleet_options import FleetOptions
 from onbeat.cluster.launcher import Launcher, ReplicaNeeds
 from onbeat.cluster.local_launcher import LocalLauncher, share_cores
 from onbeat.core.errors import ConfigError
@@ -96,7 +96,7 @@ def open_fleet(
         start_timeout=options.start_timeout,
         hashes_prompts=router in ROUTERS_OF_PREFIXES,
         on_progress=on_progress,
-        kv_transports=TRANSPORTS[options.kv_transport],
+        moves_kv=options.kv_transport != "none",
     )
 
 

@@ -18,7 +18,7 @@ from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs, St
 from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.kv_access import BlockMemory, KVLayout
 from onbeat.engine.kv_handover import KVHandover
-from onbeat.engine.kv_transfer.base import KVTransport
+from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.kv_transfer.transfers import KVTransfers
 from onbeat.recording.writer import RecordWriter
 from onbeat.scheduler.replica.scheduler import Scheduler
@@ -112,19 +112,15 @@ class EngineCore:
         """What the bytes of its KV depend on; None where no other engine could copy it."""
         return None if self._kv_memory is None else self._kv_memory().layout
 
-    def open_kv(self, transports: Sequence[KVTransport]) -> None:
+    def open_kv(self, transport: TcpTransport) -> None:
         """Lend KV to other engines from now on, and take theirs; without effect where that cannot be.
-
-        Parameters
-        ----------
-        transports : the best first.
 
         Raises
         ------
-        KVUnavailable : one of them does not work here.
+        OSError : nobody can listen at the transport's address.
         """
         if self._kv_memory is not None and self.kv is None:
-            self._hand_over_by(KVTransfers(self._kv_memory(), transports))
+            self._hand_over_by(KVTransfers(self._kv_memory(), transport))
 
     def _hand_over_by(self, transfers: KVTransfers) -> None:
         self.kv = KVHandover(

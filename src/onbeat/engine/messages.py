@@ -31,9 +31,7 @@ class OpenKV(msgspec.Struct, tag="open-kv", array_like=True):
     """Let other engines copy KV, and copy theirs."""
 
     key: bytes
-    """Of all engines of the fleet: it keeps strangers from copies by `tcp`."""
-    transports: list[str]
-    """The best first."""
+    """Of all engines of the fleet: it keeps strangers from copies."""
 
 
 class AskMove(msgspec.Struct, tag="move", array_like=True):

@@ -17,7 +17,7 @@ from types import FrameType
 import zmq
 
 from onbeat import __version__
-from onbeat.core.errors import EngineDead, KVUnavailable, OnbeatError, RequestRejected
+from onbeat.core.errors import EngineDead, OnbeatError, RequestRejected
 from onbeat.core.handover import MoveVerb
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import FinishReason, RequestOutput
@@ -25,8 +25,6 @@ from onbeat.core.settled_memory import settled_memory
 from onbeat.core.step import StepOutputs
 from onbeat.engine.core import EngineCore
 from onbeat.engine.grammar_port import CompilingRequests
-from onbeat.engine.kv_transfer.base import KVTransport
-from onbeat.engine.kv_transfer.cma import CmaTransport
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.messages import (
@@ -335,13 +333,9 @@ class _EngineLoop:
         self._send(self._core.message([end]))
 
     def _open_kv(self, message: OpenKV) -> None:
-        transports: dict[str, Callable[[], KVTransport]] = {
-            "cma": CmaTransport,
-            "tcp": lambda: TcpTransport(message.key, host=self._address),
-        }
         try:
-            self._core.open_kv([transports[name]() for name in message.transports])
-        except (OSError, KVUnavailable) as error:
+            self._core.open_kv(TcpTransport(message.key, host=self._address))
+        except OSError as error:
             logger.warning("streams cannot be moved to this engine or from it: %s", error)
         self._moves = self._open_moves()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -13,8 +13,6 @@ from typing import Any
 import torch
 
 from onbeat.engine.kv_access import BlockMemory, KVLayout, KVRegion
-from onbeat.engine.kv_transfer.base import KVTransport
-from onbeat.engine.kv_transfer.cma import CmaTransport
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.kv_transfer.transfers import KVTransfers
@@ -24,11 +22,6 @@ NUM_BLOCKS = 24
 REGION_BYTES = (4096, 1000)
 """Of a block, in each region: two, as a back end with a tensor for each layer has many."""
 KEY = b"the key of a fleet, at least 32 bytes"
-TRANSPORTS: dict[str, Callable[[bytes], KVTransport]] = {
-    "cma": lambda _: CmaTransport(),
-    "tcp": TcpTransport,
-}
-"""Name -> what makes one with a key."""
 
 
 class Blocks:
@@ -66,15 +59,15 @@ def layout(**changes: Any) -> KVLayout:
 
 
 def make_transfers(
-    *names: str, is_filled: bool = False, key: bytes = KEY, **changes: Any
+    *, is_filled: bool = False, key: bytes = KEY, **changes: Any
 ) -> tuple[Blocks, KVTransfers]:
     blocks = Blocks(is_filled=is_filled)
     memory = BlockMemory(blocks, layout(**changes), num_blocks=NUM_BLOCKS)
-    return blocks, KVTransfers(memory, [TRANSPORTS[name](key) for name in names])
+    return blocks, KVTransfers(memory, TcpTransport(key))
 
 
 class LendingProcess:
-    """A process of its own that lends ten blocks from 3 on as `r`, by every transport."""
+    """A process of its own that lends ten blocks from 3 on as `r`."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -105,7 +98,7 @@ class LendingProcess:
 
 
 def _lend(connection: Connection) -> None:
-    _, transfers = make_transfers(*TRANSPORTS, is_filled=True)
+    _, transfers = make_transfers(is_filled=True)
     while True:
         if connection.recv() == "lend":
             transfers.leases.grant("r", range(3, 13))

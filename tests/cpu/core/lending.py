@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from onbeat.engine.kv_transfer import base, tcp, transfers
+from onbeat.engine.kv_transfer import tcp, transfers
 from onbeat.engine.kv_transfer.source import KVSource
 from tests.cpu.core.kv_engines import (
     REGION_BYTES,
@@ -19,14 +19,14 @@ WAIT = 30.0
 
 
 def short_pulls(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    for module in (base, tcp, transfers):
+    for module in (tcp, transfers):
         monkeypatch.setattr(module, "PULL_SECONDS", seconds)
 
 
 @contextmanager
 def lending_source() -> Iterator[KVSource]:
     """Lend eight blocks as `r` over tcp."""
-    _, lending = make_transfers("tcp", is_filled=True)
+    _, lending = make_transfers(is_filled=True)
     lending.leases.grant("r", range(8))
     yield lending.summed(lending.leases.source("r", lending.endpoint)).result(WAIT)
     lending.close()

@@ -341,7 +341,7 @@ def processor_seconds(process_id: int) -> float:
 
 async def test_an_engine_that_waits_for_another_sleeps():
     async with engine(keeps_kv=True, max_num_seqs=1) as client:
-        client._send(OpenKV(b"k" * 32, ["cma"]))
+        client._send(OpenKV(b"k" * 32))
         client._send(AskMove(MoveTask("m1", MoveVerb.RESERVE, "elsewhere", num_tokens=16)))
         task = asyncio.create_task(collect(client, make_request()))
         await asyncio.sleep(0.1)

@@ -18,14 +18,14 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.kv_access import BlockMemory
 from onbeat.engine.kv_handover import KVHandover
-from onbeat.engine.kv_transfer.leases import Leases
 from onbeat.engine.kv_transfer.source import KVEndpoint, KVSource
+from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.kv_transfer.transfers import KVTransfers
 from onbeat.recording.reader import Recording
 from onbeat.recording.writer import create_record
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.simulator.replay.decisions import Replay
-from tests.cpu.core.kv_engines import NUM_BLOCKS, Blocks, layout
+from tests.cpu.core.kv_engines import KEY, NUM_BLOCKS, Blocks, layout
 from tests.fake_runner import FakeRunner
 from tests.fake_step_time import LinearStepTime
 from tests.pure.recording.recorded import make_header
@@ -34,27 +34,18 @@ from tests.pure.scheduler.driver import make_config, make_request
 WAIT = 30.0
 
 
-class SlowTransport:
+class SlowTransport(TcpTransport):
     """Copies once it is told to."""
 
-    name = "slow"
-
     def __init__(self) -> None:
+        super().__init__(KEY)
         self.may_end = threading.Event()
         self.num_pulls = 0
-
-    def serve(self, memory: BlockMemory, leases: Leases, endpoint: KVEndpoint) -> KVEndpoint:
-        return endpoint
-
-    def obstacle(self, endpoint: KVEndpoint) -> str | None:
-        return None
 
     def pull(self, source: KVSource, first_block: int, memory: BlockMemory, into: Sequence[int]) -> int:
         self.num_pulls += 1
         assert self.may_end.wait(WAIT)
         return len(into)
-
-    def close(self) -> None: ...
 
 
 class Engine:
@@ -66,7 +57,7 @@ class Engine:
         config = make_config(num_blocks=NUM_BLOCKS, enable_prefix_caching=False, **changes)
         self.transport = SlowTransport()
         memory = BlockMemory(Blocks(is_filled=False), layout(), num_blocks=NUM_BLOCKS)
-        self.transfers = KVTransfers(memory, [self.transport])
+        self.transfers = KVTransfers(memory, self.transport)
         self.idle = itertools.repeat(True)
         self.core = EngineCore(
             Scheduler(config, LinearStepTime()),
@@ -199,13 +190,12 @@ class TestLending:
 
 class TestRoom:
     def source(self, num_blocks: int) -> KVSource:
-        endpoint = KVEndpoint(layout=layout())
+        endpoint = KVEndpoint(layout=layout(), host="127.0.0.1", port=1)
         checksum = zlib.crc32(bytes(layout().block_bytes))
         return KVSource(
             endpoint=endpoint,
             lease_id="r",
             serial=1,
-            cell=0,
             block_ids=tuple(range(num_blocks)),
             checksums=(checksum,) * num_blocks,
         )

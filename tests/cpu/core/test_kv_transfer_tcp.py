@@ -24,10 +24,10 @@ from tests.cpu.core.lending import BLOCK_BYTES, WAIT, lending_source, short_pull
 
 class TestOverTcp:
     def test_another_key(self) -> None:
-        _, lending = make_transfers("tcp", is_filled=True)
+        _, lending = make_transfers(is_filled=True)
         lending.leases.grant("r", range(8))
         source = lending.summed(lending.leases.source("r", lending.endpoint)).result(WAIT)
-        blocks, own = make_transfers("tcp", key=b"k" * 32)
+        blocks, own = make_transfers(key=b"k" * 32)
         with pytest.raises(KVUnavailable, match="closed the connection"):
             own.pull(source, 0, [1]).result(WAIT)
         assert not any(part.any() for part in blocks.parts)
@@ -47,10 +47,10 @@ class TestOverTcp:
             _check_refused(port, "cannot be had")
 
     def test_a_lease_that_ends_while_bytes_are_sent(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        _, lending = make_transfers("tcp", is_filled=True)
+        _, lending = make_transfers(is_filled=True)
         lending.leases.grant("r", range(8))
         source = lending.summed(lending.leases.source("r", lending.endpoint)).result(WAIT)
-        _, own = make_transfers("tcp")
+        _, own = make_transfers()
         views = BlockMemory.views
 
         def end_lease(memory: BlockMemory, block_id: int) -> Iterator[memoryview]:
@@ -67,7 +67,7 @@ class TestOverTcp:
     def test_a_source_that_hangs(self, lender: LendingProcess, monkeypatch: pytest.MonkeyPatch) -> None:
         source = lender.lend()
         short_pulls(monkeypatch, 0.5)
-        _, own = make_transfers("tcp")
+        _, own = make_transfers()
         start = time.monotonic()
         with lender.standing_still(), pytest.raises(KVUnavailable, match=r"took too long|timed out"):
             own.pull(source, 0, [1]).result(WAIT)
@@ -86,7 +86,7 @@ class TestOverTcp:
                     strangers.append(stack.enter_context(socket.create_connection(address)))
                     with suppress(ConnectionError):
                         strangers[-1].sendall(first_words)
-                _, own = make_transfers("tcp")
+                _, own = make_transfers()
                 stack.callback(own.close)
                 for _ in range(3):
                     assert own.pull(source, 0, [1, 2]).result(WAIT) == 2 * BLOCK_BYTES
@@ -139,8 +139,8 @@ class TestOverTcp:
 
         monkeypatch.setattr(tcp._Server, "_send_block", send_later)
         with lending_source() as source:
-            _, first = make_transfers("tcp")
-            _, second = make_transfers("tcp")
+            _, first = make_transfers()
+            _, second = make_transfers()
             copy = first.pull(source, 0, [1])
             assert is_sending.wait(WAIT)
             with pytest.raises(KVUnavailable, match="1 others copy from there; try again later"):
@@ -187,9 +187,9 @@ def _answering(say: Callable[[socket.socket], None]) -> Iterator[int]:
 
 
 def _check_refused(port: int, reason: str) -> None:
-    _, own = make_transfers("tcp")
+    _, own = make_transfers()
     endpoint = replace(own.endpoint, port=port)
-    source = KVSource(endpoint=endpoint, lease_id="r", serial=1, cell=0, block_ids=(1, 2), checksums=(0, 0))
+    source = KVSource(endpoint=endpoint, lease_id="r", serial=1, block_ids=(1, 2), checksums=(0, 0))
     with pytest.raises(KVUnavailable, match=reason):
         own.pull(source, 0, [1]).result(WAIT)
     own.close()

@@ -16,6 +16,7 @@ from onbeat.engine.guided_rows import Guides
 from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, block_bytes_of
 from onbeat.engine.kv_handover import KVHandover
 from onbeat.engine.kv_transfer.source import KVSource
+from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.kv_transfer.transfers import KVTransfers
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
@@ -23,7 +24,7 @@ from onbeat.engine.speculation.proposer import Proposer
 from onbeat.scheduler.replica.move_agent import Departure
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from tests.cpu.core.kv_engines import KEY, TRANSPORTS
+from tests.cpu.core.kv_engines import KEY
 from tests.cpu.engine.forwards import MakeForward
 from tests.cpu.speculation.runs import LIMITS
 from tests.fake_step_time import LinearStepTime
@@ -31,13 +32,12 @@ from tests.fake_step_time import LinearStepTime
 WAIT = 60.0
 """Seconds, for what takes a step or a copy."""
 MOST_STEPS = 4
-"""That are taken during a copy: the first one through a transport also makes its connection, in a second or
-more of a busy machine, in which short streams would all end."""
+"""That are taken during a copy: it makes a connection, in a second or more of a busy machine, in which short
+streams would all end."""
 
 
 def make_core(
     make_forward: MakeForward,
-    transport: str = "cma",
     *,
     overlapped: bool = False,
     make_proposer: Callable[[], Proposer] | None = None,
@@ -69,7 +69,7 @@ def make_core(
         max_in_flight_steps=2 if overlapped else 1,
         clock=lambda: next(ticks) * 1e-3,
         recorder=recorder,
-        transfers=KVTransfers(memory, [TRANSPORTS[transport](KEY)]),
+        transfers=KVTransfers(memory, TcpTransport(KEY)),
     )
 
 

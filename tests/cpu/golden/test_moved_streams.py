@@ -18,7 +18,6 @@ from onbeat.engine.weights import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.text.tokenizer import load_tokenizer
-from tests.cpu.core.kv_engines import TRANSPORTS
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
 from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, tiny_model
 from tests.cpu.golden.moving import Pair, Streams, make_core, undisturbed
@@ -35,7 +34,6 @@ def exact(name: str = "llama3") -> MakeForward:
 def check_moves(
     make_forward: MakeForward,
     requests: Sequence[Request],
-    transport: str = "cma",
     *,
     share: float = 0.15,
     is_alone: bool = False,
@@ -49,8 +47,8 @@ def check_moves(
     is_alone : each request begins when the one before has ended.
     """
     batches = [[request] for request in requests] if is_alone else [requests]
-    expected = undisturbed(make_core(make_forward, transport, **options), batches)
-    pair, random = Pair([make_core(make_forward, transport, **options) for _ in range(2)]), Random(7)
+    expected = undisturbed(make_core(make_forward, **options), batches)
+    pair, random = Pair([make_core(make_forward, **options) for _ in range(2)]), Random(7)
     for batch in batches:
         for index, request in enumerate(batch):
             pair.add(request, index % 2)
@@ -73,14 +71,13 @@ def test_every_way_to_sample(sampling: str) -> None:
     check_moves(exact(), make_requests(**SAMPLINGS[sampling]))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("backend", ["torch", "native"])
-def test_every_transport(transport: str, backend: str, request: pytest.FixtureRequest) -> None:
+def test_every_backend(backend: str, request: pytest.FixtureRequest) -> None:
     make_forward = exact()
     if backend == "native":
         library = request.getfixturevalue("native_library")
         make_forward = on_native(library, StateCheckpoint(hf_tiny_model("llama3", torch.float64)))
-    check_moves(make_forward, make_requests(temperature=0.8, presence_penalty=0.3), transport)
+    check_moves(make_forward, make_requests(temperature=0.8, presence_penalty=0.3))
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if not POLICIES[name].release.holds_finished])
@@ -108,8 +105,7 @@ def smollm2(native_library: Any, smollm2_gguf: Path) -> MakeForward:
     return on_native(native_library, checkpoint, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_smollm2_in_bfloat16(smollm2: MakeForward, smollm2_gguf: Path, transport: str) -> None:
+def test_smollm2_in_bfloat16(smollm2: MakeForward, smollm2_gguf: Path) -> None:
     """Whole blocks are moved, of 23,040 bytes a token; the odd streams are sampled."""
     token_ids = load_tokenizer(smollm2_gguf).encode((Path(__file__).parents[3] / "LICENSE").read_text())
     requests = [
@@ -124,7 +120,7 @@ def test_smollm2_in_bfloat16(smollm2: MakeForward, smollm2_gguf: Path, transport
         for index in range(4)
     ]
     # One by one: in bfloat16 a row may round differently beside more rows, whether its request moves or not.
-    streams = check_moves(smollm2, requests, transport, share=0.3, is_alone=True)
+    streams = check_moves(smollm2, requests, share=0.3, is_alone=True)
     assert streams.num_moves >= 12
     assert streams.num_bytes
     assert streams.num_bytes % (16 * 23_040) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,8 +11,6 @@ from onbeat.engine.kv_transfer.source import KVEndpoint, KVSource
 
 MOST_LEASES = 4096
 """At once; an engine has fewer requests."""
-CELL_BYTES = 8
-"""Of one of `Leases.cells`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,29 +18,22 @@ class Lease:
     """Blocks that may be copied."""
 
     serial: int
-    cell: int
     block_ids: tuple[int, ...]
     checksums: dict[int, int] = field(default_factory=dict)
     """Block -> CRC-32, as far as known; what is lent is not written to."""
 
 
 class Leases:
-    """The leases of one engine: its step loop grants and revokes them, other threads and processes look.
+    """The leases of one engine: its step loop grants and revokes them, other threads look.
 
     A lease ends when it is revoked, which must come before its blocks are given to anybody else. Nobody is
     waited for: who copies looks once more after the last byte, and throws away what it has if the lease has
     ended meanwhile.
-
-    Attributes
-    ----------
-    cells : the serial of each lease that lasts, at the lease's place; 0 elsewhere. Other processes read it.
     """
 
     def __init__(self) -> None:
-        self.cells: ctypes.Array[ctypes.c_int64] = (ctypes.c_int64 * MOST_LEASES)()
         self._lock = threading.Lock()
         self._leases: dict[str, Lease] = {}
-        self._free_cells = list(range(MOST_LEASES - 1, -1, -1))
         self._num_granted = 0
 
     def grant(self, lease_id: str, block_ids: Sequence[int]) -> Lease:
@@ -56,22 +46,18 @@ class Leases:
         with self._lock:
             known = self._leases.get(lease_id)
             if known is None:
-                if not self._free_cells:
+                if len(self._leases) >= MOST_LEASES:
                     raise KVUnavailable(f"{MOST_LEASES} requests have their KV lent already, as many as may")
                 self._num_granted += 1
-                known = Lease(self._num_granted, self._free_cells.pop(), ())
-            lease = Lease(known.serial, known.cell, tuple(block_ids), known.checksums)
+                known = Lease(self._num_granted, ())
+            lease = Lease(known.serial, tuple(block_ids), known.checksums)
             self._leases[lease_id] = lease
-            self.cells[lease.cell] = lease.serial
             return lease
 
     def revoke(self, lease_id: str) -> None:
         """End a lease; one that has ended is ignored."""
         with self._lock:
-            lease = self._leases.pop(lease_id, None)
-            if lease is not None:
-                self.cells[lease.cell] = 0
-                self._free_cells.append(lease.cell)
+            self._leases.pop(lease_id, None)
 
     def checksums(self, lease_id: str, serial: int) -> dict[int, int]:
         """Return what is known of a lease's blocks, to be added to; of one that has ended nothing."""
@@ -100,6 +86,5 @@ class Leases:
             endpoint=endpoint,
             lease_id=lease_id,
             serial=lease.serial,
-            cell=lease.cell,
             block_ids=lease.block_ids,
         )

@@ -24,17 +24,17 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from onbeat.core.errors import KVUnavailable
 from onbeat.engine.kv_access import BlockMemory
-from onbeat.engine.kv_transfer.base import PULL_SECONDS, blocks_to_copy
 from onbeat.engine.kv_transfer.leases import Leases
 from onbeat.engine.kv_transfer.source import KVEndpoint, KVSource
 
 logger = logging.getLogger("onbeat.engine")
 
+PULL_SECONDS = 10.0
+"""A copy that takes longer is given up: the tokens have been computed by then."""
 KEY_BYTES = 32
 """Least length of a key."""
 _NONCE_BYTES = 16
@@ -50,7 +50,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class TcpTransport:
-    """Plain sockets; a thread of the source for each connection.
+    """Copies blocks between engines: plain sockets, and a thread of the source for each connection.
 
     Parameters
     ----------
@@ -58,30 +58,41 @@ class TcpTransport:
     host : address to listen at, and to be reached at.
     """
 
-    name = "tcp"
-
     def __init__(self, key: bytes, *, host: str = "127.0.0.1") -> None:
         assert len(key) >= KEY_BYTES, "a short key can be guessed"
         self._key = key
         self._host = host
         self._server: _Server | None = None
 
-    def serve(self, memory: BlockMemory, leases: Leases, endpoint: KVEndpoint) -> KVEndpoint:
-        """See `KVTransport.serve`."""
+    def serve(self, memory: BlockMemory, leases: Leases) -> KVEndpoint:
+        """Let others copy leased blocks; return where they find them.
+
+        Raises
+        ------
+        OSError : nobody can listen there.
+        """
         assert self._server is None
         self._server = _Server(self._key, self._host, memory, leases)
-        return replace(endpoint, host=self._host, port=self._server.port)
-
-    def obstacle(self, endpoint: KVEndpoint) -> str | None:
-        """See `KVTransport.obstacle`; whether somebody listens there is found when it is used."""
-        return None if endpoint.host is not None else "the source does not serve it"
+        return KVEndpoint(layout=memory.layout, host=self._host, port=self._server.port)
 
     def pull(self, source: KVSource, first_block: int, memory: BlockMemory, into: Sequence[int]) -> int:
-        """See `KVTransport.pull`."""
-        blocks_to_copy(source, first_block, memory, into)
+        """Copy blocks, and return how many bytes that were. Takes `PULL_SECONDS` at most.
+
+        When it returns, or raises, it writes no more.
+
+        Parameters
+        ----------
+        first_block : counted from the first of `source`.
+        memory, into : where to, and the block for each that is copied.
+
+        Raises
+        ------
+        KVUnavailable : the source is gone, its blocks are not like ours, either side has no such blocks, or
+            the lease has ended. What the blocks hold then is not KV. Whether bytes have changed on the way
+            is found by `KVTransfers`.
+        """
+        _check_blocks(source, first_block, memory, into)
         host, port = source.endpoint.host, source.endpoint.port
-        if host is None:
-            raise KVUnavailable("the source does not listen for copies (tcp)")
         end = time.monotonic() + PULL_SECONDS
         try:
             with socket.create_connection((host, port), timeout=_HANDSHAKE_SECONDS) as connection:
@@ -99,7 +110,7 @@ class TcpTransport:
         return len(into) * memory.block_bytes
 
     def close(self) -> None:
-        """See `KVTransport.close`."""
+        """Serve no more."""
         if self._server is not None:
             self._server.close()
 
@@ -380,6 +391,18 @@ class _Wire:
 
 _MOST_PARTS = 512
 """That one call sends; the system allows 1,024."""
+
+
+def _check_blocks(source: KVSource, first_block: int, memory: BlockMemory, into: Sequence[int]) -> None:
+    """Raise KVUnavailable where the layouts differ, or the source or this engine has no such blocks."""
+    memory.layout.check_same(source.endpoint.layout)
+    memory.check_ids(into)
+    end = first_block + len(into)
+    if not 0 <= first_block <= end <= len(source.block_ids):
+        raise KVUnavailable(
+            f"blocks {first_block} to {end} of {source.lease_id!r} were asked for, but "
+            f"{len(source.block_ids)} of them are lent"
+        )
 
 
 def _digest(key: bytes, *parts: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""One engine's part in copies of KV: what it serves, and what it fetches, in the best way that works."""
+"""One engine's part in copies of KV: what it serves, and what it fetches."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from typing import Any
 
 from onbeat.core.errors import KVUnavailable
 from onbeat.engine.kv_access import BlockMemory
-from onbeat.engine.kv_transfer.base import PULL_SECONDS, KVTransport
 from onbeat.engine.kv_transfer.leases import Leases
-from onbeat.engine.kv_transfer.source import KVEndpoint, KVSource
+from onbeat.engine.kv_transfer.source import KVSource
+from onbeat.engine.kv_transfer.tcp import PULL_SECONDS, TcpTransport
 
 MOST_PULLS = 2
 """At once: copies share the memory's bandwidth with the steps."""
 
 
 class KVTransfers:
-    """Serves an engine's blocks by all its transports, and pulls others' by the first that reaches them.
+    """Serves an engine's blocks, and pulls others'.
 
     Parameters
     ----------
     memory : the engine's KV.
-    transports : the best first.
 
     Attributes
     ----------
@@ -32,16 +31,13 @@ class KVTransfers:
     endpoint : where they find it.
     """
 
-    def __init__(self, memory: BlockMemory, transports: Sequence[KVTransport]) -> None:
+    def __init__(self, memory: BlockMemory, transport: TcpTransport) -> None:
         self.memory = memory
         self.leases = Leases()
-        self._transports = tuple(transports)
+        self._transport = transport
         self._summing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onbeat-lend")
         self._pool = ThreadPoolExecutor(max_workers=MOST_PULLS, thread_name_prefix="onbeat-pull")
-        endpoint = KVEndpoint(layout=memory.layout)
-        for transport in self._transports:
-            endpoint = transport.serve(memory, self.leases, endpoint)
-        self.endpoint = endpoint
+        self.endpoint = transport.serve(memory, self.leases)
 
     def summed(self, source: KVSource) -> Future[KVSource]:
         """Return, from a thread of its own, blocks that are lent with their checksums.
@@ -56,22 +52,6 @@ class KVTransfers:
             if block_id not in known:
                 known[block_id] = self.memory.checksum(block_id)
         return replace(source, checksums=tuple(known[block_id] for block_id in source.block_ids))
-
-    def transport_to(self, endpoint: KVEndpoint) -> KVTransport:
-        """Return the first transport that reaches an engine.
-
-        Raises
-        ------
-        KVUnavailable : none does, or its blocks are not like ours; the message says why.
-        """
-        self.memory.layout.check_same(endpoint.layout)
-        obstacles = []
-        for transport in self._transports:
-            obstacle = transport.obstacle(endpoint)
-            if obstacle is None:
-                return transport
-            obstacles.append(f"{transport.name}: {obstacle}")
-        raise KVUnavailable(f"no way to copy KV from there works ({'; '.join(obstacles) or 'none is open'})")
 
     def pull(
         self, source: KVSource, first_block: int, into: Sequence[int], *, after: Future[Any] | None = None
@@ -95,14 +75,12 @@ class KVTransfers:
             raise KVUnavailable(f"a step that may write to the blocks has not ended in {PULL_SECONDS:g} s")
         if len(source.checksums) != len(source.block_ids):
             raise KVUnavailable(f"the checksums of the KV of {source.lease_id!r} were not sent with it")
-        transport = self.transport_to(source.endpoint)
-        num_bytes = transport.pull(source, first_block, self.memory, into)
+        num_bytes = self._transport.pull(source, first_block, self.memory, into)
         for number, block_id in enumerate(into, first_block):
             if self.memory.checksum(block_id) != source.checksums[number]:
                 raise KVUnavailable(
-                    f"block {number} of the KV of {source.lease_id!r} has changed on the way (by "
-                    f"{transport.name}); it is not used. If that happens again, look at the machine's memory "
-                    "and network"
+                    f"block {number} of the KV of {source.lease_id!r} has changed on the way; it is not "
+                    "used. If that happens again, look at the machine's memory and network"
                 )
         return num_bytes
 
@@ -110,5 +88,4 @@ class KVTransfers:
         """Let copies end, and serve no more; call it before the memory goes."""
         for pool in (self._summing, self._pool):
             pool.shutdown(wait=True, cancel_futures=True)
-        for transport in self._transports:
-            transport.close()
+        self._transport.close()
