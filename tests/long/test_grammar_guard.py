@@ -72,9 +72,9 @@ def lark_chain(length: int) -> str:
 
 
 HOSTILE: dict[str, tuple[Grammar, str]] = {
-    "long": (json_grammar({"const": "x" * 300_000}), "bytes of text"),
+    "long": (Grammar.of(f'start: "{"x" * 300_000}"'), "characters of text"),
     "deep": (json_grammar(nested(200)), "nested deeper than 64"),
-    "deeper": (json_grammar({"x": nested(400)}), "nested deeper than 64"),
+    "deeper": (Grammar.of("start: %json " + json.dumps({"x": nested(400)})), "nested deeper than 64"),
     "references": (json_grammar(chain(3000)), "more than 200 steps"),
     "array types": (json_grammar(array_types(2000)), "more than 200 steps"),
     "rules in a chain": (lark_grammar(lark_chain(900)), "more than 200 steps"),

@@ -8,25 +8,19 @@ import time
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, TypeVar
 
-import numpy as np
 import orjson
 from pydantic import BaseModel, BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler
 from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.server.errors import ApiError, ClientGone
+from onbeat.server.errors import ClientGone
 from onbeat.server.fair_threads import Turns
 from onbeat.server.fields import check_fields, refuse_unknown, validated
+from onbeat.server.json_reader import JsonReader, has_many_marks, num_bytes_of
 from onbeat.server.middleware import context_of
-from onbeat.server.server_config import MAX_JSON_LEVELS, MAX_JSON_PARTS, MAX_JSON_VALUES, MAX_QUOTED
+from onbeat.server.server_config import MAX_JSON_LEVELS, MAX_QUOTED
 
 _Model = TypeVar("_Model", bound=BaseModel)
-
-_MOST_MARKS = (
-    (b",", MAX_JSON_VALUES, "values"),
-    (b"{[:", MAX_JSON_PARTS, "objects, arrays and fields"),
-)
-"""What a body is counted by before it is read, with the most of it: what takes time in JSON is not text."""
 
 
 class _AlsoText:
@@ -102,15 +96,11 @@ async def read_json_object(request: Request) -> dict[str, Any]:
             code="invalid_content_type",
         )
     raw = await _read_body(request)
+    context_of(request.scope).num_body_bytes = len(raw)
     turns = Turns()
-    for marks, most, what in _MOST_MARKS:
-        if _num_bytes(raw, marks) > most and await asyncio.to_thread(_num_outside_strings, raw, marks) > most:
-            raise ApiError(
-                413,
-                f"the body holds more than {most} {what}; send less in a request",
-                code="request_too_large",
-            )
-        await turns.rest()
+    if has_many_marks(raw):
+        await asyncio.to_thread(JsonReader("the body").count, raw)
+    await turns.rest()
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -120,7 +110,7 @@ async def read_json_object(request: Request) -> dict[str, Any]:
             f"the body is a JSON {_json_type(body)}; it must be an object", code="invalid_json"
         )
     await turns.rest()
-    if _num_bytes(raw, b"{[") > MAX_JSON_LEVELS and is_nested_too_deep(body):
+    if num_bytes_of(raw, b"{[") > MAX_JSON_LEVELS and is_nested_too_deep(body):
         raise InvalidRequest(
             f"the body is nested deeper than {MAX_JSON_LEVELS} levels; flatten it", code="invalid_json"
         )
@@ -135,17 +125,6 @@ def is_nested_too_deep(value: dict[str, Any]) -> bool:
     except orjson.JSONEncodeError:
         return True
     return False
-
-
-def _num_bytes(raw: bytearray, wanted: bytes) -> int:
-    return len(raw.translate(None, bytes(set(range(256)) - set(wanted))))
-
-
-def _num_outside_strings(raw: bytearray, wanted: bytes) -> int:
-    """Return how often some bytes stand in JSON outside of strings, mostly without the interpreter lock."""
-    plain = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
-    is_inside = np.bitwise_xor.accumulate((plain == ord('"')).view(np.uint8)).view(np.bool_)
-    return sum(int(np.count_nonzero((plain == byte) & ~is_inside)) for byte in wanted)
 
 
 async def _read_body(request: Request) -> bytearray:

@@ -192,7 +192,7 @@ async def _rendered(body: ChatCompletionRequest, request: Request, services: Ser
         template, style = services.chat_template, services.reply_style
         if template is not None:
             context.ignored_fields += unread_variables(body.chat_template_kwargs, template.source)
-        return await render_chat(body, services.encoder, template, style, context.caller)
+        return await render_chat(body, services.encoder, template, style, context)
 
 
 async def _encoded(

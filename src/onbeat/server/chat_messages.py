@@ -12,6 +12,7 @@ from onbeat.core.errors import InvalidRequest
 from onbeat.server.body import is_nested_too_deep
 from onbeat.server.errors import unsupported
 from onbeat.server.fields import ignorable
+from onbeat.server.json_reader import JsonReader
 from onbeat.server.server_config import MAX_MESSAGES
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -19,6 +20,8 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 _PART_FIELDS = frozenset(("type", "text", "refusal", "cache_control", "annotations", "logprobs"))
 
 
+_RESULTS = ("tool", "function")
+"""Roles of what a call has returned."""
 _LACKED = ("audio", "images", "prefix", "partial")
 """What messages may carry elsewhere and must not here: the last are Ollama's, DeepSeek's and Moonshot's."""
 
@@ -118,6 +121,7 @@ class MessageReader:
     """Makes of the messages of one chat, in their order, what its template gets."""
 
     def __init__(self) -> None:
+        self._json = JsonReader("the arguments of the calls in messages")
         self._names: dict[str, str] = {}
         """Of the tools that have been called, by the ids of the calls."""
 
@@ -131,6 +135,7 @@ class MessageReader:
         Raises
         ------
         InvalidRequest : it has no content, or carries what this server lacks.
+        ApiError : the arguments of its calls, and of those before, hold too much (413).
         """
         given = message.__dict__ | (message.model_extra or {})  # asking a model for what it lacks takes long
         for field in _LACKED:
@@ -140,13 +145,10 @@ class MessageReader:
         if message.function_call is not None:
             calls.append(ToolCall(function=message.function_call))
         reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
-        is_result = message.role in ("tool", "function")
-        content = message.refusal if message.content is None else message.content
-        if content is None and (calls or is_result or reasoning is not None):
-            content = ""
+        is_result = message.role in _RESULTS
         result: dict[str, Any] = {
             "role": "tool" if is_result else message.role,
-            "content": _content_text(content, f"{where}.content"),
+            "content": text_of(message, f"{where}.content"),
         }
         name = message.name
         if is_result and message.tool_call_id is not None:
@@ -157,24 +159,36 @@ class MessageReader:
                 result[field] = value
         if calls:
             self._names |= {call.id: call.function.name for call in calls if call.id is not None}
-            result["tool_calls"] = list(map(_template_call, calls))
+            result["tool_calls"] = list(map(self._template_call, calls))
         return result
 
+    def _template_call(self, call: ToolCall) -> dict[str, Any]:
+        """Return a call for the template, its arguments as an object if they are one, as templates expect."""
+        function = {"name": call.function.name, "arguments": self._as_object(call.function.arguments)}
+        return {**({} if call.id is None else {"id": call.id}), "type": "function", "function": function}
 
-def _template_call(call: ToolCall) -> dict[str, Any]:
-    """Return a call for the template, its arguments as an object if they are one, as templates expect."""
-    function = {"name": call.function.name, "arguments": _as_object(call.function.arguments)}
-    return {**({} if call.id is None else {"id": call.id}), "type": "function", "function": function}
+    def _as_object(self, arguments: str | dict[str, Any] | None) -> str | dict[str, Any]:
+        if not isinstance(arguments, str):
+            return arguments or {}
+        try:
+            parsed = self._json.read(arguments or "{}")
+        except orjson.JSONDecodeError:  # a model may have been cut off, or have written no JSON
+            return arguments
+        return parsed if isinstance(parsed, dict) and not is_nested_too_deep(parsed) else arguments
 
 
-def _as_object(arguments: str | dict[str, Any] | None) -> str | dict[str, Any]:
-    if not isinstance(arguments, str):
-        return arguments or {}
-    try:
-        parsed = orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError:  # a model may have been cut off, or have written no JSON
-        return arguments
-    return parsed if isinstance(parsed, dict) and not is_nested_too_deep(parsed) else arguments
+def text_of(message: ChatMessage, where: str) -> str:
+    """Return the text of a message, which may have none beside calls, reasoning or a result.
+
+    Raises
+    ------
+    InvalidRequest : it has none and needs one, or holds what is no text.
+    """
+    others = (message.tool_calls, message.function_call, message.reasoning, message.reasoning_content)
+    content = message.refusal if message.content is None else message.content
+    if content is None and (message.role in _RESULTS or any(other not in (None, []) for other in others)):
+        return ""
+    return _content_text(content, where)
 
 
 def echoed_text(messages: Sequence[ChatMessage], role: str) -> str:

@@ -9,9 +9,9 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.server.chat_messages import ChatMessages, MessageReader
+from onbeat.server.chat_messages import ChatMessages, MessageReader, text_of
 from onbeat.server.errors import ApiError, unsupported
-from onbeat.server.fair_threads import Turns
+from onbeat.server.middleware import HttpContext
 from onbeat.server.prompts import PromptEncoder, TokenId
 from onbeat.server.reply_fields import ToolUse
 from onbeat.server.server_config import MAX_QUOTED, MAX_VARIABLES_BYTES
@@ -88,6 +88,9 @@ _END_MARK = "\ue000onbeat-continue\ue000"
 
 _QUOTED_END = 40
 """Characters of a message and of a prompt that an error shows."""
+
+_MESSAGE_SIZE = 1000
+"""A message takes as long to render as so many bytes, beside its own."""
 
 _RESERVED_VARIABLES = frozenset(
     (
@@ -167,7 +170,11 @@ def _check_rendering(body: RenderedChat) -> None:
 
 
 async def render_chat(
-    body: RenderedChat, encoder: PromptEncoder, template: ChatTemplate | None, style: ReplyStyle, caller: str
+    body: RenderedChat,
+    encoder: PromptEncoder,
+    template: ChatTemplate | None,
+    style: ReplyStyle,
+    context: HttpContext,
 ) -> str:
     """Return a chat as the text that the model completes.
 
@@ -177,11 +184,11 @@ async def render_chat(
     encoder : has the template rendered.
     template : the model's, if it has one.
     style : how the model calls tools, which tells it where its template does not.
-    caller : who shares the rendering with others (`HttpContext.caller`).
+    context : whose chat it is: callers share threads.
 
     Raises
     ------
-    ApiError : the model has no chat template.
+    ApiError : the model has no chat template, or the arguments of calls hold too much.
     InvalidRequest : fields contradict each other, a message has no content or carries what this server lacks
         (images, sound), or the template refuses the chat or rewrites what it is to continue.
     PromptTooLong : the messages are longer than any text that fits the context.
@@ -194,10 +201,15 @@ async def render_chat(
             "--chat-template",
             code="no_chat_template",
         )
-    messages, reader, turns = list[dict[str, Any]](), MessageReader(), Turns()
-    for index, message in enumerate(body.messages or ()):
-        messages.append(reader.read(message, f"messages[{index}]"))
-        await turns.rest()
+    size = context.num_body_bytes + _MESSAGE_SIZE * len(body.messages or ())
+    return await encoder.render(context.caller, size, lambda: _rendered(body, encoder, template, style))
+
+
+def _rendered(body: RenderedChat, encoder: PromptEncoder, template: ChatTemplate, style: ReplyStyle) -> str:
+    reader = MessageReader()
+    messages = [
+        reader.read(message, f"messages[{index}]") for index, message in enumerate(body.messages or ())
+    ]
     variables = {
         **(body.chat_template_kwargs or {}),
         "add_generation_prompt": body.add_generation_prompt is not False,
@@ -207,21 +219,22 @@ async def render_chat(
         messages = without_tools(messages, tools, style.family or FAMILIES["json"])
     elif tools:
         variables["tools"] = tools
+    encoder.check_chat(messages, variables)
     if not body.continue_final_message:
-        return await encoder.render(template, messages, variables, caller)
+        return template.render(messages, **variables)
     final = messages[-1]
     content = final["content"]
     # only where there is something to trim: templates may look at how a message starts
     marked = _START_MARK * content[:1].isspace() + content
     messages[-1] = {**final, "content": marked + _END_MARK}
-    return _continued(await encoder.render(template, messages, variables, caller), marked, content)
+    return _continued(template.render(messages, **variables), marked, content)
 
 
 def continued_text(body: RenderedChat) -> str | None:
     """Return the final message that an answer goes on with; None where it does not."""
     if not (body.continue_final_message and body.messages):
         return None
-    return str(MessageReader().read(body.messages[-1], "messages[-1]")["content"])
+    return text_of(body.messages[-1], "messages[-1]")
 
 
 def _continued(rendered: str, marked: str, content: str) -> str:

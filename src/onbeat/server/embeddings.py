@@ -137,7 +137,7 @@ async def _embedded(body: EmbeddingRequest, request: Request, services: Services
         param = "messages"
         async with cancelled_on_disconnect(request.receive):
             template, style = services.chat_template, services.reply_style
-            texts = [await render_chat(body, services.encoder, template, style, context.caller)]
+            texts = [await render_chat(body, services.encoder, template, style, context)]
     check_texts(texts, param)
     options = encode_options(body, info.max_model_len, param=param, special=param == "input")
     return await embed(services, request, body, texts, options)

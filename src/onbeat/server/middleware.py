@@ -77,6 +77,8 @@ class HttpContext:
     status: int = 0
     body: dict[str, Any] | None = None
     """What it asks for, where somebody has had to read that before its endpoint."""
+    num_body_bytes: int = 0
+    """Of what has been read of it: nothing in it takes more than in proportion."""
     arrival: float = math.nan
     """When its whole body had come."""
     completion_id: str = ""

@@ -13,7 +13,6 @@ from pydantic import WithJsonSchema
 from onbeat.core.errors import InvalidRequest, PromptTooLong, first_of
 from onbeat.core.protocols import Tokenizer
 from onbeat.server.fair_threads import FairThreads
-from onbeat.text.chat_template import ChatTemplate
 
 _INLINE_CHARACTERS = 2048
 """Longer texts are encoded in a thread; below, in some 2 ms, the hand-over is not worth it."""
@@ -23,9 +22,6 @@ _SUSPECT_CHARACTERS = 2**18
 
 _PIECE_SIZE = 2**16
 """Of many prompts so much is encoded at a time, between which others have their turn."""
-
-_MESSAGE_SIZE = 1000
-"""A message takes as long to render as so many characters, beside its own."""
 
 TOKEN_ID_SCHEMA = {"type": "integer", "format": "token-id", "minimum": 0}
 """Of the API's description, which adds the largest."""
@@ -127,38 +123,42 @@ class PromptEncoder:
         """
         return await self.off_loop(caller, len(text), lambda: self._encode(text, options))
 
-    async def render(
-        self, template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any], caller: str
-    ) -> str:
-        """Return a chat as the template writes it.
+    async def render(self, caller: str, size: int, work: Callable[[], str]) -> str:
+        """Make a prompt of a chat, in the one thread that does so.
 
         Parameters
         ----------
-        template : the model's.
-        messages : what the template is shown of them.
-        variables : the keyword arguments of `ChatTemplate.render`.
         caller : who shares the thread with others (`HttpContext.caller`).
+        size : bytes that take as long.
+        work : renders it; its errors are raised here.
 
         Raises
         ------
-        PromptTooLong : the messages are longer than any text that fits the context, whatever the template
-            would make of them.
-        InvalidRequest : the template refuses them.
+        InvalidRequest : the template cannot follow what it is given.
         """
-        values = [*chain.from_iterable(message.values() for message in messages), variables.get("tools", "")]
-        # calls and tools are objects, which templates write as JSON
-        texts = [value if isinstance(value, str) else orjson.dumps(value).decode() for value in values]
-        size = sum(map(len, texts))
-        if size > _SUSPECT_CHARACTERS:
-            await self._threads.run(caller, 1, lambda: self._check_length(texts, "messages"))
         try:
-            return await self._render_thread.run(
-                caller, size + _MESSAGE_SIZE * len(messages), lambda: template.render(messages, **variables)
-            )
+            return await self._render_thread.run(caller, size, work)
         except RecursionError as error:
             raise InvalidRequest(
                 "chat_template_kwargs is nested too deep for the chat template", param="chat_template_kwargs"
             ) from error
+
+    def check_chat(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> None:
+        """Refuse what no template could make fit; may take long itself.
+
+        Parameters
+        ----------
+        messages, variables : as a template gets them.
+
+        Raises
+        ------
+        PromptTooLong : they are longer than any text that fits the context.
+        """
+        values = [*chain.from_iterable(message.values() for message in messages), variables.get("tools", "")]
+        # calls and tools are objects, which templates write as JSON
+        texts = [value if isinstance(value, str) else orjson.dumps(value).decode() for value in values]
+        if sum(map(len, texts)) > _SUSPECT_CHARACTERS:
+            self._check_length(texts, "messages")
 
     async def off_loop(self, caller: str, size: int, work: Callable[[], _T]) -> _T:
         """Do work in a thread if it takes longer than the hand-over.

@@ -85,15 +85,15 @@ def _note_extra(tools: list[Any] | None, info: ValidationInfo) -> list[Any] | No
     """Add the names that no tool is known to have to those that are ignored."""
     ignored_fields = info.context
     assert isinstance(ignored_fields, list), "`body.read_body` gives it"
-    for tool in tools or ():
-        function = tool.function if isinstance(tool, ToolSpec) else tool
-        for part, where in ((tool, "tools[]."), (function, "tools[].function.")):
-            names = (part.model_extra or {}).keys()
-            ignored_fields += [
-                name
-                for name in ignorable(names, type(part).model_fields, where=where)
-                if name not in ignored_fields
-            ]
+    wrapped = [tool for tool in tools or () if isinstance(tool, ToolSpec)]
+    functions = [tool.function for tool in wrapped] or tools
+    for kind, parts, where in (
+        (ToolSpec, wrapped, "tools[]."),
+        (FunctionSpec, functions, "tools[].function."),
+    ):
+        # of all together: each unknown name is compared with all that are known
+        names = dict.fromkeys(name for part in parts or () for name in part.model_extra or ())
+        ignored_fields += ignorable(names.keys(), kind.model_fields, where=where)
     return tools
 
 

@@ -13,11 +13,13 @@ from onbeat.core.errors import InvalidRequest, RequestRejected
 from onbeat.core.request import Grammar
 from onbeat.metrics.counts import GrammarCounts
 from onbeat.server.body import Flag
-from onbeat.server.errors import unsupported
+from onbeat.server.errors import ApiError, unsupported
 from onbeat.server.fair_threads import MOST_SHORT_WORK, FairThreads
+from onbeat.server.json_reader import JsonReader
 from onbeat.server.middleware import HttpContext
+from onbeat.server.server_config import MAX_QUOTED
 from onbeat.text.grammar.guard import GrammarGuard
-from onbeat.text.grammar.limits import MOST_LEVELS
+from onbeat.text.grammar.limits import MOST_LEVELS, TooComplex, check_size
 from onbeat.text.grammar.source import (
     WHITE_SPACE,
     JsonStyle,
@@ -215,10 +217,7 @@ def _json(
 ) -> Iterator[Constraint]:
     if given is None or given == "":
         return
-    schema = _parsed(field, given) if isinstance(given, str) else given
-    if not isinstance(schema, dict | bool):
-        raise InvalidRequest(f"{field} is no JSON schema; it must be an object", param=field)
-    yield Constraint(field, partial(_of_schema, schema, style, is_closed=is_closed))
+    yield Constraint(field, partial(_of_schema, given, style, is_closed=is_closed))
 
 
 def _plain(where: str, **given: str | list[str] | None) -> Iterator[Constraint]:
@@ -234,7 +233,10 @@ def _plain(where: str, **given: str | list[str] | None) -> Iterator[Constraint]:
             yield Constraint(field, partial(_of_text, value))
 
 
-def _of_schema(schema: Schema, style: JsonStyle, *, is_closed: bool) -> Grammar:
+def _of_schema(given: SchemaOrText | Schema, style: JsonStyle, *, is_closed: bool) -> Grammar:
+    schema = _parsed(given) if isinstance(given, str) else given
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest("it is no JSON schema; it must be an object")
     return json_grammar(closed(schema) if is_closed else schema, style)
 
 
@@ -244,25 +246,37 @@ def _of_text(text: str) -> Grammar:
 
 def _tag_text(field: str, text: str | None) -> Iterator[Constraint]:
     """Yield a structural tag that is written as the JSON of a `response_format`."""
-    if not text:
-        return
-    value = _parsed(field, text)
+    if text:
+        yield Constraint(field, partial(_of_tag_text, field, text))
+
+
+def _of_tag_text(field: str, text: str) -> Grammar:
+    value = _parsed(text)
     if isinstance(value, dict):
         value = {"type": "structural_tag", **value}
     try:
         given = ResponseFormat.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, (field, *first["loc"])))
-        raise InvalidRequest(f"{where[:200]}: {first['msg']}", param=field) from error
-    yield _structural_tag(given, field)
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise InvalidRequest(f"{where[:MAX_QUOTED]}: {first['msg']}") from error
+    return _structural_tag(given, field).make()
 
 
-def _parsed(field: str, text: str) -> Any:
+def _parsed(text: str) -> Any:
+    """Return the value of JSON that stands in a text; takes long for a long one.
+
+    Raises
+    ------
+    InvalidRequest : it is not valid, too long, or holds too much.
+    """
+    check_size(text)
     try:
-        return orjson.loads(text)
+        return JsonReader("its JSON").read(text)
+    except ApiError as error:
+        raise TooComplex(str(error)) from error
     except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"{field} is not valid JSON: {error}", param=field) from error
+        raise InvalidRequest(f"it is not valid JSON: {error}") from error
 
 
 def _white_space(pattern: str | None) -> str:

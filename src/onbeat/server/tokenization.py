@@ -78,14 +78,15 @@ def tokenizer_routes(services: Services) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a text or chat."""
         body = await read_body(request, TokenizeRequest, unused=_OF_ANSWERS)
-        caller = context_of(request.scope).caller
+        context = context_of(request.scope)
+        caller = context.caller
         services.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         text, options = body.prompt, _encode_options(body, services.info.max_model_len)
         async with cancelled_on_disconnect(request.receive):
             if text is None:
-                text = await render_chat(body, encoder, services.chat_template, services.reply_style, caller)
+                text = await render_chat(body, encoder, services.chat_template, services.reply_style, context)
             token_ids = await encoder.encode_text(text, options, caller)
             # written there, too: what a long list leaves behind takes as long to be freed
             pieces = await encoder.off_loop(

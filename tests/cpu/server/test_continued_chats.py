@@ -9,6 +9,7 @@ import pytest
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.chat import ChatCompletionRequest
 from onbeat.server.chat_prompt import render_chat
+from onbeat.server.middleware import HttpContext
 from onbeat.server.prompts import PromptEncoder
 from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.reply.parser import ReplyStyle
@@ -34,7 +35,7 @@ async def continued(source: str, content: str) -> str:
     encoder = PromptEncoder(ByteTokenizer(), vocab_size=VOCAB_SIZE, max_model_len=1000)
     try:
         template = ChatTemplate(source, bos_token="<bos>", eos_token="<eos>")
-        return await render_chat(body, encoder, template, ReplyStyle(None, None), "caller")
+        return await render_chat(body, encoder, template, ReplyStyle(None, None), HttpContext("id", "chat"))
     finally:
         encoder.close()
 

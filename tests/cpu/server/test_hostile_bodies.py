@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import string
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,87 @@ DEEP = '{"a":' * 300 + "1" + "}" * 300
 
 MANY = 65_000
 """Fields, nearly as many as a body may have."""
+
+LISTS = filled('{"a":[', "[]", "]}", count=3_400_000)
+INTEGERS = filled('{"a":[', "1", "]}", count=5_000_000)
+ESCAPED = r"\u005b\u005d\u002c" * 500_000
+"""Lists in a text of a body, which holds none of their characters."""
+LONG = "x" * (LIMIT - 200)
+
+
+def written(path: str, **fields: Any) -> tuple[str, Callable[[], str], int]:
+    """Return a case of a body with texts that are JSON again, and the usual status."""
+    return path, lambda: orjson.dumps(fields).decode(), 400
+
+
+def called(*arguments: str) -> dict[str, Any]:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": each}} for each in arguments]
+    return {"messages": [{"role": "assistant", "tool_calls": calls}]}
+
+
+def tools(number: int, **fields: Any) -> list[dict[str, Any]]:
+    unknown = fields.pop("unknown", {})
+    return [
+        {"type": "function", "function": {"name": f"f{index}", **fields}, **unknown}
+        for index in range(number)
+    ]
+
+
+UNKNOWN = {f"noitcnuf{letter}": 1 for letter in string.ascii_letters[:32]}
+"""Names that resemble none that is known, which takes a while to find out."""
+ITEM = {"type": "function_call", "call_id": "c", "name": "f"}
+HIDDEN: dict[str, tuple[str, Callable[[], str], int]] = {
+    "lists in arguments": (*written(CHAT, **called(LISTS))[:2], 413),
+    "integers in arguments": (*written(CHAT, **called(INTEGERS))[:2], 413),
+    "escaped lists in arguments": (CHAT, lambda: CALLED % f'"{{\\"a\\":[{ESCAPED}[]]}}"', 413),
+    "lists in the arguments of many calls": (
+        *written(CHAT, **called(*[filled('{"a":[', "[]", "]}", count=1000)] * 3000))[:2],
+        413,
+    ),
+    "a text in the arguments of many calls": (
+        *written(CHAT, **called(*['{"a":"' + ",{[" * 800 + '"}'] * 3000))[:2],
+        400,
+    ),
+    "lists in arguments to tokenize": (*written("/tokenize", **called(LISTS))[:2], 413),
+    "lists in arguments of a response": (
+        *written("/v1/responses", input=[{**ITEM, "arguments": LISTS}])[:2],
+        413,
+    ),
+    "lists in guided_json": written(TEXT, prompt="a", guided_json=LISTS),
+    "lists in json_schema": written(TEXT, prompt="a", json_schema=LISTS[:200_000] + "]]}"),
+    "a closed schema of lists": written(
+        TEXT, prompt="a", structured_outputs={"json": LISTS, "disable_additional_properties": True}
+    ),
+    "lists in a structural tag": written(TEXT, prompt="a", structural_tag=LISTS),
+    "a schema of many properties": written(
+        TEXT, prompt="a", guided_json={"properties": {str(each): {} for each in range(30_000)}}
+    ),
+    "a long pattern": written(TEXT, prompt="a", guided_regex=LONG),
+    "a long pattern of white space": written(
+        TEXT, prompt="a", guided_json={"type": "object"}, guided_whitespace_pattern=LONG
+    ),
+    "a long grammar": written(TEXT, prompt="a", guided_grammar=LONG),
+    "long choices": written(TEXT, prompt="a", guided_choice=["x" * 1000] * 10_000),
+    "long tools": written(CHAT, messages=HELLO, tools=tools(128, description="x" * 80_000)),
+    "long tools that must be called": written(
+        CHAT,
+        messages=HELLO,
+        tool_choice="required",
+        tools=tools(128, parameters={"type": "object", "description": "x" * 80_000}),
+    ),
+    "unknown fields of tools": written(CHAT, messages=HELLO, tools=tools(128, unknown=UNKNOWN)),
+    "many properties of a tool": written(
+        CHAT,
+        messages=HELLO,
+        tool_choice="required",
+        tools=tools(1, parameters={"properties": {str(each): {} for each in range(30_000)}}),
+    ),
+    "words that are not to come": (
+        *written(TEXT, prompt="a", bad_words=["x" * 100] * 128, max_tokens=1)[:2],
+        200,
+    ),
+}
+"""The same of texts that are read once more, and of what grammars are made of."""
 
 HOSTILE: dict[str, tuple[str, Callable[[], str], int]] = {
     "wrong messages": (CHAT, lambda: filled('{"messages":[', "1", "]}"), 413),
@@ -123,9 +205,9 @@ HOSTILE: dict[str, tuple[str, Callable[[], str], int]] = {
 """Path, body, and the status that it gets."""
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", HOSTILE | HIDDEN)
 async def test_no_body_holds_up_the_event_loop(served: Served, name: str) -> None:
-    path, make, status = HOSTILE[name]
+    path, make, status = (HOSTILE | HIDDEN)[name]
     body = make().encode()
     assert len(body) <= LIMIT
     served.engine.script = Script("a")

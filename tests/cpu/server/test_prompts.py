@@ -99,7 +99,7 @@ class WatchedTemplate(ChatTemplate):
 async def test_chats_are_rendered_off_the_event_loop(encoder: PromptEncoder) -> None:
     """Another process does so, and a thread of its own waits for it."""
     template = WatchedTemplate()
-    await encoder.render(template, [{"role": "user", "content": "hi"}], {"thinking": False}, CALLER)
+    await encoder.render(CALLER, 2, lambda: template.render([{"role": "user", "content": "hi"}]))
     assert [name.startswith("onbeat-render") for name in template.threads] == [True]
 
 

@@ -10,6 +10,7 @@ import pytest
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.chat import ChatCompletionRequest
 from onbeat.server.chat_prompt import render_chat
+from onbeat.server.middleware import HttpContext
 from onbeat.server.prompts import PromptEncoder
 from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.reply.parser import ReplyStyle
@@ -69,7 +70,9 @@ def test_a_continued_chat_equals_transformers(source: str, content: str):
     )
     encoder = PromptEncoder(ByteTokenizer(), vocab_size=VOCAB_SIZE, max_model_len=1000)
     text = asyncio.run(
-        render_chat(body, encoder, ChatTemplate(source, **tokens), ReplyStyle(None, None), "caller")
+        render_chat(
+            body, encoder, ChatTemplate(source, **tokens), ReplyStyle(None, None), HttpContext("id", "chat")
+        )
     )
     encoder.close()
     assert text == rendered[0][0]

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any
 
+import orjson
+
 from onbeat.core.errors import InvalidRequest
 
 MOST_BYTES = 256 << 10
@@ -48,8 +50,21 @@ def check_size(text: str) -> None:
     ------
     TooComplex : it is.
     """
-    num_bytes = len(text.encode("utf-8", "surrogatepass"))
-    _at_most(num_bytes, MOST_BYTES, "bytes of text")
+    _at_most(len(text), MOST_BYTES, "characters of text")  # without a copy
+    _at_most(len(text.encode("utf-8", "surrogatepass")), MOST_BYTES, "bytes of text")
+
+
+def check_schema(schema: Any) -> None:
+    """Refuse a schema that is too long or too deep to become text, before it does.
+
+    Raises
+    ------
+    TooComplex : it is.
+    """
+    try:
+        _at_most(len(orjson.dumps(schema)), MOST_BYTES, "bytes of text")
+    except orjson.JSONEncodeError as error:
+        raise TooComplex(f"the schema is nested deeper than {MOST_LEVELS} levels; flatten it") from error
 
 
 def check_limits(text: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onbeat.core.request import Grammar
+from onbeat.text.grammar.limits import check_schema, check_size
 
 Schema = Mapping[str, Any] | bool
 """A JSON schema: an object, or true (any value) or false (none)."""
@@ -54,13 +55,26 @@ def json_grammar(schema: Schema, style: JsonStyle = JsonStyle()) -> Grammar:
 
 
 def lark_grammar(text: str) -> Grammar:
-    """Return the grammar of a Lark text, which begins at its rule `start`; see `embedded_json`."""
+    """Return the grammar of a Lark text, which begins at its rule `start`; see `embedded_json`.
+
+    Raises
+    ------
+    TooComplex : it is too long; nobody copies or hashes it.
+    """
+    check_size(text)
     return Grammar.of(text + _ANY_SPELLING)
 
 
 def embedded_json(schema: Schema, style: JsonStyle = JsonStyle()) -> str:
-    """Return what stands in a Lark rule for a JSON value by a schema: `call: "<call>" %json {...}`."""
-    return "%json " + json.dumps(_with_options(schema, style), ensure_ascii=False)
+    """Return what stands in a Lark rule for a JSON value by a schema: `call: "<call>" %json {...}`.
+
+    Raises
+    ------
+    TooComplex : the schema, or how it is written, is too long or too deep.
+    """
+    whole = _with_options(schema, style)
+    check_schema(whole)
+    return "%json " + json.dumps(whole, ensure_ascii=False)
 
 
 def lark_text(text: str) -> str:
@@ -75,6 +89,7 @@ def lark_pattern(pattern: str) -> str:
 
 def regex_grammar(pattern: str) -> Grammar:
     """Return the grammar of the texts that a regular expression matches as a whole."""
+    check_size(pattern)
     return lark_grammar(f"start: {lark_pattern(pattern)}")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.text.grammar.limits import check_size
+from onbeat.text.grammar.limits import check_schema, check_size
 from onbeat.text.grammar.source import JsonStyle, Schema, embedded_json, lark_text
 
 _ANY_TEXT = r"TEXT: /(.|\n)*/"
@@ -109,13 +109,22 @@ def closed(schema: Any) -> Any:
     """Return a schema whose objects have the properties that they name, and no others unless they say so.
 
     Members of an `allOf` stay open: together they name an object's properties.
+
+    Raises
+    ------
+    TooComplex : the schema is too long or too deep.
     """
+    check_schema(schema)
+    return _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [closed(each) for each in schema]
+        return [_closed(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     inside = {
-        key: value if key in _NO_SCHEMAS else closed_members(value) if key in _BY_NAME else closed(value)
+        key: value if key in _NO_SCHEMAS else _closed_members(value) if key in _BY_NAME else _closed(value)
         for key, value in schema.items()
     }
     if "properties" in schema and "additionalProperties" not in schema:
@@ -123,11 +132,11 @@ def closed(schema: Any) -> Any:
     return inside
 
 
-def closed_members(schemas: Any) -> Any:
+def _closed_members(schemas: Any) -> Any:
     """Return a map of names to schemas, each closed."""
     if not isinstance(schemas, dict):
         return schemas
-    return {name: closed(schema) for name, schema in schemas.items()}
+    return {name: _closed(schema) for name, schema in schemas.items()}
 
 
 _BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))

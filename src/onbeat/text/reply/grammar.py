@@ -160,6 +160,7 @@ class _Writer:
                 "required an array",
                 param="tools",
             )
+        names = {each for each in required if isinstance(each, str)}
         parts = [lark_text(f"<function={name}>\n")]
         for key, value in properties.items():
             if not set(key).isdisjoint("<>\n"):
@@ -170,7 +171,7 @@ class _Writer:
                     _tag_value(name, value, schema, is_strict=is_strict),
                 )
             )
-            parts.append(parameter if key in required else f"({parameter})?")
+            parts.append(parameter if key in names else f"({parameter})?")
         return " ".join((*parts, lark_text("</function>")))
 
 

@@ -1,8 +1,13 @@
 """Texts that sources of grammars accept, by the library that enforces them."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from onbeat.core.request import Grammar
+from onbeat.text.grammar import source
+from onbeat.text.grammar.limits import TooComplex
 from onbeat.text.grammar.source import (
     COMPACT,
     JsonStyle,
@@ -13,6 +18,7 @@ from onbeat.text.grammar.source import (
     lark_text,
     regex_grammar,
 )
+from onbeat.text.grammar.translate import closed
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -101,3 +107,34 @@ def test_a_choice_is_taken_to_the_letter(choice: str):
 def test_equal_texts_have_one_key():
     assert json_grammar(POINT) == json_grammar(dict(POINT))
     assert json_grammar(POINT).key != json_grammar(POINT, COMPACT).key
+
+
+LONG: str = "a" * 300_000
+DEEP: Any = {}
+for _ in range(300):
+    DEEP = {"items": DEEP}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: json_grammar({"const": LONG}),
+        lambda: json_grammar({"enum": [[]] * 120_000}),
+        lambda: json_grammar(DEEP),
+        lambda: json_grammar(POINT, JsonStyle(white_space=LONG)),
+        lambda: closed({"const": LONG}),
+        lambda: closed(DEEP),
+        lambda: regex_grammar(LONG),
+        lambda: choice_grammar([LONG]),
+        lambda: lark_grammar(f"start: {LONG}"),
+        lambda: lark_grammar("start: " + "\N{SNOWMAN}" * 100_000),
+    ],
+)
+def test_what_is_too_long_or_too_deep_is_measured_before_anything_is_made_of_it(
+    make: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(source, "Grammar", None)  # whose text is copied and hashed
+    monkeypatch.setattr(source, "_slashes_escaped", None)
+    with pytest.raises(TooComplex) as refusal:
+        make()
+    assert refusal.value.code == "grammar_too_complex"
