@@ -184,6 +184,7 @@ class RunCounts:
         self.refused = Counter(dict.fromkeys(REFUSALS, 0))
         """Requests by the reason for which they were refused, or ended in the queue."""
         self.ttft = Histogram(REQUEST_SECONDS)
+        self.delivery_lag = Histogram(LAG_SECONDS)
         self.gap = Histogram(GAP_SECONDS)
         self.tpot = Histogram(GAP_SECONDS)
         self.e2e = Histogram(REQUEST_SECONDS)
@@ -290,6 +291,8 @@ class RunCounts:
         """Count tokens, and the time since the delivery before or since the arrival."""
         self.slo.on_delivery(record)
         self.num_output_tokens += record.delivery_sizes[-1]
+        if record.delivery_lag is not None:
+            self.delivery_lag.observe(record.delivery_lag)
         times = record.delivery_times
         if len(times) > 1:
             self.gap.observe(times[-1] - times[-2])

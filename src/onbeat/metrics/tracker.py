@@ -87,13 +87,14 @@ class RequestTracker:
             listener.on_request(record)
         return record
 
-    def deliver(self, output: RequestOutput, now: float, num_tokens: int) -> None:
+    def deliver(self, output: RequestOutput, now: float, num_tokens: int, *, made: float) -> None:
         """Take in what a delivery of the engine brought an answer.
 
         Parameters
         ----------
-        now : when the engine made it, seconds.
+        now : when it was handed over to be sent, seconds.
         num_tokens : of its tokens, those that are in the answer: none behind its end.
+        made : when the engine made it, seconds.
         """
         record = self._open.get(output.request_id)
         if record is None:
@@ -105,6 +106,9 @@ class RequestTracker:
             for listener in self._listeners:
                 listener.on_preemption(record, now)
         if num_tokens or output.embedding is not None:
+            record.delivery_lag = max(now - made, 0.0)
+            if record.engine_ttft is None:
+                record.engine_ttft = made - record.arrival
             record.delivery_times.append(now)
             record.delivery_sizes.append(num_tokens)
             record.num_output_tokens += num_tokens

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from onbeat.core.errors import InvalidRequest, OnbeatError, PromptTooLong, counted
 from onbeat.core.request import Request
 from onbeat.server.answer_format import EVENT_STREAM_HEADERS, AnswerFormat, Extras, WholeChoice
 from onbeat.server.answer_report import slo_report, usage_of, without_empty_details, worst_report
 from onbeat.server.choices import Choice, ChoiceDelta, TextOptions
+from onbeat.server.connection import flow_of
 from onbeat.server.errors import ClientGone, error_reply, predicted_ttft_header
 from onbeat.server.fair_threads import Turns
 from onbeat.server.generation_request import GenerationRequest
@@ -81,7 +84,10 @@ class AnswerResponse(Response):
             for index, request in enumerate(requests)
         ]
         self._num_choices = body.num_choices
-        self._deltas = services.generator.run(self._choices, text_options)
+        self._deltas = services.generator.run(self._choices, text_options, self._now)
+        self._flow: FlowControl | None = None
+        """Of its connection; None where nobody says whether that is read."""
+        self._unread_seconds = 0.0
         self._writer = _AnswerWriter(self._choices, body, answer_format, services.config)
         self._jobs = services.jobs
         self._lifecycle = services.lifecycle
@@ -91,6 +97,10 @@ class AnswerResponse(Response):
     def name(self) -> str:
         return self._choices[0].request.request_id
 
+    def _now(self) -> float:
+        """Return the time, less what this answer has waited for its reader: nobody else is late for that."""
+        return time.monotonic() - self._unread_seconds
+
     @property
     def num_unread_bytes(self) -> int:
         num_alternatives = self._choices[0].request.sampling.num_logprobs or 0
@@ -99,6 +109,7 @@ class AnswerResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
+        self._flow = flow_of(scope)
         context.num_choices = self._num_choices
         context.max_tokens = [choice.request.sampling.max_tokens for choice in self._choices]
         try:
@@ -157,6 +168,9 @@ class AnswerResponse(Response):
         async for delta in deltas:
             self._writer.add(delta)
             await turns.rest()
+        for choice in self._choices:
+            self._writer.judge(choice)
+            await turns.rest()
         pieces = []
         for piece in self._writer.whole():
             pieces.append(piece)
@@ -166,9 +180,12 @@ class AnswerResponse(Response):
     async def _send_delta(self, delta: ChoiceDelta, send: Send) -> None:
         body = self._writer.events(delta)
         self._num_begun += 1
+        start = time.monotonic() if self._flow is not None and self._flow.write_paused else None
         await self._slow_readers.sent(
             self, send({"type": "http.response.body", "body": body, "more_body": True})
         )
+        if start is not None:
+            self._unread_seconds += time.monotonic() - start
         self._num_sent += 1
 
     @asynccontextmanager
@@ -249,7 +266,6 @@ class _AnswerWriter:
 
     def add(self, delta: ChoiceDelta) -> None:
         """Add a delta to the whole answer."""
-        self._note_end(delta)
         self._whole[delta.choice.index].add(delta, self._format.columns(delta.tokens))
 
     def whole(self) -> Iterator[Piece]:
@@ -258,7 +274,9 @@ class _AnswerWriter:
 
     def events(self, delta: ChoiceDelta) -> bytes:
         """Return the events of one delta, in the order in which they are sent."""
-        self._note_end(delta)
+        if delta.finish_reason is not None:
+            self._num_open -= 1
+            self.judge(delta.choice)
         is_last = self._num_open == 0 and not self._has_usage_event
         extras = Extras(
             usage=self._usage([delta.choice], delta) if self._has_usage_so_far else None,
@@ -270,12 +288,10 @@ class _AnswerWriter:
         """Return what comes behind the events of all deltas."""
         return self._format.end(self._final_extras())
 
-    def _note_end(self, delta: ChoiceDelta) -> None:
-        """Judge a choice when it ends: all of them at once could take long."""
-        if delta.finish_reason is not None:
-            self._num_open -= 1
-            if (report := slo_report(delta.choice, self._slo_mode)) is not None:
-                self._slo_reports.append(report)
+    def judge(self, choice: Choice) -> None:
+        """Judge a choice that has ended: all of them at once could take long."""
+        if (report := slo_report(choice, self._slo_mode)) is not None:
+            self._slo_reports.append(report)
 
     def _final_extras(self) -> Extras:
         return Extras(usage=self._usage(self._choices), slo=self._slo_report())
@@ -301,8 +317,8 @@ def note_choices(choices: Sequence[Choice], context: HttpContext) -> None:
     usage = usage_of(choices)
     context.num_prompt_tokens = usage["prompt_tokens"]
     context.num_output_tokens = usage["completion_tokens"]
-    firsts = [choice.first_delivery for choice in choices if choice.first_delivery is not None]
-    if firsts:
+    records = [choice.record for choice in choices if choice.record is not None]
+    if firsts := [record.first_token for record in records if record.first_token is not None]:
         context.ttft = min(firsts) - context.arrival
     if context.finish is None:
         reasons = dict.fromkeys(choice.finish_reason.value for choice in choices if choice.finish_reason)

@@ -130,6 +130,7 @@ class SLOReport(BaseModel):
     slo_class: str | None = Field(alias="class")
     ttft_ms: float | None
     tbt_p99_ms: float | None
+    engine_ttft_ms: float | None
     token_attainment: float | None
     met: bool
     predicted_ttft_ms: float | None

@@ -54,33 +54,13 @@ def without_empty_details(usage: dict[str, Any]) -> dict[str, Any]:
 def slo_report(choice: Choice, mode: SLOMode) -> dict[str, Any] | None:
     """Return how a finished choice fared, as the `slo` object of an answer. None without objectives.
 
-    Times are those of the engine's deliveries; what the network adds is not in them.
+    Times are those at which deliveries were handed to the connection; what the network adds is not in them.
 
     Parameters
     ----------
     mode : what keeping a TBT objective means.
     """
-    return record_report(record_of(choice), mode)
-
-
-def record_of(choice: Choice) -> RequestRecord:
-    """Return what became of a choice, as metrics keep it."""
-    request, times = choice.request, choice.delivery_times
-    return RequestRecord(
-        request_id=request.request_id,
-        arrival=request.arrival,
-        num_prompt_tokens=len(request.prompt_token_ids),
-        request_class=request.slo_class,
-        slo=request.slo,
-        predicted_ttft=choice.predicted_ttft,
-        fate=Fate.RELEGATED if choice.is_relegated else None,
-        is_streamed=choice.is_streamed,
-        delivery_times=times,
-        delivery_sizes=choice.delivery_sizes,
-        num_output_tokens=int(np.sum(choice.delivery_sizes)),
-        finish_reason=None if choice.finish_reason is None else choice.finish_reason.value,
-        end=times[-1] if times else math.nan,
-    )
+    return None if choice.record is None else record_report(choice.record, mode)
 
 
 def record_report(record: RequestRecord, mode: SLOMode) -> dict[str, Any] | None:
@@ -108,6 +88,7 @@ def unjudged_report(record: RequestRecord) -> dict[str, Any]:
     return {
         "class": record.request_class,
         "ttft_ms": milliseconds(record.ttft),
+        "engine_ttft_ms": milliseconds(record.engine_ttft),
         "tbt_p99_ms": None,
         "token_attainment": None,
         "met": False,

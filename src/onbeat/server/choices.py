@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -69,14 +68,8 @@ class Choice:
     request: Request
     is_streamed: bool
     """Whether the caller sees each delivery."""
-    delivery_times: array[float] = field(default_factory=lambda: array("d"))
-    """When the engine delivered tokens, seconds of the monotonic clock."""
-    delivery_sizes: array[int] = field(default_factory=lambda: array("I"))
-    """Tokens of each delivery."""
     predicted_ttft: float | None = None
     """What the engine predicted at the arrival, seconds."""
-    is_relegated: bool = False
-    """Whether the engine has given its objectives up."""
     num_output_tokens: int = 0
     num_drafted_tokens: int = 0
     """Draft tokens that the engine verified for it."""
@@ -99,17 +92,12 @@ class Choice:
     embedding: bytes | None = None
     """What a request with pooling has come for, once it is there: `RequestOutput.embedding`."""
     record: RequestRecord | None = None
-    """Its record while it is open and later; None before."""
+    """What has been handed over of it, while it is open and later; None before."""
 
     @property
     def num_untaken_tokens(self) -> int:
         """Tokens that the engine has delivered and nobody has taken."""
         return 0 if self.record is None else self.record.num_untaken_tokens
-
-    @property
-    def first_delivery(self) -> float | None:
-        """When the first tokens came, seconds of the monotonic clock."""
-        return self.delivery_times[0] if self.delivery_times else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,16 +158,12 @@ class ChoiceText:
             choice.predicted_ttft = output.predicted_ttft
         choice.finish_reason = output.finish_reason
         _check_alive(output, choice)
-        choice.is_relegated |= output.fate is Fate.RELEGATED
         token_ids = output.new_token_ids
-        if not choice.delivery_times:
+        if not choice.token_ids:
             choice.prompt_logprobs = output.prompt_logprobs
             choice.num_cached_tokens = output.num_cached_tokens
         choice.placement = output.placement or choice.placement
         choice.embedding = output.embedding
-        if token_ids or output.embedding is not None:
-            choice.delivery_times.append(delivery.time)
-            choice.delivery_sizes.append(len(token_ids))
         if self._drops_answer:
             choice.finish_reason = FinishReason.LENGTH
             return ChoiceDelta(choice, "", [], [], choice.finish_reason.value)
@@ -264,8 +248,6 @@ class ChoiceText:
         """End the answer with the token that completed it; what came behind it is nobody's."""
         choice = self._choice
         choice.finish_reason, choice.stop_reason = FinishReason.STOP, stop_string
-        if num_tokens < choice.num_output_tokens:
-            choice.delivery_sizes[-1] -= choice.num_output_tokens - num_tokens
         choice.num_output_tokens = num_tokens
         del choice.token_ids[num_tokens:]
         del self._held[num_tokens - self._num_shown :]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from typing import NamedTuple
 
 from onbeat.core.errors import Overloaded, RequestRejected, SLOUnattainable
-from onbeat.core.protocols import EngineClient, Tokenizer
+from onbeat.core.protocols import Delivery, EngineClient, Tokenizer
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import ShedMode
 from onbeat.metrics.tracker import RequestTracker
@@ -84,6 +85,17 @@ class Lifecycle:
             self._engine_ids.discard(request_id)
 
 
+class _Turn(NamedTuple):
+    """What a delivery brought a choice, on its way to whoever writes the answer."""
+
+    choice: Choice
+    delivery: Delivery
+    num_tokens: int
+    """Of its tokens, those that are in the answer."""
+    delta: ChoiceDelta | None
+    """None where all of its text is held back."""
+
+
 class Generator:
     """Runs choices on the engine.
 
@@ -103,8 +115,17 @@ class Generator:
         self._lifecycle = lifecycle
         self._tracker = tracker
 
-    async def run(self, choices: Sequence[Choice], options: TextOptions) -> AsyncGenerator[ChoiceDelta, None]:
+    async def run(
+        self, choices: Sequence[Choice], options: TextOptions, clock: Callable[[], float] = time.monotonic
+    ) -> AsyncGenerator[ChoiceDelta, None]:
         """Stream the deltas of all choices, as they come. Closing the generator aborts what still runs.
+
+        A delivery counts from when its delta is taken here: whoever takes it writes it to the client at once.
+        A whole answer ends when all of its choices have.
+
+        Parameters
+        ----------
+        clock : by which deliveries are handed over, seconds.
 
         Raises
         ------
@@ -119,15 +140,29 @@ class Generator:
             together = _held_until_all_begin(_merged(streams, sizes, most), len(streams))
         else:
             together = _merged(streams, sizes, most)
-        async with aclosing(together) as deltas:
-            async for delta in deltas:
-                yield delta
+        try:
+            async with aclosing(together) as turns:
+                async for turn in turns:
+                    self._hand_over(turn, clock())
+                    if turn.delta is not None:
+                        yield turn.delta
+        finally:
+            for choice in choices:
+                self._tracker.close(
+                    choice.request.request_id, choice.finish_reason or FinishReason.ABORT, clock()
+                )
 
-    async def _run_one(self, choice: Choice, options: TextOptions) -> AsyncGenerator[ChoiceDelta, None]:
+    def _hand_over(self, turn: _Turn, now: float) -> None:
+        choice, delivery, num_tokens, delta = turn
+        self._tracker.deliver(delivery.output, now, num_tokens, made=delivery.time)
+        if delta is not None and delta.finish_reason is not None and choice.is_streamed:
+            assert choice.finish_reason is not None, "its last delta says how it ended"
+            self._tracker.close(choice.request.request_id, choice.finish_reason, now)
+
+    async def _run_one(self, choice: Choice, options: TextOptions) -> AsyncGenerator[_Turn, None]:
         request = choice.request
         text = ChoiceText(choice, self._tokenizer, options)
-        last: ChoiceDelta | None = None
-        end: float | None = None
+        last: _Turn | None = None
         left = FinishReason.ABORT
         """How it ends without an end of its own."""
         choice.record = self._tracker.open(request, is_streamed=choice.is_streamed)
@@ -136,12 +171,11 @@ class Generator:
                 async with aclosing(self._engine.generate(request)) as deliveries:
                     async for delivery in deliveries:
                         delta = text.take(delivery)
-                        self._tracker.deliver(delivery.output, delivery.time, text.num_new_tokens)
+                        turn = _Turn(choice, delivery, text.num_new_tokens, delta)
                         if choice.finish_reason is not None:
-                            last, end = delta, delivery.time
+                            last = turn
                             break
-                        if delta is not None:
-                            yield delta
+                        yield turn
         except RequestRejected as error:
             if choice.finish_reason is None:
                 self._tracker.refuse(request.request_id, error, time.monotonic())
@@ -152,17 +186,16 @@ class Generator:
             left = FinishReason.ERROR
             raise
         finally:
-            self._tracker.close(
-                request.request_id, choice.finish_reason or left, time.monotonic() if end is None else end
-            )
+            if last is None:
+                self._tracker.close(request.request_id, choice.finish_reason or left, time.monotonic())
         # Only now: after a stop string the engine must not go on while the client is slow to read.
         if last is not None:
             yield last
 
 
 async def _merged(
-    streams: Sequence[AsyncGenerator[ChoiceDelta, None]], sizes: Sequence[int], most: int
-) -> AsyncGenerator[ChoiceDelta, None]:
+    streams: Sequence[AsyncGenerator[_Turn, None]], sizes: Sequence[int], most: int
+) -> AsyncGenerator[_Turn, None]:
     """Stream what several generators make, as it comes; the first error ends all of them.
 
     Parameters
@@ -171,7 +204,7 @@ async def _merged(
     most : that run at once.
     """
     # bounded: a client that reads slowly holds the choices back instead of filling memory
-    queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(maxsize=len(streams))
+    queue: asyncio.Queue[_Turn | Exception | None] = asyncio.Queue(maxsize=len(streams))
 
     tasks: list[asyncio.Task[None]] = []
 
@@ -212,14 +245,12 @@ async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:
             task.cancel()
 
 
-async def _pump(
-    stream: AsyncGenerator[ChoiceDelta, None], queue: asyncio.Queue[ChoiceDelta | Exception | None]
-) -> None:
+async def _pump(stream: AsyncGenerator[_Turn, None], queue: asyncio.Queue[_Turn | Exception | None]) -> None:
     """Put what a generator makes in a queue, then how it ended: None, or the error."""
     try:
         async with aclosing(stream):
-            async for delta in stream:
-                await queue.put(delta)
+            async for turn in stream:
+                await queue.put(turn)
     except Exception as error:
         await queue.put(error)
     else:
@@ -238,21 +269,21 @@ async def _a_few_at_a_time(sizes: Sequence[int]) -> AsyncIterator[int]:
 
 
 async def _held_until_all_begin(
-    deltas: AsyncGenerator[ChoiceDelta, None], num_choices: int
-) -> AsyncGenerator[ChoiceDelta, None]:
-    """Stream deltas, the first one only when each choice has one.
+    turns: AsyncGenerator[_Turn, None], num_choices: int
+) -> AsyncGenerator[_Turn, None]:
+    """Stream turns, the first one only when each choice has one.
 
     The engine may refuse a choice after it has begun another; the answer must not have its status by then.
     """
-    held: list[ChoiceDelta] = []
+    held: list[_Turn] = []
     begun: set[int] = set()
-    async with aclosing(deltas):
-        async for delta in deltas:
+    async with aclosing(turns):
+        async for turn in turns:
             if len(begun) == num_choices:
-                yield delta
+                yield turn
                 continue
-            held.append(delta)
-            begun.add(delta.choice.index)
+            held.append(turn)
+            begun.add(turn.choice.index)
             if len(begun) == num_choices:
                 for each in held:
                     yield each

@@ -21,7 +21,7 @@ from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, ShedMode
 from onbeat.jobs.book import JobBook, OpenCall
 from onbeat.jobs.call import JobCall, JobEnd, JobReport
 from onbeat.metrics.counts import JobCounts
-from onbeat.server.answer_report import record_of, unjudged_report
+from onbeat.server.answer_report import unjudged_report
 from onbeat.server.choices import Choice
 from onbeat.server.errors import job_unattainable, milliseconds
 from onbeat.server.fields import refuse_unknown, validated
@@ -202,8 +202,9 @@ class CallTicket:
         failed : why, if it did not come to its end.
         """
         if self._report is None:
-            times = [choice.delivery_times[-1] for choice in self._choices if choice.delivery_times]
-            now = time.monotonic() if failed is not None else max(times, default=time.monotonic())
+            records = [choice.record for choice in self._choices if choice.record is not None]
+            ends = [record.end for record in records if record.delivery_times]
+            now = time.monotonic() if failed is not None else max(ends, default=time.monotonic())
             self._report = self._book.close(
                 self._opened,
                 now,
@@ -226,7 +227,9 @@ class CallTicket:
         """
         job = self.close()
         if of_call is None:
-            of_call = unjudged_report(record_of(self._choices[0]))
+            record = self._choices[0].record
+            assert record is not None, "it has ended"
+            of_call = unjudged_report(record)
         return of_call | {
             "job": {
                 "id": job.job_id,

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.core.request import FinishReason, Request
+from onbeat.core.request import Request
 from onbeat.core.slo import SLO, SLO_MODES, SLOMode
+from onbeat.metrics.record import RequestRecord
 from onbeat.server.answer_report import slo_report, worst_report
 from onbeat.server.choices import Choice
 from onbeat.server.slo_defaults import SLODefaults
@@ -21,7 +22,16 @@ CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 LOOSE = {"ttft_ms": 60_000, "tbt_ms": 30_000}
 TIGHT = {"ttft_ms": 1, "tbt_ms": 1}
-KEYS = {"class", "ttft_ms", "tbt_p99_ms", "token_attainment", "met", "predicted_ttft_ms", "relegated"}
+KEYS = {
+    "class",
+    "ttft_ms",
+    "engine_ttft_ms",
+    "tbt_p99_ms",
+    "token_attainment",
+    "met",
+    "predicted_ttft_ms",
+    "relegated",
+}
 
 
 @pytest.fixture
@@ -134,22 +144,22 @@ def choice(
     is_streamed: bool = True,
     index: int = 0,
 ) -> Choice:
-    request = Request(
+    slo = SLO(ttft=1.0, tbt=0.1) if slo is None else slo
+    delivery_times = array("d", (100.0 + time for time in times))
+    record = RequestRecord(
         request_id=str(index),
-        prompt_token_ids=(1,),
         arrival=100.0,
-        slo=SLO(ttft=1.0, tbt=0.1) if slo is None else slo,
-        slo_class=f"class-{index}",
-    )
-    return Choice(
-        index=index,
-        prompt_index=0,
-        request=request,
+        num_prompt_tokens=1,
+        request_class=f"class-{index}",
+        slo=slo,
         is_streamed=is_streamed,
-        delivery_times=array("d", (100.0 + time for time in times)),
+        delivery_times=delivery_times,
         delivery_sizes=array("I", sizes or [1] * len(times)),
-        finish_reason=FinishReason.LENGTH,
+        finish_reason="length",
+        end=delivery_times[-1],
     )
+    request = Request(request_id=str(index), prompt_token_ids=(1,), arrival=100.0, slo=slo)
+    return Choice(index=index, prompt_index=0, request=request, is_streamed=is_streamed, record=record)
 
 
 def report(*choices: Choice, mode: SLOMode = "stream") -> dict[str, Any]:
@@ -165,6 +175,7 @@ def test_a_stream_may_use_its_slack_and_a_gap_may_not() -> None:
     assert report(early, mode="stream") | {"predicted_ttft_ms": None} == {
         "class": "class-0",
         "ttft_ms": 500.0,
+        "engine_ttft_ms": None,
         "tbt_p99_ms": pytest.approx(296, abs=1e-3),
         "token_attainment": 1.0,
         "met": True,

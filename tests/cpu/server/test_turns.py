@@ -220,7 +220,7 @@ def _end_one(served: Served, number: int) -> None:
     )
     tracker, now = served.app.state.telemetry.tracker, time.monotonic()
     tracker.open(request)
-    tracker.deliver(RequestOutput(request.request_id, [1]), now, 1)
+    tracker.deliver(RequestOutput(request.request_id, [1]), now, 1, made=now)
     tracker.close(request.request_id, FinishReason.STOP, now)
 
 

@@ -43,7 +43,7 @@ def step(tracker: RequestTracker, message: StepOutputs) -> None:
     """Feed a tracker one message of the engine, as the engine's client and the writers of answers do."""
     tracker.on_step(message)
     for each in message.outputs:
-        tracker.deliver(each, message.now, len(each.new_token_ids))
+        tracker.deliver(each, message.now, len(each.new_token_ids), made=message.now)
         if each.finish_reason is not None:
             tracker.close(each.request_id, each.finish_reason, message.now)
 

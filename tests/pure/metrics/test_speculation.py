@@ -111,9 +111,9 @@ def test_tokens_behind_the_end_of_an_answer_are_not_the_requests() -> None:
     last = output("r", 3, finish_reason=FinishReason.LENGTH)
     tracker.on_step(StepOutputs(2.0, [last]))
     assert (counts.num_open, record.finish_reason) == (0, None), "the engine does not decide"
-    tracker.deliver(last, 2.0, 1)
+    tracker.deliver(last, 2.0, 1, made=2.0)
     tracker.close("r", FinishReason.STOP, 2.0)
-    tracker.deliver(output("r", 2), 3.0, 2)  # too late
+    tracker.deliver(output("r", 2), 3.0, 2, made=3.0)  # too late
     assert (record.delivery_times.tolist(), record.delivery_sizes.tolist()) == ([1.0, 2.0], [4, 1])
     assert record.num_output_tokens == counts.output_lengths.sum == counts.num_output_tokens == 5
     assert (record.finish_reason, counts.finished["stop"], counts.finished["length"]) == ("stop", 1, 0)
