@@ -6,9 +6,12 @@ import argparse
 import asyncio
 import itertools
 import math
+import readline  # noqa: F401 - gives `input` line editing and the lines before
 import sys
+import termios
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -79,6 +82,8 @@ class Answer:
     text: str = ""
     slo: dict[str, Any] | None = None
     num_tokens: int | None = None
+    is_cut: bool = False
+    """Whether it reached its limit of tokens."""
     sent: float = 0.0
     """Seconds, as is when each piece of text came."""
     arrivals: list[float] = field(default_factory=list)
@@ -113,18 +118,35 @@ def _talk_on(talk: Talk) -> None:
     """Talk until the input ends. It is read outside of the event loop, which would keep Ctrl-C from it."""
     with asyncio.Runner() as runner:
         runner.run(talk.open())
-        text = f"{talk.model} at {talk.root}. An empty line or Ctrl-D ends, Ctrl-C stops an answer."
+        text = f"{talk.model} at {talk.root}. Ctrl-D ends, Ctrl-C stops an answer."
         talk.console.print(text, style="dim")
-        while line := _read_line():
-            with suppress(KeyboardInterrupt):
-                runner.run(talk.say(line))
+        while (line := _read_line()) is not None:
+            if line:
+                with suppress(KeyboardInterrupt), _unseen_keys():
+                    runner.run(talk.say(line))
 
 
-def _read_line() -> str:
+def _read_line() -> str | None:
+    """Return the next line; None at the end of the input."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
-        return ""
+        return None
+
+
+@contextmanager
+def _unseen_keys() -> Iterator[None]:
+    """Keep keys that are typed meanwhile from the screen; the next line begins with them."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    unseen = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, unseen)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 @dataclass(slots=True)
@@ -223,6 +245,7 @@ def _take(event: dict[str, Any], answer: Answer) -> None:
     for choice in event.get("choices", ()):
         text = choice["delta"].get("content") or ""
         answer.text += text
+        answer.is_cut = answer.is_cut or choice.get("finish_reason") == "length"
         if text:
             answer.arrivals.append(time.perf_counter())
         sys.stdout.write(text)
@@ -258,6 +281,8 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 def _verdict(answer: Answer) -> str:
     """Return a line on an answer: how long it took, and with an objective what the server says of it."""
     parts = [] if answer.num_tokens is None else [f"{answer.num_tokens} tokens"]
+    if answer.is_cut:
+        parts = [" ".join(["cut off at", *parts, "(--max-tokens)"])]
     if slo := answer.slo:
         kept = "kept" if slo["met"] else "given up: best effort" if slo["relegated"] else "missed"
         forecast = slo.get("predicted_ttft_ms")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pty
 import re
 import signal
+import sys
 from functools import partial
 
 import pytest
@@ -18,6 +21,7 @@ from onbeat.cli.main import build_parser
 from onbeat.core.errors import ConfigError, OnbeatError, SLOUnattainable
 from tests.cpu.server.predicting_engine import PredictingEngine
 from tests.cpu.server.running import Served
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -67,7 +71,7 @@ async def test_without_an_objective_the_times_are_those_of_the_client(
 
 
 def test_ctrl_c_stops_an_answer_and_ends_the_talk_where_none_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, lines = [], iter(["one", "two", ""])
+    said, lines = [], iter(["one", "", "two", None])
 
     async def say(_talk: Talk, text: str) -> bool:
         said.append(text)
@@ -87,6 +91,52 @@ def test_ctrl_c_stops_an_answer_and_ends_the_talk_where_none_comes(monkeypatch: 
     monkeypatch.setattr(command, "_read_line", partial(signal.raise_signal, signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         arguments.run(arguments)
+
+
+async def test_an_answer_that_is_cut_off_says_so(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    _, answer, said = await chat(served, capsys, max_tokens=5)
+    assert answer == "Hello\n"
+    assert "cut off at 5 tokens" in said
+
+
+async def test_a_terminal_edits_lines_and_keeps_keys_out_of_answers(
+    served: Served, engine: PredictingEngine
+) -> None:
+    engine.script.seconds_per_step = 0.05
+    ours, theirs = pty.openpty()
+    program = [sys.executable, "-m", "onbeat", "chat", served.url]
+    environment = {**os.environ, "TERM": "xterm"}
+    talk = await asyncio.create_subprocess_exec(
+        *program, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, start_new_session=True
+    )
+    os.close(theirs)
+    screen = bytearray()
+    asyncio.get_running_loop().add_reader(ours, lambda: screen.extend(os.read(ours, 4096)))
+
+    async def answered(keys: bytes, sent: str) -> None:
+        screen.clear()
+        os.write(ours, keys)
+        await until(lambda: b"Hello" in screen)
+        assert f"[user]{sent}\n[assistant]" in bytes(engine.requests[-1].prompt_token_ids).decode()
+
+    try:
+        await until(lambda: b"> " in screen)
+        await answered(b"hello\x1b[D\x1b[DX\n", "helXlo")
+        os.write(ours, b"\x1b[A?")  # while the answer comes: Up brings the line before
+        await until(lambda: b"> helXlo?" in screen)
+        assert b"Hello, world!\r\n" in screen
+        await answered(b"\n", "helXlo?")
+        await until(lambda: b"\r\n> " in screen)
+        await answered(b"\n\n\x1b[A!\n", "helXlo?!")  # empty lines end nothing
+        await until(lambda: b"tokens" in screen)
+        os.write(ours, b"\x04")
+        assert await asyncio.wait_for(talk.wait(), 60) == 0
+    finally:
+        asyncio.get_running_loop().remove_reader(ours)
+        if talk.returncode is None:
+            talk.kill()
+            await talk.wait()
+        os.close(ours)
 
 
 async def test_a_talk_goes_on_with_what_came_of_a_stopped_answer(
