@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,18 @@ gc.disable()
 register_profiles()
 
 SMOLLM2 = "smollm2-135m-instruct"
+
+
+@pytest.fixture(scope="module")
+def comparators() -> Iterator[None]:
+    """Let tables of the scheduler have the published rules that benchmarks compare with."""
+    from benchmarks.policies.tables import ADDED
+
+    with pytest.MonkeyPatch.context() as patch:
+        for table, entries in ADDED:
+            for name, entry in entries.items():
+                patch.setitem(table, name, entry)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

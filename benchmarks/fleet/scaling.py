@@ -31,6 +31,7 @@ from unittest.mock import patch
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.policies.llumnix import FreenessScaling
 from onbeat.core.options import change, make
 from onbeat.core.slo import SLO
 from onbeat.metrics.attainment import good_requests
@@ -47,6 +48,16 @@ from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.trace import Trace, read_trace
 
+
+def _band(low: float, high: float, _down_seconds: float) -> FreenessScaling:
+    """Return Llumnix's policy with a band of its own."""
+    return FreenessScaling(low, high)
+
+
+BANDS = {
+    f"freeness:{low}..{low + 50}": partial(_band, float(low), float(low + 50)) for low in (5, 10, 20, 40)
+}
+scaling.SCALING_POLICIES.update(BANDS)
 SEEDS = (11, 12, 13)
 HOUR = 3600.0
 Floats = NDArray[np.float64]
@@ -224,7 +235,7 @@ def fleets_of(name: str) -> list[str]:
     """Return what a cell is run with."""
     fixed = [f"fixed {CELLS[name].fixed}"]
     if CELLS[name].is_long_tailed:
-        return [*fixed, "objective", *(f"freeness:{low}..{low + 50}" for low in (5, 10, 20, 40))]
+        return [*fixed, "objective", *BANDS]
     return ["objective"] if name.startswith("steady") else [*fixed, "objective"]
 
 
@@ -282,7 +293,7 @@ def show_shares(shared: Path) -> None:
             fleet = FleetConfig(router="slo", autoscale=ScaleBounds(1, 1))
             config = replace(built.config, fleet=fleet)
             shares: list[float] = []
-            with patch.object(scaling, "ObjectiveScaling", partial(Watched, shares)):
+            with patch.dict(scaling.SCALING_POLICIES, objective=partial(Watched, shares)):
                 good = good_requests(simulate(load, config, built.step_time).records)
             lengths = name if longer == 1 else f"{name}, outputs x {longer}"
             share = fmean(shares[60:])

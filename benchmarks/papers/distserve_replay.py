@@ -40,6 +40,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+import benchmarks.policies.register  # noqa: F401 - of DistServe
 from benchmarks.papers.linear import linear_closure
 from onbeat.core.fleet import PoolSizes
 from onbeat.metrics.record import RequestRecord

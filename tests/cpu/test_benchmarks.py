@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
-from onbeat.scheduler.cluster.routers import ROUTERS
-from onbeat.scheduler.replica.policies import POLICIES
+from benchmarks.policies.tables import ADDED
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {
@@ -41,8 +41,10 @@ def make_help(parser: argparse.ArgumentParser, *_: object) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _policies_as_before() -> Iterator[None]:
-    """Take back the policies and routers that benchmarks register when they are imported."""
-    with patch.dict(POLICIES), patch.dict(ROUTERS):
+    """Take back what benchmarks register when they are imported."""
+    with ExitStack() as tables:
+        for table, _ in ADDED:
+            tables.enter_context(patch.dict(table))
         yield
 
 

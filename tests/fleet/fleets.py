@@ -22,7 +22,6 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.process import BuildEngine, CurveKeys
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetRules
-from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from tests.fake_runner import build_fake_engine
@@ -54,7 +53,7 @@ def fleet_of(
     launcher: Launcher | None = None,
     moves_kv: bool = True,
     num_prefill: int = 0,
-    pool_rule: PoolRule = "adaptive",
+    pool_rule: str = "adaptive",
     move_rule: str = "mend",
     autoscale: str = "",
     max_wait_seconds: float | None = None,

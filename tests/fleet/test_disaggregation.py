@@ -24,6 +24,8 @@ from tests.fleet.fleets import (
 from tests.fleet.test_moves import moving_fleet
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("comparators")
+
 LONG = 200
 """Tokens of a prompt that streams would notice."""
 CHUNKS = {"max_num_batched_tokens": 32, "max_num_seqs": 16}

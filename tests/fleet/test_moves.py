@@ -28,6 +28,8 @@ from tests.fleet.fleets import (
 )
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("comparators")
+
 
 def moving_fleet(num_replicas: int, **options: Any) -> FleetClient:
     values = {"keeps_kv": True, "reports_load": True, "step_seconds": 0.01, **options}

@@ -24,6 +24,8 @@ from tests.fleet.fleets import fleet_of, has_lives, lives_of, send_signal, state
 from tests.many_cases import each_case
 from tests.waiting import until
 
+pytestmark = pytest.mark.usefixtures("comparators")
+
 BODY = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
 
 

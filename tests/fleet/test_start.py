@@ -20,6 +20,8 @@ from onbeat.scheduler.scheduler_config import SchedulerLimits
 from tests.fake_runner import build_fake_engine
 from tests.fleet.fleets import fleet_of
 
+pytestmark = pytest.mark.usefixtures("comparators")
+
 
 @pytest.mark.parametrize(
     ("policy", "router"), [(None, "slo"), ("slo", "slo"), ("sarathi", "least-outstanding")]

@@ -45,7 +45,7 @@ def add_options(
     group : title of the group that takes them all; None leaves each to its own.
     """
     for setting in settings_of(kind):
-        if only is None or setting.name in only:
+        if setting.is_open and (only is None or setting.name in only):
             find_group(parser, group or setting.option.group).add_argument(
                 setting.flag, *setting.option.aliases, **_arguments(setting)
             )

@@ -167,7 +167,7 @@ class FleetClient:
         if loads[0].costs is None:
             raise ConfigError(
                 "--autoscale needs predicted step times, and nothing predicts them here: give "
-                "--policy slo, a --step-time-profile, or --autoscale-policy freeness"
+                "--policy slo or a --step-time-profile"
             )
 
     async def __aenter__(self) -> FleetClient:

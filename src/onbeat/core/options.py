@@ -6,7 +6,7 @@ holds another one (`part`), its settings go by their own names all the same: `ma
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
@@ -52,9 +52,9 @@ class Option:
     """Long flag where it is not the name of the field."""
     aliases: tuple[str, ...] = ()
     metavar: str | None = None
-    choices: tuple[str, ...] = ()
-    """Names that a command line offers, of a table that whoever uses the setting looks them up in; those of a
-    `Literal` and of an `Enum` are known by themselves."""
+    choices: tuple[str, ...] | Callable[[], Iterable[str]] = ()
+    """Names that a command line offers, or `TABLE.keys` of a table that may be added to; whoever uses the
+    setting looks them up there. Those of a `Literal` and of an `Enum` are known by themselves."""
     parse: Callable[[str], Any] | None = None
     """From the text of the command line to the value, where the type alone does not say it."""
     unit: Literal["ms", "gbps"] | None = None
@@ -110,7 +110,13 @@ class Setting(NamedTuple):
         """Return the names that it may have; empty where any value of its types will do."""
         if self.enum is not None:
             return tuple(str(member.value) for member in self.enum)
-        return self.option.choices or (() if self.kinds else self.words)
+        names = self.option.choices
+        return (tuple(names()) if callable(names) else names) or (() if self.kinds else self.words)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is something to choose: a table with one entry offers nothing."""
+        return not callable(self.option.choices) or len(self.choices) > 1
 
 
 def settings_of(kind: type[Any]) -> tuple[Setting, ...]:
@@ -189,7 +195,8 @@ def check(settings: Any, kind: type[Any]) -> None:
         value, least = getattr(settings, each.name, None), each.option.at_least  # a part's is not there
         if value is None or value in each.words:
             continue
-        if each.choices and not each.option.choices and value not in each.choices:
+        is_checked_later = isinstance(each.option.choices, tuple) and bool(each.option.choices)
+        if each.choices and not is_checked_later and value not in each.choices:
             raise ConfigError(f"unknown {each.key} {quoted(value)}; choose one of {', '.join(each.choices)}")
         if least is not None and not value >= least:
             raise ConfigError(f"{each.key} is {value}; it must be at least {least}")

@@ -13,7 +13,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.jobs.call import Split, beside_later
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.migration import check_move_rule
-from onbeat.scheduler.cluster.scaling import parse_policy
+from onbeat.scheduler.cluster.scaling import make_policy
 from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.draft_acceptance import Acceptance
@@ -252,13 +252,12 @@ class SimulationConfig:
             raise ConfigError(
                 "replicas of several kinds are not scaled: which kind comes next is not decided"
             )
-        needs_costs = parse_policy(self.fleet.autoscale_policy).needs_costs
+        needs_costs = make_policy(self.fleet.autoscale_policy).needs_costs
         predicts = self.reads_predictions or composition(self.scheduler.policy).needs_step_time
         if needs_costs and not predicts:
             raise ConfigError(
                 f"--autoscale needs predicted step times, which policy {self.scheduler.policy!r} does "
-                "not have in a simulation: give --policy slo, --router slo, or --autoscale-policy "
-                "freeness"
+                "not have in a simulation: give --policy slo or --router slo"
             )
 
     @property

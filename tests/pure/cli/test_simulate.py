@@ -250,6 +250,7 @@ def test_prefill_and_decode_pools(tmp_path: Path) -> None:
     assert found["policy"] == DEFAULT_POLICY
 
 
+@pytest.mark.usefixtures("comparators")
 def test_pools_of_unlike_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kinds = ("device=h100-sxm,tp=2,policy=sarathi", "device=a100-80-sxm,replicas=2")
     pools = ("--disaggregate", "prefill=1,decode=2", "--pool-rule", "splitwise")
@@ -265,6 +266,7 @@ def test_pools_of_unlike_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert alike["mean_tpot_ms"] < 0.8 * found["mean_tpot_ms"], "the slower device generates"
 
 
+@pytest.mark.usefixtures("comparators")
 def test_a_fleet_of_llumnix(tmp_path: Path) -> None:
     rules = ("--router", "freeness", "--move-rule", "llumnix", "--autoscale-policy", "freeness")
     found = summary_of(tmp_path, *rules, "--autoscale", "1..2", "--kv-transfer-gbps", "16")

@@ -33,7 +33,6 @@ from onbeat.scheduler.cluster.events import (
 )
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetRules
-from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import make_router
 from tests.pure.scheduler.carried_engine import Engine
 
@@ -355,11 +354,11 @@ CHANCES: tuple[tuple[Callable[[Carrier, Random], None], int], ...] = (
 """What may happen, and how often of so many."""
 
 
-NO_POOLS: tuple[int, PoolRule] = (0, "adaptive")
+NO_POOLS: tuple[int, str] = (0, "adaptive")
 
 
 def new_carrier(
-    router: str, num_prefill: int = 0, pool_rule: PoolRule = "adaptive", move_rule: str = "mend"
+    router: str, num_prefill: int = 0, pool_rule: str = "adaptive", move_rule: str = "mend"
 ) -> Carrier:
     """Return somebody with a fleet of three that has not started."""
     config = FleetRules(drain_seconds=5.0, num_prefill=num_prefill, pool_rule=pool_rule, move_rule=move_rule)
@@ -374,7 +373,7 @@ def run(
     num_events: int,
     seed: int,
     check_every: int = 1,
-    pools: tuple[int, PoolRule] = NO_POOLS,
+    pools: tuple[int, str] = NO_POOLS,
     move_rule: str = "mend",
 ) -> Carrier:
     """Let so much happen at random, then everything end."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.policies.distserve import WAITS_FOR_CAPACITY
+from benchmarks.policies.splitwise import COPIED_AHEAD
 from onbeat.core.handover import MoveVerb
-from onbeat.scheduler.cluster.comparators.distserve import WAITS_FOR_CAPACITY
-from onbeat.scheduler.cluster.comparators.splitwise import COPIED_AHEAD
 from onbeat.scheduler.cluster.move_stages import RUNS, STANDS_STILL, VERBS, Course, Lack, Stage
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "fleet_decisions.md"

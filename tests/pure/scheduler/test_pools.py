@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.policies.splitwise import MOST_QUEUED_TOKENS
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.handover import MoveVerb
-from onbeat.scheduler.cluster.comparators.splitwise import MOST_QUEUED_TOKENS
 from onbeat.scheduler.cluster.events import (
     Answered,
     Arrived,
@@ -25,8 +25,9 @@ from onbeat.scheduler.cluster.events import (
 )
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetRules
-from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import make_router
+
+pytestmark = pytest.mark.usefixtures("comparators")
 
 COSTS = PrefillCosts(token=1e-4, pair=0.0, step=0.01, decode=1e-4)
 LIMITS = ReplicaLimits(
@@ -39,7 +40,7 @@ def fleet_of(
     *,
     num_prefill: int = 1,
     num_replicas: int = 3,
-    rule: PoolRule = "adaptive",
+    rule: str = "adaptive",
     **load: Any,
 ) -> Fleet:
     """Return a fleet of a prefill and two decode replicas, which report the same load."""

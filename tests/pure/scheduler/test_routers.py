@@ -22,6 +22,8 @@ from onbeat.scheduler.cluster.routers import (
 )
 from onbeat.scheduler.cluster.routing import Router
 
+pytestmark = pytest.mark.usefixtures("comparators")
+
 R = TypeVar("R", bound=Router)
 
 
@@ -132,7 +134,7 @@ def test_a_router_does_not_grow_with_the_requests(name):
     assert len(router.replicas._heap) <= 4 * 8
 
 
-@pytest.mark.parametrize("name", sorted(ROUTERS))
+@pytest.mark.parametrize("name", [*ROUTERS, "freeness"])
 def test_every_router_stays_within_the_replicas(name):
     router = of_members(5, make_router(name))
     chosen = {route(router, request(str(index), blocks=(index % 7, index))) for index in range(200)}
@@ -146,7 +148,7 @@ def test_unknown_routers_are_named():
         make_router("sticky")
 
 
-@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("name", [*ROUTERS, "freeness"])
 def test_a_replica_that_left_is_chosen_no_more_until_it_joins_again(name):
     router = of_members(3, make_router(name))
     prompts = [request(f"{number}", blocks=(number % 7,)) for number in range(90)]
@@ -161,7 +163,7 @@ def test_a_replica_that_left_is_chosen_no_more_until_it_joins_again(name):
     assert {replica for replica, _ in before} == {0, 1, 2}
 
 
-@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("name", [*ROUTERS, "freeness"])
 def test_nothing_is_chosen_where_nobody_is_left(name):
     router = of_members(2, make_router(name))
     router.leave(0)
@@ -173,7 +175,7 @@ def test_nothing_is_chosen_where_nobody_is_left(name):
     assert route(router, request()) == 7
 
 
-@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.parametrize("name", [*ROUTERS, "freeness"])
 def test_excluded_replicas_are_passed_over(name):
     router = of_members(4, make_router(name))
     for number in range(40):

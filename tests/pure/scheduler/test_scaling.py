@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.policies.llumnix import freeness
 from onbeat.core.fleet import ReplicaLoad
-from onbeat.scheduler.cluster.comparators.virtual_usage import freeness
 from onbeat.scheduler.cluster.events import (
     Lost,
     Refuse,
@@ -23,6 +23,8 @@ from onbeat.scheduler.cluster.events import (
 from onbeat.scheduler.cluster.membership import ReplicaState
 from tests.examples import examples
 from tests.pure.scheduler.scaled import START_SECONDS, Scaled
+
+pytestmark = pytest.mark.usefixtures("comparators")
 
 
 @pytest.mark.parametrize("rate", [0.5, 4.0, 9.0, 14.0])

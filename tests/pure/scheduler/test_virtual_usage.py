@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.policies.llumnix import HIGH_TARGET_TOKENS, FreenessRouter, freeness
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
-from onbeat.scheduler.cluster.comparators.freeness_router import FreenessRouter
-from onbeat.scheduler.cluster.comparators.virtual_usage import HIGH_TARGET_TOKENS, freeness
 from onbeat.scheduler.cluster.events import (
     Arrived,
     Delivered,
@@ -25,6 +24,8 @@ from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.cluster.routers import make_router
+
+pytestmark = pytest.mark.usefixtures("comparators")
 
 LIMITS = ReplicaLimits(
     max_model_len=8192, max_num_seqs=64, num_blocks=1000, block_size=16, moves_streams=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -13,6 +14,8 @@ from onbeat.workload.slo_classes import SLOClass
 from tests.examples import examples
 from tests.pure.simulator.loads import StepByStep, linear_time, make_config, random_load
 
+pytestmark = pytest.mark.usefixtures("comparators")
+
 PLANNERS = sorted(name for name in POLICIES if POLICIES[name].needs_step_time)
 CLASSES = (
     SLOClass(name="fast", slo=SLO(ttft=0.05, tbt=0.02), share=0.4, weight=2.0),
@@ -23,7 +26,7 @@ CLASSES = (
 
 @given(
     policy=st.sampled_from(PLANNERS),
-    router=st.sampled_from(sorted(ROUTERS)),
+    router=st.sampled_from([*ROUTERS, "freeness"]),
     num_replicas=st.integers(1, 3),
     shed=st.sampled_from(ShedMode),
     mode=st.sampled_from(["stream", "gap"]),

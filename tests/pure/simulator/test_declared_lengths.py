@@ -22,6 +22,8 @@ from onbeat.simulator.simulate import simulate
 from tests.examples import examples
 from tests.pure.simulator.loads import StepByStep, Watching, linear_time, make_config, make_load, random_load
 
+pytestmark = pytest.mark.usefixtures("comparators")
+
 
 def at_once_and_one_by_one(load, config):
     observer = StepByStep()

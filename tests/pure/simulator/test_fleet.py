@@ -330,5 +330,5 @@ def test_replica_seconds_of_a_fixed_fleet_are_those_of_the_run():
 
 
 def test_scaling_by_the_objective_needs_predictions():
-    with pytest.raises(ConfigError, match="freeness"):
+    with pytest.raises(ConfigError, match="--policy slo or --router slo"):
         make_config(policy="sarathi", autoscale=ScaleBounds(1, 2))

@@ -22,6 +22,8 @@ from tests.examples import examples
 from tests.pure.simulator.loads import ShapeTime, StepByStep, linear_time, make_config, make_load, random_load
 from tests.pure.simulator.shedding import PATIENCE, SheddingScheduler
 
+pytestmark = pytest.mark.usefixtures("comparators")
+
 CLASSES = (
     SLOClass(name="fast", slo=SLO(ttft=0.3, tbt=0.1), share=0.5, weight=2.0),
     SLOClass(name="slow", slo=SLO(ttft=1.0), share=0.5),
@@ -63,7 +65,7 @@ class TestHardCaps:
         assert result.num_rejected > 0
 
     @given(
-        router=st.sampled_from(sorted(ROUTERS)),
+        router=st.sampled_from([*ROUTERS, "freeness"]),
         num_replicas=st.integers(1, 3),
         pipeline=st.integers(1, 2),
         max_requests=st.sampled_from([None, 1, 4]),

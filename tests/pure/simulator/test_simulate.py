@@ -26,6 +26,8 @@ from tests.pure.simulator.loads import (
     random_load,
 )
 
+pytestmark = pytest.mark.usefixtures("comparators")
+
 
 def test_one_request_by_hand():
     """A prompt of 70 tokens in chunks of 32 takes three steps, then two decodes."""
@@ -82,7 +84,7 @@ def test_a_limit_on_concurrency_holds_arrivals_back():
 
 @given(
     policy=st.sampled_from(sorted(POLICIES)),
-    router=st.sampled_from(sorted(ROUTERS)),
+    router=st.sampled_from([*ROUTERS, "freeness"]),
     num_replicas=st.integers(1, 4),
     pipeline=st.integers(1, 3),
     seed=st.integers(0, 1000),
@@ -115,7 +117,7 @@ def test_tokens_and_blocks_are_conserved(policy, router, num_replicas, pipeline,
         assert num_computed == int((load.num_prompt_tokens + load.num_output_tokens - 1).sum())
 
 
-@pytest.mark.parametrize("router", sorted(ROUTERS))
+@pytest.mark.parametrize("router", [*ROUTERS, "freeness"])
 def test_equal_arguments_give_equal_results(router):
     load = random_load(120, rate=80, seed=9)
     config = make_config(replicas=3, router=router, seed=1)

@@ -24,6 +24,8 @@ from onbeat.workload.slo_classes import SLOClass
 from tests.examples import examples
 from tests.pure.simulator.loads import ShapeTime, StepByStep, linear_time, make_config, make_load, random_load
 
+pytestmark = pytest.mark.usefixtures("comparators")
+
 
 def drafting(num_drafts: int, draft_length: DraftLength = "fixed", **changes) -> SpeculationConfig:
     return SpeculationConfig(num_speculative_tokens=num_drafts, draft_length=draft_length, **changes)

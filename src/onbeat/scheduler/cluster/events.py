@@ -276,7 +276,7 @@ class Rescale:
     num_before: int
     """Those that served or were starting."""
     why: str
-    """One word: `work`, `late`, `spare` or `freeness`, of the policy; `arrival` (of a request, with none
+    """One word: `work`, `late` or `spare`, of the policy; `arrival` (of a request, with none
     there), or `bounds`."""
     share: float | None = None
     """Of the time of those before, what the load of the last minute would take."""

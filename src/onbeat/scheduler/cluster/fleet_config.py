@@ -9,13 +9,13 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import DRAIN_SECONDS, POOLS_FORM, POOLS_HELP, PoolSizes, parse_pools
 from onbeat.core.kinds import KIND_FORM, KIND_HELP, ReplicaGroup, check_kinds, parse_kind
 from onbeat.core.options import check, option
-from onbeat.scheduler.cluster.migration import MOVE_HELP, MOVE_RULES
-from onbeat.scheduler.cluster.pools import RULE_HELP, PoolRule, check_pools
+from onbeat.scheduler.cluster.migration import MOVE_RULES, POOL_POLICIES
+from onbeat.scheduler.cluster.pools import check_pools
 from onbeat.scheduler.cluster.routers import ROUTERS, require_router
 from onbeat.scheduler.cluster.scaling import (
     DOWN_HELP,
     DOWN_SECONDS,
-    POLICY_HELP,
+    SCALING_POLICIES,
     ScaleBounds,
     check_scaling,
     parse_bounds,
@@ -38,13 +38,13 @@ class FleetRules:
     """Longest that a request without tokens waits for a replica to start; None: no limit."""
     num_prefill: int = 0
     """Replicas, `r0` and so on, that compute prompts for the others; 0: all do both."""
-    pool_rule: PoolRule = "adaptive"
-    """See `POOL_RULES`."""
+    pool_rule: str = "adaptive"
+    """See `POOL_POLICIES`."""
     move_rule: str = "mend"
     """See `MOVE_RULES`."""
     autoscale: str = ""
-    """What decides on the number of replicas, once `ScalingAsked` has said between which: see `parse_policy`.
-    Empty: they are as many as are asked for."""
+    """One of `SCALING_POLICIES`, which decides on the number of replicas once `ScalingAsked` has said between
+    which. Empty: they are as many as are asked for."""
     scale_down_seconds: float = DOWN_SECONDS
     """A replica goes once the load has been low for so long."""
 
@@ -67,13 +67,21 @@ class FleetConfig:
     )
     router: str | None = _option(
         None,
-        choices=tuple(ROUTERS),
+        choices=ROUTERS.keys,
         help="rule that chooses a replica for a request (default: slo under policy slo, else "
         "least-outstanding)",
     )
     disaggregate: PoolSizes | None = _option(None, parse=parse_pools, metavar=POOLS_FORM, help=POOLS_HELP)
-    pool_rule: PoolRule = _option("adaptive", help=RULE_HELP)
-    move_rule: str = _option("mend", choices=tuple(MOVE_RULES), help=MOVE_HELP)
+    pool_rule: str = _option(
+        "adaptive",
+        choices=POOL_POLICIES.keys,
+        help="with --disaggregate, which replica computes a prompt and which generates",
+    )
+    move_rule: str = _option(
+        "mend",
+        choices=MOVE_RULES.keys,
+        help="which streams move to other replicas, beside those of drains",
+    )
     kinds: tuple[ReplicaGroup, ...] = _option(
         (),
         parse=parse_kind,
@@ -86,15 +94,17 @@ class FleetConfig:
         metavar="MIN..MAX",
         help="let the fleet decide on the number of replicas; it begins with --replicas",
     )
-    autoscale_policy: str = _option("objective", metavar="NAME", help=POLICY_HELP)
+    autoscale_policy: str = _option(
+        "objective",
+        choices=SCALING_POLICIES.keys,
+        help="what decides on the number of replicas",
+    )
     scale_down_seconds: float = _option(DOWN_SECONDS, metavar="SECONDS", help=DOWN_HELP)
 
     def __post_init__(self) -> None:
         check(self, FleetConfig)
         if self.router is not None:
             require_router(self.router)
-        if self.move_rule not in MOVE_RULES:
-            raise ConfigError(f"move-rule is {self.move_rule!r}; it must be one of {', '.join(MOVE_RULES)}")
         check_scaling(self.autoscale, self.autoscale_policy, self.scale_down_seconds)
         if self.autoscale is not None:
             self._check_autoscale(self.autoscale)

@@ -6,9 +6,6 @@ from collections.abc import Callable, Mapping
 from math import inf
 
 from onbeat.core.errors import ConfigError
-from onbeat.scheduler.cluster.comparators.distserve import DistServe
-from onbeat.scheduler.cluster.comparators.pairing import Pairing
-from onbeat.scheduler.cluster.comparators.splitwise import Splitwise
 from onbeat.scheduler.cluster.events import Answered, FleetAction
 from onbeat.scheduler.cluster.membership import Membership, Replica, ReplicaState, RoutedRequest, deadline
 from onbeat.scheduler.cluster.mending import Mending
@@ -16,24 +13,14 @@ from onbeat.scheduler.cluster.move_stages import Move
 from onbeat.scheduler.cluster.mover import MOST_AT_ONCE, RETRY_SECONDS, Mover, MoveRule, Resend
 from onbeat.scheduler.cluster.moves import Moves, Outcome
 from onbeat.scheduler.cluster.pool_policies import PoolPolicy
-from onbeat.scheduler.cluster.pools import PoolRule, Pools
+from onbeat.scheduler.cluster.pools import Pools
 
 OnMoved = Callable[[RoutedRequest, Replica], None]
 
-MOVE_RULES: dict[str, Callable[[Mover], MoveRule]] = {"mend": Mending, "llumnix": Pairing}
+MOVE_RULES: dict[str, Callable[[Mover], MoveRule]] = {"mend": Mending}
 """What moves streams of replicas that do not drain, and compute no prompts for others."""
-POOL_POLICIES: dict[PoolRule, Callable[[Mover, Membership, Pools], PoolPolicy]] = {
-    "adaptive": PoolPolicy,
-    "distserve": DistServe,
-    "splitwise": Splitwise,
-}
-MOVE_HELP = (
-    "which streams move to other replicas, beside those of drains; mend: the "
-    "newest stream of a replica in trouble, if the move helps; llumnix: the "
-    "shortest one, from the replicas with the least free KV memory to those with "
-    "the most"
-)
-"""Of the flag --move-rule."""
+POOL_POLICIES: dict[str, Callable[[Mover, Membership, Pools], PoolPolicy]] = {"adaptive": PoolPolicy}
+"""How prompts and streams share two pools of replicas."""
 
 
 def check_move_rule(rule: str, *, moves: bool, cure: str) -> None:

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal, get_args
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes, ReplicaId, replica_number
 from onbeat.scheduler.cluster.membership import Membership, Replica, ReplicaState
 from onbeat.scheduler.cluster.routing import Router
 
-PoolRule = Literal["adaptive", "distserve", "splitwise"]
-POOL_RULES: tuple[PoolRule, ...] = get_args(PoolRule)
-"""`adaptive` is onbeat's own, see `PoolPolicy`; `distserve` and `splitwise` are those of `comparators`."""
 
-RULE_HELP = (
-    "with --disaggregate, which replica computes and which generates; adaptive: "
-    "short and cached prompts are computed where they generate; distserve: "
-    "prefill replicas compute every prompt, and streams wait there for room; "
-    "splitwise: both replicas are chosen at arrival, and KV is copied while the "
-    "prompt is computed"
-)
-"""Of the flag --pool-rule."""
-
-
-def check_pools(pools: PoolSizes | None, rule: PoolRule, *, replicas: int) -> None:
+def check_pools(pools: PoolSizes | None, rule: str, *, replicas: int) -> None:
     """Check the settings of pools together.
 
     Raises
@@ -49,10 +35,10 @@ class Pools:
     Parameters
     ----------
     num_prefill : replicas `r0`, `r1`, ... of this number compute prompts for the others; 0 leaves all alike.
-    rule : one of `POOL_RULES`.
+    rule : one of `POOL_POLICIES`, in `migration`.
     """
 
-    def __init__(self, members: Membership, router: Router, num_prefill: int, rule: PoolRule) -> None:
+    def __init__(self, members: Membership, router: Router, num_prefill: int, rule: str) -> None:
         self._members = members
         self._num_prefill = num_prefill
         self.router = router

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.core.hashing import BlockHash
-from onbeat.scheduler.cluster.comparators.freeness_router import FreenessRouter
 from onbeat.scheduler.cluster.events import RoutingRequest
 from onbeat.scheduler.cluster.routing import NONE_EXCLUDED, LeastLoaded, Router, RoutingChoice
 from onbeat.scheduler.cluster.slo_router import SLORouter
@@ -213,7 +212,6 @@ ROUTERS: dict[str, Callable[[], Router]] = {
     "round-robin": RoundRobin,
     "least-outstanding": LeastOutstanding,
     "prefix-affinity": PrefixAffinity,
-    "freeness": FreenessRouter,
     "slo": SLORouter,
 }
 

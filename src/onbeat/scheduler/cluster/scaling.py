@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import MOST_REPLICAS, ScalingView
-from onbeat.scheduler.cluster.comparators.freeness_scaling import HIGH, LOW, FreenessScaling
 from onbeat.scheduler.cluster.events import Rescale
 from onbeat.scheduler.cluster.membership import Membership, ReplicaState
 from onbeat.scheduler.cluster.objective_scaling import ObjectiveScaling
 from onbeat.scheduler.cluster.scaling_policy import FleetLoad, ScalingPolicy
 
-POLICY_HELP = (
-    "what decides on the number of replicas; objective: the arriving work, and "
-    "late requests; freeness: free KV blocks for each running request, as in "
-    "Llumnix (default: freeness:10..60)"
-)
-"""Of the flag --autoscale-policy."""
 DOWN_SECONDS = 600.0
 DOWN_HELP = "time of low load after which a replica goes"
 """Of the flag --scale-down-seconds. A replica that goes costs its moves, and a start if it comes back."""
+SCALING_POLICIES: dict[str, Callable[[float], ScalingPolicy]] = {"objective": ObjectiveScaling}
+"""Name -> makes the policy from --scale-down-seconds."""
 _LOOK_SECONDS = 1.0
 _COOL_DOWN = 0.1
 """Of the seconds for which the load has to be low: so long a replica stays after anything has changed."""
@@ -71,14 +67,14 @@ class Scaling:
 
     Parameters
     ----------
-    policy : see `parse_policy`.
+    policy : one of `SCALING_POLICIES`.
     down_seconds : for which the load has to be low before a replica goes.
     """
 
     def __init__(self, policy: str, down_seconds: float, members: Membership) -> None:
-        self.policy = parse_policy(policy, down_seconds)
+        self.policy = make_policy(policy, down_seconds)
         self._name = policy
-        self._cool_down = 0.0 if isinstance(self.policy, FreenessScaling) else _COOL_DOWN * down_seconds
+        self._cool_down = _COOL_DOWN * down_seconds if self.policy.cools_down else 0.0
         self._members = members
         self._bounds: tuple[int, int] | None = None
         self._ready: list[int] = []
@@ -166,29 +162,16 @@ class Scaling:
         return self._last
 
 
-def parse_policy(text: str, down_seconds: float = DOWN_SECONDS) -> ScalingPolicy:
-    """Return a policy by its name: `objective`, `freeness`, or `freeness:10..60` with a band of its own.
+def make_policy(name: str, down_seconds: float = DOWN_SECONDS) -> ScalingPolicy:
+    """Return the policy of a name.
 
     Raises
     ------
-    ConfigError : it names none.
+    ConfigError : there is none of this name.
     """
-    name, _, band = text.partition(":")
-    if text == "objective":
-        return ObjectiveScaling(down_seconds)
-    if name == "freeness":
-        if not band and text == name:
-            return FreenessScaling(LOW, HIGH)
-        low, _, high = band.partition("..")
-        try:
-            if float(low) < float(high) < inf:
-                return FreenessScaling(float(low), float(high))
-        except ValueError:
-            pass
-    raise ConfigError(
-        f"autoscale-policy is {text!r}; give objective, freeness, or a band of free blocks for each "
-        f"request, such as freeness:{LOW:g}..{HIGH:g}"
-    )
+    if name not in SCALING_POLICIES:
+        raise ConfigError(f"autoscale-policy is {name!r}; it must be one of {', '.join(SCALING_POLICIES)}")
+    return SCALING_POLICIES[name](down_seconds)
 
 
 def check_scaling(bounds: ScaleBounds | None, policy: str, down_seconds: float) -> None:
@@ -198,7 +181,7 @@ def check_scaling(bounds: ScaleBounds | None, policy: str, down_seconds: float) 
     ------
     ConfigError : the policy is none, or there is one, or a time, for a fleet that does not scale itself.
     """
-    parse_policy(policy)
+    make_policy(policy)
     if bounds is not None:
         return
     for flag, value, default in (

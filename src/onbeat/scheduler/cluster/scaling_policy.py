@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
 
     num_replicas: int
     why: str = ""
-    """One word, where that differs from what there is: `work`, `late`, `spare`, or `freeness`."""
+    """One word, where that differs from what there is: `work`, `late` or `spare`."""
 
 
 class ScalingPolicy:
@@ -41,6 +41,8 @@ class ScalingPolicy:
 
     needs_costs = False
     """Whether it works only where replicas predict steps."""
+    cools_down = True
+    """Whether a replica stays for a while after anything has changed; else the policy sees to that itself."""
     share: float | None = None
     """See `ScalingView`; so is the next."""
     planned_share: float | None = None
