@@ -11,9 +11,10 @@ import pytest
 
 from onbeat.core.request import Grammar
 from onbeat.text.grammar.guard import GrammarGuard
+from onbeat.text.grammar.limits import MOST_OPTIONAL
 from onbeat.text.grammar.source import JsonStyle, choice_grammar, json_grammar, lark_grammar, regex_grammar
-from tests.grammars import EOS, VOCAB_SIZE, WORDS
-from tests.schemas import SCHEMAS
+from tests.grammars import EOS, VOCAB_SIZE, WORDS, make_compiler
+from tests.schemas import FLAG, SCHEMAS, thing
 
 MOST_SECONDS = 2.0
 
@@ -71,6 +72,8 @@ def lark_chain(length: int) -> str:
     return "\n".join(["start: r0", *rules, f'r{length}: "a"'])
 
 
+DEAR: Any = {"anyOf": [optional(200, per_object=200)["prefixItems"][0] for _ in range(6)]}
+"""Rows of the parser hold each of its branches."""
 HOSTILE: dict[str, tuple[Grammar, str]] = {
     "long": (Grammar.of(f'start: "{"x" * 300_000}"'), "characters of text"),
     "deep": (json_grammar(nested(200)), "nested deeper than 64"),
@@ -86,7 +89,7 @@ HOSTILE: dict[str, tuple[Grammar, str]] = {
         "multipleOf in one allOf",
     ),
     "optional": (json_grammar(optional(2000, per_object=2000)), "optional properties in one object"),
-    "properties": (json_grammar(optional(4000, per_object=400)), "4000 properties"),
+    "properties": (json_grammar(optional(4000, per_object=200)), "4000 properties"),
     "values": (json_grammar({"enum": list(range(20_000))}), "20000 values"),
     "choices": (choice_grammar([f"c{i}" for i in range(10_001)]), "10001 values"),
     "patterns": (
@@ -110,6 +113,10 @@ HOSTILE: dict[str, tuple[Grammar, str]] = {
     "no Lark": (lark_grammar("this is no grammar"), "cannot be enforced"),
     "no start": (lark_grammar('other: "a"'), "cannot be enforced"),
     "endless rule": (lark_grammar("start: start"), ""),
+    "dear behind a last property": (
+        json_grammar(thing({}, {f"p{i}": FLAG for i in range(9)} | {"last": DEAR})),
+        "2 ms",
+    ),
 }
 
 
@@ -155,6 +162,18 @@ def test_schemas_of_programs_pass(guard: GrammarGuard) -> None:
     large = {"type": "object", "properties": {f"p{i}": small[i % len(small)] for i in range(300)}}
     assert len(json.dumps(large)) > 30_000
     assert guard.check(json_grammar({**large, "required": [f"p{i}" for i in range(250)]})).problem is None
+
+
+def test_an_engine_has_room_for_what_passes(guard: GrammarGuard) -> None:
+    """It is told no sooner than a trial that a grammar is too complex, wherever an answer goes."""
+    grammar = json_grammar(optional(MOST_OPTIONAL, per_object=MOST_OPTIONAL)["prefixItems"][0])
+    verdict = guard.check(grammar)
+    assert verdict.problem is None
+    assert 0 < verdict.seconds < 0.002
+    for name in (0, MOST_OPTIONAL // 2, MOST_OPTIONAL - 1):
+        guide = make_compiler().compile(grammar)
+        text = f'{{"p{name}" : 1 , "other": [1, {{}}] }}'.encode()
+        assert guide.consume([*text]) == len(text)
 
 
 def test_ignored_keywords_are_named(guard: GrammarGuard) -> None:

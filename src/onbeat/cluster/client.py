@@ -13,7 +13,7 @@ from onbeat.cluster.controller import FleetController
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild
 from onbeat.cluster.streams import Streams
-from onbeat.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, OnbeatError
+from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest, OnbeatError
 from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
 from onbeat.core.hashing import hash_blocks, root_hash
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
@@ -287,8 +287,6 @@ class FleetClient:
                     finished = True
                     raise item
                 finished = item.output.finish_reason is not None
-                if item.output.finish_reason is FinishReason.ERROR:
-                    raise EngineError(item.output.error or "the engine failed on this request")
                 yield item
         finally:
             if not finished:

@@ -37,6 +37,10 @@ class Grammar:
     """In llguidance's variant of Lark."""
     key: str
     """SHA-256 of the text, hex: stands for it in caches, logs and records, which hold nobody's schema."""
+    field: str = ""
+    """Where its request says so, for errors."""
+    seconds: float = 3e-5
+    """What a token of it takes on the host, as a trial found, or as most do."""
 
     @classmethod
     def of(cls, text: str) -> Grammar:

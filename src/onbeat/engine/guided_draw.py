@@ -31,9 +31,6 @@ from onbeat.engine.sampling_row import SamplingRow, TokenIds
 from onbeat.text.grammar.guide import GrammarTooComplex, Guide, ids_in
 
 NO_TOKEN = -1
-DEAD_END = (
-    "no token that the grammar allows can be sampled under allowed_token_ids, logit_bias and min_tokens"
-)
 
 
 @dataclass(slots=True)
@@ -118,7 +115,7 @@ def _draw_again(
             continue
         has_one = len(allowed_A) > 0 and token_ids[index] != NO_TOKEN
         if not (has_one and _takes(rows, index, token_ids, outcome)):
-            outcome.faults[index] = DEAD_END
+            outcome.faults[index] = rows[index].dead_end
 
 
 def _takes(rows: Sequence[SamplingRow], index: int, token_ids: Sequence[int], outcome: GuideOutcome) -> bool:

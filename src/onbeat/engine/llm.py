@@ -277,6 +277,8 @@ def _run(core: EngineCore, requests: Sequence[Request], take: Callable[[RequestO
 
 def _check_output(output: RequestOutput) -> None:
     if output.finish_reason is FinishReason.ERROR:
+        if output.error_code is not None:
+            raise InvalidRequest(output.error or "", code=output.error_code)
         raise EngineError(output.error or "the engine failed on this request")
 
 

@@ -32,9 +32,6 @@ __all__ = ["BestTokens", "SampledTokens", "Sampler", "SamplingRow"]
 INVALID_TOKEN = -1
 """Stands for the token of a row that has none because of an error."""
 
-_NOTHING_LEFT = (
-    "no token can be sampled under allowed_token_ids, logit_bias, bad_words, penalties and min_tokens"
-)
 _NEVER_NEEDS_LOGITS = attrgetter("is_always_plain")
 
 
@@ -49,7 +46,7 @@ class SampledTokens:
     errors: dict[int, str] = field(default_factory=dict)
     """Row index to what is wrong with its logits or its grammar; the other rows are not affected."""
     guides: GuideOutcome | None = None
-    """What grammars did; None where no row has one."""
+    """What grammars did, and rows whose parameters leave no token; None where no row has either."""
 
 
 class BestTokens(NamedTuple):
@@ -112,7 +109,7 @@ class Sampler:
         best = _best(logits_RV) if best is None else best
         sampled = SampledTokens(best.ids_R.tolist(), [None] * len(rows))
         for index in np.flatnonzero(~np.isfinite(best.logits_R)).tolist():
-            _check(sampled, index, float(best.logits_R[index]), "the model produced invalid logits")
+            _check(sampled, index, float(best.logits_R[index]))
         if logits_RV is None:
             return sampled
         pairs = zip(left, logits_RV, strict=True)
@@ -150,10 +147,10 @@ def _best(logits_RV: Logits | None) -> BestTokens:
     return BestTokens(ids_R, logits_RV[np.arange(len(ids_R)), ids_R])
 
 
-def _check(sampled: SampledTokens, index: int, peak: float, reason: str) -> None:
+def _check(sampled: SampledTokens, index: int, peak: float) -> None:
     """Mark a row whose largest logit is not a number that a token can be chosen by."""
     if not math.isfinite(peak):
-        sampled.errors[index] = f"{reason}: the largest is {peak}"
+        sampled.errors[index] = f"the model produced invalid logits: the largest is {peak}"
         sampled.token_ids[index] = INVALID_TOKEN
 
 
@@ -175,7 +172,12 @@ def _edited(
             originals[index] = logits_V.copy()
         edit_logits(logits_V, row)
         token_id = sampled.token_ids[index] = int(logits_V.argmax())
-        _check(sampled, index, float(logits_V[token_id]), _NOTHING_LEFT)
+        if (peak := float(logits_V[token_id])) == -math.inf:
+            sampled.guides = sampled.guides or GuideOutcome()
+            sampled.guides.faults[index] = sampled.errors[index] = row.dead_end
+            sampled.token_ids[index] = INVALID_TOKEN
+        else:
+            _check(sampled, index, peak)
         if index in sampled.errors:
             del lines[index]
     return originals
@@ -215,8 +217,10 @@ def _hold_to_grammars(lines: dict[int, Logits], rows: Sequence[SamplingRow], sam
     guided = [index for index in lines if rows[index].is_guided]
     if not guided:
         return
-    sampled.guides = hold_to_grammars(
+    work = hold_to_grammars(
         rows, guided, sampled.token_ids, lambda refused, allowed: redrawn(lines, rows, refused, allowed)
     )
-    for index, message in sampled.guides.errors.items():
+    for index, message in work.errors.items():
         sampled.errors[index], sampled.token_ids[index] = message, INVALID_TOKEN
+    work.faults |= {} if sampled.guides is None else sampled.guides.faults
+    sampled.guides = work

@@ -17,6 +17,9 @@ TokenIds = npt.NDArray[np.int64]
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: scaled by them, logits leave the range of float32."""
 
+_LIMITS = ("allowed_token_ids", "logit_bias", "bad_words", "min_tokens")
+"""Parameters that can leave a row without a token."""
+
 
 class TokenCounts:
     """The distinct tokens of a request and how often each was generated, kept up to date in O(new tokens).
@@ -128,6 +131,14 @@ class SamplingRow:
     def is_plain(self) -> bool:
         """Whether this step's token takes no more than a draw."""
         return self.is_always_plain or not (self.asks_logprobs or self.edits_logits or self.is_guided)
+
+    @property
+    def dead_end(self) -> str:
+        """What is said where no token is left: which of the request's fields leave none."""
+        params = self.params
+        fields = [] if params.grammar is None else [params.grammar.field or "the grammar"]
+        fields += [name for name in _LIMITS if getattr(params, name)]
+        return f"no token can be sampled under {' with '.join(fields)}; change {' or '.join(fields)}"
 
     @property
     def banned_token_ids(self) -> TokenIds:

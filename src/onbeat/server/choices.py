@@ -268,7 +268,10 @@ def _check_alive(output: RequestOutput, choice: Choice) -> None:
     if reason is FinishReason.ERROR:
         message = output.error or "the engine failed on this request"
         if output.error_code is not None:
-            raise InvalidRequest(message, code=output.error_code)
+            grammar = choice.request.sampling.grammar
+            raise InvalidRequest(
+                message, param=None if grammar is None else grammar.field or None, code=output.error_code
+            )
         raise EngineError(message)
     if output.fate is Fate.OVERDUE:
         raise overdue_error(output)

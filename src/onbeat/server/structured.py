@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -348,4 +349,4 @@ class GrammarDesk:
         if verdict.problem is not None:
             raise InvalidRequest(f"{field}: {verdict.problem}", param=field, code=verdict.code)
         context.ignored_fields += [f"{field}.{keyword}" for keyword in verdict.ignored]
-        context.grammar = grammar
+        context.grammar = replace(grammar, field=field, seconds=verdict.seconds)

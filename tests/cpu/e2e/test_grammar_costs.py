@@ -27,7 +27,7 @@ MOST_SECONDS = 0.05
 LARGE = {
     "choices": regex_grammar("|".join(f"{number:x}" for number in range(4000))),
     "enum": json_grammar({"enum": [f"v{number}" for number in range(9000)]}),
-    "optional": json_grammar({"properties": {f"p{number}": {} for number in range(400)}}),
+    "optional": json_grammar({"properties": {f"p{number}": {} for number in range(250)}}),
     "bounded": json_grammar({"type": "string", "maxLength": 20_000, "pattern": "^(a|b)*c$"}),
 }
 """What limits let pass."""

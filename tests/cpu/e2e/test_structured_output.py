@@ -53,6 +53,10 @@ def text(server: ServerProgram, prompt: str, **fields: Any) -> tuple[str, str]:
 DEEP = '{"items":' * 500 + "{}" + "}" * 500
 
 
+def wide(num_properties: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(num_properties)}}
+
+
 def nested(levels: int) -> dict[str, Any]:
     schema: dict[str, Any] = {}
     for _ in range(levels):
@@ -185,6 +189,17 @@ def test_stop_strings_logprobs_and_biases_go_on_working(smollm2_server: ServerPr
             "nested deeper",
         ),
         ({"guided_json": DEEP}, "grammar_too_complex", "nested deeper"),
+        ({"guided_json": wide(500)}, "grammar_too_complex", "500 optional"),
+        (
+            {"guided_grammar": 'start: /[xyz]{40}/ s\ns: s s s | s s | "a"'},
+            "grammar_too_complex",
+            "guided_grammar",
+        ),
+        (
+            {"guided_regex": f"[xyz]{{40}}({'|'.join(f'(.*{letter}){{3}}.*' for letter in 'abcdefghij')})"},
+            "grammar_too_complex",
+            "guided_regex",
+        ),
         ({"guided_json": {"$ref": "#/x"}, "guided_regex": "a"}, "invalid_value", "both constrain"),
     ],
 )
@@ -197,6 +212,45 @@ def test_what_cannot_be_enforced_is_refused(
     assert error["code"] == code, error
     assert words in error["message"]
     assert error["param"].partition(".")[0] in fields or "both" in words
+
+
+LIMITS = ("allowed_token_ids", "logit_bias", "min_tokens", "bad_words")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}, "allowed_token_ids": [2]},
+        {"response_format": {"type": "json_object"}, "allowed_token_ids": [2], "logit_bias": {"2": -100}},
+        {"structured_outputs": {"choice": ["yes", "no"]}, "allowed_token_ids": [2, 3]},
+        {"guided_regex": "[0-9]{3}", "allowed_token_ids": [2], "ignore_eos": True, "temperature": 1},
+        {"allowed_token_ids": "x", "bad_words": ["x"]},
+    ],
+)
+def test_fields_that_leave_no_token_are_named(
+    smollm2_server: ServerProgram, fields: dict[str, Any], stream: bool
+) -> None:
+    """It is the caller's mistake, and no 500, which clients would send again."""
+    if fields["allowed_token_ids"] == "x":
+        tokens = httpx.post(f"{smollm2_server.url}/tokenize", json={"prompt": "x"}).json()["tokens"]
+        fields = {**fields, "allowed_token_ids": tokens}
+    answer = post(smollm2_server, "completions", prompt="x", stream=stream, **fields)
+    assert answer.status_code == 400, answer.text
+    message = answer.json()["error"]["message"]
+    assert {name for name in LIMITS if name in message} == set(LIMITS) & fields.keys()
+    assert all(name in message for name in ("response_format", "guided_regex") if name in fields)
+
+
+def test_what_shows_late_is_no_error_of_the_server(smollm2_server: ServerProgram) -> None:
+    """The first token may come and no second one: the stream is open by then."""
+    tokens = httpx.post(f"{smollm2_server.url}/tokenize", json={"prompt": "ab"}).json()["tokens"]
+    fields = {"guided_choice": ["abba"], "allowed_token_ids": tokens, "n": 1}
+    streamed = post(smollm2_server, "completions", prompt="x", stream=True, **fields)
+    assert streamed.status_code == 200, streamed.text
+    *_, last = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert last["error"]["type"] == "invalid_request_error"
+    assert post(smollm2_server, "completions", prompt="x", **fields).status_code == 400
 
 
 def test_keywords_that_are_not_enforced_are_named(smollm2_server: ServerProgram) -> None:

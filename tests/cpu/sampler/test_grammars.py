@@ -13,7 +13,7 @@ from onbeat.core.request import SamplingParams
 from onbeat.engine import sampler as sampler_module
 from onbeat.engine.draw import Floats, Logits
 from onbeat.engine.grammar_port import GrammarPort
-from onbeat.engine.guided_draw import DEAD_END, GuideOutcome, allowed_ids
+from onbeat.engine.guided_draw import GuideOutcome, allowed_ids
 from onbeat.engine.guided_rows import begin_guide
 from onbeat.engine.logprobs import token_logprobs
 from onbeat.engine.sampler import Sampler
@@ -181,9 +181,19 @@ def test_a_dead_end_is_the_fault_of_its_request_alone():
     dead = guided_row(COMPILER, GRAMMARS[4], temperature=0.0, allowed_token_ids=(ord("z"),))
     other = guided_row(COMPILER, GRAMMARS[4], temperature=0.0)
     sampled = Sampler(VOCAB_SIZE).sample(logits_of(1, 2), [dead, other])
-    assert sampled.errors == {0: DEAD_END}
-    assert sampled.guides.faults == {0: DEAD_END}
+    assert sampled.errors == sampled.guides.faults == {0: dead.dead_end}
+    assert "the grammar with allowed_token_ids;" in dead.dead_end
     assert sampled.guides.num_tokens == 2
+
+
+def test_parameters_that_leave_no_token_are_named_and_at_fault():
+    """With a grammar and without one, and no parameter that the request does not have."""
+    params = {"allowed_token_ids": (5,), "bad_words": ((5,),)}
+    rows = [guided_row(COMPILER, GRAMMARS[4], **params), SamplingRow(SamplingParams(**params), (), [])]
+    sampled = Sampler(VOCAB_SIZE).sample(logits_of(1, 3), [*rows, guided_row(COMPILER, GRAMMARS[4])])
+    assert sampled.errors == sampled.guides.faults
+    named = [sampled.errors[index].partition(" under ")[2].partition(";")[0] for index in range(2)]
+    assert named == ["the grammar with allowed_token_ids with bad_words", "allowed_token_ids with bad_words"]
 
 
 class BrokenGuide:

@@ -69,7 +69,7 @@ class VerifiedTokens:
     errors: dict[int, str]
     """Row index to what is wrong with its logits or its grammar."""
     guides: GuideOutcome | None = None
-    """What grammars did; None where no row has one."""
+    """What grammars did, and rows whose parameters leave no token; None where no row has either."""
 
 
 def verify(
@@ -128,8 +128,6 @@ def _verify_in_waves(
     """Sample position by position, so that each token is chosen with those before it known."""
     assert logits.values_RV is not None
     verified = VerifiedTokens([[] for _ in rows], [[] if row.asks_logprobs else None for row in rows], {})
-    if any(row.is_guided for row in rows):
-        verified.guides = GuideOutcome()
     waves, owners = wave_order(np.array([len(row_drafts) for row_drafts in drafts], np.int64))
     is_alive = np.ones(len(rows), np.bool_)
     left_N = rows_with_logits(logits.best, len(owners))
@@ -143,7 +141,8 @@ def _verify_in_waves(
             [rows[index] for index in indices],
             None if logits.best is None else logits.best.take(places_C),
         )
-        if verified.guides is not None and sampled.guides is not None:
+        if sampled.guides is not None:
+            verified.guides = verified.guides or GuideOutcome()
             verified.guides.add(sampled.guides, indices)
         for place, index in enumerate(indices):
             token_id = _take(verified, rows, index, sampled, place)

@@ -341,9 +341,9 @@ def _fail(state: RequestState, message: str, table: RequestTable) -> RequestOutp
 
 
 def _end_at_fault(state: RequestState, message: str, table: RequestTable) -> RequestOutput:
-    """End a request whose grammar cannot be followed; its KV is as good as any other."""
+    """End a request whose grammar or parameters leave no token; its KV is as good as any other."""
     output = last_output(state, FinishReason.ERROR)
-    output.error, output.error_code = message, GRAMMAR_FAULT
+    output.error, output.error_code = message, GRAMMAR_FAULT if state.is_guided else "invalid_value"
     table.drop(state)
     return output
 

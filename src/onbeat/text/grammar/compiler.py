@@ -33,16 +33,22 @@ _TOKENS_AT_ONCE = 1024
 """Of a vocabulary, read in a millisecond."""
 _REST_SECONDS = 1e-4
 
-LIMITS = LLParserLimits(
-    max_items_in_row=2_000,
-    initial_lexer_fuel=500_000,
-    step_lexer_fuel=50_000,
-    step_max_items=10_000,
-    max_lexer_states=50_000,
-    max_grammar_size=250_000,
-    verbose_errors=False,  # else messages hold parts of the grammar
-)
-"""Half of the library's or less: schemas of real programs pass, and no step takes long."""
+
+def limits(room: int) -> LLParserLimits:
+    """Return what the library may take, times `room`: schemas of programs pass, and no step takes long."""
+    return LLParserLimits(
+        max_items_in_row=2_000 * room,
+        initial_lexer_fuel=500_000 * room,
+        step_lexer_fuel=50_000 * room,
+        step_max_items=10_000 * room,
+        max_lexer_states=50_000 * room,
+        max_grammar_size=250_000 * room,
+        verbose_errors=False,  # else messages hold parts of the grammar
+    )
+
+
+ROOM = 2
+"""In an engine, so that what a trial has seen half of holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +103,17 @@ class GrammarCompiler:
     vocabulary : of the model's tokenizer.
     vocab_size : of the model; may be larger.
     encode : spells text that a grammar forces; by default nothing is spelled.
+    room : see `limits`.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, vocab_size: int, encode: Callable[[str], list[int]] = lambda _: []
+        self,
+        vocabulary: Vocabulary,
+        vocab_size: int,
+        encode: Callable[[str], list[int]] = lambda _: [],
+        room: int = ROOM,
     ) -> None:
+        self._limits = limits(room)
         wrapper: Any = TokenizerWrapper(_LibraryTokenizer(vocabulary, vocab_size))
         eos: Any = vocabulary.eos_token_ids or None
         self._tokenizer = LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=eos)
@@ -140,7 +152,7 @@ class GrammarCompiler:
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
         """Return the library's own object, in its error state where it refuses the grammar."""
-        return LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=LIMITS)
+        return LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=self._limits)
 
     def guide_of(self, matcher: LLMatcher) -> Guide:
         """Return a guide that is where the library's object is."""

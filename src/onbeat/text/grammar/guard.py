@@ -17,9 +17,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from io import BytesIO
 from random import Random
-from typing import Any
+from statistics import fmean
+from typing import Any, TypeVar
 
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import Grammar
@@ -27,6 +29,8 @@ from onbeat.text.grammar.compiler import GrammarCompiler, Vocabulary, ignored_ke
 from onbeat.text.grammar.guide import GrammarTooComplex, Guide
 from onbeat.text.grammar.limits import TooComplex, check_limits, check_size
 from onbeat.text.limited_process import Answer, Ended, LimitedProcess, serve
+
+_T = TypeVar("_T")
 
 MAX_SECONDS = 1.0
 """Most processor time of a trial. Schemas of 180 kB take a quarter of it."""
@@ -36,9 +40,11 @@ STACK_BYTES = 16 << 20
 NICENESS = 5
 """A trial must not hold up steps that run on the same cores, nor its request for long."""
 MOST_KNOWN = 4096
-NUM_STEPS = 16
-"""Tokens of a trial, each one of those allowed, by chance."""
-MAX_MASK_SECONDS = 0.02
+NUM_STEPS = 64
+MAX_MASK_SECONDS = 0.002
+"""That finding the next tokens may take: a step has many rows, and all of them wait for it."""
+_STRUCTURE = ('"', ",", "{", "[", ":", "1", " ", "]", "}")
+"""Texts that lead a trial through JSON, where chance alone would stay inside of its first text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,13 @@ class Verdict:
     problem: str | None = None
     """Why it is refused."""
     code: str | None = None
+    seconds: float = 0.0
+    """What a token of it took on average."""
+
+
+TokenText = list[int]
+"""Tokens of a byte each; none where the vocabulary has no such token."""
+Spell = Callable[[str], TokenText]
 
 
 class GrammarGuard:
@@ -118,7 +131,7 @@ class GrammarGuard:
             reply = self._started().ask(grammar.text.encode("utf-8", "surrogatepass"))
         except TooComplex as error:
             return Verdict(problem=str(error), code=error.code)
-        return Verdict(tuple(reply["ignored"]), reply["problem"], reply["code"])
+        return Verdict(**{**reply, "ignored": tuple(reply["ignored"])})
 
     def _started(self) -> LimitedProcess:
         with self._starting:
@@ -150,10 +163,17 @@ def _open(opening: bytes) -> tuple[dict[str, Any], Answer | None]:
     lengths = array("I")
     data = BytesIO(rest)
     lengths.frombytes(data.read(num_tokens * lengths.itemsize))
-    compiler = GrammarCompiler(Vocabulary([data.read(length) for length in lengths], *others), vocab_size)
+    texts = [data.read(length) for length in lengths]
+    compiler = GrammarCompiler(Vocabulary(texts, *others), vocab_size, room=1)
+    bytes_to_id = {text: token_id for token_id, text in enumerate(texts) if len(text) == 1}
+
+    def spell(text: str) -> TokenText:
+        ids = [bytes_to_id.get(bytes([byte]), -1) for byte in text.encode("utf-8", "surrogatepass")]
+        return [] if -1 in ids else ids
+
     threading.stack_size(STACK_BYTES)
     return {}, lambda question: _in_thread(
-        lambda: _trial(compiler, question.decode("utf-8", "surrogatepass"))
+        lambda: _trial(compiler, spell, question.decode("utf-8", "surrogatepass"))
     )
 
 
@@ -166,37 +186,61 @@ def _in_thread(work: Callable[[], Verdict]) -> dict[str, Any]:
     return asdict(done[0])
 
 
-def _trial(compiler: GrammarCompiler, text: str) -> Verdict:
-    """Hold a grammar against the limits, compile it, and go some steps at random."""
+def _trial(compiler: GrammarCompiler, spell: Spell, text: str) -> Verdict:
+    """Hold a grammar against the limits, compile it, and go some steps."""
     try:
-        check_limits(text)
+        names = [spell(f"{json.dumps(name)}:") for name in check_limits(text)]
         matcher = compiler.matcher(Grammar.of(text))
         if matcher.is_error():
             problem = refusal(matcher.get_error())
             return Verdict(problem=str(problem), code=problem.code)
         ignored = ignored_keywords(matcher.get_grammar_warnings())
-        _walk(compiler.guide_of(matcher))
+        seconds = _walk(compiler.guide_of(matcher), names, [*map(spell, _STRUCTURE)])
     except TooComplex as error:
         return Verdict(problem=str(error), code=error.code)
     except (GrammarTooComplex, MemoryError) as error:
         why = "it takes too much memory" if isinstance(error, MemoryError) else error
         return Verdict(problem=f"the grammar is too complex: {why}", code="grammar_too_complex")
-    return Verdict(ignored)
+    return Verdict(ignored, seconds=seconds)
 
 
-def _walk(guide: Guide) -> None:
-    chance = Random(0)
+def _walk(guide: Guide, names: list[TokenText], structure: list[TokenText]) -> float:
+    """Go some steps; return what one took on average, seconds.
+
+    Parameters
+    ----------
+    names : the last property of each object: a step takes the first that may come.
+    structure : one of these comes in half of the other steps, and else a token by chance.
+    """
+    chance, took = Random(0), [0.0]
     for _ in range(NUM_STEPS):
-        start = time.thread_time()
-        allowed = guide.allowed()
-        if time.thread_time() - start > MAX_MASK_SECONDS:
+        again = guide.copy()
+        allowed, seconds = _timed(guide.allowed)
+        if seconds > MAX_MASK_SECONDS and _timed(again.allowed)[1] > MAX_MASK_SECONDS:  # known by then
             raise TooComplex(
                 f"finding the next tokens of the grammar takes more than {MAX_MASK_SECONDS * 1e3:g} ms; "
                 "make it simpler"
             )
         if not len(allowed) or guide.is_complete:
-            return
-        guide.accepts(int(chance.choice(allowed)))
+            break
+        texts = [*names, *chance.sample(structure, len(structure) * chance.randint(0, 1))]
+        text = next((text for text in texts if _may_come(guide, text)), None)
+        names = [name for name in names if name is not text]
+        wanted = text or [int(chance.choice(allowed))]
+        took.append(seconds + _timed(partial(guide.consume, wanted))[1] / len(wanted))
+    return fmean(took)
+
+
+def _may_come(guide: Guide, token_ids: TokenText) -> bool:
+    """Whether a text may come without ending the grammar; it has not come."""
+    twin = guide.copy()
+    return bool(token_ids) and twin.consume(token_ids) == len(token_ids) and not twin.is_complete
+
+
+def _timed(work: Callable[[], _T]) -> tuple[_T, float]:
+    """Return what work returns, and its processor time in seconds."""
+    start = time.thread_time()
+    return work(), time.thread_time() - start
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ MOST_PATTERN = 2048
 MOST_CHAIN = 200
 MOST_RULES = 1000
 MOST_PROPERTIES = 2000
-MOST_OPTIONAL = 500
+MOST_OPTIONAL = 250
 MOST_VALUES = 10_000
 MOST_TOGETHER = 8
 LARGEST_MULTIPLE = 10_000
@@ -67,8 +67,12 @@ def check_schema(schema: Any) -> None:
         raise TooComplex(f"the schema is nested deeper than {MOST_LEVELS} levels; flatten it") from error
 
 
-def check_limits(text: str) -> None:
+def check_limits(text: str) -> list[str]:
     """Refuse a Lark text, with the schemas in it, that is beyond a limit.
+
+    Returns
+    -------
+    The last property that each object of the schemas names, at most `MOST_LEVELS` of them.
 
     Raises
     ------
@@ -86,6 +90,7 @@ def check_limits(text: str) -> None:
     _at_most(max(map(len, patterns), default=0), MOST_PATTERN, "characters of a pattern")
     _at_most(counts.num_properties, MOST_PROPERTIES, "properties")
     _check_rules(_PATTERN.sub("", rest))
+    return counts.last_names[:MOST_LEVELS]
 
 
 def _at_most(number: int, most: int, what: str) -> None:
@@ -119,6 +124,7 @@ class _Counts:
         self.num_values = 0
         self.num_properties = 0
         self.patterns: list[str] = []
+        self.last_names: list[str] = []
 
     def add(self, schema: Any) -> None:
         """Count what a schema holds."""
@@ -142,6 +148,7 @@ class _Counts:
         properties, required = schema.get("properties"), schema.get("required")
         if isinstance(properties, dict):
             self.num_properties += len(properties)
+            self.last_names += [*properties][-1:]
             names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else ()
             _at_most(len(properties.keys() - names), MOST_OPTIONAL, "optional properties in one object")
         if isinstance(values := schema.get("enum"), list):
