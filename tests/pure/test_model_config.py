@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config import RopeConfig, RopeFactors, model_config_from_gguf, model_config_from_hf
+from onbeat.engine.model_config.families import GGUF_FAMILIES
 from tests.many_cases import each_case
 
 LLAMA: dict[str, Any] = {
@@ -188,15 +191,32 @@ def test_gemma3_transformers_5_spelling() -> None:
     assert model_config_from_hf(scaled).layer_rope(0) == RopeConfig(theta=10000.0)
 
 
+def test_the_documents_list_the_families_that_run() -> None:
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    rows = (
+        page.partition("## Families")[2]
+        .partition("\n\n##")[0]
+        .partition("| family |")[2]
+        .partition("\n\n")[0]
+    )
+    named = {name for row in rows.splitlines()[2:] for name in re.findall(r"`(.*?)`", row.split("|")[3])}
+    assert named == set(GGUF_FAMILIES)
+
+
 @each_case(
     ("change", "message"),
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            "'MambaForCausalLM' is not supported; supported: Gemma3ForCausalLM",
+            "'MambaForCausalLM' is not supported: it needs state-.* supported: Gemma3For.* https.*models",
         ),
+        ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "needs linear attention"),
+        ({"architectures": ["Gemma3TextModel"]}, "needs attention in both directions"),
+        ({"architectures": ["GptOssForCausalLM"]}, "needs attention sinks"),
+        ({"architectures": ["UnheardForCausalLM"]}, "not supported; supported: Gemma3"),
         ({"architectures": ["Gemma3nForConditionalGeneration"]}, "not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\).*GGUF"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*llama3, and longrope in Phi-3"),
         ({"mlp_bias": True}, "mlp_bias to True"),
         ({"hidden_act": "gelu"}, "hidden_act to 'gelu'.*'silu'"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping to 50.0"),

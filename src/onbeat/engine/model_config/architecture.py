@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -196,16 +195,3 @@ class ModelConfig:
         if self.nope_layers and self.nope_layers[layer_index]:
             return NO_ROPE
         return self.local_rope if self.local_rope is not None and self.is_sliding(layer_index) else self.rope
-
-
-def unsupported_architecture(name: object, supported: Iterable[str], *, source: str) -> ModelLoadError:
-    """Return the error for an architecture that onbeat does not run.
-
-    Parameters
-    ----------
-    name, supported : as the source spells architectures.
-    source : what names it.
-    """
-    return ModelLoadError(
-        f"{source}'s architecture {name!r} is not supported; supported: {', '.join(sorted(supported))}"
-    )

@@ -89,6 +89,8 @@ def _rope(table: dict[str, Any], rules: RopeRules, sizes: RopeSizes) -> RopeConf
         raise ModelLoadError(
             f"config.json asks for RoPE scaling of kind {kind!r}, which is not supported; "
             f"supported: {', '.join(rules.kinds)}"
+            + ", and longrope in Phi-3"
+            * ("longrope" not in rules.kinds)
         )
     rope = RopeConfig(theta=values.number("rope_theta"), rotary_dim=_rotary_dim(values, rules, sizes))
     if kind == "default":
