@@ -183,9 +183,6 @@ class ProcessEngineClient:
             if not finished and self._is_alive:
                 self._send(AbortRequests([request_id]))
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        self._send(AbortRequests(list(request_ids)))
-
     async def is_idle(self) -> bool:
         return not self._streams
 

@@ -88,6 +88,8 @@ class Script:
     """Deliveries after which the request fails."""
     die_after: int | None = None
     """Deliveries after which the engine dies."""
+    stall_after: int | None = None
+    """Deliveries after which no other one comes, nor an answer to an abort."""
     reject: OnbeatError | None = None
     num_cached_tokens: int = 0
 
@@ -108,7 +110,7 @@ class FakeEngine:
     is_alive: bool = True
 
     def __post_init__(self) -> None:
-        self._running: dict[str, bool] = {}
+        self._running: set[str] = set()
         self.num_steps = 0
 
     @property
@@ -149,7 +151,7 @@ class FakeEngine:
         if self.script.reject is not None:
             raise self.script.reject
         self.requests.append(request)
-        self._running[request.request_id] = True
+        self._running.add(request.request_id)
         finished = False
         try:
             await asyncio.sleep(self.script.first_delay)
@@ -159,19 +161,21 @@ class FakeEngine:
         finally:
             if not finished:
                 self.aborted.append(request.request_id)
-            self._running.pop(request.request_id, None)
+            self._running.discard(request.request_id)
 
     async def _deliveries(self, request: Request) -> AsyncGenerator[Delivery, None]:
         scheduled = time.monotonic()
         for step, (token_ids, reason) in enumerate(self._steps(request)):
             await asyncio.sleep(self.script.seconds_per_step)
+            if step == self.script.stall_after:
+                await asyncio.Event().wait()
             if step == self.script.die_after:
                 self.is_alive = False
             if not self.is_alive:
                 raise EngineDead("the engine process has ended")
             failed = step == self.script.error_after
-            if failed or not self._running[request.request_id]:
-                reason, token_ids = (FinishReason.ERROR if failed else FinishReason.ABORT), []
+            if failed:
+                reason, token_ids = FinishReason.ERROR, []
             output = RequestOutput(
                 request_id=request.request_id,
                 new_token_ids=token_ids,
@@ -251,11 +255,6 @@ class FakeEngine:
             num_tokens=1 + num_accepted,
             expected_tokens=1.5,
         )
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            if request_id in self._running:
-                self._running[request_id] = False
 
     async def is_idle(self) -> bool:
         return not self._running

@@ -17,8 +17,7 @@ from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest, OnbeatEr
 from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
 from onbeat.core.hashing import hash_blocks, root_hash
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
-from onbeat.core.request import FinishReason, Request, RequestOutput
-from onbeat.engine.messages import AbortRequests
+from onbeat.core.request import Request
 from onbeat.engine.owned_folder import OwnedFolder, check_length_of_socket_paths
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.scheduler.cluster.events import Aborted, Arrived, RoutingRequest, ScaleAsked, ScalingAsked
@@ -292,19 +291,6 @@ class FleetClient:
             if not finished:
                 self.controller.tell(Aborted(request_id))
             self.streams.end(open_request)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            open_request = self.streams.open.get(request_id)
-            if open_request is None:
-                continue
-            if open_request.replica is not None:
-                open_request.is_aborted = True
-                self.controller.send(open_request.replica, AbortRequests([open_request.name]))
-            else:
-                self.controller.tell(Aborted(request_id))
-                output = RequestOutput(request_id, [], finish_reason=FinishReason.ABORT)
-                self.streams.put(open_request, Delivery(time.monotonic(), output))
 
     async def is_idle(self) -> bool:
         return not self.streams.open

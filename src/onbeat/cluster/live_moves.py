@@ -13,7 +13,7 @@ from onbeat.core.fleet import ReplicaId
 from onbeat.core.handover import Detached, MoveTask, TaskAnswer
 from onbeat.core.request import Request
 from onbeat.engine.kv_transfer.source import KVSource
-from onbeat.engine.messages import AbortRequests, AskMove
+from onbeat.engine.messages import AskMove
 from onbeat.scheduler.cluster.events import MoveStep
 from onbeat.scheduler.cluster.move_carrier import CarriedMove, MoveCarrier
 
@@ -105,8 +105,6 @@ class LiveMoves:
         open_request = move.request
         open_request.move_to(destination, move.adopted)
         self._on_moved(open_request, Origin(move.source, move.name, move.why))
-        if open_request.is_aborted:
-            self._replicas.send(destination, AbortRequests([move.adopted]))
 
 
 def _shifted(detached: Detached, seconds: float) -> Detached:

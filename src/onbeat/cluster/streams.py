@@ -69,8 +69,6 @@ class OpenRequest:
     predicted_ttft: float | None = None
     """As the router predicted when it was sent, seconds from then; None where it did not, and for one that
     has tokens already."""
-    is_aborted: bool = False
-    """Whether its replica has been told to end it."""
     last_token_time: float = 0.0
     """When its client got its last tokens."""
     moved_from: float | None = None

@@ -126,10 +126,6 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop requests; unknown ids are ignored, their streams end with `FinishReason.ABORT`."""
-        ...
-
     async def is_idle(self) -> bool:
         """Return whether no request is running or waiting."""
         ...

@@ -147,11 +147,12 @@ class AnswerResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         turns = Turns()
         try:
-            async with self._pinging(send):
-                await self._send_delta(first, send)
-                async for delta in deltas:
-                    await self._send_delta(delta, send)
-                    await turns.rest()
+            with self._lifecycle.telling_abort():
+                async with self._pinging(send):
+                    await self._send_delta(first, send)
+                    async for delta in deltas:
+                        await self._send_delta(delta, send)
+                        await turns.rest()
         except Exception as error:  # the status is out: the stream itself must tell
             reply = error_reply(error)
             context.error_code = reply.code

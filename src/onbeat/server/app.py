@@ -99,7 +99,7 @@ def create_app(
 
     Notes
     -----
-    `app.state` has what `server.run` needs of the application: `lifecycle`, `engine`, `fleet`,
+    `app.state` has what `server.run` needs of the application: `lifecycle`, `fleet`,
     `telemetry`, and `warm_up`, which does ahead what first requests would wait for.
     """
     lifecycle = Lifecycle()
@@ -119,7 +119,7 @@ def create_app(
             GrammarGuard(tokenizer, info.vocab_size), telemetry.grammars, is_needed=info.generates
         ),
         jobs=JobDesk(telemetry.jobs),
-        generator=Generator(engine, tokenizer, lifecycle, telemetry.tracker),
+        generator=Generator(engine, tokenizer, telemetry.tracker),
         watch=EngineWatch(engine, config.hang),
         slow_readers=SlowReaders(config.max_unread_bytes),
         created=int(time.time()),
@@ -148,7 +148,6 @@ def create_app(
         servers=[{"url": prefix}] if prefix else None,
     )
     app.state.lifecycle = lifecycle
-    app.state.engine = engine
     app.state.fleet = fleet
     app.state.telemetry = telemetry
     app.state.warm_up = services.grammars.warm_up

@@ -281,5 +281,8 @@ def _check_alive(output: RequestOutput, choice: Choice) -> None:
             predicted_ttft=math.nan if choice.predicted_ttft is None else choice.predicted_ttft,
             code="deadline_exceeded",
         )
-    if reason is FinishReason.ABORT:
-        raise Overloaded("the request was aborted by the server, which is shutting down", code="aborted")
+
+
+def aborted_error() -> Overloaded:
+    """Return what a request ends with that the end of the server does not wait for."""
+    return Overloaded("the request was aborted by the server, which is shutting down", code="aborted")

@@ -13,7 +13,7 @@ from onbeat.core.protocols import Delivery, EngineClient, Tokenizer
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import ShedMode
 from onbeat.metrics.tracker import RequestTracker
-from onbeat.server.choices import Choice, ChoiceDelta, ChoiceText, TextOptions
+from onbeat.server.choices import Choice, ChoiceDelta, ChoiceText, TextOptions, aborted_error
 from onbeat.server.errors import unattainable
 
 BEGUN_TOKENS = 2**15
@@ -35,12 +35,8 @@ class Lifecycle:
         """HTTP requests that are generating now."""
         self._idle = asyncio.Event()
         self._idle.set()
-        self._engine_ids: set[str] = set()
-
-    @property
-    def engine_request_ids(self) -> list[str]:
-        """Ids of the engine requests that are open now."""
-        return list(self._engine_ids)
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._aborted: set[asyncio.Task[object]] = set()
 
     def start_draining(self) -> None:
         """Refuse new generations from now on."""
@@ -57,32 +53,50 @@ class Lifecycle:
                 "the server is shutting down and takes no new requests; try another or later", code="draining"
             )
 
+    def abort(self) -> None:
+        """End all open generations now, whatever they wait for: each tells its client, then its engine."""
+        self._aborted |= self._tasks
+        for task in self._tasks:
+            task.cancel()
+
     @contextmanager
     def generation(self) -> Iterator[None]:
         """Count one generation while the block runs.
 
         Raises
         ------
-        Overloaded : the server is going down.
+        Overloaded : the server is going down, or `abort` has ended the block.
         """
         self.check_open()
+        task = _this_task()
         self.num_open += 1
+        self._tasks.add(task)
         self._idle.clear()
         try:
-            yield
+            with self.telling_abort():
+                yield
         finally:
+            self._tasks.discard(task)
+            self._aborted.discard(task)
             self.num_open -= 1
             if self.num_open == 0:
                 self._idle.set()
 
     @contextmanager
-    def engine_request(self, request_id: str) -> Iterator[None]:
-        """Remember an engine request while the block runs, so that shutting down can abort it."""
-        self._engine_ids.add(request_id)
+    def telling_abort(self) -> Iterator[None]:
+        """Raise `Overloaded` where `abort` has cancelled what the block awaits, so that a client is told."""
         try:
             yield
-        finally:
-            self._engine_ids.discard(request_id)
+        except asyncio.CancelledError:
+            if (task := _this_task()) in self._aborted and task.uncancel() == 0:
+                raise aborted_error() from None
+            raise
+
+
+def _this_task() -> asyncio.Task[object]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 class _Turn(NamedTuple):
@@ -103,16 +117,12 @@ class Generator:
     ----------
     engine : where tokens come from.
     tokenizer : the model's.
-    lifecycle : knows what is open, for shutting down.
     tracker : keeps the records of requests, for metrics.
     """
 
-    def __init__(
-        self, engine: EngineClient, tokenizer: Tokenizer, lifecycle: Lifecycle, tracker: RequestTracker
-    ) -> None:
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, tracker: RequestTracker) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._lifecycle = lifecycle
         self._tracker = tracker
 
     async def run(
@@ -167,15 +177,14 @@ class Generator:
         """How it ends without an end of its own."""
         choice.record = self._tracker.open(request, is_streamed=choice.is_streamed)
         try:
-            with self._lifecycle.engine_request(request.request_id):
-                async with aclosing(self._engine.generate(request)) as deliveries:
-                    async for delivery in deliveries:
-                        delta = text.take(delivery)
-                        turn = _Turn(choice, delivery, text.num_new_tokens, delta)
-                        if choice.finish_reason is not None:
-                            last = turn
-                            break
-                        yield turn
+            async with aclosing(self._engine.generate(request)) as deliveries:
+                async for delivery in deliveries:
+                    delta = text.take(delivery)
+                    turn = _Turn(choice, delivery, text.num_new_tokens, delta)
+                    if choice.finish_reason is not None:
+                        last = turn
+                        break
+                    yield turn
         except RequestRejected as error:
             if choice.finish_reason is None:
                 self._tracker.refuse(request.request_id, error, time.monotonic())

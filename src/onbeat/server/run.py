@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from starlette.datastructures import State
 
 from onbeat.core.errors import ConfigError, counted
-from onbeat.core.protocols import EngineClient, FleetView
+from onbeat.core.protocols import FleetView
 from onbeat.core.settled_memory import settled_memory
 from onbeat.server.connection import BodyRoom, BoundedConnection
 from onbeat.server.generation import Lifecycle
@@ -28,6 +28,9 @@ logger = logging.getLogger("onbeat.server")
 
 _ABORT_SECONDS = 2.0
 """What requests that are aborted get to tell their clients."""
+
+_READ_SECONDS = 3.0
+"""What clients get to read the rest of their answers, once all have been made."""
 
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that none is closed while its next request is on the way."""
@@ -200,8 +203,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         ws="none",
         lifespan="on",
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        # generations have ended or been aborted by then; what is left is a client that does not read
-        timeout_graceful_shutdown=3,
+        timeout_graceful_shutdown=2 * round(_READ_SECONDS),
     )
 
 
@@ -227,13 +229,24 @@ class _Server(uvicorn.Server):
         self._on_started()
         self._warming_up = asyncio.create_task(self._warm_up())
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        closing = asyncio.get_running_loop().call_later(_READ_SECONDS, self._close_unread)
+        await super().shutdown(sockets)
+        closing.cancel()
+
+    def _close_unread(self) -> None:
+        """Close the connections that are left, whose applications then end as if their clients had left."""
+        left = list(self.server_state.connections)
+        logger.warning("closing %s: the client reads too slowly", counted(len(left), "connection"))
+        for connection in left:
+            connection.transport.abort()
+
 
 class _Stopper:
     """Turns signals into an orderly end."""
 
     def __init__(self, state: State, server: uvicorn.Server, timeout: float) -> None:
         self._lifecycle: Lifecycle = state.lifecycle
-        self._engine: EngineClient = state.engine
         self._fleet: FleetView | None = state.fleet
         self._server = server
         self._timeout = timeout
@@ -264,9 +277,8 @@ class _Stopper:
         )
         if idle not in done:
             logger.warning("aborting %s still running", counted(self._lifecycle.num_open, "request"))
-            await self._engine.abort(self._lifecycle.engine_request_ids)
+            self._lifecycle.abort()
             await asyncio.wait({idle}, timeout=_ABORT_SECONDS)
-            self._server.force_exit = not idle.done()
         for task in (idle, hurry):
             task.cancel()
         self._server.should_exit = True

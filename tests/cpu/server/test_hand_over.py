@@ -18,7 +18,7 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.tracker import RequestTracker
 from onbeat.server.answer_report import record_report
 from onbeat.server.choices import Choice, TextOptions
-from onbeat.server.generation import Generator, Lifecycle
+from onbeat.server.generation import Generator
 from tests.cpu.server.running import HELLO, Served, parse_events
 from tests.cpu.server.test_disconnect import leave, send
 from tests.cpu.server.test_unread import unchunked
@@ -59,7 +59,7 @@ async def taken(
     """Let somebody take the deltas of choices who is `step` seconds late for each; return the records."""
     counts = RunCounts()
     engine = EarlyEngine(Script(answers=list(answers), end=False))
-    generator = Generator(engine, ByteTokenizer(), Lifecycle(), RequestTracker([counts]))
+    generator = Generator(engine, ByteTokenizer(), RequestTracker([counts]))
     late = [ARRIVAL + 1]
     async for _ in generator.run(choices, TextOptions(), lambda: late[0]):
         late[0] += step
@@ -110,7 +110,7 @@ async def test_an_answer_that_nobody_takes_to_its_end_is_closed() -> None:
     counts = RunCounts()
     tracker = RequestTracker([counts])
     engine = EarlyEngine(Script(answers=["ab", "cd"], end=False))
-    generator = Generator(engine, ByteTokenizer(), Lifecycle(), tracker)
+    generator = Generator(engine, ByteTokenizer(), tracker)
     choices = choices_of(["ab", "cd"], is_streamed=True)
     deltas = generator.run(choices, TextOptions())
     await anext(deltas)

@@ -31,6 +31,14 @@ from tests.waiting import at_most, until
 ROOT = Path(__file__).parents[3]
 CHAT = "/v1/chat/completions"
 SLOW = {"end": False, "seconds_per_step": 0.02}
+MESSAGES = {"model": "fake/model", "messages": HELLO, "max_tokens": 2000}
+STREAMS: dict[str, tuple[dict[str, Any], bytes]] = {
+    CHAT: ({"messages": HELLO, "max_tokens": 2000}, b'"code":"aborted"}}\n\ndata: [DONE]\n\n'),
+    "/v1/completions": ({"prompt": "x", "n": 2}, b'"code":"aborted"}}\n\ndata: [DONE]\n\n'),
+    "/v1/responses": ({"input": "x", "max_output_tokens": 2000}, b'"status":"failed"'),
+    "/v1/messages": (MESSAGES, b'"type":"overloaded_error","param":null,"code":"aborted"}}\n\n'),
+}
+"""Path -> body, and what stands at the end of a stream that the server gives up."""
 
 
 @dataclass
@@ -45,6 +53,11 @@ class ServerProcess:
     async def exit_code(self) -> int:
         async with at_most(60):
             return await self.process.wait()
+
+    async def errors(self) -> str:
+        """Return what a server that has ended has written to its standard error."""
+        assert self.process.stderr is not None
+        return (await self.process.stderr.read()).decode()
 
     async def starts_stream(self, max_tokens: int) -> asyncio.Task[list[Any]]:
         """Return the events of a request whose answer has begun: a load shows it before it is admitted."""
@@ -84,6 +97,7 @@ async def server_process(script: dict[str, Any] | None = None, **fields: Any) ->
         *(json.dumps({"port": 0, **fields}), json.dumps(script or {})),
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
     try:
@@ -136,6 +150,28 @@ async def test_draining_gives_up_after_its_timeout() -> None:
         assert await server.exit_code() == 0
 
 
+async def test_streams_are_told_of_the_end_also_where_the_engine_answers_nothing() -> None:
+    async with server_process({"end": False, "stall_after": 3}, shutdown_timeout=0.3) as server:
+
+        async def read(path: str, body: dict[str, Any]) -> bytes:
+            async with server.session.post(server.url + path, json={**body, "stream": True}) as response:
+                assert response.status == 200
+                begun.append(path)
+                return await response.read()
+
+        begun: list[str] = []
+        reading = [asyncio.create_task(read(path, body)) for path, (body, _) in STREAMS.items()]
+        whole = asyncio.create_task(server.session.post(server.url + CHAT, json=STREAMS[CHAT][0]))
+        await until(lambda: len(begun) == len(STREAMS))
+        server.send_signal(signal.SIGTERM)
+        for task, (_, end) in zip(reading, STREAMS.values(), strict=True):
+            assert end in (await task)[-1500:]
+        answer = await whole
+        assert (answer.status, (await answer.json())["error"]["code"]) == (503, "aborted")
+        assert await server.exit_code() == 0
+        assert "Traceback" not in await server.errors()
+
+
 async def test_a_client_that_does_not_read_cannot_hold_the_end_up() -> None:
     script = {"end": False, "text": "x" * 1000, "tokens_per_step": 1000}
     async with server_process(script, shutdown_timeout=0.2) as server:
@@ -150,6 +186,7 @@ async def test_a_client_that_does_not_read_cannot_hold_the_end_up() -> None:
         server.send_signal(signal.SIGTERM)
         assert await server.exit_code() == 0
         writer.transport.abort()
+        assert "Traceback" not in await server.errors()
 
 
 async def test_the_memory_of_bodies_that_do_not_end_is_bounded_and_goes_back() -> None:

@@ -13,7 +13,7 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.metrics.tracker import RequestTracker
 from onbeat.server.answer_report import usage_of
 from onbeat.server.choices import Choice, TextOptions
-from onbeat.server.generation import Generator, Lifecycle
+from onbeat.server.generation import Generator
 from tests.cpu.server.running import HELLO, Served, parse_events
 from tests.fakes_engine import EOS, ByteTokenizer, FakeEngine
 
@@ -134,7 +134,7 @@ async def test_no_stop_string_leaks(served: Served, engine: FakeEngine, tokens_p
 
 async def test_a_stop_string_ends_the_request_before_its_text_is_sent(engine: FakeEngine) -> None:
     tracker = RequestTracker()
-    generator = Generator(engine, ByteTokenizer(), Lifecycle(), tracker)
+    generator = Generator(engine, ByteTokenizer(), tracker)
     sampling = SamplingParams(max_tokens=100, stop_token_ids=(EOS,))
     choice = Choice(
         index=0,
@@ -249,7 +249,7 @@ def test_parse_events_refuses_a_cut_stream() -> None:
 
 async def test_continuous_usage_of_a_choice_counts_what_was_sent_of_it(engine: FakeEngine) -> None:
     """A choice that is ahead of a slow reader tells no tokens that are still to be sent."""
-    generator = Generator(engine, ByteTokenizer(), Lifecycle(), RequestTracker())
+    generator = Generator(engine, ByteTokenizer(), RequestTracker())
     choices = [
         Choice(
             index=index,
