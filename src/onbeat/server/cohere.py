@@ -117,12 +117,11 @@ def _options(body: CohereEmbedRequest, max_model_len: int) -> EncodeOptions:
 
 def _whole(embedded: Embedded, body: CohereEmbedRequest, head: AnswerHead) -> Iterator[Piece]:
     """Yield the answer in pieces, one for each embedding of each kind."""
-    vectors = embedded.vectors(dimensions=body.output_dimension)
     yield b'{"id":"%b","embeddings":{' % head.completion_id.encode()
     kinds: Sequence[_Kind] = tuple(dict.fromkeys(body.embedding_types or ("float",)))
     for number, kind in enumerate(kinds):
         start = b"%b%b:[" % (b"," if number else b"", orjson.dumps(kind))
-        for vector in vectors:
+        for vector in embedded.vectors(dimensions=body.output_dimension):
             yield start + _WRITERS[kind](vector)
             start = b","
         yield b"]"

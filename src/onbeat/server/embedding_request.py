@@ -68,9 +68,11 @@ class Embedded:
         """What stands in an answer behind the data."""
         return {"usage": self.usage} | ({} if self.slo is None else {"slo": self.slo})
 
-    def vectors(self, *, dimensions: int | None = None, normalize: bool = True) -> list[NDArray[np.float32]]:
-        """Return the embeddings, cut to their first numbers and of length 1 where that is wanted."""
-        return [vector_of(choice.embedding, dimensions, normalize=normalize) for choice in self.choices]
+    def vectors(
+        self, *, dimensions: int | None = None, normalize: bool = True
+    ) -> Iterator[NDArray[np.float32]]:
+        """Yield the embeddings, cut to their first numbers and of length 1 where that is wanted."""
+        return (vector_of(choice.embedding, dimensions, normalize=normalize) for choice in self.choices)
 
 
 async def read_texts(
@@ -170,12 +172,16 @@ async def embed(
     finally:
         if choices:
             note_choices(choices, context)
-    reports = [slo_report(choice, services.config.slo.mode) for choice in choices]
+    reports = list[dict[str, Any]]()
+    for choice in choices:
+        if (report := slo_report(choice, services.config.slo.mode)) is not None:
+            reports.append(report)
+        await turns.rest()
     num_tokens = sum(map(len, prompts))
     return Embedded(
         choices=choices,
         usage={"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-        slo=worst_report([report for report in reports if report is not None]),
+        slo=worst_report(reports),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Annotated, Any
 
 import numpy as np
@@ -24,8 +25,11 @@ from onbeat.server.embedding_request import (
     encode_options,
     read_texts,
 )
+from onbeat.server.fair_threads import Turns
 from onbeat.server.openapi import Ranking, ScoreList, embedding_route
+from onbeat.server.pieces import PiecesResponse
 from onbeat.server.services import Services
+from onbeat.text.embedding import vector_of
 
 RERANK_PATHS = ("/v1/rerank", "/rerank", "/v2/rerank")
 """Jina's path, vLLM's and Cohere's."""
@@ -100,7 +104,7 @@ def score_routes(services: Services) -> APIRouter:
         """Order documents by how near they are to a query."""
         body, head = await read_texts(request, RerankRequest, services, prefix="score")
         embedded = await _embed(services, request, body, {"query": [body.query], "documents": body.documents})
-        return _answer(_ranking(body, head, embedded), embedded)
+        return _answer(_ranking(body, head, await _cosines(embedded, 1)), embedded, services)
 
     async def score(request: Request) -> Response:
         """Tell how near texts are to one another."""
@@ -108,7 +112,7 @@ def score_routes(services: Services) -> APIRouter:
         sides = dict((body.side(_FIRST), body.side(_SECOND)))
         num_first = _num_first(sides)
         embedded = await _embed(services, request, body, sides)
-        return _answer(_scores(num_first, head, embedded), embedded)
+        return _answer(_scores(head, await _cosines(embedded, num_first)), embedded, services)
 
     for path in RERANK_PATHS:
         router.add_api_route(path, rerank, methods=["POST"], **embedding_route(RerankRequest, Ranking))
@@ -147,15 +151,17 @@ def _num_first(sides: dict[str, list[str]]) -> int:
     return len(first)
 
 
-def _cosines(embedded: Embedded, num_first: int) -> list[float]:
+async def _cosines(embedded: Embedded, num_first: int) -> list[float]:
     """Return how near each later text is to the first one, or to its own of the first ones: -1 to 1."""
-    vectors = np.stack(embedded.vectors()).astype(np.float64)
-    cosines: list[float] = (vectors[:num_first] * vectors[num_first:]).sum(axis=1).clip(-1, 1).tolist()
+    choices, turns, cosines = embedded.choices, Turns(), list[float]()
+    for first, last in zip(cycle(choices[:num_first]), choices[num_first:], strict=False):
+        products = vector_of(first.embedding).astype(np.float64) * vector_of(last.embedding)
+        cosines.append(float(products.sum().clip(-1, 1)))
+        await turns.rest()
     return cosines
 
 
-def _ranking(body: RerankRequest, head: AnswerHead, embedded: Embedded) -> dict[str, Any]:
-    cosines = _cosines(embedded, 1)
+def _ranking(body: RerankRequest, head: AnswerHead, cosines: Sequence[float]) -> dict[str, Any]:
     order = sorted(range(len(cosines)), key=lambda index: -cosines[index])[: body.top_n or None]
     shows = body.return_documents is not False
     results = [
@@ -166,17 +172,12 @@ def _ranking(body: RerankRequest, head: AnswerHead, embedded: Embedded) -> dict[
     return {"id": head.completion_id, "model": head.model, "results": results}
 
 
-def _scores(num_first: int, head: AnswerHead, embedded: Embedded) -> dict[str, Any]:
-    data = [
-        {"index": index, "object": "score", "score": cosine}
-        for index, cosine in enumerate(_cosines(embedded, num_first))
-    ]
+def _scores(head: AnswerHead, cosines: Sequence[float]) -> dict[str, Any]:
+    data = [{"index": index, "object": "score", "score": cosine} for index, cosine in enumerate(cosines)]
     fields = {key: value for key, value in head.fields("list").items() if key != "system_fingerprint"}
     return fields | {"data": data}
 
 
-def _answer(content: dict[str, Any], embedded: Embedded) -> Response:
-    content |= embedded.rest
-    return Response(
-        orjson.dumps(content), headers=prediction_header(embedded.choices), media_type="application/json"
-    )
+def _answer(content: dict[str, Any], embedded: Embedded, services: Services) -> Response:
+    written = orjson.dumps(content | embedded.rest)
+    return PiecesResponse([written], services.slow_readers, prediction_header(embedded.choices))

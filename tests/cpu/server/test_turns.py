@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from hypothesis import given, settings
@@ -24,7 +25,8 @@ from onbeat.core.protocols import Delivery
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.slo import SLO
 from onbeat.server import engine_watch
-from onbeat.server.server_config import MAX_ANSWER_PARTS, MAX_JSON_VALUES
+from onbeat.server.server_config import MAX_ANSWER_PARTS, MAX_INPUTS, MAX_JSON_VALUES
+from tests import fakes_engine
 from tests.cpu.server.loop_turns import KEY, post_from_outside, quickly
 from tests.cpu.server.running import HELLO, Answer, Served, parse_events, serving
 from tests.fakes_engine import FakeEngine, Script
@@ -211,6 +213,29 @@ async def test_no_other_route_holds_up_the_event_loop(
     assert answer.status == 200
     if path == "/metrics":
         assert b'onbeat_slo_requests_total{outcome="bad",slo_class="batch"} 20000.0' in answer.body
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/score", {"text_1": ["a"] * MAX_INPUTS, "text_2": ["b"] * MAX_INPUTS}),
+        ("/rerank", {"query": "a", "documents": ["b"] * MAX_INPUTS}),
+        ("/v1/embeddings", {"input": ["a"] * MAX_INPUTS}),
+        ("/v2/embed", {"texts": ["a"] * MAX_INPUTS, "embedding_types": ["base64", "binary"]}),
+    ],
+)
+async def test_no_embeddings_hold_up_the_event_loop(
+    served: Served, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model of today: 4,096 numbers for a text."""
+    vector = np.linspace(-1, 1, 4096, dtype="<f4")
+    monkeypatch.setattr(fakes_engine, "counted", lambda _: vector)
+    data = json.dumps({**body, "slo": TIGHT}).encode()
+    answer = await quickly(lambda: post_from_outside(served, path, data))
+    assert answer.status == 200
+    if path == "/score":
+        scores = [each["score"] for each in answer.json["data"]]
+        assert scores == pytest.approx([1.0] * MAX_INPUTS)
 
 
 def _end_one(served: Served, number: int) -> None:
