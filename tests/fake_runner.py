@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from onbeat.core.errors import EngineDead
 from onbeat.core.protocols import EngineInfo
-from onbeat.core.request import TokenLogprobs
+from onbeat.core.request import Request, TokenLogprobs
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import DoneStep, ThreadExecutor
@@ -37,6 +38,7 @@ class FakeRunner:
         self.step_seconds = step_seconds
         self._burns = burns
         self._num_logprobs: dict[str, int | None] = {}
+        self._scored: dict[str, Request] = {}
 
     def launch(self, scheduled: SchedulerOutput) -> DoneStep:
         return DoneStep(self.execute(scheduled))
@@ -57,7 +59,24 @@ class FakeRunner:
             for row in scheduled.rows
             if row.samples
         ]
-        return ModelRunnerOutput(sampled, self._logprobs(scheduled, sampled), failed=failed or None)
+        scores = self._prompt_logprobs(scheduled)
+        logprobs = self._logprobs(scheduled, sampled)
+        return ModelRunnerOutput(sampled, logprobs, failed=failed or None, prompt_logprobs=scores)
+
+    def _prompt_logprobs(self, scheduled: SchedulerOutput) -> dict[str, list[TokenLogprobs]] | None:
+        """Return those of the prompts that end with a step, each token's with its place in the prompt."""
+        for admitted in scheduled.admitted:
+            if admitted.request.num_prompt_logprobs is not None and not admitted.output_token_ids:
+                self._scored[admitted.request.request_id] = admitted.request
+        ended = [self._scored.pop(row.request_id, None) for row in scheduled.rows if row.samples]
+        return {
+            request.request_id: [
+                replace(_token_logprobs(place % 97, request.num_prompt_logprobs or 0), rank=place)
+                for place in range(1, len(request.prompt_token_ids))
+            ]
+            for request in ended
+            if request is not None
+        } or None
 
     def _logprobs(
         self, scheduled: SchedulerOutput, sampled: list[list[int]]

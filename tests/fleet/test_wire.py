@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import random
+from types import SimpleNamespace
+from typing import cast
 from urllib.parse import urlsplit
 
 import pytest
 import zmq
 
+from onbeat.cluster.life import Life
+from onbeat.cluster.streams import Streams
 from onbeat.core.errors import ConfigError
-from onbeat.core.request import RequestOutput
+from onbeat.core.protocols import Delivery
+from onbeat.core.request import Request, RequestOutput, TokenLogprobs
 from onbeat.core.step import StepOutputs
-from onbeat.engine.messages import Died, FromEngine, Shutdown, Stepped, encode
+from onbeat.engine.messages import (
+    Died,
+    FromEngine,
+    Shutdown,
+    Stepped,
+    decode_from_engine,
+    encode,
+    in_portions,
+)
 from tests.fleet.fleets import RemoteLauncher, check_all, fleet_of, start_requests, state_of
 from tests.waiting import at_most, until
 
@@ -176,3 +189,32 @@ async def test_an_endpoint_that_cannot_be_bound_is_told(monkeypatch) -> None:
     monkeypatch.setattr(launcher, "open", open_elsewhere)
     with pytest.raises(ConfigError, match=r"cannot be reached at tcp://203\.0\.113\.1"):
         await fleet_of(1, launcher=launcher).start()
+
+
+async def test_scores_of_prompts_come_in_parts_of_which_none_is_long_and_count_from_one_replica_alone() -> (
+    None
+):
+    reports = [TokenLogprobs(n, -0.5, tuple(range(20)), (-1.0,) * 20, n) for n in range(5000)]
+    streams = Streams(lambda _: None)
+    opened = {name: streams.begin(Request(request_id=name, prompt_token_ids=range(9))) for name in "abc"}
+    given = {"a": reports, "b": [], "c": None}
+    for replica in ("r0", "r1"):  # the first is lost before its step is told
+        step = [
+            RequestOutput(open_request.next_attempt(replica).request_id, [5], prompt_logprobs=given[name])
+            for name, open_request in opened.items()
+        ]
+        for open_request in opened.values():
+            streams.on_sent(open_request)
+        messages = [encode(message) for message in in_portions(StepOutputs(1.0, step))]
+        assert max(map(len, messages)) < 300_000 < sum(map(len, messages))
+        for message in messages[:-1] if replica == "r0" else messages:
+            stepped = decode_from_engine(message)
+            assert isinstance(stepped, Stepped)
+            streams.on_stepped(
+                cast(Life, SimpleNamespace(replica=replica, replica_number=0)), stepped.outputs
+            )
+    for name, open_request in opened.items():
+        item = open_request.stream.get_nowait()
+        assert isinstance(item, Delivery)
+        assert (item.output.prompt_logprobs, item.output.new_token_ids) == (given[name], [5])
+        assert open_request.stream.empty()

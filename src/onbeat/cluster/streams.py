@@ -20,7 +20,7 @@ from onbeat.core.errors import (
 )
 from onbeat.core.fleet import ReplicaId, ReplicaLoad
 from onbeat.core.protocols import Delivery, StepObserver
-from onbeat.core.request import Placement, Request, RequestOutput, overdue_error
+from onbeat.core.request import Placement, Request, RequestOutput, TokenLogprobs, overdue_error
 from onbeat.core.slo import Fate
 from onbeat.core.step import StepOutputs
 from onbeat.engine.rejection import Rejected, never_fits, unpack_rejection
@@ -77,6 +77,8 @@ class OpenRequest:
     """Where it was sent last, until its client is told."""
     rejection: RequestRejected | None = None
     """Why the last replica that refused it did."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """What its present replica has said of them; they come in parts, before its first token."""
     _preemptions: int = 0
     _drafted: int = 0
     _accepted: int = 0
@@ -84,7 +86,7 @@ class OpenRequest:
 
     def next_attempt(self, replica: ReplicaId) -> Request:
         """Return what is sent to a replica: the request, with what its client has got as output so far."""
-        self.replica, self.has_begun = replica, False
+        self.replica, self.has_begun, self.prompt_logprobs = replica, False, []
         self.name = self._new_name()
         if (last := self._last) is not None:  # the next replica counts from nothing
             self._preemptions, self._drafted = last.num_preemptions, last.num_drafted_tokens
@@ -360,6 +362,11 @@ class Streams:
         if open_request.moved_from is not None and output.new_token_ids:
             self.counts.move_gap.observe(now - open_request.moved_from)
             open_request.moved_from = None
+        if output.prompt_logprobs is not None:
+            open_request.prompt_logprobs += output.prompt_logprobs
+            output.prompt_logprobs = open_request.prompt_logprobs
+            if not output.new_token_ids and output.finish_reason is None:
+                return None  # the rest of them follows
         try:
             return open_request.take(output, now)
         except OutOfPlace as error:

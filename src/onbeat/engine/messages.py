@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from onbeat.core.handover import MoveTask, TaskAnswer
 from onbeat.core.protocols import EngineInfo, EnginePulse
-from onbeat.core.request import Request
+from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import StepOutputs
 from onbeat.engine.kv_access import KVLayout
 from onbeat.engine.kv_transfer.source import KVSource
@@ -84,6 +86,22 @@ class Leaving(msgspec.Struct, tag="leaving", array_like=True):
 
 class Stepped(msgspec.Struct, tag="stepped", array_like=True):
     outputs: StepOutputs
+
+
+_MOST_VALUES = 2**14
+"""Log-probabilities of prompts in one message, which takes 2 ms to be read; a single token may have more."""
+
+
+def in_portions(outputs: StepOutputs) -> Iterator[Stepped]:
+    """Yield the messages of a step: log-probabilities of prompts come in parts, before all else of it."""
+    for output in outputs.outputs:
+        scores = output.prompt_logprobs or ()
+        num = max(_MOST_VALUES // (1 + len(scores[0].top_token_ids)), 1) if scores else 1
+        for start in range(0, len(scores), num):
+            part = RequestOutput(output.request_id, [], prompt_logprobs=[*scores[start : start + num]])
+            yield Stepped(StepOutputs(outputs.now, [part]))
+            output.prompt_logprobs = []
+    yield Stepped(outputs)
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):

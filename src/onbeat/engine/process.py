@@ -42,9 +42,9 @@ from onbeat.engine.messages import (
     Ready,
     Shutdown,
     StartFailed,
-    Stepped,
     decode_to_engine,
     encode,
+    in_portions,
 )
 from onbeat.engine.progress import Detail
 from onbeat.engine.rejection import pack_rejection
@@ -350,4 +350,5 @@ class _EngineLoop:
                     if output.new_token_ids or is_finished:
                         self._moves.on_first_token(output.request_id, is_finished=is_finished)
             self._last_word = time.monotonic()
-            self._socket.send(encode(Stepped(outputs)))
+            for message in in_portions(outputs):
+                self._say(message)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -33,6 +34,8 @@ logger = logging.getLogger("onbeat.server")
 TOKEN_BYTES = 400
 ALTERNATIVE_BYTES = 80
 """What a token, and each alternative to it, takes in memory from its delivery until it is written."""
+_SCORE_SIZE = 8
+"""Characters that take as long to be encoded as the log-probabilities of a prompt's token to be written."""
 PING_SECONDS = 10.0
 """After so long without an event a stream says that it goes on, where its API has a word for that."""
 
@@ -92,6 +95,8 @@ class AnswerResponse(Response):
         self._jobs = services.jobs
         self._lifecycle = services.lifecycle
         self._slow_readers = services.slow_readers
+        self._encoder = services.encoder
+        self._caller = ""
 
     @property
     def name(self) -> str:
@@ -109,7 +114,7 @@ class AnswerResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
-        self._flow = flow_of(scope)
+        self._flow, self._caller = flow_of(scope), context.caller
         context.num_choices = self._num_choices
         context.max_tokens = [choice.request.sampling.max_tokens for choice in self._choices]
         try:
@@ -176,10 +181,17 @@ class AnswerResponse(Response):
         for piece in self._writer.whole():
             pieces.append(piece)
             await turns.rest()
+        for choice in self._choices:
+            while choice.prompt_logprobs:  # millions of numbers would take long to be forgotten at once
+                del choice.prompt_logprobs[-256:]
+                await turns.rest()
         return pieces
 
     async def _send_delta(self, delta: ChoiceDelta, send: Send) -> None:
-        body = self._writer.events(delta)
+        num_scores = len(delta.choice.prompt_logprobs or ())  # of an echo, all in its first event
+        events = partial(self._writer.events, delta)
+        body = await self._encoder.off_loop(self._caller, _SCORE_SIZE * num_scores, events)
+        delta.choice.prompt_logprobs = None
         self._num_begun += 1
         start = time.monotonic() if self._flow is not None and self._flow.write_paused else None
         await self._slow_readers.sent(

@@ -248,7 +248,7 @@ class CompletionFormat:
             self._started.add(choice.index)
             if self._echoes is not None:
                 text = self._echoes[choice.prompt_index].text + text
-                columns = self._with_echo(choice.prompt_index, choice.prompt_logprobs, columns)
+                columns = joined(*self._echo_columns(choice.prompt_index, choice.prompt_logprobs), columns)
         parts: list[Piece] = [b'{"index":%d,"text":' % choice.index, orjson.dumps(text)]
         parts += _logprobs(columns)
         if self._has_token_ids:
@@ -265,15 +265,15 @@ class CompletionFormat:
         return whole_answer(self._fields, wholes, extras)
 
     def _whole(self, finished: WholeChoice, scores: list[TokenLogprobs] | None) -> Iterator[Piece]:
-        choice = finished.choice
-        columns: Sequence[Piece] = finished.columns
+        choice, before = finished.choice, list[Sequence[Piece]]()
+        for part in self._echo_columns(choice.prompt_index, scores):
+            before.append(part)
+            yield b""  # others have their turn
         echo = "" if self._echoes is None else self._echoes[choice.prompt_index].text
         yield b'{"index":%d,"text":"%b' % (choice.index, json_inside(echo))
         yield finished.text
         yield b'"'
-        if self._echoes is not None:
-            columns = self._with_echo(choice.prompt_index, scores, columns)
-        yield from _logprobs(columns)
+        yield from _logprobs(joined(*before, finished.columns) if before else finished.columns)
         yield b',"token_ids":'
         yield orjson.dumps(choice.token_ids) if self._has_token_ids else b"null"
         yield b',"prompt_token_ids":'
@@ -281,15 +281,13 @@ class CompletionFormat:
         yield from self._prompt_logprobs.field(scores if self._asks_prompt_logprobs else None)
         yield choice_end(finished)
 
-    def _with_echo(
-        self, prompt_index: int, scores: list[TokenLogprobs] | None, columns: Sequence[Piece]
-    ) -> list[bytes]:
-        """Return the columns of an answer with those of its prompt before them."""
-        if not columns:
-            return []
-        assert self._echoes is not None
-        assert scores is not None, "they were asked for, and came with the first token"
-        return joined(echo_columns(self._echoes[prompt_index], scores, self._token_name), columns)
+    def _echo_columns(
+        self, prompt_index: int, scores: list[TokenLogprobs] | None
+    ) -> Iterator[Sequence[bytes]]:
+        """Yield what goes before the columns of an answer, in parts."""
+        if self._echoes is not None and self._has_logprobs:
+            assert scores is not None, "they were asked for, and came with the first token"
+            yield from echo_columns(self._echoes[prompt_index], scores, self._token_name)
 
     def _prompt_token_ids(self, choice: Choice) -> bytes:
         """Return the tokens of a choice's prompt, which it shares with others."""

@@ -174,8 +174,7 @@ async def embed(
             note_choices(choices, context)
     reports = list[dict[str, Any]]()
     for choice in choices:
-        if (report := slo_report(choice, services.config.slo.mode)) is not None:
-            reports.append(report)
+        reports += filter(None, [slo_report(choice, services.config.slo.mode)])
         await turns.rest()
     num_tokens = sum(map(len, prompts))
     return Embedded(

@@ -14,6 +14,9 @@ from onbeat.server.answer_format import CACHED_TOKENS, LOWEST_LOGPROB
 from onbeat.server.pieces import Piece, json_inside
 from onbeat.text.stream import TextStream
 
+_TOKENS_AT_ONCE = 64
+"""Of a prompt, of which is told before others of the event loop have their turn."""
+
 
 @dataclass(frozen=True, slots=True)
 class Echo:
@@ -94,10 +97,14 @@ def columns_of(
     )
 
 
-def echo_columns(echo: Echo, reports: Sequence[TokenLogprobs], name: Callable[[int], str]) -> Sequence[bytes]:
-    """Return the same of a prompt, of whose first token nothing is known."""
-    first = (json_inside([name(echo.token_ids[0])]), b"null", b"null", json_inside([echo.offsets[0]]))
-    return joined(first, columns_of(reports, echo.offsets[1:], name))
+def echo_columns(
+    echo: Echo, reports: Sequence[TokenLogprobs], name: Callable[[int], str]
+) -> Iterator[Sequence[bytes]]:
+    """Yield the same of parts of a prompt, of whose first token nothing is known."""
+    yield json_inside([name(echo.token_ids[0])]), b"null", b"null", json_inside([echo.offsets[0]])
+    for start in range(0, len(reports), _TOKENS_AT_ONCE):
+        end = start + _TOKENS_AT_ONCE
+        yield columns_of(reports[start:end], echo.offsets[start + 1 : end + 1], name)
 
 
 def joined(*columns: Sequence[Piece]) -> list[bytes]:

@@ -18,6 +18,7 @@ from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.chat import TokenWriter, chat_requests
 from onbeat.server.errors import ApiError, unsupported
 from onbeat.server.generation_request import GenerationRequest
+from onbeat.server.middleware import context_of
 from onbeat.server.openapi import generation_route
 from onbeat.server.responses_format import ResponseFormat
 from onbeat.server.server_config import MAX_MESSAGES
@@ -233,7 +234,11 @@ def response_routes(services: Services) -> APIRouter:
         messages = messages_of(body.input, body.instructions)
         async with as_chat(body, body.chat_fields(), messages, body.metadata, _NAMES, request) as chat:
             requests, options = await chat_requests(chat, request, head, services)
-        answer = AnswerResponse(chat, requests, options, ResponseFormat(head, body, writer), services)
+        shown, ids = "", requests[0].prompt_token_ids
+        if body.enable_response_messages:
+            caller = context_of(request.scope).caller
+            shown = await services.encoder.off_loop(caller, len(ids), lambda: writer.text(ids))
+        answer = AnswerResponse(chat, requests, options, ResponseFormat(head, body, writer, shown), services)
         answer.prompt_field = body.prompt_field
         return answer
 

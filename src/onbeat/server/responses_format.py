@@ -28,10 +28,14 @@ class ResponseFormat:
     head : its id, time and model.
     body : what was asked for, some of which the answer repeats.
     writer : of log-probabilities.
+    prompt : as the model sees it, where that is asked for.
     """
 
-    def __init__(self, head: AnswerHead, body: ResponseRequest, writer: TokenWriter) -> None:
+    def __init__(
+        self, head: AnswerHead, body: ResponseRequest, writer: TokenWriter, prompt: str = ""
+    ) -> None:
         self._head = head
+        self._prompt = prompt
         self._has_logprobs = body.wants_logprobs
         self._has_messages = bool(body.enable_response_messages)
         self._writer = writer
@@ -144,17 +148,12 @@ class ResponseFormat:
             fields["slo"] = extras.slo
         if choice is not None and self._has_messages:
             request, own = choice.choice.request, choice.choice.token_ids
-            fields["input_messages"] = [self._raw_message(request.prompt_token_ids)]
-            fields["output_messages"] = [self._raw_message(own)]
+            fields["input_messages"] = [_raw_message(request.prompt_token_ids, self._prompt)]
+            fields["output_messages"] = [_raw_message(own, self._writer.text(own))]
         yield orjson.dumps(fields)[:-1] + b',"output":['
         if choice is not None:
             yield from self._output(choice, is_cut=is_cut)
         yield b"]}"
-
-    def _raw_message(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return a prompt or an answer as the model sees it."""
-        text = self._writer.text(token_ids)
-        return {"type": "raw_message_tokens", "message": text, "tokens": token_ids}
 
     def _output(self, choice: WholeChoice, *, is_cut: bool) -> Iterator[Piece]:
         parts = choice.parts or [WholePart("content", bytearray())]
@@ -189,6 +188,11 @@ class ResponseFormat:
                 yield from columns
                 yield b"]}"
         yield b"]}"
+
+
+def _raw_message(token_ids: Sequence[int], text: str) -> dict[str, Any]:
+    """Return a prompt or an answer as the model sees it."""
+    return {"type": "raw_message_tokens", "message": text, "tokens": token_ids}
 
 
 def _content(kind: str, text: str | orjson.Fragment) -> dict[str, Any]:

@@ -106,12 +106,12 @@ def tokenizer_routes(services: Services) -> APIRouter:
         services.check_model(body.model)
         check_token_ids(body.tokens, services.info.vocab_size, "tokens")
         async with cancelled_on_disconnect(request.receive):
-            text = await encoder.off_loop(
+            written = await encoder.off_loop(
                 context_of(request.scope).caller,
                 len(body.tokens),
-                lambda: tokenizer.decode(body.tokens, skip_special_tokens=False),
+                lambda: orjson.dumps({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}),
             )
-        return Response(orjson.dumps({"prompt": text}), media_type="application/json")
+        return PiecesResponse([written], services.slow_readers)
 
     @router.get("/tokenizer_info", response_model=TokenizerInfo, responses=error_answers(401))
     async def tokenizer_info() -> TokenizerInfo:

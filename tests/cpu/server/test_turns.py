@@ -87,6 +87,13 @@ ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": HELLO, "max_tokens": 1000, "logprobs": True, "top_logprobs": 20, "slo": TIGHT},
     ),
 }
+LONG_PROMPT = [5] * 8000
+SCORED = {
+    "scored prompts": {"prompt": [LONG_PROMPT] * 12, "prompt_logprobs": 20},
+    "a scored echo": {"prompt": [LONG_PROMPT], "echo": True, "logprobs": 20},
+    "a streamed, scored echo": {"prompt": [LONG_PROMPT], "echo": True, "logprobs": 20, "stream": True},
+}
+"""Of whose prompts much is said at once, with their first token."""
 MANY_ITEMS = [{"role": "user", "content": [{"type": "text", "text": "a"}]}] * 1000
 """Of a response's input, or blocks of messages."""
 
@@ -171,6 +178,22 @@ async def test_no_answer_holds_up_the_event_loop(fleet_server: Served, name: str
         num_tokens = fields.get("max_tokens", 16) * len(choices)
         assert answer.json["usage"]["completion_tokens"] == num_tokens
         assert {choice["finish_reason"] for choice in choices} == {"length"}
+
+
+@shared
+@pytest.mark.parametrize("name", SCORED)
+async def test_no_scores_of_prompts_hold_up_the_event_loop(fleet_server: Served, name: str) -> None:
+    fields = SCORED[name]
+    body = json.dumps({"max_tokens": 1, **fields}).encode()
+    answer = await quickly(lambda: post_from_outside(fleet_server, TEXT, body))
+    assert answer.status == 200, answer.body[:500]
+    choices = answer.json["choices"] if "stream" not in fields else parse_events(answer.body)[0]["choices"]
+    for choice in choices:
+        if "echo" in fields:
+            assert len(choice["logprobs"]["top_logprobs"]) == 8001
+        else:
+            scores = choice["prompt_logprobs"]
+            assert [next(iter(each.values()))["rank"] for each in scores[1:]] == list(range(1, 8000))
 
 
 @shared
