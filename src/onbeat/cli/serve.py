@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
 
     from onbeat.cli.outputs import check_writable
+    from onbeat.server.descriptors import with_descriptors
     from onbeat.server.run import bind, check_tls
 
     check_writable({"--timeline": args.timeline, "--record": args.record})
@@ -69,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
     config = server_config(args)
     fleet = read_options(args, FleetOptions)
     check_tls(config)
-    for line in args.ignored:
+    connections, told = with_descriptors(config.connections, fleet.fleet.most_replicas)
+    config = replace(config, connections=connections)
+    for line in filter(None, (*args.ignored, told)):
         console.print(line, markup=False)
     with ExitStack() as stack:
         sock = stack.enter_context(bind(config))  # a busy port is known before a model is loaded

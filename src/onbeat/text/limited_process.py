@@ -21,6 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from onbeat.core.errors import Overloaded
+
 _LENGTH = struct.Struct("<Q")
 
 
@@ -63,6 +65,7 @@ class LimitedProcess:
         Raises
         ------
         Ended : it did not get that far.
+        Overloaded : the system starts no process.
         """
         with self._lock:
             return self._start()
@@ -73,6 +76,7 @@ class LimitedProcess:
         Raises
         ------
         Ended : the process ended over it.
+        Overloaded : the system starts no process.
         """
         with self._lock:
             if self._process is None:
@@ -89,12 +93,19 @@ class LimitedProcess:
     def _start(self) -> dict[str, Any]:
         # Not only the caller's environment: the package may have been found by other means.
         path = os.pathsep.join(entry for entry in sys.path if entry)
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", self._module, str(self._max_seconds), str(self._niceness)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self._module, str(self._max_seconds), str(self._niceness)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        except OSError as error:
+            raise Overloaded(
+                f"a process that checks input cannot be started: {error.strerror}. Try again later; the "
+                "server's owner can raise its limits of files and processes (`ulimit -n`, `ulimit -u`)",
+                code="no_process",
+            ) from error
         self._process = process
         self._end = weakref.finalize(self, _end, process)
         return self._exchange(process, self._opening)

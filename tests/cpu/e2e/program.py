@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,10 +133,12 @@ def serving(*arguments: str | Path, env: dict[str, str] | None = None) -> Iterat
 
 
 @contextmanager
-def starting(*arguments: str | Path, env: dict[str, str] | None = None) -> Iterator[ServerProgram]:
-    """Start `onbeat serve`; it may not be ready yet, or never get so."""
+def starting(
+    *arguments: str | Path, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
+) -> Iterator[ServerProgram]:
+    """Start `onbeat serve`, by a command that goes before it; it may not be ready yet, or never get so."""
     process = subprocess.Popen(
-        command_line("serve", *arguments, "--port", "0"),
+        (*prefix, *command_line("serve", *arguments, "--port", "0")),
         stderr=subprocess.PIPE,
         text=True,
         env={**(os.environ if env is None else env), "ONBEAT_FLEET_KEY": _FLEET_KEY},

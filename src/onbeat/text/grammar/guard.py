@@ -23,6 +23,7 @@ from random import Random
 from statistics import fmean
 from typing import Any, TypeVar
 
+from onbeat.core.errors import Overloaded
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import Grammar
 from onbeat.text.grammar.compiler import GrammarCompiler, Vocabulary, ignored_keywords, refusal
@@ -94,7 +95,7 @@ class GrammarGuard:
 
     def warm_up(self) -> None:
         """Start the process: the first grammar would wait for that for up to a second."""
-        with suppress(Ended):  # which is told when a grammar comes
+        with suppress(Ended, Overloaded):  # which is told when a grammar comes
             self._started()
 
     def check(self, grammar: Grammar) -> Verdict:
