@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -79,11 +79,12 @@ def check_limits(text: str) -> list[str]:
     TooComplex : it is; the message names the limit.
     """
     check_size(text)
-    schemas, rest = _split(text)
-    counts = _Counts()
-    for schema in schemas:
+    counts, parts, end = _Counts(), list[str](), 0
+    for start, after, schema in schemas_in(text):
         counts.add(schema)
-    rest, num_texts = _QUOTED.subn('""', _OPTIONS.sub("", rest))
+        parts.append(text[end:start])
+        end = after
+    rest, num_texts = _QUOTED.subn('""', _OPTIONS.sub("", " ".join((*parts, text[end:]))))
     _at_most(counts.num_values + num_texts, MOST_VALUES, "values of enum, choices and texts")
     patterns = [*counts.patterns, *_PATTERN.findall(rest)]
     _at_most(len(patterns), MOST_PATTERNS, "patterns")
@@ -98,23 +99,24 @@ def _at_most(number: int, most: int, what: str) -> None:
         raise TooComplex(f"the grammar has {number} {what}; at most {most} are taken. Make it simpler")
 
 
-def _split(text: str) -> tuple[list[Any], str]:
-    """Return the schemas of a Lark text, and the text without them."""
-    schemas, rest, end = [], [], 0
-    decoder = json.JSONDecoder()
+def schemas_in(text: str) -> Iterator[tuple[int, int, Any]]:
+    """Yield where each schema of a Lark text begins and ends, and the schema.
+
+    Raises
+    ------
+    TooComplex : it is too deep.
+    """
+    end, decoder = 0, json.JSONDecoder()
     for found in _JSON.finditer(text):
         if found.start() < end:
             continue  # inside of a schema
         try:
-            schema, after = decoder.raw_decode(text, found.end())
+            schema, end = decoder.raw_decode(text, found.end())
         except RecursionError as error:
             raise TooComplex(f"the schema is nested deeper than {MOST_LEVELS} levels; flatten it") from error
         except ValueError:
             continue  # the library says what is wrong
-        schemas.append(schema)
-        rest.append(text[end : found.start()])
-        end = after
-    return schemas, " ".join((*rest, text[end:]))
+        yield found.end(), end, schema
 
 
 class _Counts:

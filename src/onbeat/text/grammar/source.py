@@ -13,6 +13,7 @@ from typing import Any
 
 from onbeat.core.request import Grammar
 from onbeat.text.grammar.limits import check_schema, check_size
+from onbeat.text.grammar.patterns import with_rust_patterns
 
 Schema = Mapping[str, Any] | bool
 """A JSON schema: an object, or true (any value) or false (none)."""
@@ -74,7 +75,10 @@ def embedded_json(schema: Schema, style: JsonStyle = JsonStyle()) -> str:
     """
     whole = _with_options(schema, style)
     check_schema(whole)
-    return "%json " + json.dumps(whole, ensure_ascii=False)
+    text = json.dumps(whole, ensure_ascii=False)
+    if '"pattern' in text:
+        text = json.dumps(with_rust_patterns(whole), ensure_ascii=False)
+    return "%json " + text
 
 
 def lark_text(text: str) -> str:

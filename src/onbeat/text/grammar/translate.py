@@ -12,7 +12,8 @@ from typing import Any
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.text.grammar.limits import check_schema, check_size
+from onbeat.text.grammar.limits import check_schema, check_size, schemas_in
+from onbeat.text.grammar.patterns import DATA, changed, with_rust_patterns
 from onbeat.text.grammar.source import JsonStyle, Schema, embedded_json, lark_text
 
 _ANY_TEXT = r"TEXT: /(.|\n)*/"
@@ -25,9 +26,13 @@ def lark_of(text: str) -> str:
     ------
     InvalidRequest : it is no GBNF, or too long.
     """
-    if "::=" not in text:
-        return text
     check_size(text)
+    if "::=" not in text:
+        parts, end = list[str](), 0
+        for start, after, schema in schemas_in(text):
+            parts += (text[end:start], json.dumps(with_rust_patterns(schema), ensure_ascii=False))
+            end = after
+        return "".join((*parts, text[end:]))
     try:
         return str(gbnf_to_lark(text))
     except Exception as error:  # the library raises its plainest kind, too
@@ -115,29 +120,10 @@ def closed(schema: Any) -> Any:
     TooComplex : the schema is too long or too deep.
     """
     check_schema(schema)
-    return _closed(schema)
+    return changed(schema, _closed, DATA | {"allOf"})
 
 
-def _closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    inside = {
-        key: value if key in _NO_SCHEMAS else _closed_members(value) if key in _BY_NAME else _closed(value)
-        for key, value in schema.items()
-    }
-    if "properties" in schema and "additionalProperties" not in schema:
-        inside["additionalProperties"] = False
-    return inside
-
-
-def _closed_members(schemas: Any) -> Any:
-    """Return a map of names to schemas, each closed."""
-    if not isinstance(schemas, dict):
-        return schemas
-    return {name: _closed(schema) for name, schema in schemas.items()}
-
-
-_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-_NO_SCHEMAS = frozenset(("allOf", "enum", "const", "default", "examples"))
+def _closed(schema: dict[str, Any]) -> dict[str, Any]:
+    if "properties" in schema:
+        schema.setdefault("additionalProperties", False)
+    return schema
