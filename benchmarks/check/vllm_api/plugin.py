@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import openai
@@ -26,7 +26,7 @@ import pytest
 from _pytest.outcomes import Skipped
 
 import onbeat
-from benchmarks.check.vllm_api.serve import stand_in
+from benchmarks.check.vllm_api.serve import accepted, stand_in
 from benchmarks.harness.servers import free_port
 from onbeat.hub.resolve import resolve_model
 
@@ -147,6 +147,8 @@ class RemoteOpenAIServer:
     DUMMY_API_KEY = "token-abc123"
     show_hidden_metrics = False
     running: RemoteOpenAIServer | None = None
+    left_out: ClassVar[dict[str, list[str]]] = {}
+    """By test file: flags of its latest server that onbeat does not take."""
     port: int
     proc: subprocess.Popen[bytes]
 
@@ -159,7 +161,12 @@ class RemoteOpenAIServer:
         **_: object,
     ) -> None:
         self.key = (model, tuple(vllm_serve_args))
-        self.host, self.uds = "127.0.0.1", None
+        self.host = "127.0.0.1"
+        # A test that speaks through a Unix socket, which onbeat does not make, must not reach the port.
+        place = vllm_serve_args.index("--uds") + 1 if "--uds" in vllm_serve_args else 0
+        self.uds = vllm_serve_args[place] if place else None
+        flags = [flag for flag in accepted(vllm_serve_args)[1] if flag != "--tokenizer"]
+        self.left_out[_test_file(os.environ.get("PYTEST_CURRENT_TEST", ""))] = flags
         before = RemoteOpenAIServer.running
         if before is not None and before.key == self.key and before.proc.poll() is None:
             self.port, self.proc = before.port, before.proc
@@ -258,9 +265,15 @@ GIVEN: dict[str, Any] = {
 
 
 def note(test: str, outcome: str, reason: str) -> None:
-    """Take down what became of a test."""
+    """Take down what became of a test, and which flags of its server were left out."""
+    left_out = " ".join(dict.fromkeys(RemoteOpenAIServer.left_out.get(_test_file(test), ())))
+    result = {"test": test, "outcome": outcome, "reason": reason, "left_out": left_out}
     with Path(os.environ["VLLM_API_RESULTS"]).open("a") as results:
-        results.write(json.dumps({"test": test, "outcome": outcome, "reason": reason}) + "\n")
+        results.write(json.dumps(result) + "\n")
+
+
+def _test_file(test: str) -> str:
+    return test.split("::")[0]
 
 
 _version = ForeignModule("vllm.version")
