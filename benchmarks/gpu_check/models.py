@@ -91,7 +91,8 @@ def model_config(name: str) -> ModelConfig:
 def model_folder(name: str) -> Path:
     """Return a folder that `onbeat serve --load-format dummy` takes."""
     name = "tiny" if IS_REHEARSAL else name
-    folder = WORK / "models" / name
+    # Named as a known model, so that a profile of it is taken for that one.
+    folder = WORK / "models" / {"8b": "Llama-3.1-8B"}.get(name, name)
     if not folder.exists():
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(CONFIGS[name]))

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,8 @@ DEVICE: Literal["cpu", "cuda"] = "cpu" if IS_REHEARSAL else "cuda"
 OUT = Path(os.environ.get("GPU_CHECK_OUT", "."))
 WORK = Path(os.environ.get("GPU_CHECK_WORK", "/tmp"))
 PACK = Path(os.environ.get("GPU_CHECK_PACK", ".gpu"))
+PIECES = ("--cuda-graph-pieces",) if os.environ.get("GPU_CHECK_PIECES") else ()
+"""What the server and its profile run with, once stages D and E have passed with it."""
 _STAGE = os.environ.get("GPU_CHECK_STAGE", "?")
 _END = time.monotonic() + float(os.environ.get("GPU_CHECK_SECONDS", "600"))
 
@@ -55,13 +58,16 @@ def expect(name: str, passed: object, text: str = "", *, shown: bool = False) ->
 
 def keep_step(**columns: Any) -> None:
     """Add a line to steps.csv."""
-    path = OUT / "steps.csv"
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=STEP_COLUMNS)
-        if is_new:
-            writer.writeheader()
-        writer.writerow(columns)
+    keep_rows("steps.csv", STEP_COLUMNS, [[columns.get(name, "") for name in STEP_COLUMNS]])
+
+
+def keep_rows(name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Add lines to a table."""
+    with (OUT / name).open("a", newline="") as file:
+        writer = csv.writer(file)
+        if not file.tell():
+            writer.writerow(columns)
+        writer.writerows(rows)
 
 
 STEP_COLUMNS = ("engine", "kind", "rows", "context", "device_ms", "wall_ms", "host_us", "floor_ms", "note")

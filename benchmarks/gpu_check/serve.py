@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check.models import model_folder
-from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, OUT, WORK, expect, note, seconds_left
+from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, OUT, PIECES, WORK, expect, note, seconds_left
 from benchmarks.harness.servers import free_port
 
 INPUT_TOKENS, OUTPUT_TOKENS = (40, 16) if IS_REHEARSAL else (306, 500)
 ROUNDS = 4
 """Requests of each user."""
 USERS = {"small": (1, 8), "8b": (1, 8, 30)}
-ARGUMENTS = {"small": ("--backend", "torch"), "8b": ()}
+ARGUMENTS = {"small": ("--backend", "torch"), "8b": PIECES}
 """What runs: the reference engine, and what the server takes by itself."""
 LEAST_PER_USER = {30: 130.0}
 """Tokens a second of each of so many users, of the 8B shapes."""

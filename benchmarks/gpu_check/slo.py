@@ -1,107 +1,168 @@
-"""Stage I: `slo` live beside `sarathi` with six token budgets, and the simulator beside `slo`.
+"""Stage K: `slo` live beside `sarathi` with two token budgets, at rates about the knee of each.
 
-One server at a time, `slo` in the middle, so that a card that slows down helps neither. The simulator has the
-step times of stage G, if that ran before.
+    scripts/gpu-check --stages AGK --out OUT             # there
+    python -m benchmarks.gpu_check.slo --simulate OUT    # here: the same loads, by the profile in OUT
+
+One server after the other, each with all rates. Chats come beside prompts that are long, an eighth of all. A
+load is written down as classes with lengths of their own, so that `onbeat simulate` runs the same one.
+`--simulate` of a folder without runs predicts all of them.
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
 import json
+import random
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from benchmarks.gpu_check.models import model_folder
-from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, OUT, WORK, expect, note, seconds_left
+import yaml
+
+from benchmarks.gpu_check.models import model_config, model_folder
+from benchmarks.gpu_check.record import IS_REHEARSAL, OUT, WORK, expect, keep_rows, note, seconds_left
 from benchmarks.gpu_check.serve import bench, last_run, server
-from onbeat.engine.device import detect_device, device_name
-from onbeat.perfmodel.device_spec import known_device
 
-PROFILE = OUT / "profile.json"
-"""Of stage G."""
-BUDGETS = (256,) if IS_REHEARSAL else (512, 2048, 1024, 256, 4096, 8192)
-SECONDS = 2 if IS_REHEARSAL else 10
-"""Of arrivals, of each load and server."""
-SEED = ("--seed", "3")
-LONGEST = ("--max-model-len", "2048" if IS_REHEARSAL else "8192")
-_PROMPT, _ANSWER, _LONG_PROMPT = ("60", "16", "300") if IS_REHEARSAL else ("306", "150", "4096")
-_LENGTHS = ["--input-len", _PROMPT, "--output-len", _ANSWER, "--random-range-ratio", "0.5"]
-_LONG = ["--random-long-share", "0.12", "--random-long-input-len", _LONG_PROMPT]
-LOADS: Mapping[str, tuple[float, list[str]]] = {
-    "chats": (20.0, [*_LENGTHS, "--slo-ttft-ms", "300", "--slo-tbt-ms", "20"]),
-    "chats beside long prompts": (12.0, [*_LENGTHS, *_LONG, "--slo-ttft-ms", "500", "--slo-tbt-ms", "25"]),
+BUDGETS = (256, 512) if IS_REHEARSAL else (512, 2048)
+POLICIES: Mapping[str, tuple[str, ...]] = {
+    "slo": ("--policy", "slo"),
+    **{f"sarathi {each}": ("--policy", "sarathi", "--max-num-batched-tokens", str(each)) for each in BUDGETS},
 }
-"""Requests a second, about seven tenths of what a simulated H100 carries, and what they are like."""
+SECONDS = 2 if IS_REHEARSAL else 12
+"""Of arrivals, for each rate and server."""
+RATES = (6.0, 12.0) if IS_REHEARSAL else (25.0, 30.0, 36.0)
+LONG = 300 if IS_REHEARSAL else 4096
+PROMPTS, ANSWERS = ((30, 90), (8, 24)) if IS_REHEARSAL else ((153, 459), (75, 225))
+"""The least and the most tokens of a chat."""
+OBJECTIVES = {"ttft_ms": 500, "tbt_ms": 25}
+LONG_SHARE = 0.12
+KV_BYTES = 2**26 if IS_REHEARSAL else 40 * 2**30
+BLOCK_SIZE = 16
+LIMITS = ("--max-model-len", "2048" if IS_REHEARSAL else "8192", "--block-size", str(BLOCK_SIZE))
+COLUMNS = ("policy", "long", "rate", "seed", "requests", "kept", "chats_kept", "long_kept")
+LATENCIES = ("mean_ttft_ms", "p50_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_itl_ms")
+
+
+class Load(NamedTuple):
+    """What is asked of each server."""
+
+    long: int
+    """Tokens of the long prompts."""
+    rate: float
+    """Requests a second."""
+    seed: int
+
+    def options(self, folder: Path) -> list[str]:
+        """Return the options of `bench serve` and `simulate`; the classes are written to a folder."""
+        chance, classes = random.Random(0), []
+        for name, share, prompts in (
+            ("chats", 1 - LONG_SHARE, PROMPTS),
+            ("long", LONG_SHARE, [self.long] * 2),
+        ):
+            lengths = [(chance.randint(*prompts), chance.randint(*ANSWERS)) for _ in range(999)]
+            trace = f"{name}-{self.long}.csv"
+            with (folder / trace).open("w", newline="") as file:
+                csv.writer(file).writerows([("num_prefill_tokens", "num_decode_tokens"), *lengths])
+            classes.append({"name": name, **OBJECTIVES, "share": share, "trace": trace})
+        path = folder / f"load-{self.long}.yaml"
+        path.write_text(yaml.safe_dump({"classes": classes}))
+        found = ["--slo-config", str(path), "--request-rate", str(self.rate), "--seed", str(self.seed)]
+        return [*found, "--num-prompts", str(round(self.rate * SECONDS))]
 
 
 def main() -> int:
-    known = ["--step-time-profile", str(PROFILE)] if PROFILE.exists() else []
-    sarathi = {
-        f"sarathi {each}": ["--policy", "sarathi", "--max-num-batched-tokens", str(each)] for each in BUDGETS
-    }
-    labels = list(sarathi)
-    labels.insert(len(labels) // 2, "slo")
-    good: dict[str, dict[str, float]] = {load: {} for load in LOADS}
-    for label in labels:
-        if seconds_left() < 60:
-            expect(f"{label}: served", passed=False, text="no time left")
-            continue
-        with server("8b", *LONGEST, *sarathi.get(label, known)) as port:
-            for load, found in good.items():
-                result = None if port is None else _measure(port, label, load)
-                if result is not None:
-                    found[label] = result
-    for load, found in good.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=3, help="of arrivals and lengths (default: %(default)s)")
+    parser.add_argument("--reverse", action="store_true", help="`slo` is last, not first")
+    parser.add_argument("--long", type=int, nargs="+", default=[LONG], help="tokens of long prompts")
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES, help="requests a second")
+    parser.add_argument("--simulate", type=Path, metavar="OUT", help="compare runs with simulated ones")
+    args = parser.parse_args()
+    loads = [Load(long, rate, args.seed) for long in args.long for rate in args.rates]
+    if args.simulate is not None:
+        return simulate(args.simulate, loads)
+    kept: dict[Load, dict[str, float]] = {load: {} for load in loads}
+    classes = OUT / "classes.yaml"
+    classes.write_text(
+        yaml.safe_dump({"classes": [{"name": name, **OBJECTIVES} for name in ("chats", "long")]})
+    )
+    for policy in list(POLICIES)[:: -1 if args.reverse else 1]:
+        profile = OUT / "profile.json"
+        known = ("--step-time-profile", str(profile)) if policy == "slo" and profile.exists() else ()
+        arguments = ("--kv-cache-memory-bytes", str(KV_BYTES), "--slo-classes", str(classes), *known)
+        with server("8b", *LIMITS, *POLICIES[policy], *arguments) as port:
+            for load, found in kept.items():
+                if port is None or seconds_left() < SECONDS + 12:
+                    expect(f"{policy} at {load.rate:g}/s", passed=False, text="no server, or no time left")
+                elif (result := measure(port, policy, load)) is not None:
+                    found[policy] = result
+    for load, found in kept.items():
         own, others = found.pop("slo", 0.0), found.values()
-        expect(
-            f"{load}: slo keeps as many as the best budget",
-            found and own >= max(others),
-            f"{own:.3f}",
-            shown=True,
-        )
+        name = f"{load.rate:g}/s, long {load.long}: slo keeps as many as the better budget"
+        expect(name, IS_REHEARSAL or (others and own >= max(others) - 0.01), f"{own:.3f}", shown=True)
     return 0
 
 
-def _measure(port: int, label: str, load: str) -> float | None:
-    """Return the share of requests that kept their objectives."""
-    rate, options = LOADS[load]
-    path = WORK / f"slo-{label}-{load}.json".replace(" ", "-")
-    arrivals = ["--request-rate", str(rate), "--num-prompts", str(round(rate * SECONDS)), *SEED]
-    if not bench(port, "8b", f"{label}, {load}", [*options, *arrivals, "--num-warmups", "2"], path):
+def measure(port: int, policy: str, load: Load) -> float | None:
+    """Load a server, keep what was found, and return the share of requests that kept their objectives."""
+    path = WORK / "slo.json"
+    name = f"{policy}, long {load.long}, {load.rate:g}/s"
+    if not bench(port, "8b", name, [*load.options(OUT), "--num-warmups", "2"], path):
         return None
     result = last_run(path)
+    line = {"policy": policy, **load._asdict(), "result": result}
     with (OUT / "slo.json").open("a") as file:
-        file.write(json.dumps({"policy": label, "load": load, "result": result}) + "\n")
-    note(f"{load}, {label}: kept", float(result["attainment"]), shown=True)
-    if (label, load) == ("slo", "chats"):
-        _simulate(result, [*options, *arrivals])
+        file.write(json.dumps(line) + "\n")
+    keep_rows("slo.csv", (*COLUMNS, *LATENCIES, "long_p99_ttft_ms"), [row(line)])
+    note(f"{name}: kept", float(result["attainment"]), shown=True)
     return float(result["attainment"])
 
 
-def _simulate(live: Mapping[str, Any], options: list[str]) -> None:
-    """Compare a live run with a simulated one of the same load."""
-    path = WORK / "simulated.json"
-    device = "cpu" if IS_REHEARSAL else known_device(device_name(detect_device(DEVICE)))
-    command = [sys.executable, "-m", "onbeat", "simulate", "--model", str(model_folder("8b"))]
-    command += ["--device", device or "h100-sxm", "--dataset-name", "random", "--json", str(path)]
-    command += [*LONGEST, "--disable-tqdm", *options]
-    if PROFILE.exists():
-        command += ["--profile", str(PROFILE)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=max(seconds_left() - 5, 5)
-    )
-    expect("simulated", done.returncode == 0, done.stderr[-300:] or "as served")
-    if done.returncode:
-        return
-    simulated = last_run(path)
-    if simulated["total_input_tokens"] != live["total_input_tokens"]:
-        expect("the simulated load is the live one", passed=False, text=str(simulated["total_input_tokens"]))
-    for name, most in (("mean_tpot_ms", 0.10), ("mean_ttft_ms", 0.15)):
-        error = abs(float(simulated[name]) / float(live[name]) - 1)
-        bound = most if PROFILE.exists() and not IS_REHEARSAL else None  # a data sheet promises nothing
-        note(f"simulated {name}, off by", error, at_most=bound, shown=True)
-        note(f"live {name}", float(live[name]), "ms", shown=True)
+def row(line: Mapping[str, Any]) -> list[Any]:
+    """Return the values of `COLUMNS` and latencies."""
+    result = line["result"]
+    chats, of_long = (result["classes"].get(name, {}) for name in ("chats", "long"))
+    kept = [each.get("attainment") for each in (result, chats, of_long)]
+    named = [*(line[key] for key in COLUMNS[:4]), result["num_prompts"], *kept]
+    return [*named, *(result.get(key) for key in LATENCIES), of_long.get("p99_ttft_ms")]
+
+
+def simulate(out: Path, loads: Sequence[Load]) -> int:
+    """Print what each run kept and what a simulated one keeps, and how far its latencies are off."""
+    lines = list(_lines(out / "slo.json")) or [
+        {"policy": policy, **load._asdict(), "result": None} for load in loads for policy in POLICIES
+    ]
+    config, profile = model_config("8b"), out / "profile.json"
+    block_bytes = 4 * BLOCK_SIZE * config.num_layers * config.num_kv_heads * config.head_dim
+    device = ["--num-blocks", str(KV_BYTES // block_bytes), "--device", "h100-sxm"]
+    if profile.exists():
+        device[-1] = json.loads(profile.read_text())["key"]["device"]
+        device += ["--step-time", "fitted", "--profile", str(profile)]
+    print(f"{'policy':12} {'long':>5} {'rate':>5} {'live':>6} {'simulated':>9}  TTFT and TPOT of it, off by")
+    for line in lines:
+        load, path = Load(line["long"], line["rate"], line["seed"]), WORK / "simulated.json"
+        command = [sys.executable, "-m", "onbeat", "simulate", "--model", str(model_folder("8b")), *device]
+        command += [*LIMITS, *POLICIES[line["policy"]], "--dataset-name", "random", *load.options(WORK)]
+        subprocess.run([*command, "--disable-tqdm", "--json", str(path)], check=True, capture_output=True)
+        found, live = last_run(path), line["result"]
+        kept, off = "-", ""
+        if live is not None:
+            kept = f"{live['attainment']:.3f}"
+            assert found["total_input_tokens"] == live["total_input_tokens"], "that is another load"
+            both = [float(found[key]) / float(live[key]) - 1 for key in ("mean_ttft_ms", "mean_tpot_ms")]
+            off = " ".join(f"{each:+7.1%}" for each in both)
+        print(f"{line['policy']:12} {load.long:5} {load.rate:5g} {kept:>6} {found['attainment']:9.3f}  {off}")
+    return 0
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        yield from map(json.loads, path.read_text().splitlines())
 
 
 if __name__ == "__main__":

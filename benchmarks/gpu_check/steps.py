@@ -13,10 +13,11 @@ from torch.nn import functional
 
 from benchmarks.gpu_check.ceilings import milliseconds
 from benchmarks.gpu_check.models import floor_ms, model_config
-from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, expect, keep_step, note, seconds_left
+from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, expect, keep_rows, keep_step, note, seconds_left
 from benchmarks.gpu_check.timing import (
     BLOCK_SIZE,
     GREEDY,
+    KernelTime,
     decodes,
     host_us,
     kernel_times,
@@ -42,10 +43,11 @@ MAX_ROWS = 8 if IS_REHEARSAL else 128
 MAX_TOKENS = 512 if IS_REHEARSAL else 8192
 MAX_LEN = 256 if IS_REHEARSAL else 16640
 CONTEXT = 64 if IS_REHEARSAL else 512
-FEW_ROWS = (1, MAX_ROWS // 4)
 DECODES = {(1, 512): 6.3, (8, 512): 6.5, (16, 512): 6.7, (32, 512): 7.2, (64, 512): 8.7, (128, 512): 10.7}
 """Rows and context: the most milliseconds, 1.25 (from 64 rows on 1.35) times the floor."""
-LONGER = ((1, 2048), (8, 2048), (32, 2048), (128, 2048))
+LONGER = ((128, 2048),)
+MIXED = "2 decodes + 20 of a prompt" if IS_REHEARSAL else "31 decodes + 481 of a prompt"
+"""The step of `mixed_steps` whose kernels are kept, one by one and in pieces."""
 PROMPTS = {512: 12.2, 2048: 46.4, 8192: 206.0}
 MOST_HOST_US = 300.0
 WAYS_TO_CHOOSE = {
@@ -118,21 +120,6 @@ def choose(weights: CudaWeights) -> Multiply:
     return chosen
 
 
-def time_cublas(weights: CudaWeights) -> None:
-    """Time decodes by cuBLAS alone, to learn what choosing products is worth."""
-    num_blocks = 1 + FEW_ROWS[-1] * (-(-CONTEXT // BLOCK_SIZE) + 5)
-    try:
-        runner = make_runner(weights, num_blocks, max_rows=FEW_ROWS[-1])
-        for rows in FEW_ROWS:
-            case = f"decode {rows} x {CONTEXT} by cuBLAS alone"
-            note(f"{case}: a step in the loop", loop_ms(runner, rows, CONTEXT), "ms", shown=True)
-            note(f"{case}: on the device", _device_ms(runner, rows), "ms")
-        with step_timer(runner, num_blocks) as timer:
-            show_kernels(timer, f"decode 1 x {CONTEXT} by cuBLAS alone", decodes(1, CONTEXT))
-    except Exception as error:
-        note_failure("decodes by cuBLAS alone", error)
-
-
 def note_host_parts(runner: ModelRunner, rows: int, context: int) -> None:
     """Note what the parts of a launch take."""
     forward: Any = runner.forward
@@ -187,14 +174,13 @@ def time_batch(timer: StepTimer, name: str, batch: MeasuredBatch, *, at_most: fl
 
 
 def show_kernels(timer: StepTimer, name: str, batch: MeasuredBatch) -> None:
-    """Print where the time of a step goes."""
+    """Keep where the time of a step goes, and print the most of it."""
     kernels = kernel_times(timer, batch)
-    if kernels is None:
-        return
-    note(f"{name}: kernels' time", kernels.device_ms, "ms")
-    note(f"{name}: kernels", kernels.num_kernels)
-    for text, took, calls in kernels.largest:
-        print(f"    {took:8.3f} ms  {calls:6.0f} calls  {text[:110]}", flush=True)
+    keep_rows("kernels.csv", ("case", *KernelTime._fields), [(name, *each) for each in kernels])
+    note(f"{name}: kernels' time", sum(each.ms for each in kernels), "ms")
+    note(f"{name}: kernels", sum(each.calls for each in kernels))
+    for each in kernels[:12]:
+        print(f"    {each.ms:8.3f} ms  {each.calls:6.0f} calls  {each.name[:110]}", flush=True)
 
 
 def time_others(runner: ModelRunner, num_blocks: int, prompts: dict[int, float | None]) -> None:
@@ -208,7 +194,7 @@ def time_others(runner: ModelRunner, num_blocks: int, prompts: dict[int, float |
         time_batch(timer, f"decode {few} x 512 + 1 x {long}", skewed)
         mixed = MeasuredBatch((*decodes(few, 64).rows, BatchRow(0, min(512, long))))
         time_batch(timer, f"{few} decodes + prompt {min(512, long)}", mixed)
-        for rows in (*FEW_ROWS, MAX_ROWS):
+        for rows in (1, MAX_ROWS // 4, MAX_ROWS):
             if seconds_left() > 8:
                 show_kernels(timer, f"decode {rows} x {CONTEXT}", decodes(rows, CONTEXT))
         if seconds_left() > 8:
@@ -248,6 +234,8 @@ def time_mixed(weights: CudaWeights, runner: ModelRunner, num_blocks: int, chose
                     # What kernels and copies leave of the time of the last one is launches and the host.
                     if seconds_left() > 8 and way == "one by one":
                         show_kernels(timer, f"{name}, {way}, {how}", batch)
+                    if seconds_left() > 8 and sampling == GREEDY:
+                        show_kernels(timer, f"{MIXED}, {way}", mixed_steps()[MIXED])
         except Exception as error:
             note_failure(f"steps {way}", error)
 
@@ -270,8 +258,6 @@ def main() -> int:
             time_decodes(runner, rows, context)
     for rows in (1, MAX_ROWS):
         note_host_parts(runner, rows, CONTEXT)
-    if seconds_left() > 15:
-        time_cublas(weights)
     time_others(runner, num_blocks, prompts)
     time_mixed(weights, runner, num_blocks, chosen)  # pieces may spoil the device for what comes behind
     _prompts_by_fa3(weights, prompts)
@@ -279,8 +265,6 @@ def main() -> int:
         note("most memory", torch.cuda.max_memory_reserved() / 2**30, "GiB", shown=True)
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         note("memory that torch keeps unused", unused / 2**30, "GiB", shown=True)
-    if seconds_left() > 10:
-        _without_graphs(weights)
     expect("all sizes were timed", seconds_left() > 6)
     return 0
 
@@ -295,14 +279,6 @@ def _prompts_by_fa3(weights: CudaWeights, prompts: dict[int, float | None]) -> N
                     time_batch(timer, f"prompt {length} by fa3", prompt(length))
     except Exception as error:
         note_failure("prompts by fa3", error)
-
-
-def _without_graphs(weights: CudaWeights) -> None:
-    """Time decodes whose operators are called one by one."""
-    runner = make_runner(weights, 2000, graphs=False)
-    for rows in FEW_ROWS:
-        took = loop_ms(runner, rows, CONTEXT)
-        note(f"decode {rows} x {CONTEXT} without graphs: a step in the loop", took, "ms", shown=True)
 
 
 if __name__ == "__main__":

@@ -24,14 +24,13 @@ BLOCK_SIZE = 16
 GREEDY = SamplingParams(temperature=0.0)
 
 
-class KernelTimes(NamedTuple):
-    """What the device did in one step."""
+class KernelTime(NamedTuple):
+    """What one kernel took of a step."""
 
-    device_ms: float
-    """Sum of the kernels' times."""
-    num_kernels: float
-    largest: list[tuple[str, float, float]]
-    """Name, milliseconds a step, calls a step."""
+    name: str
+    ms: float
+    calls: float
+    """A step."""
 
 
 def decodes(rows: int, context: int) -> MeasuredBatch:
@@ -79,25 +78,35 @@ def wall_ms(timer: StepTimer, batch: MeasuredBatch, *, seconds: float = 0.6) -> 
     return statistics.median(times) * 1e3
 
 
-def kernel_times(timer: StepTimer, batch: MeasuredBatch, num_steps: int = 3) -> KernelTimes | None:
-    """Profile some steps; None where there is no device to profile, or its profiler does not work."""
-    if IS_REHEARSAL:
-        return None
+def kernel_times(timer: StepTimer, batch: MeasuredBatch, num_steps: int = 3) -> list[KernelTime]:
+    """Profile some steps, and return all kernels, the longest first; on a CPU torch's operators.
+
+    Returns
+    -------
+    Nothing where the profiler does not work.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    options: dict[str, Any] = {"activities": activities}
+    if IS_REHEARSAL:  # the operators run in another thread
+        options = {"experimental_config": torch._C._profiler._ExperimentalConfig(profile_all_threads=True)}
     timer.time(batch)
     try:
-        with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.profile(**options) as profiler:
             for _ in range(num_steps):
                 timer.time(batch)
-            torch.cuda.synchronize()
+            if not IS_REHEARSAL:
+                torch.cuda.synchronize()
     except RuntimeError as error:
         print(f"the profiler does not work: {error}", flush=True)
-        return None
-    kernels = [each for each in profiler.key_averages() if each.device_type.name == "CUDA"]
+        return []
+    kind, took = ("CPU", "self_cpu_time_total") if IS_REHEARSAL else ("CUDA", "self_device_time_total")
     runs = num_steps * (TIMES_AT_ONCE if timer._runner.overlaps else 1)
-    totals = [(each.key, each.self_device_time_total / 1e3 / runs, each.count / runs) for each in kernels]
-    totals.sort(key=lambda each: -each[1])
-    return KernelTimes(sum(each[1] for each in totals), sum(each[2] for each in totals), totals[:12])
+    found = [
+        KernelTime(each.key, getattr(each, took) / 1e3 / runs, each.count / runs)
+        for each in profiler.key_averages()
+        if each.device_type.name == kind
+    ]
+    return sorted(found, key=lambda each: -each.ms)
 
 
 class DecodeStream:
