@@ -32,6 +32,7 @@ from onbeat.server.middleware import (
     OPEN_PATHS,
     ApiKeys,
     BodyLimit,
+    HostCheck,
     PathCheck,
     RequestLog,
     RootPath,
@@ -184,6 +185,8 @@ def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) ->
         app.add_middleware(RateLimits, limits=limits, on_limited=telemetry.exporter.count_rate_limited)
     app.add_middleware(ApiKeys, keys=config.guarding_keys)
     app.add_middleware(PathCheck)
+    if (names := config.answered_hosts) is not None:
+        app.add_middleware(HostCheck, names=names)
     app.add_middleware(
         RequestLog,
         endpoints=ENDPOINTS,

@@ -1,12 +1,13 @@
 """What happens to every HTTP request, and what is known of it, as plain ASGI: no task, no copy per message.
 
 From the outside in: `RootPath`, Starlette's CORS, `RequestLog` (id, access log, counters, last resort for
-bugs), `PathCheck`, `ApiKeys`, `BodyLimit`.
+bugs), `HostCheck`, `PathCheck`, `ApiKeys`, `BodyLimit`.
 """
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import logging
 import math
 import re
@@ -48,6 +49,7 @@ _MOST_NAMED = 1000
 """Ignored fields that the log names; a scan with made-up names says nothing after these."""
 _ROUTINE = frozenset(("/health", "/ping", "/ready", "/load", "/metrics", "/tokenize", "/detokenize"))
 """Paths asked every few seconds, or hundreds of times by one load test that fits its prompts' lengths."""
+_PORT = re.compile(r":[0-9]*$")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 OPEN_PATHS = frozenset(
@@ -286,6 +288,46 @@ class PathCheck:
             code="invalid_path",
         )
         await error_response(error, scope["path"])(scope, receive, send)
+
+
+class HostCheck:
+    """Refuses requests for another host than this server; see `ServerConfig.answered_hosts`.
+
+    Addresses, `localhost` and names without a dot are always ours: no page of a stranger has one.
+
+    Parameters
+    ----------
+    app : the next application.
+    names : further ones.
+    """
+
+    def __init__(self, app: ASGIApp, *, names: frozenset[str]) -> None:
+        self._app = app
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        name = _PORT.sub("", host).strip("[]").rstrip(".").lower()
+        if self._is_ours(name):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            403,
+            f"this server does not answer for the host {name[:MAX_QUOTED]!r}; ask for localhost, or start it "
+            "with --allowed-hosts and that name (or *), or with an API key",
+            code="host_not_allowed",
+        )
+        context_of(scope).error_code = error.code
+        await error_response(error, scope["path"])(scope, receive, send)
+
+    def _is_ours(self, name: str) -> bool:
+        if "." not in name or name.endswith(".localhost") or name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
 
 
 def _is_open(path: str) -> bool:

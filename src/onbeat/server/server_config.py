@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
+import socket
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -61,6 +63,15 @@ _ROOT_PATH = re.compile(r"/?|(/[A-Za-z0-9._~-]+)+")
 _option = partial(option, group="server")
 
 
+def _is_loopback(host: str) -> bool:
+    """Return whether a server that listens there hears this machine alone."""
+    try:
+        address = socket.getaddrinfo(host, None)[0][4][0]
+    except (OSError, UnicodeError):
+        return False  # which binding tells
+    return ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
     """Bounds of what clients may send and hold open before a request is complete."""
@@ -114,6 +125,13 @@ class ServerConfig:
         many="append",
         metavar="ORIGIN",
         help="web origin whose pages may call the server (CORS); repeatable, or a JSON list; *: every origin",
+    )
+    allowed_hosts: tuple[str, ...] = _option(
+        (),
+        many="append",
+        metavar="NAME",
+        help="host name under which clients may reach the server, such as a proxy's; repeatable; *: any name "
+        "(default: any, or on a loopback address without API keys only localhost and the like)",
     )
     connections: ConnectionLimits = part(ConnectionLimits)
     max_body_bytes: int = _option(10 * 2**20, at_least=1, metavar="BYTES", help="largest request")
@@ -205,6 +223,18 @@ class ServerConfig:
     def prefix(self) -> str:
         """What stands before paths that a proxy shows, such as `/llm`; empty for nothing."""
         return self.root_path.rstrip("/")
+
+    @property
+    def answered_hosts(self) -> frozenset[str] | None:
+        """Names with a dot under which the server answers, in small letters; None where it is any.
+
+        Where neither keys nor the network keep strangers out, a page of theirs could otherwise give its own
+        name this machine's address, and be taken by a browser for a page of this server (DNS rebinding).
+        """
+        is_guarded = bool(self.api_keys) or not _is_loopback(self.host)
+        if "*" in self.allowed_hosts or (is_guarded and not self.allowed_hosts):
+            return None
+        return frozenset(map(str.lower, (*self.allowed_hosts, self.host, socket.gethostname())))
 
     @property
     def fleet_keys(self) -> tuple[str, ...]:

@@ -196,3 +196,41 @@ async def test_without_origins_there_is_no_cors(served: Served) -> None:
 def test_wrong_configurations_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         ServerConfig(**fields)  # type: ignore[arg-type]
+
+
+OTHERS = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example.", "0x7f.1")
+
+
+@each_case(
+    "host", ["localhost", "LOCALHOST.:80", "a.localhost", "127.0.0.2:1", "[::1]:8000", "10.0.0.1", "box"]
+)
+async def test_without_keys_a_server_answers_under_names_that_no_stranger_has(
+    served: Served, host: str
+) -> None:
+    assert (await served.get("/v1/models", headers={"host": host})).status == 200
+
+
+@each_case("host", OTHERS)
+async def test_a_page_of_a_stranger_does_not_reach_it_under_its_own_name(served: Served, host: str) -> None:
+    for path in ("/v1/models", "/", "/metrics"):
+        answer = await served.get(path, headers={"host": host})
+        assert (answer.status, answer.error["code"]) == (403, "host_not_allowed")
+    answer = await served.post("/v1/messages", {}, headers={"host": host})
+    assert answer.json["error"]["type"] == "permission_error"
+
+
+@pytest.mark.parametrize(
+    "served", [{"allowed_hosts": ("Chat.example",)}, {"allowed_hosts": ("*",)}, KEYS], indirect=True
+)
+async def test_names_can_be_allowed_and_keys_need_none(served: Served) -> None:
+    headers = {"host": "chat.EXAMPLE:443", "authorization": "Bearer first"}
+    assert (await served.get("/v1/models", headers=headers)).status == 200
+
+
+def test_names_count_where_anybody_may_come_in_and_where_they_are_given() -> None:
+    assert ServerConfig(host="0.0.0.0").answered_hosts is None
+    assert ServerConfig(host="::1").answered_hosts is not None
+    assert ServerConfig(host="localhost", fleet_key="k").answered_hosts is not None
+    named = ServerConfig(host="0.0.0.0", api_keys=("k",), allowed_hosts=("a.example",)).answered_hosts
+    assert named is not None
+    assert "a.example" in named
