@@ -9,7 +9,6 @@ import traceback
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from benchmarks.gpu_check.ceilings import milliseconds
 from benchmarks.gpu_check.models import floor_ms, model_config
@@ -30,7 +29,6 @@ from benchmarks.gpu_check.timing import (
 )
 from onbeat.core.request import SamplingParams
 from onbeat.engine.cuda.graphs import GraphKey
-from onbeat.engine.cuda.kernels import Multiply
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.device import Device, free_memory
 from onbeat.engine.model_runner import ModelRunner
@@ -100,24 +98,6 @@ def note_failure(name: str, error: Exception) -> None:
     """Note that one way of several fails, which is a finding about itself."""
     traceback.print_exception(error)
     expect(f"{name} run", passed=False, text=f"{type(error).__name__}: {error}"[:300])
-
-
-def choose(weights: CudaWeights) -> Multiply:
-    """Choose the products, and note what was found."""
-    if IS_REHEARSAL:
-        return functional.linear
-    from onbeat.engine.cuda.chosen_products import choose_products
-
-    start = time.monotonic()
-    chosen = choose_products(weights, MAX_ROWS, directory=None, seconds=20)
-    note("choosing products", time.monotonic() - start, "s", shown=True)
-    for each in chosen.timed:
-        name = f"product {each.num_outputs} x {each.num_inputs}, {each.num_rows} rows"
-        note(f"{name}: cuBLAS", each.cublas_us, "us")
-        note(f"{name}: {each.tiling or 'cuBLAS'}", each.us, "us")
-        bandwidth = 2 * each.num_outputs * each.num_inputs / each.us / 1e6
-        note(f"{name}: quickest", bandwidth, "TB/s", shown=each.num_rows in (1, 32))
-    return chosen
 
 
 def note_host_parts(runner: ModelRunner, rows: int, context: int) -> None:
@@ -217,15 +197,13 @@ def mixed_steps() -> dict[str, MeasuredBatch]:
     return found
 
 
-def time_mixed(weights: CudaWeights, runner: ModelRunner, num_blocks: int, chosen: Multiply) -> None:
+def time_mixed(weights: CudaWeights, runner: ModelRunner, num_blocks: int) -> None:
     """Time small steps with prompts and drafts, operator by operator and in pieces."""
     for way in ("one by one", "in pieces"):
         try:
             if way == "in pieces":
                 num_blocks = 2000  # the other runner's are still there
-                runner = make_noted(
-                    "graphs and pieces", weights, num_blocks, pieces=True, max_rows=32, multiply=chosen
-                )
+                runner = make_noted("graphs and pieces", weights, num_blocks, pieces=True, max_rows=32)
             for how, sampling in WAYS_TO_CHOOSE.items():
                 with step_timer(runner, num_blocks, sampling) as timer:
                     for name, batch in mixed_steps().items():
@@ -251,15 +229,14 @@ def main() -> int:
     num_blocks = 1 + max(
         rows * (-(-context // BLOCK_SIZE) + 5) for rows, context in [*decode_cases, (1, 16384)]
     )
-    chosen = choose(weights)
-    runner = make_noted("graphs", weights, num_blocks, multiply=chosen)
+    runner = make_noted("graphs", weights, num_blocks)
     for rows, context in decode_cases:
         if seconds_left() > 6:
             time_decodes(runner, rows, context)
     for rows in (1, MAX_ROWS):
         note_host_parts(runner, rows, CONTEXT)
     time_others(runner, num_blocks, prompts)
-    time_mixed(weights, runner, num_blocks, chosen)  # pieces may spoil the device for what comes behind
+    time_mixed(weights, runner, num_blocks)  # pieces may spoil the device for what comes behind
     _prompts_by_fa3(weights, prompts)
     if not IS_REHEARSAL:
         note("most memory", torch.cuda.max_memory_reserved() / 2**30, "GiB", shown=True)

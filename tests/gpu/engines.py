@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from onbeat.core.request import TokenLogprobs
 from onbeat.engine.cuda.backend import fast_kernels
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, piece_sizes
-from onbeat.engine.cuda.kernels import ChunkBackend, Multiply
+from onbeat.engine.cuda.kernels import ChunkBackend
 from onbeat.engine.cuda.weights import CudaWeights
 from onbeat.engine.draw import Logits
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
@@ -33,7 +32,6 @@ def on_gpu_engine(
     pieces: bool = False,
     fast: bool = False,
     chunk_backend: ChunkBackend = "fa2",
-    multiply: Multiply = functional.linear,
     max_num_seqs: int = 32,
     max_model_len: int = 512,
     max_num_batched_tokens: int = 1024,
@@ -52,7 +50,7 @@ def on_gpu_engine(
         sizes = kernel_sizes(weights, options)
         kernels = fast_kernels(sizes, chunk_backend) if fast else ReferenceKernels(sizes)
         chosen = graphs_on(weights.device) if graphs else EagerGraphs()
-        return CudaForward(weights, kernels, chosen, options, multiply=multiply)
+        return CudaForward(weights, kernels, chosen, options)
 
     return make
 

@@ -310,10 +310,10 @@ def _make_cuda(config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfi
     """Return the GPU engine, or why it cannot run."""
     if device.device.type != "cuda":
         return f"it runs on a CUDA device, not on {device.device}"
-    from onbeat.engine.cuda.backend import CudaBackend, fast_kernels, quickest_products, why_not
+    from onbeat.engine.cuda.backend import CudaBackend, fast_kernels, why_not
 
     return why_not(checkpoint, device, config.limits.block_size) or CudaBackend(
-        checkpoint, device, config, fast_kernels, quickest_products
+        checkpoint, device, config, fast_kernels
     )
 
 

@@ -8,12 +8,11 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
-from torch.nn import functional
 
 from onbeat.engine.backend import Backend, SettleLimits
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes, piece_sizes
-from onbeat.engine.cuda.kernels import ChunkBackend, Kernels, KernelSizes, Multiply
+from onbeat.engine.cuda.kernels import ChunkBackend, Kernels, KernelSizes
 from onbeat.engine.cuda.memory import MeasuredMemory, bytes_above, largest_steps, measure
 from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.device import DeviceConfig, compute_capability
@@ -24,7 +23,6 @@ from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.progress import Detail
 from onbeat.engine.torch_types import torch_device, torch_dtype
 from onbeat.engine.weights import Checkpoint, parameter_shapes
-from onbeat.perfmodel.profile_file import cache_dir
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 HEAD_DIMS = (64, 128, 256)
@@ -33,8 +31,6 @@ OLDEST_CAPABILITY = (8, 0)
 """Computes in bfloat16, and FlashInfer's fa2 runs there. Only 9.0 has been tried."""
 
 MakeKernels = Callable[[KernelSizes], Kernels]
-ChooseProducts = Callable[[CudaWeights, int, Callable[[str], None]], Multiply]
-"""From weights and the most rows that decode; what was chosen is told."""
 
 
 def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int) -> str | None:
@@ -90,13 +86,6 @@ def fast_kernels(sizes: KernelSizes, chunk_backend: ChunkBackend = "fa2") -> Ker
     return FastKernels(sizes, chunk_backend=chunk_backend)
 
 
-def quickest_products(weights: CudaWeights, max_rows: int, on_progress: Callable[[str], None]) -> Multiply:
-    """Return what multiplies quickest here; see `choose_products`, which is imported only now."""
-    from onbeat.engine.cuda.chosen_products import choose_products
-
-    return choose_products(weights, max_rows, directory=cache_dir() / "gpu-products", on_progress=on_progress)
-
-
 class CudaBackend:
     """The GPU engine; see `Backend`.
 
@@ -105,7 +94,6 @@ class CudaBackend:
     checkpoint, device : what runs where; `why_not` has found nothing.
     config : how it shall run.
     make_kernels : makes the operators.
-    choose_products : chooses how graphs multiply; by `linear` where it is None.
     """
 
     weights_format: str | None = None
@@ -117,16 +105,13 @@ class CudaBackend:
         device: DeviceConfig,
         config: EngineConfig,
         make_kernels: MakeKernels,
-        choose_products: ChooseProducts | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._device = device
         self._torch_device = torch_device(device.device)
         self._config = config
         self._make_kernels = make_kernels
-        self._choose_products = None if config.enforce_eager else choose_products
         self._weights: CudaWeights | None = None
-        self._multiply: Multiply = functional.linear
         self._utilization = config.gpu_memory_utilization
         graphs = "without graphs" if config.enforce_eager else "decodes by CUDA graphs"
         pieces = ", steps with prompts in pieces" if config.cuda_graph_pieces else ""
@@ -155,7 +140,7 @@ class CudaBackend:
                 # It verifies nothing.
                 draft_bytes = draft._measured(replace(limits, speculation=None)).still_bytes
             draft_block_bytes = draft.kv_cache_spec(limits.block_size).block_bytes
-        measured = self._measured(limits, on_progress)
+        measured = self._measured(limits)
         on_progress(Detail(measured))
         return settle(
             measured.num_blocks(
@@ -166,11 +151,9 @@ class CudaBackend:
             )
         )
 
-    def _measured(
-        self, limits: SchedulerConfig, on_progress: Callable[[str], None] = lambda _: None
-    ) -> MeasuredMemory:
+    def _measured(self, limits: SchedulerConfig) -> MeasuredMemory:
         """Load the weights, and find out what the largest steps take."""
-        self._prepare(limits, on_progress)
+        self._prepare()
         # The pieces of a size count as one graph: together they are a step.
         captured = (*graph_sizes(limits.max_num_seqs), *self._piece_sizes(limits))
         return measure(
@@ -192,10 +175,10 @@ class CudaBackend:
         self,
         limits: SchedulerConfig,
         *,
-        on_progress: Callable[[str], None],
+        on_progress: Callable[[str], None],  # noqa: ARG002
         spare_bytes: int = 0,  # noqa: ARG002
     ) -> CudaForward:
-        self._prepare(limits, on_progress)
+        self._prepare()
         graphs = EagerGraphs() if self._config.enforce_eager else CudaGraphs(self._torch_device)
         return self._make(limits, limits.num_blocks, graphs)
 
@@ -206,15 +189,13 @@ class CudaBackend:
                 "are larger than was planned for"
             )
 
-    def _prepare(self, limits: SchedulerConfig, on_progress: Callable[[str], None]) -> None:
-        """Load the weights and choose how they are multiplied, once."""
+    def _prepare(self) -> None:
+        """Load the weights, once."""
         if self._weights is not None:
             return
         # Threads of torch would wait for their next work at full speed, on cores that other processes need.
         torch.set_num_threads(1)
         self._weights = load_weights(self._checkpoint, torch_dtype(self._device.dtype), self._torch_device)
-        if self._choose_products is not None:
-            self._multiply = self._choose_products(self._weights, limits.max_num_seqs, on_progress)
 
     def _make(self, limits: SchedulerConfig, num_blocks: int, graphs: Graphs) -> CudaForward:
         options = CudaOptions(
@@ -228,4 +209,4 @@ class CudaBackend:
         weights = self._weights
         assert weights is not None, "nothing is loaded"
         kernels = self._make_kernels(kernel_sizes(weights, options))
-        return CudaForward(weights, kernels, graphs, options, multiply=self._multiply)
+        return CudaForward(weights, kernels, graphs, options)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from functools import partialmethod
-from itertools import product
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ def main() -> None:
     """Launch each kernel with the shapes of models that are served."""
     capability = int(sys.argv[1])
     JITFunction.run = partialmethod(compile_launch, capability)
-    from onbeat.engine.cuda import triton_draw, triton_ops, triton_products
+    from onbeat.engine.cuda import triton_draw, triton_ops
     from onbeat.engine.cuda.kernels import BestBuffers, DecodeRows, DrawParams, LayerSpec, Norm, StepTensors
     from onbeat.engine.torch_kv import LayerKVCache
 
@@ -100,13 +99,6 @@ def main() -> None:
             step = StepTensors(ints(3), ints(3))
             triton_ops.rope_store(qkv, step, layer, kv, numbers(3, num_heads, head_dim))
     triton_ops.list_blocks(DecodeRows(ints(256, 64), ints(256)), 16, ints(257), ints(256 * 64), ints(256))
-    memory = triton_products.SplitMemory.allocate(1, torch.device("cpu"))
-    matrix, most = numbers(4096, 4096), triton_products.MOST_ROWS
-    card = triton_products.Card(SHARED_KIB[capability] << 10, capability // 10)
-    for tiling, num_rows in product(triton_products.TILINGS, (1, most)):
-        if tiling.fits(4096, 4096, num_rows, card):
-            bias = None if num_rows == most else numbers(4096)
-            triton_products.multiply(numbers(num_rows, 4096), matrix, bias, tiling, memory)
     logits, best = numbers(3, 128_256, dtype=torch.float32), BestBuffers(ints(3), torch.zeros(3))
     triton_draw.best(logits, best)
     doubles = numbers(3, dtype=torch.float64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +13,8 @@ from onbeat.core.errors import ConfigError
 from onbeat.engine.cuda.backend import CudaBackend
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs, GraphKey
-from onbeat.engine.cuda.kernels import Multiply
 from onbeat.engine.cuda.memory import MeasuredMemory, largest_steps
-from onbeat.engine.cuda.weights import CudaWeights, load_weights
+from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import EngineConfig
@@ -201,41 +199,3 @@ def test_the_steps_of_a_draft_model_are_measured_too(monkeypatch: pytest.MonkeyP
     taken = (asked[0] - 2 * asked[1]) * backend.kv_cache_spec(16).block_bytes  # a block of each model
     # The weights of the one count as used by then; of the other nothing is measured.
     assert taken == pytest.approx(2 * GIB + (64 << 20) if is_same else draft.weight_bytes(), abs=1 << 20)
-
-
-@pytest.mark.parametrize("enforce_eager", [False, True])
-def test_products_are_chosen_once_and_only_for_graphs(
-    monkeypatch: pytest.MonkeyPatch, enforce_eager: bool
-) -> None:
-    Memory(monkeypatch)
-    monkeypatch.setattr("onbeat.engine.cuda.backend.CudaGraphs", lambda _: EagerGraphs())
-    chosen_for: list[int] = []
-    multiplied: list[int] = []
-
-    def choose(weights: CudaWeights, max_rows: int, on_progress: Callable[[str], None]) -> Multiply:
-        chosen_for.append(max_rows)
-        on_progress("chosen")
-        return multiply
-
-    def multiply(x_TD: torch.Tensor, matrix_FD: torch.Tensor, bias_F: torch.Tensor | None) -> torch.Tensor:
-        multiplied.append(len(x_TD))
-        return torch.nn.functional.linear(x_TD, matrix_FD, bias_F)
-
-    config = EngineConfig(
-        model=ModelFiles(kind="hf", path=Path("/nowhere"), name="tiny"), enforce_eager=enforce_eager
-    )
-    device = DeviceConfig(CPU, FLOAT32, num_threads=1)
-    backend = CudaBackend(DummyCheckpoint(TINY), device, config, ReferenceKernels, choose)
-    limits = SchedulerConfig(
-        policy="sarathi", num_blocks=64, max_model_len=200, max_num_seqs=8, max_num_batched_tokens=300
-    )
-    said: list[str] = []
-    backend.fit_limits(limits, lambda _: limits, None, on_progress=said.append)
-    assert chosen_for == ([] if enforce_eager else [8])
-    assert bool(multiplied) is not enforce_eager
-    multiplied.clear()
-    forward = backend.build(limits, on_progress=said.append)
-    assert len(chosen_for) <= 1
-    assert said.count("chosen") == len(chosen_for)
-    forward.run(largest_steps(limits)[1], wants_logits=True)
-    assert bool(multiplied) is not enforce_eager
