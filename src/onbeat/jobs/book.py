@@ -14,30 +14,27 @@ knows their graphs, here a caller says at most how many calls follow.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from math import inf
 
 from onbeat.core.errors import InvalidRequest, Overloaded, SLOUnattainable
 from onbeat.core.request import Placement
 from onbeat.core.slo import LONGEST_OBJECTIVE
 from onbeat.jobs.call import CallShare, JobCall, JobEnd, JobReport, Later, Split, beside_later
-from onbeat.jobs.learnt import KindOfJob, Mean, Pace, work_of
+from onbeat.jobs.learnt import KindOfJob, Lessons, Mean, Pace, work_of
 
 MOST_JOBS = 65_536
-"""Open at once."""
+"""Open at once; for a further one, that goes which has been without a call for longest."""
 MOST_OF_TENANT = 4_096
 """Of them, one tenant's, where callers name tenants."""
-MOST_KINDS = 256
-"""Of which something is learnt; jobs of further ones are taken to be alike."""
 FORGOTTEN_AFTER = 60.0
 """Seconds after its deadline at which an open job is forgotten, and after its last call, if that is later."""
 LONGEST_KEPT = 60.0
 """Seconds for which the KV of a call is kept behind its end at most, and not beyond the job's deadline."""
-_MOST_JOBS_GONE = 1024
-"""Ended jobs whose times to be forgotten are kept, beside as many as there are open ones."""
+_MOST_LOOKED_AT = 64
+"""Jobs of which it is looked at each call whether they are to be forgotten: nobody waits for all of them."""
 _SAME = 2e-3
 """Seconds by which two statements of one deadline may differ, as clocks are rounded."""
 _DOUBT = 1.25
@@ -54,6 +51,7 @@ class _Job:
     deadline: float
     stated: JobCall
     """By its first call."""
+    pace: Pace
     kind: KindOfJob
     forgotten: float
     num_open: int = 0
@@ -74,6 +72,10 @@ class _Job:
     """That had the call before; None where nobody says."""
     failed: JobEnd | None = None
     """Why the last call to end did not come to its end; None if it did."""
+
+    def is_over(self, now: float) -> bool:
+        """Return whether nothing more is expected of it."""
+        return not self.num_open and self.forgotten <= now
 
 
 @dataclass(slots=True)
@@ -101,12 +103,12 @@ class JobBook:
 
     split: Split = beside_later
     on_end: Callable[[JobEnd, float, float], None] = lambda _end, _in_calls, _between: None
-    _jobs: dict[tuple[str, str], _Job] = field(default_factory=dict)
+    _jobs: OrderedDict[tuple[str, str], _Job] = field(default_factory=OrderedDict)
+    """In the order in which their last calls ended."""
     _per_tenant: Counter[str] = field(default_factory=Counter)
-    _ends: list[tuple[float, tuple[str, str]]] = field(default_factory=list)
-    """(when to look whether a job is to be forgotten, its key)"""
-    _kinds: dict[str, KindOfJob] = field(default_factory=dict)
-    _pace: Pace = field(default_factory=Pace)
+    _turns: deque[_Job] = field(default_factory=deque)
+    """The order in which it is looked whether jobs are to be forgotten; some have ended."""
+    _lessons: Lessons = field(default_factory=Lessons)
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -131,6 +133,9 @@ class JobBook:
         self._forget(now)
         key = (call.tenant or "", call.job_id)
         job = self._jobs.get(key)
+        if job is not None and job.is_over(now):
+            self._give_up(job)
+            job = None
         is_first = job is None
         if job is None:
             job = self._new(key, call, now)
@@ -180,7 +185,7 @@ class JobBook:
             job.work.add(work)
             job.kind.work.add(work)
             job.kind.output.add(num_output_tokens)
-            self._pace.add(max(now - opened.arrival, 1e-9), work)
+            job.pace.add(max(now - opened.arrival, 1e-9), work)
         moved = None
         if placement is not None:
             moved = placement.why if job.replica not in (None, placement.replica) else None
@@ -191,6 +196,8 @@ class JobBook:
         job.forgotten = max(job.deadline, now) + FORGOTTEN_AFTER
         if end is not None:
             self._end(job, end, now)
+        elif self._jobs.get(job.key) is job:
+            self._jobs.move_to_end(job.key)
         return JobReport(
             job_id=opened.call.job_id,
             num_calls=job.num_ended,
@@ -211,11 +218,12 @@ class JobBook:
         known = (job.work if job.work.count else kind.work).value
         num_later = kind.calls_left(job.num_stages) if call.calls_left is None else float(call.calls_left)
         between = num_later * kind.between.value
-        usual = self._pace.usual
+        usual = job.pace.usual
         later = Later(job.deadline - now - between, own, num_later * known, num_later, usual.value)
-        least = own * self._pace.quickest
+        least = own * job.pace.quickest
         predicted = None
-        if usual.count:
+        knows_left = call.calls_left is not None or (kind.left and kind.left[0].count)
+        if kind.work.count and knows_left:  # else it is a guess
             predicted = (own + later.later_work) * usual.value + between
         left = job.deadline - now
         if left <= 0:
@@ -272,34 +280,25 @@ class JobBook:
                 param="slo.job.deadline_ms",
                 code="invalid_value",
             )
-        of_tenant = self._per_tenant[call.tenant] if call.tenant is not None else 0
-        if len(self._jobs) >= MOST_JOBS or of_tenant >= MOST_OF_TENANT:
-            whose = (
-                f"{MOST_OF_TENANT} jobs of this caller"
-                if of_tenant >= MOST_OF_TENANT
-                else f"{MOST_JOBS} jobs"
-            )
-            raise Overloaded(
-                f"{whose} are open, and no more are taken; end some by a last call with calls_left 0, or "
-                f"wait: a job is forgotten {FORGOTTEN_AFTER:.0f} s after its deadline",
-                param="slo.job",
-                code="too_many_jobs",
-            )
-        return _Job(key, now, deadline, call, self._kind(call.kind), deadline + FORGOTTEN_AFTER, since=now)
+        if call.tenant is not None and self._per_tenant[call.tenant] >= MOST_OF_TENANT:
+            raise _too_many(f"{MOST_OF_TENANT} jobs of this caller are open")
+        if len(self._jobs) >= MOST_JOBS:
+            self._make_room()
+        pace, kind = self._lessons.of(key[0], call.kind)
+        return _Job(key, now, deadline, call, pace, kind, deadline + FORGOTTEN_AFTER, since=now)
 
-    def _kind(self, name: str) -> KindOfJob:
-        if name not in self._kinds and len(self._kinds) >= MOST_KINDS:
-            name = ""
-        return self._kinds.setdefault(name, KindOfJob())
+    def _make_room(self) -> None:
+        """End the job that has been without a call for longest: else a few could hold the book for a day."""
+        idle = next((job for job in self._jobs.values() if not job.num_open), None)
+        if idle is None:
+            raise _too_many(f"{MOST_JOBS} jobs have calls under way")
+        self._give_up(idle)
 
     def _enter(self, job: _Job) -> None:
         self._jobs[job.key] = job
         if job.key[0]:
             self._per_tenant[job.key[0]] += 1
-        heappush(self._ends, (job.forgotten, job.key))
-        if len(self._ends) > 2 * len(self._jobs) + _MOST_JOBS_GONE:
-            self._ends = [(each.forgotten, key) for key, each in self._jobs.items()]
-            heapify(self._ends)
+        self._turns.append(job)
 
     def _end(self, job: _Job, end: JobEnd, now: float) -> None:
         """Take a job out of the book, and learn from it. Calls of it that are open end by themselves."""
@@ -315,18 +314,28 @@ class JobBook:
         self.on_end(end, job.in_calls, max(now - job.first - job.in_calls, 0.0))
 
     def _forget(self, now: float) -> None:
-        """End jobs of which nothing more has come."""
-        while self._ends and self._ends[0][0] <= now:
-            _, key = heappop(self._ends)
-            job = self._jobs.get(key)
-            if job is None:
-                continue
-            if job.num_open or job.forgotten > now:
-                heappush(self._ends, (max(job.forgotten, now + FORGOTTEN_AFTER), key))
-            elif job.failed is not None or job.calls_left:
-                self._end(job, job.failed or JobEnd.ABANDONED, job.since)
-            else:  # nobody said which call was the last
-                self._end(job, JobEnd.KEPT if job.since <= job.deadline else JobEnd.LATE, job.since)
+        """End jobs of which nothing more has come, of those whose turn it is."""
+        for _ in range(min(len(self._turns), _MOST_LOOKED_AT)):
+            job = self._turns.popleft()
+            if job.is_over(now):
+                self._give_up(job)
+            elif self._jobs.get(job.key) is job:
+                self._turns.append(job)
+
+    def _give_up(self, job: _Job) -> None:
+        if job.failed is not None or job.calls_left:
+            self._end(job, job.failed or JobEnd.ABANDONED, job.since)
+        else:  # nobody said which call was the last
+            self._end(job, JobEnd.KEPT if job.since <= job.deadline else JobEnd.LATE, job.since)
+
+
+def _too_many(what: str) -> Overloaded:
+    return Overloaded(
+        f"{what}, and no more are taken; end some by a last call with calls_left 0, or wait: a job is "
+        f"forgotten {FORGOTTEN_AFTER:.0f} s after its deadline",
+        param="slo.job",
+        code="too_many_jobs",
+    )
 
 
 def _check_same(job: _Job, call: JobCall) -> None:

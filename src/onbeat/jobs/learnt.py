@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+MOST_TENANTS = 1024
+MOST_KINDS = 64
+"""Of jobs of one tenant, of which something is learnt."""
 _MOST_STAGES = 64
 """Of a job, beyond which nothing more is learnt of how many follow."""
 _MEMORY = 64
@@ -18,6 +24,9 @@ _USUAL_OUTPUT = 256.0
 """Output tokens of a call where nothing is known."""
 _QUICK_SHRINK = 1.01
 """By how much the quickest pace is let go at each ended call: one lucky call does not count for ever."""
+
+
+_T = TypeVar("_T")
 
 
 def work_of(num_prompt_tokens: float, num_output_tokens: float) -> float:
@@ -57,6 +66,13 @@ class KindOfJob:
             return _USUAL_LEFT
         return self.left[min(stage, len(self.left) - 1)].value
 
+    def as_prior(self) -> KindOfJob:
+        """Return what others of the kind are taken to be like, up to their first own call or end."""
+        work, output, between, *left = (
+            Mean(each.value) for each in (self.work, self.output, self.between, *self.left)
+        )
+        return KindOfJob(work, output, between, left)
+
     def end(self, num_stages: int) -> None:
         """Learn from a job that came to its end."""
         for stage in range(min(num_stages, _MOST_STAGES)):
@@ -79,3 +95,37 @@ class Pace:
         pace = seconds / work
         self.usual.add(pace)
         self.quickest = min(pace, self.quickest * _QUICK_SHRINK) if self.quickest else pace
+
+
+class Lessons:
+    """What calls have taught, by tenant and kind of job; of too many, the least recently used are forgotten.
+
+    Nobody's calls bear on what another tenant's get, but for the guess that a tenant, or a kind of it, begins
+    with: what was known of the last one.
+    """
+
+    def __init__(self) -> None:
+        self._tenants = OrderedDict[str, tuple[Pace, OrderedDict[str, KindOfJob]]]()
+
+    def of(self, tenant: str, kind: str) -> tuple[Pace, KindOfJob]:
+        """Return what is known of a tenant's calls, and of its jobs of a kind."""
+        pace, kinds = _recent(self._tenants, tenant, self._new_tenant, MOST_TENANTS)
+        return pace, _recent(kinds, kind, lambda: self._new_kind(kind), MOST_KINDS)
+
+    def _new_tenant(self) -> tuple[Pace, OrderedDict[str, KindOfJob]]:
+        last, _ = next(reversed(self._tenants.values()), (Pace(), None))
+        return Pace(Mean(last.usual.value), last.quickest), OrderedDict()
+
+    def _new_kind(self, kind: str) -> KindOfJob:
+        known = (kinds[kind] for _, kinds in reversed(self._tenants.values()) if kind in kinds)
+        return next(known, KindOfJob()).as_prior()
+
+
+def _recent(known: OrderedDict[str, _T], key: str, make: Callable[[], _T], most: int) -> _T:
+    """Return what is known by a key, anew if it is not, and count it as used."""
+    if key not in known:
+        known[key] = make()
+    known.move_to_end(key)
+    if len(known) > most:
+        known.popitem(last=False)
+    return known[key]

@@ -146,13 +146,46 @@ async def test_bad_headers_are_named(served: Served, headers: dict[str, str], wo
 
 async def test_a_job_that_cannot_be_done_in_time_is_refused_at_its_first_call(served: Served) -> None:
     await ask_text(served, slo={"job": JOB | {"calls_left": 0}})
-    hopeless = {"id": "b", "e2e_ms": 1, "calls_left": 9000}
+    hopeless = {"id": "b", "e2e_ms": 1, "calls_left": 9000, "class": JOB["class"]}
     answer = await served.post(TEXT, {"prompt": "x", "slo": {"job": hopeless, "shed": True}})
     assert (answer.status, answer.error["code"]) == (429, "job_unattainable")
     assert answer.error["predicted_job_ms"] > 1
     assert "Retry-After" in answer.headers
     late = await ask_text(served, slo={"job": hopeless, "shed": False})
     assert late["slo"]["job"]["met"] is None
+
+
+@pytest.mark.parametrize("served", [{"api_keys": ("one", "other")}], indirect=True)
+async def test_a_key_learns_nothing_of_anothers_calls_of_the_same_class(
+    served: Served, engine: KeepingEngine
+) -> None:
+    """What `other` asks takes long; `one` has the time that its own calls leave it, and is not refused."""
+
+    async def share(key: str, name: str, **stated: Any) -> float:
+        job = {"id": name, "e2e_ms": 20_000, "calls_left": 3, "class": "support"} | stated
+        body = {"prompt": "x", "max_tokens": 8, "slo": {"job": job, "shed": True}}
+        answer = await served.post(TEXT, body, headers={"authorization": f"Bearer {key}"})
+        assert answer.status == 200, answer.body
+        got: float = answer.json["slo"]["job"]["share_ms"]
+        return got
+
+    await share("one", "a")
+    before = await share("one", "b")
+    engine.script.first_delay = 0.7
+    for _ in range(3):
+        await share("other", "c", e2e_ms=86_000_000, calls_left=9000)
+    engine.script.first_delay = 0.0
+    assert await share("one", "d") == pytest.approx(before, rel=0.05)
+
+
+async def test_a_new_class_is_not_refused_for_what_nobody_knows_of_it(
+    served: Served, engine: KeepingEngine
+) -> None:
+    engine.script.first_delay = 0.2
+    await ask_text(served, slo={"job": JOB | {"calls_left": 0}})
+    job = {"id": "b", "e2e_ms": 5000, "calls_left": 3, "class": "new"}
+    first = await ask_text(served, slo={"job": job, "shed": True})
+    assert first["slo"]["job"]["calls"] == 1
 
 
 async def test_an_embedding_is_no_call_of_a_job(served: Served) -> None:

@@ -12,6 +12,7 @@ from onbeat.core.slo import SLO
 from onbeat.jobs import book as module
 from onbeat.jobs.book import FORGOTTEN_AFTER, LONGEST_KEPT, JobBook, OpenCall
 from onbeat.jobs.call import CallShare, JobCall, JobEnd, by_work
+from onbeat.jobs.learnt import MOST_KINDS, MOST_TENANTS
 
 
 def call(name: str = "a", **stated: Any) -> JobCall:
@@ -164,28 +165,118 @@ def test_nobody_joins_a_job_of_another_tenant() -> None:
 def test_open_jobs_are_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_JOBS", 20)
     monkeypatch.setattr(module, "MOST_OF_TENANT", 8)
-    book = JobBook()
+    ends: list[JobEnd] = []
+    book = JobBook(on_end=lambda end, _in_calls, _between: ends.append(end))
     for number in range(8):
         run(book, 0.0, name=str(number), tenant="t")
     with pytest.raises(Overloaded, match="8 jobs of this caller are open"):
         opened(book, 0.0, name="more", tenant="t")
     for number in range(12):
         run(book, 0.0, name=str(number))
-    with pytest.raises(Overloaded, match="20 jobs are open"):
-        opened(book, 0.0, name="more")
-    ends: list[JobEnd] = []
-    book.on_end = lambda end, _in_calls, _between: ends.append(end)
-    opened(book, 10.0 + FORGOTTEN_AFTER, name="later")
+    assert (len(book), ends) == (20, [])
+    opened(book, 10.0 + 1.0 + FORGOTTEN_AFTER, name="later")
     assert (len(book), set(ends), len(ends)) == (1, {JobEnd.ABANDONED}, 20)
+
+
+def test_a_full_book_makes_room_by_the_job_that_has_been_idle_for_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A caller who opens jobs without end keeps nobody out, and ends no job that has calls."""
+    monkeypatch.setattr(module, "MOST_JOBS", 20)
+    ends: list[JobEnd] = []
+    book = JobBook(on_end=lambda end, _in_calls, _between: ends.append(end))
+    busy = opened(book, 0.0, name="busy", e2e=900.0)
+    run(book, 0.0, name="mine", e2e=900.0)
+    for number in range(100):
+        run(book, 5.0 + number, name=str(number), e2e=900.0)
+        if number % 10 == 0:
+            run(book, 5.0 + number, name="mine", e2e=900.0)
+    assert (len(book), len(ends), set(ends)) == (20, 82, {JobEnd.ABANDONED})
+    assert opened(book, 106.0, name="mine", calls_left=0, e2e=900.0).share.e2e == pytest.approx(900.0 - 106.0)
+    assert book.close(busy, 107.0, num_output_tokens=1, why=None).num_calls == 1
+    monkeypatch.setattr(module, "MOST_JOBS", 1)
+    opened(other := JobBook(), 0.0, name="a")
+    with pytest.raises(Overloaded, match="1 jobs have calls under way"):
+        opened(other, 0.0, name="b")
+
+
+def test_of_many_jobs_that_are_over_a_call_ends_a_few() -> None:
+    book = JobBook()
+    for number in range(1000):
+        run(book, 0.0, name=str(number))
+    run(book, 100.0, name="x", calls_left=0)
+    assert 1000 - 64 <= len(book) < 1000
+    with pytest.raises(InvalidRequest, match="is not open"):
+        opened(book, 100.0, name="999", e2e=None)  # whose turn has not come
+    for _ in range(20):
+        run(book, 100.0, name="x", calls_left=0)
+    assert (len(book), len(book._turns)) == (0, 1)
 
 
 def test_ids_that_are_used_a_million_times_leave_nothing() -> None:
     book = JobBook()
     for number in range(5000):
         run(book, float(number % 7), name=str(number), calls_left=0, kind=str(number), tenant=str(number))
+        run(book, float(number % 7), name="a", calls_left=0, kind=str(number))
     assert len(book) == len(book._per_tenant) == 0
-    assert len(book._ends) < 2000
-    assert len(book._kinds) <= module.MOST_KINDS + 1
+    assert len(book._turns) < 100
+    known = book._lessons._tenants
+    assert (len(known), len(known[""][1])) == (MOST_TENANTS, MOST_KINDS)
+
+
+@pytest.mark.parametrize("teaches", ["between", "work", "pace"])
+def test_a_tenant_learns_nothing_of_anothers_jobs_but_a_guess_to_begin_with(teaches: str) -> None:
+    book = JobBook()
+
+    def share(tenant: str, now: float, name: str) -> CallShare:
+        return opened(book, now, name=name, tenant=tenant, kind="support", calls_left=3, e2e=20.0).share
+
+    def learn(tenant: str, now: float, between: float, num_tokens: int, seconds: float) -> None:
+        for number in range(8):
+            one = opened(book, now, name=tenant, tenant=tenant, kind="support", calls_left=9, e2e=9e3)
+            now += seconds
+            book.close(one, now, num_output_tokens=num_tokens, why=None)
+            now += between * (number < 7)
+
+    learn("one", 0.0, 0.1, 60, 1.0)
+    before = share("one", 100.0, "a")
+    between, num_tokens, seconds = {"between": (6.0, 60, 1.0), "work": (0.1, 8000, 120.0)}.get(
+        teaches, (0.1, 60, 40.0)
+    )
+    learn("other", 200.0, between, num_tokens, seconds)
+    first = share("new", 2000.0, "c")
+    assert share("one", 2000.0, "b") == before
+    assert before.e2e is not None
+    assert first.e2e is not None
+    assert first.predicted_job is None, "a guess"
+    assert first.e2e < before.e2e, "as the last tenant's jobs of the class"
+    learn("new", 3000.0, 0.1, 60, 1.0)
+    assert share("new", 4000.0, "d").e2e == pytest.approx(before.e2e)
+
+
+def test_the_least_recently_used_kinds_of_a_tenant_are_forgotten_and_no_others() -> None:
+    book = JobBook()
+    for name in ("one", "other"):
+        run(book, 0.0, name="x", calls_left=0, tenant=name, kind="agent")
+    for number in range(2 * MOST_KINDS):
+        run(book, 1.0, name="x", calls_left=0, tenant="one", kind=str(number))
+        run(book, 1.0, name="x", calls_left=0, tenant="one", kind="often")
+    kinds = {name: set(kinds) for name, (_, kinds) in book._lessons._tenants.items()}
+    assert kinds["other"] == {"agent"}
+    assert len(kinds["one"]) == MOST_KINDS
+    assert "often" in kinds["one"]
+    assert not {"agent", "0"} & kinds["one"]
+
+
+@pytest.mark.parametrize(("calls_left", "kind"), [(9, "new"), (None, "new"), (None, "known")])
+def test_a_first_call_is_not_refused_for_a_guess(calls_left: int | None, kind: str) -> None:
+    book = JobBook()
+    run(book, 0.0, name="x", kind="known", seconds=30.0)  # a call, and no job that has ended
+    taken = opened(book, 40.0, kind=kind, calls_left=calls_left, e2e=2.0, refuses=True)
+    assert taken.share.predicted_job is None
+    run(book, 40.0, name="x", kind="known", e2e=None, calls_left=0)
+    with pytest.raises(SLOUnattainable):
+        opened(book, 50.0, name="b", kind="known", calls_left=calls_left, e2e=2.0, refuses=True)
 
 
 def test_a_job_whose_calls_do_not_say_how_many_follow_ends_when_it_is_forgotten() -> None:

@@ -9,12 +9,14 @@ from onbeat.scheduler.replica.kv import BlockPool
 from tests.pure.scheduler.driver import Driver, make_config, make_request
 
 
-def ended(pool: BlockPool, name: int, num_blocks: int, kept_until: float = 0.0) -> list[int]:
+def ended(
+    pool: BlockPool, name: int, num_blocks: int, kept_until: float = 0.0, tenant: str = ""
+) -> list[int]:
     """Let a request fill blocks and end; return these."""
     block_ids = pool.allocate(num_blocks)
     for place, block_id in enumerate(block_ids):
         pool.register(block_id, name * 1000 + place)
-    pool.release(block_ids, kept_until)
+    pool.release(block_ids, kept_until, tenant)
     pool.check_invariants()
     return block_ids
 
@@ -73,6 +75,25 @@ def test_ten_thousand_calls_that_nobody_follows_keep_within_the_bound_and_leave_
     pool.check_invariants()
 
 
+def test_tenants_share_what_may_be_kept() -> None:
+    pool = BlockPool(200)
+    for name in range(20):
+        ended(pool, name, 6, kept_until=900.0, tenant="greedy")
+    assert pool.num_kept_blocks == pool.most_kept == 60
+    for name in range(20, 23):
+        ended(pool, name, 6, kept_until=9.0, tenant="other")
+    assert {tenant: len(ids) for tenant, ids in pool._kept_for.items()} == {"greedy": 42, "other": 18}
+    for name in range(23, 60):
+        ended(pool, name, 6, kept_until=9.0, tenant="other")
+        ended(pool, 100 + name, 3, kept_until=9.0, tenant=f"small {name % 2}")
+    assert max(map(len, pool._kept_for.values())) <= 21
+    assert len(pool._kept_for) == 4
+    pool.expire(9.0)
+    assert set(pool._kept_for) == {"greedy"}
+    pool.expire(900.0)
+    assert (pool._kept_for, pool.num_kept_blocks) == ({}, 0)
+
+
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9), st.integers(0, 12)), max_size=40))
 def test_no_block_is_lost(calls: list[tuple[int, int, int]]) -> None:
     pool = BlockPool(30)
@@ -85,7 +106,7 @@ def test_no_block_is_lost(calls: list[tuple[int, int, int]]) -> None:
         for place, block_id in enumerate(block_ids):
             pool.register(block_id, name * 1000 + place)
         pool.check_invariants()
-        pool.release(block_ids, now + kept_for if kept_for else 0.0)
+        pool.release(block_ids, now + kept_for if kept_for else 0.0, str(name % 3))
         pool.check_invariants()
     assert pool.num_used_blocks == 0
 

@@ -39,6 +39,9 @@ class BlockPool:
         """The other idle blocks, and until when they are kept, seconds."""
         self._kept_ends: list[tuple[float, int, int]] = []
         """(until when, minus its place in its request, block) of these, as a heap; some are kept no more."""
+        self._tenant_of: dict[int, str] = {}
+        self._kept_for: dict[str, dict[int, None]] = {}
+        """For which tenant they are kept, and each tenant's in the order in which they came to be."""
         self._num_sharers: dict[int, int] = {}
         """References to a block beyond the first; most blocks are not shared and have no entry."""
         self._id_of_hash: dict[BlockHash, int] = {}
@@ -77,7 +80,7 @@ class BlockPool:
                 del self._idle_ids[block_id]
                 self.num_used_blocks += 1
             elif block_id in self._kept_until:
-                del self._kept_until[block_id]
+                self._drop_kept(block_id)
                 self.num_used_blocks += 1
             else:
                 self._num_sharers[block_id] = self._num_sharers.get(block_id, 0) + 1
@@ -107,7 +110,7 @@ class BlockPool:
             block_ids.append(block_id)
         return block_ids
 
-    def release(self, block_ids: Sequence[int], kept_until: float = 0.0) -> None:
+    def release(self, block_ids: Sequence[int], kept_until: float = 0.0, tenant: str = "") -> None:
         """Give up one reference to each block of a request, in the order of its tokens.
 
         The tail of a request becomes idle first and is evicted first, because a prefix is worth more.
@@ -115,6 +118,7 @@ class BlockPool:
         Parameters
         ----------
         kept_until : when its content is worth no more than any other, seconds; 0 of one that is not kept.
+        tenant : whose it is: what may be kept is shared by tenants.
         """
         if not self._hash_of_id and not self._num_sharers:  # the usual case without a prefix cache
             self._free_ids += reversed(block_ids)
@@ -131,28 +135,47 @@ class BlockPool:
             else:
                 free_ids.append(block_id)
         if kept_until:
-            self._keep(block_ids, kept_until)
+            self._keep(block_ids, kept_until, tenant)
 
-    def _keep(self, block_ids: Sequence[int], until: float) -> None:
+    def _keep(self, block_ids: Sequence[int], until: float, tenant: str) -> None:
         """Keep those of a request's blocks that are idle, from the first on, as far as there is room."""
         kept, idle_ids = self._kept_until, self._idle_ids
+        if (num_missing := len(kept) + len(block_ids) - self.most_kept) > 0 and kept:
+            self._take_from_the_greediest(tenant, num_missing)
         for place, block_id in enumerate(block_ids):
             if len(kept) >= self.most_kept:
                 break
             if block_id in idle_ids:
                 del idle_ids[block_id]
                 kept[block_id] = until
+                self._tenant_of[block_id] = tenant
+                self._kept_for.setdefault(tenant, {})[block_id] = None
                 heappush(self._kept_ends, (until, -place, block_id))
         if len(self._kept_ends) > 2 * self.most_kept:
             self._kept_ends = [each for each in self._kept_ends if kept.get(each[2]) == each[0]]
             heapify(self._kept_ends)
+
+    def _take_from_the_greediest(self, tenant: str, num_blocks: int) -> None:
+        """Keep less for the tenant for which most is kept, but not less than for another."""
+        most = max(self._kept_for.values(), key=len)
+        num_more = (len(most) - len(self._kept_for.get(tenant, ()))) // 2
+        for block_id in [*most][len(most) - min(num_more, num_blocks) :]:
+            self._drop_kept(block_id)
+            self._idle_ids[block_id] = None
+
+    def _drop_kept(self, block_id: int) -> None:
+        del self._kept_until[block_id]
+        tenant = self._tenant_of.pop(block_id)
+        del self._kept_for[tenant][block_id]
+        if not self._kept_for[tenant]:
+            del self._kept_for[tenant]
 
     def _pop_kept(self) -> int:
         """Take the kept block whose time ends first."""
         while True:
             until, _, block_id = heappop(self._kept_ends)
             if self._kept_until.get(block_id) == until:
-                del self._kept_until[block_id]
+                self._drop_kept(block_id)
                 return block_id
 
     def expire(self, now: float) -> None:
@@ -161,7 +184,7 @@ class BlockPool:
         while ends and ends[0][0] <= now:
             until, _, block_id = heappop(ends)
             if self._kept_until.get(block_id) == until:
-                del self._kept_until[block_id]
+                self._drop_kept(block_id)
                 self._idle_ids[block_id] = None
 
     def _drop_sharer(self, block_id: int) -> None:
@@ -200,6 +223,9 @@ class BlockPool:
         free, idle = {*self._free_ids, *range(self._num_touched, self.num_blocks)}, set(self._idle_ids)
         assert not idle & self._kept_until.keys(), "a block is kept and not kept"
         assert len(self._kept_until) <= self.most_kept, "too many blocks are kept"
+        kept_for = {block_id: tenant for tenant, ids in self._kept_for.items() for block_id in ids}
+        assert kept_for == self._tenant_of, "a block is kept for nobody"
+        assert kept_for.keys() == self._kept_until.keys(), "a block is kept for ever"
         idle |= self._kept_until.keys()
         num_free = len(self._free_ids) + self.num_blocks - self._num_touched
         assert len(free) == num_free, "a block is free twice"
@@ -297,7 +323,7 @@ class KVCacheManager:
 
     def free(self, state: RequestState) -> None:
         """Give up all blocks of a request."""
-        self.pool.release(self.detach(state), state.kept_until)
+        self.pool.release(self.detach(state), state.kept_until, state.request.tenant or "")
 
     def detach(self, state: RequestState) -> list[int]:
         """Take all blocks from a request and return their ids; they stay in use."""
