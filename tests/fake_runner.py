@@ -167,6 +167,7 @@ def build_fake_engine(
     reports_load: bool = False,
     keeps_kv: bool = False,
     kv_backend: str = "fake",
+    weights: str = "",
     **changes,
 ) -> tuple[EngineCore, EngineInfo]:
     on_progress("building a fake engine")
@@ -184,4 +185,4 @@ def build_fake_engine(
         reports_load=reports_load,
         kv_memory=None if keeping is None else keeping.kv_memory,
     )
-    return core, fake_info(config, moves_streams=keeps_kv)
+    return core, replace(fake_info(config, moves_streams=keeps_kv), file_digests={"weights": weights})

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
+from functools import partial
 
 import pytest
 
 import onbeat
 from onbeat.cluster import joining
 from onbeat.core.errors import ConfigError, InvalidRequest
+from onbeat.engine.process import BuildEngine
+from tests.fake_runner import build_fake_engine
 from tests.fleet.fleets import (
     check_all,
     collect,
@@ -116,6 +119,31 @@ async def test_a_replica_of_another_version_does_not_join(
         assert "Restart the server" in caplog.text
     with pytest.raises(ConfigError, match=r"and this server 9\.0"):
         await fleet_of(1).start()
+
+
+def _changed_meanwhile(replica: str, life: int) -> BuildEngine:
+    return partial(build_fake_engine, step_seconds=0.005, weights="new" if life else "old")
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+async def test_a_replica_with_other_weights_does_not_join(num_replicas: int) -> None:
+    async with fleet_of(num_replicas, make_build=_changed_meanwhile) as client:
+        send_signal(client, "r0", signal.SIGKILL)
+        await until(lambda: state_of(client, "r0") == "down", timeout=60)
+        assert "r0 has loaded another weights" in client.replicas()[0].why
+        assert client.is_alive is (num_replicas > 1)
+        if client.is_alive:
+            await check_all(start_requests(client, 2, "other"))
+
+
+async def test_a_round_of_restarts_ends_where_one_does_not_come_back() -> None:
+    async with fleet_of(2, make_build=_changed_meanwhile) as client:
+        client.restart()
+        assert client.controller._round is not None
+        await until(client.controller._round.done, timeout=60)
+        assert (state_of(client, "r0"), state_of(client, "r1")) == ("down", "ready")
+        assert lives_of(client, "r1") == 1
+        await check_all(start_requests(client, 2))
 
 
 async def test_a_fleet_grows_and_shrinks() -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from onbeat.cluster.clock_offset import by_our_clock, by_their_clock
-from onbeat.cluster.joining import other_blocks, other_version
+from onbeat.cluster.joining import other_blocks, other_files, other_version
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.life import Life
 from onbeat.cluster.live_moves import LiveMoves
@@ -21,7 +21,7 @@ from onbeat.cluster.streams import OpenRequest, Streams
 from onbeat.cluster.wire import Wire
 from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest
 from onbeat.core.fleet import DRAIN_SECONDS, ReplicaId
-from onbeat.core.protocols import EnginePulse
+from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.engine.messages import (
     AbortRequests,
     AddRequest,
@@ -120,6 +120,7 @@ class FleetController:
         self._teller = Teller(fleet.on_event, self)
         self._open_wire: Wire | None = None
         self._look: asyncio.Task[None] | None = None
+        self._first_info: EngineInfo | None = None
         self._round: asyncio.Task[None] | None = None
         self.changed = asyncio.Event()
         """Set whenever a replica got ready, was lost or was told to end."""
@@ -293,18 +294,20 @@ class FleetController:
         match message:
             case Hello(version):
                 life.version = version
-                self._is_ours(life)
+                self._may_join(life, other_version(life))
             case Progress(text):
                 self._on_progress(text if life.replica == "r0" else f"{life.replica}: {text}")
-            case Ready() if self._is_ours(life):
-                self._on_ready(life, message)
+            case Ready(info) if self._may_join(life, other_version(life)):
+                self._first_info = first = self._first_info or info
+                if self._may_join(life, other_files(life.replica, info.file_digests, first.file_digests)):
+                    self._on_ready(life, message)
             case StartFailed(text, is_user_error):
                 error = ConfigError(text) if is_user_error else EngineDead(text)
                 self.processes.fail_start(life, error)
 
-    def _is_ours(self, life: Life) -> bool:
-        """Give a process up that runs another onbeat than this one; return whether it is the same."""
-        if (why := other_version(life)) is not None:
+    def _may_join(self, life: Life, why: str | None) -> bool:
+        """Give a process up if there is a reason why it cannot join; return whether there is none."""
+        if why is not None:
             self.processes.fail_start(life, ConfigError(why))
         return why is None
 
@@ -375,6 +378,9 @@ class FleetController:
             while self.fleet.is_coming(replica):
                 self.changed.clear()
                 await self.changed.wait()
+            if self.fleet.state(replica) is ReplicaState.DOWN:
+                logger.error("the other replicas are not started again: %s did not come back", replica)
+                return
 
     @property
     def endpoint(self) -> str:

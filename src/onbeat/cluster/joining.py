@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from onbeat import __version__
 from onbeat.cluster.life import Life
 from onbeat.core.errors import ConfigError, KVUnavailable
+from onbeat.core.fleet import ReplicaId
 
 
 def check_node(host: str, version: str) -> None:
@@ -26,6 +27,22 @@ def other_version(life: Life) -> str | None:
     return (
         f"{life.replica} runs {other}, and this server {__version__}: the package was changed while the "
         "server ran. Restart the server, or install that version again"
+    )
+
+
+def other_files(replica: ReplicaId, loaded: Mapping[str, str], first: Mapping[str, str]) -> str | None:
+    """Return why a process cannot join that has loaded other files than the first one; None if the same.
+
+    Parameters
+    ----------
+    loaded, first : `EngineInfo.file_digests` of both.
+    """
+    if loaded == first:
+        return None
+    changed = sorted({name for name, _ in loaded.items() ^ first.items()})
+    return (
+        f"{replica} has loaded another {', '.join(changed[:3])} than the server began with: the model's "
+        "files were changed while it ran. Restart the server to serve them, or put the old ones back"
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaView, ScalingView
@@ -52,6 +52,8 @@ class EngineInfo:
     """Numbers of an embedding."""
     generates: bool = True
     """Whether the model has an output head, so that it can generate tokens."""
+    file_digests: Mapping[str, str] = field(default_factory=dict)
+    """Name of each of the model's files -> digest of what it held when it was loaded."""
 
     @property
     def limits(self) -> ReplicaLimits:

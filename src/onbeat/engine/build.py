@@ -26,6 +26,7 @@ from onbeat.engine.progress import OnProgress
 from onbeat.engine.stand_in.load import prepare_stand_in, stand_in_step_time
 from onbeat.engine.step_time_source import StepTime, choose_step_time
 from onbeat.engine.step_time_spec import precision_of
+from onbeat.engine.weights.digests import unchanged
 from onbeat.recording.log import RecordHeader
 from onbeat.recording.writer import create_record
 from onbeat.scheduler.replica.idle_check import IdleCheck
@@ -66,14 +67,15 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     ConfigError : the model cannot be loaded, or limits and memory do not go together.
     """
     prepare, predict = SOURCES[config.load_format]
-    loader = prepare(config)
-    _check_predictions(config, loader)
-    start_record = create_record(config.record) if config.record else None
-    with short_memory_in_words(loader.device.device):
-        loaded = loader.load(on_progress)
-        step_time = predict(config.step_time_profile, loaded, on_progress)
+    with unchanged(config.model) as digests:
+        loader = prepare(config)
+        _check_predictions(config, loader)
+        start_record = create_record(config.record) if config.record else None
+        with short_memory_in_words(loader.device.device):
+            loaded = loader.load(on_progress)
+            step_time = predict(config.step_time_profile, loaded, on_progress)
     objectives = _watch_objectives(config, loaded, step_time, on_progress)
-    info = _describe(loaded, config)
+    info = _describe(loaded, config, digests)
     overlaps = loaded.runner.overlaps if config.async_scheduling is None else config.async_scheduling
     max_in_flight_steps = 2 if overlaps else 1
     if loaded.runner.overlaps:
@@ -159,7 +161,7 @@ def _watch_objectives(
     return watch
 
 
-def _describe(loaded: LoadedModel, config: EngineConfig) -> EngineInfo:
+def _describe(loaded: LoadedModel, config: EngineConfig, digests: Mapping[str, str]) -> EngineInfo:
     limits = loaded.limits
     return EngineInfo(
         model_name=loaded.name,
@@ -179,6 +181,7 @@ def _describe(loaded: LoadedModel, config: EngineConfig) -> EngineInfo:
         embedding_size=loaded.config.hidden_size,
         generates=loaded.config.has_head,
         moves_streams=loaded.gives_kv and not composition(limits.policy).release.holds_finished,
+        file_digests=digests,
     )
 
 

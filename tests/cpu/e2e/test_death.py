@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests.cpu.e2e.program import SMALL, ServerProgram, is_running, serving, starting
+from tests.cpu.e2e.tiny_directory import write_tiny_directory
 from tests.waiting import wait_for
 
 TINY_FLAGS = ("--load-format", "dummy", "--dtype", "float32", *SMALL[2:], "--max-model-len", "32k")
@@ -106,6 +107,20 @@ def test_streams_of_a_killed_engine_go_on(smollm2_gguf: Path, num_replicas: int)
         assert server.exit_code() == 0
         assert any("exit code -9" in line for line in server.lines)
         assert not any("Traceback" in line for line in server.lines)
+
+
+def test_an_engine_that_comes_back_has_the_same_model_or_does_not_serve(tmp_path: Path) -> None:
+    config = write_tiny_directory(tmp_path / "tiny") / "config.json"
+    with serving(tmp_path / "tiny", *TINY_FLAGS) as server:
+        config.write_text(config.read_text())
+        os.kill(server.engine_pid, signal.SIGKILL)
+        wait_for(lambda: replicas(server)[0]["lives"] == 2, timeout=60)
+        wait_for(lambda: status(f"{server.url}/ready") == 200, timeout=60)
+        config.write_text(config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
+        os.kill(server.engine_pid, signal.SIGKILL)
+        wait_for(lambda: replicas(server)[0]["state"] == "down", timeout=90)
+        assert "config.json" in replicas(server)[0]["why"]
+        assert status(f"{server.url}/health") == 503
 
 
 def test_the_engines_of_a_killed_server_end_by_themselves(tiny_directory: Path) -> None:
