@@ -25,6 +25,7 @@ env:
   - name: ONBEAT_API_KEY
     valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: api-key}}
   {{- end }}
+  {{- include "onbeat.env" . | nindent 2 }}
 startupProbe: {httpGet: {path: /ready, port: http}, periodSeconds: 5, failureThreshold: 120}
 livenessProbe: {httpGet: {path: /health, port: http}, periodSeconds: 10, timeoutSeconds: 5, failureThreshold: 3}
 readinessProbe: {httpGet: {path: /ready, port: http}, periodSeconds: 5, timeoutSeconds: 5}
@@ -34,9 +35,26 @@ securityContext:
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
   capabilities: {drop: [ALL]}
-volumeMounts:
-  - {name: cache, mountPath: /data}
-  - {name: tmp, mountPath: /tmp}
+volumeMounts: {{- include "onbeat.mounts" . | nindent 2 }}
+{{- end }}
+
+{{- /* What all containers have, those of Ray too. */ -}}
+{{- define "onbeat.env" -}}
+{{- with .Values.hfTokenSecret }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: token}}
+{{- end }}
+{{- with .Values.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "onbeat.mounts" -}}
+- {name: cache, mountPath: /data}
+- {name: tmp, mountPath: /tmp}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "onbeat.pod" -}}
@@ -63,6 +81,9 @@ volumes:
     {{- else }}
     emptyDir: {}
     {{- end }}
+  {{- with .Values.extraVolumes }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
 {{- end }}
 
 {{- define "onbeat.args" -}}
