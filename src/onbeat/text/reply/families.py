@@ -30,7 +30,7 @@ class Family:
     bare: str = ""
     """Characters with which an answer begins that is calls without a mark."""
     inner_marks: tuple[str, ...] = ()
-    """Special tokens that stand inside of calls."""
+    """Special tokens that stand inside of calls, and what begins a call whose opening mark is missing."""
     has_short_ids: bool = False
     """Whether its template takes only ids of nine letters and digits."""
     arguments_key: str = "arguments"
@@ -58,13 +58,14 @@ class ReasoningMarks:
 
 
 _BARE_JSON = partial(JsonCalls, needs_arguments=True)
-_MARKED = (("<tool_call>", "</tool_call>"),)
+_MARKED, _FUNCTION = (("<tool_call>", "</tool_call>"),), ("<function=",)
+_TAGGED = (*_MARKED, (*_FUNCTION, "</tool_call>"))
 
 FAMILIES = {
     family.name: family
     for family in (
         Family(name="hermes", marks=_MARKED, new_body=JsonCalls),
-        Family(name="qwen3-xml", marks=_MARKED, new_body=XmlParams, form="tags"),
+        Family(name="qwen3-xml", marks=_TAGGED, inner_marks=_FUNCTION, new_body=XmlParams, form="tags"),
         Family(
             name="llama3-json",
             marks=(("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>")),

@@ -14,7 +14,7 @@ from onbeat.text.grammar.translate import closed, renamed
 from onbeat.text.reply.body import to_json
 from onbeat.text.reply.families import Family
 from onbeat.text.reply.parser import ReplyStyle
-from onbeat.text.reply.xml_calls import types_of
+from onbeat.text.reply.schemas import merged, types_of
 
 _COMMON = r"""
 TEXT_: /(.|\n)+/
@@ -151,9 +151,10 @@ class _Writer:
 
     def _tags(self, name: str, schema: Mapping[str, Any], *, is_strict: bool) -> str:
         """Return the rule of a call in tags, which hold properties in the order of the schema."""
-        if is_strict and (more := schema.keys() - _PLAIN_OBJECT):
+        whole = merged(schema, schema)
+        if is_strict and (more := whole.keys() - _PLAIN_OBJECT):
             raise _not_kept(name, min(more))
-        properties, required = schema.get("properties") or {}, schema.get("required") or []
+        properties, required = whole.get("properties") or {}, whole.get("required") or []
         if not (isinstance(properties, dict) and isinstance(required, list)):
             raise InvalidRequest(
                 f"the schema of the function {name!r} is not valid: properties must be an object, and "
@@ -178,11 +179,10 @@ class _Writer:
 def _tag_value(name: str, value: Any, schema: Mapping[str, Any], *, is_strict: bool) -> str:
     """Return a parameter's value, a text without quotes, and the tag behind it."""
     end = lark_text("\n</parameter>\n")
-    if "string" not in types_of(value):
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        own = {**shared, **value} if isinstance(value, Mapping) else {}
+    about = merged(value, schema)
+    if "string" not in types_of(value, schema):
+        own = about | {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         return f"{embedded_json(own, JsonStyle(is_lenient=not is_strict))} {end}"
-    about: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
     if is_strict and (more := about.keys() - _ANNOTATIONS):
         raise _not_kept(name, min(more))
     words = about.get("enum", [about["const"]] if "const" in about else None)

@@ -136,8 +136,8 @@ class ReplyParser:
         """White space that is said only if text follows, and no mark."""
         self._pending = ""
         self._body: Body | None = None
-        self._opening = ""
-        """The mark that opened the region of the body."""
+        self._opening = self._closing = ""
+        """The mark that opened the region of the body, and the one that closes it; empty where none does."""
         self._num_before = 0
         """Calls before that region."""
         self._owed = ""
@@ -268,7 +268,12 @@ class ReplyParser:
     def _begin(self, opening: str) -> None:
         assert self._family is not None, "calls are read"
         self._body = self._family.new_body(self._calls)
+        self._closing = self._style.closings.get(opening, "")
         self._opening, self._num_before, self._owed = opening, self._calls.num_begun, ""
+        if opening in self._style.inner_marks:  # it is a part of the call
+            self._opening = ""
+            self._body.take(opening[0])
+            self._body.push(opening[1:], 0)
 
     def _settle(self) -> None:
         """Go on with content behind the calls: they are there, so there is nothing to take back."""
@@ -277,12 +282,8 @@ class ReplyParser:
         self._space.clear()
 
     def _ends_body(self, mark: str) -> bool:
-        return bool(mark) and (mark in self._style.openings or mark == self._closing)
-
-    @property
-    def _closing(self) -> str:
-        """What closes the region of the body; empty where nothing does."""
-        return self._style.closings.get(self._opening, "")
+        is_inside = not mark or mark in self._style.inner_marks
+        return not is_inside and (mark in self._style.openings or mark == self._closing)
 
     def _end_body(self, mark: str, *, final: bool = False) -> None:
         """End the region of calls, at a mark or (an empty one) at text that belongs to no call."""

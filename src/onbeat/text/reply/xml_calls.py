@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection
 from typing import Any
 
-from onbeat.text.reply.body import StepReader, end_of_space, is_json, refuse, to_json
+from onbeat.text.reply.body import StepReader, end_of_name, end_of_space, is_json, refuse, to_json
 from onbeat.text.reply.calls import Calls
+from onbeat.text.reply.schemas import merged, types_of
 
 _FUNCTION, _PARAMETER, _END_FUNCTION, _END_PARAMETER = (
     *("<function=", "<parameter="),
@@ -14,12 +16,14 @@ _FUNCTION, _PARAMETER, _END_FUNCTION, _END_PARAMETER = (
 )
 _TAGS = (_FUNCTION, _PARAMETER, _END_FUNCTION, _END_PARAMETER)
 _ENDS_OF_VALUES = (_END_PARAMETER, _PARAMETER, _END_FUNCTION)
+_QUOTES = re.compile(r'\\.|"')
 
 
 class XmlParams(StepReader):
     """Reads a parameter once it is complete, as its schema has it.
 
-    Its value ends at `</parameter>`, or where that is missing at the next tag.
+    Its value ends at `</parameter>`, or where that is missing at the next tag. Within a line `</parameter>`
+    is a part of the value where no tag or mark stands behind it, and so is any tag inside of a JSON text.
 
     Parameters
     ----------
@@ -31,31 +35,43 @@ class XmlParams(StepReader):
         self._tag = ""
         self._name = ""
         """In a tag: of the function or the parameter."""
-        self._schema: Any = None
-        self._key = ""
-        self._num_parameters = 0
+        self._function = ""
+        """One that has been named, and is a call as soon as a tag or a mark follows."""
+        self._tool: Any = None  # the schema of the call's arguments
+        self._keys: set[str] = set()  # of the parameters that the call has
+        self._types: Collection[str] = ()
         self._value: list[str] = []
+        self._ending = ""
+        """The tag that may have ended the value, and the white space behind it."""
 
     @property
     def is_in_text(self) -> bool:
         return self._step in (self._in_value, self._in_value_tag)
 
     def take(self, character: str) -> bool:
-        """Begin a tag: what stands here is no mark."""
-        if self._step != self._between or character != "<":
+        """Begin a tag: what stands here is no mark. What is no tag either goes on with a value."""
+        if self._step == self._between and character == "<":
+            self._keep(character)
+            self._tag, self._step = character, self._in_tag
+            return True
+        self._function = ""
+        if not self._ending:
             return False
-        self._keep(character)
-        self._tag, self._step = character, self._in_tag
+        self._go_on(self._ending + self._tag * (self._step == self._in_tag))
+        self.push(character, 0)
         return True
 
     def close(self, *, final: bool) -> None:
-        if self._calls.is_open and not final:
-            self._end_arguments()
+        if self._ending:
+            self._end_value()
+        if not final:
+            self._end_call()
         self._calls.end()
 
     def _between(self, text: str, at: int) -> int:
         end = end_of_space(text, at)
         self._keep(text[at:end])
+        self._ending += text[at:end] * bool(self._ending)
         return end
 
     def _in_tag(self, text: str, at: int) -> int:
@@ -65,120 +81,120 @@ class XmlParams(StepReader):
         self._tag = tag
         self._keep(text[at])
         if tag in _TAGS:
+            if self._ending:
+                self._end_value()
             self._on_tag(tag)
         return at + 1
 
     def _on_tag(self, tag: str) -> None:
         self._name = ""
         if tag == _FUNCTION:
+            if self._begins_call():
+                self._end_call()
+                self._keep(tag)
             self._step = self._in_name
-        elif not self._calls.is_open:
+        elif not self._begins_call():
             self._step = refuse
         elif tag == _PARAMETER:
             self._step = self._in_key
         else:
             self._step = self._between
             if tag == _END_FUNCTION:
-                self._end_arguments()
-                self._calls.end()
+                self._end_call()
 
     def _in_name(self, text: str, at: int) -> int:
-        end = self._read_name(text, at)
-        if end < len(text):
-            if self._name not in self._calls.tools:
-                self._step = refuse
-                return end
-            if self._calls.is_open:
-                self._end_arguments()
-                self._calls.end()
-            self._calls.start(self._name)
-            self._raw.clear()
-            self._schema, self._num_parameters = self._calls.tools[self._name], 0
-            self._step = self._between
-            end += 1
-        return end
-
-    def _in_key(self, text: str, at: int) -> int:
-        end = self._read_name(text, at)
-        if end < len(text):
-            self._key, self._value, self._step = self._name, [], self._in_value
-            end += 1
-        return end
-
-    def _read_name(self, text: str, at: int) -> int:
-        """Take what stands before `>`, and return where that is, or the end of the text."""
-        end = text.find(">", at)
-        end = len(text) if end < 0 else end
+        end = end_of_name(text, at)
         self._name += text[at:end]
         self._keep(text[at:end])
-        return end
+        if end == len(text):
+            return end
+        if text[end] != ">" or self._name not in self._calls.tools:
+            self._step = refuse
+            return end
+        self._function, self._step = self._name, self._between
+        self._keep(text[end])
+        return end + 1
+
+    def _begins_call(self) -> bool:
+        """Begin the call of a function that was named; return whether there is a call that goes on."""
+        if self._function:
+            self._calls.start(self._function)
+            self._raw.clear()
+            self._keys, self._tool = set(), self._calls.tools[self._function]
+            self._function = ""
+        return self._calls.is_open
+
+    def _in_key(self, text: str, at: int) -> int:
+        end = text.find(">", at)
+        self._name += text[at : end if end >= 0 else len(text)]
+        if end < 0:
+            return len(text)
+        self._value, self._step = [], self._in_value
+        properties = merged(self._tool, self._tool).get("properties")
+        schema = properties.get(self._name) if isinstance(properties, dict) else None
+        self._types = types_of(schema, self._tool)
+        return end + 1
 
     def _in_value(self, text: str, at: int) -> int:
         end = text.find("<", at)
+        self._value.append(text[at : end if end >= 0 else len(text)])
         if end < 0:
-            self._value.append(text[at:])
             return len(text)
-        self._value.append(text[at:end])
         self._tag, self._step = "<", self._in_value_tag
         return end + 1
 
     def _in_value_tag(self, text: str, at: int) -> int:
         tag = self._tag + text[at]
         if not any(end.startswith(tag) for end in _ENDS_OF_VALUES):
-            self._value.append(self._tag)
-            self._step = self._in_value
+            self._go_on(self._tag)
             return at
         self._tag = tag
         if tag in _ENDS_OF_VALUES:
-            self._end_value()
-            self._on_tag(tag)
+            value = "".join(self._value)
+            is_in_line = not value.endswith("\n")
+            if is_in_line and "string" not in self._types and _QUOTES.findall(value).count('"') % 2:
+                self._go_on(tag)  # it stands in a text of JSON, which has no line ends
+            elif is_in_line and tag == _END_PARAMETER:
+                self._ending, self._step = tag, self._between
+            else:
+                self._end_value()
+                self._on_tag(tag)
         return at + 1
 
-    def _end_value(self) -> None:
-        value = "".join(self._value).removeprefix("\n").removesuffix("\n")
-        schema = _property(self._schema, self._key)
-        self._calls.add(", " if self._num_parameters else "{")
-        self._calls.add(f"{to_json(self._key)}: {_json_of(value, schema)}")
-        self._num_parameters += 1
+    def _go_on(self, text: str) -> None:
+        """Take what is no tag as a part of the value."""
+        self._value.append(text)
+        self._ending, self._step = "", self._in_value
 
-    def _end_arguments(self) -> None:
-        self._calls.add("}" if self._num_parameters else "{}")
+    def _end_value(self) -> None:
+        """Write the parameter; of two with one name, the first."""
+        self._ending = ""
+        value = "".join(self._value).removeprefix("\n").removesuffix("\n")
+        written = _json_of(value, self._types)
+        if written and self._name not in self._keys:
+            self._calls.add(", " if self._keys else "{")
+            self._calls.add(f"{to_json(self._name)}: {written}")
+            self._keys.add(self._name)
+
+    def _end_call(self) -> None:
+        if self._begins_call():
+            self._calls.add("}" if self._keys else "{}")
+            self._calls.end()
 
     def _keep(self, text: str) -> None:
         if not self._calls.is_open:
             self._raw.append(text)
 
 
-def _property(schema: Any, key: str) -> Any:
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    return properties.get(key) if isinstance(properties, Mapping) else None
-
-
-def _json_of(value: str, schema: Any) -> str:
-    """Return the JSON of a parameter that was written as text."""
-    types = types_of(schema)
+def _json_of(value: str, types: Collection[str]) -> str:
+    """Return the JSON of a parameter that was written as text; empty where it is none, and can be no text."""
     word = value.strip().lower()
     if word in ("true", "false") and "boolean" in types:
         return word
     if word in ("null", "none") and "null" in types:
         return "null"
-    if "string" not in types and word not in ("null", "none") and is_json(value):
-        return value.strip()
-    return to_json(value)
-
-
-def types_of(schema: Any) -> frozenset[str]:
-    """Return the JSON types that a schema allows, as far as it says so; one that says nothing allows text."""
-    if not isinstance(schema, Mapping):
-        return frozenset(("string",))
-    found: set[str] = set()
-    types = schema.get("type")
-    listed = types if isinstance(types, list) else [types]
-    found.update(each for each in listed if isinstance(each, str))
-    for name in ("anyOf", "oneOf"):
-        alternatives = schema.get(name, ())
-        found.update(*map(types_of, alternatives if isinstance(alternatives, list) else ()))
-    values = schema.get("enum", [schema["const"]] if "const" in schema else ())
-    for value in values if not found and isinstance(values, list) else ():
-        found.add({str: "string", type(None): "null", bool: "boolean"}.get(type(value), "number"))
-    return frozenset(found or ("string",))
+    if "string" in types:
+        return to_json(value)
+    if not word:
+        return "null" * ("null" in types)
+    return value.strip() if word not in ("null", "none") and is_json(value) else to_json(value)

@@ -39,7 +39,42 @@ TOOLS: dict[str, Any] = {
             "open": {},
         },
     },
+    "far": {
+        "allOf": [{"$ref": "#/$defs/Far"}],
+        "$defs": {
+            "Far": {
+                "properties": {
+                    "object": {"$ref": "#/$defs/Object"},
+                    "twice": {"$ref": "#/$defs/Twice"},
+                    "all": {"allOf": [{"$ref": "#/$defs/Object"}]},
+                    "maybe": {"anyOf": [{"$ref": "#/$defs/Object"}, {"type": "null"}], "default": None},
+                    "missing": {"anyOf": [{"$ref": "#/$defs/Object"}, {"type": "null"}]},
+                    "either": {"oneOf": [{"$ref": "#/$defs/Twice"}, {"$ref": "#/$defs/Numbers"}]},
+                    "number": {"$ref": "#/$defs/Far/properties/list/items"},
+                    "list": {"items": {"type": "integer"}},
+                    "kind": {"$ref": "#/$defs/Kind"},
+                    "round": {"$ref": "#/$defs/Round"},
+                }
+            },
+            "Object": {"properties": {"a": {"type": "string"}}},
+            "Twice": {"$ref": "#/$defs/Object"},
+            "Numbers": {"type": "array"},
+            "Kind": {"enum": ["5", "b"]},
+            "Round": {"anyOf": [{"$ref": "#/$defs/Round"}, {"type": "boolean"}]},
+        },
+    },
+    **{name: {} for name in ("get-weather", "server:tool", "mcp--a--b", "a.b-c", "class", "import")},
 }
+FAR: dict[str, Any] = {
+    **{name: {"a": "b"} for name in ("object", "twice", "all", "maybe")},
+    "missing": None,
+    "either": [1],
+    "number": 5,
+    "list": [1, 2],
+    "kind": "5",
+    "round": True,
+}
+"""Arguments of `far`, all of whose parameters are known only behind references."""
 
 Pieces = Sequence[str | MarkToken]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 from tests.pure.text.reply.cases import COMMON, NOON, NOTHING, PARIS, Case, array_of, calls_of, object_of
+from tests.pure.text.reply.reading import FAR
 
 
 def _text(family: str, name: str, text: str) -> Case:
@@ -74,6 +77,76 @@ SPECIAL = [
         f"<tool_call><function=mix>{_PARAMETER}a</parameter><parameter=whole>1",
         [("mix", None)],
         raw=['{"text": "a"'],
+    ),
+    Case(
+        "values behind references",
+        "qwen3-xml",
+        "<tool_call><function=far>"
+        + "".join(
+            f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+            for key, value in FAR.items()
+        )
+        + "</function></tool_call>",
+        [("far", FAR)],
+    ),
+    Case(
+        "no opening mark",
+        "qwen3-xml",
+        f"So:\n<function=mix>\n{_PARAMETER}\na\n</parameter>\n</function>\n</tool_call>\n"
+        "<function=refresh>\n</function>",
+        [("mix", {"text": "a"}), ("refresh", {})],
+        "So:",
+    ),
+    _text("qwen3-xml", "a function by name", "Use <function=refresh> or <function=mix>; <function=x y>."),
+    _text("qwen3-xml", "no opening mark, an unknown tool", "<function=nobody>\n</function>\n</tool_call>"),
+    Case(
+        "an empty value that is no text",
+        "qwen3-xml",
+        f"<tool_call><function=mix>{_PARAMETER}\n\n</parameter><parameter=whole>\n</parameter>"
+        "<parameter=nothing></parameter></function></tool_call>",
+        [("mix", {"text": "", "nothing": None})],
+    ),
+    Case(
+        "closing tags in a value",
+        "qwen3-xml",
+        f"<tool_call><function=mix>{_PARAMETER}a</parameter>b </parameter>\n</par</parameter>\n"
+        '<parameter=object>{"a": "</parameter></function></tool_call>"}</parameter></function></tool_call>',
+        [
+            (
+                "mix",
+                {
+                    "text": "a</parameter>b </parameter>\n</par",
+                    "object": {"a": "</parameter></function></tool_call>"},
+                },
+            )
+        ],
+    ),
+    Case(
+        "a text that is not closed in an object",
+        "qwen3-xml",
+        '<tool_call><function=mix><parameter=object>\n{"a": "b}\n</parameter>\n</function></tool_call>',
+        [("mix", {"object": '{"a": "b}'})],
+    ),
+    Case(
+        "text behind a parameter, and no more tags",
+        "qwen3-xml",
+        f"<tool_call><function=mix>{_PARAMETER}\na\n</parameter>\nI called it.",
+        [("mix", {"text": "a"})],
+        "I called it.",
+    ),
+    Case(
+        "a parameter twice",
+        "qwen3-xml",
+        f"<tool_call><function=mix>{_PARAMETER}a</parameter>{_PARAMETER}b</parameter></function></tool_call>",
+        [("mix", None)],
+        raw=['{"text": "a"}'],
+    ),
+    Case(
+        "an unknown function behind one that is not closed",
+        "qwen3-xml",
+        "<tool_call><function=refresh><function=nobody></tool_call>",
+        [("refresh", {})],
+        "<function=nobody>",
     ),
     _text("qwen3-xml", "no tag", "<tool_call>{}</tool_call>"),
     _text("qwen3-xml", "no function", "<tool_call><function=></function></tool_call>"),

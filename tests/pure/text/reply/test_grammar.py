@@ -17,7 +17,7 @@ from onbeat.text.reply.events import CallStart, CallText, ContentText, MarkToken
 from onbeat.text.reply.families import FAMILIES, REASONING
 from onbeat.text.reply.grammar import WantedCalls, answer_grammar
 from onbeat.text.reply.parser import ReplyOptions, ReplyParser, ReplyStyle
-from onbeat.text.reply.xml_calls import types_of
+from onbeat.text.reply.schemas import types_of
 from tests.fakes_engine import ByteTokenizer
 from tests.pure.text.reply.reading import Read, merged
 
@@ -282,7 +282,7 @@ def test_tags_refuse_a_schema_that_is_none(schema: Any) -> None:
 
 @pytest.mark.parametrize("schema", [{"type": None}, {"type": 5}, {"type": [None, "string"]}, {"anyOf": 5}])
 def test_what_is_no_type_says_nothing(schema: Any) -> None:
-    assert types_of(schema) == {"string"}
+    assert types_of(schema, schema) == {"string"}
 
 
 def test_tools_that_are_not_strict_are_held_to_what_can_be_enforced() -> None:
