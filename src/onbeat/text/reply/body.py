@@ -80,11 +80,13 @@ class StepReader:
         self._calls = calls
         self._num_before = calls.num_begun
         self._raw: list[str] = []
+        self._others: list[str] = []
+        """What stands between or behind calls as one would, and is none."""
         self._step = first
 
     @property
     def raw(self) -> str:
-        return "".join(self._raw)
+        return "\n".join(self._others) * self._has_calls + "".join(self._raw)
 
     def push(self, text: str, at: int) -> int:
         """Run steps until all is taken or one stops."""
@@ -105,7 +107,7 @@ class StepReader:
     def _behind(self, text: str, at: int) -> int:
         """Behind a list of calls: white space."""
         end = end_of_space(text, at)
-        if not self._has_calls:
+        if self._others or not self._has_calls:
             self._raw.append(text[at:end])
         return end
 

@@ -122,7 +122,7 @@ class JsonCalls(StepReader):
             self._step = self._before_key
         elif character == "]" and self._is_array:
             self._step = self._behind
-        elif not is_start and character not in ",;" + SPACE:
+        elif not is_start and character not in ",;}"[: 3 if has_calls else 2] + SPACE:
             return at
         self._is_array |= is_start
         if has_calls:
@@ -146,6 +146,9 @@ class JsonCalls(StepReader):
             self._start(self._name)
             self._calls.add("{}")
             self._calls.end()
+        elif character == "}" and self._has_calls and not self._is_call:
+            self._others.append("".join(self._raw))
+            self._raw.clear()
         return end
 
     def _in_key(self, text: str, at: int) -> int:
@@ -203,8 +206,8 @@ class JsonCalls(StepReader):
         if self._key == "name" and self._name is None:
             self._name = _decoded(value)
             if self._name not in self._calls.tools:
-                self._step = refuse
-                return
+                self._name = None
+                self._step = self._step if self._has_calls else refuse
         elif self._key in _ARGUMENTS and self._arguments is None:
             self._arguments = _as_object(value)
         if self._name is not None and self._arguments is not None:

@@ -134,6 +134,7 @@ class ReplyParser:
         """Whether nothing but white space has been said since the answer, or its content, began."""
         self._space: list[str] = []
         """White space that is said only if text follows, and no mark."""
+        self._has_content = False
         self._pending = ""
         self._body: Body | None = None
         self._opening = self._closing = ""
@@ -276,10 +277,10 @@ class ReplyParser:
             self._body.push(opening[1:], 0)
 
     def _settle(self) -> None:
-        """Go on with content behind the calls: they are there, so there is nothing to take back."""
+        """Go on with content behind the calls, in a line of its own: there is nothing to take back."""
         self._said = ContentText
         self._is_start, self._skips_space = False, True
-        self._space.clear()
+        self._space = ["\n"] * self._has_content
 
     def _ends_body(self, mark: str) -> bool:
         is_inside = not mark or mark in self._style.inner_marks
@@ -303,6 +304,7 @@ class ReplyParser:
             text = text.lstrip(SPACE)
         end = len(text.rstrip(SPACE))
         if end:
+            self._has_content |= self._said is ContentText
             if self._said is ContentText or not self._drops_reasoning:
                 self._calls.events.append(self._said("".join(self._space) + text[:end]))
             self._space.clear()
@@ -316,7 +318,7 @@ class ReplyParser:
             return
         if self._body is not None:
             self._end_body("", final=True)
-        if self._space and self._said is ContentText:
+        if self._space and self._said is ContentText and not self._skips_space:
             self._calls.events.append(ContentText("".join(self._space)))
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-import math
-from typing import Any
+import re
 
 from onbeat.text.reply.body import (
     NAME_CHARACTERS,
@@ -17,12 +16,17 @@ from onbeat.text.reply.body import (
 )
 from onbeat.text.reply.calls import Calls
 
-_JSON_WORDS = {"true": True, "false": False, "null": None}
-"""Names that models write as in JSON."""
 _COST, _COST_IN_TEXT, _MOST_COST = 40, 1, 400_000
 """Of a call's characters. Python's parser reads a call at once, where it holds up other requests: a thousand
 characters of numbers or lists take it half a millisecond, and a text as long a tenth of that or less. A call
 of more is no call, but text."""
+# texts, what stands between, and what may separate arguments
+_PART = re.compile(
+    r"""'{3}(?:\\.|[^\\])*?'{3}|"{3}(?:\\.|[^\\])*?"{3}|'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|"""
+    r"""[^'"()\[\]{},=]+|.""",
+    re.DOTALL,
+)
+_KEY = re.compile(r"\w\S*")
 _PLAIN = frozenset(map(chr, range(128))) - frozenset("'\"()[]{}<")
 """Outside of texts, what ends and begins nothing. A mark may begin with `<`."""
 
@@ -38,7 +42,8 @@ class PythonCalls(StepReader):
     def __init__(self, calls: Calls) -> None:
         super().__init__(calls, self._before_list)
         self._item: list[str] = []
-        self._quote = ""
+        self._quote = self._run = ""
+        """What ends the text, empty outside of one; and the quotes that stand just before."""
         self._is_escaped = False
         self._depth = 0
         self._cost = 0
@@ -50,6 +55,7 @@ class PythonCalls(StepReader):
     def take(self, character: str) -> bool:
         if self._step != self._in_arguments:
             return False
+        self._run = ""
         self._keep(character)
         self._cost += _COST
         return True
@@ -94,31 +100,35 @@ class PythonCalls(StepReader):
             if self._cost > _MOST_COST:
                 self._step = refuse
                 break
-            if self._quote:
+            if self._quote or character in "'\"":
                 self._in_quote(character)
             elif character == "<":
                 break
-            elif character not in _PLAIN and self._bracket(character):
-                self._keep(text[at : end + 1])
-                self._end_item()
-                return end + 1
+            else:
+                self._run = ""
+                if character not in _PLAIN and self._bracket(character):
+                    self._keep(text[at : end + 1])
+                    self._end_item()
+                    return end + 1
             end += 1
         self._keep(text[at:end])
         return end
 
     def _in_quote(self, character: str) -> None:
-        if self._is_escaped:
-            self._is_escaped = False
-        elif character == "\\":
-            self._is_escaped = True
-        elif character == self._quote:
+        """Take a character of a text, or the quote that begins one: three begin one that three end."""
+        if not self._quote:
+            self._quote = character * (3 if self._run == 2 * character else 1)
+            self._run = character * (len(self._quote) == 1)
+            return
+        is_quote = character == self._quote[0] and not self._is_escaped
+        self._run = self._run + character if is_quote else ""
+        self._is_escaped = character == "\\" and not self._is_escaped
+        if is_quote and (len(self._quote) == 1 or self._run == self._quote):
             self._quote = ""
 
     def _bracket(self, character: str) -> bool:
-        """Take a quote or bracket outside of texts; return whether it ends the call."""
-        if character in "'\"":
-            self._quote = character
-        elif character in "([{":
+        """Take a bracket outside of texts; return whether it ends the call."""
+        if character in "([{":
             self._depth += 1
         elif character in ")]}":
             self._depth -= 1
@@ -126,13 +136,15 @@ class PythonCalls(StepReader):
         return False
 
     def _end_item(self) -> None:
-        called = _call_of("".join(self._item))
+        item = "".join(self._item)
+        called = _call_of(item)
         self._step = self._between
-        if called is None or called[0] not in self._calls.tools:
-            self._step = refuse
-            return
-        self._raw.clear()
-        self._calls.whole(*called)
+        if called is not None and called[0] in self._calls.tools:
+            self._calls.whole(*called)
+        else:
+            self._others.append(item)
+        if self._has_calls:
+            self._raw.clear()
 
     def _keep(self, text: str) -> None:
         self._raw.append(text)
@@ -140,39 +152,30 @@ class PythonCalls(StepReader):
 
 
 def _call_of(text: str) -> tuple[str, str] | None:
-    """Return the name and the arguments, as JSON, of a call; None if it is none."""
+    """Return the name and the arguments, as JSON, of a call; None if it is none.
+
+    It is read as a dictionary, since names may be such as Python has not (`get-weather`, `from`).
+    """
+    name, *parts = _PART.findall(text)
+    depth = num_arguments = 0
+    for index, part in enumerate(parts):
+        depth += (part in "([{") - (part in ")]}")
+        if part == "=" and depth == 1:
+            num_arguments += 1
+            if not _KEY.fullmatch(key := parts[index - 1].strip()):
+                return None
+            parts[index - 1 : index + 1] = repr(key), ":"
+    parts[0], parts[-1] = "{", "}" * (parts[-1] == ")")
     try:
-        tree = ast.parse(text, mode="eval").body
-        if not isinstance(tree, ast.Call) or tree.args:
-            return None
-        arguments = {keyword.arg: _value(keyword.value) for keyword in tree.keywords}
-        if None in arguments:  # **kwargs
-            return None
-        return ast.unparse(tree.func), to_json(arguments)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        arguments = ast.literal_eval(_JsonWords().visit(ast.parse("".join(parts), mode="eval")))
+        is_call = isinstance(arguments, dict) and len(arguments) == num_arguments
+        return (name, to_json(arguments)) if is_call else None
+    except (LookupError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
         return None
 
 
-def _value(node: ast.expr) -> Any:
-    """Return the value of a literal that JSON has, too.
+class _JsonWords(ast.NodeTransformer):
+    """Puts values in place of names that models write as in JSON."""
 
-    Raises
-    ------
-    ValueError : it is none.
-    """
-    match node:
-        case ast.Constant(value=None | bool() | int() | str() as value):
-            return value
-        case ast.Constant(value=float() as value) if math.isfinite(value):
-            return value
-        case ast.Name(id=name) if name in _JSON_WORDS:
-            return _JSON_WORDS[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
-        case ast.List(elts=values) | ast.Tuple(elts=values):
-            return [_value(each) for each in values]
-        case ast.Dict(keys=keys, values=values) if all(
-            isinstance(key, ast.Constant) and isinstance(key.value, str) for key in keys
-        ):
-            return {key.value: _value(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[union-attr]
-    raise ValueError(ast.dump(node))
+    def visit_Name(self, node: ast.Name) -> ast.Constant:
+        return ast.Constant({"true": True, "false": False, "null": None}[node.id])

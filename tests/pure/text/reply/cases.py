@@ -92,6 +92,7 @@ def _common(family: str) -> list[Case]:
         Case("escapes", family, form([("mix", ESCAPES)]), calls_of(("mix", ESCAPES))),
         Case("text before", family, f"I look.\n\n{one}", calls_of(PARIS), "I look."),
         Case("text behind", family, f"{one}\nDone {{so}}.\n", calls_of(PARIS), "Done {so}.\n"),
+        Case("text around", family, f"I look.\n\n{one} Done.", calls_of(PARIS), "I look.\nDone."),
         Case("an unknown tool", family, f"So: {unknown}", content=f"So: {unknown}"),
         Case("an unknown tool, then a known one", family, f"{unknown}\n{one}", calls_of(PARIS), unknown),
         Case("an unfinished mark", family, one[:4], content=one[:4]),
@@ -187,7 +188,14 @@ def _json(family: str) -> list[Case]:
             [("mix", None)],
             raw=["{\"open\": tru, 'x': <b>}"],
         ),
-        Case("a brace too many", family, before + object_of(PARIS) + "}" + behind, calls_of(PARIS), "}"),
+        case("a brace too many", object_of(PARIS) + "}", [PARIS]),
+        Case(
+            "an unknown one of three",
+            family,
+            before + ", ".join(map(object_of, (PARIS, ("nobody", '{"a": {}}'), NOON))) + behind,
+            calls_of(PARIS, NOON),
+            object_of(("nobody", '{"a": {}}')),
+        ),
         Case(
             "an unknown one of two",
             family,

@@ -190,8 +190,54 @@ SPECIAL = [
         "pythonic",
         "[refresh(), get_weather(city=b'x')]",
         calls_of(NOTHING),
-        "get_weather(city=b'x')]",
+        "get_weather(city=b'x')",
     ),
+    Case(
+        "names that Python has not",
+        "pythonic",
+        "[get-weather(city='Rome'), server:tool(from='a', in=+5, class=-1, user-id=1), mcp--a--b(), "
+        "a.b-c(), class(), import(x=True)]",
+        [
+            ("get-weather", {"city": "Rome"}),
+            ("server:tool", {"from": "a", "in": 5, "class": -1, "user-id": 1}),
+            *((name, {}) for name in ("mcp--a--b", "a.b-c", "class")),
+            ("import", {"x": True}),
+        ],
+    ),
+    Case(
+        "more literals",
+        "pythonic",
+        "[mix(text='''it's, (a=1)\" \\''' ''', open=\"\"\"say \"hi\" )\"\"\", kind='', list=['', \"\"], "
+        "object={2: 'a', True: {2.5: None}},)]",
+        [
+            (
+                "mix",
+                {
+                    "text": "it's, (a=1)\" ''' ",
+                    "open": 'say "hi" )',
+                    "kind": "",
+                    "list": ["", ""],
+                    "object": {"2": "a", "true": {"2.5": None}},
+                },
+            )
+        ],
+    ),
+    Case(
+        "an unknown one of three",
+        "pythonic",
+        "[get_weather(city='Paris'), nobody(q=2), get_time(zone=None)]",
+        calls_of(PARIS, NOON),
+        "nobody(q=2)",
+    ),
+    Case(
+        "unknown ones first",
+        "pythonic",
+        "[nobody(q=2), other(), refresh()] So.",
+        calls_of(NOTHING),
+        "nobody(q=2)\nother() So.",
+    ),
+    _text("pythonic", "a name twice", "[mix(text='a', text='b')]"),
+    _text("pythonic", "a list of references", "[1(a)], [see(b)] and so on"),
     _text("pythonic", "a reference", "[1] See there."),
     _text("pythonic", "a number without end", "[mix(real=1e999)]"),
     _text("pythonic", "no name of an argument", "[get_weather('Paris')]"),
