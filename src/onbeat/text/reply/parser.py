@@ -129,7 +129,8 @@ class ReplyParser:
         self._said: type[ContentText | ReasoningText] = (
             ReasoningText if options.opens_in_reasoning else ContentText
         )
-        self._has_reasoned = self._skips_space = options.opens_in_reasoning
+        self._skips_space = options.opens_in_reasoning
+        self._may_open = True  # nothing but the prompt has begun or ended reasoning
         self._is_start = True
         """Whether nothing but white space has been said since the answer, or its content, began."""
         self._space: list[str] = []
@@ -253,14 +254,15 @@ class ReplyParser:
         if marks is None or mark not in (marks.opening, marks.closing):
             return False
         if mark == marks.opening:
-            counts = self._is_start or is_token
+            counts = is_token or (self._is_start and self._may_open)
             turns = counts and self._said is ContentText
         else:
             turns = self._said is ReasoningText
-            counts = turns or self._has_reasoned or self._is_start
+            counts = turns or (self._is_start and self._may_open and not self._is_guided)
+        self._may_open &= not counts
         if turns:
             self._said = ReasoningText if mark == marks.opening else ContentText
-            self._has_reasoned = self._is_start = True
+            self._is_start = True
         if turns or (counts and self._is_start):
             self._skips_space = True
             self._space.clear()

@@ -268,6 +268,75 @@ def test_tags_refuse_what_they_cannot_keep_to() -> None:
             answer_grammar(style, calls, None, opens_in_reasoning=False)
 
 
+NUMBER = {"type": "integer"}
+HIDDEN: list[dict[str, Any]] = [
+    {"$ref": "#/$defs/Twice"},
+    {"allOf": [{"$ref": "#/$defs/Number"}]},
+    {"anyOf": [{"$ref": "#/$defs/Number"}, {"type": "null"}]},
+    {"oneOf": [{"$ref": "#/$defs/Twice"}, {"type": "array"}]},
+    {"$ref": "#/properties/b"},
+    {"$ref": "#/$defs/Kind"},
+]
+
+
+@pytest.mark.parametrize("schema", HIDDEN)
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_values_in_tags_are_held_to_what_references_lead_to(
+    schema: dict[str, Any], is_strict: bool, is_whole: bool
+) -> None:
+    if is_strict and "oneOf" in schema:
+        schema = {"anyOf": schema["oneOf"]}
+    definitions = {"Number": NUMBER, "Twice": {"$ref": "#/$defs/Number"}, "Kind": {"enum": ["5", "x y"]}}
+    tool: dict[str, Any] = {"properties": {"a": schema, "b": NUMBER}, "required": ["a"]}
+    if is_whole:
+        definitions["Whole"], tool = tool, {"$ref": "#/$defs/Whole", "properties": {"b": NUMBER}}
+    tool["$defs"] = definitions
+    calls = WantedCalls(
+        schemas={"f": tool}, strict=frozenset("f" * is_strict), is_required=True, is_single=True
+    )
+    style = style_of("qwen3-xml", "text").guided
+    grammar = answer_grammar(style, calls, None, opens_in_reasoning=False)
+    for value, fits in (("5", True), ("hello", False), ("5x", False)):
+        answer = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        assert is_allowed(grammar, "text", list(answer.encode())) is fits, value
+        if fits:
+            ((_, text),) = read(style, list(answer.encode()), "text", tools={"f": tool}).calls
+            assert json.loads(text) == {"a": "5" if "Kind" in str(schema) else 5}
+
+
+def test_a_closing_tag_inside_of_a_text_breaks_no_strict_object() -> None:
+    tool = {
+        "properties": {"a": {"type": "object", "properties": {"b": {"enum": ["</parameter></function>"]}}}}
+    }
+    calls = WantedCalls(schemas={"f": tool}, strict=frozenset("f"), is_required=True, is_single=True)
+    style = style_of("qwen3-xml", "text").guided
+    answer = (
+        b'<tool_call>\n<function=f>\n<parameter=a>\n{"b": "</parameter></function>"}\n</parameter>\n'
+        b"</function>\n</tool_call>"
+    )
+    assert is_allowed(answer_grammar(style, calls, None, opens_in_reasoning=False), "text", list(answer))
+    found = read(style, list(answer), "text", tools={"f": tool})
+    assert found.arguments == [("f", {"a": {"b": "</parameter></function>"}})]
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_marks_of_reasoning_in_a_strict_answer_stay(opens: bool) -> None:
+    schema = {"enum": ["</think>", {"a": "</think>", "b": "<think>"}]}
+    style = style_of("hermes", "text", reasons=True).guided
+    grammar = answer_grammar(style, None, json_grammar(schema), opens_in_reasoning=opens)
+    for text in ('"</think>"', '{"a":"</think>","b":"<think>"}'):
+        for thought in ("x</think>" if opens else "<think>x</think>", "" if not opens else "</think>"):
+            answer = list((thought + text).encode())
+            assert is_allowed(grammar, "text", answer)
+            assert read(style, answer, "text", tools={}, opens_in_reasoning=opens).content == text
+    choice = lark_grammar('start: "</think>" | "x"')
+    grammar = answer_grammar(style, None, choice, opens_in_reasoning=opens)
+    answer = list(("x</think></think>" if opens else "</think>").encode())
+    assert is_allowed(grammar, "text", answer)
+    assert read(style, answer, "text", tools={}, opens_in_reasoning=opens).content == "</think>"
+
+
 @pytest.mark.parametrize(
     "schema", [{"properties": 5}, {"properties": [1]}, {"properties": {}, "required": 5}]
 )

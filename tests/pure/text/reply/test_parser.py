@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import random
 import time
 from itertools import pairwise
@@ -56,6 +57,76 @@ def test_text_without_calls_and_reasoning_is_content_to_the_letter(text: str) ->
         found = read(family, text, reasoning=None)
         if not found.calls:
             assert found.content == text
+
+
+@given(st.data())
+def test_content_and_reasoning_hold_all_but_one_pair_of_marks(data: st.DataObject) -> None:
+    fragments = st.lists(
+        st.sampled_from(["<think>", "</think>", "</thi", "a", " b ", "\n", CALL, "```html\n", "5 < 6"]),
+        max_size=8,
+    )
+    thought = "".join(data.draw(fragments)).replace("</think>", "")
+    said, opens = "".join(data.draw(fragments)), data.draw(st.booleans())
+    text = "<think>" * (not opens) + thought + "</think>" + said
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=9)) | {0, len(text)})
+    pieces = [text[a:b] for a, b in pairwise(cuts)]
+    found = read("hermes", pieces, tools={}, opens_in_reasoning=opens, is_guided=data.draw(st.booleans()))
+    assert found.content == said.lstrip()
+    # a model may say again what the prompt ends with
+    repeated = thought.lstrip().removeprefix("<think>")
+    assert found.reasoning == (repeated if opens else thought).strip()
+
+
+NAMES = st.text(st.sampled_from("abz_09-.:"), min_size=1, max_size=8).filter(lambda name: name[0].isalpha())
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(NAMES | st.sampled_from(["from", "in", "class"]), JSON, max_size=4), NAMES, st.data())
+def test_what_python_writes_is_read_as_it_was_meant(
+    arguments: dict[str, object], name: str, data: st.DataObject
+) -> None:
+    call = f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+    text = f"[{call}, {call}]"
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=9)) | {0, len(text)})
+    found = read("pythonic", [text[a:b] for a, b in pairwise(cuts)], tools={name: {}})
+    assert found.arguments == [(name, arguments)] * 2
+    assert found.content == ""
+
+
+def hidden(
+    data: st.DataObject, schema: dict[str, object], definitions: dict[str, object]
+) -> dict[str, object]:
+    """Return what says the same as a schema, behind references, `allOf` and alternatives."""
+    for index in range(data.draw(st.integers(0, 4))):
+        name = f"D/{index}%"
+        definitions[name] = schema
+        reference = {"$ref": f"#/$defs/D~1{index}%25", "description": "d"}
+        schema = data.draw(
+            st.sampled_from([reference, {"allOf": [reference]}, {"anyOf": [reference, {"type": "null"}]}])
+        )
+    return schema
+
+
+@given(JSON.filter(lambda value: value is not None and not isinstance(value, str)), st.data())
+def test_a_value_in_tags_has_the_type_that_its_schema_hides(value: object, data: st.DataObject) -> None:
+    kinds = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    definitions: dict[str, object] = {}
+    plain: dict[str, object] = {"type": kinds[type(value)]}
+    if isinstance(value, dict | list):
+        plain = data.draw(
+            st.sampled_from([plain, {"properties" if isinstance(value, dict) else "items": {}}])
+        )
+    schema = hidden(data, plain, definitions)
+    tool = {"properties": {"p": schema, "q": {"type": "string"}}, "$defs": definitions}
+    text = f"<tool_call>\n<function=f>\n<parameter=p>\n{json.dumps(value)}\n</parameter>\n"
+    text += "<parameter=q>\n5\n</parameter>\n</function>\n</tool_call>"
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=9)) | {0, len(text)})
+    found = read("qwen3-xml", [text[a:b] for a, b in pairwise(cuts)], tools={"f": tool})
+    assert found.arguments == [("f", {"p": value, "q": "5"})]
 
 
 def varied(rng: random.Random, text: str) -> str:
@@ -132,7 +203,10 @@ def test_arguments_are_passed_on_as_they_come() -> None:
         ("<think>A", "A", ""),
         ("<think>A</think>", "A", ""),
         ("A <think> B </think> C", "", "A <think> B </think> C"),
-        ("<think>A</think>B</think>C", "A", "BC"),
+        ("<think>A</think>B</think>C", "A", "B</think>C"),
+        ("<think>A</think>B<think>C</think>D", "A", "B<think>C</think>D"),
+        ("<think>A</think></think>B", "A", "</think>B"),
+        ("<think>A</think>\n<think>B</think>C", "A", "<think>B</think>C"),
         ("<think>A<think>B</think>C", "A<think>B", "C"),
         ("</think>A", "", "A"),
         ("A</think>B", "", "A</think>B"),
@@ -156,7 +230,8 @@ def test_reasoning_that_the_answer_opens(text: str, reasoning: str, content: str
         ("</think>B", "", "B"),
         ("<think>\nA</think>B", "A", "B"),
         (f"A\n{CALL}\nB", "A", "B"),
-        ("A</think>B</think> C", "A", "B C"),
+        ("A</think>B</think> C", "A", "B</think> C"),
+        ("A</think><think>B</think>C", "A", "<think>B</think>C"),
     ],
 )
 def test_reasoning_that_the_prompt_opens(text: str, reasoning: str, content: str) -> None:
