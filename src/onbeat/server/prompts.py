@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Annotated, Any, TypeVar
 
@@ -62,7 +63,6 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._longest_token: int | None = None
         # Two threads, so that many long prompts cannot take all cores from the engine.
         self._threads = FairThreads("onbeat-encode", num_threads=2, num_short=1)
         # One process renders: while a thread waits for it, nobody else shall.
@@ -175,22 +175,29 @@ class PromptEncoder:
 
     def _encode(self, text: str, options: EncodeOptions) -> list[int]:
         if len(text) > _SUSPECT_CHARACTERS:
-            self._check_length([text], options.param)
+            if (num := options.truncate_to) is None or num > self._max_model_len:
+                self._check_length([text], options.param)
+            else:  # what is surely left out takes no time; where a text is cut its tokens may be others
+                most = 2 * num * self._longest_token
+                text = text[:most] if options.keeps_first else text[-most:]
         token_ids = self._tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
         return _truncated(token_ids, options)
 
     def _check_length(self, texts: Sequence[str], param: str) -> None:
-        """Refuse text that cannot fit before minutes are spent on tokenizing it, be it to truncate it."""
-        if self._longest_token is None:
-            ids = range(self._tokenizer.vocab_size)
-            self._longest_token = max(len(self._tokenizer.token_bytes(token_id)) for token_id in ids)
-        least = sum(len(text.encode()) for text in texts) // max(self._longest_token, 1)
-        if least >= self._max_model_len:
+        """Refuse text that cannot fit before minutes are spent on tokenizing it."""
+        least = sum(len(text.encode()) for text in texts) // self._longest_token
+        if least > self._max_model_len:
             raise PromptTooLong(
-                f"the prompt has at least {least} tokens; this model takes at most {self._max_model_len} "
-                "with the answer. Shorten it",
+                f"the text has at least {least} tokens; this model takes at most {self._max_model_len}. "
+                "Shorten it",
                 param=param,
             )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Bytes of the longest token."""
+        token_bytes = self._tokenizer.token_bytes
+        return max(1, *(len(token_bytes(token_id)) for token_id in range(self._tokenizer.vocab_size)))
 
 
 def _pieces(prompts: Sequence[PromptInput]) -> Iterator[Sequence[PromptInput]]:

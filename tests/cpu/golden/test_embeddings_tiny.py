@@ -32,7 +32,8 @@ from tests.many_cases import each_case
 
 pytestmark = pytest.mark.golden
 
-LENGTHS = (1, 40, 2, 200, 17, 16, 129, 33)
+LENGTHS = (1, 40, 2, 256, 17, 16, 129, 33)
+"""One fills the context."""
 CHATS = (30, 31, 28, 61)
 CHUNKED = tuple(name for name, policy in POLICIES.items() if not policy.whole_prompts)
 

@@ -137,6 +137,34 @@ async def test_truncation_keeps_the_last_tokens(served: Served, engine: FakeEngi
     assert len(engine.requests[-1].prompt_token_ids) == engine.max_model_len
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "kept"),
+    [
+        (PATH, {"truncate_prompt_tokens": -1}, b"b" * 2048),
+        (PATH, {"truncate_prompt_tokens": 2, "truncation_side": "right"}, bytes([BOS % 256]) + b"a"),
+        ("/pooling", {"truncate_prompt_tokens": 2048}, b"b" * 2048),
+        ("/v2/embed", {}, bytes([BOS % 256]) + b"a" * 2047),
+        ("/v1/rerank", {"truncate_prompt_tokens": -1}, b"b" * 2048),
+        ("/score", {"truncate_prompt_tokens": -1}, b"b" * 2048),
+    ],
+)
+async def test_a_text_of_any_length_is_cut(
+    served: Served, engine: FakeEngine, path: str, fields: dict[str, Any], kept: bytes
+) -> None:
+    text = "a" * 200_000 + "b" * 200_000
+    given: dict[str, Any] = {
+        "/v2/embed": {"texts": [text]},
+        "/v1/rerank": {"query": "a", "documents": [text]},
+    }
+    given["/score"] = {"text_1": "a", "text_2": text}
+    await ask(served, path, **given.get(path, {"input": text}), **fields)
+    assert bytes(each % 256 for each in engine.requests[-1].prompt_token_ids) == kept
+    if path == PATH:
+        check(await served.post(path, {"input": text}), 400, "context_length_exceeded", "input")
+        too_much = {"prompt": text, "truncate_prompt_tokens": 10**6}
+        check(await served.post(TEXT, too_much), 400, "context_length_exceeded", "prompt")
+
+
 async def test_a_text_may_fill_the_context(served: Served, engine: FakeEngine) -> None:
     body = await ask(served, input=[9] * engine.max_model_len)
     assert body["usage"]["prompt_tokens"] == engine.max_model_len

@@ -126,6 +126,11 @@ def test_a_request_goes_only_where_it_fits():
     assert sent.replica == "long"  # it ends when the context is full
     too_long = request("too long", num_prompt_tokens=32768, max_tokens=1)
     assert driven.on(Arrived(too_long)) == [Refuse("too long", "too_long")]
+    [sent] = driven.on(Arrived(request("embedded", num_prompt_tokens=32768, max_tokens=0)))
+    assert sent.replica == "long"  # it needs no place for an answer
+    assert driven.end("long", "embedded") == []
+    longer = request("longer", num_prompt_tokens=32769, max_tokens=0)
+    assert driven.on(Arrived(longer)) == [Refuse("longer", "too_long")]
     assert places(driven.on(Lost("long", "killed"))) == []  # they fit nowhere else, and wait for it
     assert driven.fleet.status().num_waiting == 4
 

@@ -24,7 +24,7 @@ class RoutingRequest:
     """Of its prompt, first block first; empty where prefixes are not known."""
     num_prompt_tokens: int = 0
     max_tokens: int = 0
-    """Most output tokens, those that it has included."""
+    """Most output tokens, those that it has included; 0 where its prompt alone is wanted."""
     num_output_tokens: int = 0
     """That its client has got already, from replicas that are gone; another computes them with the prompt."""
     arrival: float = 0.0
@@ -48,7 +48,7 @@ class RoutingRequest:
             request.request_id,
             block_hashes,
             num_prompt_tokens=len(request.prompt_token_ids),
-            max_tokens=request.sampling.max_tokens,
+            max_tokens=request.sampling.max_tokens if request.pooling is None else 0,
             arrival=request.arrival,
             slo=request.slo,
             resumes=request.resumes,

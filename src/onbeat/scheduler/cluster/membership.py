@@ -325,7 +325,7 @@ class Membership:
     def excluded_for(self, open_request: RoutedRequest) -> Collection[int]:
         """Return the numbers of ready replicas that a request must not go to."""
         request = open_request.request
-        num_tokens = request.num_prompt_tokens + max(request.max_tokens, request.num_output_tokens + 1)
+        num_tokens = request.num_prompt_tokens + request.max_tokens
         fits_all = num_tokens <= min(self._lengths, default=0)
         if fits_all and not open_request.refused_by:
             return NONE_EXCLUDED
@@ -339,8 +339,8 @@ class Membership:
         replicas of the greatest length remain: there it ends when they are full. Where its prompt does not
         fit these, none remains.
         """
-        least = request.num_prompt_tokens + request.num_output_tokens + 1
-        most = max(least, request.num_prompt_tokens + request.max_tokens)
+        least = request.num_prompt_tokens + min(request.num_output_tokens + 1, request.max_tokens)
+        most = request.num_prompt_tokens + request.max_tokens
         longest = max((_length(each) for each in self.expected()), default=0)
         needed = most if longest >= most else max(longest, least)
         return [each.number for each in self.having(ReplicaState.READY) if _length(each) < needed]
