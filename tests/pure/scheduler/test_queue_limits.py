@@ -50,15 +50,34 @@ class TestChoicesOfOneRequest:
         assert driver.scheduler.num_unfinished == 6
 
     def test_the_whole_is_taken_or_nothing(self, policy: str) -> None:
-        """The first choice was taken for all; those of others that came since do not push in."""
+        """The first choice was taken for all, whatever others came since."""
         driver = make_driver(policy, max_num_queued_reqs=1)
         whole = WholeRequest("a", 3, 30)
         driver.add(make_request("a-0", 10, 4, whole=whole))
-        driver.add(make_request("b", 10, 4))
-        assert list(driver.rejected) == ["b"]
+        for name in "bcdef":
+            driver.add(make_request(name, 10, 4))
+        assert list(driver.rejected) == ["f"]
         for index in (1, 2):
             driver.add(make_request(f"a-{index}", 10, 4, whole=whole))
-        assert list(driver.rejected) == ["b"]
+        assert list(driver.rejected) == ["f"]
+
+    @pytest.mark.parametrize("num_running", [0, 2, 4])
+    def test_a_burst_fills_the_free_places_and_the_queue(self, policy: str, num_running: int) -> None:
+        driver = make_driver(policy, max_num_queued_reqs=2)
+        for index in range(num_running):
+            driver.add(make_request(f"r{index}", 10, 40))
+        driver.step()
+        for index in range(12):
+            driver.add(make_request(f"b{index}", 10, 4, arrival=driver.now))
+        assert len(driver.rejected) == 12 - 2 - (4 - num_running)
+
+    def test_places_that_memory_does_not_fill_are_not_free(self, policy: str) -> None:
+        driver = make_driver(policy, max_num_queued_reqs=2, num_blocks=32, max_model_len=512)
+        driver.add(make_request("r", 400, 40))
+        driver.step()
+        for index in range(4):
+            driver.add(make_request(f"b{index}", 200, 4, arrival=driver.now))
+        assert list(driver.rejected) == ["b2", "b3"]
 
     def test_prompt_tokens_are_those_of_all(self, policy: str) -> None:
         driver = make_driver(policy, max_num_queued_tokens=500)

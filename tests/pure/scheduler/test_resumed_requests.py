@@ -195,10 +195,10 @@ class TestCapacity:
 
     @pytest.mark.parametrize("limit", ["max_num_queued_reqs", "max_num_queued_tokens"])
     def test_no_full_queue_refuses_it(self, limit):
-        driver = TimedDriver(make_slo_config(**{limit: 1}), FakeStepTime())
-        driver.add(timed.make_request("a", 100, 4))
-        driver.add(timed.make_request("b", 100, 4))
-        assert isinstance(driver.rejected["b"], Overloaded)
+        driver = TimedDriver(make_slo_config(max_num_seqs=1, **{limit: 1}), FakeStepTime())
+        for name in "abc":
+            driver.add(timed.make_request(name, 100, 4))
+        assert isinstance(driver.rejected["c"], Overloaded)
         driver.add(resumed("r", 5))
         driver.serve([])
         assert len(driver.outputs["r"]) == 40

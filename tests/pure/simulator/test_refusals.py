@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from onbeat.core.errors import SLOUnattainable
+from onbeat.core.errors import ConfigError, SLOUnattainable
 from onbeat.core.slo import SLO, Fate, ShedMode
 from onbeat.metrics.attainment import good_requests
 from onbeat.scheduler.cluster.routers import ROUTERS
@@ -54,6 +55,20 @@ class TestHardCaps:
         assert refused.replica == "0"
         assert (result.num_completed, result.num_rejected, result.num_expired) == (2, 1, 0)
         assert result.duration == 8.0
+
+    @pytest.mark.parametrize(("replicas", "num_refused"), [(1, 4), (2, 0)])
+    def test_a_burst_fills_the_free_places_and_the_queue(self, replicas: int, num_refused: int):
+        load = make_load([8] * 9, [4] * 9, [0.0] * 9)
+        config = make_config(scheduler={"max_num_seqs": 4, "max_num_queued_reqs": 1}, replicas=replicas)
+        assert simulate(load, config, ShapeTime(lambda shape: 1.0)).num_rejected == num_refused
+
+    def test_a_text_of_the_whole_context_is_embedded(self):
+        load = make_load([64, 65, 64], [0, 0, 1], [0.0, 10.0, 20.0])
+        config = make_config(scheduler={"max_model_len": 64, "num_blocks": 4}, replicas=2)
+        with pytest.raises(ConfigError, match=r"2 of 3 .* context of 64 tokens"):
+            simulate(load, config, ShapeTime(lambda shape: 1.0))
+        result = simulate(load.take(np.array([0])), config, ShapeTime(lambda shape: 1.0))
+        assert (result.num_completed, result.num_rejected) == (1, 0)
 
     def test_a_closed_loop_goes_on(self):
         load = make_load([8] * 20, [3] * 20)

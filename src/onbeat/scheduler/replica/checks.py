@@ -68,15 +68,16 @@ def _check_resumed(request: Request, config: SchedulerConfig, num_tokens: int) -
 
 
 def check_queue(
-    request: Request, config: SchedulerConfig, *, num_running: int, num_waiting: int, num_tokens: int
+    request: Request, config: SchedulerConfig, *, num_places: int, num_waiting: int, num_tokens: int
 ) -> None:
     """Refuse a request that finds the queue full; of a whole request, all choices at once.
 
-    What finds the queue empty may fill the free places of the batch first.
+    What waits for the next step alone may fill the free places of the batch first.
 
     Parameters
     ----------
-    num_running, num_waiting : requests that run, and that wait already.
+    num_places : that are free in the batch.
+    num_waiting : requests that wait already.
     num_tokens : of the prompts that wait.
 
     Raises
@@ -96,7 +97,6 @@ def check_queue(
                 param="n",
                 code="invalid_value",
             )
-        num_places = 0 if num_waiting else config.max_num_seqs - num_running
         if num_waiting + num_choices > max_waiting + max(num_places, 0):
             raise Overloaded(
                 f"the queue is full: it holds {counted(num_waiting, 'request')}, this is {num_choices} more, "

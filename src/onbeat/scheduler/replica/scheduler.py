@@ -125,7 +125,7 @@ class Scheduler:
             check_queue(
                 request,
                 self.config,
-                num_running=len(self.running),
+                num_places=self._num_free_places,
                 num_waiting=len(self.waiting),
                 num_tokens=self.waiting.num_prompt_tokens,
             )
@@ -136,6 +136,14 @@ class Scheduler:
             self._admission.on_arrival(state, plan, self.in_flight.busy_until if self.in_flight else plan.now)
             self._relegation.on_arrival(state)
         self.table.add(state)
+
+    @property
+    def _num_free_places(self) -> int:
+        """Places of the batch that what waits can fill; none if its prompts do not fit the free blocks."""
+        kv, waiting = self.kv, self.waiting
+        if waiting and kv.num_blocks_for(waiting.num_prompt_tokens) >= kv.pool.num_free_blocks:
+            return 0
+        return self.config.max_num_seqs - len(self.running) - self.handover.num_slots_kept
 
     def take_expired(self) -> list[RequestOutput]:
         """Return the last outputs of requests that `schedule` gave up since the last call.
