@@ -22,12 +22,13 @@ from onbeat.server.chat import ChatCompletionRequest, chat_prompt, chat_requests
 from onbeat.server.choices import ChoiceDelta, ShownToken
 from onbeat.server.errors import ErrorReply, anthropic_error, unsupported
 from onbeat.server.generation_request import GenerationRequest, StopString
-from onbeat.server.openapi import error_answers, generation_route, json_body
+from onbeat.server.middleware import context_of
+from onbeat.server.openapi import generation_route, tokenizer_route
 from onbeat.server.pieces import Piece
 from onbeat.server.server_config import MAX_MESSAGES, MAX_STOP_STRINGS
 from onbeat.server.services import Services
 from onbeat.server.streamed_parts import StreamedParts, named_event
-from onbeat.server.translation import PlacedMessages, as_chat, function_tools, text_field
+from onbeat.server.translation import PlacedMessages, as_chat, function_tools, readable, text_field
 
 _BILLING = "x-anthropic-billing-header"
 """How a system block begins that changes with each request of one client, and would spoil every prefix."""
@@ -115,7 +116,9 @@ _NAMES = (
 def _chat_of(
     body: CountTokensRequest, request: Request
 ) -> AbstractAsyncContextManager[ChatCompletionRequest]:
-    messages = messages_of(body.messages, body.system)
+    left_out = context_of(request.scope).ignored_fields
+    given = [*(readable(message, left_out) for message in body.messages[:-1]), body.messages[-1]]
+    messages = messages_of(given, body.system)
     return as_chat(body, body.chat_fields(messages), messages, body.metadata, _NAMES, request)
 
 
@@ -179,7 +182,7 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any
                     "tool_result",
                     f"{place}.type",
                 )
-    own: dict[str, Any] = {"role": role, "content": texts or None}
+    own: dict[str, Any] = {"role": role, "content": texts or ("" if role == "assistant" else None)}
     if thoughts:
         own["reasoning_content"] = "".join(thoughts)
     if calls:
@@ -248,11 +251,7 @@ def message_routes(services: Services) -> APIRouter:
         return AnswerResponse(chat, requests, options, MessageFormat(head), services, ping=PING)
 
     @router.post(
-        "/v1/messages/count_tokens",
-        tags=["tokenizer"],
-        response_model=TokenCount,
-        responses=error_answers(400, 401, 404, 413, model=AnthropicErrorBody),
-        openapi_extra=json_body(CountTokensRequest),
+        "/v1/messages/count_tokens", **tokenizer_route(CountTokensRequest, TokenCount, AnthropicErrorBody)
     )
     async def count_tokens(request: Request) -> Response:
         """Return how many tokens the prompt of a message has."""

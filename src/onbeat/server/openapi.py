@@ -139,6 +139,18 @@ def generation_route(
     }
 
 
+def tokenizer_route(
+    body: type[BaseModel], answer: type[BaseModel], error: type[BaseModel] | None = None
+) -> dict[str, Any]:
+    """Return the description of an endpoint that makes tokens or text, and generates nothing."""
+    return {
+        "tags": ["tokenizer"],
+        "response_model": answer,
+        "responses": error_answers(400, 401, 404, 413, model=error),
+        "openapi_extra": json_body(body),
+    }
+
+
 def _slo_headers() -> list[dict[str, Any]]:
     """Return the description of the headers that say a request's objectives, and for whom it is."""
     objective = {"type": "number", "minimum": SHORTEST_OBJECTIVE * 1e3, "maximum": LONGEST_OBJECTIVE * 1e3}

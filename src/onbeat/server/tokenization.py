@@ -21,7 +21,7 @@ from onbeat.server.chat_prompt import render_chat
 from onbeat.server.completions import CompletionRequest
 from onbeat.server.generation_request import truncate_to
 from onbeat.server.middleware import context_of
-from onbeat.server.openapi import error_answers, json_body
+from onbeat.server.openapi import error_answers, tokenizer_route
 from onbeat.server.pieces import PiecesResponse, json_inside, list_in_pieces
 from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
 from onbeat.server.reply_fields import ThinkingFields, ToolFields
@@ -68,13 +68,10 @@ class DetokenizeRequest(BaseModel):
 
 def tokenizer_routes(services: Services) -> APIRouter:
     """Return the routes of the tokenizer."""
-    router = APIRouter(tags=["tokenizer"])
+    router = APIRouter()
     encoder, tokenizer = services.encoder, services.tokenizer
-    errors = error_answers(400, 401, 404, 413)
 
-    @router.post(
-        "/tokenize", response_model=Tokens, responses=errors, openapi_extra=json_body(TokenizeRequest)
-    )
+    @router.post("/tokenize", **tokenizer_route(TokenizeRequest, Tokens))
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a text or chat."""
         body = await read_body(request, TokenizeRequest, unused=_OF_ANSWERS)
@@ -94,12 +91,7 @@ def tokenizer_routes(services: Services) -> APIRouter:
             )
         return PiecesResponse(pieces, services.slow_readers)
 
-    @router.post(
-        "/detokenize",
-        response_model=Detokenized,
-        responses=errors,
-        openapi_extra=json_body(DetokenizeRequest),
-    )
+    @router.post("/detokenize", **tokenizer_route(DetokenizeRequest, Detokenized))
     async def detokenize(request: Request) -> Response:
         """Return the text of tokens, special ones included."""
         body = await read_body(request, DetokenizeRequest)
@@ -113,7 +105,9 @@ def tokenizer_routes(services: Services) -> APIRouter:
             )
         return PiecesResponse([written], services.slow_readers)
 
-    @router.get("/tokenizer_info", response_model=TokenizerInfo, responses=error_answers(401))
+    @router.get(
+        "/tokenizer_info", tags=["tokenizer"], response_model=TokenizerInfo, responses=error_answers(401)
+    )
     async def tokenizer_info() -> TokenizerInfo:
         """Describe the tokenizer."""
         ends = tokenizer.eos_token_ids

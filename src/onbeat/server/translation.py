@@ -26,6 +26,7 @@ Names = Sequence[tuple[str, str]]
 """Patterns of a chat's fields, and what another API calls them."""
 _UNSHOWN = ("prompt_logprobs", "return_token_ids")
 """What chats answer and no other API has a place for."""
+_NO_TEXT = ("image", "document", "search_result", "tool_reference")
 _OF_METADATA: Names = ((r"slo\.job\.(?=\w)", "metadata.slo_job_"), (r"slo\.(?=\w)", "metadata.slo_"))
 
 
@@ -96,6 +97,24 @@ def _in_own_words(names: Names, places: Sequence[str], text: str) -> str:
     for pattern, name in names:
         text = re.sub(rf"(?<![\w.]){pattern}", name, text)
     return text
+
+
+def readable(block: Any, left_out: list[str]) -> Any:
+    """Return an older message, or a block of one, with words in place of what is no text.
+
+    Parameters
+    ----------
+    left_out : gets the names of what that is.
+    """
+    if not isinstance(block, dict):
+        return block
+    kind, content = block.get("type"), block.get("content")
+    if kind in _NO_TEXT:
+        left_out += {f"messages[].content[].{kind}"}.difference(left_out)
+        return {"type": "text", "text": f"[{kind} left out: only text can be read here]"}
+    if isinstance(content, list):
+        return {**block, "content": [readable(each, left_out) for each in content]}
+    return block
 
 
 def function_tools(

@@ -49,6 +49,12 @@ async def test_client_streams_a_message(client: anthropic.AsyncAnthropic) -> Non
     assert (text, message.stop_reason, message.usage.output_tokens) == ("Hello", "max_tokens", 5)
 
 
+async def test_client_lists_models(client: anthropic.AsyncAnthropic) -> None:
+    (model,) = [each async for each in client.models.list()]
+    assert (model.type, model.id, model.display_name) == ("model", "fake/model", "fake/model")
+    assert (await client.models.retrieve("fake/model")).created_at == model.created_at
+
+
 async def test_client_counts_tokens(client: anthropic.AsyncAnthropic) -> None:
     count = await client.messages.count_tokens(model="fake/model", messages=HI)
     assert count.input_tokens == len("[user]hi\n[assistant]")
@@ -165,6 +171,36 @@ def test_blocks_become_messages() -> None:
     ]
     with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\].type is 'image'"):
         messages_of([{"role": "user", "content": [{"type": "image"}]}], None)
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+RESULT = {"type": "tool_result", "tool_use_id": "t"}
+
+
+async def test_a_talk_goes_on_behind_what_is_no_text(served: Served, engine: FakeEngine) -> None:
+    reference, document = {"type": "tool_reference", "tool_name": "f"}, {"type": "document", "source": {}}
+    parts = [{"type": "text", "text": "a"}, IMAGE, reference, document]
+    messages = [
+        {"role": "user", "content": [{**RESULT, "content": parts}, IMAGE]},
+        {"role": "assistant", "content": []},
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "abc"}]},
+        *HI,
+    ]
+    answer = await served.post(MESSAGES, {**BODY, "messages": messages})
+    assert answer.status == 200, answer.body
+    names = [f"messages[].content[].{kind}" for kind in ("image", "tool_reference", "document")]
+    assert answer.headers["x-onbeat-ignored-fields"] == ", ".join(names)
+    shown = bytes(engine.requests[-1].prompt_token_ids).decode()
+    left_out = [f"[{kind} left out: only text can be read here]" for kind in ("image", "tool_reference")]
+    assert shown.startswith("[user]Result: a\n" + "\n".join(left_out))
+    assert shown.endswith(f"[user]{left_out[0]}\n[assistant]\n[assistant]\n[user]hi\n[assistant]")
+
+
+@pytest.mark.parametrize("block", [IMAGE, {**RESULT, "content": [IMAGE]}, {"type": "document"}])
+async def test_a_question_about_what_is_no_text_is_refused(served: Served, block: dict[str, Any]) -> None:
+    messages = [*HI, {"role": "user", "content": [block]}]
+    answer = await served.post(MESSAGES, {**BODY, "messages": messages})
+    assert (answer.status, answer.json["error"]["code"]) == (400, "unsupported_parameter")
 
 
 TOOL: dict[str, Any] = {"name": "f", "input_schema": {"type": "object"}}
