@@ -241,10 +241,19 @@ class TokenCount(BaseModel):
     input_tokens: int
 
 
+class InputTokens(TokenCount):
+    object: Literal["response.input_tokens"]
+
+
 class ModelCard(BaseModel):
+    """A model as both OpenAI's and Anthropic's clients read it."""
+
     id: str
     object: Literal["model"]
+    type: Literal["model"]
+    display_name: str
     created: int
+    created_at: str
     owned_by: str
     root: str
     max_model_len: int
@@ -253,6 +262,9 @@ class ModelCard(BaseModel):
 class ModelList(BaseModel):
     object: Literal["list"]
     data: list[ModelCard]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
 
 
 class Tokens(BaseModel):

@@ -56,7 +56,7 @@ from onbeat.text.grammar.guard import GrammarGuard
 
 ENDPOINTS = OPEN_PATHS | {
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),
-    *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
     *("/tokenize", "/detokenize", "/tokenizer_info", INVOCATIONS_PATH),
     *("/v1/embeddings", COHERE_PATH, POOLING_PATH, *RERANK_PATHS, *SCORE_PATHS),
     *("/fleet", "/fleet/drain", "/fleet/scale", "/fleet/restart"),

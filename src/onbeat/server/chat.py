@@ -174,9 +174,10 @@ async def chat_prompt(body: ChatCompletionRequest, request: Request, services: S
 
     Raises
     ------
-    OnbeatError : the template, or the model's context, does not take the chat.
+    OnbeatError : the chat is refused, or the template does not take it.
     ClientGone : the caller has left.
     """
+    check_common(body, services.config, services.info)
     text = body.forwarded_ids or await _rendered(body, request, services)
     return await _encoded(text, body, request, services)
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any, Literal
 
+import orjson
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.answer import AnswerResponse
 from onbeat.server.answer_format import new_head
-from onbeat.server.answer_models import ModelResponse
+from onbeat.server.answer_models import InputTokens, ModelResponse
 from onbeat.server.body import WHOLE, Flag, read_body
-from onbeat.server.chat import TokenWriter, chat_requests
+from onbeat.server.chat import ChatCompletionRequest, TokenWriter, chat_prompt, chat_requests
 from onbeat.server.errors import ApiError, unsupported
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.middleware import context_of
-from onbeat.server.openapi import generation_route
+from onbeat.server.openapi import generation_route, tokenizer_route
 from onbeat.server.responses_format import ResponseFormat
 from onbeat.server.server_config import MAX_MESSAGES
 from onbeat.server.services import Services
@@ -146,6 +149,12 @@ class ResponseRequest(GenerationRequest):
         }
 
 
+def _chat_of(body: ResponseRequest, request: Request) -> AbstractAsyncContextManager[ChatCompletionRequest]:
+    body.check()
+    messages = messages_of(body.input, body.instructions)
+    return as_chat(body, body.chat_fields(), messages, body.metadata, _NAMES, request)
+
+
 def messages_of(items: str | Sequence[dict[str, Any]], instructions: str | None) -> PlacedMessages:
     """Return the items of a response's input as the messages of a chat.
 
@@ -229,10 +238,8 @@ def response_routes(services: Services) -> APIRouter:
         """Answer with a response, which is not stored."""
         services.lifecycle.check_open()
         body = await read_body(request, ResponseRequest)
-        body.check()
         head = new_head("resp", services.check_model(body.model), joint="_")
-        messages = messages_of(body.input, body.instructions)
-        async with as_chat(body, body.chat_fields(), messages, body.metadata, _NAMES, request) as chat:
+        async with _chat_of(body, request) as chat:
             requests, options = await chat_requests(chat, request, head, services)
         shown, ids = "", requests[0].prompt_token_ids
         if body.enable_response_messages:
@@ -242,9 +249,21 @@ def response_routes(services: Services) -> APIRouter:
         answer.prompt_field = body.prompt_field
         return answer
 
+    @router.post("/v1/responses/input_tokens", **tokenizer_route(ResponseRequest, InputTokens))
+    async def input_tokens(request: Request) -> Response:
+        """Return how many tokens the prompt of a response has."""
+        body = await read_body(request, ResponseRequest)
+        services.check_model(body.model)
+        async with _chat_of(body, request) as chat:
+            num_tokens = len(await chat_prompt(chat, request, services))
+        answer = {"object": "response.input_tokens", "input_tokens": num_tokens}
+        return Response(orjson.dumps(answer), media_type="application/json")
+
     @router.api_route("/v1/responses/{rest:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
-    async def stored() -> Response:
+    async def stored(rest: str) -> Response:
         """Say that nothing is stored."""
+        if rest == "input_tokens":
+            raise HTTPException(405, headers={"allow": "POST"})
         raise ApiError(404, _NO_STATE, code="response_not_stored")
 
     return router

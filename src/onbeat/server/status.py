@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import orjson
@@ -91,8 +92,10 @@ def model_routes(services: Services) -> APIRouter:
     def card(name: str) -> dict[str, Any]:
         return {
             "id": name,
-            "object": "model",
+            **dict.fromkeys(("object", "type"), "model"),
+            "display_name": name,
             "created": services.created,
+            "created_at": f"{datetime.fromtimestamp(services.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
             "owned_by": "onbeat",
             "root": services.info.model_name,
             "max_model_len": services.info.max_model_len,
@@ -100,8 +103,10 @@ def model_routes(services: Services) -> APIRouter:
 
     @router.get("", response_model=ModelList, responses=error_answers(401))
     async def list_models() -> Response:
-        """List the names under which the model answers."""
-        return _json({"object": "list", "data": [card(name) for name in services.model_names]})
+        """List the names under which the model answers, with OpenAI's fields and Anthropic's."""
+        names = services.model_names
+        pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return _json({"object": "list", "data": list(map(card, names)), **pages})
 
     @router.get("/{model:path}", response_model=ModelCard, responses=error_answers(400, 401, 404))
     async def retrieve_model(model: str) -> Response:

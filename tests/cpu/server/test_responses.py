@@ -208,3 +208,14 @@ async def test_what_clients_send_back_is_taken(served: Served, engine: FakeEngin
     answer = await served.post(RESPONSES, {"input": [own], "prompt_logprobs": 0})
     assert answer.headers["x-onbeat-ignored-fields"] == "prompt_logprobs, input[].content[].odd"
     assert engine.requests[-1].num_prompt_logprobs is None
+
+
+async def test_the_tokens_of_an_input_are_counted(served: Served, engine: FakeEngine) -> None:
+    asked: dict[str, Any] = {"model": "fake/model", "input": "hi", "instructions": "be kind", "tools": [TOOL]}
+    counted = await served.post(f"{RESPONSES}/input_tokens", asked)
+    assert (await served.post(RESPONSES, {**asked, "text": {"verbosity": "medium"}})).status == 200
+    num_tokens = len(engine.requests[-1].prompt_token_ids)
+    assert counted.json == {"object": "response.input_tokens", "input_tokens": num_tokens}
+    assert (await served.client.responses.input_tokens.count(**asked)).input_tokens == num_tokens
+    refused = await served.post(f"{RESPONSES}/input_tokens", {**asked, "previous_response_id": "resp_1"})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "previous_response_id")

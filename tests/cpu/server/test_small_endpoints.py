@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -72,6 +73,10 @@ async def test_served_names(engine: FakeEngine) -> None:
         models = (await served.get("/v1/models")).json
         assert [model["id"] for model in models["data"]] == ["gpt", "alias"]
         assert models["data"][0]["root"] == "fake/model"
+        assert (models["has_more"], models["first_id"], models["last_id"]) == (False, "gpt", "alias")
+        card = (await served.get("/v1/models/alias", headers={"anthropic-version": "2023-06-01"})).json
+        assert (card["type"], card["display_name"]) == ("model", "alias")
+        assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
         assert (await ask_chat(served))["model"] == "gpt"
         assert (await ask_chat(served, model="alias"))["model"] == "alias"
         assert (await served.post(CHAT, {"messages": HELLO, "model": "fake/model"})).status == 404
