@@ -154,7 +154,7 @@ def _show(output: OutputOptions, results: list[BenchResult]) -> None:
     from onbeat.bench.result import group_errors
     from onbeat.metrics.jobs import lines_of_jobs
     from onbeat.report.breakdown import breakdown_tables, worst_decile_line
-    from onbeat.report.result import merge_warnings
+    from onbeat.report.result import merge_texts
     from onbeat.report.table import error_table, run_tables, sweep_table
 
     console = result_console()
@@ -174,7 +174,7 @@ def _show(output: OutputOptions, results: list[BenchResult]) -> None:
             console.print(title + line, markup=False, highlight=False)
         for line in lines_of_jobs(result.jobs):
             console.print(line, markup=False, highlight=False)
-    for warning in merge_warnings(results):
+    for warning in merge_texts(results):
         console.print(f"note: {warning}", markup=False, highlight=False)
     if any(result.is_interrupted for result in results):
         console.print("interrupted: this is a partial result", style="bold yellow")
@@ -213,7 +213,7 @@ def _report(path: Path, output: OutputOptions, results: list[BenchResult], setti
     from onbeat.bench.outcome_table import outcome_notes
     from onbeat.report.run_report import write_report
 
-    noted = [replace(result, warnings=(*result.warnings, *outcome_notes(result))) for result in results]
+    noted = [replace(result, remarks=tuple(outcome_notes(result))) for result in results]
     write_report(path, noted, percentiles=output.percentiles(), settings=settings)
 
 

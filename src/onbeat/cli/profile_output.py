@@ -51,7 +51,7 @@ def write_report(path: Path, result: ProfileResult) -> None:
     body += page.grid([_scatter(result), _error_figure(result), draft_figure(result)])
     body += table(ERROR_HEADER, error_rows(result)) + table(STEP_HEADER, typical_rows(result))
     body += table(DRAFT_HEADER, draft_rows(result))
-    body += notes([limits_line(result)])
+    body += notes([limits_line(result)], kind="note plain")
     page.write(path, "onbeat profile", body)
 
 

@@ -199,8 +199,8 @@ def gaps_figure(result: AnyResult, num_runs: int = 1) -> Figure | None:
     end = np.nextafter(times.max(), np.inf)  # the last gap belongs to the last slice
     edges = np.linspace(0, end, min(NUM_TIME_BINS, max(2, times.size // 50)) + 1)
     bins = np.digitize(times, edges) - 1
-    filled = np.unique(bins)
-    centres = (edges[:-1] + edges[1:])[filled] / 2
+    filled = set(bins.tolist())
+    centres = (edges[:-1] + edges[1:]) / 2
     data: list[dict[str, Any]] = [
         {
             "type": "scatter",
@@ -216,17 +216,22 @@ def gaps_figure(result: AnyResult, num_runs: int = 1) -> Figure | None:
         data.append(
             {
                 "type": "scatter",
-                "mode": "lines",
+                "mode": "lines+markers",  # a slice alone between empty ones has no line
                 "name": "median" if level == 50 else f"P{level}",
                 "x": rounded(centres),
-                "y": rounded([np.percentile(gap_ms[bins == index], level) for index in filled]),
+                "y": [
+                    rounded([np.percentile(gap_ms[bins == index], level)])[0] if index in filled else None
+                    for index in range(centres.size)
+                ],
                 "line": {"color": colour, "width": 2},
+                "marker": {"size": 3},
             }
         )
     layout = {
         "xaxis": {"title": {"text": "seconds since start"}, "rangemode": "tozero"},
         "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
         "showlegend": True,
+        "legend": {"itemsizing": "constant"},  # else the dot of a gap is too small to see
         "height": 340,
     }
     return {"title": "Gaps between deliveries (TBT) over time", "data": data, "layout": layout}

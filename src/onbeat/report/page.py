@@ -108,11 +108,11 @@ def folded(title: str, body: str) -> str:
     return f"<details><summary>{html.escape(title)}</summary>\n{body}</details>\n"
 
 
-def notes(texts: Sequence[str]) -> str:
-    """Return a box with remarks; nothing if there are none."""
+def notes(texts: Sequence[str], kind: Literal["note", "note plain"] = "note") -> str:
+    """Return a box with warnings, or one with plain facts; nothing if there are none."""
     if not texts:
         return ""
-    return '<div class="note">' + "".join(f"<p>{html.escape(text)}</p>" for text in texts) + "</div>\n"
+    return f'<div class="{kind}">' + "".join(f"<p>{html.escape(text)}</p>" for text in texts) + "</div>\n"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Sequence[int] = ()) -> str:

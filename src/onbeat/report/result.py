@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import orjson
 
@@ -159,6 +159,9 @@ class RunResult(Generic[R]):
     start: float = 0.0
     """On the clock of the records, seconds."""
     warnings: tuple[str, ...] = ()
+    """What makes its numbers less than they look."""
+    remarks: tuple[str, ...] = ()
+    """Plain facts beside them."""
     client: ClientTimes | None = None
     """Of a measured run."""
     machine: MachineSummary | None = None
@@ -192,15 +195,15 @@ class RunResult(Generic[R]):
 AnyResult = RunResult[ReportedRequest]
 
 
-def merge_warnings(results: Sequence[AnyResult]) -> list[str]:
-    """Return each different warning once, with the runs that it is about unless it is about all."""
+def merge_texts(results: Sequence[AnyResult], kind: Literal["warnings", "remarks"] = "warnings") -> list[str]:
+    """Return each different text of a kind once, with the runs that it is about unless it is about all."""
     about: dict[str, list[str]] = {}
     for result in results:
-        for warning in result.warnings:
-            about.setdefault(warning, []).append(result.title)
+        for text in getattr(result, kind):
+            about.setdefault(text, []).append(result.title)
     return [
-        warning if len(titles) == len(results) else f"{warning} ({', '.join(titles)})"
-        for warning, titles in about.items()
+        text if len(titles) == len(results) else f"{text} ({', '.join(titles)})"
+        for text, titles in about.items()
     ]
 
 

@@ -23,7 +23,7 @@ from onbeat.report.breakdown import (
 from onbeat.report.limit_lines import with_limits
 from onbeat.report.objectives import limits_of, run_text
 from onbeat.report.page import Figure, Page, heading, notes, table
-from onbeat.report.result import AnyResult, RunHeader, merge_warnings
+from onbeat.report.result import AnyResult, RunHeader, merge_texts
 from onbeat.report.table import (
     CLASS_COLUMNS,
     class_rows,
@@ -147,10 +147,10 @@ def _sweep_tiles(results: Sequence[AnyResult]) -> list[tuple[str, str]]:
 
 
 def _notes(results: Sequence[AnyResult], what: str) -> str:
-    texts = merge_warnings(results)
+    texts = merge_texts(results)
     if any(result.is_interrupted for result in results):
         texts.insert(0, f"This {what.lower()} was interrupted: the numbers cover what had happened by then.")
-    return notes(texts)
+    return notes(texts) + notes(merge_texts(results, "remarks"), kind="note plain")
 
 
 def _run_sections(page: Page, result: AnyResult, percentiles: Sequence[float]) -> str:

@@ -4,6 +4,7 @@ import base64
 import gzip
 import re
 from array import array
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, cast
@@ -76,6 +77,27 @@ def test_a_report_loads_nothing(tmp_path: Path) -> None:
 
     assert page.references == []
     assert page.num_places == len(page.figures) == 6
+
+
+def test_lines_of_gaps_have_holes_where_no_token_came() -> None:
+    late = make_records(40)
+    for record in late[20:]:
+        record.sent, record.end = record.sent + 60.0, record.end + 60.0
+        record.delivery_times = array("d", [time + 60.0 for time in record.delivery_times])
+    figure = charts.gaps_figure(make_result(late))
+    assert figure
+    for line in figure["data"][1:]:
+        assert line["y"][0] is not None
+        assert line["y"][len(line["y"]) // 2] is None
+        assert len(line["x"]) == len(line["y"])
+
+
+def test_plain_facts_are_no_warnings(tmp_path: Path) -> None:
+    result = replace(make_result(), warnings=("too late",), remarks=("all of 30",))
+    path = tmp_path / "report.html"
+    write_report(path, [result], percentiles=(50,), settings={})
+    boxes = dict(re.findall(r'<div class="(note[^"]*)"><p>(.*?)</p></div>', path.read_text()))
+    assert boxes == {"note": "too late", "note plain": "all of 30"}
 
 
 def test_plotly_is_there_once(tmp_path: Path) -> None:

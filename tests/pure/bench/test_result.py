@@ -14,7 +14,7 @@ from onbeat.bench.saved import default_file_name, to_document
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.metrics.summary import SummaryOptions
-from onbeat.report.result import merge_warnings, write_document
+from onbeat.report.result import merge_texts, write_document
 from tests.pure.bench.results import START, failure, make_records, make_result
 
 # What `vllm bench serve` writes, less what only its own servers and audio models have.
@@ -191,7 +191,7 @@ def test_a_client_is_warned_of_where_its_lateness_matters(
 
     assert late.client.p99_dispatch_lag_ms == pytest.approx(lag * 1e3)
     assert [f"more than 5 % of {what}" in warning for warning in late.warnings] == ([True] if what else [])
-    assert merge_warnings([late, make_result(title="fine")]) == [f"{text} (late)" for text in late.warnings]
+    assert merge_texts([late, make_result(title="fine")]) == [f"{text} (late)" for text in late.warnings]
 
 
 def test_an_objective_that_nothing_kept_is_named() -> None:

@@ -23,13 +23,13 @@
     for (const name of Object.keys(full)) {
       if (!/^[xy]axis/.test(name)) continue;
       full[name] = Object.assign({}, axis, full[name]);
-      full[name].title = Object.assign({ font: { size: 12, color: muted } }, full[name].title);
+      full[name].title = Object.assign({ font: { size: 12, color: muted }, standoff: 10 }, full[name].title);
     }
     return Object.assign(full, {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: "system-ui, sans-serif", size: 12, color: ink },
       margin: { l: 56, r: 24, t: full.showlegend ? 40 : 14, b: 48 },
-      legend: { orientation: "h", y: 1.0, yanchor: "bottom", x: 0, font: { size: 11 } },
+      legend: Object.assign({ orientation: "h", y: 1.0, yanchor: "bottom", x: 0, font: { size: 11 } }, full.legend),
       modebar: { bgcolor: "rgba(0,0,0,0)", color: muted, activecolor: ink },
       hovermode: "closest",
     });
