@@ -33,7 +33,7 @@ FORGOTTEN_AFTER = 60.0
 """Seconds after its deadline at which an open job is forgotten, and after its last call, if that is later."""
 LONGEST_KEPT = 60.0
 """Seconds for which the KV of a call is kept behind its end at most, and not beyond the job's deadline."""
-_MOST_LOOKED_AT = 64
+_MOST_LOOKED_AT = 16
 """Jobs of which it is looked at each call whether they are to be forgotten: nobody waits for all of them."""
 _SAME = 2e-3
 """Seconds by which two statements of one deadline may differ, as clocks are rounded."""

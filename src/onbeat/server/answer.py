@@ -97,6 +97,8 @@ class AnswerResponse(Response):
         self._slow_readers = services.slow_readers
         self._encoder = services.encoder
         self._caller = ""
+        self.repeated_size = 0
+        """Characters that take as long to be encoded as what a stream repeats of its request."""
 
     @property
     def name(self) -> str:
@@ -166,7 +168,7 @@ class AnswerResponse(Response):
             if not isinstance(error, OnbeatError):
                 logger.exception("%s failed while streaming", context.completion_id)
             return self._writer.failed(reply)
-        return self._writer.end()
+        return await self._encoder.off_loop(self._caller, self.repeated_size, self._writer.end)
 
     async def _collect(self, deltas: AsyncGenerator[ChoiceDelta, None]) -> list[Piece]:
         """Return the pieces of the whole answer."""
@@ -188,9 +190,10 @@ class AnswerResponse(Response):
         return pieces
 
     async def _send_delta(self, delta: ChoiceDelta, send: Send) -> None:
-        num_scores = len(delta.choice.prompt_logprobs or ())  # of an echo, all in its first event
-        events = partial(self._writer.events, delta)
-        body = await self._encoder.off_loop(self._caller, _SCORE_SIZE * num_scores, events)
+        size = _SCORE_SIZE * len(delta.choice.prompt_logprobs or ())  # of an echo, all in its first event
+        if not self._num_begun:
+            size += self.repeated_size
+        body = await self._encoder.off_loop(self._caller, size, partial(self._writer.events, delta))
         delta.choice.prompt_logprobs = None
         self._num_begun += 1
         start = time.monotonic() if self._flow is not None and self._flow.write_paused else None

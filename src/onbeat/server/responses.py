@@ -241,12 +241,12 @@ def response_routes(services: Services) -> APIRouter:
         head = new_head("resp", services.check_model(body.model), joint="_")
         async with _chat_of(body, request) as chat:
             requests, options = await chat_requests(chat, request, head, services)
-        shown, ids = "", requests[0].prompt_token_ids
+        context, shown, ids = context_of(request.scope), "", requests[0].prompt_token_ids
         if body.enable_response_messages:
-            caller = context_of(request.scope).caller
-            shown = await services.encoder.off_loop(caller, len(ids), lambda: writer.text(ids))
+            shown = await services.encoder.off_loop(context.caller, len(ids), lambda: writer.text(ids))
         answer = AnswerResponse(chat, requests, options, ResponseFormat(head, body, writer, shown), services)
         answer.prompt_field = body.prompt_field
+        answer.repeated_size = context.num_body_bytes // 64
         return answer
 
     @router.post("/v1/responses/input_tokens", **tokenizer_route(ResponseRequest, InputTokens))

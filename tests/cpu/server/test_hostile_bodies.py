@@ -121,6 +121,33 @@ HIDDEN: dict[str, tuple[str, Callable[[], str], int]] = {
         tool_choice="required",
         tools=tools(1, parameters={"properties": {str(each): {} for each in range(30_000)}}),
     ),
+    "tools that a response repeats": (
+        *written(
+            "/v1/responses",
+            input="hi",
+            stream=True,
+            tool_choice="none",
+            tools=[
+                {"type": "function", "name": f"f{n}", "parameters": {"a": "x" * 80_000}} for n in range(128)
+            ],
+        )[:2],
+        200,
+    ),
+    "inputs of tools": written(
+        "/v1/messages",
+        model="fake/model",
+        max_tokens=1,
+        messages=[
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": [[]] * 6}}] * 4000,
+            }
+        ],
+    ),
+    "a document for a query": (
+        *written("/rerank", query="a", documents=["b"], top_n=1, user="x" * (LIMIT - 200))[:2],
+        200,
+    ),
     "words that are not to come": (
         *written(TEXT, prompt="a", bad_words=["x" * 100] * 128, max_tokens=1)[:2],
         200,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from onbeat.core.request import Request
+from onbeat.jobs import book
 from onbeat.server import jobs
 from onbeat.server.jobs import JOB_HEADERS
 from tests.cpu.server.asking import CHAT, TEXT, ask_chat, ask_text, check
@@ -186,6 +187,21 @@ async def test_a_new_class_is_not_refused_for_what_nobody_knows_of_it(
     job = {"id": "b", "e2e_ms": 5000, "calls_left": 3, "class": "new"}
     first = await ask_text(served, slo={"job": job, "shed": True})
     assert first["slo"]["job"]["calls"] == 1
+
+
+async def test_whoever_opens_jobs_without_end_keeps_nobody_out(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(book, "MOST_JOBS", 20)
+    for number in range(60):
+        job = {"id": f"flood {number}", "e2e_ms": 86_400_000, "calls_left": 9}
+        await ask_text(served, max_tokens=1, slo={"job": job})
+        if number in (0, 10):
+            await ask_text(served, slo={"job": JOB | {"calls_left": 3}})
+        if number == 20:
+            last = await ask_text(served, slo={"job": JOB | {"e2e_ms": None, "calls_left": 0}})
+            assert (last["slo"]["job"]["calls"], last["slo"]["job"]["met"]) == (3, True)
+    assert "onbeat_jobs_open 20.0" in (await served.get("/metrics")).body.decode()
 
 
 async def test_an_embedding_is_no_call_of_a_job(served: Served) -> None:
