@@ -23,10 +23,10 @@ TINY_EOS = 210
 _FORMATS = jsonschema.FormatChecker(formats=["date", "ipv4", "uuid", "email"])
 
 
-def make_compiler() -> GrammarCompiler:
+def make_compiler(**options: Any) -> GrammarCompiler:
     """Return the compiler of all bytes."""
     texts = [bytes([byte]) for byte in range(256)] + WORDS + [b"<end>"]
-    return GrammarCompiler(Vocabulary(texts, [EOS], [EOS], None), VOCAB_SIZE)
+    return GrammarCompiler(Vocabulary(texts, [EOS], [EOS], None), VOCAB_SIZE, **options)
 
 
 def make_tiny_compiler() -> GrammarCompiler:

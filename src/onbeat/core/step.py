@@ -167,6 +167,8 @@ class GuidedRows(NamedTuple):
     """Of these, refused, and drawn again."""
     seconds: float = 0.0
     """That it took on the host."""
+    row_seconds: Mapping[str, float] = MappingProxyType({})
+    """Request id -> what its row took of that."""
 
 
 NOTHING_GUIDED = GuidedRows()

@@ -11,6 +11,7 @@ from time import perf_counter
 
 from onbeat.core.errors import EngineError, Overloaded
 from onbeat.core.request import Grammar
+from onbeat.engine.container import usable_cores
 from onbeat.engine.messages import AddRequest
 from onbeat.text.grammar.compiler import GrammarCompiler, Vocabulary
 from onbeat.text.grammar.guide import Guide
@@ -21,6 +22,8 @@ STACK_BYTES = 64 << 20
 (`text.grammar.guard`) has a quarter, so that what passes there cannot overflow here."""
 MOST_COMPILING = 64
 """Grammars that may wait for the thread."""
+MOST_MASK_THREADS = 4
+"""That find masks: each has a lexer of its own of each grammar that is asked for again."""
 
 
 class GrammarPort:
@@ -67,7 +70,11 @@ class GrammarPort:
 
     def cached(self, grammar: Grammar) -> Guide | None:
         """Return a guide at the start of a grammar that is compiled; None where it is not."""
-        return None if self._compiler is None else self._compiler.cached(grammar)
+        compiler = self._compiler
+        guide = None if compiler is None else compiler.cached(grammar)
+        if compiler is not None and guide is not None and compiler.is_narrow(grammar):
+            self._thread().submit(compiler.compile, grammar)  # which others will ask for, too
+        return guide
 
     def prepare(self, grammar: Grammar | None) -> None:
         """Have a grammar compiled, of a request that comes with its KV: it is not to wait for it."""
@@ -169,9 +176,11 @@ class CompilingRequests:
 def _load_compiler(path: Path, vocab_size: int, *, spells: bool) -> GrammarCompiler:
     tokenizer = load_tokenizer(path)
     vocabulary = Vocabulary.of(tokenizer, vocab_size)
-    if not spells:
-        return GrammarCompiler(vocabulary, vocab_size)
-    return GrammarCompiler(vocabulary, vocab_size, partial(tokenizer.encode, add_special_tokens=False))
+    encode: Callable[[str], list[int]] = partial(tokenizer.encode, add_special_tokens=False)
+    num_threads = max(1, min(MOST_MASK_THREADS, usable_cores() // 2))
+    return GrammarCompiler(
+        vocabulary, vocab_size, encode if spells else lambda _: [], num_threads=num_threads
+    )
 
 
 def _with_stack(worker: ThreadPoolExecutor) -> ThreadPoolExecutor:

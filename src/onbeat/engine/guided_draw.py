@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import perf_counter, thread_time
 
 import numpy as np
 
@@ -47,6 +47,8 @@ class GuideOutcome:
     """Row index to why its grammar cannot be followed; the request is at fault, and its KV is sound."""
     failures: dict[int, str] = field(default_factory=dict)
     """Row index to why its grammar was not followed, where the engine is at fault."""
+    row_seconds: dict[int, float] = field(default_factory=dict)
+    """Row index to the processor time of its grammar."""
 
     @property
     def errors(self) -> dict[int, str]:
@@ -59,6 +61,12 @@ class GuideOutcome:
         self.num_redrawn += part.num_redrawn
         self.seconds += part.seconds
         self.faults |= {indices[place]: message for place, message in part.faults.items()}
+        for place, seconds in part.row_seconds.items():
+            self.charge(indices[place], seconds)
+
+    def charge(self, index: int, seconds: float) -> None:
+        """Count processor time of a row."""
+        self.row_seconds[index] = self.row_seconds.get(index, 0.0) + seconds
 
     def note(self, index: int, error: Exception) -> None:
         """Note why a row has no token."""
@@ -90,7 +98,7 @@ def hold_to_grammars(
     """
     start = perf_counter()
     outcome = GuideOutcome(len(guided))
-    refused = [index for index in guided if not _takes(rows, index, token_ids, outcome)]
+    refused = [index for index in guided if not _takes(rows[index], index, token_ids[index], outcome)]
     if refused:
         outcome.num_redrawn = len(refused)
         _draw_again(rows, refused, token_ids, redraw, outcome)
@@ -114,23 +122,30 @@ def _draw_again(
         if index in outcome.faults or index in outcome.failures:
             continue
         has_one = len(allowed_A) > 0 and token_ids[index] != NO_TOKEN
-        if not (has_one and _takes(rows, index, token_ids, outcome)):
+        if not (has_one and _takes(rows[index], index, token_ids[index], outcome, is_allowed=True)):
             outcome.faults[index] = rows[index].dead_end
 
 
-def _takes(rows: Sequence[SamplingRow], index: int, token_ids: Sequence[int], outcome: GuideOutcome) -> bool:
+def _takes(
+    row: SamplingRow, index: int, token_id: int, outcome: GuideOutcome, *, is_allowed: bool = False
+) -> bool:
     """Return whether a row's grammar allows its token, which has come then; True where it needs none."""
-    row, token_id = rows[index], token_ids[index]
+    start = thread_time()
     try:
         guide = _guide_of(row)
         if guide.is_complete:
             return True  # of a step that was planned before its end was known: nobody gets the token
+        if is_allowed and token_id not in row.stops:
+            guide.take(token_id)
+            return True
         return guide.accepts(token_id) or (
             token_id in row.stops and guide.may_end and not row.holds_back_stops
         )
     except Exception as error:  # what a library does to one row is not to end the step of all
         outcome.note(index, error)
         return True
+    finally:
+        outcome.charge(index, thread_time() - start)
 
 
 def _guide_of(row: SamplingRow) -> Guide:
@@ -151,17 +166,21 @@ def allowed_ids(rows: Sequence[SamplingRow], refused: Sequence[int], outcome: Gu
     words_GW = np.zeros((len(refused), tokens.num_words), np.uint32)
     address, num_bytes = words_GW.ctypes.data, words_GW.strides[0]
     ends: list[tuple[int, int]] = []
-    for line, index in enumerate(refused):
-        row = rows[index]
+
+    def fill(line: int, index: int) -> None:
+        row, start = rows[index], thread_time()
         try:
             guide = _guide_of(row)
             guide.fill_mask(address + line * num_bytes, num_bytes)
+            if guide.may_end and not row.holds_back_stops:
+                ends.extend((line, token_id) for token_id in row.stops if token_id < tokens.vocab_size)
         except Exception as error:  # as above
             outcome.note(index, error)
             words_GW[line] = 0
-            continue
-        if guide.may_end and not row.holds_back_stops:
-            ends += ((line, token_id) for token_id in row.stops if token_id < tokens.vocab_size)
+        outcome.charge(index, thread_time() - start)
+
+    lines = sorted(enumerate(refused), key=lambda each: id(getattr(rows[each[1]].guide, "lane", None)))
+    tokens.for_each(fill, lines)
     tokens.clear_ends(words_GW)
     for line, token_id in ends:
         words_GW[line, token_id >> 5] |= np.uint32(1 << (token_id & 31))

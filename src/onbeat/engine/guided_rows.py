@@ -76,10 +76,13 @@ def guided_rows(rows: Sequence[SamplingRow], request_ids: Sequence[str], outcome
         for row, request_id in zip(rows, request_ids, strict=True)
         if row.guide is not None and row.guide.is_complete
     ]
+    # Threads that worked at once took less than the sum; one that had to wait for a core took no more.
+    share = min(1.0, outcome.seconds / max(sum(outcome.row_seconds.values()), 1e-9))
     return GuidedRows(
         frozenset(completed),
         {request_ids[index]: message for index, message in outcome.faults.items()},
         outcome.num_tokens,
         outcome.num_redrawn,
         outcome.seconds,
+        {request_ids[index]: share * seconds for index, seconds in outcome.row_seconds.items()},
     )

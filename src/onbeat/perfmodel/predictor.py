@@ -85,8 +85,8 @@ MAX_CHUNK_TOKENS = 1 << 22
 GUIDED_ROW_SECONDS = 3e-5
 """What a row under a grammar adds to a step until steps have told: each token is asked about, some 6 us, and
 one in five is refused, some 120 us."""
-_GUIDES_MEMORY = 256
-"""Steps with grammars over which their mean forgets."""
+_GUIDES_MEMORY = 16
+"""Steps with grammars over which their mean forgets: which of them run changes as fast."""
 _FIRST_PROBE = 256
 _MOST_SECANTS = 6
 

@@ -19,7 +19,7 @@ def put_kv(call: dict[str, Any], request: Request, adoption: RecordedAdoption | 
     if request.pooling is not None:
         call["pooling"] = request.pooling
     if request.sampling.grammar is not None:
-        call["is_guided"] = True
+        call["is_guided"], call["guide_seconds"] = True, request.sampling.grammar.seconds
     if request.kept_for:
         call["kept_for"] = request.kept_for
     if request.num_external_tokens:
@@ -70,8 +70,6 @@ def put_counts(
         call["drafted"] = result.num_drafted
     if result.num_available is not None:
         call["available"] = result.num_available
-    if result.guided is not None:
-        call["guide_seconds"] = result.guided.seconds
 
 
 def _delivered_counts(

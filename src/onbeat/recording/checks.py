@@ -86,6 +86,7 @@ _FIELDS: Mapping[str, _Check] = {
     "admitted": _all(_row_of(_is_count, _is_count, _are_counts)),
     "released": _all(lambda value: _is_count(value) or _is_text(value)),
     "undelivered": _by_number(_is_count),
+    "row_guide_seconds": _by_number(_is_number),
     "finished": _by_number(_REASONS.__contains__),
     "block_hashes": lambda value: _are_hashes(value) or _by_number(_are_hashes)(value),
     "verb": _is_text,

@@ -2,7 +2,7 @@
 
 The file is gzip-compressed text with one JSON object a line:
 
-1. the header: ``{"file": "onbeat-record", "schema_version": 11, ...}`` with the fields of `RecordHeader`;
+1. the header: ``{"file": "onbeat-record", "schema_version": 12, ...}`` with the fields of `RecordHeader`;
 2. one line a call, named by its field ``call``: ``add``, ``abort``, ``schedule``, ``update``, ``handover``,
    with the fields of the classes below, defaults left out;
 3. the trailer: ``{"call": "end", "calls": N}`` with the number of calls. A file without it is cut short.
@@ -33,6 +33,8 @@ not.
 10 ``add`` of a request under a grammar (`AddCall.is_guided`), and what grammars did in a step
    (`UpdateCall.guide_seconds`, `UpdateCall.faults`)
 11 ``add`` of a request whose KV is kept behind its end (`AddCall.kept_for`)
+12 what a token under a grammar takes: as a trial found (`AddCall.guide_seconds`), and each row of a step
+   (`UpdateCall.row_guide_seconds`)
 == ==================================================================================================
 """
 
@@ -43,13 +45,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from onbeat.core.handover import StreamDeadlines
-from onbeat.core.request import Pooling, WholeRequest
+from onbeat.core.request import UNKNOWN_GRAMMAR, Pooling, WholeRequest
 from onbeat.core.slo import ShedMode
 
 DEADLINES = tuple(each.name for each in fields(StreamDeadlines))
 """Of `RecordedAdoption.deadlines`, in the order in which a file has them."""
 FILE_KIND = "onbeat-record"
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 READABLE_VERSIONS = tuple(range(1, SCHEMA_VERSION + 1))
 TRAILER = "end"
 
@@ -132,6 +134,8 @@ class AddCall:
     """How its prompt became its embedding; None where it has output tokens."""
     is_guided: bool = False
     """Whether its answer had to match a grammar."""
+    guide_seconds: float = UNKNOWN_GRAMMAR.seconds
+    """What a token of that grammar took in a trial."""
     kept_for: float = 0.0
     """Seconds for which its KV was to be kept behind its end."""
 
@@ -207,6 +211,8 @@ class UpdateCall:
     """Of these, requests whose grammar could not be followed; their KV was sound."""
     guide_seconds: float | None = None
     """That grammars took; None where no row had one."""
+    row_guide_seconds: Mapping[int, float] = field(default_factory=dict)
+    """Request -> what its row took of that."""
     block_hashes: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
     """Request -> hashes of blocks that its new tokens filled."""
 

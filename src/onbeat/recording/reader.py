@@ -12,7 +12,7 @@ import orjson
 
 from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.handover import StreamDeadlines
-from onbeat.core.request import WholeRequest
+from onbeat.core.request import UNKNOWN_GRAMMAR, WholeRequest
 from onbeat.core.slo import ShedMode
 from onbeat.recording.checks import Consistency, check_fields
 from onbeat.recording.lines import GzipLines
@@ -206,6 +206,7 @@ def _add_call(values: Mapping[str, Any]) -> AddCall:
         is_scored=values.get("is_scored", False),
         pooling=values.get("pooling"),
         is_guided=values.get("is_guided", False),
+        guide_seconds=values.get("guide_seconds", UNKNOWN_GRAMMAR.seconds),
         kept_for=values.get("kept_for", 0.0),
     )
 
@@ -294,6 +295,7 @@ def _update_call(values: Mapping[str, Any]) -> UpdateCall:
         failed=tuple(values.get("failed", ())),
         faults=tuple(values.get("faults", ())),
         guide_seconds=values.get("guide_seconds"),
+        row_guide_seconds={int(each): took for each, took in values.get("row_guide_seconds", {}).items()},
         block_hashes={
             int(request): _hashes(hashes) for request, hashes in values.get("block_hashes", {}).items()
         },

@@ -261,6 +261,10 @@ class RecordWriter:
             "seconds": seconds,
         }
         put_counts(call, scheduled, result, outputs)
+        if result.guided is not None:
+            call["guide_seconds"] = result.guided.seconds
+            took = [(self._open.get(name), seconds) for name, seconds in result.guided.row_seconds.items()]
+            call["row_guide_seconds"] = {str(each.number): seconds for each, seconds in took if each}
         finished: dict[str, str] = {}
         failed: list[int] = []
         faults: list[int] = []

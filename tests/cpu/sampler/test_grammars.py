@@ -18,6 +18,7 @@ from onbeat.engine.guided_rows import begin_guide
 from onbeat.engine.logprobs import token_logprobs
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.sampling_row import SamplingRow
+from onbeat.text.grammar.guide import GrammarTooComplex
 from onbeat.text.grammar.source import choice_grammar, json_grammar, regex_grammar
 from tests.grammars import EOS, VOCAB_SIZE, make_compiler
 
@@ -265,3 +266,37 @@ def test_a_port_that_is_warmed_up_has_its_compiler():
     assert port.guide(GRAMMARS[0]).may_end is False
     assert loaded == [1]
     port.close()
+
+
+def test_masks_of_several_threads_are_those_of_one():
+    """Rows of one grammar have lexers by turns, as many as there are threads, once it is asked for again."""
+    wide = make_compiler(num_threads=3)
+    for _ in range(4):
+        wide.compile(GRAMMARS[0])
+    rows = [
+        [
+            guided_row(compiler, grammar, temperature=1.0, seed=seed)
+            for seed in range(24)
+            for grammar in GRAMMARS
+        ]
+        for compiler in (COMPILER, wide)
+    ]
+    assert len({id(row.guide.lane) for row in rows[1] if row.params.grammar is GRAMMARS[0]}) == 3
+    for step in range(4):
+        one, several = (Sampler(VOCAB_SIZE).sample(logits_of(step, 120), each) for each in rows)
+        assert one.token_ids == several.token_ids
+        assert one.errors == several.errors == {}
+        assert several.guides.row_seconds.keys() == set(range(120))
+        for row, token_id in zip(rows[0] + rows[1], one.token_ids * 2, strict=True):
+            row.output_token_ids.append(token_id)
+
+
+def test_a_lexer_at_its_limit_is_not_given_to_others():
+    compiler = make_compiler(room=1)
+    grammar = json_grammar({"type": "object", "properties": {f"p{number}": {} for number in range(600)}})
+    guide, first = compiler.compile(grammar), compiler.cached(grammar)
+    with pytest.raises(GrammarTooComplex):
+        guide.consume([ord("{")])
+    assert first.lane is guide.lane
+    assert compiler.cached(grammar) is None
+    assert compiler.compile(grammar).lane is not guide.lane

@@ -185,9 +185,9 @@ class RecordedRun:
             ends = {name: self.num_tokens[name] % 31 for name in guided if name not in failed}
             faults = {name: "lost" for name, end in ends.items() if end == 7}
             completed = [name for name, end in ends.items() if end == 11]
-            result = replace(
-                result, guided=GuidedRows(frozenset(completed), faults, seconds=0.001 * len(guided))
-            )
+            took = {name: 0.004 * (self.num_tokens[name] % 7) for name in guided}
+            rows = GuidedRows(frozenset(completed), faults, seconds=0.001 * len(guided), row_seconds=took)
+            result = replace(result, guided=rows)
         outputs = self.scheduler.update(scheduled, result, now)
         self.note(outputs)
         self.writer.update(scheduled, result, outputs, now=now, seconds=seconds)

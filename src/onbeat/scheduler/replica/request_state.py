@@ -65,12 +65,20 @@ class RequestState:
     """
 
     __slots__ = (
-        *("admitted_step_id", "block_hashes", "block_ids", "draft", "is_guided", "is_in_flight"),
-        *("kept_until", "max_total_tokens", "num_allocated_tokens", "num_cached_tokens"),
+        *(
+            "admitted_step_id",
+            "block_hashes",
+            "block_ids",
+            "draft",
+            "guide_seconds",
+            "is_guided",
+            "is_in_flight",
+        ),
+        *("kept_until", "last_step_id", "max_total_tokens", "num_allocated_tokens", "num_cached_tokens"),
         *("num_computed_tokens", "num_hit_tokens", "num_in_flight_drafts", "num_in_flight_tokens"),
         *("num_preemptions", "num_prompt_tokens", "num_registered_blocks", "num_tokens"),
         *("num_tokens_to_register", "output_token_ids", "queued_work", "request", "request_id"),
-        *("scheduled_time", "slo", "sort_key", "status", "stop_token_ids"),
+        *("scheduled_time", "sits_out", "slo", "sort_key", "status", "stop_token_ids"),
     )
 
     def __init__(
@@ -93,7 +101,14 @@ class RequestState:
         self.draft = DraftState()
         self.max_total_tokens = min(self.num_prompt_tokens + request.sampling.max_tokens, max_model_len)
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
-        self.is_guided = request.sampling.grammar is not None
+        grammar = request.sampling.grammar
+        self.is_guided = grammar is not None
+        self.guide_seconds = 0.0 if grammar is None else grammar.seconds
+        """What a token of it takes on the host for its grammar."""
+        self.last_step_id = -1
+        """Of those in which its grammar was asked."""
+        self.sits_out = False
+        """Whether its next token has to wait for a step that has time for its grammar; see `guides`."""
         self.block_ids: list[int] = []
         self.num_allocated_tokens = 0
         """KV slots in `block_ids`."""

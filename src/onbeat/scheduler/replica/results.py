@@ -17,6 +17,7 @@ from onbeat.core.step import (
     SchedulerOutput,
 )
 from onbeat.core.step_time import LearnsGuides, StepTimeModel
+from onbeat.scheduler.replica.guides import learn
 from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
@@ -171,6 +172,7 @@ class StepResults:
         outputs = _let_go_of_sharers(step.states, scheduled, failed, self._table) if failed else []
         if result.guided is not None:
             self._feedback.observe_guides(scheduled.shape.num_guided_rows, result.guided.seconds)
+            learn(step.states, result.guided.row_seconds)
         self._feedback.observe(
             scheduled.shape, step.planned_at, now, has_run=not failed or _has_run(step.states, failed)
         )

@@ -65,9 +65,10 @@ def commit_rows(
         rows.append(advance_chunk(state, admission.num_new_tokens, shape))
         states.append(state)
     if table.num_guided:
-        shape.num_guided_rows = sum(
-            [state.is_guided and row.samples > 0 for state, row in zip(states, rows, strict=True)]
-        )
+        for state, row in zip(states, rows, strict=True):
+            if state.is_guided and row.samples:
+                shape.num_guided_rows += 1
+                state.last_step_id = step_id
     if table.num_pooled:
         rows = [_pooled_row(row, state, shape) for row, state in zip(rows, states, strict=True)]
     return new_tuple(CommittedRows, (rows, states, admitted))

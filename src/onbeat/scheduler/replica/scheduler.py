@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.fleet import ReplicaLoad
@@ -10,6 +11,7 @@ from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput, SchedulerState
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.checks import check_queue, check_request, has_choice_in
+from onbeat.scheduler.replica.guides import take_turns, trim_prompts
 from onbeat.scheduler.replica.handover import Handovers
 from onbeat.scheduler.replica.load_report import LoadReporter
 from onbeat.scheduler.replica.policies import make_policy
@@ -192,7 +194,10 @@ class Scheduler:
         if not self.running and not self.waiting:
             return None
         start = self.in_flight.last_plan = self.in_flight.next_start(now)
+        left = take_turns(self.running) if self.table.num_guided else inf
         plan = self._compose(start)
+        if left < inf:
+            trim_prompts(plan, left)
         if plan.is_empty and not (plan.preempted or plan.infeasible or plan.overdue):
             return None
         return self._commit(plan, now)

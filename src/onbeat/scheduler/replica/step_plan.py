@@ -166,7 +166,7 @@ class StepPlan:
             num_computed, num_in_flight = state.num_computed_tokens, state.num_in_flight_tokens
             if (
                 state.num_tokens + num_in_flight - num_computed == 1
-                and not state.is_in_flight
+                and not (state.is_in_flight or state.sits_out)
                 and not (num_in_flight and state.will_be_full)
             ):
                 if num_computed >= state.num_allocated_tokens:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isclose
 from typing import Any
 
@@ -162,7 +162,7 @@ class Replay:
             sampling=SamplingParams(
                 max_tokens=call.max_tokens,
                 stop_token_ids=(STOP_TOKEN_ID,),
-                grammar=UNKNOWN_GRAMMAR if call.is_guided else None,
+                grammar=replace(UNKNOWN_GRAMMAR, seconds=call.guide_seconds) if call.is_guided else None,
             ),
             arrival=call.arrival,
             priority=call.priority,
@@ -336,7 +336,8 @@ class Replay:
         faults = {name: broken.pop(name) for name in map(self._ids.__getitem__, call.faults)}
         guided = None
         if call.guide_seconds is not None:
-            guided = GuidedRows(faults=faults, seconds=call.guide_seconds)
+            took = {self._ids[request]: seconds for request, seconds in call.row_guide_seconds.items()}
+            guided = GuidedRows(faults=faults, seconds=call.guide_seconds, row_seconds=took)
         return ModelRunnerOutput(
             sampled,
             failed=broken or None,

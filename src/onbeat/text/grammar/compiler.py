@@ -104,6 +104,7 @@ class GrammarCompiler:
     vocab_size : of the model; may be larger.
     encode : spells text that a grammar forces; by default nothing is spelled.
     room : see `limits`.
+    num_threads : that find masks, each for guides of a lexer of its own.
     """
 
     def __init__(
@@ -112,25 +113,35 @@ class GrammarCompiler:
         vocab_size: int,
         encode: Callable[[str], list[int]] = lambda _: [],
         room: int = ROOM,
+        num_threads: int = 1,
     ) -> None:
         self._limits = limits(room)
         wrapper: Any = TokenizerWrapper(_LibraryTokenizer(vocabulary, vocab_size))
         eos: Any = vocabulary.eos_token_ids or None
         self._tokenizer = LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=eos)
-        self._tokens = TokenRules(vocab_size, frozenset(vocabulary.eos_token_ids), encode)
-        self._prototypes: OrderedDict[str, tuple[Guide, int]] = OrderedDict()
+        self._tokens = TokenRules(vocab_size, frozenset(vocabulary.eos_token_ids), encode, num_threads)
+        self._prototypes: OrderedDict[str, tuple[list[Guide], int]] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
         """Of the prototypes."""
 
     def cached(self, grammar: Grammar) -> Guide | None:
-        """Return a guide at the start of a grammar that is compiled; None where it is not."""
+        """Return a guide at the start of a grammar that is compiled; None where it is not.
+
+        Lexers take turns; those that are broken are forgotten.
+        """
         with self._lock:
-            found = self._prototypes.get(grammar.key)
-            if found is None:
+            guides, _ = self._prototypes.get(grammar.key, ([], 0))
+            guides[:] = [guide for guide in guides[1:] + guides[:1] if not guide.lane.is_broken]
+            if not guides:
                 return None
             self._prototypes.move_to_end(grammar.key)
-            return found[0].copy()
+            return guides[-1].copy()
+
+    def is_narrow(self, grammar: Grammar) -> bool:
+        """Whether a grammar has fewer lexers than there are threads; `compile` makes it another one."""
+        guides, _ = self._prototypes.get(grammar.key, ([], 0))
+        return len(guides) < self._tokens.num_threads
 
     def compile(self, grammar: Grammar) -> Guide:
         """Return a guide at the start of a grammar.
@@ -140,7 +151,7 @@ class GrammarCompiler:
         InvalidRequest : the library refuses it.
         """
         guide = self.cached(grammar)
-        if guide is not None:
+        if guide is not None and not self.is_narrow(grammar):
             return guide
         matcher = self.matcher(grammar)
         if matcher.is_error():
@@ -160,7 +171,8 @@ class GrammarCompiler:
 
     def _keep(self, grammar: Grammar, guide: Guide) -> None:
         size = _PROTOTYPE_BYTES + _BYTES_PER_CHARACTER * len(grammar.text)
-        self._prototypes[grammar.key] = guide, size
+        guides, others = self._prototypes.pop(grammar.key, ([], 0))
+        self._prototypes[grammar.key] = [*guides, guide], others + size
         self._num_bytes += size
         while len(self._prototypes) > MOST_PROTOTYPES or self._num_bytes > MOST_BYTES:
             _, (_, gone) = self._prototypes.popitem(last=False)

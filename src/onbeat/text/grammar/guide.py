@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +21,8 @@ from onbeat.core.errors import OnbeatError
 
 TokenIds = NDArray[np.int64]
 _WORD_BITS = 32
+_LEAST_AT_ONCE = 8
+"""Masks that threads find, which takes as long to begin as a few masks take."""
 _SPECIAL = b"\xff"
 """Begins a special token in the library's texts; no UTF-8 has it."""
 
@@ -37,6 +40,8 @@ class TokenRules:
     """Never allowed by a grammar itself."""
     encode: Callable[[str], list[int]]
     """Spells text that must come; it needs no start token."""
+    num_threads: int = 1
+    """That find masks at once."""
 
     @cached_property
     def num_words(self) -> int:
@@ -51,6 +56,24 @@ class TokenRules:
         for token_id in banned:
             lost[token_id // _WORD_BITS] += 1 << token_id % _WORD_BITS
         return tuple((word, ~np.uint32(bits)) for word, bits in lost.items())
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.num_threads, "onbeat-masks")
+
+    def for_each(self, work: Callable[[int, int], None], items: Sequence[tuple[int, int]]) -> None:
+        """Do work for each of some items, which have those of one lexer next to one another, and wait."""
+
+        def part(start: int) -> None:
+            for item in items[start : start + size]:
+                work(*item)
+
+        size = -(-len(items) // self.num_threads)
+        if self.num_threads == 1 or len(items) < _LEAST_AT_ONCE:
+            size = len(items)
+            part(0)
+        else:
+            list(self._threads.map(part, range(0, len(items), size)))
 
     def clear_ends(self, words_GW: NDArray[np.uint32]) -> None:
         """Take out of masks what a grammar itself never allows: tokens that end, and those that are none."""
@@ -69,6 +92,13 @@ def ids_in(words_W: NDArray[np.uint32]) -> TokenIds:
     return ids
 
 
+class Lane:
+    """What a guide and its copies share: the library's lexer, which works for one of them at a time."""
+
+    is_broken = False
+    """Whether a limit was reached; the lexer may be of no use to any of them from then on."""
+
+
 class Guide:
     """A grammar and the tokens so far; one a request.
 
@@ -78,19 +108,21 @@ class Guide:
     ----------
     matcher : of the library; its methods do not raise, so it is asked for its error after each.
     tokens : of the model.
+    lane : of the guide that it is a copy of.
 
     Raises
     ------
     GrammarTooComplex : any method, once a limit was reached. The guide is of no use from then on.
     """
 
-    def __init__(self, matcher: LLMatcher, tokens: TokenRules) -> None:
+    def __init__(self, matcher: LLMatcher, tokens: TokenRules, lane: Lane | None = None) -> None:
         self._matcher = matcher
         self.tokens = tokens
+        self.lane = lane or Lane()
 
     def copy(self) -> Guide:
         """Return one that stands at the same place and goes on by itself."""
-        return Guide(self._matcher.deep_copy(), self.tokens)
+        return Guide(self._matcher.deep_copy(), self.tokens, self.lane)
 
     def accepts(self, token_id: int) -> bool:
         """Return whether a token may come next; if it may, it has come."""
@@ -100,6 +132,11 @@ class Guide:
             return True
         self._check()
         return False
+
+    def take(self, token_id: int) -> None:
+        """Take a token that a mask allows, in half the time of `accepts`."""
+        self._matcher.consume_token(token_id)
+        self._check()
 
     def consume(self, token_ids: Sequence[int]) -> int:
         """Take tokens that have come; return how many the grammar allows."""
@@ -162,6 +199,7 @@ class Guide:
 
     def _check(self) -> None:
         if self._matcher.is_error():
+            self.lane.is_broken = True
             raise GrammarTooComplex(in_words(self._matcher.get_error()))
 
 

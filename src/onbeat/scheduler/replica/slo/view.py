@@ -77,8 +77,9 @@ class RunningView:
         for state in running:
             num_in_flight = state.num_in_flight_tokens
             num_tokens = state.num_tokens + num_in_flight
-            if state.is_in_flight or (num_in_flight and num_tokens >= state.max_total_tokens):
-                continue  # held, or full with what is in flight
+            is_full = num_in_flight and num_tokens >= state.max_total_tokens
+            if is_full or state.is_in_flight or state.sits_out:
+                continue  # full with what is in flight, held, or not its turn
             wanted = num_tokens - state.num_computed_tokens
             if wanted != 1:
                 if wanted > 1:
