@@ -137,16 +137,14 @@ def _read_line() -> str | None:
 @contextmanager
 def _unseen_keys() -> Iterator[None]:
     """Keep keys that are typed meanwhile from the screen; the next line begins with them."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    before = termios.tcgetattr(sys.stdin)
-    unseen = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
-    termios.tcsetattr(sys.stdin, termios.TCSANOW, unseen)
+    before = termios.tcgetattr(sys.stdin) if sys.stdin.isatty() else None
+    if before:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
     try:
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+        if before:
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 @dataclass(slots=True)
@@ -280,9 +278,9 @@ async def _check(response: aiohttp.ClientResponse) -> None:
 
 def _verdict(answer: Answer) -> str:
     """Return a line on an answer: how long it took, and with an objective what the server says of it."""
-    parts = [] if answer.num_tokens is None else [f"{answer.num_tokens} tokens"]
-    if answer.is_cut:
-        parts = [" ".join(["cut off at", *parts, "(--max-tokens)"])]
+    parts = (
+        [] if answer.num_tokens is None else [f"{'cut off at ' * answer.is_cut}{answer.num_tokens} tokens"]
+    )
     if slo := answer.slo:
         kept = "kept" if slo["met"] else "given up: best effort" if slo["relegated"] else "missed"
         forecast = slo.get("predicted_ttft_ms")

@@ -199,7 +199,6 @@ def gaps_figure(result: AnyResult, num_runs: int = 1) -> Figure | None:
     end = np.nextafter(times.max(), np.inf)  # the last gap belongs to the last slice
     edges = np.linspace(0, end, min(NUM_TIME_BINS, max(2, times.size // 50)) + 1)
     bins = np.digitize(times, edges) - 1
-    filled = set(bins.tolist())
     centres = (edges[:-1] + edges[1:]) / 2
     data: list[dict[str, Any]] = [
         {
@@ -216,25 +215,25 @@ def gaps_figure(result: AnyResult, num_runs: int = 1) -> Figure | None:
         data.append(
             {
                 "type": "scatter",
-                "mode": "lines+markers",  # a slice alone between empty ones has no line
+                "mode": "lines",
                 "name": "median" if level == 50 else f"P{level}",
                 "x": rounded(centres),
-                "y": [
-                    rounded([np.percentile(gap_ms[bins == index], level)])[0] if index in filled else None
-                    for index in range(centres.size)
-                ],
+                "y": [_percentile(gap_ms[bins == index], level) for index in range(centres.size)],
                 "line": {"color": colour, "width": 2},
-                "marker": {"size": 3},
             }
         )
     layout = {
         "xaxis": {"title": {"text": "seconds since start"}, "rangemode": "tozero"},
         "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
         "showlegend": True,
-        "legend": {"itemsizing": "constant"},  # else the dot of a gap is too small to see
         "height": 340,
     }
     return {"title": "Gaps between deliveries (TBT) over time", "data": data, "layout": layout}
+
+
+def _percentile(gap_ms: Array, level: int) -> float | None:
+    """Return a percentile; None of no gap, where a line has a hole."""
+    return rounded([np.percentile(gap_ms, level)])[0] if gap_ms.size else None
 
 
 def _gap_series(result: AnyResult) -> tuple[Array, Array]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import orjson
 
@@ -195,8 +195,8 @@ class RunResult(Generic[R]):
 AnyResult = RunResult[ReportedRequest]
 
 
-def merge_texts(results: Sequence[AnyResult], kind: Literal["warnings", "remarks"] = "warnings") -> list[str]:
-    """Return each different text of a kind once, with the runs that it is about unless it is about all."""
+def merge_texts(results: Sequence[AnyResult], kind: str = "warnings") -> list[str]:
+    """Return each `warnings` or `remarks` once, with the runs that it is about unless it is about all."""
     about: dict[str, list[str]] = {}
     for result in results:
         for text in getattr(result, kind):

@@ -195,7 +195,7 @@ def test_other_bad_files(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "mamba.gguf", "mamba")
     writer.add_block_count(1)
     finish(writer)
-    with pytest.raises(ModelLoadError, match=r"'mamba' is not supported: it needs .*; supported: gemma3"):
+    with pytest.raises(ModelLoadError, match="'mamba' is not supported; supported: gemma3"):
         open_checkpoint(gguf_files(tmp_path / "mamba.gguf"))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,6 +16,16 @@ NormPlaces = Literal["before", "after", "around"]
 """Where a layer's norms are: before attention and feed-forward (Llama), after them (OLMo 2), both (Gemma)."""
 QKNorm = Literal["head", "all"]
 """What a norm of queries and keys spans: each head by itself (Qwen 3), or all heads together (OLMo 2)."""
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "linear attention (gated DeltaNet)": ("qwen35", "qwen3next"),
+    "rotary positions of three parts": ("qwen2vl", "qwen25vl", "qwen3vl"),
+    "attention sinks and MXFP4 experts": ("gptoss",),
+    "layers with two head sizes and shared KV": ("gemma4",),
+    "latent attention (MLA)": ("deepseekv2", "deepseekv3", "deepseek2"),
+    "its text taken out of a multimodal checkpoint": ("mistral3",),
+    "attention in both directions": ("bert", "modernbert", "roberta", "xlmroberta", "gemma3text", "gemmaemb"),
+}
+"""Needs of the most used models, and how the names of these begin: lower case, letters and digits alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,3 +207,19 @@ class ModelConfig:
         if self.nope_layers and self.nope_layers[layer_index]:
             return NO_ROPE
         return self.local_rope if self.local_rope is not None and self.is_sliding(layer_index) else self.rope
+
+
+def unsupported_architecture(name: object, supported: Iterable[str], *, source: str) -> ModelLoadError:
+    """Return the error for an architecture that onbeat does not run.
+
+    Parameters
+    ----------
+    name, supported : as the source spells architectures.
+    source : what names it.
+    """
+    plain = re.sub(r"[^a-z0-9]", "", str(name).lower())
+    needs = [f": it needs {need}" for need, starts in _NEEDS.items() if plain.startswith(starts)]
+    return ModelLoadError(
+        f"{source}'s architecture {name!r} is not supported{''.join(needs)}; "
+        f"supported: {', '.join(sorted(supported))} (github.com/onbeat/onbeat: docs/models.md#families)"
+    )

@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.engine.model_config.architecture import Experts, ModelConfig, RopeConfig
+from onbeat.engine.model_config.architecture import Experts, ModelConfig, RopeConfig, unsupported_architecture
 from onbeat.engine.model_config.families import GGUF_FAMILIES
 from onbeat.engine.model_config.hf_rope import RopeSizes, longrope
-from onbeat.engine.model_config.needs import unsupported_architecture
 from onbeat.engine.model_config.values import Values
 
 _MUST_BE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {

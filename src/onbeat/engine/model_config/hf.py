@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from onbeat.core.errors import ModelLoadError
-from onbeat.engine.model_config.architecture import ModelConfig
+from onbeat.engine.model_config.architecture import ModelConfig, unsupported_architecture
 from onbeat.engine.model_config.families import FAMILIES, Family
 from onbeat.engine.model_config.families.gemma3 import text_part
 from onbeat.engine.model_config.hf_rope import RopeSizes, read_rope
-from onbeat.engine.model_config.needs import unsupported_architecture
 from onbeat.engine.model_config.values import Values
 
 _BY_MODEL_TYPE = {family.model_type: name for name, family in FAMILIES.items()}
@@ -18,6 +16,8 @@ _BY_MODEL_TYPE = {family.model_type: name for name, family in FAMILIES.items()}
 _MUST_BE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
+    "quantization_config": (),
+    "compression_config": (),
     "clip_qkv": (),
     "logit_scale": (1.0,),
     "attention_multiplier": (),
@@ -55,7 +55,6 @@ def model_config_from_hf(
     """
     values = Values(text_part(config), source="the model")
     family, has_head = _family(values)
-    _refuse_quantized(values)
     for key, neutral in _MUST_BE_NEUTRAL.items():
         if key not in family.reads:
             values.refuse_unless(key, *neutral)
@@ -103,17 +102,6 @@ def _family(values: Values) -> tuple[Family, bool]:
     if name not in FAMILIES:
         raise unsupported_architecture(names[0], FAMILIES, source="config.json")
     return FAMILIES[name], has_head
-
-
-def _refuse_quantized(values: Values) -> None:
-    for key in ("quantization_config", "compression_config"):
-        if key in values:
-            table = values.raw(key)
-            how = table.get("quant_method", key) if isinstance(table, dict) else key
-            raise ModelLoadError(
-                f"the model's weights are quantized ({how}), and onbeat reads quantized weights from GGUF "
-                "files alone: serve a GGUF file of it (owner/name:Q4_K_M), or its plain edition"
-            )
 
 
 def _dtype(values: Values) -> str | None:

@@ -84,9 +84,10 @@ class Values:
         value = self.raw(key)
         if value is not None and value not in neutral:
             wanted = " or ".join(["absent", *(repr(choice) for choice in neutral)])
+            cure = "; serve a GGUF file of the model instead" * key.startswith(("quantiz", "compression"))
             raise ModelLoadError(
                 f"{self._source} sets {self._prefix + key} to {value!r}, which onbeat does not support "
-                f"(it must be {wanted})"
+                f"(it must be {wanted}){cure}"
             )
 
     def wrong(self, key: str, value: Any, wanted: str) -> ModelLoadError:

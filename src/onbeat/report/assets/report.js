@@ -29,7 +29,7 @@
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: "system-ui, sans-serif", size: 12, color: ink },
       margin: { l: 56, r: 24, t: full.showlegend ? 40 : 14, b: 48 },
-      legend: Object.assign({ orientation: "h", y: 1.0, yanchor: "bottom", x: 0, font: { size: 11 } }, full.legend),
+      legend: { orientation: "h", y: 1.0, yanchor: "bottom", x: 0, font: { size: 11 }, itemsizing: "constant" },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: muted, activecolor: ink },
       hovermode: "closest",
     });
