@@ -88,10 +88,12 @@ class CorpusRun:
         """
         job, outcome = self._job, self.outcome
         with Embeddings(job.out) as output:
-            done = output.done()
+            digests = array("Q")
             for text in read_texts(job.path, job.field):
-                outcome.num_texts += 1
-                outcome.num_done += self._is_done(text, done)
+                digests.extend([0] * (text.line - len(digests)))
+                digests.append(text.digest)
+            done = output.done(digests)
+            outcome.num_texts, outcome.num_done = len(digests) - digests.count(0), sum(done)
             self._progress.begin(outcome.num_texts, outcome.num_done)
             if outcome.num_done < outcome.num_texts:
                 await self._embed_all(self._batches(done), output)
@@ -128,7 +130,7 @@ class CorpusRun:
                 return
             self._refuse(texts[0], str(refusal), sender)
         else:
-            output.write(zip(texts, embeddings, strict=True))
+            output.write(texts, embeddings, sender.model)
             self.outcome.num_done += len(texts)
             self._progress.advance(len(texts), sender.num_tokens, sender.problem)
 
@@ -142,7 +144,7 @@ class CorpusRun:
     def _batches(self, done: Sequence[int]) -> Iterator[list[Text]]:
         batch: list[Text] = []
         for text in read_texts(self._job.path, self._job.field):
-            if text.line < len(done) and done[text.line]:
+            if done[text.line]:
                 continue
             batch.append(text)
             if len(batch) == self._job.batch_size:
@@ -150,13 +152,3 @@ class CorpusRun:
                 batch = []
         if batch:
             yield batch
-
-    def _is_done(self, text: Text, done: array[int]) -> bool:
-        if text.line >= len(done) or not done[text.line]:
-            return False
-        if done[text.line] != text.digest:
-            raise ConfigError(
-                f"{self._job.path}:{text.line} is not the text whose embedding is in {self._job.out}: the "
-                "file has changed; choose another --out"
-            )
-        return True

@@ -81,6 +81,8 @@ class Sender:
         self._last_success = time.monotonic()
         self.num_tokens = 0
         """Of the texts that were embedded, as the server counts them."""
+        self.model: str | None = None
+        """As the server names it."""
         self.problem = ""
         """Why a request was last sent again; empty once one has been answered."""
 
@@ -119,6 +121,7 @@ class Sender:
             answer = orjson.loads(content)
             by_index = {each["index"]: each["embedding"] for each in answer["data"]}
             embeddings = [by_index[index] for index in range(num_texts)]
+            self.model = answer.get("model")
             self.num_tokens += int(answer.get("usage", {}).get("prompt_tokens", 0))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OnbeatError(

@@ -138,5 +138,5 @@ async def test_patience_ends(tmp_path: Path) -> None:
 
 async def test_a_corpus_that_has_changed(tmp_path: Path) -> None:
     await embed(FakeEndpoint(), tmp_path, ["a", "b"])
-    with pytest.raises(ConfigError, match=r"corpus.jsonl:2 is not the text whose embedding"):
+    with pytest.raises(ConfigError, match="line 2 of the corpus is not the text whose embedding"):
         await embed(FakeEndpoint(), tmp_path, ["a", "other"])
