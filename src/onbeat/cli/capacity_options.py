@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from onbeat.cli.args import LEVELS, RATES, listed, require_jobs
+from onbeat.cli.args import LEVELS, RATES, listed, require_jobs, require_repeats
 from onbeat.cli.options import milliseconds, read_value
 from onbeat.cli.outputs import ResultOptions
 from onbeat.core.errors import ConfigError
@@ -72,8 +72,7 @@ class CapacityOptions:
 
     def __post_init__(self) -> None:
         require_jobs(self.jobs)
-        if self.repeats < 1:
-            raise ConfigError(f"--repeats is {self.repeats}; it must be at least 1")
+        require_repeats(self.repeats)
         for each in changed(self) if self.is_sweep and self.objective is None else ():
             if each.name in {"tolerance", "repeats"}:
                 raise ConfigError(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from onbeat.cli.args import add_config_flag, checked, require_jobs
+from onbeat.cli.args import add_config_flag, checked, require_jobs, require_repeats
 from onbeat.cli.options import add_options, find_group, number, read_options
 from onbeat.cli.outputs import ResultOptions
 from onbeat.cli.workload import WorkloadOptions, offered_load
@@ -79,8 +79,9 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         require_jobs(self.jobs)
-        if min(self.repeats, self.candidates) < 1:
-            raise ConfigError("--repeats and --candidates must be at least 1")
+        require_repeats(self.repeats)
+        if self.candidates < 1:
+            raise ConfigError(f"--candidates is {self.candidates}; it must be at least 1")
         if not 0 <= self.headroom < inf:
             raise ConfigError(f"--headroom is {self.headroom:g}; it must be at least 0 per cent, such as 20")
 

@@ -113,7 +113,7 @@ class CorpusRun:
 
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(self._job.concurrency):
+                    for _ in range(min(self._job.concurrency, self.outcome.num_texts)):
                         group.create_task(work())
             except ExceptionGroup as errors:  # one is enough to end the run
                 raise errors.exceptions[0] from None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.cli.args import count, normalise, parse
+from onbeat.cli.args import count, normalise, parse, require_repeats
 from onbeat.cli.engine_args import find_model, model_name
 from onbeat.cli.main import COMMANDS, build_parser, main
 from onbeat.core.errors import ConfigError
@@ -200,3 +200,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert stop.value.code == 0
     assert capsys.readouterr().out == "onbeat 0.2.0\n"
+
+
+@pytest.mark.parametrize("repeats", [0, 10**20])
+def test_repeats_are_bounded(repeats: int) -> None:
+    with pytest.raises(ConfigError, match=f"--repeats is {repeats}; .* at most 1000"):
+        require_repeats(repeats)
