@@ -87,6 +87,7 @@ class AnswerResponse(Response):
             for index, request in enumerate(requests)
         ]
         self._num_choices = body.num_choices
+        self._is_bounded = body.bounds_answer
         self._deltas = services.generator.run(self._choices, text_options, self._now)
         self._flow: FlowControl | None = None
         """Of its connection; None where nobody says whether that is read."""
@@ -120,6 +121,11 @@ class AnswerResponse(Response):
         context.num_choices = self._num_choices
         context.max_tokens = [choice.request.sampling.max_tokens for choice in self._choices]
         try:
+            if context.allowance is not None:
+                num_prompt_tokens = usage_of(self._choices)["prompt_tokens"]
+                context.allowance.take_answers(
+                    num_prompt_tokens, context.max_tokens, is_stated=self._is_bounded
+                )
             with (
                 self._lifecycle.generation(),
                 self._jobs.call(context.job, self._choices) as self._writer.ticket,

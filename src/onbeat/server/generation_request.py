@@ -168,6 +168,11 @@ class GenerationRequest(ObjectiveFields, StructureFields):
         return self.max_tokens
 
     @property
+    def bounds_answer(self) -> bool:
+        """Whether it says how long an answer may be, or that it ends nowhere else."""
+        return (self.asked_max_tokens or self.default_max_tokens) is not None or bool(self.ignore_eos)
+
+    @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """Alternatives of each token whose log-probabilities are wanted; None where not even its own is."""

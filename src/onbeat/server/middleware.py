@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from starlette.datastructures import Headers, MutableHeaders
@@ -35,6 +35,9 @@ from onbeat.server.errors import (
 )
 from onbeat.server.server_config import MAX_QUOTED
 from onbeat.server.slo_defaults import key_digest
+
+if TYPE_CHECKING:
+    from onbeat.server.rate_limits import KeyAllowance
 
 logger = logging.getLogger("onbeat.server")
 
@@ -76,6 +79,8 @@ class HttpContext:
     started: float = field(default_factory=time.monotonic)
     key_digest: str | None = None
     """SHA-256 of the API key that let it in, hexadecimal; None where none was asked for."""
+    allowance: KeyAllowance | None = None
+    """None of keys without limits."""
     status: int = 0
     body: dict[str, Any] | None = None
     """What it asks for, where somebody has had to read that before its endpoint."""
