@@ -133,8 +133,8 @@ class EngineConfig:
         "auto",
         metavar="FILE",
         help="what predicts step times; FILE: a profile of `onbeat profile`; auto: the cached profile of "
-        "this model and machine, else roofline; calibrate: measure for some seconds now; roofline: estimate "
-        "from hardware limits; none: no predictions",
+        "this model and machine, else roofline, corrected by two steps timed now; calibrate: measure for "
+        "some seconds now; roofline: estimate from hardware limits; none: no predictions",
     )
     speculative: SpeculativeConfig | None = _engine(
         None,

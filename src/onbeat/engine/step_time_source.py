@@ -9,13 +9,13 @@ from pathlib import Path
 from onbeat.core.errors import ConfigError
 from onbeat.engine.busy import OthersMeter
 from onbeat.engine.load import LoadedModel
+from onbeat.engine.profiling.first_look import time_both
 from onbeat.engine.profiling.profiler import QUICK, limits_of, profile_model
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.speculation.build import DraftModelBuilder
 from onbeat.engine.step_time_spec import device_spec_of, model_spec_of, precision_of, profile_key_of
 from onbeat.engine.step_watch import StepWatch
 from onbeat.perfmodel.description import AnyDescription, SpeculativeDescription, StepTimeDescription
-from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.fitted import FittedModel
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
@@ -23,6 +23,7 @@ from onbeat.perfmodel.profile import MachineLimits, Profile
 from onbeat.perfmodel.profile_file import find_profile, profile_path, profiles_dir, read_profile
 from onbeat.perfmodel.speculative import BatchOperations, SpeculativeOperations, SpeculativeStepTime
 from onbeat.perfmodel.utilisation import StepOperations
+from onbeat.scheduler.replica.idle_check import ms_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class _Chooser:
             case "calibrate":
                 return self._calibrated()
             case "roofline":
-                return self._roofline(Detail("as asked for"))
+                return self._roofline(Detail("as asked for"), is_timed=False)
             case file:
                 return self._profiled(read_profile(Path(file), self._key), Path(file))
 
@@ -112,16 +113,21 @@ class _Chooser:
         return self._measured_beside(others, step_time)
 
     def _fitted(self, fitted: FittedModel, limits: MachineLimits | None) -> StepTime:
-        return self._learning(device_spec_of(self._key, limits), fitted)
+        return self._learning(self._target(limits, fitted))
 
-    def _roofline(self, reason: str) -> StepTime:
+    def _roofline(self, reason: str, *, is_timed: bool = True) -> StepTime:
         others = OthersMeter(self._loaded.device.num_threads)
-        limits = limits_of(self._loaded, self._key.device, self._precision.compute)
-        said = f"step times: estimated from hardware limits, corrected while serving ({reason})"
+        target = self._target(limits_of(self._loaded, self._key.device, self._precision.compute))
+        origin, timed = "estimated", ""
+        if is_timed:
+            steps = time_both(self._loaded, target.predictor())
+            target, origin = target.corrected(steps), "timed now"
+            took = ", ".join(f"{step.shape.num_new_tokens} in {ms_text(step.seconds)}" for step in steps)
+            timed = f"by steps timed now (tokens: {took}) and "
+        said = f"step times: estimated from hardware limits, corrected {timed}while serving ({reason})"
         self._say(Detail(said) if isinstance(reason, Detail) else said)
-        origin = f"estimated; `onbeat profile {self._loaded.name}` measures it in two minutes"
-        step_time = replace(self._learning(device_spec_of(self._key, limits), None), origin=origin)
-        return self._measured_beside(others, step_time)
+        origin += f"; `onbeat profile {self._loaded.name}` measures it in two minutes"
+        return self._measured_beside(others, replace(self._learning(target), origin=origin))
 
     def _measured_beside(self, others: OthersMeter, step_time: StepTime) -> StepTime:
         """Say so if what was measured is that of a busy machine."""
@@ -134,11 +140,12 @@ class _Chooser:
         )
         return replace(step_time, was_busy=True)
 
-    def _learning(self, device: DeviceSpec, fitted: FittedModel | None) -> StepTime:
-        target = StepTimeDescription(
-            model=self._spec, device=device, precision=self._precision, fitted=fitted
-        )
-        proposer = self._loaded.proposer
+    def _target(self, limits: MachineLimits | None, fitted: FittedModel | None = None) -> StepTimeDescription:
+        device = device_spec_of(self._key, limits)
+        return StepTimeDescription(model=self._spec, device=device, precision=self._precision, fitted=fitted)
+
+    def _learning(self, target: StepTimeDescription) -> StepTime:
+        device, proposer = target.device, self._loaded.proposer
         draft = self._draft_model(proposer, target) if isinstance(proposer, DraftModelBuilder) else None
         description: AnyDescription = target
         operations: BatchOperations = StepOperations(self._spec, self._precision)
@@ -151,7 +158,7 @@ class _Chooser:
             memory_bandwidth=device.memory_bandwidth,
             peak_flops=device.peak(self._precision.compute),
             drift=lambda: model.drift,
-            was_measured=fitted is not None,
+            was_measured=target.fitted is not None,
         )
         return StepTime(model, watch, description)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from onbeat.core.errors import ConfigError
@@ -17,7 +17,9 @@ from onbeat.perfmodel.nnls import NNLSForm
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.profile import MeasuredStep
 from onbeat.perfmodel.residual import ResidualModel
+from onbeat.perfmodel.roofline import Paces
 from onbeat.perfmodel.shape_range import ShapeRange
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 
@@ -30,11 +32,20 @@ class StepTimeDescription(FitTarget):
 
     fitted: FittedModel | None = None
     """None is the roofline alone."""
+    paces: Paces = ()
+    """What few steps took that were timed before the first one, over the roofline."""
 
     def predictor(self) -> Predictor:
         """Return the model as it is before its first step: it learns from each one that it is told of."""
-        plain = roofline_predictor(self) if self.fitted is None else fitted_predictor(self.fitted, self)
-        return plain.with_learning(DriftAlarm())
+        if self.fitted is None:
+            return roofline_predictor(self, self.paces).with_learning(DriftAlarm())
+        return fitted_predictor(self.fitted, self).with_learning(DriftAlarm())
+
+    def corrected(self, steps: Sequence[MeasuredStep]) -> StepTimeDescription:
+        """Return the roofline that meets these steps, which rise by their tokens."""
+        time = roofline_predictor(self).step_time
+        paces = tuple((step.shape.num_new_tokens, step.seconds / time(step.shape)) for step in steps)
+        return replace(self, paces=paces)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values, numbers in full."""
@@ -45,6 +56,7 @@ class StepTimeDescription(FitTarget):
             "parallelism": _values(self.parallelism),
             "precision": _values(self.precision),
             "fitted": None if fitted is None else _fitted_values(fitted),
+            "paces": [list(pace) for pace in self.paces],
         }
 
 
@@ -118,6 +130,7 @@ def _single(values: Mapping[str, Any]) -> StepTimeDescription:
         parallelism=_build(Parallelism, values["parallelism"]),
         precision=_build(Precision, values["precision"]),
         fitted=None if fitted is None else _fitted(fitted),
+        paces=tuple((int(tokens), float(pace)) for tokens, pace in values.get("paces", ())),
     )
 
 

@@ -18,7 +18,7 @@ from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import ServerTerms, check_profile, limited_device
 from onbeat.perfmodel.profile_file import read_profile
 from onbeat.perfmodel.residual import ResidualModel
-from onbeat.perfmodel.roofline import make_roofline
+from onbeat.perfmodel.roofline import Paces, at_paces, make_roofline
 
 ROOFLINE_SIGMA = 0.17
 """Spread of log(measured / predicted) of the roofline from data sheets: a median error of 12 %."""
@@ -95,11 +95,13 @@ def require_step_time(kind: str) -> str:
     return kind
 
 
-def roofline_predictor(target: FitTarget) -> Predictor:
-    """Return the predictor of data sheets alone."""
+def roofline_predictor(target: FitTarget, paces: Paces = ()) -> Predictor:
+    """Return the predictor of data sheets alone, or of these and how far a few steps were from them."""
     roofline = make_roofline(
         target.model, target.device, parallelism=target.parallelism, precision=target.precision
     )
+    if paces:
+        roofline = at_paces(roofline, paces)
     return Predictor(roofline, ResidualModel.log_normal(ROOFLINE_SIGMA))
 
 

@@ -9,6 +9,7 @@ arithmetic of matrices and LM head follows these rates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -181,6 +182,26 @@ def make_roofline(
 
 _NUM_KEPT = 1 << 12
 """Numbers of tokens, or of rows, whose time is kept: a scheduler comes back to the same few."""
+Paces = tuple[tuple[int, float], ...]
+"""(new tokens of a step, how many times as long it took), rising."""
+
+
+def at_paces(roofline: StepSeconds, paces: Paces) -> StepSeconds:
+    """Return times as many times as long as a step of few tokens and one of many took.
+
+    Between them the factor goes with the logarithm of the tokens: few rows read the weights, many compute.
+    """
+    one, run, ((few, first), (many, last)) = roofline.of_one, roofline.of_run, (paces[0], paces[-1])
+
+    @lru_cache(maxsize=_NUM_KEPT)
+    def pace(tokens: int) -> float:
+        share = math.log(max(tokens, few) / few) / math.log(many / few) if many > few else 1.0
+        return float(first * (last / first) ** min(share, 1.0))
+
+    return StepSeconds(
+        lambda shape: one(shape) * pace(shape.num_new_tokens),
+        lambda shape, contexts: [each * pace(shape.num_new_tokens) for each in run(shape, contexts)],
+    )
 
 
 def _linear_layers(at: _Coefficients) -> Callable[[int], float]:

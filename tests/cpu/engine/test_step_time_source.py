@@ -21,6 +21,8 @@ from onbeat.engine.build import build_engine
 from onbeat.engine.busy import Others, OthersMeter
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.load import prepare_model
+from onbeat.engine.profiling.batches import MeasuredBatch
+from onbeat.engine.profiling.measure import StepTimer
 from onbeat.engine.profiling.profiler import ProfileSettings, profile_model
 from onbeat.engine.progress import Detail
 from onbeat.engine.step_time_source import choose_step_time
@@ -87,18 +89,58 @@ def check_judged(steps: list[StepStats]) -> None:
         assert step.mfu > 0
 
 
-def test_without_a_profile_the_roofline_serves_alone_and_says_so(config):
-    steps, said = run(config)
+@pytest.mark.parametrize(("source", "origin"), [("auto", "timed now"), ("roofline", "estimated")])
+def test_without_a_profile_the_roofline_serves_and_says_how_well_it_is_known(config, source, origin):
+    steps, said = run(change(config, step_time_profile=source))
     check_judged(steps)
     detail, speed = said
     assert isinstance(detail, Detail)
     assert "estimated from hardware limits" in detail
+    assert ("timed now (tokens: 1 in " in detail) == (source == "auto")
     assert not isinstance(speed, Detail)
     assert re.fullmatch(
         r"speed: the first token of a prompt of \d+ tokens takes [\d.e-]+ ms, each further one [\d.e-]+ ms "
-        rf"\(estimated; `onbeat profile {re.escape(config.model.name)}` measures it in two minutes\)",
+        rf"\({origin}; `onbeat profile {re.escape(config.model.name)}` measures it in two minutes\)",
         speed,
     )
+
+
+def test_the_first_verdicts_are_of_what_this_machine_takes(config, monkeypatch):
+    """The roofline knows nothing of a machine that takes 12 ms for a decode and 200 for any prompt."""
+    timed: list[BatchShape] = []
+
+    def slow(self: StepTimer, batch: MeasuredBatch) -> float:
+        timed.append(batch.shape)
+        return 0.2 if batch.shape.num_chunks else 0.012
+
+    monkeypatch.setattr(StepTimer, "time", slow)
+    said: list[str] = []
+    classes = {"chat": SLO(tbt=0.01), "search": SLO(ttft=0.1), "report": SLO(tbt=0.02)}
+    core, _ = build_engine(change(config, slo_classes=classes), said.append)
+    core.shutdown()
+    assert "each further one 12 ms (timed now; " in next(line for line in said if line.startswith("speed"))
+    misses = [line for line in said if line.startswith("class")]
+    assert [line.partition(":")[0] for line in misses] == ["class chat", "class search"]
+    assert "one decode alone takes 12 ms" in misses[0]
+    assert {shape.num_chunks for shape in timed} == {0, 1}
+    assert len(timed) <= 6
+
+
+def test_a_decode_that_takes_long_is_all_that_a_start_waits_for(config, monkeypatch):
+    timed: list[BatchShape] = []
+    monkeypatch.setattr(StepTimer, "time", lambda _, batch: (timed.append(batch.shape), 0.3)[1])
+    _, said = run(config)
+    assert {shape.num_chunks for shape in timed} == {0}
+    assert "tokens: 1 in 300 ms)" in said[0]
+
+
+def test_what_was_timed_at_the_start_leaves_nothing_behind(config):
+    loaded = prepare_model(config).load(lambda _: None)
+    chosen = choose_step_time("auto", loaded, lambda _: None)
+    assert chosen.description is not None
+    (decode, prompt) = chosen.description.paces
+    assert decode[0] == 1 < prompt[0] <= loaded.limits.max_model_len
+    assert not loaded.runner.batch.slots
 
 
 def test_the_matching_profile_is_found(config, profile):

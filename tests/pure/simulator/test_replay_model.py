@@ -17,8 +17,11 @@ from onbeat.perfmodel.description import (
 from onbeat.perfmodel.device_spec import cpu_device, find_device
 from onbeat.perfmodel.fitted import FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.perfmodel.models import roofline_predictor
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.profile import MeasuredStep
+from onbeat.perfmodel.runs import seconds_of_each
 from onbeat.recording.log import RecordHeader
 from onbeat.scheduler.scheduler_config import SpeculationConfig
 from onbeat.simulator.replay.model import learning_model, recorded_step_time_model
@@ -57,9 +60,15 @@ def describe(kind: str) -> StepTimeDescription:
     )
 
 
-@pytest.mark.parametrize("kind", ["bare", "roofline", "nnls"])
+TIMED = [
+    MeasuredStep(shape, factor * describe("bare").predictor().step_time(shape))
+    for shape, factor in ((shape_of(1, 0), 2.0), (shape_of(0, 128), 9.0))
+]
+
+
+@pytest.mark.parametrize("kind", ["bare", "corrected", "roofline", "nnls"])
 def test_a_described_model_predicts_and_learns_the_same(kind: str) -> None:
-    description = describe(kind)
+    description = describe("bare").corrected(TIMED) if kind == "corrected" else describe(kind)
     text = orjson.dumps(description.as_json())
     again = description_from_json(orjson.loads(text))
     assert again == description
@@ -72,6 +81,30 @@ def test_a_described_model_predicts_and_learns_the_same(kind: str) -> None:
                 model.observe(shape, 0.02 + 2e-3 * index)
     assert ours.drift == theirs.drift
     assert ours.step_time(SHAPES[3]) != description.predictor().step_time(SHAPES[3]), "it learned"
+
+
+def test_what_was_timed_is_predicted_and_what_lies_between_lies_between() -> None:
+    """A decode twice, a prompt nine times as long as the roofline says: no common factor meets both."""
+    plain, model = describe("bare").predictor(), describe("bare").corrected(TIMED).predictor()
+    for step in TIMED:
+        assert model.step_time(step.shape) == pytest.approx(step.seconds)
+    factors = [
+        model.step_time(shape_of(0, tokens)) / plain.step_time(shape_of(0, tokens))
+        for tokens in (2, 8, 16, 64, 128, 512)
+    ]
+    assert factors == sorted(factors)
+    assert 2 < factors[0] < 3
+    assert factors[2] == pytest.approx((2 * 9) ** 0.5 * (2 / 9) ** (0.5 - 4 / 7))
+    assert factors[4:] == pytest.approx([9, 9])
+    (decode, _) = TIMED
+    alone = describe("bare").corrected([decode]).predictor()
+    assert alone.step_time(shape_of(0, 128)) == pytest.approx(2 * plain.step_time(shape_of(0, 128)))
+
+
+def test_times_of_a_run_are_those_of_its_steps_one_by_one() -> None:
+    model = roofline_predictor(describe("bare"), ((1, 2.0), (128, 9.0)))
+    shape, contexts = shape_of(9, 0), [900 + 9 * step for step in range(9)]
+    assert list(model.step_times(shape, contexts)) == seconds_of_each(model.step_time, shape, contexts)
 
 
 def test_a_device_of_a_data_sheet_can_be_described() -> None:
