@@ -9,9 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from llguidance.gbnf_to_lark import gbnf_to_lark
-
 from onbeat.core.errors import InvalidRequest
+from onbeat.text.grammar.gbnf import gbnf_to_lark
 from onbeat.text.grammar.limits import check_schema, check_size, schemas_in
 from onbeat.text.grammar.patterns import DATA, changed, with_rust_patterns
 from onbeat.text.grammar.source import JsonStyle, Schema, embedded_json, lark_text
@@ -34,10 +33,10 @@ def lark_of(text: str) -> str:
             end = after
         return "".join((*parts, text[end:]))
     try:
-        return str(gbnf_to_lark(text))
-    except Exception as error:  # the library raises its plainest kind, too
-        why = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise InvalidRequest(f"the grammar is not valid GBNF: {why[:200]}", code="invalid_value") from error
+        return gbnf_to_lark(text)
+    except RecursionError as error:
+        why = "the grammar is not valid GBNF: it is nested too deep"
+        raise InvalidRequest(why, code="invalid_value") from error
 
 
 @dataclass(frozen=True, slots=True)
