@@ -103,6 +103,7 @@ class FakeEngine:
     priority_scheduling: bool = False
     pooling: Pooling = "last"
     generates: bool = True
+    sampling_defaults: dict[str, int | float] = field(default_factory=dict)
     observers: list[StepObserver] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     """All that ever came."""
@@ -132,6 +133,7 @@ class FakeEngine:
             pooling=self.pooling,
             embedding_size=EMBEDDING_SIZE,
             generates=self.generates,
+            sampling_defaults=self.sampling_defaults,
         )
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, quoted
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _MOST_OF_A_DEVICE = 2**20
@@ -87,6 +87,22 @@ def read_json(path: Path, what: str = "", *, hint: str = "") -> dict[str, Any]:
         raise _unreadable(path, what, f"not valid JSON ({error})" + hint) from error
     if not isinstance(content, dict):
         raise _unreadable(path, what, f"it holds a JSON {type(content).__name__}, not an object" + hint)
+    return content
+
+
+def parse_object(text: str, what: str, hint: str = "") -> dict[str, Any]:
+    """Read a JSON object that was given on a command line.
+
+    Raises
+    ------
+    ConfigError : it is none; the message begins with `what` and ends with `hint`.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{what} is not JSON ({error}): {quoted(text)}{hint}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{what} must be a JSON object, got {quoted(text)}{hint}")
     return content
 
 

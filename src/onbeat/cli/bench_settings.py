@@ -5,7 +5,6 @@ Names and defaults are those of `vllm bench serve` wherever it has the flag.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +18,10 @@ from onbeat.bench.payload import Api
 from onbeat.cli.args import key_headers, numbers
 from onbeat.cli.bench_load import DatasetOptions, LoadOptions
 from onbeat.cli.workload import ObjectiveOptions
-from onbeat.core.errors import ConfigError, quoted
+from onbeat.core.errors import ConfigError
 from onbeat.core.options import changed, option, part, settings_of
 from onbeat.core.slo import SLOMode, slo_mode_option
+from onbeat.files import parse_object
 from onbeat.metrics.summary import METRICS, SummaryOptions
 from onbeat.workload.load_source import JOB_LOADS
 
@@ -123,7 +123,7 @@ class SamplingOptions:
         ConfigError : --extra-body is no JSON object.
         """
         # Greedy by default: a load test should do the same work each time.
-        return {"temperature": 0.0} | self._given() | self._extra()
+        return {"temperature": 0.0} | self._given() | parse_object(self.extra_body, "--extra-body")
 
     def body_of_embeddings(self) -> dict[str, Any]:
         """Return the fields that are added to each request for an embedding.
@@ -135,21 +135,12 @@ class SamplingOptions:
         if given := self._given():
             flag = "--" + next(iter(given)).replace("_", "-")
             raise ConfigError(f"{flag} is given, but embeddings sample nothing: leave it out")
-        return self._extra()
+        return parse_object(self.extra_body, "--extra-body")
 
     def _given(self) -> dict[str, Any]:
         names = (each.name for each in settings_of(SamplingOptions) if each.name != "extra_body")
         found = {name: getattr(self, name) for name in names}
         return {name: value for name, value in found.items() if value is not None and value is not False}
-
-    def _extra(self) -> dict[str, Any]:
-        try:
-            extra = json.loads(self.extra_body)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"--extra-body is not JSON ({error}): {quoted(self.extra_body)}") from error
-        if not isinstance(extra, dict):
-            raise ConfigError(f"--extra-body must be a JSON object, got {self.extra_body!r}")
-        return extra
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,6 @@ def _limits_nothing(text: str) -> bool:
 _SWITCH = 0
 _BY_PATH = "one server answers chats, makes embeddings and scores texts; the path of a request says which"
 _POLICY_CUTS = "the policy decides which prompts are cut"
-_NO_DEFAULTS = "no sampling defaults are read from a model; requests state their own"
 _ONE_MACHINE = "an engine runs on one machine; --launcher ray puts replicas on others"
 _SPEED_OF_GPUS = "it tunes vLLM's GPU kernels and graphs; the GPU engine here chooses its own"
 
@@ -87,7 +86,6 @@ FOREIGN_FLAGS = (
     ForeignFlag("--disable-cascade-attn", _SPEED_OF_GPUS, _SWITCH),
     ForeignFlag("--max-parallel-loading-workers", "weights are loaded by as many as it takes"),
     # What has one value here.
-    ForeignFlag("--generation-config", _NO_DEFAULTS, values=("auto", "vllm")),
     ForeignFlag("--kv-cache-dtype", "KV has the type of the computation", values=("auto",)),
     ForeignFlag("--tokenizer-mode", "there is one kind of tokenizer", values=("auto", "hf")),
     ForeignFlag("--config-format", "config.json and GGUF are read", values=("auto", "hf")),
@@ -129,7 +127,6 @@ MISSING_FLAGS: Mapping[str, str] = {
     "--tool-parser-plugin --reasoning-parser-plugin "
     "--io-processor-plugin",
     "a model's configuration is taken as it is": "--hf-config-path --rope-scaling --rope-theta",
-    _NO_DEFAULTS: "--override-generation-config",
     "no Unix sockets yet; listen on --host 127.0.0.1": "--uds",
     "traces are of requests; --timeline writes the steps": "--collect-detailed-traces",
     "the log never holds prompts or answers": "--enable-log-outputs --enable-log-deltas",

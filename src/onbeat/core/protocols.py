@@ -52,6 +52,8 @@ class EngineInfo:
     """Numbers of an embedding."""
     generates: bool = True
     """Whether the model has an output head, so that it can generate tokens."""
+    sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)
+    """Fields of `SamplingParams` that requests get which state nothing, and their values."""
     file_digests: Mapping[str, str] = field(default_factory=dict)
     """Name of each of the model's files -> digest of what it held when it was loaded."""
 

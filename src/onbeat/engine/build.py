@@ -33,6 +33,7 @@ from onbeat.scheduler.replica.idle_check import IdleCheck
 from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+from onbeat.text.sampling_defaults import sampling_defaults
 
 _SWITCH_SECONDS = 2e-4
 """Between threads of the interpreter: at its 5 ms one that plans would hold up another that launches."""
@@ -70,12 +71,17 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     with unchanged(config.model) as digests:
         loader = prepare(config)
         _check_predictions(config, loader)
+        chosen = config.generation_config, config.override_generation_config
+        defaults = sampling_defaults(config.model.path, *chosen)
         start_record = create_record(config.record) if config.record else None
         with short_memory_in_words(loader.device.device):
             loaded = loader.load(on_progress)
             step_time = predict(config.step_time_profile, loaded, on_progress)
     objectives = _watch_objectives(config, loaded, step_time, on_progress)
-    info = _describe(loaded, config, digests)
+    if defaults:
+        values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        on_progress(f"sampling defaults: {values} (--generation-config vllm takes none of the model's)")
+    info = replace(_describe(loaded, config, digests), sampling_defaults=defaults)
     overlaps = loaded.runner.overlaps if config.async_scheduling is None else config.async_scheduling
     max_in_flight_steps = 2 if overlaps else 1
     if loaded.runner.overlaps:

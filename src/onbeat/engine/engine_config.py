@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option, part
 from onbeat.core.slo import SLO
 from onbeat.engine.speculation.speculative_config import METHODS, SpeculativeConfig, parse_speculative_config
+from onbeat.files import parse_object
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 
@@ -72,6 +73,18 @@ class EngineConfig:
         "all; auto: as the model's files say, else last",
     )
     seed: int = _model(0, help="seed of dummy weights")
+    generation_config: str = _model(
+        "auto",
+        metavar="SOURCE",
+        help="sampling defaults of requests; auto: those of the model's files; vllm: none; or a folder with "
+        "a generation_config.json",
+    )
+    override_generation_config: Mapping[str, Any] | None = _model(
+        None,
+        parse=partial(parse_object, what="override_generation_config"),
+        metavar="JSON",
+        help="sampling defaults that win over those, such as '{\"temperature\": 0.5}'",
+    )
     device: str = _engine(
         "auto",
         help="where to run: auto, cpu, cuda, cuda:N; a GPU's name, such as h100-sxm: cuda, if that GPU is "

@@ -89,6 +89,10 @@ class LLM:
         """Let the engine's thread go."""
         self._core.shutdown()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what the model's files recommend, as vLLM's method of this name does."""
+        return SamplingParams(**dict[str, Any](self.info.sampling_defaults))
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -102,7 +106,7 @@ class LLM:
         Parameters
         ----------
         prompts : one or several, each a text or token ids.
-        sampling : how tokens are chosen; prompt i uses `seed + i`.
+        sampling : how tokens are chosen; prompt i uses `seed + i`. None: `get_default_sampling_params`.
         stop : strings that end a text and are left out of it.
         ignore_eos : go on to `max_tokens` even if the model would end.
 
@@ -174,7 +178,7 @@ class LLM:
         return [vector_of(each, dimensions, normalize=normalize) for each in found.values()]
 
     def _checked(self, sampling: SamplingParams | None, *, ignore_eos: bool) -> SamplingParams:
-        sampling = sampling or SamplingParams()
+        sampling = sampling or self.get_default_sampling_params()
         if not ignore_eos:
             ends = (*sampling.stop_token_ids, *self.tokenizer.eos_token_ids)
             sampling = replace(sampling, stop_token_ids=ends)

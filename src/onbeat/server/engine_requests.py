@@ -16,6 +16,11 @@ from onbeat.server.middleware import HttpContext
 from onbeat.server.objectives import RequestObjectives
 
 _SEED_MASK = 2**63 - 1
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "min_tokens"),
+)
+"""Fields of a body that are those of `SamplingParams`, and win over the model's defaults."""
 
 
 async def engine_requests(
@@ -84,10 +89,13 @@ def _sampling_params(
     bad_words: tuple[tuple[int, ...], ...],
 ) -> SamplingParams:
     """Return how the first choice for a prompt is sampled."""
+    chosen: dict[str, Any] = dict(info.sampling_defaults)
+    most = chosen.pop("max_tokens", None)
+    chosen |= {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     max_tokens = fit_max_tokens(
         num_prompt_tokens,
         asked=1 if body.asked_max_tokens == 0 else body.asked_max_tokens,
-        default=body.default_max_tokens,
+        default=most if body.default_max_tokens is None else body.default_max_tokens,
         max_model_len=info.max_model_len,
         param=body.prompt_field,
     )
@@ -96,18 +104,11 @@ def _sampling_params(
     if not body.ignore_eos:
         stops |= dict.fromkeys(tokenizer.eos_token_ids)
     sampling = SamplingParams(
-        temperature=_default(body.temperature, 1.0),
-        top_k=max(_default(body.top_k, 0), 0),
-        top_p=_default(body.top_p, 1.0),
-        min_p=_default(body.min_p, 0.0),
-        presence_penalty=_default(body.presence_penalty, 0.0),
-        frequency_penalty=_default(body.frequency_penalty, 0.0),
-        repetition_penalty=_default(body.repetition_penalty, 1.0),
+        **{**chosen, "top_k": max(chosen.get("top_k", 0), 0)},
         logit_bias=tuple((body.logit_bias or {}).items()),
         allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
         seed=seed,
         max_tokens=max_tokens,
-        min_tokens=_default(body.min_tokens, 0),
         stop_token_ids=tuple(stops),
         num_logprobs=num_alternatives(body.num_logprobs, info),
         logprob_token_ids=tuple(dict.fromkeys(body.logprob_token_ids or ())),
@@ -133,10 +134,6 @@ def _spellings(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, .
         if len(spaced) == len(plain) and spaced[0] != plain[0]:  # else it begins with a space of its own
             spelt.append(spaced)
     return tuple(spelt)
-
-
-def _default(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def fit_max_tokens(

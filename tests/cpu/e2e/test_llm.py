@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,21 @@ def test_the_servers_greedy_tokens_are_the_offline_ones(smollm2: LLM, smollm2_se
     body = {**chat, "max_tokens": 8, "temperature": 0}
     reply = httpx.post(f"{smollm2_server.url}/v1/chat/completions", json=body, timeout=60).json()
     assert reply["choices"][0]["message"]["content"] == smollm2.chat(chat["messages"], GREEDY).text
+
+
+def test_what_the_model_recommends_is_the_default_and_can_be_left(tmp_path: Path) -> None:
+    """`override_generation_config` and `generation_config` are vLLM's."""
+    model = write_tiny_directory(tmp_path / "model")
+    (model / "generation_config.json").write_text('{"temperature": 0.0, "top_k": 5, "max_new_tokens": 3}')
+    options = {**TINY, "kv_cache_memory_bytes": 2**22}
+    with LLM(str(model), **options, override_generation_config={"top_k": 7}) as llm:
+        found = llm.get_default_sampling_params()
+        assert (found.temperature, found.top_k, found.max_tokens, found.top_p) == (0.0, 7, 3, 1.0)
+        (silent,) = llm.generate([[1, 2, 3]])
+        assert len(silent.token_ids) <= 3
+        assert llm.generate([[1, 2, 3]], replace(found, max_tokens=3))[0].token_ids == silent.token_ids
+    with LLM(str(model), **options, generation_config="vllm") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
 
 
 def test_a_format_without_predictions_names_the_policy_that_does_without_them(tiny_directory: Path) -> None:

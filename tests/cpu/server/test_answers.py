@@ -31,6 +31,30 @@ async def test_defaults_are_openais(served: Served, engine: FakeEngine) -> None:
     assert text.seed != chat.seed
 
 
+async def test_what_the_model_recommends_is_for_requests_that_state_nothing() -> None:
+    engine = FakeEngine()
+    engine.sampling_defaults |= {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    engine.sampling_defaults |= {"repetition_penalty": 1.05, "max_tokens": 99}
+    async with serving(engine) as served:
+        await ask_text(served)
+        await ask_chat(served)
+        for path, body in (
+            ("/v1/responses", {"input": "hi"}),
+            ("/v1/messages", {"model": "fake/model", "messages": HELLO, "max_tokens": 7}),
+        ):
+            assert (await served.post(path, body)).status == 200
+        num_silent = len(engine.requests)
+        await ask_chat(served, temperature=0, top_k=0, top_p=1, repetition_penalty=1, max_tokens=5)
+    *silent, stated = (request.sampling for request in engine.requests)
+    assert num_silent == 4
+    for each in silent:
+        assert (each.temperature, each.top_k, each.top_p, each.repetition_penalty) == (0.6, 20, 0.95, 1.05)
+        assert type(each.top_k) is int
+    assert [each.max_tokens for each in silent] == [16, 99, 99, 7]
+    assert (stated.temperature, stated.top_k, stated.top_p, stated.repetition_penalty) == (0, 0, 1, 1)
+    assert stated.max_tokens == 5
+
+
 async def test_sampling_fields_reach_the_engine(served: Served, engine: FakeEngine) -> None:
     await ask_text(
         served,

@@ -60,6 +60,7 @@ READ_AT_ONCE = ("speculative_config", "fleet_changes", "disaggregate", "kinds")
 
 EXAMPLES = {
     "speculative": {"method": "ngram"},
+    "override_generation_config": {"temperature": 0.5},
     "device": "cpu",
     "engine": "vllm@0.6",
     "disaggregate": "prefill=1,decode=2",

@@ -26,7 +26,6 @@ def serve(*arguments: str) -> argparse.Namespace:
         ("--dtype half", "ignored: --dtype half (float16 is not computed here"),
         ("--dtype=float16", "auto takes bfloat16 or float32"),
         ("--load-format safetensors", "auto sees"),
-        ("--generation-config vllm", "no sampling defaults"),
         ("--uvicorn-log-level debug", "--log-level"),
         ("--task generate", "ignored: --task (one server answers chats, makes embeddings and scores texts; "),
         ("--task embed", "the path of a request says which"),
@@ -36,7 +35,6 @@ def serve(*arguments: str) -> argparse.Namespace:
         ("--download-dir /models", "HF_HOME"),
         ("--hf-token hf_secret", "$HF_TOKEN"),
         ("--hf-token", "$HF_TOKEN"),
-        ("--generation-config auto", "no sampling defaults"),
         ("--kv-cache-dtype auto", "ignored: --kv-cache-dtype (KV has the type of the computation)"),
         ("--tokenizer-mode auto", "one kind of tokenizer"),
         ("--distributed-executor-backend mp", "--launcher ray"),
@@ -75,7 +73,6 @@ def test_what_asks_for_nothing_is_taken_with_one_line(flags: str, said: str) -> 
     ("flags", "said"),
     [
         ("--no-enable-chunked-prefill", "--policy prefill-first runs them whole"),
-        ("--generation-config /a", "requests state their own; it takes auto or vllm, not '/a'"),
         ("--task classify", "says which; it takes auto or generate or embed or embedding or score, not"),
         ("--kv-cache-dtype fp8", "the type of the computation; it takes auto, not 'fp8'"),
         ("--distributed-executor-backend ray", "--launcher ray puts replicas on others; it takes mp or uni"),

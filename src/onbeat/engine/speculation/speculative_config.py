@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from onbeat.core.errors import ConfigError, quoted
+from onbeat.core.errors import ConfigError
 from onbeat.core.hints import likely_meant
+from onbeat.files import parse_object
 from onbeat.scheduler.scheduler_config import DRAFT_LENGTHS, DraftLength, SpeculationConfig
 
 Method = Literal["ngram", "draft-model", "grammar"]
@@ -103,18 +103,8 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     ------
     ConfigError : it is no JSON object, or as `read_speculative_config`.
     """
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"the speculative config is not JSON ({error}): {quoted(text)}; write it such as "
-            '\'{"method": "ngram", "num_speculative_tokens": 5}\''
-        ) from error
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"the speculative config must be a JSON object with the key 'method', but it is {text!r}"
-        )
-    return read_speculative_config(content)
+    hint = '; write it such as \'{"method": "ngram", "num_speculative_tokens": 5}\''
+    return read_speculative_config(parse_object(text, "the speculative config", hint))
 
 
 def read_speculative_config(content: Mapping[str, Any]) -> SpeculativeConfig:
