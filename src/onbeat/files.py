@@ -9,7 +9,7 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from onbeat.core.errors import ConfigError, quoted
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _MOST_OF_A_DEVICE = 2**20
+_LARGEST_NUMBER = 1e24
 _MOST_NODES = 1_000_000
 """Values of a YAML file; aliases make any number of a few bytes."""
 
@@ -208,6 +209,22 @@ def csv_rows(
         raise ConfigError(f"{path}, after line {reader.line_num}: {error}") from error
     if not num_rows:
         raise ConfigError(f"{path} has a header but no {rows}")
+
+
+def check_numbers(content: Any, what: str) -> None:
+    """Check that numbers of a file, wherever they stand in it, may be counts, sizes, rates or times.
+
+    Raises
+    ------
+    ConfigError : one is negative, not finite, or beyond anything that there is.
+    """
+    if isinstance(content, Mapping | list | tuple):
+        for each in content.values() if isinstance(content, Mapping) else content:
+            check_numbers(each, what)
+    elif isinstance(content, int | float) and not 0 <= content <= _LARGEST_NUMBER:
+        raise ConfigError(
+            f"{what} holds the number {str(content)[:20]}, which is none of its kind; is it damaged?"
+        )
 
 
 def _unreadable(path: Path, what: str, reason: str) -> ConfigError:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from onbeat.core.errors import ConfigError
+from onbeat.files import check_numbers
 from onbeat.perfmodel.correction import DriftAlarm
 from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.fit_errors import FitErrors
@@ -107,8 +108,9 @@ def description_from_json(values: Mapping[str, Any]) -> AnyDescription:
 
     Raises
     ------
-    ConfigError : a value is missing, or this version knows none of the kind.
+    ConfigError : a value is missing or damaged, or this version knows none of the kind.
     """
+    check_numbers(values, "the description of a step-time model")
     try:
         if "target" in values:
             target, draft = _single(values["target"]), _single(values["draft"])

@@ -113,6 +113,11 @@ def _parameters(values: Mapping[str, float]) -> RooflineParameters:
             f"the fitted parameters are not those of this onbeat's roofline; they differ in {unlike}: run "
             "`onbeat profile MODEL` again"
         )
+    divisors = ("smoothness", *(name for name in values if name.endswith("efficiency")))
+    if zero := [name for name in divisors if not values[name] > 0]:
+        raise ConfigError(
+            f"the fitted {zero[0]} is 0, so that steps never end: run `onbeat profile MODEL` again"
+        )
     return RooflineParameters(**values)
 
 

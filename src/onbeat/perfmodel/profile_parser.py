@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
+from onbeat.files import check_numbers
 from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.fitted import FIT_METHODS, FittedModel
 from onbeat.perfmodel.parallelism import Parallelism
@@ -102,7 +103,8 @@ class _Object:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # an int may be beyond any float
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300
 
 
 def _key(key: _Object, instruction_set: _Object) -> ProfileKey:
@@ -176,6 +178,7 @@ def _fitted(fit: _Object) -> FittedModel:
     if not (isinstance(ratios, list) and ratios and all(_is_number(ratio) and ratio > 0 for ratio in ratios)):
         raise fit.error("ratios", ratios, "a list of numbers above 0")
     errors = fit.object("errors").numbers()
+    check_numbers(fit.raw("parameters"), "the profile's fit")
     shape_range = fit.object("shape_range")
     try:
         return FittedModel(

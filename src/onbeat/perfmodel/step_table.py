@@ -21,6 +21,8 @@ COLUMNS = ("batch", "new_tokens", "context", "seconds")
 MIXED_COLUMNS = ("decodes", "decode_context")
 """May be left out, both together."""
 _HINT = f"A table of steps has {', '.join(COLUMNS)}, and may have {' and '.join(MIXED_COLUMNS)}"
+MOST_ROWS, MOST_TOKENS = 2**16, 2**24
+"""Of a step, and of a row: more than any engine takes."""
 SUFFIXES = (".csv", ".csv.gz")
 
 
@@ -78,8 +80,9 @@ class _Row:
             value = float(self.cells[column])
         except ValueError:
             value = math.nan
-        if not (at_least <= value < math.inf and value == int(value)):
-            raise self._error(column, f"a whole number of at least {at_least}")
+        most = MOST_ROWS if column in ("batch", "decodes") else MOST_TOKENS
+        if not (at_least <= value <= most and value == int(value)):
+            raise self._error(column, f"a whole number of at least {at_least} and at most {most}")
         return int(value)
 
     def _error(self, column: str, wanted: str) -> ConfigError:

@@ -232,8 +232,16 @@ def test_a_fitted_profile_is_used(tmp_path: Path) -> None:
         (lambda content: content["key"]["parallelism"].update(tensor=2), "of parallelism 'TP 2, PP 1', not"),
         (lambda content: content["fit"]["parameters"].popitem(), "run `onbeat profile MODEL` again"),
         (lambda content: content["fit"].update(ratios=[]), "ratios is []; it must be a list of numbers"),
+        (lambda content: content["fit"]["parameters"].update(gemm_efficiency=-1), "holds the number -1"),
+        (lambda content: content["fit"]["parameters"].update(gemm_efficiency=0), "gemm_efficiency is 0"),
+        (
+            lambda content: content["fit"]["parameters"].update(step_seconds=10**400),
+            "holds the number 1000000",
+        ),
+        (lambda content: content["fit"]["parameters"].update(step_seconds=1e299), "holds the number 1e+299"),
     ],
-    ids=["nan", "zero", "version", "model", "device", "dtype", "tp", "parameters", "ratios"],
+    ids=["nan", "zero", "version", "model", "device", "dtype", "tp", "parameters", "ratios"]
+    + ["negative", "no rate", "huge", "large"],
 )
 def test_bad_profiles(
     edit: Callable[[dict[str, Any]], object],

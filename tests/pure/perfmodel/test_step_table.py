@@ -88,6 +88,8 @@ def test_order_spaces_further_columns_and_gzip_do_not_matter(tmp_path: Path) -> 
         (HEADER + "1,1.5,10,0.1\n", "new_tokens is '1.5'"),
         (HEADER + "1,0,10,0.1\n", "new_tokens is '0'; it must be a whole number of at least 1"),
         (HEADER + "0,0,10,0.1\n", "the step has no rows: batch is 0"),
+        (HEADER + "1000000000000,1,10,0.1\n", "batch is '1000000000000'; .* at most 65536"),
+        (HEADER + "1,1,1e308,0.1\n", "context is '1e308'; .* at most 16777216"),
     ],
 )
 def test_bad_tables_are_refused_by_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:

@@ -128,6 +128,14 @@ def test_a_description_of_another_version_is_refused() -> None:
         description_from_json(values)
 
 
+@pytest.mark.parametrize("number", [-1, 1e308, float("nan"), 10**400])
+def test_a_damaged_description_is_refused(number: float) -> None:
+    values = describe("bare").as_json()
+    values["device"]["memory_bandwidth"] = number
+    with pytest.raises(ConfigError, match="is it damaged"):
+        description_from_json(values)
+
+
 def header(**changes):
     engine = {"model_name": "SmolLM2-135M-Instruct", "device": "h100-sxm", "dtype": "bfloat16"}
     return make_header(make_config(), **{"engine": engine, **changes})
