@@ -22,6 +22,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.harness.servers import end_by_sigterm
+
 START_SECONDS = 300
 
 
@@ -91,6 +93,7 @@ class Fleet:
 
     def start(self, spec: ServerSpec) -> Server:
         """Start a server, wait until it answers, suspend it."""
+        end_by_sigterm()
         began = time.monotonic()
         log = Path(self._stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
         with log.open("wb") as output:

@@ -240,8 +240,21 @@ def test_a_fitted_profile_is_used(tmp_path: Path) -> None:
         ),
         (lambda content: content["fit"]["parameters"].update(step_seconds=1e299), "holds the number 1e+299"),
     ],
-    ids=["nan", "zero", "version", "model", "device", "dtype", "tp", "parameters", "ratios"]
-    + ["negative", "no rate", "huge", "large"],
+    ids=[
+        "nan",
+        "zero",
+        "version",
+        "model",
+        "device",
+        "dtype",
+        "tp",
+        "parameters",
+        "ratios",
+        "negative",
+        "no-rate",
+        "huge",
+        "large",
+    ],
 )
 def test_bad_profiles(
     edit: Callable[[dict[str, Any]], object],
