@@ -37,7 +37,7 @@ def merged(schema: Any, root: Any) -> dict[str, Any]:
         if not isinstance(part, Mapping) or len(waiting) > _MOST_PARTS:
             continue
         target = _target(part.get("$ref"), root)
-        waiting += [target, *_list(part, "allOf")]
+        waiting += [each for each in (target, *_list(part, "allOf")) if each not in waiting]
         for key, value in part.items():
             known = result.get(key)
             if key == "properties" and isinstance(known, dict) and isinstance(value, dict):

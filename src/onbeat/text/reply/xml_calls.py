@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from typing import Any
 
@@ -16,7 +15,6 @@ _FUNCTION, _PARAMETER, _END_FUNCTION, _END_PARAMETER = (
 )
 _TAGS = (_FUNCTION, _PARAMETER, _END_FUNCTION, _END_PARAMETER)
 _ENDS_OF_VALUES = (_END_PARAMETER, _PARAMETER, _END_FUNCTION)
-_QUOTES = re.compile(r'\\.|"')
 
 
 class XmlParams(StepReader):
@@ -150,9 +148,10 @@ class XmlParams(StepReader):
             return at
         self._tag = tag
         if tag in _ENDS_OF_VALUES:
-            value = "".join(self._value)
+            self._value = [value := "".join(self._value)]
             is_in_line = not value.endswith("\n")
-            if is_in_line and "string" not in self._types and _QUOTES.findall(value).count('"') % 2:
+            plain = value.replace(r"\\", "").replace(r"\"", "")
+            if is_in_line and "string" not in self._types and plain.count('"') % 2:
                 self._go_on(tag)  # it stands in a text of JSON, which has no line ends
             elif is_in_line and tag == _END_PARAMETER:
                 self._ending, self._step = tag, self._between
