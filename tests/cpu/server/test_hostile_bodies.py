@@ -197,7 +197,8 @@ HOSTILE: dict[str, tuple[str, Callable[[], str], int]] = {
     "token ids": (TEXT, lambda: filled('{"prompt":[', "1", "]}", count=260_000), 400),
     "prompts of one token": (TEXT, lambda: filled('{"prompt":[', "[1]", "]}", count=MANY), 400),
     "empty prompts": (TEXT, lambda: filled('{"prompt":[', '""', "]}", count=250_000), 400),
-    "a huge prompt": (TEXT, lambda: filled('{"truncate_prompt_tokens":9,"prompt":"', "word ", '"}'), 400),
+    "a huge prompt": (TEXT, lambda: filled('{"truncate_prompt_tokens":9,"prompt":"', "word ", '"}'), 200),
+    "a huge prompt, uncut": (TEXT, lambda: filled('{"prompt":"', "word ", '"}'), 400),
     "many prompts": (
         TEXT,
         lambda: filled(
