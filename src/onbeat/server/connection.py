@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, NamedTuple
 
 from httptools import HttpParserError, HttpParserUpgrade
@@ -112,13 +112,21 @@ class BoundedConnection(HttpToolsProtocol):
     limits : the bounds.
     bodies : the room that it shares with all others.
     on_refused : told why a connection was closed, a `Refusal.reason` (metrics).
+    origins : whose pages may read an answer; `*` is all.
     options : uvicorn's own.
     """
 
     def __init__(
-        self, *, limits: ConnectionLimits, bodies: BodyRoom, on_refused: Callable[[str], None], **options: Any
+        self,
+        *,
+        limits: ConnectionLimits,
+        bodies: BodyRoom,
+        on_refused: Callable[[str], None],
+        origins: Collection[str] = (),
+        **options: Any,
     ) -> None:
         super().__init__(**options)
+        self._origins = origins
         self._limits = limits
         self._bodies = bodies
         self._on_refused = on_refused
@@ -297,7 +305,9 @@ class BoundedConnection(HttpToolsProtocol):
             return
         if self._is_in_body:
             self._silence_application(refusal)
-        self.transport.write(_answer(refusal))
+        origin = dict(self.headers or ()).get(b"origin", b"")  # None before the first head
+        is_allowed = origin.decode("latin-1") in self._origins
+        self.transport.write(_answer(refusal, b"*" if "*" in self._origins else origin * is_allowed))
         if refusal is TOO_MANY or not self.transport.can_write_eof():
             self.transport.close()
         else:
@@ -330,9 +340,11 @@ def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[An
     return send_plainly
 
 
-def _answer(refusal: Refusal) -> bytes:
+def _answer(refusal: Refusal, origin: bytes) -> bytes:
     body = error_body(refusal.status, refusal.message, refusal.reason)
     head = STATUS_LINE[refusal.status] + b"content-type: application/json\r\nconnection: close\r\n"
+    if origin:
+        head += b"access-control-allow-origin: %b\r\nvary: Origin\r\n" % origin
     if refusal.status == 503:
         head += b"retry-after: %d\r\n" % RETRY_AFTER_SECONDS
     return head + b"content-length: %d\r\n\r\n" % len(body) + body

@@ -192,6 +192,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
             limits=config.connections,
             bodies=BodyRoom(max(config.connections.max_unfinished_bytes, 4 * config.max_body_bytes)),
             on_refused=app.state.telemetry.exporter.count_refused_connection,
+            origins=config.allowed_origins,
         ),
         backlog=_BACKLOG,
         ssl_keyfile=config.ssl_keyfile,

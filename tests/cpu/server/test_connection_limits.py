@@ -372,3 +372,20 @@ async def check_only_refused(
     assert all(f"{status} e2e_ms" in line and line.endswith(f"error={reason}") for line in lines)
     assert [record.levelname for record in caplog.records if record.levelname not in ("INFO", "DEBUG")] == []
     assert max(map(len, lines)) < 200
+
+
+@pytest.mark.parametrize(
+    ("origins", "shown"),
+    [(("https://a.example",), "https://a.example"), (("*",), "*"), (("null",), None), ((), None)],
+)
+async def test_a_page_may_read_why_its_request_was_refused(
+    origins: tuple[str, ...], shown: str | None
+) -> None:
+    limits = ConnectionLimits(head_seconds=0.3, max_head_bytes=1000)
+    async with serving(FakeEngine(), connections=limits, allowed_origins=origins) as served:
+        for rest in (b"x: " + b"a" * 2000, b"x: a"):  # 431 and 408
+            async with connected(served, POST + b"origin: https://a.example\r\n" + rest) as client:
+                answer = await client.end()
+                assert answer.startswith((b"HTTP/1.1 431", b"HTTP/1.1 408"))
+                header = b"access-control-allow-origin: %b\r\n" % (shown or "").encode()
+                assert (header in answer) is (shown is not None)
