@@ -98,13 +98,14 @@ def of_fit(found: Terms) -> Steps:
 
 START = EngineTerms(
     row_seconds=1e-5,
-    layer_seconds=8e-6,
+    layer_ratio=1.0,
     expert_seconds=1e-7,
     all_reduce_seconds=1e-5,
     link_efficiency=0.6,
-    gemm_efficiency=0.75,
-    narrow_gemm_efficiency=0.75,
-    kv_bandwidth_efficiency=0.7,
+    gemm_ratio=1.0,
+    narrow_gemm_ratio=1.0,
+    narrow_weight_ratio=1.0,
+    kv_ratio=1.0,
 )
 DENSE_TERMS = tuple(name for name in BOUNDS if name != "expert_seconds")
 FLOOR = 1e-7

@@ -9,12 +9,12 @@ each degree, a share of the KV that is read on a device, one of the rows per dev
 rows, which no degree divides: least squares on the relative error. Only the last number is used, so that the
 device, whose bandwidth is in the others, need not be known.
 
-Loads (`engine_loads.csv`): means over open-loop loads of a vLLM of 2026-02 on H100, from the repository
-inference-sim/training (facts; it names no licence). Nothing is fitted to them. A TPOT is (latency - TTFT) /
-(output - 1) and is predicted as a decode step of rate x (latency - TTFT) requests at their mean context. What
-prompts add is left out: there are 100 of them, so that each but the first of its kind is in the prefix cache.
-Left out are four loads of long outputs, of which the one looked at had most requests time out, and four more
-of `codegen`.
+Loads (`engine_loads.csv`): means over open-loop loads of vLLM 0.15.1 on H100, A100 and L40S; the README
+beside the file says whence. Nothing of a TPOT is fitted to them. A TPOT is (latency - TTFT) / (output -
+1) and is predicted as a decode step of rate x (latency - TTFT) requests at their mean context. What
+prompts add is left out: some 45 of them come again and again, so that each but the first of its kind is
+in the prefix cache. Left out are loads of long outputs, of which the one looked at had most requests time
+out.
 """
 
 from __future__ import annotations
@@ -54,12 +54,24 @@ class Load:
     tensor: int
     name: str
     rate: float
-    context: float
-    """Mean of a request while it decodes, tokens."""
+    input_tokens: int
+    output_tokens: int
     latency: float
-    tpot: float
-    decoding: float
-    """Requests that decode at once."""
+    ttft: float
+
+    @property
+    def tpot(self) -> float:
+        return (self.latency - self.ttft) / (self.output_tokens - 1)
+
+    @property
+    def decoding(self) -> float:
+        """Requests that decode at once."""
+        return self.rate * (self.latency - self.ttft)
+
+    @property
+    def context(self) -> float:
+        """Mean of a request while it decodes, tokens."""
+        return self.input_tokens + self.output_tokens / 2
 
     @property
     def spec(self) -> ModelSpec:
@@ -88,8 +100,6 @@ def read_loads() -> list[Load]:
     found = []
     with (DATA / "engine_loads.csv").open(newline="") as file:
         for cells in csv.DictReader(file):
-            latency, ttft = float(cells["latency_ms"]) / 1e3, float(cells["ttft_ms"]) / 1e3
-            num_output, rate = int(cells["output_tokens"]), float(cells["rate"])
             found.append(
                 Load(
                     model=cells["model"],
@@ -97,11 +107,11 @@ def read_loads() -> list[Load]:
                     weights=cells["weights"],
                     tensor=int(cells["tensor"]),
                     name=cells["load"],
-                    rate=rate,
-                    context=float(cells["input_tokens"]) + num_output / 2,
-                    latency=latency,
-                    tpot=(latency - ttft) / (num_output - 1),
-                    decoding=rate * (latency - ttft),
+                    rate=float(cells["rate"]),
+                    input_tokens=round(float(cells["input_tokens"])),
+                    output_tokens=int(cells["output_tokens"]),
+                    latency=float(cells["latency_ms"]) / 1e3,
+                    ttft=float(cells["ttft_ms"]) / 1e3,
                 )
             )
     return found
@@ -134,17 +144,20 @@ def print_loads(loads: list[Load]) -> None:
     """Print every load, and the means of dense models and of those with experts."""
     found = [None, *(find_engine(name) for name in VERSIONS)]
     heads = ["data sheets", *(f"`{name}`" for name in VERSIONS)]
-    print(f"| model | TP | load | requests/s | decoding | TPOT, ms | {' | '.join(heads)} |")
-    print("|---|---:|---|---:|---:|---:|" + "---:|" * len(heads))
+    print(f"| model | device | TP | load | requests/s | decoding | TPOT, ms | {' | '.join(heads)} |")
+    print("|---|---|---:|---|---:|---:|---:|" + "---:|" * len(heads))
     for load in loads:
         cells = [f"{100 * load.error(terms):+.1f}" for terms in found]
         print(
-            f"| {load.model} | {load.tensor} | {load.name} | {load.rate:g} | {load.decoding:.0f} | "
+            f"| {load.model} | {load.device} | {load.tensor} | {load.name} | {load.rate:g} | "
+            f"{load.decoding:.0f} | "
             f"{1e3 * load.tpot:.2f} | {' | '.join(cells)} |"
         )
     of: dict[str, Callable[[Load], bool]] = {
-        "dense": lambda load: not load.spec.is_moe,
-        "experts": lambda load: load.spec.is_moe,
+        "dense, H100": lambda load: not load.spec.is_moe and load.device == "h100-sxm",
+        "experts, H100": lambda load: load.spec.is_moe,
+        "dense, A100": lambda load: load.device == "a100-80-sxm",
+        "dense, L40S": lambda load: load.device == "l40s",
     }
     for name, chosen in of.items():
         some = [load for load in loads if chosen(load)]
@@ -152,7 +165,7 @@ def print_loads(loads: list[Load]) -> None:
             f"{100 * np.abs(all_).mean():.1f} ({100 * all_.mean():+.1f})"
             for all_ in (errors(some, terms) for terms in found)
         ]
-        print(f"| **{name}**, mean size (bias) | | {len(some)} loads | | | | {' | '.join(cells)} |")
+        print(f"| **{name}**, mean size (bias) | | | {len(some)} loads | | | | {' | '.join(cells)} |")
 
 
 def main() -> None:

@@ -143,8 +143,10 @@ def measure(loaded: LoadedModel, batches: list[MeasuredBatch]) -> Round:
     eager = replace(one_rate, architecture="cpu")
     models = []
     for its in (eager, one_rate, device):
-        parameters = replace(default_parameters(its), tile_tokens=default_parameters(eager).tile_tokens)
-        models.append(make_roofline(spec, its, precision=precision(loaded), parameters=parameters))
+        formats = precision(loaded)
+        tile_tokens = default_parameters(eager, formats).tile_tokens
+        parameters = replace(default_parameters(its, formats), tile_tokens=tile_tokens)
+        models.append(make_roofline(spec, its, precision=formats, parameters=parameters))
     predicted = [[model(batch.shape) for batch in batches] for model in models]
     others = meter.read()
     return Round(limits, seconds, predicted, 0.0 if others is None else others.num_cores)

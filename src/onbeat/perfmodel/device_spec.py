@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from math import inf, log2
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -21,22 +23,18 @@ from onbeat.perfmodel.spec_file import check_fields, is_spec_file, positive, rea
 CPU = "cpu"
 _NEEDED = ("memory_gib", "memory_bandwidth_gb_s", "peak_tflops")
 _LINKS = ("nvlink_gb_s", "pcie_gb_s")
-_OTHERS = ("name", "architecture", *_LINKS, "tdp_watts", "sources")
+_SHARED = ("nvlink_devices", "pcie_hop_us", "pcie_left")
+_OTHERS = ("name", "aliases", "architecture", *_LINKS, *_SHARED, "tdp_watts", "sources")
+PCIE_HOP_US, PCIE_LEFT = 3.0, 0.73
+"""Of devices that say nothing of their own (`data/devices.yaml` has the sources)."""
+_MAKERS = re.compile(r"nvidia|geforce|tesla|amd|instinct|[^a-z0-9]")
 
-GPU_IDS = {
-    "A100-SXM4-40GB": "a100-40-sxm",
-    "A100-SXM4-80GB": "a100-80-sxm",
-    "H100 80GB HBM3": "h100-sxm",
-    "H100 PCIe": "h100-pcie",
-    "H200": "h200",
-    "B200": "b200",
-    "L4": "l4",
-    "A10G": "a10g",
-    "L40S": "l40s",
-    "A40": "a40",
-    "V100-SXM2-32GB": "v100",
-}
-"""Names of the driver, and the data sheets."""
+
+class Link(NamedTuple):
+    """What joins devices of a replica: bytes per second to another one, and the start of an all-reduce."""
+
+    bandwidth: float
+    start_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +56,12 @@ class DeviceSpec:
     """Bytes per second of one device, both directions together; None without such links."""
     pcie_bandwidth: float | None = None
     """Bytes per second, both directions together."""
+    nvlink_devices: float | None = None
+    """How many devices such links join, more talk over PCIe; None: all."""
+    pcie_hop_us: float = PCIE_HOP_US
+    """Microseconds that an all-reduce over PCIe takes to start, for each of its devices."""
+    pcie_left: float = PCIE_LEFT
+    """Share of the PCIe bandwidth that is left when two devices become four, or four eight."""
     tdp_watts: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -77,11 +81,14 @@ class DeviceSpec:
                 "(--dtype), or another device"
             ) from None
 
-    @property
-    def link_bandwidth(self) -> float | None:
-        """Bytes per second to another device of the same replica, in one direction; None with no link."""
-        both = self.nvlink_bandwidth or self.pcie_bandwidth
-        return None if both is None else both / 2
+    def link(self, num_devices: int) -> Link | None:
+        """Return what joins so many devices of one replica; None where nothing does."""
+        if self.nvlink_bandwidth and num_devices <= (self.nvlink_devices or inf):
+            return Link(self.nvlink_bandwidth / 2, 0.0)
+        if not self.pcie_bandwidth:
+            return None
+        left = self.pcie_left ** (log2(num_devices) - 1)
+        return Link(self.pcie_bandwidth / 2 * left, self.pcie_hop_us * 1e-6 * num_devices)
 
 
 def device_ids() -> tuple[str, ...]:
@@ -90,8 +97,12 @@ def device_ids() -> tuple[str, ...]:
 
 
 def known_device(name: str) -> str | None:
-    """Return the id of the data sheet of a GPU by the driver's name for it; None where there is none."""
-    return GPU_IDS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
+    """Return the id of a GPU's data sheet by any of its names, the driver's too; None where there is none."""
+    return _names().get(_plain(name))
+
+
+def _plain(name: str) -> str:
+    return _MAKERS.sub("", name.lower())
 
 
 def is_gpu(device_id: str) -> bool:
@@ -115,17 +126,16 @@ def find_device(device_id: str) -> DeviceSpec:
         return _measured_cpu()
     if is_spec_file(device_id):
         return _from_yaml(device_id, read_fields(device_id, "device"), device_id)
-    try:
-        return _table()[device_id]
-    except KeyError:
-        name = device_id.lower()
-        near = [known for known in device_ids() if name and known.startswith(name)]
-        near = near or list(filter(None, [likely_meant(name, device_ids())]))
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        known = ", ".join(device_ids())
-        raise ConfigError(
-            f"unknown device {device_id!r}: {hint}known are {known}, or a file of your own, FILE.yaml"
-        ) from None
+    if known := known_device(device_id):
+        return _table()[known]
+    name = device_id.lower()
+    near = [each for each in device_ids() if name and each.startswith(name)]
+    near = near or list(filter(None, [likely_meant(name, device_ids())]))
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ConfigError(
+        f"unknown device {device_id!r}: {hint}known are {', '.join(device_ids())}, or a file of your own, "
+        "FILE.yaml"
+    )
 
 
 def cpu_device(
@@ -181,17 +191,32 @@ def _measured_cpu() -> DeviceSpec:
 
 
 @cache
+def _entries() -> Mapping[str, Any]:
+    content = files("onbeat.perfmodel").joinpath("data", "devices.yaml").read_text("utf-8")
+    return MappingProxyType(yaml.safe_load(content))
+
+
+@cache
 def _table() -> Mapping[str, DeviceSpec]:
-    text = files("onbeat.perfmodel").joinpath("data", "devices.yaml").read_text("utf-8")
-    return MappingProxyType({id_: _from_yaml(id_, entry, id_) for id_, entry in yaml.safe_load(text).items()})
+    return MappingProxyType({id_: _from_yaml(id_, entry, id_) for id_, entry in _entries().items()})
+
+
+@cache
+def _names() -> Mapping[str, str]:
+    """Every name of a device, as `_plain` makes it -> its id."""
+    return {
+        _plain(name): id_
+        for id_, entry in _entries().items()
+        for name in (id_, entry["name"], *entry["aliases"])
+    }
 
 
 def _from_yaml(device_id: str, entry: Any, where: str) -> DeviceSpec:
     """Return the device of an entry; `where` tells in errors which it is."""
     check_fields(entry, where, needed=_NEEDED, others=_OTHERS)
-    numbers = {
+    numbers: dict[str, Any] = {
         name: positive(entry[name], f"{name} of {where}")
-        for name in (*_NEEDED[:2], *_LINKS, "tdp_watts")
+        for name in (*_NEEDED[:2], *_LINKS, *_SHARED, "tdp_watts")
         if entry.get(name) is not None
     }
     if missing := [name for name in _NEEDED if entry[name] is None]:
@@ -206,6 +231,7 @@ def _from_yaml(device_id: str, entry: Any, where: str) -> DeviceSpec:
         peak_flops=_peaks(entry["peak_tflops"], f"peak_tflops of {where}"),
         nvlink_bandwidth=links["nvlink_gb_s"],
         pcie_bandwidth=links["pcie_gb_s"],
+        **{name: numbers[name] for name in _SHARED if name in numbers},
         tdp_watts=numbers.get("tdp_watts"),
         sources=texts(entry.get("sources", {}), f"sources of {where}"),
     )

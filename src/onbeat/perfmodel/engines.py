@@ -23,8 +23,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import CPU
 from onbeat.perfmodel.fitted import FitTarget
-from onbeat.perfmodel.precision import SIXTEEN_BIT
-from onbeat.perfmodel.roofline import RooflineParameters, make_roofline
+from onbeat.perfmodel.roofline import RooflineParameters, default_parameters, make_roofline
 from onbeat.perfmodel.runs import StepSeconds
 from onbeat.perfmodel.spec_file import check_fields, is_spec_file, number, read_fields, text, texts
 
@@ -38,30 +37,34 @@ PER_DOUBLING = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTerms:
-    """One engine from a version on. Times are seconds, efficiencies shares of the data sheet's peak."""
+    """One engine from a version on. A ratio is a time over that of the architecture's kernels alone."""
 
     row_seconds: float
     """Host time of a step for each of its rows, where the device waits for it."""
-    layer_seconds: float
-    """Launches and gaps between the kernels of one layer."""
+    layer_ratio: float
+    """Of starts and gaps of the kernels of one layer."""
     expert_seconds: float
-    """The same, for each expert of a layer that has some, read or not: routing, gathering, scattering."""
+    """Of each expert of a layer that has some, read or not: routing, gathering, scattering."""
     all_reduce_seconds: float
     """Start of one all-reduce between two devices."""
     link_efficiency: float
     """Of the links' bandwidth in one direction."""
-    gemm_efficiency: float
+    gemm_ratio: float
     """Of 16-bit arithmetic, in matrix products."""
-    narrow_gemm_efficiency: float
-    """Of 8-bit arithmetic, likewise; scaling to and from 8 bits included."""
-    kv_bandwidth_efficiency: float
-    """Of memory bandwidth, reading KV."""
+    narrow_gemm_ratio: float
+    """Of narrower arithmetic, likewise; scaling to and from its format included."""
+    narrow_weight_ratio: float
+    """Of reading weights for narrower arithmetic."""
+    kv_ratio: float
+    """Of reading KV."""
     steps_ahead: int = 0
     """Steps that are planned before the results of the step under way are there."""
     request_seconds: float = 0.0
     """See `profile.ServerTerms`."""
     version: str = ""
     """From which on they hold; empty where nobody said."""
+    through: str = ""
+    """The newest version that was measured; empty where nobody said."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where the numbers are from, by their names."""
 
@@ -81,17 +84,19 @@ class EngineTerms:
 BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "row_seconds": (0.0, 3e-4),
-        "layer_seconds": (0.0, 2e-4),
+        "layer_ratio": (0.1, 5.0),
         "expert_seconds": (0.0, 2e-6),
         "all_reduce_seconds": (0.0, 6e-5),
         "link_efficiency": (0.1, 0.95),
-        "gemm_efficiency": (0.2, 0.95),
-        "narrow_gemm_efficiency": (0.2, 0.95),
-        "kv_bandwidth_efficiency": (0.2, 0.95),
+        "gemm_ratio": (0.5, 2.0),
+        "narrow_gemm_ratio": (0.5, 2.0),
+        "narrow_weight_ratio": (0.8, 1.5),
+        "kv_ratio": (0.9, 3.0),
     }
 )
-"""What a term can be: no device does more than its data sheet says."""
+"""What a term can be: kernels of an engine hardly beat those that were measured alone."""
 MOST_REQUEST_SECONDS = 1.0
+_VERSIONS = ("version", "through")
 
 
 def find_engine(name: str) -> EngineTerms:
@@ -129,6 +134,22 @@ def find_engine(name: str) -> EngineTerms:
     )
 
 
+def described_terms(name: str) -> str:
+    """Return which versions' terms a name takes, and whether the version that it names is beyond them.
+
+    Raises
+    ------
+    ConfigError : see `find_engine`.
+    """
+    terms, asked = find_engine(name), "" if is_spec_file(name) else name.partition("@")[2]
+    if not terms.version:
+        return name
+    measured = f", measured up to {terms.through}" if terms.through else ""
+    beyond = asked and measured and _order(asked)[:2] > _order(terms.through)
+    guess = f": for {asked} they are a guess" if beyond else ""
+    return f"{name} (terms from version {terms.version} on{measured}{guess})"
+
+
 def require_engine(name: str) -> str:
     """Return the name of an engine, or `none`, as it is.
 
@@ -153,14 +174,18 @@ def engine_parameters(engine: EngineTerms, target: FitTarget) -> RooflineParamet
             "the terms of --engine were fitted to GPUs, not to CPUs; leave --engine out, or give "
             "another --device"
         )
-    is_wide = target.precision.compute in (*SIXTEEN_BIT, "fp32")
     model, tensor = target.model, target.parallelism.tensor
     experts = engine.expert_seconds * model.num_experts * model.num_moe_layers / model.num_layers
+    reached = default_parameters(target.device, target.precision)
+    gemm, weights = engine.gemm_ratio, 1.0
+    if target.precision.is_narrow:
+        gemm, weights = engine.narrow_gemm_ratio, engine.narrow_weight_ratio
     return replace(
-        RooflineParameters.DEFAULTS,
-        gemm_efficiency=engine.gemm_efficiency if is_wide else engine.narrow_gemm_efficiency,
-        kv_bandwidth_efficiency=engine.kv_bandwidth_efficiency,
-        layer_seconds=engine.layer_seconds + experts,
+        reached,
+        gemm_efficiency=reached.gemm_efficiency / gemm,
+        weight_bandwidth_efficiency=reached.weight_bandwidth_efficiency / weights,
+        kv_bandwidth_efficiency=reached.kv_bandwidth_efficiency / engine.kv_ratio,
+        layer_seconds=reached.layer_seconds * engine.layer_ratio + experts,
         link_latency=engine.all_reduce_seconds
         * (1 + PER_DOUBLING * (log2(tensor) - 1) if tensor > 1 else 1.0),
         link_efficiency=engine.link_efficiency,
@@ -211,8 +236,11 @@ def _order(version: str) -> tuple[int, ...]:
 
 def _terms(entry: Any, where: str) -> EngineTerms:
     """Return the terms of an entry; `where` tells in errors which it is."""
-    check_fields(entry, where, needed=BOUNDS, others=("steps_ahead", "request_seconds", "version", "sources"))
-    terms = {name: number(entry[name], f"{name} of {where}") for name in BOUNDS}
+    check_fields(
+        entry, where, needed=BOUNDS, others=("steps_ahead", "request_seconds", *_VERSIONS, "sources")
+    )
+    terms: dict[str, Any] = {name: number(entry[name], f"{name} of {where}") for name in BOUNDS}
+    terms |= {name: text(entry[name], f"{name} of {where}") for name in _VERSIONS if name in entry}
     steps_ahead = entry.get("steps_ahead", 0)
     if steps_ahead not in (0, 1) or isinstance(steps_ahead, bool):
         raise ConfigError(f"steps_ahead of {where} is {steps_ahead!r}; it must be 0 or 1")
@@ -221,7 +249,6 @@ def _terms(entry: Any, where: str) -> EngineTerms:
             **terms,
             steps_ahead=int(steps_ahead),
             request_seconds=number(entry.get("request_seconds", 0.0), f"request_seconds of {where}"),
-            version=text(entry["version"], f"version of {where}") if "version" in entry else "",
             sources=texts(entry.get("sources", {}), f"sources of {where}"),
         )
     except ConfigError as error:

@@ -74,7 +74,7 @@ class RooflineForm:
     def fit(self, matrix: NDArray[np.float64], seconds: NDArray[np.float64]) -> dict[str, float]:
         """Return the calibrated fields of `RooflineParameters`."""
         least_squares = require("scipy.optimize", extra="plan", purpose="fitting step times").least_squares
-        defaults = asdict(default_parameters(self.target.device))
+        defaults = asdict(default_parameters(self.target.device, self.target.precision))
         names = list(defaults)
         start = np.array([defaults[name] for name in names])
         target = np.log(seconds)

@@ -78,7 +78,7 @@ def kv_capacity(  # noqa: PLR0913 - each is a flag of its own
     if device.id != CPU:
         activations += CONTEXT_BYTES
     block_bytes = (
-        model.kv_bytes_per_token(precision)
+        model.held_bytes_per_token(precision)
         * _most_layers(model, parallelism)
         / model.num_layers
         * kv_share(model, parallelism.tensor)
@@ -120,8 +120,8 @@ def _most_layers(model: ModelSpec, parallelism: Parallelism) -> int:
 
 def _weight_bytes(model: ModelSpec, parallelism: Parallelism, precision: Precision) -> float:
     """Of one device of the fullest stage: the longest, with the embedding or the LM head."""
-    layers = (
-        model.layer_parameters * precision.weight_bytes * _most_layers(model, parallelism) / model.num_layers
+    layers = (model.dense_bytes(precision) + model.expert_bytes(precision)) * (
+        _most_layers(model, parallelism) / model.num_layers
     )
     both_ends = parallelism.pipeline == 1 and not model.ties_embeddings
     embeddings = model.embedding_parameters * precision.embedding_bytes * (2 if both_ends else 1)

@@ -7,12 +7,24 @@ from dataclasses import dataclass
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.precision import Precision
 
+USUAL_CONTEXT = 4096
+"""Tokens of a request over which what it holds but once is spread."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """Sizes of one model, dense or mixture of experts.
 
-    Counts leave biases and learned positions out (together under 0.5 % of any model here).
+    Counts leave biases and learned positions out (together under 0.5 % of any model here). What follows the
+    windows are sums over all layers, for attention that is not that of the heads, which 0 stands for:
+
+    - `attention_weights`.
+    - `kv_width`: numbers that the KV cache keeps of a token; `sliding_kv_width`: of these, in layers with a
+      window.
+    - `pair_width`: products of a query with one key and its value; `sliding_pair_width`: of these, in layers
+      with a window; `decode_pair_width`: where decodes multiply with what is cached as it is (latent
+      attention).
+    - `state_bytes`: what layers of linear attention keep of one request, however long it is.
 
     Raises
     ------
@@ -41,6 +53,13 @@ class ModelSpec:
     sliding_window: int | None = None
     """Most tokens that a windowed layer attends to."""
     num_sliding_layers: int = 0
+    attention_weights: int = 0
+    kv_width: int = 0
+    sliding_kv_width: int = 0
+    pair_width: int = 0
+    sliding_pair_width: int = 0
+    decode_pair_width: int = 0
+    state_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -64,9 +83,9 @@ class ModelSpec:
         return self.num_moe_layers > 0
 
     @property
-    def attention_parameters(self) -> int:
-        """Weights of one layer's attention: Q, K, V and output projections."""
-        return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+    def pair_products(self) -> int:
+        """Products of a query with one key and its value, in all layers."""
+        return self.pair_width or 2 * self.num_layers * self.num_heads * self.head_dim
 
     @property
     def mlp_parameters(self) -> int:
@@ -95,9 +114,11 @@ class ModelSpec:
     @property
     def dense_parameters(self) -> int:
         """Weights in the layers that every token passes, experts apart."""
+        heads = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         per_moe_layer = self.hidden_size * self.num_experts + self._mlp(self.shared_intermediate_size)
         return (
-            self.num_layers * (self.attention_parameters + 2 * self.hidden_size)
+            (self.attention_weights or self.num_layers * heads)
+            + 2 * self.num_layers * self.hidden_size
             + (self.num_layers - self.num_moe_layers) * self.mlp_parameters
             + self.num_moe_layers * per_moe_layer
         )
@@ -125,14 +146,38 @@ class ModelSpec:
         inactive = self.layer_parameters - self.active_layer_parameters
         return self.num_parameters - inactive
 
+    def dense_bytes(self, precision: Precision) -> float:
+        """Return the bytes of the layers' weights, experts apart: 16 bits each beside experts in mxfp4."""
+        is_beside = precision.weights == "mxfp4" and self.is_moe
+        return self.dense_parameters * (2.0 if is_beside else precision.weight_bytes)
+
+    def expert_bytes(self, precision: Precision) -> float:
+        """Return the bytes of all experts of all layers."""
+        return self.num_moe_layers * self.num_experts * self.expert_parameters * precision.weight_bytes
+
     def weight_bytes(self, precision: Precision) -> float:
         """Return the bytes of all weights."""
         embeddings = self.embedding_parameters * (1 if self.ties_embeddings else 2)
-        return self.layer_parameters * precision.weight_bytes + embeddings * precision.embedding_bytes
+        layers = self.dense_bytes(precision) + self.expert_bytes(precision)
+        return layers + embeddings * precision.embedding_bytes
 
     def kv_bytes_per_token(self, precision: Precision) -> float:
-        """Return the KV-cache bytes of one token in all layers, kept also beyond a sliding window."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * precision.kv_bytes
+        """Return the KV-cache bytes of one token in all layers."""
+        kv = self.kv_width or 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return kv * precision.kv_bytes
+
+    def sliding_share(self, width: int, of: int) -> float:
+        """Return the share of layers with a window in a sum over all layers; 0: that of the layers."""
+        return width / of if of else self.num_sliding_layers / self.num_layers
+
+    def held_bytes_per_token(self, precision: Precision) -> float:
+        """Return what a request of `USUAL_CONTEXT` tokens holds, for each of them.
+
+        Layers with a window hold no more than that many tokens, layers of linear attention one state.
+        """
+        kept = min(self.sliding_window or USUAL_CONTEXT, USUAL_CONTEXT) / USUAL_CONTEXT
+        share = 1 - self.sliding_share(self.sliding_kv_width, self.kv_width) * (1 - kept)
+        return self.kv_bytes_per_token(precision) * share + self.state_bytes / USUAL_CONTEXT
 
     def _mlp(self, width: int) -> int:
         return (3 if self.is_gated_mlp else 2) * self.hidden_size * width

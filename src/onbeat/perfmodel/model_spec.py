@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from onbeat.core.errors import ConfigError
+from onbeat.perfmodel.attention_sizes import SizeReader, latent_attention, linear_attention, two_widths
 from onbeat.perfmodel.model_files import read_model_config
 from onbeat.perfmodel.model_sizes import ModelSpec
 
@@ -22,6 +23,8 @@ class _Family:
     divides_intermediate_size: int = 1
     default_intermediate_factor: int | None = None
     """MLP width over hidden size where the configuration has no width."""
+    attention: Callable[[SizeReader], dict[str, int]] | None = None
+    """Attention that differs from layer to layer, or has no heads of KV; None: that of the heads."""
 
 
 def _all_layers(config: Mapping[str, Any], num_layers: int) -> int:
@@ -72,6 +75,12 @@ _FAMILIES: Mapping[str, _Family] = {
     "opt": _Family(is_gated_mlp=False, ties_embeddings=True),
     "bloom": _Family(is_gated_mlp=False, ties_embeddings=True, default_intermediate_factor=4),
     "minimax_m2": _PLAIN,
+    "gpt_oss": _Family(sliding_share=_alternating),
+    "glm4_moe": _PLAIN,
+    "deepseek_v3": _Family(attention=latent_attention),
+    "qwen3_5_text": _Family(attention=linear_attention),
+    "qwen3_5_moe_text": _Family(attention=linear_attention),
+    "gemma4_text": _Family(ties_embeddings=True, sliding_share=_by_pattern, attention=two_widths),
     "falcon": _Family(is_gated_mlp=False, ties_embeddings=True, default_intermediate_factor=4),
 }
 
@@ -107,17 +116,21 @@ def model_spec_from_hf(config: Mapping[str, Any], *, name: str) -> ModelSpec:
             f"model {name}: model_type {config.get('model_type')!r} is not known; "
             f"known are {', '.join(_FAMILIES)}"
         )
-    read = _Reader(config, name)
+    read = SizeReader(config, name)
     hidden_size = read.size("hidden_size", "n_embed", "n_embd")
     num_layers = read.size("num_hidden_layers", "n_layer")
     num_heads = read.size("num_attention_heads", "n_head")
+    sizes = {
+        "num_kv_heads": _kv_heads(read, num_heads),
+        "head_dim": read.size("head_dim", "kv_channels", default=hidden_size // max(num_heads, 1)),
+    }
+    if family.attention is not None:
+        sizes |= family.attention(read)
     return ModelSpec(
         name=name,
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
-        num_kv_heads=_kv_heads(read, num_heads),
-        head_dim=read.size("head_dim", "kv_channels", default=hidden_size // max(num_heads, 1)),
         intermediate_size=_intermediate_size(read, family, hidden_size),
         vocab_size=read.size("vocab_size"),
         max_position_embeddings=read.size(
@@ -125,32 +138,10 @@ def model_spec_from_hf(config: Mapping[str, Any], *, name: str) -> ModelSpec:
         ),
         is_gated_mlp=family.is_gated_mlp,
         ties_embeddings=bool(config.get("tie_word_embeddings", family.ties_embeddings)),
+        **sizes,
         **_experts(read, num_layers),
         **_windows(config, family, num_layers),
     )
-
-
-class _Reader:
-    """Reads whole numbers and names what is missing."""
-
-    def __init__(self, config: Mapping[str, Any], name: str) -> None:
-        self.config = config
-        self._name = name
-
-    def size(self, *keys: str, default: int | None = None) -> int:
-        """Return the first key that is there and not null."""
-        for key in keys:
-            value = self.config.get(key)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(
-                    f"model {self._name}: {key} is {value!r}; it must be a whole number, 0 or more"
-                )
-            return value
-        if default is None:
-            raise ConfigError(f"model {self._name}: the configuration lacks {' or '.join(keys)}")
-        return default
 
 
 def _text_type(config: Mapping[str, Any]) -> str:
@@ -158,32 +149,37 @@ def _text_type(config: Mapping[str, Any]) -> str:
     return kind if kind.endswith("_text") else f"{kind}_text"
 
 
-def _kv_heads(read: _Reader, num_heads: int) -> int:
+def _kv_heads(read: SizeReader, num_heads: int) -> int:
     config = read.config
     if config.get("model_type") == "falcon" and not config.get("new_decoder_architecture", False):
         return 1 if config.get("multi_query", True) else num_heads
     return read.size("num_key_value_heads", "num_kv_heads", default=num_heads)
 
 
-def _intermediate_size(read: _Reader, family: _Family, hidden_size: int) -> int:
+def _intermediate_size(read: SizeReader, family: _Family, hidden_size: int) -> int:
     factor = family.default_intermediate_factor
-    default = hidden_size * factor if factor else None
+    default = hidden_size * factor if factor else read.config.get("moe_intermediate_size")
     width = read.size("intermediate_size", "ffn_dim", "ffn_hidden_size", default=default)
     return width // family.divides_intermediate_size
 
 
-def _experts(read: _Reader, num_layers: int) -> dict[str, int]:
-    num_experts = read.size("num_experts", "num_local_experts", default=0)
+def _experts(read: SizeReader, num_layers: int) -> dict[str, int]:
+    num_experts = read.size("num_experts", "num_local_experts", "n_routed_experts", default=0)
     if num_experts == 0:
         return {}
     dense_layers = set(read.config.get("mlp_only_layers") or ())
-    every = read.size("decoder_sparse_step", default=1)
-    sparse = [i for i in range(num_layers) if i not in dense_layers and (i + 1) % every == 0]
+    every = read.size("decoder_sparse_step", "moe_layer_freq", default=1)
+    first = read.size("first_k_dense_replace", default=0)
+    sparse = [i for i in range(first, num_layers) if i not in dense_layers and (i + 1) % every == 0]
+    width = read.size("moe_intermediate_size", "intermediate_size")
+    shared = read.size("n_shared_experts", default=0) * width
+    if read.config.get("enable_moe_block"):  # beside the layer's own MLP
+        shared = read.size("intermediate_size")
     return {
         "num_experts": num_experts,
-        "num_experts_per_token": read.size("num_experts_per_tok"),
-        "moe_intermediate_size": read.size("moe_intermediate_size", "intermediate_size"),
-        "shared_intermediate_size": read.size("shared_expert_intermediate_size", default=0),
+        "num_experts_per_token": read.size("num_experts_per_tok", "top_k_experts"),
+        "moe_intermediate_size": width,
+        "shared_intermediate_size": read.size("shared_expert_intermediate_size", default=shared),
         "num_moe_layers": len(sparse),
     }
 

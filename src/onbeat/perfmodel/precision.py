@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from onbeat.core.errors import ConfigError
 
-BYTES = MappingProxyType({"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5})
-"""Bytes of one number, without the scales of quantized formats (4 % of int4 weights in groups of 128)."""
+_WIDE = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
+BYTES = MappingProxyType(_WIDE | {"int4": 0.5, "mxfp4": 17 / 32, "nvfp4": 9 / 16})
+"""Bytes of one number. Those of mxfp4 and nvfp4 hold their scales, of 32 and 16 numbers; others do not (4 %
+of int4 weights in groups of 128, 0.02 % of fp8 in blocks of 128 x 128)."""
+_PUBLISHED = ("mxfp4", "nvfp4")
+"""Formats that a model is published in, or not to be had."""
 _GROUP_BYTES = MappingProxyType({"int8": 2.0, "int4": 4.0})
 """Bytes that a group of weights shares: a scale; a scale and an offset."""
 
@@ -29,8 +34,8 @@ def bytes_of(dtype: str) -> float:
 
 
 def narrower_formats(dtype: str) -> tuple[str, ...]:
-    """Return the formats with fewer bytes a number, the widest first."""
-    narrower = [name for name, size in BYTES.items() if size < bytes_of(dtype)]
+    """Return the formats with fewer bytes a number that any weights can be cast to, the widest first."""
+    narrower = [name for name, size in BYTES.items() if size < bytes_of(dtype) and name not in _PUBLISHED]
     return tuple(sorted(narrower, key=lambda name: -BYTES[name]))
 
 
@@ -75,6 +80,11 @@ class Precision:
         return BYTES[self.kv]
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether matrices multiply in fewer than 16 bits."""
+        return BYTES[self.compute] < BYTES["bf16"]
+
+    @property
     def activation_bytes(self) -> float:
         """Bytes of one number of the hidden states between layers."""
         return max(BYTES[self.compute], 2.0)
@@ -88,12 +98,14 @@ class Precision:
         return f"{self.weights} weights{embedding}{group}, {self.kv} KV, {self.compute} arithmetic"
 
 
-def precision_by_weights(weights: str, *, kv: str | None = None) -> Precision:
+def precision_by_weights(weights: str, *, kv: str | None = None, computes: Collection[str] = ()) -> Precision:
     """Return the formats that go with those of the weights.
 
     Parameters
     ----------
     kv : of the KV cache; None is that of the weights, at least 16 bits wide.
+    computes : formats that the device has arithmetic of; without one for mxfp4 or nvfp4, such weights are
+        multiplied in 16 bits, and int4 always is.
 
     Raises
     ------
@@ -101,4 +113,5 @@ def precision_by_weights(weights: str, *, kv: str | None = None) -> Precision:
     """
     if kv is None:
         kv = weights if bytes_of(weights) >= BYTES["bf16"] else "bf16"
-    return Precision(weights=weights, kv=kv, compute="bf16" if weights == "int4" else weights)
+    is_wide = weights == "int4" or (weights in _PUBLISHED and weights not in computes)
+    return Precision(weights=weights, kv=kv, compute="bf16" if is_wide else weights)

@@ -10,12 +10,15 @@ arithmetic of matrices and LM head follows these rates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import ClassVar
+from functools import cache, lru_cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
 from onbeat.core.step import BatchShape
@@ -65,37 +68,19 @@ class RooflineParameters:
 RooflineParameters.DEFAULTS = RooflineParameters()
 
 
-def default_parameters(device: DeviceSpec) -> RooflineParameters:
-    """Return what a device of this architecture reaches without a measurement."""
-    return _BY_ARCHITECTURE.get(device.architecture, RooflineParameters.DEFAULTS)
+def default_parameters(device: DeviceSpec, precision: Precision) -> RooflineParameters:
+    """Return what kernels reach on a device of this architecture, without a measurement of its own."""
+    found = dict(_reached().get(device.architecture, {}))
+    narrow, four_bit = found.pop("narrow", {}), found.pop("nvfp4", {})
+    if precision.is_narrow:
+        found |= narrow | (four_bit if precision.compute == "nvfp4" else {})
+    return replace(RooflineParameters.DEFAULTS, **found)
 
 
-_BY_ARCHITECTURE = {
-    # Limits of a CPU are measured, not read off a data sheet, so nearly all of them is reached; a layer costs
-    # the calls of an eager framework.
-    "cpu": replace(
-        RooflineParameters.DEFAULTS,
-        gemm_efficiency=0.8,
-        attention_efficiency=0.3,
-        weight_bandwidth_efficiency=0.9,
-        kv_bandwidth_efficiency=0.5,
-        tile_tokens=8.0,
-        layer_seconds=2e-4,
-        step_seconds=1e-3,
-    ),
-    # Layers of the native engine are measured as they are, with their norms and the gaps between threads; a
-    # whole step does not keep up the best of short runs.
-    "cpu-native": replace(
-        RooflineParameters.DEFAULTS,
-        gemm_efficiency=0.9,
-        attention_efficiency=0.5,
-        weight_bandwidth_efficiency=0.9,
-        kv_bandwidth_efficiency=0.5,
-        elementwise_passes=0.5,
-        layer_seconds=5e-6,
-        step_seconds=5e-4,
-    ),
-}
+@cache
+def _reached() -> Mapping[str, Mapping[str, Any]]:
+    content = files("onbeat.perfmodel").joinpath("data", "architectures.yaml").read_text("utf-8")
+    return MappingProxyType(yaml.safe_load(content))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,22 +101,26 @@ class _Coefficients:
     head_row: float
     head_weights: float
     pair: float
+    decode_pair: float
     kv: float
     decode_kv: float
     window: float
     windowed_share: float
+    windowed_pairs: float
+    state: float
     smoothness: float
 
 
 def _coefficients(terms: RooflineTerms, parameters: RooflineParameters) -> _Coefficients:
     by_weight, by_kv = 1 / parameters.weight_bandwidth_efficiency, 1 / parameters.kv_bandwidth_efficiency
-    num_messages = terms.num_all_reduces + terms.num_sends
     kv, pair = terms.kv_token * by_kv, terms.pair / parameters.attention_efficiency
+    decode_pair = terms.decode_pair / parameters.attention_efficiency
     costs = terms.row_costs
     return _Coefficients(
         fixed=parameters.step_seconds
         + terms.num_layers * parameters.layer_seconds
-        + num_messages * parameters.link_latency,
+        + terms.num_all_reduces * max(parameters.link_latency, terms.all_reduce_start)
+        + terms.num_sends * parameters.link_latency,
         token=terms.elementwise_token * parameters.elementwise_passes * by_weight
         + (terms.all_reduce_token + terms.send_token) / parameters.link_efficiency,
         gemm_token=terms.gemm_token / parameters.gemm_efficiency,
@@ -144,10 +133,13 @@ def _coefficients(terms: RooflineTerms, parameters: RooflineParameters) -> _Coef
         head_row=terms.head_row / parameters.gemm_efficiency,
         head_weights=terms.head_weights * by_weight,
         pair=pair,
+        decode_pair=decode_pair,
         kv=kv,
-        decode_kv=max(kv, pair),  # a decode is one query: a pair for each token that is read
+        decode_kv=max(kv, decode_pair),  # a decode is one query: a pair for each token that is read
         window=terms.window,
         windowed_share=terms.windowed_share,
+        windowed_pairs=terms.windowed_pairs,
+        state=terms.state * by_kv,
         smoothness=parameters.smoothness,
     )
 
@@ -172,10 +164,9 @@ def make_roofline(
     ------
     ConfigError : see `roofline_terms`.
     """
-    terms = roofline_terms(
-        model, device, parallelism=parallelism or Parallelism(), precision=precision or Precision()
-    )
-    at = _coefficients(terms, parameters or default_parameters(device))
+    precision = precision or Precision()
+    terms = roofline_terms(model, device, parallelism=parallelism or Parallelism(), precision=precision)
+    at = _coefficients(terms, parameters or default_parameters(device, precision))
     seconds = _closure(at)
     return StepSeconds(seconds, _run_closure(at, seconds))
 
@@ -241,9 +232,9 @@ def _longer(a: float, b: float, p: float) -> float:
 def _closure(at: _Coefficients) -> Callable[[BatchShape], float]:
     """Written flat, on local floats: a simulator asks it a million times, a scheduler in every step."""
     linear_seconds, head_seconds = _linear_layers(at), _head(at)
-    pair, kv, decode_kv = at.pair, at.kv, at.decode_kv
-    window, share = at.window, at.windowed_share
-    p = at.smoothness
+    pair, kv, decode_pair, decode_kv = at.pair, at.kv, at.decode_pair, at.decode_kv
+    window, share, shared_pairs = at.window, at.windowed_share, at.windowed_pairs
+    state, p = at.state, at.smoothness
 
     def seconds(shape: BatchShape) -> float:
         context: float
@@ -252,7 +243,7 @@ def _closure(at: _Coefficients) -> Callable[[BatchShape], float]:
         tokens = shape.num_new_tokens
         if tokens == 0:
             return 0.0
-        total = linear_seconds(tokens)
+        total = linear_seconds(tokens) + shape.num_sequences * state
         if rows := shape.num_lm_head_rows:
             total += head_seconds(rows)
         decodes, context = shape.num_decodes, shape.decode_context_tokens
@@ -262,12 +253,12 @@ def _closure(at: _Coefficients) -> Callable[[BatchShape], float]:
         if drafts := shape.num_draft_tokens:
             verifying = shape.num_verify_rows
             queries = 1 + drafts / verifying  # of a row, on average
-            total += context * verifying / decodes * (max(kv, queries * pair) - decode_kv)
+            total += context * verifying / decodes * (max(kv, queries * decode_pair) - decode_kv)
         if num_chunks := shape.num_chunks:
             in_chunks = tokens - decodes - drafts
             pairs, cached = shape.query_key_pairs, shape.chunk_cached_tokens
             if share:
-                pairs -= share * max(0.0, pairs - in_chunks * window)
+                pairs -= shared_pairs * max(0.0, pairs - in_chunks * window)
                 cached -= share * max(0.0, cached - num_chunks * window)
             total += _longer(pairs * pair, (cached + in_chunks) * kv, p)
         return total
@@ -313,10 +304,9 @@ def roofline_seconds(
     ------
     ConfigError : see `roofline_terms`.
     """
-    terms = roofline_terms(
-        model, device, parallelism=parallelism or Parallelism(), precision=precision or Precision()
-    )
-    at = _coefficients(terms, parameters or default_parameters(device))
+    precision = precision or Precision()
+    terms = roofline_terms(model, device, parallelism=parallelism or Parallelism(), precision=precision)
+    at = _coefficients(terms, parameters or default_parameters(device, precision))
     tokens, rows = matrix[:, column.NEW_TOKENS], matrix[:, column.LM_HEAD_ROWS]
     weights = at.dense_weights + at.expert_weights * (1 - at.expert_miss**tokens)
     total = (
@@ -329,7 +319,7 @@ def roofline_seconds(
         _soft_max(_row_costs(rows, at) * at.head_row, np.full_like(rows, at.head_weights), at.smoothness),
         0,
     )
-    total += _attention(matrix, at)
+    total += _attention(matrix, at) + matrix[:, column.SEQUENCES] * at.state
     return np.where(tokens > 0, total, 0.0)
 
 
@@ -347,7 +337,7 @@ def _attention(matrix: Vector, at: _Coefficients) -> Vector:
     pairs, cached = matrix[:, column.QUERY_KEY_PAIRS], matrix[:, column.CHUNK_CACHED_TOKENS]
     if at.windowed_share:
         context = context - at.windowed_share * np.maximum(0, context - decodes * at.window)
-        pairs = pairs - at.windowed_share * np.maximum(0, pairs - in_chunks * at.window)
+        pairs = pairs - at.windowed_pairs * np.maximum(0, pairs - in_chunks * at.window)
         num_chunks = matrix[:, column.CHUNKS]
         cached = cached - at.windowed_share * np.maximum(0, cached - num_chunks * at.window)
     chunks = _soft_max(pairs * at.pair, (cached + in_chunks) * at.kv, at.smoothness)
@@ -355,7 +345,7 @@ def _attention(matrix: Vector, at: _Coefficients) -> Vector:
     verified = context * verifying / np.maximum(decodes, 1)
     return (
         context * at.decode_kv
-        + verified * (np.maximum(at.kv, queries * at.pair) - at.decode_kv)
+        + verified * (np.maximum(at.kv, queries * at.decode_pair) - at.decode_kv)
         + np.where(matrix[:, column.CHUNKS] > 0, chunks, 0)
     )
 

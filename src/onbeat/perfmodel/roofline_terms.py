@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from onbeat.core.errors import ConfigError
-from onbeat.perfmodel.device_spec import DeviceSpec
+from onbeat.perfmodel.device_spec import DeviceSpec, Link
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import SIXTEEN_BIT, Precision
@@ -32,11 +33,17 @@ class RooflineTerms:
     """Reading the LM head's weights."""
     pair: float
     """Attention arithmetic, per query-key pair."""
+    decode_pair: float
+    """The same in decodes."""
     kv_token: float
     """Reading the KV of one token."""
+    state: float
+    """Reading and writing what a row keeps beside KV."""
     elementwise_token: float
     """Reading or writing the activations between matrices once, per new token."""
     num_all_reduces: int
+    all_reduce_start: float
+    """Of one all-reduce, at least."""
     all_reduce_token: float
     """All of a step's all-reduces, per new token, on the links' peak rate."""
     num_sends: int
@@ -45,7 +52,9 @@ class RooflineTerms:
     window: float
     """Most tokens that a windowed layer attends to; infinite without windows."""
     windowed_share: float
-    """Share of the layers with a window."""
+    """Share of the KV in layers with a window."""
+    windowed_pairs: float
+    """Share of the attention arithmetic there."""
     row_costs: Sequence[float]
     """See `product_rates.row_costs`."""
 
@@ -66,30 +75,35 @@ def roofline_terms(
     peak_16 = device.peak(attention_dtype(device, precision))
     bandwidth = device.memory_bandwidth
     head = model.embedding_parameters
-    experts = model.num_moe_layers * model.num_experts * model.expert_parameters
+    experts = model.expert_bytes(precision)
     hidden_bytes = model.hidden_size * precision.activation_bytes
-    link_seconds = _seconds_per_link_byte(device, parallelism)
+    link = _link(device, parallelism)
+    within = device.link(tensor) or link
     return RooflineTerms(
         num_layers=model.num_layers,
         gemm_token=2 * model.active_layer_parameters / tensor / peak,
-        dense_weights=model.dense_parameters * precision.weight_bytes / tensor / bandwidth,
-        expert_weights=experts * precision.weight_bytes / tensor / bandwidth,
+        dense_weights=model.dense_bytes(precision) / tensor / bandwidth,
+        expert_weights=experts / tensor / bandwidth,
         expert_miss=1 - model.num_experts_per_token / model.num_experts if experts else 0.0,
         head_row=2 * head / tensor / peak_16,
         head_weights=head * precision.embedding_bytes / tensor / bandwidth,
-        pair=4 * model.num_heads * model.head_dim * model.num_layers / tensor / peak_16,
+        pair=2 * model.pair_products / tensor / peak_16,
+        decode_pair=2 * (model.decode_pair_width or model.pair_products) / tensor / peak_16,
         kv_token=model.kv_bytes_per_token(precision) * kv_share(model, tensor) / bandwidth,
+        state=2 * model.state_bytes / tensor / bandwidth,
         elementwise_token=model.num_layers
         * (model.hidden_size + model.inner_width / tensor)
         * precision.activation_bytes
         / bandwidth,
         num_all_reduces=2 * model.num_layers if tensor > 1 else 0,
         # A ring sends 2 (n - 1) / n of the data (Patarasuk and Yuan, 2009).
-        all_reduce_token=2 * model.num_layers * hidden_bytes * 2 * (tensor - 1) / tensor * link_seconds,
+        all_reduce_token=2 * model.num_layers * hidden_bytes * 2 * (tensor - 1) / tensor / within.bandwidth,
+        all_reduce_start=within.start_seconds,
         num_sends=parallelism.pipeline - 1,
-        send_token=(parallelism.pipeline - 1) * hidden_bytes * link_seconds,
+        send_token=(parallelism.pipeline - 1) * hidden_bytes / link.bandwidth,
         window=float("inf") if model.sliding_window is None else float(model.sliding_window),
-        windowed_share=model.num_sliding_layers / model.num_layers,
+        windowed_share=model.sliding_share(model.sliding_kv_width, model.kv_width),
+        windowed_pairs=model.sliding_share(model.sliding_pair_width, model.pair_width),
         row_costs=row_costs(device.product_rates, peak),
     )
 
@@ -119,12 +133,13 @@ def attention_dtype(device: DeviceSpec, precision: Precision) -> str:
     return next((dtype for dtype in SIXTEEN_BIT if dtype in device.peak_flops), precision.compute)
 
 
-def _seconds_per_link_byte(device: DeviceSpec, parallelism: Parallelism) -> float:
+def _link(device: DeviceSpec, parallelism: Parallelism) -> Link:
+    """Return what joins all devices of a replica; of one device, what sends nothing in no time."""
     if parallelism.num_devices == 1:
-        return 0.0
-    bandwidth = device.link_bandwidth
-    if bandwidth is None:
+        return Link(inf, 0.0)
+    link = device.link(parallelism.num_devices)
+    if link is None:
         raise ConfigError(
             f"{device.name} has no link to a second device; {parallelism} needs one. Use TP 1, PP 1"
         )
-    return 1 / bandwidth
+    return link

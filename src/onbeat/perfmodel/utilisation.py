@@ -26,15 +26,14 @@ class StepOperations:
     ) -> None:
         precision, parallelism = precision or Precision(), parallelism or Parallelism()
         share = 1 / parallelism.num_devices
-        experts = model.num_moe_layers * model.num_experts * model.expert_parameters
+        experts = model.expert_bytes(precision)
         head = model.embedding_parameters
         self._token_flops = 2.0 * model.active_layer_parameters * share
         self._head_flops = 2.0 * head * share
-        self._pair_flops = 4.0 * model.num_heads * model.head_dim * model.num_layers * share
-        self._weight_bytes = (
-            model.dense_parameters * precision.weight_bytes + head * precision.embedding_bytes
-        ) * share
-        self._expert_bytes = experts * precision.weight_bytes * share
+        self._pair_flops = 2.0 * model.pair_products * share
+        self._weight_bytes = (model.dense_bytes(precision) + head * precision.embedding_bytes) * share
+        self._expert_bytes = experts * share
+        self._state_bytes = 2 * model.state_bytes * share
         self._expert_miss = 1 - model.num_experts_per_token / model.num_experts if experts else 0.0
         self._kv_bytes = model.kv_bytes_per_token(precision) * share
 
@@ -51,9 +50,8 @@ class StepOperations:
         tokens = shape.num_new_tokens
         if tokens == 0:
             return 0.0
-        total = self._weight_bytes + self._kv_bytes * (
-            shape.decode_context_tokens + shape.chunk_cached_tokens
-        )
+        total = self._weight_bytes + self._state_bytes * shape.num_sequences
+        total += self._kv_bytes * (shape.decode_context_tokens + shape.chunk_cached_tokens)
         if self._expert_bytes:
             total += self._expert_bytes * (1 - self._expert_miss**tokens)
         return total

@@ -21,7 +21,7 @@ from onbeat.simulator.simulation_config import FleetChange, parse_change
 from onbeat.simulator.speculation import SpeculationSettings
 
 AUTO = "auto"
-DTypeName = Literal["bf16", "fp16", "fp32", "fp8", "int8", "int4"]
+DTypeName = Literal["bf16", "fp16", "fp32", "fp8", "int8", "int4", "mxfp4", "nvfp4"]
 
 _hardware = partial(option, group="model and devices")
 _fleet = partial(option, group="fleet")

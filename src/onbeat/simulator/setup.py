@@ -10,7 +10,7 @@ from onbeat.core.kinds import as_settings
 from onbeat.core.options import change
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.device_spec import DeviceSpec, find_device
-from onbeat.perfmodel.engines import NO_ENGINE, find_engine
+from onbeat.perfmodel.engines import NO_ENGINE, described_terms
 from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.memory import Change, Choices, KVCapacity, kv_capacity, what_fits
 from onbeat.perfmodel.model_sizes import ModelSpec
@@ -101,7 +101,7 @@ def _build(settings: ReplicaSettings, tbt: float | None, context_tokens: int | N
     model = find_model_spec(settings.model)
     device = find_device(settings.device)
     parallelism = _parallelism(settings)
-    precision = _precision(settings)
+    precision = _precision(settings, device)
     draft = None if settings.speculation is None else settings.speculation.draft_spec(model)
     target_time = make_step_time_model(
         settings.step_time,
@@ -304,8 +304,7 @@ def described_times(settings: ReplicaSettings) -> str:
     engine = _engine(settings)
     if engine is None:
         return settings.step_time
-    version = find_engine(engine).version
-    return f"{settings.step_time} of {engine}" + (f" (terms from version {version} on)" if version else "")
+    return f"{settings.step_time} of {described_terms(engine)}"
 
 
 def _steps_ahead(settings: ReplicaSettings, step_time: Predictor) -> int:
@@ -342,9 +341,9 @@ def _parallelism(settings: ReplicaSettings) -> Parallelism:
     return Parallelism(tensor=settings.tensor_parallel, pipeline=settings.pipeline_parallel)
 
 
-def _precision(settings: ReplicaSettings) -> Precision:
+def _precision(settings: ReplicaSettings, device: DeviceSpec) -> Precision:
     kv = settings.kv_cache_dtype
-    return precision_by_weights(settings.dtype, kv=None if kv == AUTO else kv)
+    return precision_by_weights(settings.dtype, kv=None if kv == AUTO else kv, computes=device.peak_flops)
 
 
 def _largest_step(settings: ReplicaSettings, step_time: StepTimeModel) -> int:

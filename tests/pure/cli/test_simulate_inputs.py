@@ -28,7 +28,7 @@ AZURE_LINES = [
 BAD_FLAGS = [
     (["--model", "llama-3.1-8x"], "unknown model 'llama-3.1-8x': did you mean llama-3.1-8b"),
     (["--model", "./nowhere/config.json"], "there is no file or directory ./nowhere/config.json"),
-    (["--device", "h100"], "unknown device 'h100': did you mean h100-sxm or h100-pcie?"),
+    (["--device", "h100"], "unknown device 'h100': did you mean h100-sxm or h100-pcie or h100-nvl?"),
     (["--device", "v100"], "does not compute in bf16; it has fp32, fp16: choose one of these"),
     (["--policy", "saarthi"], "invalid choice: 'saarthi'; did you mean sarathi?"),
     (["--router", "roundrobin"], "invalid choice: 'roundrobin'; did you mean round-robin?"),
@@ -172,10 +172,13 @@ def test_a_table_of_measured_steps_is_used_and_its_error_said(
 def test_an_engine_takes_longer_and_plans_ahead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain, engine = summary_of(tmp_path), summary_of(tmp_path, "--engine", "vllm")
     assert (plain["engine"], engine["engine"]) == ("none", "vllm")
-    assert engine["mean_tpot_ms"] > 1.05 * plain["mean_tpot_ms"]
+    assert engine["mean_tpot_ms"] > 1.02 * plain["mean_tpot_ms"]
     more = engine["mean_ttft_ms"] - plain["mean_ttft_ms"]
     assert more > 0.4 * engine["mean_tpot_ms"]  # an idle replica begins at once
-    assert "step times: roofline of vllm (terms from version 0.14 on)" in capsys.readouterr().err
+    assert (
+        "step times: roofline of vllm (terms from version 0.14 on, measured up to 0.20)"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_older_version_of_an_engine_takes_longer_and_plans_no_step_ahead(tmp_path: Path) -> None:

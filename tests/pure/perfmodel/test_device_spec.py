@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from onbeat.core.errors import ConfigError
-from onbeat.perfmodel.device_spec import cpu_device, device_ids, find_device
+from onbeat.perfmodel.device_spec import cpu_device, device_ids, find_device, known_device
 
 IDS = [
     "a100-40-sxm",
@@ -22,6 +22,22 @@ IDS = [
     "l40s",
     "a40",
     "v100",
+    "a30",
+    "l40",
+    "h20",
+    "h100-nvl",
+    "gh200-96",
+    "gh200-144",
+    "b300",
+    "gb200",
+    "gb300",
+    "rtx-4090",
+    "rtx-5090",
+    "rtx-pro-6000",
+    "rtx-pro-6000-workstation",
+    "mi300x",
+    "mi325x",
+    "mi355x",
     "cpu",
 ]
 
@@ -34,10 +50,10 @@ def test_all_ids_are_there():
 def test_entries_are_whole_and_plausible(device_id):
     device = find_device(device_id)
     assert device.sources["all"]
-    assert 2**34 < device.memory_bytes < 2**38
+    assert 2**34 < device.memory_bytes < 2**39
     assert 2e11 < device.memory_bandwidth < 1e13
     assert device.peak("fp16") > device.peak("fp32")
-    assert device.link_bandwidth is not None
+    assert device.link(2) is not None
 
 
 @pytest.mark.parametrize(
@@ -53,21 +69,50 @@ def test_format_that_the_device_lacks():
 
 
 def test_unknown_device_names_near_ones():
-    for name in ("cuda", "rtx4090", "mi300", "tpu-v5e"):  # alike in letters only
+    for name in ("cuda", "tpu-v5e", "gaudi3"):  # alike in letters only
         with pytest.raises(ConfigError, match=f"unknown device '{name}': known are"):
             find_device(name)
     with pytest.raises(ConfigError, match=r"unknown device 'h100-smx': did you mean h100-sxm"):
         find_device("h100-smx")
 
 
-def test_link_is_one_direction_of_the_fastest():
-    assert find_device("h100-sxm").link_bandwidth == 450e9
-    assert find_device("l4").link_bandwidth == 32e9
+@pytest.mark.parametrize(
+    ("name", "device_id"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("H100_SXM", "h100-sxm"),
+        ("H100 NVL", "h100-nvl"),
+        ("a100-80gb", "a100-80-sxm"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("rtx5090", "rtx-5090"),
+        ("RTX PRO 6000 Blackwell", "rtx-pro-6000"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("GB200 NVL72", "gb200"),
+        ("NVIDIA GH200 480GB", "gh200-96"),
+    ],
+)
+def test_a_device_goes_by_the_names_that_people_and_drivers_use(name: str, device_id: str) -> None:
+    assert find_device(name).id == known_device(name) == device_id
+
+
+def test_a_name_of_several_devices_is_refused_with_all_of_them() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean h100-sxm or h100-pcie or h100-nvl"):
+        find_device("h100")
+
+
+def test_link_is_one_direction_of_the_fastest_that_joins_so_many():
+    assert find_device("h100-sxm").link(8) == (450e9, 0.0)
+    assert find_device("l4").link(2) == (32e9, pytest.approx(6e-6))
+    assert find_device("l4").link(4) == (32e9 * 0.73, pytest.approx(12e-6))
+    assert find_device("h100-nvl").link(2) == (300e9, 0.0)  # a bridge joins a pair
+    assert find_device("h100-nvl").link(4) == (64e9 * 0.73, pytest.approx(12e-6))
+    assert find_device("l40s").link(8) == (pytest.approx(32e9 * 0.26**2), pytest.approx(24e-6))
 
 
 def test_cpu_device_takes_measured_limits():
     device = cpu_device(memory_bandwidth=2e10, peak_flops={"fp32": 1e11, "bf16": 2e11}, memory_bytes=2**34)
-    assert (device.id, device.peak("bf16"), device.link_bandwidth) == ("cpu", 2e11, None)
+    assert (device.id, device.peak("bf16"), device.link(2)) == ("cpu", 2e11, None)
     assert cpu_device(memory_bandwidth=2e10, peak_flops=1e11).peak("int8") == 1e11
     with pytest.raises(ConfigError, match="must be above 0"):
         cpu_device(memory_bandwidth=0.0, peak_flops=1e11)
@@ -90,7 +135,7 @@ def test_a_device_may_come_from_a_file(tmp_path: Path) -> None:
     assert device.memory_bytes == 24 * 2**30
     assert device.memory_bandwidth == 300e9
     assert device.peak("bf16") == 121e12
-    assert (device.link_bandwidth, device.tdp_watts) == (None, None)
+    assert (device.link(2), device.tdp_watts) == (None, None)
 
 
 def test_a_file_with_the_fields_of_an_entry_is_that_device(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.model_files import packaged_configs
 from onbeat.perfmodel.model_spec import find_model_spec, model_spec_from_hf
-from onbeat.perfmodel.precision import Precision, bytes_of
+from onbeat.perfmodel.precision import Precision, bytes_of, narrower_formats, precision_by_weights
 from tests.many_cases import each_case
 
 LLAMA = {
@@ -51,6 +51,18 @@ PUBLISHED_BILLIONS = {
     "SmolLM3-3B": 3.08,
     "granite-3.3-8b-instruct": 8.17,
     "granite-3.3-2b-instruct": 2.53,
+    "openai/gpt-oss-20b": 20.91,
+    "gpt-oss-120b": 116.8,
+    "deepseek-ai/DeepSeek-V3": 671.0,
+    "DeepSeek-R1": 671.0,
+    "zai-org/GLM-4.5-Air": 106.9,
+    "Qwen/Qwen3.5-27B": 26.9,
+    "qwen3.5-122b-a10b": 122.1,
+    "Qwen3.5-397B-A17B": 396.4,
+    "google/gemma-4-26B-A4B-it": 25.2,
+    "gemma-4-31b": 30.7,
+    "mistralai/Mistral-Nemo-Instruct-2407": 12.25,
+    "Mistral-Small-3.1-24B-Instruct-2503": 23.57,
 }
 
 
@@ -173,3 +185,51 @@ def test_unknown_number_format():
         bytes_of("fp6")
     with pytest.raises(ConfigError, match="unknown number format 'fp6'"):
         Precision(kv="fp6")
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("DeepSeek-V3", 61 * (512 + 64)),  # one latent vector for all heads
+        ("Qwen3.5-27B", 16 * 2 * 4 * 256),  # every fourth layer
+        ("gemma-4-31B", 50 * 2 * 16 * 256 + 10 * 2 * 4 * 512),  # wider heads, fewer of them
+        ("GLM-4.5", 92 * 2 * 8 * 128),
+    ],
+)
+def test_kv_of_attention_that_is_not_plain(name: str, numbers: int) -> None:
+    assert find_model_spec(name).kv_bytes_per_token(Precision()) == 2 * numbers
+
+
+def test_linear_attention_keeps_a_state_of_each_request() -> None:
+    model = find_model_spec("Qwen3.5-27B")
+    matrices, inputs = 48 * 128 * 128 * 4, (2 * 2048 + 6144) * 3 * 2
+    assert model.state_bytes == 48 * (matrices + inputs)
+    assert find_model_spec("Qwen3-32B").state_bytes == 0
+
+
+def test_layers_with_a_window_hold_no_more_than_that() -> None:
+    oss = find_model_spec("gpt-oss-120b")
+    whole, held = (f(Precision()) for f in (oss.kv_bytes_per_token, oss.held_bytes_per_token))
+    assert held == pytest.approx(whole * (0.5 + 0.5 * 128 / 4096))
+    plain = find_model_spec("Llama-3.1-8B")
+    assert plain.held_bytes_per_token(Precision()) == plain.kv_bytes_per_token(Precision())
+
+
+def test_beside_experts_in_mxfp4_everything_else_has_sixteen_bits() -> None:
+    """The sizes of the published checkpoints, GiB."""
+    for name, gib in (("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)):
+        assert find_model_spec(name).weight_bytes(Precision("mxfp4")) / 2**30 == pytest.approx(gib, rel=0.01)
+
+
+def test_four_bits_multiply_in_what_the_device_has() -> None:
+    assert precision_by_weights("nvfp4", computes=("bf16", "fp8")).compute == "bf16"
+    assert precision_by_weights("nvfp4", computes=("bf16", "nvfp4")).compute == "nvfp4"
+    assert precision_by_weights("int4", computes=("bf16", "int4")).compute == "bf16"
+    assert "nvfp4" not in narrower_formats("fp8")
+
+
+def test_layers_of_several_kinds_must_be_named() -> None:
+    config = dict(packaged_configs()["Qwen3.5-27B"])
+    del config["layer_types"]
+    with pytest.raises(ConfigError, match="layer_types must name the attention of each layer"):
+        model_spec_from_hf(config, name="mine")

@@ -54,7 +54,7 @@ def test_a_call_comes_after_those_that_it_needs_and_its_think_time() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"replicas": 2}, {"max_concurrency": 1}])
 def test_all_calls_of_all_jobs_come_once(settings: dict[str, object]) -> None:
-    jobs = draw_jobs("map-reduce", 5, np.random.default_rng(0), deadline=60.0)
+    jobs = draw_jobs("map-reduce", 5, np.random.default_rng(0), deadline=75.0)
     load = job_load("map-reduce", jobs, np.linspace(0.0, 2.0, 5))
     result = run(load, **settings)
     assert [int(each.request_id) for each in result.records] == list(range(len(load)))
@@ -105,4 +105,4 @@ def test_agents_keep_more_deadlines_than_under_edf_where_answers_are_late_and_pr
     def kept(way: str) -> float:
         return float(JobRun("a100-80-sxm", "agents", 3.0, way, 0, 40.0).run()["kept"])
 
-    assert kept("divided") > kept("EDF with triage, evenly") + 0.1
+    assert kept("divided") > kept("EDF with triage, evenly") + 0.05
