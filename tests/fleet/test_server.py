@@ -231,7 +231,7 @@ async def fleet_without_key() -> AsyncIterator[tuple[Served, FleetClient]]:
         {"via": "1.1 nginx"},
         {"x-real-ip": "8.8.8.8"},
         {"x-forwarded-for": "127.0.0.1"},
-        {"host": "evil.example", "origin": "https://evil.example"},
+        {"origin": "https://evil.example"},  # of another host nothing is answered at all
         {"authorization": "Bearer anything"},
     ],
 )
