@@ -29,7 +29,6 @@ COMMANDS = {
     "chat": Command("onbeat.cli.chat", "talk to a running server in the terminal, with an objective"),
     "top": Command("onbeat.cli.top", "watch a running server: queues, classes, steps and plans"),
     "bench": Command("onbeat.cli.bench", "load any OpenAI-compatible server and report its latency"),
-    "embed": Command("onbeat.cli.embed", "embed a corpus by a running server, in the time that others leave"),
     "simulate": Command("onbeat.cli.simulate", "run the scheduler on virtual hardware under a virtual clock"),
     "profile": Command(
         "onbeat.cli.profile", "measure a model's step times on this machine, and fit what predicts them"
