@@ -258,9 +258,6 @@ class FakeEngine:
             expected_tokens=1.5,
         )
 
-    async def is_idle(self) -> bool:
-        return not self._running
-
 
 def _prompt_logprobs(request: Request) -> list[TokenLogprobs] | None:
     """Return reports in which the token of position p is the second likeliest, at -p."""

@@ -292,9 +292,6 @@ class FleetClient:
                 self.controller.tell(Aborted(request_id))
             self.streams.end(open_request)
 
-    async def is_idle(self) -> bool:
-        return not self.streams.open
-
     async def _describe(self, request: Request) -> RoutingRequest:
         if len(self.controller.lives) < 2:
             return RoutingRequest.of(request, ())  # no router is asked

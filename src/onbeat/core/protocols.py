@@ -130,10 +130,6 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def is_idle(self) -> bool:
-        """Return whether no request is running or waiting."""
-        ...
-
 
 class FleetView(Protocol):
     """What the server shows of a fleet, and what it may ask of one."""

@@ -7,7 +7,6 @@ bugs), `HostCheck`, `PathCheck`, `ApiKeys`, `BodyLimit`.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import logging
 import math
 import re
@@ -53,6 +52,8 @@ _MOST_NAMED = 1000
 _ROUTINE = frozenset(("/health", "/ping", "/ready", "/load", "/metrics", "/tokenize", "/detokenize"))
 """Paths asked every few seconds, or hundreds of times by one load test that fits its prompts' lengths."""
 _PORT = re.compile(r":[0-9]*$")
+_OURS = re.compile(r"[^.]*|.*\.localhost|[0-9.]+|[0-9a-f.:]*:[0-9a-f.:]*")
+"""Hosts that no name of a stranger is: without a dot, below `localhost`, or an address."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 OPEN_PATHS = frozenset(
@@ -298,8 +299,6 @@ class PathCheck:
 class HostCheck:
     """Refuses requests for another host than this server; see `ServerConfig.answered_hosts`.
 
-    Addresses, `localhost` and names without a dot are always ours: no page of a stranger has one.
-
     Parameters
     ----------
     app : the next application.
@@ -313,7 +312,7 @@ class HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
         name = _PORT.sub("", host).strip("[]").rstrip(".").lower()
-        if self._is_ours(name):
+        if _OURS.fullmatch(name) or name in self._names:
             await self._app(scope, receive, send)
             return
         error = ApiError(
@@ -324,15 +323,6 @@ class HostCheck:
         )
         context_of(scope).error_code = error.code
         await error_response(error, scope["path"])(scope, receive, send)
-
-    def _is_ours(self, name: str) -> bool:
-        if "." not in name or name.endswith(".localhost") or name in self._names:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
 
 
 def _is_open(path: str) -> bool:

@@ -72,9 +72,7 @@ class KeyMeter:
     on_limited : called with the limit that a request has met (metrics).
     """
 
-    def __init__(
-        self, limits: KeyLimits, now: float, on_limited: Callable[[str], None] = lambda _: None
-    ) -> None:
+    def __init__(self, limits: KeyLimits, now: float, on_limited: Callable[[str], None]) -> None:
         self.requests = _bucket(limits.requests_per_minute, now)
         self.tokens = _bucket(limits.tokens_per_minute, now)
         self.most_open = limits.max_open_requests

@@ -63,6 +63,10 @@ def test_whoever_waits_as_told_takes_no_more_than_a_minute_beside_the_rate(
         taken += amount
 
 
+def meter_of(**limits: int) -> KeyMeter:
+    return KeyMeter(KeyLimits(**limits), 0.0, on_limited=lambda _: None)
+
+
 class TestAllowance:
     def begin(self, meter: KeyMeter, num_tokens: int = 1) -> KeyAllowance:
         return KeyAllowance(meter, BYTES_PER_TOKEN * num_tokens, lambda: 0.0)
@@ -75,7 +79,7 @@ class TestAllowance:
         return told["x-ratelimit-remaining-tokens"], told["x-ratelimit-reset-tokens"]
 
     def test_what_an_answer_may_have_is_taken_before_it_begins_and_the_rest_comes_back(self) -> None:
-        meter = KeyMeter(KeyLimits(tokens_per_minute=100), 0.0)
+        meter = meter_of(tokens_per_minute=100)
         allowance = self.begin(meter, 80)
         allowance.take_answers(20, [30, 30])
         assert self.left(meter) == ("20", "48.000s")
@@ -86,7 +90,7 @@ class TestAllowance:
         assert self.left(meter) == ("90", "6.000s")
 
     def test_the_debt_is_a_minute_at_most(self) -> None:
-        meter = KeyMeter(KeyLimits(tokens_per_minute=100), 0.0)
+        meter = meter_of(tokens_per_minute=100)
         allowance = self.begin(meter)
         allowance.take_answers(10, [5000], is_stated=False)  # whose usual length is above the limit
         self.end(allowance, 5010)
@@ -94,7 +98,7 @@ class TestAllowance:
         assert self.left(meter, 60.6)[0] == "1"
 
     def test_more_than_two_minutes_never_fit(self) -> None:
-        meter = KeyMeter(KeyLimits(tokens_per_minute=100, max_open_requests=4), 0.0)
+        meter = meter_of(tokens_per_minute=100, max_open_requests=4)
         allowance = self.begin(meter)
         for max_tokens in ([191], [1] * 5):
             with pytest.raises(ApiError) as caught:
@@ -104,7 +108,7 @@ class TestAllowance:
         assert self.left(meter) == ("0", "120.000s")
 
     def test_answers_without_a_bound_are_taken_as_long_as_they_have_been(self) -> None:
-        meter = KeyMeter(KeyLimits(tokens_per_minute=10_000), 0.0)
+        meter = meter_of(tokens_per_minute=10_000)
         for _ in range(40):
             allowance = self.begin(meter)
             allowance.take_answers(1, [4000, 4000], is_stated=False)
@@ -115,7 +119,7 @@ class TestAllowance:
     def test_the_reading_of_what_is_refused_counts_unless_the_server_had_no_room(
         self, status: int, left: str
     ) -> None:
-        meter = KeyMeter(KeyLimits(tokens_per_minute=100), 0.0)
+        meter = meter_of(tokens_per_minute=100)
         self.end(self.begin(meter, 50), 0, status)
         assert self.left(meter)[0] == left
 
