@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import os
+import re
 import stat
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,7 +82,7 @@ def read_json(path: Path, what: str = "", *, hint: str = "") -> dict[str, Any]:
     ConfigError : it cannot be read, or holds something else.
     """
     try:
-        content = json.loads(read_bytes(path, what))
+        content = json.loads(_without_endless(read_bytes(path, what)))
     except RecursionError as error:
         raise _unreadable(path, what, "its brackets are nested too deeply" + hint) from error
     except ValueError as error:
@@ -119,7 +120,7 @@ def read_yaml(path: Path, what: str = "", *, hint: str = "") -> Any:
     ConfigError : it cannot be read.
     """
     try:
-        loader = yaml.SafeLoader(read_text(path, what))
+        loader = yaml.SafeLoader(_without_endless(read_text(path, what).encode()))
         try:
             node = loader.get_single_node()
             if _num_nodes(node, {}) > _MOST_NODES:
@@ -133,6 +134,13 @@ def read_yaml(path: Path, what: str = "", *, hint: str = "") -> Any:
         raise _unreadable(path, what, " ".join(str(error).split()) + hint) from error
     except ConfigError as error:
         raise ConfigError(f"{error}{hint}") from error
+
+
+def _without_endless(content: bytes) -> bytes:
+    """Return content; raise ValueError for a number that is beyond those that can be counted with."""
+    if found := re.search(rb"\d{300}", content):
+        raise ValueError(f"the number {found[0][:20].decode()}... has 300 digits or more")
+    return content
 
 
 def _num_nodes(node: yaml.Node | None, known: dict[int, int]) -> int:

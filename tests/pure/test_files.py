@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,3 +117,11 @@ def test_what_is_wrong_with_a_table_is_named(tmp_path: Path, text: str, message:
 
 def test_the_empty_device_is_empty() -> None:
     assert read_bytes(Path("/dev/null")) == b""
+
+
+@pytest.mark.parametrize("read", [read_json, read_yaml])
+def test_a_number_that_is_beyond_any_float_is_refused(read: Callable[[Path], Any], tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_text(f'{{"a": 1{"0" * 400}}}')
+    with pytest.raises(ConfigError, match="300 digits or more"):
+        read(path)

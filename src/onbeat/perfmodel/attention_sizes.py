@@ -9,9 +9,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, quoted
 
 FULL, LINEAR = "full_attention", "linear_attention"
+
+
+_LARGEST = 2**26
+"""Of any size of a model, such as its context; a list of its layers would take memory and time."""
 
 
 class SizeReader:
@@ -32,9 +36,10 @@ class SizeReader:
             value = self.config.get(key)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
                 raise ConfigError(
-                    f"model {self._name}: {key} is {value!r}; it must be a whole number, 0 or more"
+                    f"model {self._name}: {key} is {quoted(value)}; it must be a whole number, 0 or more, "
+                    f"and at most {_LARGEST}"
                 )
             return value
         if default is None:

@@ -19,9 +19,10 @@ from typing import Any
 
 import orjson
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, quoted
 from onbeat.files import read_text
 from onbeat.workload.job import Call, Job
+from onbeat.workload.lengths import MOST_TOKENS
 
 _JOB_KEYS = frozenset({"class", "start_ms", "deadline_ms", "tenant", "system_tokens", "calls"})
 _CALL_KEYS = frozenset(
@@ -133,8 +134,8 @@ def _number(fields: Mapping[str, Any], name: str, default: float) -> float:
 
 def _whole(fields: Mapping[str, Any], name: str, default: int | None) -> int:
     value = fields.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number")
+    if isinstance(value, bool) or not isinstance(value, int) or value > MOST_TOKENS:
+        raise ConfigError(f"{name} is {quoted(value)}; it must be a whole number of at most {MOST_TOKENS}")
     return value
 
 

@@ -45,6 +45,8 @@ def test_a_file_of_jobs_is_read(tmp_path: Path) -> None:
     [
         ({"calls": []}, "line 1: a job has no calls"),
         ({"calls": [{**CALL, "output_tokens": -1}]}, "output_tokens of call 0 is -1; it must be at least 0"),
+        ({"calls": [{**CALL, "input_tokens": 10**12}]}, "input_tokens is 1000000000000; .* at most 16777216"),
+        ({"calls": [CALL], "system_tokens": 10**18}, "system_tokens is 1000.*; .* at most 16777216"),
         ({"calls": [{**CALL, "input_tokens": "many"}]}, "input_tokens is 'many'; it must be a whole number"),
         ({"calls": [{**CALL, "quotes": ["x"]}]}, "quotes names call 'x', which does not come before it"),
         ({"calls": [CALL], "deadline": 5}, "a job has no field 'deadline'"),
