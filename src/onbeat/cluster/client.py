@@ -270,6 +270,10 @@ class FleetClient:
 
     async def generate(self, request: Request) -> AsyncGenerator[Delivery, None]:
         request_id = request.request_id
+        if (
+            request.slo is not None
+        ):  # an engine does not know what deliveries wait here: it hears of it sooner
+            request = replace(request, arrival=request.arrival - self.streams.hand_out.lag)
         routed = await self._describe(request)
         if request_id in self.streams.open:
             raise InvalidRequest(f"request id {request_id!r} is in use; use a new one", param="request_id")
@@ -286,6 +290,10 @@ class FleetClient:
                     finished = True
                     raise item
                 finished = item.output.finish_reason is not None
+                open_request.num_fetched += len(item.output.new_token_ids)
+                if open_request.num_fetched >= open_request.tell_at:
+                    for replica, fetched in self.streams.take_fetched().items():
+                        self.controller.send(replica, fetched)
                 yield item
         finally:
             if not finished:

@@ -271,12 +271,14 @@ class FleetController:
     def _on_message(self, life: Life, message: FromEngine) -> None:
         match message:
             case Stepped(outputs):
+                self._streams.hand_out.hear(outputs.now, life.heard)
                 life.pulse = EnginePulse(outputs.now)
                 if outputs.load is not None:
                     life.load = self._streams.before_report(life.replica, outputs.load)
                     self.tell(Reported(life.replica, life.load))
                 self._streams.on_stepped(life, outputs)
             case Heartbeat(pulse, num_taken):
+                self._streams.hand_out.hear(pulse.time, life.heard)
                 life.pulse, life.num_taken = pulse, num_taken
             case Rejected() as rejected:
                 self._streams.on_rejected(life, rejected)

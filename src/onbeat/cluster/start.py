@@ -20,6 +20,7 @@ from onbeat.core.protocols import EngineInfo
 from onbeat.engine.container import host_memory, usable_cores
 from onbeat.engine.core import EngineCore
 from onbeat.engine.engine_config import EngineConfig, MemoryShare
+from onbeat.engine.messages import WINDOW_TOKENS
 from onbeat.engine.process import BuildEngine
 from onbeat.recording.fleet_log import fleet_record, plain
 from onbeat.scheduler.cluster.fleet import Fleet
@@ -123,7 +124,7 @@ def _launcher(options: FleetOptions, engine: EngineConfig) -> Launcher:
 
 def _shared(engine: EngineConfig, options: FleetOptions) -> EngineConfig:
     """Return the configuration of one engine: of several on this machine each has its share."""
-    engine = replace(engine, reports_load=True)
+    engine = replace(engine, reports_load=True, window_tokens=WINDOW_TOKENS)
     num_replicas = options.fleet.most_replicas
     if num_replicas == 1 or options.launcher != "local" or _computes_nothing(engine):
         return engine

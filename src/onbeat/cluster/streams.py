@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from onbeat.core.protocols import Delivery, StepObserver
 from onbeat.core.request import Placement, Request, RequestOutput, TokenLogprobs, overdue_error
 from onbeat.core.slo import Fate
 from onbeat.core.step import StepOutputs
+from onbeat.engine.messages import TOLD_TOKENS, Fetched
 from onbeat.engine.rejection import Rejected, never_fits, unpack_rejection
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.scheduler.cluster.events import Aborted, Delivered, FleetEvent, Refuse, Refused, Rescale, Send
@@ -52,6 +54,14 @@ class OpenRequest:
 
     request: Request
     stream: asyncio.Queue[Delivery | OnbeatError] = field(default_factory=asyncio.Queue)
+    waiting: deque[Delivery | OnbeatError] = field(default_factory=deque)
+    """What `HandOut` has yet to put there."""
+    since: float = 0.0
+    """When it took its place in the line of its caller, seconds."""
+    num_fetched: int = 0
+    """Output tokens that have been taken out of its stream."""
+    tell_at: int = TOLD_TOKENS
+    """With so many its replica is to be told."""
     token_ids: list[int] = field(default_factory=list)
     """Output tokens that its client has got."""
     first_token_time: float | None = None
@@ -151,30 +161,72 @@ class OpenRequest:
 
 
 class HandOut:
-    """Puts into streams what comes for them, in order, for a few streams in each round of the event loop."""
+    """Puts into streams what comes for them, in order, for a few streams in each round of the event loop.
+
+    Callers take turns, and so do the streams of each, with one delivery a turn. A first token so waits for at
+    most one delivery of each other stream of its caller, however many of theirs wait.
+    """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[OpenRequest, Delivery | OnbeatError]] = deque()
+        self._lines: OrderedDict[str, deque[OpenRequest]] = OrderedDict()
+        """Callers in the order of their turns, and the streams of each likewise."""
         self._num_put = 0
         self._is_due = False
+        self._due = self._way = self._turn = self._round = 0.0
+
+    @property
+    def lag(self) -> float:
+        """Seconds from the end of a step until a stream goes on with its delivery, if none of its own waits.
+
+        The way of the last message of a replica, the last turn that a stream waited for, and the last round.
+        """
+        return self._way + self._turn + self._round
+
+    def hear(self, made: float, now: float) -> None:
+        """Hear how long a message of a replica has been on its way; there are two a second at least."""
+        self._way = max(now - made, 0.0)
+        if not self._is_due:
+            self._round = 0.0
 
     def put(self, open_request: OpenRequest, item: Delivery | OnbeatError) -> None:
         """Put an item into a request's stream, now or in one of the next rounds."""
-        self._waiting.append((open_request, item))
-        self._put_some()
-
-    def _put_some(self) -> None:
-        while self._waiting and self._num_put < MOST_AT_ONCE:
-            open_request, item = self._waiting.popleft()
+        if not self._is_due:
+            self._go_on()
+        if not self._lines and self._num_put < MOST_AT_ONCE:
             open_request.stream.put_nowait(item)
             self._num_put += 1
-        if self._num_put and not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._begin_round)
+        else:
+            open_request.waiting.append(item)
+            if len(open_request.waiting) == 1:
+                self._line_up(open_request, self._due)
+
+    def _line_up(self, open_request: OpenRequest, now: float) -> None:
+        open_request.since = now
+        self._lines.setdefault(open_request.request.caller, deque()).append(open_request)
+
+    def _go_on(self) -> None:
+        self._is_due, self._due = True, time.monotonic()
+        asyncio.get_running_loop().call_soon(self._begin_round)
 
     def _begin_round(self) -> None:
         self._is_due, self._num_put = False, 0
-        self._put_some()
+        now = time.monotonic()
+        self._round = now - self._due
+        while self._lines and self._num_put < MOST_AT_ONCE:
+            caller, line = self._lines.popitem(last=False)
+            open_request = line.popleft()
+            if line:
+                self._lines[caller] = line
+            if open_request.waiting:  # else it has ended since
+                self._turn = now - open_request.since
+                open_request.stream.put_nowait(open_request.waiting.popleft())
+                self._num_put += 1
+            if open_request.waiting:
+                self._line_up(open_request, now)
+        if not self._lines:
+            self._turn = 0.0
+        if self._num_put:
+            self._go_on()
 
 
 LOSSES = ("replica_lost", "too_many_lives")
@@ -246,7 +298,7 @@ class Streams:
         self.open: dict[str, OpenRequest] = {}
         self.by_name: dict[str, OpenRequest] = {}
         """Requests by the names under which replicas have them."""
-        self._hand_out = HandOut()
+        self.hand_out = HandOut()
         self.counts = FleetCounts()
 
     def begin(self, request: Request) -> OpenRequest:
@@ -256,12 +308,23 @@ class Streams:
 
     def end(self, open_request: OpenRequest) -> None:
         """Let a request have no stream any more."""
+        open_request.waiting.clear()
         self.by_name.pop(open_request.name, None)
         del self.open[open_request.request.request_id]
 
+    def take_fetched(self) -> dict[ReplicaId, Fetched]:
+        """Return what replicas have yet to be told, of all streams: so the next time is not soon."""
+        told: dict[ReplicaId, Fetched] = {}
+        for each in self.open.values():
+            if each.num_fetched + TOLD_TOKENS > each.tell_at:
+                each.tell_at = each.num_fetched + TOLD_TOKENS
+                if each.replica is not None:
+                    told.setdefault(each.replica, Fetched({})).num_tokens[each.name] = each.num_fetched
+        return told
+
     def put(self, open_request: OpenRequest, item: Delivery) -> None:
         """Put something into a request's stream that no replica has said."""
-        self._hand_out.put(open_request, item)
+        self.hand_out.put(open_request, item)
 
     def before_send(self, action: Send, now: float) -> None:
         """Hear where a request goes now."""
@@ -280,7 +343,7 @@ class Streams:
         open_request = self.open[action.request_id]
         open_request.replica = None
         self.counts.num_failed += action.reason in LOSSES or bool(open_request.token_ids)
-        self._hand_out.put(open_request, refusal(action, open_request))
+        self.hand_out.put(open_request, refusal(action, open_request))
 
     def on_moved(self, open_request: OpenRequest, origin: Origin) -> None:
         """Hear that a request goes on elsewhere with its KV."""
@@ -349,7 +412,7 @@ class Streams:
         for observer in self.observers:
             observer.on_step(outputs, life.replica_number)
         for open_request, output in deliveries:
-            self._hand_out.put(open_request, Delivery(now, output))
+            self.hand_out.put(open_request, Delivery(now, output))
             is_finished = output.finish_reason is not None
             is_first = bool(output.new_token_ids) and not open_request.has_begun
             open_request.has_begun = open_request.has_begun or is_first
@@ -371,7 +434,7 @@ class Streams:
             return open_request.take(output, now)
         except OutOfPlace as error:
             logger.exception("the deliveries of %s do not fit together", open_request.name)
-            self._hand_out.put(open_request, EngineError(f"the deliveries do not fit together: {error}"))
+            self.hand_out.put(open_request, EngineError(f"the deliveries do not fit together: {error}"))
             self._tell(Aborted(open_request.request.request_id))
             return None
 

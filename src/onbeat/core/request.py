@@ -208,6 +208,8 @@ class Request:
     """Name of its class of objectives."""
     weight: float = 1.0
     """Worth of keeping its objectives beside those of others, above 0; the larger, the more important."""
+    caller: str = ""
+    """Who asks, as far as it is known and not merely claimed: callers share the server's own time evenly."""
     tenant: str | None = None
     """Shares scarce capacity fairly with other tenants; None is one tenant of its own."""
     whole: WholeRequest | None = None

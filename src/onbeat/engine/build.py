@@ -76,6 +76,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         start_record = create_record(config.record) if config.record else None
         with short_memory_in_words(loader.device.device):
             loaded = loader.load(on_progress)
+            loaded = replace(loaded, limits=replace(loaded.limits, window_tokens=config.window_tokens))
             step_time = predict(config.step_time_profile, loaded, on_progress)
     objectives = _watch_objectives(config, loaded, step_time, on_progress)
     if defaults:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -141,8 +141,8 @@ class EngineCore:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether no step may run until another engine has done its part: KV is to come, or room is kept."""
-        return self.kv is not None and not self._in_flight
+        """Whether no step may run until others have done their part: KV or room is to come, or a fetch."""
+        return not self._in_flight and (self.kv is not None or self.scheduler.waits_for_fetches)
 
     @property
     def has_room(self) -> bool:
@@ -193,6 +193,14 @@ class EngineCore:
         if self._recorder is not None:
             self._recorder.abort(request_ids, self._clock())
         return outputs
+
+    def on_fetched(self, num_fetched: Mapping[str, int]) -> None:
+        """Hear how much output of requests has been fetched; steps may be under way."""
+        now = self._clock()
+        self.scheduler.on_fetched(num_fetched, now)
+        if self._recorder is not None:
+            for request_id, num_tokens in num_fetched.items():
+                self._recorder.handover("fetched", request_id, now, num_tokens=num_tokens)
 
     def step(self) -> StepOutputs | None:
         """Launch the next step; collect the oldest one once `max_in_flight_steps` run or no more can.

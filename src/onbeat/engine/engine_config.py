@@ -173,6 +173,8 @@ class EngineConfig:
     """Objectives that requests may carry, by class: at start the engine says which it cannot meet."""
     reports_load: bool = False
     """Whether its messages say how it stands: for an engine that is one of several."""
+    window_tokens: int | None = None
+    """As of `SchedulerConfig`."""
 
     def __post_init__(self) -> None:
         check(self, EngineConfig)

@@ -25,6 +25,19 @@ class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
     request_ids: list[str]
 
 
+WINDOW_TOKENS = 128
+"""Output of a request that may be on its way, or wait to be sent; with more it sits out."""
+TOLD_TOKENS = 32
+"""Fetched output of which an engine is told at once: of less it hears with what follows."""
+
+
+class Fetched(msgspec.Struct, tag="fetched", array_like=True):
+    """How far the output of requests has been fetched."""
+
+    num_tokens: dict[str, int]
+    """Request -> its output tokens so far."""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
     """Stop the loop; whatever is unfinished is dropped."""
 
@@ -112,7 +125,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):
     """Requests that have been read so far: whoever sent more knows which of them did not arrive."""
 
 
-ToEngine = AddRequest | AbortRequests | Shutdown | OpenKV | AskMove
+ToEngine = AddRequest | AbortRequests | Fetched | Shutdown | OpenKV | AskMove
 FromEngine = (
     Hello | Progress | Ready | StartFailed | Rejected | Stepped | Heartbeat | Leaving | Died | MoveAnswer
 )

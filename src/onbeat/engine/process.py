@@ -18,7 +18,7 @@ import zmq
 
 from onbeat import __version__
 from onbeat.core.errors import EngineDead, OnbeatError, RequestRejected
-from onbeat.core.handover import MoveVerb
+from onbeat.core.handover import MoveTask, MoveVerb
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import FinishReason, RequestOutput
 from onbeat.core.settled_memory import settled_memory
@@ -32,6 +32,7 @@ from onbeat.engine.messages import (
     AddRequest,
     AskMove,
     Died,
+    Fetched,
     FromEngine,
     Heartbeat,
     Hello,
@@ -264,18 +265,23 @@ class _EngineLoop:
                     self._add(message)
                 case AbortRequests():
                     self._abort(message.request_ids)
+                case Fetched():
+                    self._core.on_fetched(message.num_tokens)
                 case AskMove():
-                    if message.task.request is not None:
-                        self._core.grammars.prepare(message.task.request.sampling.grammar)
-                    self._abort(self._moves.take(message.task))
-                    if message.task.verb in (MoveVerb.TAKE, MoveVerb.RELEASE):
-                        self._send(self._core.take_load())  # no step may tell that there is room now
+                    self._move(message.task)
                 case OpenKV():
                     self._open_kv(message)
                 case Shutdown():
                     self._stopped = True
         if self._num_taken > num_before:
             self._say_alive()
+
+    def _move(self, task: MoveTask[KVSource]) -> None:
+        if task.request is not None:
+            self._core.grammars.prepare(task.request.sampling.grammar)
+        self._abort(self._moves.take(task))
+        if task.verb in (MoveVerb.TAKE, MoveVerb.RELEASE):
+            self._send(self._core.take_load())  # no step may tell that there is room now
 
     def _next_message(self) -> bytes | None:
         try:

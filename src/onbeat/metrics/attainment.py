@@ -139,7 +139,10 @@ def _score(chunk: DeliveryChunk, mode: SLOMode) -> Flags:
     limits = np.fromiter(_limits(chunk.requests), dtype=np.dtype((np.float64, 3)), count=num_requests)
     ttft, tbt, e2e = limits.T
     good: Flags = chunk.first - arrivals <= ttft + TOLERANCE
-    good &= _ends(chunk) - arrivals <= e2e + TOLERANCE
+    pairs = zip(chunk.requests, chunk.last.tolist(), strict=True)
+    # A whole answer comes when all of it can be sent.
+    ends = np.array([last if each.is_streamed else each.end for each, last in pairs])
+    good &= ends - arrivals <= e2e + TOLERANCE
     if np.isfinite(tbt).any():
         if mode == "stream":
             first_deadline = np.where(
@@ -149,15 +152,6 @@ def _score(chunk: DeliveryChunk, mode: SLOMode) -> Flags:
         else:
             good &= _keeps_gaps(chunk, tbt)
     return good
-
-
-def _ends(chunk: DeliveryChunk) -> NDArray[np.float64]:
-    """Return when each request had its last token: a whole answer has it with the answer."""
-    last = chunk.last
-    for row, request in enumerate(chunk.requests):
-        if not request.is_streamed:
-            last[row] = request.end
-    return last
 
 
 def _limits(requests: Sequence[MeasuredRequest]) -> Iterator[tuple[float, float, float]]:

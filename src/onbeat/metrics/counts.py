@@ -184,7 +184,7 @@ class RunCounts:
         self.refused = Counter(dict.fromkeys(REFUSALS, 0))
         """Requests by the reason for which they were refused, or ended in the queue."""
         self.ttft = Histogram(REQUEST_SECONDS)
-        self.delivery_lag = Histogram(LAG_SECONDS)
+        self.first_token_lag = Histogram(LAG_SECONDS)
         self.gap = Histogram(GAP_SECONDS)
         self.tpot = Histogram(GAP_SECONDS)
         self.e2e = Histogram(REQUEST_SECONDS)
@@ -291,8 +291,6 @@ class RunCounts:
         """Count tokens, and the time since the delivery before or since the arrival."""
         self.slo.on_delivery(record)
         self.num_output_tokens += record.delivery_sizes[-1]
-        if record.delivery_lag is not None:
-            self.delivery_lag.observe(record.delivery_lag)
         times = record.delivery_times
         if len(times) > 1:
             self.gap.observe(times[-1] - times[-2])
@@ -301,6 +299,8 @@ class RunCounts:
         self.num_prompt_tokens += record.num_prompt_tokens
         self.num_cached_tokens += record.num_cached_tokens
         self.ttft.observe(first - record.arrival)
+        if record.engine_ttft is not None:
+            self.first_token_lag.observe(first - record.arrival - record.engine_ttft)
         if record.scheduled is not None:
             self.queue.observe(record.scheduled - record.arrival)
             self.prefill.observe(first - record.scheduled)

@@ -239,7 +239,7 @@ class MetricsExporter(Collector):
             ("step_rows", "Requests in a step", counts.step_rows),
             ("planner_seconds", "Planning one step", counts.schedule),
             ("update_seconds", "Taking in the results of one step", counts.update),
-            ("delivery_lag_seconds", "End of a step to the hand-over of its tokens", counts.delivery_lag),
+            ("first_token_lag_seconds", "From a step to a first token's hand-over", counts.first_token_lag),
             ("event_loop_lag_seconds", "How late the server's event loop is", self._loop_lag),
         ):
             yield histogram(f"onbeat_{name}", text, values)

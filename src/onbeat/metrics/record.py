@@ -36,8 +36,6 @@ class RequestRecord:
     """When it was first put in a step; None if it never was."""
     engine_ttft: float | None = None
     """Seconds from arrival to the end of the step that made the first delivery; None where nobody says."""
-    delivery_lag: float | None = None
-    """Seconds from there to the delivery's time, of the last delivery."""
     delivery_times: array[float] = field(default_factory=lambda: array("d"))
     """When each was handed over to be sent; the end of its step where nobody sends (simulated)."""
     delivery_sizes: array[int] = field(default_factory=lambda: array("I"))

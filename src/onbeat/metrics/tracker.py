@@ -106,7 +106,6 @@ class RequestTracker:
             for listener in self._listeners:
                 listener.on_preemption(record, now)
         if num_tokens or output.embedding is not None:
-            record.delivery_lag = max(now - made, 0.0)
             if record.engine_ttft is None:
                 record.engine_ttft = made - record.arrival
             record.delivery_times.append(now)

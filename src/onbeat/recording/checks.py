@@ -134,8 +134,8 @@ class Consistency:
             case UpdateCall():
                 self._update(call)
             case HandoverCall():
-                if call.verb == "reserve" and call.num_tokens is None:
-                    raise ValueError("reserve has no num_tokens")
+                if call.verb in ("reserve", "fetched") and call.num_tokens is None:
+                    raise ValueError(f"{call.verb} has no num_tokens")
                 if call.verb == "free":
                     self._open.discard(call.id)
 

@@ -2,7 +2,7 @@
 
 The file is gzip-compressed text with one JSON object a line:
 
-1. the header: ``{"file": "onbeat-record", "schema_version": 12, ...}`` with the fields of `RecordHeader`;
+1. the header: ``{"file": "onbeat-record", "schema_version": 13, ...}`` with the fields of `RecordHeader`;
 2. one line a call, named by its field ``call``: ``add``, ``abort``, ``schedule``, ``update``, ``handover``,
    with the fields of the classes below, defaults left out;
 3. the trailer: ``{"call": "end", "calls": N}`` with the number of calls. A file without it is cut short.
@@ -35,6 +35,7 @@ not.
 11 ``add`` of a request whose KV is kept behind its end (`AddCall.kept_for`)
 12 what a token under a grammar takes: as a trial found (`AddCall.guide_seconds`), and each row of a step
    (`UpdateCall.row_guide_seconds`)
+13 ``fetched``: how far output was fetched, where requests sit out of which too much is not
 == ==================================================================================================
 """
 
@@ -51,12 +52,14 @@ from onbeat.core.slo import ShedMode
 DEADLINES = tuple(each.name for each in fields(StreamDeadlines))
 """Of `RecordedAdoption.deadlines`, in the order in which a file has them."""
 FILE_KIND = "onbeat-record"
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
 READABLE_VERSIONS = tuple(range(1, SCHEMA_VERSION + 1))
 TRAILER = "end"
 
-HandoverVerb = Literal["hold", "unhold", "reserve", "release", "detach", "left", "reattach", "free"]
-"""`left` is the answer to `detach`."""
+HandoverVerb = Literal[
+    "hold", "unhold", "reserve", "release", "detach", "left", "reattach", "free", "fetched"
+]
+"""`left` is the answer to `detach`; `fetched` is `Scheduler.on_fetched`, of one request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,7 +229,7 @@ class HandoverCall:
     id: str
     """Of the request; of the hand-over for `reserve` and `release`."""
     num_tokens: int | None = None
-    """That `reserve` was asked for."""
+    """That `reserve` was asked for; output tokens that had been fetched."""
     block_ids: tuple[int, ...] | None = None
     """That `hold` and `reserve` answered; None where they had none."""
     is_out: bool | None = None

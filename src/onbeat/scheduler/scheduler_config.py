@@ -148,6 +148,9 @@ class SchedulerConfig(SchedulerLimits):
     holds at most its share of `max_num_seqs` (Sarathi-Serve, OSDI 2024, section 4.2)."""
     speculation: SpeculationConfig | None = None
     """None plans no drafts."""
+    window_tokens: int | None = None
+    """Output tokens that a request may have which nobody has fetched; with so many it sits out. None where
+    nobody says what is fetched."""
 
     def __post_init__(self) -> None:
         SchedulerLimits.__post_init__(self)  # super() finds no class in one with slots

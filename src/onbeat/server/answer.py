@@ -19,7 +19,7 @@ from onbeat.core.request import Request
 from onbeat.server.answer_format import EVENT_STREAM_HEADERS, AnswerFormat, Extras, WholeChoice
 from onbeat.server.answer_report import slo_report, usage_of, without_empty_details, worst_report
 from onbeat.server.choices import Choice, ChoiceDelta, TextOptions
-from onbeat.server.connection import flow_of
+from onbeat.server.connection import FLOW
 from onbeat.server.errors import ClientGone, error_reply, predicted_ttft_header
 from onbeat.server.fair_threads import Turns
 from onbeat.server.generation_request import GenerationRequest
@@ -117,7 +117,7 @@ class AnswerResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
-        self._flow, self._caller = flow_of(scope), context.caller
+        self._flow, self._caller = scope.get("state", {}).get(FLOW), context.caller
         context.num_choices = self._num_choices
         context.max_tokens = [choice.request.sampling.max_tokens for choice in self._choices]
         try:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from httptools import HttpParserError, HttpParserUpgrade
 from starlette.types import Scope
-from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from onbeat.server.errors import RETRY_AFTER_SECONDS, error_body
@@ -60,14 +59,8 @@ def refusal_of(scope: Scope) -> Refusal | None:
     return refusal
 
 
-_FLOW = "onbeat.flow"
-"""Where the state of a request holds whether its connection is read."""
-
-
-def flow_of(scope: Scope) -> FlowControl | None:
-    """Return what says whether a request's client reads; None where its connection is not one of these."""
-    flow: FlowControl | None = scope.get("state", {}).get(_FLOW)
-    return flow
+FLOW = "onbeat.flow"
+"""Where the state of a request holds what says whether its client reads: uvicorn's `FlowControl`."""
 
 
 class _HeadTooLarge(Exception):
@@ -207,7 +200,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self._has_offer:
             return
         super().on_headers_complete()
-        self.scope["state"][_FLOW] = self.flow
+        self.scope["state"][FLOW] = self.flow
         if self.scope["http_version"] == "1.0":
             setattr(self.cycle, "send", _without_chunks(self.cycle))  # noqa: B010 -- a method for one answer
         self._is_in_head, self._is_in_body = False, True

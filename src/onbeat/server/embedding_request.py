@@ -256,6 +256,7 @@ def _requests(
             sampling=_NO_SAMPLING,
             pooling=info.pooling,
             arrival=context.arrival,
+            caller=context.caller,
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
             whole=whole,

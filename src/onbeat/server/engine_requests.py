@@ -69,6 +69,7 @@ async def engine_requests(
                 prompt_token_ids=prompt_token_ids,
                 sampling=replace(sampling, seed=seed) if choice else sampling,
                 arrival=context.arrival,
+                caller=context.caller,
                 priority=body.priority or 0,
                 # of one choice: all of them have the same prompt, but those of a stream do not wait for it
                 num_prompt_logprobs=num_scores if body.stream or not choice else None,

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import NamedTuple
 
 from onbeat.core.errors import Overloaded, RequestRejected, SLOUnattainable
 from onbeat.core.protocols import Delivery, EngineClient, Tokenizer
@@ -99,15 +98,9 @@ def _this_task() -> asyncio.Task[object]:
     return task
 
 
-class _Turn(NamedTuple):
-    """What a delivery brought a choice, on its way to whoever writes the answer."""
-
-    choice: Choice
-    delivery: Delivery
-    num_tokens: int
-    """Of its tokens, those that are in the answer."""
-    delta: ChoiceDelta | None
-    """None where all of its text is held back."""
+_Turn = tuple[Choice, Delivery, int, ChoiceDelta | None]
+"""What a delivery brought a choice, on its way to whoever writes the answer: the tokens of it that are in the
+answer, and what it adds to the text, None where all of that is held back. No named tuple, at one a token."""
 
 
 class Generator:
@@ -152,22 +145,19 @@ class Generator:
             together = _merged(streams, sizes, most)
         try:
             async with aclosing(together) as turns:
-                async for turn in turns:
-                    self._hand_over(turn, clock())
-                    if turn.delta is not None:
-                        yield turn.delta
+                async for choice, delivery, num_tokens, delta in turns:
+                    now = clock()
+                    self._tracker.deliver(delivery.output, now, num_tokens, made=delivery.time)
+                    if delta is None:
+                        continue
+                    if delta.finish_reason is not None and choice.is_streamed:
+                        self._tracker.close(choice.request.request_id, FinishReason(delta.finish_reason), now)
+                    yield delta
         finally:
             for choice in choices:
                 self._tracker.close(
                     choice.request.request_id, choice.finish_reason or FinishReason.ABORT, clock()
                 )
-
-    def _hand_over(self, turn: _Turn, now: float) -> None:
-        choice, delivery, num_tokens, delta = turn
-        self._tracker.deliver(delivery.output, now, num_tokens, made=delivery.time)
-        if delta is not None and delta.finish_reason is not None and choice.is_streamed:
-            assert choice.finish_reason is not None, "its last delta says how it ended"
-            self._tracker.close(choice.request.request_id, choice.finish_reason, now)
 
     async def _run_one(self, choice: Choice, options: TextOptions) -> AsyncGenerator[_Turn, None]:
         request = choice.request
@@ -180,7 +170,7 @@ class Generator:
             async with aclosing(self._engine.generate(request)) as deliveries:
                 async for delivery in deliveries:
                     delta = text.take(delivery)
-                    turn = _Turn(choice, delivery, text.num_new_tokens, delta)
+                    turn = (choice, delivery, text.num_new_tokens, delta)
                     if choice.finish_reason is not None:
                         last = turn
                         break
@@ -292,7 +282,7 @@ async def _held_until_all_begin(
                 yield turn
                 continue
             held.append(turn)
-            begun.add(turn.choice.index)
+            begun.add(turn[0].index)
             if len(begun) == num_choices:
                 for each in held:
                     yield each

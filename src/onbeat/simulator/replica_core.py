@@ -330,6 +330,7 @@ def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel, *, predict
     ------
     ConfigError : a policy that needs predictions, and a model that cannot be handed to it.
     """
+    config = replace(config, window_tokens=None)  # virtual clients take all that comes
     speculation = config.speculation
     weighs_drafts = speculation is not None and speculation.draft_length == "adaptive"
     needs_model = composition(config.policy).needs_step_time or weighs_drafts

@@ -63,38 +63,47 @@ def mixed_requests(core: EngineCore, seed: int) -> Iterator[Request]:
 
 
 def run_mixed(core: EngineCore, seed: int) -> None:
-    """Serve until `NUM_STEPS` steps are back, at times idle; then to the end."""
+    """Serve until `NUM_STEPS` steps are back, at times idle; then to the end. Some output is fetched late."""
     chance = random.Random(seed)
     requests = mixed_requests(core, seed)
-    open_ids: dict[str, None] = {}
+    open_ids: dict[str, int] = {}
+    """Output tokens of each."""
     num_steps = 0
     while num_steps < NUM_STEPS or core.has_work:
         if num_steps < NUM_STEPS and (not core.has_work or chance.random() < 0.1):
             for _ in range(chance.randrange(1, 6)):
                 request = next(requests)
                 core.add(request)
-                open_ids[request.request_id] = None
+                open_ids[request.request_id] = 0
         if open_ids and chance.random() < 0.01:
             for output in core.abort([chance.choice(list(open_ids))]):
                 del open_ids[output.request_id]
+        if open_ids and chance.random() < 0.3:
+            some = chance.sample(list(open_ids), -(-len(open_ids) // 3))
+            core.on_fetched({request_id: open_ids[request_id] for request_id in some})
         outputs = core.step()
         if outputs is not None:
             num_steps += 1
             for output in outputs.outputs:
+                open_ids[output.request_id] += len(output.new_token_ids)
                 if output.finish_reason is not None:
                     del open_ids[output.request_id]
 
 
+@pytest.mark.parametrize("window_tokens", [None, 8])
 @pytest.mark.parametrize(
     ("policy", "depth"), [("sarathi", 1), ("sarathi", 2), ("prefill-first", 1), ("static", 2)]
 )
-def test_a_long_run_replays_identically(tmp_path: Path, policy: str, depth: int) -> None:
+def test_a_long_run_replays_identically(
+    tmp_path: Path, policy: str, depth: int, window_tokens: int | None
+) -> None:
     config = SchedulerConfig(
         num_blocks=64,
         max_model_len=512,
         max_num_seqs=16,
         max_num_batched_tokens=128 if policy == "sarathi" else 512,
         policy=policy,
+        window_tokens=window_tokens,
     )
     path = tmp_path / "run.gz"
     core = recorded_core(path, config, depth=depth)

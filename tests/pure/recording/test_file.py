@@ -218,8 +218,8 @@ def packed(content: bytes) -> bytes:
         (b"TIMESTAMP,ContextTokens\n", "not a gzip file"),
         (packed(b'{"file": "something else", "schema_version": 1}\n'), "line 1: .* is not a line"),
         (
-            packed(b'{"file": "onbeat-record", "schema_version": 13, "onbeat_version": "7"}\n'),
-            "version 13",
+            packed(b'{"file": "onbeat-record", "schema_version": 14, "onbeat_version": "7"}\n'),
+            "version 14",
         ),
         (
             packed(b'{"file": "onbeat-record", "schema_version": 1, "x": 1}\n'),

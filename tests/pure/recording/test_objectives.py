@@ -249,7 +249,7 @@ class TestVersions:
             run.step()
         run.finish()
         lines = lines_of(path)
-        assert lines[0]["schema_version"] == 12
+        assert lines[0]["schema_version"] == 13
         lines[0]["schema_version"] = 1
         later = (
             *("slo_mode", "shed_order", "max_num_queued_reqs", "max_num_queued_tokens"),
@@ -304,11 +304,11 @@ class TestVersions:
     def test_files_of_another_version_are_not(self, path: Path) -> None:
         start_run(path, make_config()).finish()
         lines = lines_of(path)
-        lines[0]["schema_version"] = 13
+        lines[0]["schema_version"] = 14
         write_lines(path, lines)
         with pytest.raises(
             ConfigError,
-            match=r"version 13, this onbeat reads 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 12; replay it with",
+            match=r"version 14, this onbeat reads 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12 and 13;",
         ):
             Recording(path)
 

@@ -35,7 +35,7 @@ def take_turns(running: Iterable[RequestState]) -> float:
     for state in running:
         if state.is_guided:
             state.sits_out = False
-            if state.num_wanted_tokens == 1:
+            if state.num_wanted_tokens == 1 and not state.is_paused:
                 guided.append(state)
     guided.sort(key=lambda state: state.guide_seconds)
     for place, state in enumerate(guided):

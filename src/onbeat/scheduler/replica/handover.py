@@ -80,9 +80,9 @@ class Handovers:
         """Slots of the batch that no waiting request may have."""
         return len(self._reservations) + len(self._detached)
 
-    def knows(self, request_id: str) -> bool:
-        """Whether the id belongs to a detached request."""
-        return request_id in self._detached
+    def detached(self, request_id: str) -> RequestState | None:
+        """Return the detached request of an id; None without one."""
+        return self._detached.get(request_id)
 
     # --- the source: KV that others copy --------------------------------------------------------------
 

@@ -61,6 +61,8 @@ class LoadReporter:
         tightest, shortest = inf, 0.0 if cost_model is None else cost_model.alone_seconds
         prefills: list[RequestState] = []
         for state in running:
+            if state.is_paused:
+                continue
             num_computed = state.num_computed_tokens
             wanted = state.num_tokens + state.num_in_flight_tokens - num_computed
             if wanted == 1:

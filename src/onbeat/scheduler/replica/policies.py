@@ -58,6 +58,8 @@ class Composition:
     """Whether predicted time is a step's budget, and the tokens are only a cap."""
     keeps_deadlines: bool = False
     """Whether it follows the deadlines of each request's tokens."""
+    pauses: bool = True
+    """Whether a request sits out whose output nobody fetches, and may be preempted for others then."""
     predicts_waits: bool = False
     """Whether it predicts the TTFT of arrivals, and refuses those that would wait for too long."""
 
@@ -127,9 +129,12 @@ def _triaged(*, by_time: bool, by_deadline: bool) -> Composition:
 
 POLICIES: dict[str, Composition] = {
     "static": Composition(
-        compose=_whole(BatchAtATime, ReserveMaximum()), release=ReleaseWithBatch, whole_prompts=True
+        compose=_whole(BatchAtATime, ReserveMaximum()),
+        release=ReleaseWithBatch,
+        whole_prompts=True,
+        pauses=False,
     ),
-    "orca": Composition(compose=_whole(DecodesFirst, ReserveMaximum()), whole_prompts=True),
+    "orca": Composition(compose=_whole(DecodesFirst, ReserveMaximum()), whole_prompts=True, pauses=False),
     "prefill-first": Composition(compose=_whole(PrefillsFirst, ReservePrompt()), whole_prompts=True),
     "sarathi": Composition(compose=_chunked(DecodesFirst)),
     "slo": slo_composition(),

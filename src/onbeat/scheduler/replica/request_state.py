@@ -21,6 +21,8 @@ class RequestStatus(Enum):
     WAITING = auto()
     """Not in the batch: new, or preempted."""
     RUNNING = auto()
+    ASIDE = auto()
+    """Neither in the queue nor in the batch: it was preempted while it was paused."""
     PADDING = auto()
     """Finished, but its row and blocks are held until its batch ends (static batching)."""
     DETACHED = auto()
@@ -76,7 +78,7 @@ class RequestState:
         ),
         *("kept_until", "last_step_id", "max_total_tokens", "num_allocated_tokens", "num_cached_tokens"),
         *("num_computed_tokens", "num_hit_tokens", "num_in_flight_drafts", "num_in_flight_tokens"),
-        *("num_preemptions", "num_prompt_tokens", "num_registered_blocks", "num_tokens"),
+        *("num_preemptions", "num_prompt_tokens", "num_registered_blocks", "num_tokens", "pause_at"),
         *("num_tokens_to_register", "output_token_ids", "queued_work", "request", "request_id"),
         *("scheduled_time", "sits_out", "slo", "sort_key", "status", "stop_token_ids"),
     )
@@ -92,6 +94,8 @@ class RequestState:
         self.output_token_ids: list[int] = list(request.resumed_token_ids)
         self.num_tokens = self.num_prompt_tokens + len(self.output_token_ids)
         """Known tokens: prompt and delivered output."""
+        self.pause_at = NEVER
+        """Tokens, those in flight included, with which it sits out until more of its output is fetched."""
         self.num_computed_tokens = 0
         """Tokens whose KV is in the cache once every planned step has run."""
         self.num_in_flight_tokens = 0
@@ -141,6 +145,11 @@ class RequestState:
         Nobody may judge it, or it has delivered tokens: a stream that was preempted, or came here to go on.
         """
         return self.request.shed is ShedMode.OFF or self.num_tokens > self.num_prompt_tokens
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step takes it until more of its output is fetched, those in flight left out."""
+        return self.num_tokens >= self.pause_at
 
     @property
     def scores_prompt(self) -> bool:

@@ -87,7 +87,7 @@ class RequestTable:
                 self._tracker.on_drop(state)
         if state.status is RequestStatus.WAITING:
             self.waiting.remove(state)
-        else:
+        elif state.status is not RequestStatus.ASIDE:
             self.running.remove(state)
             self.kv.free(state)
             self._leave_runner(state)
@@ -150,7 +150,8 @@ class RequestTable:
         assert waiting == sorted(waiting, key=lambda state: state.sort_key)
         assert all(state.status is RequestStatus.WAITING and not state.block_ids for state in waiting)
         num_padding = sum(state.status is RequestStatus.PADDING for state in self.running)
-        assert len(self.states) == len(waiting) + len(self.running) - num_padding, (
+        num_aside = sum(state.status is RequestStatus.ASIDE for state in self.states.values())
+        assert len(self.states) == len(waiting) + len(self.running) - num_padding + num_aside, (
             "a request is in neither queue"
         )
         num_pooled = sum(state.request.pooling is not None for state in self.states.values())
@@ -175,10 +176,15 @@ class RequestTable:
         """Let a running request wait, without any of its KV."""
         self.running.remove(state)
         self.kv.free(state)
-        state.status = RequestStatus.WAITING
         self._leave_runner(state)
+        self.queue(state)
+
+    def queue(self, state: RequestState) -> None:
+        """Let a request that has left the batch wait for its turn, or sit aside while it is paused."""
+        state.status = RequestStatus.ASIDE if state.is_paused else RequestStatus.WAITING
         self._rank(state)
-        self.waiting.push(state)
+        if not state.is_paused:
+            self.waiting.push(state)
 
     def mark_in_flight(self, states: Iterable[RequestState], *, is_in_flight: bool) -> None:
         """Say whether something holds requests, so that no step may run them; see `RequestState`."""

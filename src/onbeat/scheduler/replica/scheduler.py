@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import inf
 
 from onbeat.core.errors import InvalidRequest
@@ -16,7 +16,7 @@ from onbeat.scheduler.replica.handover import Handovers
 from onbeat.scheduler.replica.load_report import LoadReporter
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.relegation import Relegation
-from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.results import (
     StepFeedback,
@@ -27,6 +27,7 @@ from onbeat.scheduler.replica.results import (
 )
 from onbeat.scheduler.replica.rows import commit_rows
 from onbeat.scheduler.replica.slo.deadlines import SLOState
+from onbeat.scheduler.replica.slo.filler import RESERVATION
 from onbeat.scheduler.replica.speculation.drafting import Drafting, make_drafting
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -189,11 +190,39 @@ class Scheduler:
         self._release_batch()  # it may have been the last that kept its batch together
         return outputs
 
+    @property
+    def waits_for_fetches(self) -> bool:
+        """Whether a request is paused, so that `on_fetched` may be all that lets a step run."""
+        return any(state.is_paused for state in self._states.values())
+
+    def on_fetched(self, num_fetched: Mapping[str, int], now: float) -> None:
+        """Hear how much output of requests has been fetched; those who were paused for it go on.
+
+        Parameters
+        ----------
+        num_fetched : request -> its output tokens so far, those included with which it came. An id that is
+            not known is ignored, and so is less than was said before.
+        now : seconds.
+        """
+        window = self.config.window_tokens or 0
+        for request_id, num_tokens in num_fetched.items():
+            state = self._states.get(request_id) or self.handover.detached(request_id)
+            if state is None:
+                continue
+            was_paused = state.is_paused
+            state.pause_at = max(state.pause_at, state.num_prompt_tokens + num_tokens + window)
+            if was_paused and not state.is_paused:
+                state.slo.go_on_at(now)
+                if state.status is RequestStatus.ASIDE:
+                    self.table.queue(state)
+
     def schedule(self, now: float) -> SchedulerOutput | None:
         """Plan the next step, or return None where nothing can run (yet)."""
         if not self.running and not self.waiting:
             return None
         start = self.in_flight.last_plan = self.in_flight.next_start(now)
+        if self.waiting and self.config.window_tokens is not None:
+            self._give_way(start)
         left = take_turns(self.running) if self.table.num_guided else inf
         plan = self._compose(start)
         if left < inf:
@@ -226,6 +255,16 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raise AssertionError unless queues and blocks agree. Cheap enough for every idle moment."""
         self.handover.check_invariants()
+
+    def _give_way(self, now: float) -> None:
+        """Preempt paused requests, the last of the batch first, until the first that waits has its room."""
+        head = self.waiting.peek()
+        paused = [state for state in self.running if state.is_paused and not state.num_in_flight_tokens]
+        while paused and head is not None:
+            plan = self._new_plan(now)
+            if plan.num_slots_left > 0 and plan.has_blocks_for(head, RESERVATION):
+                return
+            self.table.preempt(paused.pop())
 
     # --- commit ---------------------------------------------------------------------------------------
 
@@ -289,7 +328,7 @@ class Scheduler:
     def _check(self, request: Request) -> None:
         """Refuse a request that can never run here; see `add`."""
         request_id = request.request_id
-        if request_id in self._states or self.handover.knows(request_id):
+        if request_id in self._states or self.handover.detached(request_id):
             raise InvalidRequest(f"request id {request_id!r} is in use; use a new one", param="request_id")
         check_request(request, self.config)
 
@@ -302,6 +341,8 @@ class Scheduler:
         if self.policy.known.keeps_deadlines:
             max_output_tokens = state.max_total_tokens - state.num_prompt_tokens
             state.slo.begin(request, self.config.slo_mode, now=now, max_output_tokens=max_output_tokens)
+        if self.config.window_tokens is not None and self.policy.known.pauses:
+            state.pause_at = state.num_tokens + self.config.window_tokens
         return state
 
     def _release_batch(self) -> None:

@@ -167,6 +167,7 @@ class StepPlan:
             if (
                 state.num_tokens + num_in_flight - num_computed == 1
                 and not (state.is_in_flight or state.sits_out)
+                and state.num_tokens + num_in_flight < state.pause_at
                 and not (num_in_flight and state.will_be_full)
             ):
                 if num_computed >= state.num_allocated_tokens:
@@ -184,7 +185,7 @@ class StepPlan:
             return
         for state in self.running[: self.num_kept]:
             num_wanted = state.num_tokens + state.num_in_flight_tokens - state.num_computed_tokens
-            if num_wanted <= 1 or state.is_in_flight:
+            if num_wanted <= 1 or state.is_in_flight or state.is_paused:
                 continue
             if num_decodes + len(self.chunks) == self.max_rows:
                 break

@@ -238,6 +238,8 @@ class Replay:
                 is_out = handover.reattach(name)
             case "free":
                 handover.free(name)
+            case "fetched":
+                self.scheduler.on_fetched({name: call.num_tokens or 0}, call.now)
         recorded, replayed = (call.block_ids, call.is_out), (block_ids, is_out)
         self._compare(None, f"answer to {call.verb} of {name} (blocks, is out)", recorded, replayed)
 

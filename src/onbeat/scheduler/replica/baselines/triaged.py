@@ -22,7 +22,8 @@ def split_running(running: Iterable[RequestState]) -> tuple[list[RequestState], 
     decodes: list[RequestState] = []
     prefills: list[RequestState] = []
     for state in running:
-        if state.is_in_flight or state.sits_out or (state.num_in_flight_tokens and state.will_be_full):
+        is_full = state.num_in_flight_tokens and state.will_be_full
+        if state.is_in_flight or state.sits_out or is_full or state.is_paused:
             continue
         num_wanted = state.num_wanted_tokens
         if num_wanted == 1:

@@ -187,6 +187,12 @@ class SLOState:
         self._repace(now)
         return False
 
+    def go_on_at(self, now: float) -> None:
+        """Go on after a pause, which is not held against it: the next token is due by so much later."""
+        if not self.is_best_effort and self.last_delivery > -inf:
+            self.objective_deadline += max(now - self.last_delivery, 0.0)
+            self._repace(now)
+
     def _repace(self, now: float) -> None:
         """Spread what is left of an e2e objective over the tokens that are expected still."""
         self.tbt, self.next_deadline = self.tbt_objective, self.objective_deadline

@@ -78,8 +78,8 @@ class RunningView:
             num_in_flight = state.num_in_flight_tokens
             num_tokens = state.num_tokens + num_in_flight
             is_full = num_in_flight and num_tokens >= state.max_total_tokens
-            if is_full or state.is_in_flight or state.sits_out:
-                continue  # full with what is in flight, held, or not its turn
+            if is_full or num_tokens >= state.pause_at or state.is_in_flight or state.sits_out:
+                continue  # full with what is in flight, paused, held, or not its turn
             wanted = num_tokens - state.num_computed_tokens
             if wanted != 1:
                 if wanted > 1:
