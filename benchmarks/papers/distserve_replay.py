@@ -40,7 +40,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-import benchmarks.policies.register  # noqa: F401 - of DistServe
 from benchmarks.papers.linear import linear_closure
 from onbeat.core.fleet import PoolSizes
 from onbeat.metrics.record import RequestRecord
@@ -327,6 +326,8 @@ def print_66b(published: Published, *, num_requests: int, seeds: int) -> None:
 
 
 def main() -> None:
+    import benchmarks.policies.register  # noqa: F401 - not where a test imports this file
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

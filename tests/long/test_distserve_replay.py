@@ -10,7 +10,10 @@ import pytest
 from benchmarks.papers import distserve_replay as benchmark
 
 SHARED = os.environ.get("ONBEAT_SHARED")
-pytestmark = pytest.mark.skipif(SHARED is None, reason="needs the published measurements (ONBEAT_SHARED)")
+pytestmark = [
+    pytest.mark.skipif(SHARED is None, reason="needs the published measurements (ONBEAT_SHARED)"),
+    pytest.mark.usefixtures("comparators"),
+]
 
 
 @pytest.fixture(scope="module")
