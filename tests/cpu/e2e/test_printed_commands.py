@@ -37,7 +37,11 @@ LACKING = {
     r"^[A-Z_]+=\S+$": "the environment of llm-d's endpoint picker",
 }
 SLOW = r"^onbeat (serve|bench|capacity|plan)\b|--(replicas|disaggregate) |-name agents"
-ASKING = {"onbeat chat ": "onbeat chat {url} ", "onbeat bench serve ": "onbeat bench serve --base-url {url} "}
+ASKING = {
+    "onbeat chat ": "onbeat chat {url} ",
+    "onbeat bench serve ": "onbeat bench serve --base-url {url} ",
+    "python examples/": "OPENAI_BASE_URL={url}/v1 python examples/",
+}
 """Commands that ask the server at port 8000 unless they are told of another."""
 
 PRINTED = dict.fromkeys(

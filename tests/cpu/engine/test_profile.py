@@ -380,7 +380,7 @@ def test_the_engines_sizes_are_those_of_the_file(loaded):
         ("NVIDIA A100-SXM4-80GB", "a100-80-sxm"),
         ("NVIDIA H200", "h200"),
         ("Tesla V100-SXM2-32GB", "v100"),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA GeForce RTX 3060", None),
     ],
 )
 def test_gpus_are_known_by_the_drivers_name(name, expected):

@@ -150,7 +150,7 @@ def test_a_kernel_that_cannot_be_had_is_named(hopper: None, monkeypatch: pytest.
     ("name", "limits", "num_tokens"),
     [
         ("NVIDIA L4", {}, 1280),
-        ("NVIDIA H100 80GB HBM3", {}, 7552),
+        ("NVIDIA H100 80GB HBM3", {}, 7808),
         ("NVIDIA L4", {"max_num_batched_tokens": 4096}, 4096),
         ("NVIDIA L4", {"policy": "sarathi"}, 512),
         ("NVIDIA of tomorrow", {}, LARGEST_BUDGET),
@@ -166,6 +166,6 @@ def test_a_data_sheet_bounds_the_largest_step_as_in_simulations(
     monkeypatch.setattr(load, "free_memory", lambda _: FreeMemory(70 * 2**30, "the device cuda"))
     settled = load.prepare_model(config(limits=SchedulerLimits(**limits))).limits
     assert settled.max_num_batched_tokens == num_tokens
-    if num_tokens in (1280, 7552):
+    if num_tokens in (1280, 7808):
         settings = ReplicaSettings(model="Llama-3.1-8B", device=known_device(name) or "")
         assert build_simulation(settings).kind.scheduler.max_num_batched_tokens == num_tokens
