@@ -103,6 +103,10 @@ _Turn = tuple[Choice, Delivery, int, ChoiceDelta | None]
 answer, and what it adds to the text, None where all of that is held back. No named tuple, at one a token."""
 
 
+MOST_ENDED = 256
+"""Choices of one answer whose records are closed in one turn of the event loop."""
+
+
 class Generator:
     """Runs choices on the engine.
 
@@ -153,11 +157,17 @@ class Generator:
                     if delta.finish_reason is not None and choice.is_streamed:
                         self._tracker.close(choice.request.request_id, FinishReason(delta.finish_reason), now)
                     yield delta
+                end = clock()
+            for number, choice in enumerate(choices):  # what has ended is not closed twice
+                if number % MOST_ENDED == MOST_ENDED - 1:
+                    await asyncio.sleep(0)
+                self._close(choice, end)
         finally:
             for choice in choices:
-                self._tracker.close(
-                    choice.request.request_id, choice.finish_reason or FinishReason.ABORT, clock()
-                )
+                self._close(choice, clock())
+
+    def _close(self, choice: Choice, now: float) -> None:
+        self._tracker.close(choice.request.request_id, choice.finish_reason or FinishReason.ABORT, now)
 
     async def _run_one(self, choice: Choice, options: TextOptions) -> AsyncGenerator[_Turn, None]:
         request = choice.request
