@@ -270,9 +270,8 @@ class FleetClient:
 
     async def generate(self, request: Request) -> AsyncGenerator[Delivery, None]:
         request_id = request.request_id
-        if (
-            request.slo is not None
-        ):  # an engine does not know what deliveries wait here: it hears of it sooner
+        if request.slo is not None:
+            # An engine does not know what deliveries wait here: for it the request came sooner.
             request = replace(request, arrival=request.arrival - self.streams.hand_out.lag)
         routed = await self._describe(request)
         if request_id in self.streams.open:
