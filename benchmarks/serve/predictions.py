@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from onbeat.predict.llm_d import PredictionDesk, create_app
+from onbeat.predict.llm_d import PredictionService, create_app
 from onbeat.predict.pools import PoolConfig, build_pools
 
 
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     pools = build_pools([PoolConfig(profile=args.profile, num_kv_tokens=400_000)])
-    asyncio.run(rates(create_app(PredictionDesk(pools, 0.9)), args.rounds))
+    asyncio.run(rates(create_app(PredictionService(pools, 0.9)), args.rounds))
 
 
 if __name__ == "__main__":

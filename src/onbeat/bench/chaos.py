@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 
 from onbeat.bench.client import why_no_answer
-from onbeat.bench.history import End, Exchange, KnownAnswer
+from onbeat.bench.history import End, KnownAnswer, ObservedAnswer
 from onbeat.bench.stream import FAILURES, EventStreamParser
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option
@@ -71,7 +71,7 @@ class ChaosRun:
     known: list[KnownAnswer] = field(default_factory=list)
     unsteady: int = 0
     """Prompts left out, for undisturbed the server itself gave them two answers."""
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchanges: list[ObservedAnswer] = field(default_factory=list)
     kills: list[tuple[float, int]] = field(default_factory=list)
     """When the command was run, and its exit code."""
     still_open: int = 0
@@ -95,7 +95,7 @@ class Chaos:
         root: str,
         model: str,
         plan: ChaosPlan,
-        on_exchange: Callable[[Exchange], None] = lambda _: None,
+        on_exchange: Callable[[ObservedAnswer], None] = lambda _: None,
     ) -> None:
         self._session = session
         self._root, self._url = root, f"{root}/v1/completions"
@@ -155,7 +155,7 @@ class Chaos:
 
     async def _client(self) -> None:
         while self._now < self._plan.seconds:
-            exchange = Exchange(
+            exchange = ObservedAnswer(
                 number=len(self.result.exchanges),
                 known=self._random.randrange(len(self.result.known)),
                 streamed=self._random.random() >= self._plan.whole_share,
@@ -171,7 +171,7 @@ class Chaos:
             if exchange.end in (End.REFUSED, End.CUT):
                 await asyncio.sleep(0.05)  # a server that is away is not asked a thousand times a second
 
-    async def _exchange(self, exchange: Exchange, cancel_after: int | None) -> None:
+    async def _exchange(self, exchange: ObservedAnswer, cancel_after: int | None) -> None:
         """Ask, and write down what comes; break off behind some events."""
         prompt = self.result.known[exchange.known].prompt
         try:
@@ -188,7 +188,7 @@ class Chaos:
             exchange.end, exchange.detail = End.CUT, f"{type(error).__name__}: {error}"
 
     async def _read_stream(
-        self, response: aiohttp.ClientResponse, exchange: Exchange, cancel_after: int | None
+        self, response: aiohttp.ClientResponse, exchange: ObservedAnswer, cancel_after: int | None
     ) -> None:
         parser = EventStreamParser()
         num_events = 0
@@ -245,7 +245,7 @@ class Chaos:
             self.result.kills.append((self._now, await process.wait()))
 
 
-def _take(event: dict[str, Any], exchange: Exchange, *, is_whole: bool) -> None:
+def _take(event: dict[str, Any], exchange: ObservedAnswer, *, is_whole: bool) -> None:
     """Write down what one event says, or a whole answer."""
     if event.get("error") is not None:
         exchange.end, exchange.detail = End.FAILED, str(event["error"])[:200]

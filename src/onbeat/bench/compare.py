@@ -20,7 +20,7 @@ from onbeat.metrics.distribution import Array, bootstrap_draws, percentile
 from onbeat.metrics.summary import LatencyStatistic
 from onbeat.report.table import number
 
-Verdict = Literal["better", "worse", "no clear difference", ""]
+Difference = Literal["better", "worse", "no clear difference", ""]
 
 INTERVAL_NOTE = (
     "note: the interval covers the spread inside the two runs only, so repeat and alternate the runs before "
@@ -46,7 +46,7 @@ class Row:
         return self.candidate / self.baseline if self.baseline else math.nan
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Difference:
         """Whether the interval lies on one side of 1; empty without an interval."""
         if self.interval is None:
             return ""

@@ -43,7 +43,7 @@ class KnownAnswer:
 
 
 @dataclass(slots=True)
-class Exchange:
+class ObservedAnswer:
     """One request and everything that came for it."""
 
     number: int
@@ -74,7 +74,7 @@ class Violation:
     what: str
 
 
-def violations(exchanges: Iterable[Exchange], known: Sequence[KnownAnswer]) -> list[Violation]:
+def violations(exchanges: Iterable[ObservedAnswer], known: Sequence[KnownAnswer]) -> list[Violation]:
     """Return what is wrong in a history; an honest refusal or failure is not."""
     found = []
     for each in exchanges:
@@ -82,7 +82,7 @@ def violations(exchanges: Iterable[Exchange], known: Sequence[KnownAnswer]) -> l
     return found
 
 
-def _faults(exchange: Exchange, known: KnownAnswer) -> Iterable[str]:
+def _faults(exchange: ObservedAnswer, known: KnownAnswer) -> Iterable[str]:
     text = "".join(exchange.pieces)
     if exchange.late_events:
         yield f"{exchange.late_events} events came behind the end"
@@ -114,12 +114,12 @@ def _difference(text: str, known: str) -> str:
     return f"{kind} from character {place} on: {came[:24]!r} came, {expected[:24]!r} was due"
 
 
-def counts(exchanges: Iterable[Exchange]) -> Counter[str]:
+def counts(exchanges: Iterable[ObservedAnswer]) -> Counter[str]:
     """Return how many ended in which way."""
     return Counter(each.end.value for each in exchanges)
 
 
-def save(path: Path, exchanges: Iterable[Exchange], known: Sequence[KnownAnswer]) -> None:
+def save(path: Path, exchanges: Iterable[ObservedAnswer], known: Sequence[KnownAnswer]) -> None:
     """Write a history as JSON Lines: the known answers, then what was exchanged."""
     with path.open("w", encoding="utf-8") as file:
         for answer in known:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from onbeat.bench.bench_config import TargetConfig
 from onbeat.bench.chaos import TIMEOUT, Chaos, ChaosPlan, ChaosRun
 from onbeat.bench.client import why_no_answer
-from onbeat.bench.history import End, Exchange, Violation, counts, save, violations
+from onbeat.bench.history import End, ObservedAnswer, Violation, counts, save, violations
 from onbeat.bench.probe import choose_model, read_models
 from onbeat.cli.args import key_headers
 from onbeat.cli.options import add_options, read_options
@@ -82,7 +82,7 @@ async def _run(root: str, options: ChaosOptions, console: Console) -> ChaosRun:
             task = progress.add_task("chaos", total=options.plan.seconds, said="")
             ended = 0
 
-            def tell(exchange: Exchange) -> None:
+            def tell(exchange: ObservedAnswer) -> None:
                 nonlocal ended
                 ended += 1
                 progress.update(task, completed=exchange.ended, said=counted(ended, "request"))

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     options = read_options(args, PredictOptions)
     import uvicorn
 
-    from onbeat.predict.llm_d import PredictionDesk, create_app
+    from onbeat.predict.llm_d import PredictionService, create_app
     from onbeat.predict.pools import PoolConfig, build_pools, read_pools
 
     if options.pools is not None:
@@ -84,11 +84,13 @@ def run(args: argparse.Namespace) -> int:
                 max_num_batched_tokens=options.max_num_batched_tokens,
             )
         ]
-    desk = PredictionDesk(build_pools(configs), options.quantile or None)
+    service = PredictionService(build_pools(configs), options.quantile or None)
     print(
-        f"onbeat: predicting {', '.join(desk.pools)} at http://{options.host}:{options.port}; set "
+        f"onbeat: predicting {', '.join(service.pools)} at http://{options.host}:{options.port}; set "
         "PREDICTION_SERVER_URL and TRAINING_SERVER_URL of llm-d's endpoint picker to this server",
         flush=True,
     )
-    uvicorn.run(create_app(desk), host=options.host, port=options.port, log_level="warning", access_log=False)
+    uvicorn.run(
+        create_app(service), host=options.host, port=options.port, log_level="warning", access_log=False
+    )
     return 0

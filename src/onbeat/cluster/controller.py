@@ -41,6 +41,7 @@ from onbeat.engine.messages import (
 from onbeat.engine.rejection import Rejected
 from onbeat.scheduler.cluster.events import (
     DrainAsked,
+    EventDispatcher,
     FleetEvent,
     Joined,
     Lost,
@@ -53,7 +54,6 @@ from onbeat.scheduler.cluster.events import (
     Send,
     Start,
     Stop,
-    Teller,
     Tick,
     Withdraw,
 )
@@ -117,7 +117,7 @@ class FleetController:
             on_stayed=streams.on_stayed,
             on_copied=streams.on_copied,
         )
-        self._teller = Teller(fleet.on_event, self)
+        self._dispatcher = EventDispatcher(fleet.on_event, self)
         self._open_wire: Wire | None = None
         self._look: asyncio.Task[None] | None = None
         self._first_info: EngineInfo | None = None
@@ -162,7 +162,7 @@ class FleetController:
 
     def tell(self, event: FleetEvent) -> None:
         """Tell the fleet what happened, and do what it wants done."""
-        self._teller.tell(event, time.monotonic())
+        self._dispatcher.dispatch(event, time.monotonic())
 
     def do_send(self, action: Send, now: float) -> None:
         """Send a request to a replica."""

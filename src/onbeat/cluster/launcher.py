@@ -67,7 +67,7 @@ class ReplicaNeeds:
         return {"CPU": float(self.num_cpus)}
 
 
-class Capacity(NamedTuple):
+class ReplicaBound(NamedTuple):
     """How many replicas there can be at once, those that run included."""
 
     num_replicas: int
@@ -108,7 +108,7 @@ class Launcher(Protocol):
         """
         ...
 
-    def capacity(self) -> Capacity:
+    def capacity(self) -> ReplicaBound:
         """Return how many replicas what is there can hold, by what those that run take."""
         ...
 

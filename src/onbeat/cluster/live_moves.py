@@ -15,14 +15,14 @@ from onbeat.core.request import Request
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.messages import AskMove
 from onbeat.scheduler.cluster.events import MoveStep
-from onbeat.scheduler.cluster.move_carrier import CarriedMove, MoveCarrier
+from onbeat.scheduler.cluster.move_executor import MoveExecutor, OpenMove
 
 if TYPE_CHECKING:
     from onbeat.cluster.controller import FleetController
 
 logger = logging.getLogger("onbeat.cluster")
 
-_Move = CarriedMove[OpenRequest, KVSource]
+_Move = OpenMove[OpenRequest, KVSource]
 
 
 class LiveMoves:
@@ -50,17 +50,17 @@ class LiveMoves:
         self._requests = requests
         self._on_moved = on_moved
         self._on_copied = on_copied
-        self._carrier: MoveCarrier[OpenRequest, KVSource] = MoveCarrier(self, on_stayed=on_stayed)
+        self._executor: MoveExecutor[OpenRequest, KVSource] = MoveExecutor(self, on_stayed=on_stayed)
         self.tell = replicas.tell
         self.block_size = replicas.block_size
 
     def do(self, step: MoveStep) -> None:
         """Carry out a step."""
-        self._carrier.do(step, self._requests.get(step.request_id))
+        self._executor.do(step, self._requests.get(step.request_id))
 
     def on_answer(self, replica: ReplicaId, answer: TaskAnswer[KVSource]) -> None:
         """Take what a replica says of a step."""
-        move = self._carrier.moves.get(answer.move)
+        move = self._executor.moves.get(answer.move)
         if move is None:
             return
         if not answer.ok:
@@ -71,9 +71,9 @@ class LiveMoves:
             self._on_copied(answer.num_bytes)
         if answer.detached is not None:
             answer.detached = _shifted(answer.detached, self._replicas.clock_offset(replica))
-        self._carrier.on_answer(replica, answer)
+        self._executor.on_answer(replica, answer)
 
-    # --- what the carrier asks for, see `MoveHost` ----------------------------------------------------
+    # --- what the executor asks for, see `MoveHost` ----------------------------------------------------
 
     def send(self, replica: ReplicaId, task: MoveTask[KVSource]) -> None:
         """Send a task to a replica."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from onbeat.cluster.launcher import Capacity, OnLost, ReplicaPlace, ReplicaSpec
+from onbeat.cluster.launcher import OnLost, ReplicaBound, ReplicaPlace, ReplicaSpec
 from onbeat.cluster.processor_time import ProcessorTime, read_processor_time
 from onbeat.core.errors import EngineDead
 from onbeat.core.fleet import ReplicaId
@@ -83,22 +83,24 @@ class LocalLauncher:
         assert process.pid is not None
         return ReplicaPlace(process_id=process.pid, host=socket.gethostname())
 
-    def capacity(self) -> Capacity:
+    def capacity(self) -> ReplicaBound:
         num_cores = usable_cores()
         found = [
-            Capacity(
+            ReplicaBound(
                 MOST_PER_CORE * num_cores, f"cores: {num_cores}, with {MOST_PER_CORE} replicas each at most"
             )
         ]
         if num_devices := len(self._devices):
-            found.append(Capacity(num_devices, f"CUDA devices: {num_devices}"))
+            found.append(ReplicaBound(num_devices, f"CUDA devices: {num_devices}"))
         taken = [private_bytes(each.process.pid) for each in self._started.values()]
         if largest := max(taken, default=0):
             free = host_memory()
             sizes = f"{free.num_bytes / 2**30:.1f} GiB are free, a replica takes {largest / 2**30:.1f}"
             # what has just started will grow
             found.append(
-                Capacity(max(len(taken), (free.num_bytes + sum(taken)) // largest), f"{free.limit}: {sizes}")
+                ReplicaBound(
+                    max(len(taken), (free.num_bytes + sum(taken)) // largest), f"{free.limit}: {sizes}"
+                )
             )
         return min(found)
 

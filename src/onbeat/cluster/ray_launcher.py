@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from onbeat.cluster.clock_offset import ClockOffset, clock_id
 from onbeat.cluster.joining import check_node
-from onbeat.cluster.launcher import Capacity, OnLost, ReplicaNeeds, ReplicaPlace, ReplicaSpec
+from onbeat.cluster.launcher import OnLost, ReplicaBound, ReplicaNeeds, ReplicaPlace, ReplicaSpec
 from onbeat.cluster.processor_time import ProcessorTime
 from onbeat.cluster.replica_host import Greeting, HostState, ReplicaHost
 from onbeat.core.errors import ConfigError, EngineDead
@@ -166,8 +166,10 @@ class RayLauncher:
             self.kill(replica, life)
             await started.ended.wait()
 
-    def capacity(self) -> Capacity:
-        return Capacity(MOST_REPLICAS, "no fleet has more")  # a cluster may grow: Ray says what it waits for
+    def capacity(self) -> ReplicaBound:
+        return ReplicaBound(
+            MOST_REPLICAS, "no fleet has more"
+        )  # a cluster may grow: Ray says what it waits for
 
     def is_suspended(self, replica: ReplicaId, life: int) -> bool:
         started = self._started.get((replica, life))

@@ -28,7 +28,7 @@ class JobCall:
 
 
 class Later(NamedTuple):
-    """What is left of a job when a call of it arrives, in the book's units."""
+    """What is left of a job when a call of it arrives, in the table's units."""
 
     seconds: float
     """Until the job's deadline, without the time that it is expected to spend between calls."""

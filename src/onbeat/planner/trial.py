@@ -54,7 +54,7 @@ def simulate_trial(
         if is_stopped():
             raise Stopped
 
-    watch = None if watched is None else MissWatch(watched.allowances(load), len(load))
+    watch = None if watched is None else MissCounter(watched.allowances(load), len(load))
     result = simulate(load, built.config, built.step_time, observer=watch, on_progress=stop_if_asked)
     if not result.is_complete:
         raise Stopped
@@ -69,7 +69,7 @@ class ObjectiveMissed(Exception):
         self.verdict, self.records = verdict, records
 
 
-class MissWatch:
+class MissCounter:
     """An observer that ends a run by raising `ObjectiveMissed`.
 
     Ended requests are counted in batches, beside those under way that are lost: under overload they end late.

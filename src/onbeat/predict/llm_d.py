@@ -54,7 +54,7 @@ class _Wrong(Exception):
         self.status = status
 
 
-class PredictionDesk(Collector):
+class PredictionService(Collector):
     """Answers for all pools, and counts: a Prometheus collector.
 
     Parameters
@@ -160,21 +160,23 @@ class PredictionDesk(Collector):
         return features.pod_type if features.pod_type in self.pools else pool
 
 
-def create_app(desk: PredictionDesk) -> Starlette:
+def create_app(service: PredictionService) -> Starlette:
     """Return the application: the first pool at `/`, and each at `/NAME`."""
     registry = CollectorRegistry()
-    registry.register(desk)
+    registry.register(service)
 
     async def metrics(_request: Request) -> Response:
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
 
-    first = next(iter(desk.pools))
-    mounts: list[BaseRoute] = [Mount(f"/{name}", routes=_routes(desk, name, metrics)) for name in desk.pools]
-    return Starlette(routes=[*mounts, *_routes(desk, first, metrics)])
+    first = next(iter(service.pools))
+    mounts: list[BaseRoute] = [
+        Mount(f"/{name}", routes=_routes(service, name, metrics)) for name in service.pools
+    ]
+    return Starlette(routes=[*mounts, *_routes(service, first, metrics)])
 
 
-def _routes(desk: PredictionDesk, pool: str, metrics: Handler) -> list[BaseRoute]:
-    endpoints = _Endpoints(desk, pool)
+def _routes(service: PredictionService, pool: str, metrics: Handler) -> list[BaseRoute]:
+    endpoints = _Endpoints(service, pool)
     posts = {
         "/predict": endpoints.predict,
         "/predict/bulk": endpoints.bulk,
@@ -201,8 +203,8 @@ def _routes(desk: PredictionDesk, pool: str, metrics: Handler) -> list[BaseRoute
 class _Endpoints:
     """The paths of one pool."""
 
-    def __init__(self, desk: PredictionDesk, pool: str) -> None:
-        self._desk, self._pool = desk, pool
+    def __init__(self, service: PredictionService, pool: str) -> None:
+        self._desk, self._pool = service, pool
         self._features = msgspec.json.Decoder(Features)
         self._bulk = msgspec.json.Decoder(_Bulk)
         self._training = msgspec.json.Decoder(_Training)

@@ -157,7 +157,7 @@ class Ends:
         return (self.stream_seconds + usual) / max(self.num + (usual > 0), 1.0) / max(num_running, 1)
 
 
-class Capacity(NamedTuple):
+class FreeCapacity(NamedTuple):
     """What there is for those who wait, and how it comes free."""
 
     num_free_slots: int
@@ -177,7 +177,7 @@ class Demand(NamedTuple):
     """Of each."""
 
 
-def capacity_wait(ahead: Iterable[Demand], own: Demand, capacity: Capacity, start: float) -> float:
+def capacity_wait(ahead: Iterable[Demand], own: Demand, capacity: FreeCapacity, start: float) -> float:
     """Return the seconds from `start` until a prompt gets a slot and its blocks, by the pace of ends.
 
     One that ends gives back a slot, and as many blocks as streams and prompts have on average. Those that are

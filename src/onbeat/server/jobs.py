@@ -18,8 +18,8 @@ from starlette.datastructures import Headers
 
 from onbeat.core.errors import InvalidRequest, RequestRejected, SLOUnattainable
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, ShedMode
-from onbeat.jobs.book import JobBook, OpenCall
 from onbeat.jobs.call import JobCall, JobEnd, JobReport
+from onbeat.jobs.table import JobTable, OpenCall
 from onbeat.metrics.counts import JobCounts
 from onbeat.server.answer_report import unjudged_report
 from onbeat.server.choices import Choice
@@ -124,7 +124,7 @@ def _of_headers(given: dict[str, str]) -> JobFields:
 
 
 class JobDesk:
-    """Keeps the book of jobs of one server.
+    """Keeps the table of jobs of one server.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ class JobDesk:
 
     def __init__(self, counts: JobCounts) -> None:
         self._counts = counts
-        self._book = JobBook(on_end=counts.end)
+        self._table = JobTable(on_end=counts.end)
         self._since_1970 = 0.0
 
     @contextmanager
@@ -142,7 +142,7 @@ class JobDesk:
 
         Raises
         ------
-        InvalidRequest, Overloaded : see `JobBook.open`.
+        InvalidRequest, Overloaded : see `JobTable.open`.
         ApiError : the job is predicted to be late, and its caller prefers to hear so at once (429).
         """
         if call is None:
@@ -156,7 +156,7 @@ class JobDesk:
             raise
         finally:
             ticket.close()
-            self._counts.num_open = len(self._book)
+            self._counts.num_open = len(self._table)
 
     def _open(self, call: JobCall, choices: Sequence[Choice]) -> CallTicket:
         if call.deadline is not None:
@@ -167,7 +167,7 @@ class JobDesk:
         first = choices[0].request
         prompts = {choice.prompt_index: len(choice.request.prompt_token_ids) for choice in choices}
         try:
-            opened = self._book.open(
+            opened = self._table.open(
                 call,
                 first.arrival,
                 num_prompt_tokens=sum(prompts.values()),
@@ -177,19 +177,19 @@ class JobDesk:
         except SLOUnattainable as error:
             raise job_unattainable(error) from error
         finally:
-            self._counts.num_open = len(self._book)
+            self._counts.num_open = len(self._table)
         for choice in choices:
             request = choice.request
             share = opened.share
             choice.request = replace(request, slo=share.objectives(request.slo), kept_for=share.kept_for)
-        return CallTicket(self._book, opened, choices)
+        return CallTicket(self._table, opened, choices)
 
 
 class CallTicket:
     """A call of a job from its opening to its end."""
 
-    def __init__(self, book: JobBook, opened: OpenCall, choices: Sequence[Choice]) -> None:
-        self._book = book
+    def __init__(self, table: JobTable, opened: OpenCall, choices: Sequence[Choice]) -> None:
+        self._table = table
         self._opened = opened
         self._choices = choices
         self._report: JobReport | None = None
@@ -205,7 +205,7 @@ class CallTicket:
             records = [choice.record for choice in self._choices if choice.record is not None]
             ends = [record.end for record in records if record.delivery_times]
             now = time.monotonic() if failed is not None else max(ends, default=time.monotonic())
-            self._report = self._book.close(
+            self._report = self._table.close(
                 self._opened,
                 now,
                 num_output_tokens=max(choice.num_output_tokens for choice in self._choices),

@@ -25,7 +25,7 @@ Call = Callable[[float], None]
 """What is done, given the time."""
 
 
-class Desk(Protocol):
+class FrontEnd(Protocol):
     """Says where requests go, and hears what becomes of them."""
 
     hears_all: bool
@@ -75,19 +75,19 @@ class FleetLoop:
         self._next_arrival = inf
         """When an arrival is in the heap; infinite while none is."""
 
-    def run(self, desk: Desk) -> None:
+    def run(self, front_end: FrontEnd) -> None:
         """Run to the end of the last request.
 
         Parameters
         ----------
-        desk : of this loop.
+        front_end : of this loop.
 
         Raises
         ------
         ConfigError : a request that no replica can ever run.
         """
-        self._desk = desk
-        desk.open()
+        self._desk = front_end
+        front_end.open()
         self._expect_arrival()
         self.go_on()
 
@@ -109,9 +109,9 @@ class FleetLoop:
         self.num_events += 1
         heappush(self.events, (when, phase, number, self.num_events, call))
 
-    def join(self, number: int, replica: VirtualReplica, desk: Desk) -> Member:
+    def join(self, number: int, replica: VirtualReplica, front_end: FrontEnd) -> Member:
         """Let a replica take requests."""
-        member = self.members[number] = Member(self, desk, number, replica)
+        member = self.members[number] = Member(self, front_end, number, replica)
         return member
 
     def leave(self, number: int) -> VirtualReplica:
@@ -161,12 +161,12 @@ class Member:
 
     __slots__ = ("_desk", "_due", "_loop", "_planned", "is_gone", "number", "replica")
 
-    def __init__(self, loop: FleetLoop, desk: Desk, number: int, replica: VirtualReplica) -> None:
+    def __init__(self, loop: FleetLoop, front_end: FrontEnd, number: int, replica: VirtualReplica) -> None:
         self.number = number
         self.replica = replica
         self.is_gone = False
         self._loop = loop
-        self._desk = desk
+        self._desk = front_end
         self._due = inf
         """When an end of its step is in the heap."""
         self._planned = -1.0
@@ -186,7 +186,7 @@ class Member:
 
     def _end(self, now: float) -> None:
         """Take what its step, or run of steps, has brought."""
-        replica, loop, desk = self.replica, self._loop, self._desk
+        replica, loop, front_end = self.replica, self._loop, self._desk
         if self._due == now:
             self._due = inf
         if replica.next_time != now or self.is_gone:
@@ -196,21 +196,21 @@ class Member:
             self._planned = now
             loop.num_events += 1
             heappush(loop.events, (now, PLAN, self.number, loop.num_events, self._plan))
-        if finished or replica.started or desk.hears_all:
-            desk.on_step(self, finished, now)
+        if finished or replica.started or front_end.hears_all:
+            front_end.on_step(self, finished, now)
 
     def _plan(self, now: float) -> None:
         """Start a step where the replica is free."""
         self._planned = -1.0
         if self.is_gone:
             return
-        replica, loop, desk = self.replica, self._loop, self._desk
+        replica, loop, front_end = self.replica, self._loop, self._desk
         if replica.next_time <= now:  # a run that was cut at this very instant; none of it ends
             replica.end(now)
-        if desk.hears_all:
-            desk.before_plan(self, now)
+        if front_end.hears_all:
+            front_end.before_plan(self, now)
         for offered in replica.start(now, loop.clients.next_time):
-            desk.on_expired(self, offered, now)
+            front_end.on_expired(self, offered, now)
         when = replica.next_time
         if when != self._due and when < inf:
             self._due = when
@@ -259,10 +259,10 @@ def run_alone(clients: Clients, replica: VirtualReplica, collector: Collector) -
     return run_until_end(loop, OnlyReplica(loop, replica), collector)
 
 
-def run_until_end(loop: FleetLoop, desk: Desk, collector: Collector) -> bool:
+def run_until_end(loop: FleetLoop, front_end: FrontEnd, collector: Collector) -> bool:
     """Run a loop; return whether the run came to its end, not to a Ctrl-C."""
     try:
-        loop.run(desk)
+        loop.run(front_end)
         collector.report()
     except KeyboardInterrupt:
         return False

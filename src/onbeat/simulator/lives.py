@@ -8,7 +8,7 @@ from functools import partial
 
 from onbeat.core.fleet import replica_id
 from onbeat.scheduler.cluster.events import Reported
-from onbeat.simulator.fleet_loop import HEAR, REPORT, Desk, FleetLoop
+from onbeat.simulator.fleet_loop import HEAR, REPORT, FleetLoop, FrontEnd
 from onbeat.simulator.result import ReplicaCounters
 from onbeat.simulator.simulation_config import ReplicaKind
 from onbeat.simulator.virtual_replica import VirtualReplica
@@ -21,7 +21,7 @@ class Lives:
 
     Parameters
     ----------
-    desk : of the loop.
+    front_end : of the loop.
     kinds : what the replicas are, the first first; further ones are like the last.
     make_replica : makes a replica of a kind, each time that one starts.
     start_seconds : from when one is asked for until it is ready; those at time 0 are there at once.
@@ -36,7 +36,7 @@ class Lives:
     def __init__(
         self,
         loop: FleetLoop,
-        desk: Desk,
+        front_end: FrontEnd,
         kinds: Sequence[ReplicaKind],
         make_replica: MakeReplica,
         *,
@@ -44,7 +44,7 @@ class Lives:
         on_ready: Callable[[int, float], None],
     ) -> None:
         self._loop = loop
-        self._desk = desk
+        self._desk = front_end
         self._kinds = kinds
         self._make_replica = make_replica
         self._start_seconds = start_seconds

@@ -13,8 +13,8 @@ import numpy as np
 from onbeat.core.errors import ConfigError, Overloaded, SLOUnattainable
 from onbeat.core.request import UNKNOWN_GRAMMAR, FinishReason, Request, SamplingParams
 from onbeat.core.slo import SLO
-from onbeat.jobs.book import JobBook, OpenCall
 from onbeat.jobs.call import JobCall, JobEnd, Split
+from onbeat.jobs.table import JobTable, OpenCall
 from onbeat.metrics.jobs import CallTimes
 from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.draft_acceptance import RequestDrafts
@@ -68,12 +68,12 @@ class JobChains:
     Parameters
     ----------
     rows : which rows of a load are the calls of which job.
-    split : see `JobBook`, which gives calls their objectives here as in a server.
+    split : see `JobTable`, which gives calls their objectives here as in a server.
     """
 
     def __init__(self, rows: JobRows, split: Split) -> None:
         self._rows = rows
-        self._book = JobBook(split)
+        self._book = JobTable(split)
         self._due: list[tuple[float, int]] = []
         """(when, row) of calls whose think time passes."""
         self._num_missing: dict[int, int] = {}

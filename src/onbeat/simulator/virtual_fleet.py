@@ -17,6 +17,7 @@ from onbeat.scheduler.cluster.events import (
     Arrived,
     Delivered,
     DrainAsked,
+    EventDispatcher,
     FleetEvent,
     Joined,
     Lost,
@@ -30,7 +31,6 @@ from onbeat.scheduler.cluster.events import (
     Send,
     Start,
     Stop,
-    Teller,
     Tick,
     Withdraw,
 )
@@ -97,7 +97,7 @@ class VirtualFleet:
         self._loop = loop
         self._config = config
         self._fleet = Fleet(router, fleet_rules(config), on_decision=on_decision)
-        self._teller = Teller(self._fleet.on_event, self)
+        self._dispatcher = EventDispatcher(self._fleet.on_event, self)
         self._is_reported = wants_reports(config, router)
         self.lives = Lives(
             loop, self, kinds, make_replica, start_seconds=config.fleet_times.start, on_ready=self._on_ready
@@ -113,7 +113,7 @@ class VirtualFleet:
         self._may_tick = False
         """Whether the fleet may want another tick than the next."""
         self._reports = Reports(
-            loop, self.lives.replicas, seconds=config.fleet_times.report, hear=self._teller.tell
+            loop, self.lives.replicas, seconds=config.fleet_times.report, hear=self._dispatcher.dispatch
         )
         self._moves = None if config.kv_link is None else self._make_moves(loop, config.kv_link)
         self._next_copy = inf
@@ -155,8 +155,8 @@ class VirtualFleet:
         """Tell the fleet, and carry out what it decides, with what comes of that."""
         if isinstance(event, _RARE):
             self._may_tick = True
-        self._teller.tell(event, now)
-        if self._may_tick and not self._teller.is_telling:
+        self._dispatcher.dispatch(event, now)
+        if self._may_tick and not self._dispatcher.is_dispatching:
             self._may_tick = False
             when = self._fleet.next_time
             if when != self._tick:
@@ -173,7 +173,7 @@ class VirtualFleet:
         """Ask the fleet where a request goes."""
         self._open[offered.request.request_id] = offered
         request = offered.request
-        self._teller.tell(Arrived(RoutingRequest.of(request, request.block_hashes or ())), now)
+        self._dispatcher.dispatch(Arrived(RoutingRequest.of(request, request.block_hashes or ())), now)
 
     def on_step(self, member: Member, finished: Sequence[OfferedRequest], now: float) -> None:
         """Tell the fleet of first tokens and of ends."""
@@ -209,7 +209,7 @@ class VirtualFleet:
             self._moves.on_first_token(member.number, request_id, now, is_finished=is_finished)
         num_tokens = len(record.delivery_times)
         num_new, self._num_heard[request_id] = num_tokens - self._num_heard.get(request_id, 0), num_tokens
-        self._teller.tell(
+        self._dispatcher.dispatch(
             Delivered(member.name, request_id, num_new, record.num_cached_tokens, is_finished), now
         )
 

@@ -11,7 +11,7 @@ from onbeat.core.fleet import ReplicaId, replica_id, replica_number
 from onbeat.core.handover import Detached, MoveTask, MoveVerb
 from onbeat.core.request import Request
 from onbeat.scheduler.cluster.events import Answered, MoveStep
-from onbeat.scheduler.cluster.move_carrier import CarriedMove, MoveCarrier
+from onbeat.scheduler.cluster.move_executor import MoveExecutor, OpenMove
 from onbeat.scheduler.replica.move_agent import MoveAgent
 from onbeat.simulator.kv_port import Copies, VirtualKV, VirtualSource
 from onbeat.simulator.simulation_config import KVLink
@@ -21,7 +21,7 @@ from onbeat.simulator.virtual_replica import VirtualReplica
 Answer = Callable[[Answered, float, float], None]
 """Takes an answer, the time, and in how many seconds it is heard of."""
 
-_Move = CarriedMove[OfferedRequest, VirtualSource]
+_Move = OpenMove[OfferedRequest, VirtualSource]
 
 _LETTING_GO = (MoveVerb.TAKE, MoveVerb.REATTACH, MoveVerb.UNHOLD, MoveVerb.RELEASE)
 """What ends a move, or a part of it: blocks are given back then."""
@@ -84,7 +84,7 @@ class VirtualMoves:
             on_capacity=on_capacity,
         )
         self.links = self._copies.links
-        self._carrier: MoveCarrier[OfferedRequest, VirtualSource] = MoveCarrier(self)
+        self._executor: MoveExecutor[OfferedRequest, VirtualSource] = MoveExecutor(self)
         self._tasks: deque[_Task] = deque()
         self._adopted: dict[str, OfferedRequest] = {}
         """Move -> its request, from when its destination is asked to go on with it."""
@@ -105,7 +105,7 @@ class VirtualMoves:
         ----------
         offered : the request; None where it has ended.
         """
-        self._carrier.do(step, offered)
+        self._executor.do(step, offered)
 
     def do_next(self, now: float) -> None:
         """Do what was asked for first; all steps that end at this instant have ended."""
@@ -116,7 +116,7 @@ class VirtualMoves:
 
     def why(self, move_id: str) -> str:
         """Return what a move that has not ended is for."""
-        return self._carrier.moves[move_id].why
+        return self._executor.moves[move_id].why
 
     def leave(self, number: int, now: float) -> None:
         """Let a replica stop, which has nothing left: what it was asked to let go of, it lets go of now."""
@@ -134,7 +134,7 @@ class VirtualMoves:
             else:
                 kept.append(waiting)
         self._tasks = kept
-        for move_id, move in self._carrier.moves.items():
+        for move_id, move in self._executor.moves.items():
             if (
                 replica_number(move.source) == number
             ):  # a stream that was to stop, of which no answer has come
@@ -190,7 +190,7 @@ class VirtualMoves:
         if agent is None:
             agent = self._agents[number] = MoveAgent(
                 VirtualKV(number, self._replicas[number], self._block_size, self._copies, self._adopted),
-                answer=partial(self._carrier.on_answer, replica_id(number)),
+                answer=partial(self._executor.on_answer, replica_id(number)),
                 ring=partial(self._look_at_copies, number),
             )
         return agent
@@ -212,11 +212,11 @@ class VirtualMoves:
             offered.record.replica = (offered.record.replica or "").rpartition("+")[0]
             self._call(number)
 
-    # --- what the carrier asks for, see `MoveHost` ----------------------------------------------------
+    # --- what the executor asks for, see `MoveHost` ----------------------------------------------------
 
     def send(self, replica: ReplicaId, task: MoveTask[VirtualSource]) -> None:
         """Let a replica take a task at the end of this instant."""
-        move = self._carrier.moves.get(task.move)
+        move = self._executor.moves.get(task.move)
         source = None if move is None else replica_number(move.source)
         self._tasks.append(_Task(replica_number(replica), source, task))
 

@@ -115,7 +115,7 @@ def _largest_weight(defaults: SLODefaults) -> float:
 
 
 def refuse_job(job: object | None) -> None:
-    """Refuse calls of jobs, whose book only onbeat's own server keeps."""
+    """Refuse calls of jobs, whose table only onbeat's own server keeps."""
     if job is not None:
         raise InvalidRequest(
             "a job is named, but vLLM's server divides no deadlines of jobs; leave slo.job out, and "

@@ -10,7 +10,7 @@ import pytest
 from onbeat.cli.main import main
 from onbeat.core.errors import ConfigError
 from onbeat.predict.latency import Features, Measured
-from onbeat.predict.llm_d import MAX_BULK, PredictionDesk, create_app
+from onbeat.predict.llm_d import MAX_BULK, PredictionService, create_app
 from onbeat.predict.pools import PoolConfig, build_pools, read_pools
 from tests.pure.perfmodel.test_models import write_fitted
 
@@ -33,24 +33,24 @@ def profile(tmp_path_factory):
     return path
 
 
-def desk_of(*names: str, profile, quantile: float | None = 0.9) -> PredictionDesk:
+def desk_of(*names: str, profile, quantile: float | None = 0.9) -> PredictionService:
     sizes = {"num_kv_tokens": 400_000, "max_num_batched_tokens": 2048}
     configs = [PoolConfig(name=name, profile=profile, **sizes) for name in names or ("default",)]
-    return PredictionDesk(build_pools(configs), quantile)
+    return PredictionService(build_pools(configs), quantile)
 
 
 @pytest.fixture
-def desk(profile) -> PredictionDesk:
+def service(profile) -> PredictionService:
     return desk_of(profile=profile)
 
 
 @pytest.fixture
-def client(desk) -> httpx.AsyncClient:
-    return client_of(desk)
+def client(service) -> httpx.AsyncClient:
+    return client_of(service)
 
 
-def client_of(desk: PredictionDesk) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(create_app(desk)), base_url="http://p")
+def client_of(service: PredictionService) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(create_app(service)), base_url="http://p")
 
 
 @pytest.mark.parametrize("more", [{}, OTHERS, {"pod_type": None}, {"unknown": [1]}])
@@ -113,7 +113,7 @@ async def test_bodies_and_batches_are_bounded(client):
     assert str(MAX_BULK) in (await client.post("/predict/bulk", json=many)).json()["detail"]
 
 
-async def test_measured_latencies_correct_predictions_and_show_drift(client, desk):
+async def test_measured_latencies_correct_predictions_and_show_drift(client, service):
     before = (await client.post("/predict", json=FEATURES)).json()
     slower = 3 * before["ttft_ms"]
     entries = [ENTRY | {"actual_ttft_ms": slower, "actual_tpot_ms": before["tpot_ms"]}] * 200
@@ -133,12 +133,12 @@ async def test_measured_latencies_correct_predictions_and_show_drift(client, des
     assert kept["message"] == "No data flushed"
 
 
-def test_a_quantile_covers_as_many_measured_latencies(desk):
+def test_a_quantile_covers_as_many_measured_latencies(service):
     """Latencies scatter by a factor; nine of ten are to lie within what is predicted at 0.9."""
     import random
 
     rng = random.Random(3)
-    model = desk.pools["default"]
+    model = service.pools["default"]
     base = model.predict(Features(**FEATURES), None).ttft
     for _ in range(600):
         spread = rng.lognormvariate(0.2, 0.3)
@@ -159,28 +159,28 @@ def test_a_quantile_covers_as_many_measured_latencies(desk):
         ({}, {"pod_type": "decode"}),
     ],
 )
-def test_more_load_takes_longer(desk, more, less):
-    model = desk.pools["default"]
+def test_more_load_takes_longer(service, more, less):
+    model = service.pools["default"]
     slow, fast = (model.predict(Features(**(FEATURES | each)), None) for each in (more, less))
     assert slow.ttft > fast.ttft
 
 
-def test_an_idle_server_takes_what_its_steps_take(desk):
+def test_an_idle_server_takes_what_its_steps_take(service):
     """A prompt of one step, alone: TTFT is that step."""
-    model = desk.pools["default"]
+    model = service.pools["default"]
     idle = FEATURES | {"num_request_running": 0, "kv_cache_percentage": 0.0}
     shape = model._with_chunk(model._decodes(Features(**idle), 0), 0, 1000)
     assert model.predict(Features(**idle), None).ttft == pytest.approx(model._predictor.step_time(shape))
 
 
 async def test_pools_learn_apart_and_have_paths_of_their_own(profile):
-    desk = desk_of("h100", "prefill", profile=profile)
-    client = client_of(desk)
+    service = desk_of("h100", "prefill", profile=profile)
+    client = client_of(service)
     entries = {"entries": [ENTRY] * 100}
     await client.post("/prefill/add_training_data_bulk", json=entries)
     await client.post("/h100/add_training_data_bulk", json={"entries": [ENTRY | {"pod_type": "prefill"}]})
-    assert desk.samples("prefill")["ttft"] == 101
-    assert desk.samples("h100")["ttft"] == 0
+    assert service.samples("prefill")["ttft"] == 101
+    assert service.samples("h100")["ttft"] == 0
     first = (await client.post("/predict", json=FEATURES)).json()["ttft_ms"]
     by_path = (await client.post("/h100/predict", json=FEATURES)).json()["ttft_ms"]
     by_type = (await client.post("/predict", json=FEATURES | {"pod_type": "prefill"})).json()["ttft_ms"]

@@ -21,7 +21,7 @@ from onbeat.server.fair_threads import MOST_SHORT_WORK, FairThreads
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.structured import GrammarDesk
 from onbeat.text.chat_template import ChatTemplate
-from onbeat.text.grammar.guard import GrammarGuard, Verdict
+from onbeat.text.grammar.guard import GrammarGuard, TrialResult
 from tests.cpu.server.running import HELLO, Answer, Served, serving
 from tests.fakes_engine import ByteTokenizer, FakeEngine
 from tests.waiting import until
@@ -220,9 +220,9 @@ async def test_grammars_of_clients_that_left_are_not_tried(
         held.num_asked += 1
         await take(*arguments)
 
-    def tried(_guard: GrammarGuard, grammar: Grammar) -> Verdict:
+    def tried(_guard: GrammarGuard, grammar: Grammar) -> TrialResult:
         held.note(grammar.text.split('"')[1])
-        return Verdict()
+        return TrialResult()
 
     monkeypatch.setattr(GrammarDesk, "take", counted)
     monkeypatch.setattr(GrammarGuard, "check", tried)

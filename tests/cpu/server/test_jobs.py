@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onbeat.core.request import Request
-from onbeat.jobs import book
+from onbeat.jobs import table
 from onbeat.server import jobs
 from onbeat.server.jobs import JOB_HEADERS
 from tests.cpu.server.asking import CHAT, TEXT, ask_chat, ask_text, check
@@ -192,7 +192,7 @@ async def test_a_new_class_is_not_refused_for_what_nobody_knows_of_it(
 async def test_whoever_opens_jobs_without_end_keeps_nobody_out(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(book, "MOST_JOBS", 20)
+    monkeypatch.setattr(table, "MOST_JOBS", 20)
     for number in range(60):
         job = {"id": f"flood {number}", "e2e_ms": 86_400_000, "calls_left": 9}
         await ask_text(served, max_tokens=1, slo={"job": job})

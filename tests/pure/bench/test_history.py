@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.bench.history import End, Exchange, KnownAnswer, counts, save, violations
+from onbeat.bench.history import End, KnownAnswer, ObservedAnswer, counts, save, violations
 
 TOKENS = tuple("abcdefghijkl")
 KNOWN = KnownAnswer("a prompt", "".join(TOKENS), len(TOKENS), "length")
 
 
-def exchange(pieces: list[str] | tuple[str, ...] = TOKENS, **changes: Any) -> Exchange:
-    made = Exchange(
+def exchange(pieces: list[str] | tuple[str, ...] = TOKENS, **changes: Any) -> ObservedAnswer:
+    made = ObservedAnswer(
         number=7, known=0, streamed=True, begun=0.0, end=End.WHOLE, pieces=list(pieces),
         finish_reasons=["length"], usages=[len(TOKENS)], num_done=1,
     )  # fmt: skip
@@ -26,7 +26,7 @@ def exchange(pieces: list[str] | tuple[str, ...] = TOKENS, **changes: Any) -> Ex
     return made
 
 
-def wrong(one: Exchange) -> str:
+def wrong(one: ObservedAnswer) -> str:
     return "; ".join(each.what for each in violations([one], [KNOWN]))
 
 

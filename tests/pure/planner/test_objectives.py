@@ -13,7 +13,7 @@ from onbeat.metrics.distribution import percentile
 from onbeat.planner.objective import Objective, allowed_above
 from onbeat.planner.objectives import OBJECTIVES, SarathiObjective, VidurObjective, parse_objective
 from onbeat.planner.share_objectives import AttainmentObjective, DistServeObjective
-from onbeat.planner.trial import MissWatch, ObjectiveMissed
+from onbeat.planner.trial import MissCounter, ObjectiveMissed
 from tests.pure.planner.fakes import make_load, make_record, make_result
 
 
@@ -132,7 +132,7 @@ def test_a_run_that_is_given_up_would_have_missed_its_objective(objective: Objec
             delay = rng.exponential(scale * 20)
             times = delay + np.cumsum(rng.exponential(scale, size=20))
             records.append(make_record(times, scheduled=delay, slo=slo))
-        watch = MissWatch(objective.allowances(make_load(50, output=20, slo=slo)), 50, batch=5)
+        watch = MissCounter(objective.allowances(make_load(50, output=20, slo=slo)), 50, batch=5)
         try:
             for record in records:
                 watch.on_finish(record)

@@ -301,7 +301,7 @@ class Rescale:
 FleetAction = Send | Withdraw | Refuse | Start | Stop | MoveStep | Rescale
 
 
-class Hands(Protocol):
+class ActionExecutor(Protocol):
     """Who carries out what a fleet decides: each action has its method, which is given the time, too."""
 
     def do_send(self, action: Send, now: float) -> None: ...
@@ -319,8 +319,8 @@ class Hands(Protocol):
     def do_rescale(self, action: Rescale, now: float) -> None: ...
 
 
-class Teller:
-    """Tells a fleet one event after the other.
+class EventDispatcher:
+    """Gives a fleet one event after the other.
 
     What is carried out may itself be an event, such as a replica that refuses what it is sent: it has its
     turn after all that the event before has led to.
@@ -328,25 +328,27 @@ class Teller:
     Parameters
     ----------
     on_event : the fleet's.
-    hands : carry out what it returns.
+    executor : carry out what it returns.
     """
 
-    def __init__(self, on_event: Callable[[FleetEvent, float], Sequence[FleetAction]], hands: Hands) -> None:
+    def __init__(
+        self, on_event: Callable[[FleetEvent, float], Sequence[FleetAction]], executor: ActionExecutor
+    ) -> None:
         self._on_event = on_event
         self._events: deque[tuple[FleetEvent, float]] = deque()
-        self.is_telling = False
+        self.is_dispatching = False
         self._calls: dict[type[FleetAction], Callable[[Any, float], None]] = {
-            Send: hands.do_send,
-            Withdraw: hands.do_withdraw,
-            Refuse: hands.do_refuse,
-            Start: hands.do_start,
-            Stop: hands.do_stop,
-            MoveStep: hands.do_move_step,
-            Rescale: hands.do_rescale,
+            Send: executor.do_send,
+            Withdraw: executor.do_withdraw,
+            Refuse: executor.do_refuse,
+            Start: executor.do_start,
+            Stop: executor.do_stop,
+            MoveStep: executor.do_move_step,
+            Rescale: executor.do_rescale,
         }
 
-    def tell(self, event: FleetEvent, now: float) -> None:
-        """Tell the fleet of an event, and carry out what it decides.
+    def dispatch(self, event: FleetEvent, now: float) -> None:
+        """Give the fleet an event, and carry out what it decides.
 
         Parameters
         ----------
@@ -354,13 +356,13 @@ class Teller:
         """
         events, calls = self._events, self._calls
         events.append((event, now))
-        if self.is_telling:
+        if self.is_dispatching:
             return
-        self.is_telling = True
+        self.is_dispatching = True
         try:
             while events:
                 event, now = events.popleft()
                 for action in self._on_event(event, now):
                     calls[type(action)](action, now)
         finally:
-            self.is_telling = False
+            self.is_dispatching = False

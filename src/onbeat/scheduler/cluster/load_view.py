@@ -11,9 +11,9 @@ from typing import NamedTuple
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.scheduler.triage import (
     LEAST_SHARE,
-    Capacity,
     Demand,
     Ends,
+    FreeCapacity,
     Job,
     PrefillShare,
     capacity_wait,
@@ -136,7 +136,7 @@ class LoadView:
         if sent:
             ahead = sorted((*ahead, *(Demand(each.deadline, 1, each.num_blocks) for each in sent)))
         given_back = max(num_held / max(load.num_running + num_waiting, 1), 1.0)
-        capacity = Capacity(num_free, load.num_free_blocks, given_back, self.ends.gap(load.num_running))
+        capacity = FreeCapacity(num_free, load.num_free_blocks, given_back, self.ends.gap(load.num_running))
         wait = capacity_wait(ahead, Demand(deadline, 1, num_blocks), capacity, self.reported)
         return max(0.0, self.reported + wait - now) if wait else 0.0
 

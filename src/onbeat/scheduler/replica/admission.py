@@ -30,9 +30,9 @@ from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView,
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.scheduler.triage import (
-    Capacity,
     Demand,
     Ends,
+    FreeCapacity,
     Job,
     PrefillShare,
     capacity_wait,
@@ -222,7 +222,7 @@ class Admission:
         staying = [state for state in plan.running if state.num_preemptions or state.slo.has_objective]
         given_back = max(num_held / max(num_running, 1), 1.0)
         usual = self._tracker.lengths.remaining(None, 0, q=0.5, limit=own.state.max_total_tokens)
-        capacity = Capacity(
+        capacity = FreeCapacity(
             num_free_slots=plan.max_num_seqs - len(staying),
             num_free_blocks=plan.num_blocks_left
             - RESERVATION.num_spare_blocks(plan.num_blocks)

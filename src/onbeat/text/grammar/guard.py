@@ -49,7 +49,7 @@ _STRUCTURE = ('"', ",", "{", "[", ":", "1", " ", "]", "}")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class TrialResult:
     """What came of a trial."""
 
     ignored: tuple[str, ...] = ()
@@ -83,9 +83,9 @@ class GrammarGuard:
         self._starting = threading.Lock()
         self._lock = threading.Lock()
         """Of what is known; an event loop takes it, so that nobody holds it for long."""
-        self._known: OrderedDict[str, Verdict] = OrderedDict()
+        self._known: OrderedDict[str, TrialResult] = OrderedDict()
 
-    def known(self, grammar: Grammar) -> Verdict | None:
+    def known(self, grammar: Grammar) -> TrialResult | None:
         """Return what is known of a grammar that was tried."""
         with self._lock:
             verdict = self._known.get(grammar.key)
@@ -98,14 +98,14 @@ class GrammarGuard:
         with suppress(Ended, Overloaded):  # which is told when a grammar comes
             self._started()
 
-    def check(self, grammar: Grammar) -> Verdict:
+    def check(self, grammar: Grammar) -> TrialResult:
         """Try a grammar, unless it is known; takes some milliseconds."""
         verdict = self.known(grammar)
         if verdict is None:
             try:
                 verdict = self._keep(grammar, self._tried(grammar))
             except Ended as error:
-                verdict = Verdict(
+                verdict = TrialResult(
                     problem=f"the grammar is too complex: trying it {error}. Make it simpler",
                     code="grammar_too_complex",
                 )
@@ -119,20 +119,20 @@ class GrammarGuard:
         if self._process is not None:
             self._process.close()
 
-    def _keep(self, grammar: Grammar, verdict: Verdict) -> Verdict:
+    def _keep(self, grammar: Grammar, verdict: TrialResult) -> TrialResult:
         with self._lock:
             self._known[grammar.key] = verdict
             if len(self._known) > MOST_KNOWN:
                 self._known.popitem(last=False)
         return verdict
 
-    def _tried(self, grammar: Grammar) -> Verdict:
+    def _tried(self, grammar: Grammar) -> TrialResult:
         try:
             check_size(grammar.text)
             reply = self._started().ask(grammar.text.encode("utf-8", "surrogatepass"))
         except TooComplex as error:
-            return Verdict(problem=str(error), code=error.code)
-        return Verdict(**{**reply, "ignored": tuple(reply["ignored"])})
+            return TrialResult(problem=str(error), code=error.code)
+        return TrialResult(**{**reply, "ignored": tuple(reply["ignored"])})
 
     def _started(self) -> LimitedProcess:
         with self._starting:
@@ -178,31 +178,31 @@ def _open(opening: bytes) -> tuple[dict[str, Any], Answer | None]:
     )
 
 
-def _in_thread(work: Callable[[], Verdict]) -> dict[str, Any]:
+def _in_thread(work: Callable[[], TrialResult]) -> dict[str, Any]:
     """Do work with the stack that threads have."""
-    done: list[Verdict] = []
+    done: list[TrialResult] = []
     thread = threading.Thread(target=lambda: done.append(work()))
     thread.start()
     thread.join()
     return asdict(done[0])
 
 
-def _trial(compiler: GrammarCompiler, spell: Spell, text: str) -> Verdict:
+def _trial(compiler: GrammarCompiler, spell: Spell, text: str) -> TrialResult:
     """Hold a grammar against the limits, compile it, and go some steps."""
     try:
         names = [spell(f"{json.dumps(name)}:") for name in check_limits(text)]
         matcher = compiler.matcher(Grammar.of(text))
         if matcher.is_error():
             problem = refusal(matcher.get_error())
-            return Verdict(problem=str(problem), code=problem.code)
+            return TrialResult(problem=str(problem), code=problem.code)
         ignored = ignored_keywords(matcher.get_grammar_warnings())
         seconds = _walk(compiler.guide_of(matcher), names, [*map(spell, _STRUCTURE)])
     except TooComplex as error:
-        return Verdict(problem=str(error), code=error.code)
+        return TrialResult(problem=str(error), code=error.code)
     except (GrammarTooComplex, MemoryError) as error:
         why = "it takes too much memory" if isinstance(error, MemoryError) else error
-        return Verdict(problem=f"the grammar is too complex: {why}", code="grammar_too_complex")
-    return Verdict(ignored, seconds=seconds)
+        return TrialResult(problem=f"the grammar is too complex: {why}", code="grammar_too_complex")
+    return TrialResult(ignored, seconds=seconds)
 
 
 def _walk(guide: Guide, names: list[TokenText], structure: list[TokenText]) -> float:

@@ -16,7 +16,7 @@ RequestT = TypeVar("RequestT")
 
 
 @dataclass(slots=True)
-class CarriedMove(Generic[RequestT, LentT]):
+class OpenMove(Generic[RequestT, LentT]):
     """A move under way, with what one replica has to know of the other."""
 
     request: RequestT
@@ -51,17 +51,17 @@ class MoveHost(Protocol[RequestT, LentT]):
         ...
 
     def adoption(
-        self, move_id: str, move: CarriedMove[RequestT, LentT], destination: ReplicaId, /
+        self, move_id: str, move: OpenMove[RequestT, LentT], destination: ReplicaId, /
     ) -> tuple[Request, Detached] | None:
         """Return a request as its destination is to go on with it; None where it must not."""
         ...
 
-    def hand_over(self, move: CarriedMove[RequestT, LentT], destination: ReplicaId, /) -> None:
+    def hand_over(self, move: OpenMove[RequestT, LentT], destination: ReplicaId, /) -> None:
         """Let a request be its destination's from now on."""
         ...
 
 
-class MoveCarrier(Generic[RequestT, LentT]):
+class MoveExecutor(Generic[RequestT, LentT]):
     """The moves under way.
 
     Parameters
@@ -78,7 +78,7 @@ class MoveCarrier(Generic[RequestT, LentT]):
     ) -> None:
         self._host = host
         self._on_stayed = on_stayed
-        self.moves: dict[str, CarriedMove[RequestT, LentT]] = {}
+        self.moves: dict[str, OpenMove[RequestT, LentT]] = {}
 
     def do(self, step: MoveStep, request: RequestT | None) -> None:
         """Carry out a step of the move of a request; None where that has ended."""
@@ -86,7 +86,7 @@ class MoveCarrier(Generic[RequestT, LentT]):
         move = self.moves.get(step.move)
         if move is None and verb in (MoveVerb.RESERVE, MoveVerb.HOLD):
             assert request is not None
-            move = self.moves[step.move] = CarriedMove(request, *host.whereabouts(request), step.why)
+            move = self.moves[step.move] = OpenMove(request, *host.whereabouts(request), step.why)
         if move is None:
             if not step.move and request is not None:  # one that stands still and is not moved
                 host.send(step.replica, MoveTask("", verb, host.whereabouts(request)[1]))
@@ -103,7 +103,7 @@ class MoveCarrier(Generic[RequestT, LentT]):
         if verb is MoveVerb.TAKE:
             host.hand_over(move, step.replica)
 
-    def _task(self, step: MoveStep, move: CarriedMove[RequestT, LentT]) -> MoveTask[LentT] | None:
+    def _task(self, step: MoveStep, move: OpenMove[RequestT, LentT]) -> MoveTask[LentT] | None:
         """Return what an agent is asked for, with what it has to know; None where that must not be done."""
         task: MoveTask[LentT] = MoveTask(step.move, step.verb, move.name)
         match step.verb:

@@ -1,4 +1,4 @@
-"""The book of open jobs: it gives each call its share of the time that its job has left.
+"""The table of open jobs: it gives each call its share of the time that its job has left.
 
 A call of a job arrives. D is the job's deadline, n the number of calls that follow it, h the time between two
 calls, w the call's work and u that of a later one, and p what a unit of work takes of late. The call may take
@@ -92,7 +92,7 @@ class OpenCall:
 
 
 @dataclass(slots=True)
-class JobBook:
+class JobTable:
     """All open jobs. Bounded in number, and in time: those that nobody ends are forgotten.
 
     Parameters
@@ -250,7 +250,7 @@ class JobBook:
     # ---- opening, ending, forgetting ----
 
     def _new(self, key: tuple[str, str], call: JobCall, now: float) -> _Job:
-        """Return a job that begins; it is not in the book yet.
+        """Return a job that begins; it is not in the table yet.
 
         Raises
         ------
@@ -288,7 +288,7 @@ class JobBook:
         return _Job(key, now, deadline, call, pace, kind, deadline + FORGOTTEN_AFTER, since=now)
 
     def _make_room(self) -> None:
-        """End the job that has been without a call for longest: else a few could hold the book for a day."""
+        """End the job that has been without a call for longest: else a few could hold the table for a day."""
         idle = next((job for job in self._jobs.values() if not job.num_open), None)
         if idle is None:
             raise _too_many(f"{MOST_JOBS} jobs have calls under way")
@@ -301,7 +301,7 @@ class JobBook:
         self._turns.append(job)
 
     def _end(self, job: _Job, end: JobEnd, now: float) -> None:
-        """Take a job out of the book, and learn from it. Calls of it that are open end by themselves."""
+        """Take a job out of the table, and learn from it. Calls of it that are open end by themselves."""
         if self._jobs.get(job.key) is not job:
             return  # another call has ended it
         del self._jobs[job.key]

@@ -1,4 +1,4 @@
-"""The book of jobs: shares, what is learnt, what is refused, and that nothing stays for ever."""
+"""The table of jobs: shares, what is learnt, what is refused, and that nothing stays for ever."""
 
 from __future__ import annotations
 
@@ -9,70 +9,74 @@ import pytest
 from onbeat.core.errors import InvalidRequest, Overloaded, SLOUnattainable
 from onbeat.core.request import Placement
 from onbeat.core.slo import SLO
-from onbeat.jobs import book as module
-from onbeat.jobs.book import FORGOTTEN_AFTER, LONGEST_KEPT, JobBook, OpenCall
+from onbeat.jobs import table as module
 from onbeat.jobs.call import CallShare, JobCall, JobEnd, by_work
 from onbeat.jobs.learnt import MOST_KINDS, MOST_TENANTS
+from onbeat.jobs.table import FORGOTTEN_AFTER, LONGEST_KEPT, JobTable, OpenCall
 
 
 def call(name: str = "a", **stated: Any) -> JobCall:
     return JobCall(job_id=name, **{"e2e": 10.0, "calls_left": 1, **stated})
 
 
-def opened(book: JobBook, now: float, *, prompt: int = 128, refuses: bool = False, **stated: Any) -> OpenCall:
-    return book.open(call(**stated), now, num_prompt_tokens=prompt, max_tokens=60, refuses=refuses)
+def opened(
+    table: JobTable, now: float, *, prompt: int = 128, refuses: bool = False, **stated: Any
+) -> OpenCall:
+    return table.open(call(**stated), now, num_prompt_tokens=prompt, max_tokens=60, refuses=refuses)
 
 
-def run(book: JobBook, now: float, seconds: float = 1.0, **stated: Any) -> None:
+def run(table: JobTable, now: float, seconds: float = 1.0, **stated: Any) -> None:
     """Let a call come and go."""
-    book.close(opened(book, now, **stated), now + seconds, num_output_tokens=60, why=None)
+    table.close(opened(table, now, **stated), now + seconds, num_output_tokens=60, why=None)
 
 
 def test_a_first_call_shares_by_work_while_nothing_is_known() -> None:
-    share = opened(JobBook(), 0.0, calls_left=4).share
+    share = opened(JobTable(), 0.0, calls_left=4).share
     assert share.e2e == pytest.approx(10.0 * 65 / (65 + 4 * 260))
     assert share.predicted_job is None
 
 
 def test_a_call_may_take_all_but_what_later_calls_usually_take() -> None:
-    book = JobBook()
-    run(book, 0.0, name="x", calls_left=0)  # 65 units of work in a second
-    first = opened(book, 1.0, calls_left=2)
+    table = JobTable()
+    run(table, 0.0, name="x", calls_left=0)  # 65 units of work in a second
+    first = opened(table, 1.0, calls_left=2)
     assert first.share.e2e == pytest.approx(10.0 - 2.0)
     assert first.share.predicted_job == pytest.approx(3.0)
-    book.close(first, 2.0, num_output_tokens=60, why=None)
-    last = opened(book, 4.0, prompt=128 + 60 + 128, calls_left=0)
+    table.close(first, 2.0, num_output_tokens=60, why=None)
+    last = opened(table, 4.0, prompt=128 + 60 + 128, calls_left=0)
     assert last.new_tokens == 128, "the prompt goes on behind the one before it"
     assert last.share.e2e == pytest.approx(7.0), "ten seconds, of which three have passed"
 
 
 def test_where_time_is_too_short_for_all_calls_they_share_it_by_work() -> None:
-    book = JobBook()
-    run(book, 0.0, name="x", calls_left=0)
-    assert opened(book, 1.0, calls_left=3, e2e=3.0).share.e2e == pytest.approx(max(3.0 / 4, 1.0))
-    split = JobBook(split=by_work)
+    table = JobTable()
+    run(table, 0.0, name="x", calls_left=0)
+    assert opened(table, 1.0, calls_left=3, e2e=3.0).share.e2e == pytest.approx(max(3.0 / 4, 1.0))
+    split = JobTable(split=by_work)
     run(split, 0.0, name="x", calls_left=0)
     assert opened(split, 1.0, calls_left=3, e2e=8.0).share.e2e == pytest.approx(2.0)
 
 
 def test_calls_left_and_times_between_calls_are_learnt_by_class() -> None:
-    book = JobBook()
+    table = JobTable()
     for number in range(8):
         for stage in range(3):
             left = 0 if stage == 2 else None
-            run(book, 100.0 * number + 3.0 * stage, name=str(number), kind="agent", calls_left=left, e2e=60.0)
-    share = opened(book, 900.0, kind="agent", calls_left=None, e2e=60.0).share
+            run(
+                table, 100.0 * number + 3.0 * stage, name=str(number), kind="agent", calls_left=left, e2e=60.0
+            )
+    share = opened(table, 900.0, kind="agent", calls_left=None, e2e=60.0).share
     assert share.e2e == pytest.approx(60.0 - 2 * (2.0 + 1.0), rel=0.05)
-    other = opened(book, 900.0, name="b", kind="other", calls_left=None, e2e=60.0).share
+    other = opened(table, 900.0, name="b", kind="other", calls_left=None, e2e=60.0).share
     assert other.e2e != share.e2e
 
 
 def test_a_call_may_take_what_is_left_of_its_job_however_little_and_is_best_effort_once_nothing_is() -> None:
-    book = JobBook()
-    run(book, 0.0, calls_left=1)  # no call was quicker than a second
-    last = opened(book, 9.5, calls_left=0).share
+    table = JobTable()
+    run(table, 0.0, calls_left=1)  # no call was quicker than a second
+    last = opened(table, 9.5, calls_left=0).share
     assert last.objectives(SLO(ttft=1.0)) == SLO(ttft=1.0, e2e=0.5)
-    late = opened(book, 10.0, calls_left=0).share
+    late = opened(table, 10.0, calls_left=0).share
     assert (late.e2e, late.objectives(SLO(ttft=1.0))) == (None, None)
 
 
@@ -85,52 +89,52 @@ def test_the_tighter_of_own_objective_and_share_counts() -> None:
 @pytest.mark.parametrize(("seconds", "end"), [(1.0, JobEnd.KEPT), (11.0, JobEnd.LATE)])
 def test_the_last_call_says_how_the_job_ended(seconds: float, end: JobEnd) -> None:
     ends: list[tuple[JobEnd, float, float]] = []
-    book = JobBook(on_end=lambda *each: ends.append(each))
-    run(book, 0.0)
-    last = opened(book, 2.0, calls_left=0)
-    report = book.close(last, 2.0 + seconds, num_output_tokens=1, why=None)
-    assert (report.end, report.num_calls, len(book)) == (end, 2, 0)
+    table = JobTable(on_end=lambda *each: ends.append(each))
+    run(table, 0.0)
+    last = opened(table, 2.0, calls_left=0)
+    report = table.close(last, 2.0 + seconds, num_output_tokens=1, why=None)
+    assert (report.end, report.num_calls, len(table)) == (end, 2, 0)
     assert ends == [(end, 1.0 + seconds, 1.0)]
 
 
 def test_calls_at_once_end_the_job_together() -> None:
-    book = JobBook()
-    one, other = opened(book, 0.0, calls_left=0), opened(book, 0.5, calls_left=0)
-    assert book.close(one, 2.0, num_output_tokens=1, why=None).end is None
-    report = book.close(other, 3.0, num_output_tokens=1, why=None)
+    table = JobTable()
+    one, other = opened(table, 0.0, calls_left=0), opened(table, 0.5, calls_left=0)
+    assert table.close(one, 2.0, num_output_tokens=1, why=None).end is None
+    report = table.close(other, 3.0, num_output_tokens=1, why=None)
     assert (report.end, report.in_calls) == (JobEnd.KEPT, 3.0)
 
 
 def test_a_refused_call_may_be_sent_again() -> None:
-    book = JobBook()
-    first = opened(book, 0.0)
-    assert book.close(first, 0.1, num_output_tokens=0, why=JobEnd.REFUSED).end is None
-    again = opened(book, 1.0, calls_left=0)
+    table = JobTable()
+    first = opened(table, 0.0)
+    assert table.close(first, 0.1, num_output_tokens=0, why=JobEnd.REFUSED).end is None
+    again = opened(table, 1.0, calls_left=0)
     assert again.share.e2e == pytest.approx(9.0), "the deadline counts from the first try"
-    assert book.close(again, 2.0, num_output_tokens=1, why=None).end is JobEnd.KEPT
+    assert table.close(again, 2.0, num_output_tokens=1, why=None).end is JobEnd.KEPT
 
 
 def test_a_refused_call_teaches_nothing_of_later_ones() -> None:
-    book = JobBook()
-    book.close(opened(book, 0.0, calls_left=4), 0.1, num_output_tokens=0, why=JobEnd.REFUSED)
-    again = opened(book, 1.0, calls_left=4, prompt=2 * 128)
+    table = JobTable()
+    table.close(opened(table, 0.0, calls_left=4), 0.1, num_output_tokens=0, why=JobEnd.REFUSED)
+    again = opened(table, 1.0, calls_left=4, prompt=2 * 128)
     assert again.new_tokens == 2 * 128, "none of them was computed"
     assert again.share.e2e == pytest.approx(9.0 * 66 / (66 + 4 * 260)), "as a first call has it"
-    book.close(again, 2.0, num_output_tokens=60, why=None)
-    run(book, 3.0, calls_left=0)
-    next_job = opened(book, 4.0, name="b", calls_left=None).share
+    table.close(again, 2.0, num_output_tokens=60, why=None)
+    run(table, 3.0, calls_left=0)
+    next_job = opened(table, 4.0, name="b", calls_left=None).share
     assert next_job.predicted_job == pytest.approx(3.0, rel=0.05), (
         "two calls, and the second that was between"
     )
 
 
 def test_a_job_that_cannot_be_done_in_time_is_refused_where_its_caller_asks_for_that() -> None:
-    book = JobBook()
-    run(book, 0.0, name="x", calls_left=0)
+    table = JobTable()
+    run(table, 0.0, name="x", calls_left=0)
     with pytest.raises(SLOUnattainable, match=r"would end 10 s after its first call; its deadline is 5 s"):
-        opened(book, 1.0, calls_left=9, e2e=5.0, refuses=True)
-    assert len(book) == 0
-    assert opened(book, 1.0, calls_left=9, e2e=5.0).share.e2e is not None
+        opened(table, 1.0, calls_left=9, e2e=5.0, refuses=True)
+    assert len(table) == 0
+    assert opened(table, 1.0, calls_left=9, e2e=5.0).share.e2e is not None
 
 
 @pytest.mark.parametrize(
@@ -143,40 +147,40 @@ def test_a_job_that_cannot_be_done_in_time_is_refused_where_its_caller_asks_for_
 )
 def test_a_first_call_states_a_deadline_to_come(stated: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        opened(JobBook(), 5.0, **stated)
+        opened(JobTable(), 5.0, **stated)
 
 
 @pytest.mark.parametrize("stated", [{"e2e": 20.0}, {"e2e": None, "deadline": 30.0}])
 def test_calls_of_a_job_state_one_deadline(stated: dict[str, Any]) -> None:
-    book = JobBook()
-    run(book, 0.0)
+    table = JobTable()
+    run(table, 0.0)
     with pytest.raises(InvalidRequest, match="is another than that of its first call"):
-        opened(book, 1.0, **stated)
-    opened(book, 1.0, e2e=None)  # it need not be said again
+        opened(table, 1.0, **stated)
+    opened(table, 1.0, e2e=None)  # it need not be said again
 
 
 def test_nobody_joins_a_job_of_another_tenant() -> None:
-    book = JobBook()
-    run(book, 0.0, tenant="one")
+    table = JobTable()
+    run(table, 0.0, tenant="one")
     with pytest.raises(InvalidRequest, match="is not open"):
-        opened(book, 1.0, tenant="other", e2e=None)
+        opened(table, 1.0, tenant="other", e2e=None)
 
 
 def test_open_jobs_are_bounded_in_number_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_JOBS", 20)
     monkeypatch.setattr(module, "MOST_OF_TENANT", 8)
     ends: list[JobEnd] = []
-    book = JobBook(on_end=lambda end, _in_calls, _between: ends.append(end))
+    table = JobTable(on_end=lambda end, _in_calls, _between: ends.append(end))
     for number in range(8):
-        run(book, 0.0, name=str(number), tenant="t")
+        run(table, 0.0, name=str(number), tenant="t")
     with pytest.raises(Overloaded, match="8 jobs of this caller are open"):
-        opened(book, 0.0, name="more", tenant="t")
+        opened(table, 0.0, name="more", tenant="t")
     for number in range(12):
-        run(book, 0.0, name=str(number))
-    assert (len(book), ends) == (20, [])
+        run(table, 0.0, name=str(number))
+    assert (len(table), ends) == (20, [])
     for name in ("later", "last"):  # a call looks at some of them
-        opened(book, 10.0 + 1.0 + FORGOTTEN_AFTER, name=name)
-    assert (len(book), set(ends), len(ends)) == (2, {JobEnd.ABANDONED}, 20)
+        opened(table, 10.0 + 1.0 + FORGOTTEN_AFTER, name=name)
+    assert (len(table), set(ends), len(ends)) == (2, {JobEnd.ABANDONED}, 20)
 
 
 def test_a_full_book_makes_room_by_the_job_that_has_been_idle_for_longest(
@@ -185,58 +189,60 @@ def test_a_full_book_makes_room_by_the_job_that_has_been_idle_for_longest(
     """A caller who opens jobs without end keeps nobody out, and ends no job that has calls."""
     monkeypatch.setattr(module, "MOST_JOBS", 20)
     ends: list[JobEnd] = []
-    book = JobBook(on_end=lambda end, _in_calls, _between: ends.append(end))
-    busy = opened(book, 0.0, name="busy", e2e=900.0)
-    run(book, 0.0, name="mine", e2e=900.0)
+    table = JobTable(on_end=lambda end, _in_calls, _between: ends.append(end))
+    busy = opened(table, 0.0, name="busy", e2e=900.0)
+    run(table, 0.0, name="mine", e2e=900.0)
     for number in range(100):
-        run(book, 5.0 + number, name=str(number), e2e=900.0)
+        run(table, 5.0 + number, name=str(number), e2e=900.0)
         if number % 10 == 0:
-            run(book, 5.0 + number, name="mine", e2e=900.0)
-    assert (len(book), len(ends), set(ends)) == (20, 82, {JobEnd.ABANDONED})
-    assert opened(book, 106.0, name="mine", calls_left=0, e2e=900.0).share.e2e == pytest.approx(900.0 - 106.0)
-    assert book.close(busy, 107.0, num_output_tokens=1, why=None).num_calls == 1
+            run(table, 5.0 + number, name="mine", e2e=900.0)
+    assert (len(table), len(ends), set(ends)) == (20, 82, {JobEnd.ABANDONED})
+    assert opened(table, 106.0, name="mine", calls_left=0, e2e=900.0).share.e2e == pytest.approx(
+        900.0 - 106.0
+    )
+    assert table.close(busy, 107.0, num_output_tokens=1, why=None).num_calls == 1
     monkeypatch.setattr(module, "MOST_JOBS", 1)
-    opened(other := JobBook(), 0.0, name="a")
+    opened(other := JobTable(), 0.0, name="a")
     with pytest.raises(Overloaded, match="1 jobs have calls under way"):
         opened(other, 0.0, name="b")
 
 
 def test_of_many_jobs_that_are_over_a_call_ends_a_few() -> None:
-    book = JobBook()
+    table = JobTable()
     for number in range(1000):
-        run(book, 0.0, name=str(number))
-    run(book, 100.0, name="x", calls_left=0)
-    assert 1000 - module._MOST_LOOKED_AT <= len(book) < 1000
+        run(table, 0.0, name=str(number))
+    run(table, 100.0, name="x", calls_left=0)
+    assert 1000 - module._MOST_LOOKED_AT <= len(table) < 1000
     with pytest.raises(InvalidRequest, match="is not open"):
-        opened(book, 100.0, name="999", e2e=None)  # whose turn has not come
+        opened(table, 100.0, name="999", e2e=None)  # whose turn has not come
     for _ in range(100):
-        run(book, 100.0, name="x", calls_left=0)
-    assert (len(book), len(book._turns)) == (0, 1)
+        run(table, 100.0, name="x", calls_left=0)
+    assert (len(table), len(table._turns)) == (0, 1)
 
 
 def test_ids_that_are_used_a_million_times_leave_nothing() -> None:
-    book = JobBook()
+    table = JobTable()
     for number in range(5000):
-        run(book, float(number % 7), name=str(number), calls_left=0, kind=str(number), tenant=str(number))
-        run(book, float(number % 7), name="a", calls_left=0, kind=str(number))
-    assert len(book) == len(book._per_tenant) == 0
-    assert len(book._turns) < 100
-    known = book._lessons._tenants
+        run(table, float(number % 7), name=str(number), calls_left=0, kind=str(number), tenant=str(number))
+        run(table, float(number % 7), name="a", calls_left=0, kind=str(number))
+    assert len(table) == len(table._per_tenant) == 0
+    assert len(table._turns) < 100
+    known = table._lessons._tenants
     assert (len(known), len(known[""][1])) == (MOST_TENANTS, MOST_KINDS)
 
 
 @pytest.mark.parametrize("teaches", ["between", "work", "pace"])
 def test_a_tenant_learns_nothing_of_anothers_jobs_but_a_guess_to_begin_with(teaches: str) -> None:
-    book = JobBook()
+    table = JobTable()
 
     def share(tenant: str, now: float, name: str) -> CallShare:
-        return opened(book, now, name=name, tenant=tenant, kind="support", calls_left=3, e2e=20.0).share
+        return opened(table, now, name=name, tenant=tenant, kind="support", calls_left=3, e2e=20.0).share
 
     def learn(tenant: str, now: float, between: float, num_tokens: int, seconds: float) -> None:
         for number in range(8):
-            one = opened(book, now, name=tenant, tenant=tenant, kind="support", calls_left=9, e2e=9e3)
+            one = opened(table, now, name=tenant, tenant=tenant, kind="support", calls_left=9, e2e=9e3)
             now += seconds
-            book.close(one, now, num_output_tokens=num_tokens, why=None)
+            table.close(one, now, num_output_tokens=num_tokens, why=None)
             now += between * (number < 7)
 
     learn("one", 0.0, 0.1, 60, 1.0)
@@ -256,13 +262,13 @@ def test_a_tenant_learns_nothing_of_anothers_jobs_but_a_guess_to_begin_with(teac
 
 
 def test_the_least_recently_used_kinds_of_a_tenant_are_forgotten_and_no_others() -> None:
-    book = JobBook()
+    table = JobTable()
     for name in ("one", "other"):
-        run(book, 0.0, name="x", calls_left=0, tenant=name, kind="agent")
+        run(table, 0.0, name="x", calls_left=0, tenant=name, kind="agent")
     for number in range(2 * MOST_KINDS):
-        run(book, 1.0, name="x", calls_left=0, tenant="one", kind=str(number))
-        run(book, 1.0, name="x", calls_left=0, tenant="one", kind="often")
-    kinds = {name: set(kinds) for name, (_, kinds) in book._lessons._tenants.items()}
+        run(table, 1.0, name="x", calls_left=0, tenant="one", kind=str(number))
+        run(table, 1.0, name="x", calls_left=0, tenant="one", kind="often")
+    kinds = {name: set(kinds) for name, (_, kinds) in table._lessons._tenants.items()}
     assert kinds["other"] == {"agent"}
     assert len(kinds["one"]) == MOST_KINDS
     assert "often" in kinds["one"]
@@ -271,37 +277,37 @@ def test_the_least_recently_used_kinds_of_a_tenant_are_forgotten_and_no_others()
 
 @pytest.mark.parametrize(("calls_left", "kind"), [(9, "new"), (None, "new"), (None, "known")])
 def test_a_first_call_is_not_refused_for_a_guess(calls_left: int | None, kind: str) -> None:
-    book = JobBook()
-    run(book, 0.0, name="x", kind="known", seconds=30.0)  # a call, and no job that has ended
-    taken = opened(book, 40.0, kind=kind, calls_left=calls_left, e2e=2.0, refuses=True)
+    table = JobTable()
+    run(table, 0.0, name="x", kind="known", seconds=30.0)  # a call, and no job that has ended
+    taken = opened(table, 40.0, kind=kind, calls_left=calls_left, e2e=2.0, refuses=True)
     assert taken.share.predicted_job is None
-    run(book, 40.0, name="x", kind="known", e2e=None, calls_left=0)
+    run(table, 40.0, name="x", kind="known", e2e=None, calls_left=0)
     with pytest.raises(SLOUnattainable):
-        opened(book, 50.0, name="b", kind="known", calls_left=calls_left, e2e=2.0, refuses=True)
+        opened(table, 50.0, name="b", kind="known", calls_left=calls_left, e2e=2.0, refuses=True)
 
 
 def test_a_job_whose_calls_do_not_say_how_many_follow_ends_when_it_is_forgotten() -> None:
     ends: list[JobEnd] = []
-    book = JobBook(on_end=lambda end, _in_calls, _between: ends.append(end))
-    run(book, 0.0, calls_left=None)
-    run(book, 100.0, name="b", calls_left=0)
+    table = JobTable(on_end=lambda end, _in_calls, _between: ends.append(end))
+    run(table, 0.0, calls_left=None)
+    run(table, 100.0, name="b", calls_left=0)
     assert ends == [JobEnd.KEPT, JobEnd.KEPT]
 
 
 def test_kv_is_kept_while_calls_are_to_follow_and_no_longer_than_the_job_may_last() -> None:
-    book = JobBook()
-    assert opened(book, 0.0, calls_left=1).share.kept_for == 10.0
-    assert opened(book, 0.0, name="long", e2e=600.0).share.kept_for == LONGEST_KEPT
-    assert opened(book, 0.0, name="last", calls_left=0).share.kept_for == 0.0
+    table = JobTable()
+    assert opened(table, 0.0, calls_left=1).share.kept_for == 10.0
+    assert opened(table, 0.0, name="long", e2e=600.0).share.kept_for == LONGEST_KEPT
+    assert opened(table, 0.0, name="last", calls_left=0).share.kept_for == 0.0
 
 
 def test_a_call_that_another_replica_served_says_why() -> None:
-    book = JobBook()
+    table = JobTable()
     moved = []
     for number, placement in enumerate(
         (Placement("r0", "cost"), Placement("r0", "prefix"), None, Placement("r1", "load"))
     ):
-        call = opened(book, float(number))
-        report = book.close(call, number + 0.5, num_output_tokens=8, why=None, placement=placement)
+        call = opened(table, float(number))
+        report = table.close(call, number + 0.5, num_output_tokens=8, why=None, placement=placement)
         moved.append((report.replica, report.moved))
     assert moved == [("r0", None), ("r0", None), ("r0", None), ("r1", "load")]
