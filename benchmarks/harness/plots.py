@@ -47,23 +47,6 @@ def save(made: go.Figure, path: Path) -> str:
     return f"![{made.layout.title.text}](../../docs/images/{path.name})"
 
 
-def write_image(made: go.Figure, path: Path) -> Path:
-    """Write a chart as PNG where a browser is at hand to draw it, else as HTML; return what was written.
-
-    Raises
-    ------
-    OSError : the browser failed.
-    """
-    browser = _browser()
-    if browser is None:
-        written = path.with_suffix(".html")
-        made.write_html(written, include_plotlyjs=True)
-        return written
-    if problem := _screenshot(made, path, browser, (made.layout.width, made.layout.height)):
-        raise OSError(f"{path} could not be drawn: {problem}")
-    return path
-
-
 def _browser() -> str | None:
     return next(filter(None, map(shutil.which, BROWSERS)), None)
 

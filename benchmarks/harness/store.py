@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.harness.pages import publish
 from onbeat.planner.parallel import TaskContext, run_tasks
 
 FOREVER = 1e18
@@ -143,30 +141,6 @@ class _Done:
 
     found: dict[str, Any] | None
     seconds: float = 0.0
-
-
-def study_parser(description: str | None, *, seeds: int, seconds: float) -> argparse.ArgumentParser:
-    """Return the flags of a study: what of it is done now, and how large it is."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=("run", "report"))
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=seeds)
-    parser.add_argument("--minutes", type=float, default=None)
-    parser.add_argument("--seconds", type=float, default=seconds)
-    parser.add_argument("--write", action="store_true")
-    return parser
-
-
-def run_or_report(
-    args: argparse.Namespace, runs: Iterable[Any], results: Results, page: Callable[[], str], name: str
-) -> None:
-    """Do the runs that are still to do, or publish the page of those that are done."""
-    if args.what == "run":
-        run_missing(runs, results, jobs=args.jobs, deadline=deadline_in(args.minutes))
-    else:
-        publish(page(), name, write=args.write)
 
 
 def deadline_in(minutes: float | None) -> float:

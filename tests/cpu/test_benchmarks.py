@@ -17,13 +17,8 @@ ROOT = Path(__file__).parents[2]
 SOURCES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text()
     for path in sorted((ROOT / "benchmarks").rglob("*.py"))
-    if path.name != "plugin.py"  # once imported, it stands in for vLLM in every other import
 }
-SCRIPTS = [
-    name
-    for name, source in SOURCES.items()
-    if "def main(" in source and ("ArgumentParser(" in source or "study_parser(" in source)
-]
+SCRIPTS = [name for name, source in SOURCES.items() if "def main(" in source and "ArgumentParser(" in source]
 
 
 class HelpedError(Exception):

@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.papers.policy_studies import idle_latency, normalised_latency
-from benchmarks.papers.policy_studies import rate_at_latency as search_rate
-from benchmarks.papers.studies import run
 from onbeat.core.options import change, make
 from onbeat.metrics.distribution import percentile
 from onbeat.metrics.summary import collect_samples
@@ -22,7 +19,10 @@ from onbeat.planner.grid import ReplicaCase
 from onbeat.planner.objectives import SarathiObjective
 from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions
+from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_simulation
+from onbeat.simulator.simulate import simulate
 from onbeat.workload.arrivals import poisson_arrivals
 from onbeat.workload.offered import OfferedLoad
 
@@ -114,19 +114,46 @@ NUM_IDLE_REQUESTS = 50
 RATE_TOLERANCE = 1.1
 
 
+def run(load: OfferedLoad, settings: ReplicaSettings) -> SimulationResult:
+    simulation = build_simulation(settings)
+    return simulate(load, simulation.config, simulation.step_time)
+
+
+def orca_load(lengths: str, seed: int, num_requests: int) -> OfferedLoad:
+    """Return Orca's lengths: uniform ones, or one for all."""
+    rng = np.random.default_rng(seed)
+    is_uniform = lengths == "uniform"
+    return OfferedLoad(
+        name=lengths,
+        arrivals=poisson_arrivals(num_requests, rate=1.0, rng=rng),
+        num_prompt_tokens=rng.integers(32, 513, num_requests) if is_uniform else np.full(num_requests, 272),
+        num_output_tokens=rng.integers(1, 129, num_requests) if is_uniform else np.full(num_requests, 64),
+    )
+
+
+def latency(load: OfferedLoad, settings: ReplicaSettings) -> float:
+    """Return the median of latency per output token, seconds."""
+    records = run(load, settings).records
+    return float(np.median([record.e2e / record.num_output_tokens for record in records]))
+
+
+def most_latency(load: OfferedLoad, settings: ReplicaSettings) -> float:
+    """Return 5 times what a load's first requests take, each alone on the machine."""
+    alone = load.at_rate(0.01).take(np.arange(NUM_IDLE_REQUESTS))
+    return LATENCY_FACTOR * latency(alone, settings)
+
+
 def rate_at_latency(load: OfferedLoad, settings: ReplicaSettings) -> float:
     """Return the highest rate that keeps the latency (`keeps_latency`), at most 10 % too low."""
-    return search_rate(
-        load,
-        settings,
-        factor=LATENCY_FACTOR,
-        within=(0.1, 50.0),
-        tolerance=RATE_TOLERANCE,
-        num_idle_requests=NUM_IDLE_REQUESTS,
-    )
+    limit = most_latency(load, settings)
+    low, high = 0.1, 50.0
+    while high > RATE_TOLERANCE * low:
+        middle = (low * high) ** 0.5
+        fits = latency(load.at_rate(middle), settings) <= limit
+        low, high = (middle, high) if fits else (low, middle)
+    return low
 
 
 def keeps_latency(load: OfferedLoad, settings: ReplicaSettings, rate: float) -> bool:
     """Return whether the normalised latency at a rate is within 5 times the idle machine's."""
-    latency = normalised_latency(run(load.at_rate(rate), settings))
-    return latency <= LATENCY_FACTOR * idle_latency(load, settings, NUM_IDLE_REQUESTS)
+    return latency(load.at_rate(rate), settings) <= most_latency(load, settings)

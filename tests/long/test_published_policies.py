@@ -1,7 +1,6 @@
 """What the papers found of batching policies holds for the same policies here.
 
-Orders and ratios are compared, never absolute times: the step times are the uncalibrated roofline's. The
-complete versions, with the papers' own lengths, are in `python -m benchmarks.papers.policy_studies`.
+Orders and ratios are compared, never absolute times: the step times are the uncalibrated roofline's.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.papers.policy_studies import orca_load
-from benchmarks.papers.studies import run
 from onbeat.core.options import change, make
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
@@ -33,7 +30,9 @@ from tests.long.published import (
     chat_load,
     keeps_latency,
     keeps_objective,
+    orca_load,
     rate_at_latency,
+    run,
     shared_data,
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -14,9 +14,7 @@ from benchmarks.harness.intervals import mean_interval
 from benchmarks.harness.pages import markdown_table
 from benchmarks.harness.store import Results
 from benchmarks.slo.slo_study.cells import SUBJECT, Cell, settings_of
-from benchmarks.slo.slo_study.criteria import CRITERIA, rate_at
-from benchmarks.slo.slo_study.scored import RateRun, Scored, curves
-from benchmarks.slo.slo_study.trial import MOST_GROWTH, Question, Runner, longest_request
+from benchmarks.slo.slo_study.trial import Question, Runner, longest_request
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.policies import POLICIES, slo_composition
@@ -256,57 +254,6 @@ def ablation_table(cells: Mapping[Cell, float], num_seeds: int, results: Results
     return "\n\n".join(parts)
 
 
-def lasting(study: Iterable[Scored]) -> dict[str, list[Scored]]:
-    """Return criterion -> the policy's run of each cell at the highest rate at which it keeps it, first seed.
-
-    Parameters
-    ----------
-    study : runs of the study.
-    """
-    own = {each.run: each for each in study if each.run.policy == SUBJECT and each.run.seed == 0}
-    known = sorted(curves(own.values()).items(), key=lambda each: str(each[0]))
-    found: dict[str, list[Scored]] = {"90 %": [], "99 %": []}
-    for name, runs in found.items():
-        for (cell, policy, seed), curve in known:
-            kept = curve.bracket(CRITERIA[name]).kept
-            if kept is not None:
-                runs.append(own[RateRun(cell=cell, policy=policy, seed=seed, index=kept)])
-    return found
-
-
-def _beside(own: RateRun, variant: str) -> AblationRun:
-    return AblationRun(cell=own.cell, policy=variant, rate=rate_at(own.index), seed=own.seed)
-
-
-def compared_runs(own: Mapping[str, Sequence[Scored]], variants: Sequence[str]) -> Iterator[AblationRun]:
-    """Yield the runs of variants beside the policy's own."""
-    for runs in own.values():
-        for each in runs:
-            for variant in variants:
-                yield _beside(each.run, variant)
-
-
-def compared_table(own: Mapping[str, Sequence[Scored]], variants: Sequence[str], results: Results) -> str:
-    """Return what variants have more than the policy, over all cells where they ran."""
-    rows = []
-    for variant in variants:
-        for criterion, runs in own.items():
-            pairs = [
-                (each.score, found) for each in runs if (found := results.get(_beside(each.run, variant)))
-            ]
-            if not pairs:
-                continue
-            good = [100 * (found["good"] - score.good) for score, found in pairs]
-            worst = [100 * (found["worst"] - min(score.deciles)) for score, found in pairs]
-            last = sum(found["growth"] <= MOST_GROWTH for _, found in pairs)
-            span = f"{min(good):+.2f} to {max(good):+.2f}"
-            rows.append(
-                [variant, criterion, f"{len(pairs)}", _signed(good, 2), span, _signed(worst, 2), f"{last}"]
-            )
-    header = ["policy", "rates of", "cells", "points", "least and most", "worst decile, points", "still last"]
-    return markdown_table(header, rows)
-
-
 def _row(policy: str, runs: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> list[str]:
     points = [(each["good"] - base["good"]) * 100 for each, base in zip(runs, own, strict=False)]
     means = {name: float(np.mean([each[name] for each in runs])) for name in runs[0]}
@@ -320,8 +267,8 @@ def _row(policy: str, runs: Sequence[Mapping[str, Any]], own: Sequence[Mapping[s
     ]
 
 
-def _signed(points: Sequence[float], digits: int = 1) -> str:
+def _signed(points: Sequence[float]) -> str:
     interval = mean_interval(points)
     if len(points) == 1:
-        return f"{interval.mean:+.{digits}f}"
-    return f"{interval.mean:+.{digits}f} [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"
+        return f"{interval.mean:+.1f}"
+    return f"{interval.mean:+.1f} [{interval.low:+.1f}, {interval.high:+.1f}]"

@@ -194,8 +194,6 @@ def markdown(study: Study, *, date: str, remark: str = "") -> str:
         "## Bars",
         markdown_table(["bar", "measured", "cells", "verdict"], [*_bars(study)]),
         *_worse(study),
-        "![Capacity of slo over each cell's best static budget, and over the simple rule]"
-        "(../../docs/images/slo-ratios.png)",
         "## Geometric means over cells",
         *_means(study),
         "## Who pays",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.slo.slo_study.criteria import CRITERIA, Criterion, Curve, index_near, rate_at
-from benchmarks.slo.slo_study.trial import Question, Runner
+from benchmarks.slo.slo_study.criteria import Criterion, Curve
 
 FIRST_STRIDE = 3
 """Exponents to the first neighbour that is tried; later ones are further and further apart."""
@@ -61,21 +60,3 @@ def _between(curve: Curve, criterion: Criterion, kept: int, missed: int) -> int:
         return (kept + missed) // 2
     expected = round(curve.crossing(criterion, kept, missed)) - 1
     return min(max(expected, kept + 2), missed - 2)
-
-
-def find_capacity(
-    runner: Runner, question: Question, criterion: str, *, start: float, seed: int = 0
-) -> float:
-    """Return a capacity, requests per second; 0 where nothing down to a tenth of `start` keeps the criterion.
-
-    Parameters
-    ----------
-    start : where to look first, requests per second.
-    """
-    curve = Curve()
-
-    def ask(index: int) -> None:
-        curve[index] = runner.run(rate_at(index), seed, [question])[question]
-
-    search(curve, CRITERIA[criterion], ask, start=index_near(start))
-    return curve.capacity(CRITERIA[criterion]) or 0.0

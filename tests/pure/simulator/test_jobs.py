@@ -7,7 +7,6 @@ from math import inf
 import numpy as np
 import pytest
 
-from benchmarks.jobs.compare import JobRun
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.metrics.jobs import JobSummary, summarise_jobs
@@ -98,11 +97,3 @@ def test_calls_without_a_deadline_keep_their_own_objectives() -> None:
     jobs = job_load("jobs", [Job(calls=(FIRST,), deadline=5.0)], np.zeros(1))
     slo = run(jobs).records[0].slo
     assert slo == SLO(e2e=5.0)
-
-
-@pytest.mark.slow
-def test_agents_keep_more_deadlines_than_under_edf_where_answers_are_late_and_prompts_are_not() -> None:
-    def kept(way: str) -> float:
-        return float(JobRun("a100-80-sxm", "agents", 3.0, way, 0, 40.0).run()["kept"])
-
-    assert kept("divided") > kept("EDF with triage, evenly") + 0.05

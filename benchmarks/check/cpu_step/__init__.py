@@ -1,1 +1,0 @@
-"""Steps of the CPU engine in this process, beside what the machine allows."""

@@ -1,1 +1,0 @@
-"""vLLM's own tests of its HTTP API, run against onbeat."""

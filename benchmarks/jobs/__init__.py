@@ -1,1 +1,0 @@
-"""Jobs: calls with one deadline together, in simulation."""
