@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.profile import MeasuredStep
-from onbeat.report.page import Figure
+from onbeat.report.plot import COLOURS, Figure, Trace, figure, trace
 
 if TYPE_CHECKING:
     from onbeat.engine.profiling.profiler import ProfileResult
@@ -36,7 +36,7 @@ def draft_figure(result: ProfileResult) -> Figure:
     """Return how step time grows with the drafts of each row: measured, and as the fit has it."""
     steps = _verifying(result.fitted_steps)
     predicted, plain = _predicted(result, steps)
-    traces: list[dict[str, Any]] = []
+    data: list[Trace] = []
     for number in dict.fromkeys(step.shape.num_decodes for step in steps):
         points = [
             (_drafts_each(step), step.seconds / without, with_drafts / without)
@@ -45,16 +45,12 @@ def draft_figure(result: ProfileResult) -> Figure:
         ]
         name = f"{number} decode" + ("" if number == 1 else "s")
         drafts, measured, fitted = zip((0, 1.0, 1.0), *points, strict=True)
-        traces.append({"x": drafts, "y": measured, "mode": "markers", "name": f"{name}, measured"})
-        traces.append({"x": drafts, "y": fitted, "mode": "lines", "name": f"{name}, predicted"})
-    return {
-        "title": "Steps that verify drafts",
-        "data": traces,
-        "layout": {
-            "xaxis": {"title": {"text": "drafts of each decode"}},
-            "yaxis": {"title": {"text": "times a step with none"}, "rangemode": "tozero"},
-        },
-    }
+        look = {"color": COLOURS[len(data) // 2 % len(COLOURS)]}
+        data.append(trace(f"{name}, measured", drafts, measured, "markers", marker=look))
+        data.append(trace(f"{name}, predicted", drafts, fitted, line=look))
+    return figure(
+        "Steps that verify drafts", data, "drafts of each decode", "times a step with none", height=380
+    )
 
 
 def _verifying(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:

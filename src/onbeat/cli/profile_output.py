@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onbeat.cli.profile_drafts import DRAFT_HEADER, draft_figure, draft_rows
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.profile import MeasuredStep
 from onbeat.perfmodel.utilisation import StepOperations, flops_utilisation, memory_bandwidth_utilisation
-from onbeat.report.page import Figure, Page, heading, notes, table
+from onbeat.report.page import Page, heading, notes, table
+from onbeat.report.plot import Figure, Trace, axis, figure, trace
 from onbeat.report.table import filled_table
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from onbeat.engine.profiling.profiler import ProfileResult
 
+FIGURE_HEIGHT = 380
 Row = tuple[str, ...]
 
 
@@ -168,64 +170,36 @@ def _pairs(step: MeasuredStep) -> int:
 
 
 def _scatter(result: ProfileResult) -> Figure:
-    traces: list[dict[str, Any]] = [
-        _points(result, result.fitted_steps, "fitted"),
-        _points(result, result.held_back, "held back"),
+    data = [
+        _points(name, steps, [step.seconds * 1e3 for step in steps], _predicted(result, steps, 1e3))
+        for name, steps in (("fitted", result.fitted_steps), ("held back", result.held_back))
     ]
     times = [step.seconds * 1e3 for step in result.profile.steps]
     ends = [min(times), max(times)]
-    traces.append({"x": ends, "y": ends, "mode": "lines", "name": "exact", "line": {"dash": "dot"}})
-    axis = {"type": "log"}
-    return {
-        "title": "Predicted against measured",
-        "data": traces,
-        "layout": {
-            "xaxis": {**axis, "title": {"text": "measured (ms)"}},
-            "yaxis": {**axis, "title": {"text": "predicted (ms)"}},
-        },
-    }
+    data.append(trace("exact", ends, ends, line={"dash": "dot"}))
+    axes = axis("measured (ms)", type="log"), axis("predicted (ms)", type="log")
+    return figure("Predicted against measured", data, *axes, height=FIGURE_HEIGHT)
 
 
-def _points(result: ProfileResult, steps: Sequence[MeasuredStep], name: str) -> dict[str, Any]:
-    return {
-        "x": [step.seconds * 1e3 for step in steps],
-        "y": [seconds * 1e3 for seconds in _predicted(result, steps)],
-        "text": [describe(step.shape) for step in steps],
-        "mode": "markers",
-        "name": name,
-    }
+def _points(name: str, steps: Sequence[MeasuredStep], x: Sequence[float], y: Sequence[float]) -> Trace:
+    return trace(name, x, y, "markers", text=[describe(step.shape) for step in steps])
 
 
 def _error_figure(result: ProfileResult) -> Figure:
     """Return how far off each step was, over its new tokens: a pattern is what the fit cannot express."""
-    traces = []
+    data = []
     for name, steps in (("fitted", result.fitted_steps), ("held back", result.held_back)):
-        traces.append(
-            {
-                "x": [step.shape.num_new_tokens for step in steps],
-                "y": [
-                    100 * (seconds / step.seconds - 1)
-                    for seconds, step in zip(_predicted(result, steps), steps, strict=True)
-                ],
-                "text": [describe(step.shape) for step in steps],
-                "mode": "markers",
-                "name": name,
-            }
-        )
-    return {
-        "title": "Error by size",
-        "data": traces,
-        "layout": {
-            "xaxis": {"type": "log", "title": {"text": "new tokens of the step"}},
-            "yaxis": {"title": {"text": "predicted too much (%)"}},
-        },
-    }
+        pairs = zip(_predicted(result, steps), steps, strict=True)
+        errors = [100 * (seconds / step.seconds - 1) for seconds, step in pairs]
+        data.append(_points(name, steps, [step.shape.num_new_tokens for step in steps], errors))
+    axes = axis("new tokens of the step", type="log"), axis("predicted too much (%)", zeroline=True)
+    return figure("Error by size", data, *axes, height=FIGURE_HEIGHT)
 
 
-def _predicted(result: ProfileResult, steps: Sequence[MeasuredStep]) -> list[float]:
+def _predicted(result: ProfileResult, steps: Sequence[MeasuredStep], unit: float = 1.0) -> list[float]:
     if not steps:
         return []
-    return [float(seconds) for seconds in result.target.predict(result.profile.fitted, steps)]
+    return [float(seconds) * unit for seconds in result.target.predict(result.profile.fitted, steps)]
 
 
 def _number(number: int, word: str) -> str:

@@ -11,20 +11,31 @@ from onbeat.metrics.summary import LatencyStatistic
 from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.planner.cases import Labels, case_name, short_name
 from onbeat.planner.frontier import FrontierPoint
-from onbeat.report.charts import COLOURS, QUEUE_COLOUR, rounded
-from onbeat.report.limit_lines import drawn_values, latency_axis, with_limits
-from onbeat.report.page import Figure
+from onbeat.report.plot import (
+    CATEGORIES,
+    COLOURS,
+    QUEUE_COLOUR,
+    Figure,
+    axis,
+    bars,
+    drawn_values,
+    figure,
+    latency_axis,
+    rounded,
+    series,
+    with_limits,
+)
 from onbeat.report.sweep_charts import (
     KEPT_TITLE,
     capacity_marks,
-    height_with_legend,
     kept_figure,
     latency_figure,
-    line,
     tradeoff_figure,
     with_promise,
 )
 
+RATE = "requests/s"
+PER_GPU = "requests/s per GPU"
 TITLES = {
     LatencyStatistic("tpot", "median"): "Median TPOT against throughput",
     LatencyStatistic("ttft", "median"): "Median TTFT against throughput",
@@ -41,22 +52,10 @@ def capacity_figure(capacities: Sequence[Capacity]) -> Figure | None:
     found = [each for each in capacities if each.rate > 0 and each.num_devices]
     if not found:
         return None
-    bars = {
-        "type": "bar",
-        "orientation": "h",  # names of cases are long
-        "y": [case_name(each.labels) for each in found],
-        "x": [each.rate_per_device for each in found],
-        "error_x": _error_bars(found),
-        "customdata": [each.reason for each in found],
-        "marker": {"color": COLOURS[0]},
-        "hovertemplate": "%{x:.3f} requests/s per GPU<br>%{customdata}<extra>%{y}</extra>",
-    }
-    layout = {
-        "xaxis": {"title": {"text": "requests/s per GPU"}, "rangemode": "tozero"},
-        "yaxis": {"type": "category", "autorange": "reversed"},
-        "height": max(220, 90 + 36 * len(found)),
-    }
-    return {"title": "Capacity", "data": [bars], "layout": layout}
+    names, rates = [case_name(each.labels) for each in found], [each.rate_per_device for each in found]
+    told = {"error_x": _error_bars(found), "customdata": [each.reason for each in found]}
+    drawn = bars(names, rates, COLOURS[0], "%{x:.3f} requests/s per GPU<br>%{customdata}", **told)
+    return figure("Capacity", [drawn], PER_GPU, CATEGORIES, height=max(220, 90 + 36 * len(found)))
 
 
 def search_figures(capacities: Sequence[Capacity]) -> list[Figure]:
@@ -66,11 +65,11 @@ def search_figures(capacities: Sequence[Capacity]) -> list[Figure]:
     """
     named = (measure.name for each in capacities for _, verdict in each.curve for measure in verdict.measures)
     figures = (_search_figure(capacities, name) for name in dict.fromkeys(named))
-    return [figure for figure in figures if figure is not None]
+    return [drawn for drawn in figures if drawn is not None]
 
 
 def _search_figure(capacities: Sequence[Capacity], name: str) -> Figure | None:
-    lines, found, limits, unit = [], [], set(), "s"
+    lines, found, limits, is_share = [], [], set(), False
     for position, each in enumerate(capacities):
         own = [
             (rate, measure)
@@ -80,34 +79,25 @@ def _search_figure(capacities: Sequence[Capacity], name: str) -> Figure | None:
         ]
         if not own:
             continue
-        unit = own[0][1].unit
-        scale = 100 if unit == "share" else 1e3
-        hover = "%{y:.4g} " + ("%" if unit == "share" else "ms") + " at %{x:.4g} requests/s"
+        is_share = own[0][1].unit == "share"
+        scale, unit = (100, "%") if is_share else (1e3, "ms")
         xs, ys = [rate for rate, _ in own], [measure.value * scale for _, measure in own]
-        lines.append(line(case_name(each.labels), position, hover=hover, x=rounded(xs), y=rounded(ys)))
+        hover = f"%{{y:.4g}} {unit} at %{{x:.4g}} requests/s"
+        lines.append(series(case_name(each.labels), position, rounded(xs), rounded(ys), hover=hover))
         limits.add(own[0][1].limit)
         if each.outcome is Outcome.FOUND:
             found.append((each.rate, own[0][1].limit * scale))
     if not lines:
         return None
-    layout: dict[str, Any] = {
-        "xaxis": {"title": {"text": "requests/s"}, "rangemode": "tozero"},
-        "yaxis": {
-            "title": {"text": "ms"},
-            **latency_axis([*drawn_values(lines), *(x * 1e3 for x in limits)]),
-        },
-        "showlegend": len(lines) > 1,
-        "height": height_with_legend(lines),
-    }
-    figure = {"title": f"{name} over the request rate", "data": lines, "layout": layout}
-    if unit == "share":
-        layout["yaxis"] = {}
-        return with_promise(figure | {"title": KEPT_TITLE}, max(limits), found)
-    figure["data"] = [*lines, capacity_marks(found)]
-    return with_limits(figure, {limit * 1e3: "limit" for limit in sorted(limits)})
+    if is_share:
+        return with_promise(figure(KEPT_TITLE, lines, RATE, "%"), max(limits), found)
+    ms = axis("ms", **latency_axis([*drawn_values(lines), *(limit * 1e3 for limit in limits)]))
+    drawn = figure(f"{name} over the request rate", lines, RATE, ms)
+    drawn["data"].append(capacity_marks(found))
+    return with_limits(drawn, {limit * 1e3: "limit" for limit in sorted(limits)})
 
 
-def capacity_over_figure(capacities: Sequence[Capacity], axis: str) -> Figure | None:
+def capacity_over_figure(capacities: Sequence[Capacity], name: str) -> Figure | None:
     """Return the capacity per device over one numeric setting, a line for each combination of the others.
 
     Over the TBT objective this is the plot of Sarathi-Serve (OSDI 2024, figure 12).
@@ -116,35 +106,25 @@ def capacity_over_figure(capacities: Sequence[Capacity], axis: str) -> Figure | 
     -------
     None unless the setting has two values or more, all of them numbers.
     """
-    series: dict[str, list[tuple[float, Capacity]]] = {}
+    groups: dict[str, list[tuple[float, Capacity]]] = {}
     for each in capacities:
         labels = dict(each.labels)
-        value = _number(labels.pop(axis, ""))
+        value = _number(labels.pop(name, ""))
         if value is not None and each.outcome is not Outcome.INTERRUPTED:
-            series.setdefault(case_name(tuple(labels.items())), []).append((value, each))
-    if len({value for points in series.values() for value, _ in points}) < 2:
+            groups.setdefault(case_name(tuple(labels.items())), []).append((value, each))
+    values = {value for points in groups.values() for value, _ in points}
+    if len(values) < 2:
         return None
     lines = []
-    for position, (name, points) in enumerate(series.items()):
+    for position, (others, points) in enumerate(groups.items()):
         points.sort(key=lambda point: point[0])
         members = [each for _, each in points]
-        drawn = line(
-            name,
-            position,
-            hover="%{y:.3f} requests/s per GPU at %{x}<br>%{customdata}",
-            x=[value for value, _ in points],
-            y=[each.rate_per_device for each in members],
-        )
-        lines.append(
-            drawn | {"error_y": _error_bars(members), "customdata": [each.reason for each in members]}
-        )
-    layout = {
-        "xaxis": {"title": {"text": short_name(axis)}, **_ticks({x for each in lines for x in each["x"]})},
-        "yaxis": {"title": {"text": "requests/s per GPU"}, "rangemode": "tozero"},
-        "showlegend": len(lines) > 1,
-        "height": height_with_legend(lines),
-    }
-    return {"title": f"Capacity over {short_name(axis)}", "data": lines, "layout": layout}
+        told = {"error_y": _error_bars(members), "customdata": [each.reason for each in members]}
+        xs, ys = [value for value, _ in points], [each.rate_per_device for each in members]
+        hover = "%{y:.3f} requests/s per GPU at %{x}<br>%{customdata}"
+        lines.append(series(others, position, xs, ys, hover=hover, **told))
+    title = short_name(name)
+    return figure(f"Capacity over {title}", lines, axis(title, **_ticks(values)), PER_GPU)
 
 
 def axes_of(cases: Sequence[Labels]) -> list[str]:
@@ -170,8 +150,7 @@ def frontier_figures(points: Sequence[FrontierPoint], promised: float | None = N
         if not any(run.is_closed for run in runs)
     ]
     kept = kept_figure(runs, promised or USUAL_SHARE, is_promised=promised is not None)
-    figures = [kept, *against, *over_rate]
-    return [figure for figure in figures if figure is not None]
+    return [drawn for drawn in (kept, *against, *over_rate) if drawn is not None]
 
 
 def _error_bars(capacities: Sequence[Capacity]) -> dict[str, Any]:

@@ -5,8 +5,16 @@ from __future__ import annotations
 from rich.table import Table
 
 from onbeat.metrics.breakdown import Breakdown, GroupOutcome, TenantOutcome
-from onbeat.report.charts import MISSED_COLOUR, RIGHT_AXIS, STREAM_COLOUR, WAIT_COLOUR
-from onbeat.report.page import Figure
+from onbeat.report.plot import (
+    MISSED_COLOUR,
+    RIGHT,
+    STREAM_COLOUR,
+    WAIT_COLOUR,
+    Figure,
+    axis,
+    figure,
+    trace,
+)
 from onbeat.report.table import number, rows_table
 from onbeat.report.table import percent as exact_percent
 from onbeat.report.units import duration, percent, short
@@ -84,43 +92,30 @@ def decile_figure(breakdown: Breakdown) -> Figure | None:
         return None
     spans = [prompt_span(own) for own in deciles]
     is_worst = [own == breakdown.worst_decile and own.attainment < 1 for own in deciles]
-    data = [
-        {
-            "type": "bar",
-            "name": "good",
-            "x": spans,
-            "y": [round(own.attainment * 100, 2) for own in deciles],
-            "customdata": [own.num_offered for own in deciles],
-            "marker": {
-                "color": [MISSED_COLOUR if worst else STREAM_COLOUR for worst in is_worst],
-                "opacity": 0.7,  # the line in front of the bars must be seen
-            },
-            "hovertemplate": "%{y:.1f} % of %{customdata:,} requests<extra>%{x} tokens</extra>",
-        },
-        {
-            "type": "scatter",
-            "mode": "lines+markers",
-            "name": "longest wait",
-            "x": spans,
-            "y": [round(own.longest_wait, 4) for own in deciles],
-            "yaxis": "y2",
-            "line": {"color": WAIT_COLOUR, "width": 2},
-            "marker": {"size": 9, "line": {"color": "#ffffff", "width": 1}},
-            "hovertemplate": "%{y:.2f} s<extra>%{x} tokens</extra>",
-        },
-    ]
-    layout = {
-        "xaxis": {
-            "title": {"text": "prompt tokens"},
-            "type": "category",
-            "tickvals": spans,
-            "ticktext": [span.replace(" to ", " to<br>") for span in spans],
-            "tickfont": {"size": 10},
-            "showgrid": False,
-        },
-        "yaxis": {"title": {"text": "% of requests good"}, "range": [0, 102]},
-        "yaxis2": {"title": {"text": "longest wait, s"}, **RIGHT_AXIS},
-        "showlegend": True,
-        "height": 380,
+    colours = [MISSED_COLOUR if worst else STREAM_COLOUR for worst in is_worst]
+    good = {
+        "type": "bar",
+        "name": "good",
+        "x": spans,
+        "y": [round(own.attainment * 100, 2) for own in deciles],
+        "customdata": [own.num_offered for own in deciles],
+        "marker": {"color": colours, "opacity": 0.7},  # the line in front of the bars must be seen
+        "hovertemplate": "%{y:.1f} % of %{customdata:,} requests<extra>%{x} tokens</extra>",
     }
-    return {"title": "Good requests and longest wait, by length of prompt", "data": data, "layout": layout}
+    look = {
+        "yaxis": "y2",
+        "colour": WAIT_COLOUR,
+        "marker": {"size": 9, "line": {"color": "#fff", "width": 1}},
+    }
+    waits = [round(own.longest_wait, 4) for own in deciles]
+    lines = trace("longest wait", spans, waits, "lines+markers", hover="%{y:.2f} s at %{x} tokens", **look)
+    ticks = {"tickvals": spans, "ticktext": [span.replace(" to ", " to<br>") for span in spans]}
+    prompts = axis("prompt tokens", type="category", tickfont={"size": 10}, showgrid=False, **ticks)
+    return figure(
+        "Good requests and longest wait, by length of prompt",
+        [good, lines],
+        prompts,
+        axis("% of requests good", range=[0, 102]),
+        height=380,
+        yaxis2=axis("longest wait, s", **RIGHT, rangemode="tozero"),
+    )

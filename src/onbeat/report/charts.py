@@ -1,7 +1,4 @@
-"""The figures of a run, as plain Plotly descriptions: numbers in, dictionaries out.
-
-Colours of text and grid are left to the page, which knows whether it is shown dark or light.
-"""
+"""The figures of one run: distributions, and what happened over time."""
 
 from __future__ import annotations
 
@@ -13,27 +10,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from onbeat.metrics.distribution import Array
 from onbeat.metrics.summary import collect_samples
 from onbeat.report.objectives import limits_of
-from onbeat.report.page import Figure
+from onbeat.report.plot import (
+    COLOURS,
+    MISSED_COLOUR,
+    QUEUE_COLOUR,
+    RIGHT,
+    STREAM_COLOUR,
+    WAIT_COLOUR,
+    Figure,
+    axis,
+    figure,
+    log_scale,
+    rounded,
+    trace,
+    with_limits,
+)
 from onbeat.report.result import AnyResult, ReportedRequest
-
-Array = NDArray[np.float64]
-
-
-# Colour-blind safe and readable on white and on near-black.
-COLOURS = ("#4c8dff", "#f2a23a", "#2fb58a", "#b07cf0", "#ef6f6c", "#35b6d4", "#d98cc0", "#a3a847")
-QUEUE_COLOUR = "#9aa3ad"
-WAIT_COLOUR = "#f2a23a"
-STREAM_COLOUR = "#4c8dff"
-MISSED_COLOUR = "#ef6f6c"
-RIGHT_AXIS = {
-    "overlaying": "y",
-    "side": "right",
-    "rangemode": "tozero",
-    "showgrid": False,
-    "tickmode": "auto",
-}
 
 VISIBLE_SECONDS = 1e-3
 """A shorter wait is too thin to draw."""
@@ -42,6 +37,7 @@ MAX_GAP_POINTS = 2500
 NUM_TIME_BINS = 120
 MANY_RUNS = 6
 """On one page, with more, each has fewer points."""
+TIME = "seconds since start"
 
 # Dense at the tail, where the interesting part of a latency distribution is.
 CDF_LEVELS = np.concatenate([np.linspace(0, 90, 91), np.linspace(90.5, 99, 18), np.linspace(99.1, 100, 10)])
@@ -50,76 +46,37 @@ CDF_LEVELS = np.concatenate([np.linspace(0, 90, 91), np.linspace(90.5, 99, 18), 
 def cdf_figure(results: Sequence[AnyResult], metric: str, title: str) -> Figure | None:
     """Return the cumulative distribution of a metric, one curve a run; None where no run has a value."""
     curves = []
+    hover = "%{y:.1f} % within %{x:.1f} ms"
     for position, result in enumerate(results):
         values = collect_samples(result.records)[metric] * 1e3
-        if not values.size:
-            continue
-        curves.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": result.header.level.name,
-                "x": rounded(np.percentile(values, CDF_LEVELS)),
-                "y": CDF_LEVELS.tolist(),
-                "line": {"color": _level_colour(position, len(results)), "width": 2},
-                "hovertemplate": "%{y:.1f} % within %{x:.1f} ms<extra>%{fullData.name}</extra>",
-            }
-        )
+        if values.size:
+            xs, colour = rounded(np.percentile(values, CDF_LEVELS)), _level_colour(position, len(results))
+            curves.append(
+                trace(result.header.level.name, xs, CDF_LEVELS.tolist(), hover=hover, colour=colour)
+            )
     if not curves:
         return None
     limits = limits_of(results[0].summary, metric)
-    axis = log_scale([*(value for curve in curves for value in curve["x"]), *limits])
-    layout = {
-        "xaxis": {"title": {"text": "ms"}} | axis,
-        "yaxis": {"title": {"text": "% of requests" if metric != "itl" else "% of gaps"}, "range": [0, 101]},
-        "showlegend": len(curves) > 1,
-        "height": 320,
-        "annotations": [_limit_name(limit, who, axis["type"]) for limit, who in limits.items()],
-    }
-    return {"title": title, "data": [*curves, *map(_limit_line, limits)], "layout": layout}
-
-
-def _limit_line(limit: float) -> dict[str, Any]:
-    """Return an objective as an upright line."""
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": [limit, limit],
-        "y": [0, 101],
-        "line": {"color": MISSED_COLOUR, "width": 1.5, "dash": "dash"},
-        "hoverinfo": "skip",
-        "showlegend": False,
-    }
-
-
-def _limit_name(limit: float, who: str, scale: str) -> dict[str, Any]:
-    """Return the name of such a line, written along it: a legend would take the room of the curves."""
-    return {
-        "x": math.log10(limit) if scale == "log" else limit,
-        "y": 4,
-        "xanchor": "right",
-        "yanchor": "bottom",
-        "text": html.escape(f"{who} {limit:g} ms"),
-        "textangle": -90,
-        "showarrow": False,
-        "font": {"size": 11},
-    }
-
-
-def log_scale(values: Sequence[float]) -> dict[str, Any]:
-    """Return a logarithmic axis for values that spread over more than a decade, else a linear one."""
-    positive = [value for value in values if value > 0]
-    if not positive or max(positive) < 10 * min(positive):
-        return {"type": "linear"}
-    ticks = [digit * 10.0**power for power in range(-4, 7) for digit in (1, 2, 5)]
-    low = math.log10(min(positive))
-    high = math.log10(max(positive))
-    return {
-        "type": "log",
-        "range": [low - 0.05, high + 0.05],
-        "tickvals": ticks,
-        "ticktext": [f"{tick:g}" for tick in ticks],
-    }
+    scale = log_scale([*(value for curve in curves for value in curve["x"]), *limits])
+    # Along its line: a legend would take the room of the curves.
+    place = {"y": 4, "textangle": -90, "xanchor": "right", "yanchor": "bottom", "showarrow": False}
+    names = [
+        {
+            **place,
+            "x": math.log10(limit) if scale["type"] == "log" else limit,
+            "text": html.escape(f"{who} {limit:g} ms"),
+            "font": {"size": 11},
+        }
+        for limit, who in limits.items()
+    ]
+    look = {"color": MISSED_COLOUR, "width": 1.5, "dash": "dash"}
+    lines = [
+        trace("", [limit, limit], [0, 101], line=look, hoverinfo="skip", showlegend=False) for limit in limits
+    ]
+    share = axis("% of requests" if metric != "itl" else "% of gaps", range=[0, 101])
+    is_several = len(curves) > 1
+    ms = axis("ms", **scale)
+    return figure(title, [*curves, *lines], ms, share, height=320, showlegend=is_several, annotations=names)
 
 
 def timeline_figure(result: AnyResult, num_runs: int = 1) -> Figure | None:
@@ -148,26 +105,14 @@ def timeline_figure(result: AnyResult, num_runs: int = 1) -> Figure | None:
             ys += [row, row, None]
     width = 8 if len(records) <= 50 else 4 if len(records) <= 120 else 2
     data = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": name,
-            "x": xs,
-            "y": ys,
-            "line": {"color": colour, "width": width},
-            "hovertemplate": "%{x:.2f} s<extra>" + name + "</extra>",
-        }
+        trace(name, xs, ys, hover="%{x:.2f} s", colour=colour, width=width)
         for name, (colour, xs, ys) in segments.items()
         if xs
     ]
     shown = "" if len(records) == len(result.records) else f" ({len(records)} of {len(result.records)} shown)"
-    layout = {
-        "xaxis": {"title": {"text": "seconds since start"}, "rangemode": "tozero"},
-        "yaxis": {"title": {"text": "request, by arrival"}, "autorange": "reversed", "zeroline": False},
-        "showlegend": True,
-        "height": min(700, 200 + 8 * len(records)),
-    }
-    return {"title": f"Timeline of requests{shown}", "data": data, "layout": layout}
+    rows = axis("request, by arrival", autorange="reversed", zeroline=False)
+    height = min(700, 200 + 8 * len(records))
+    return figure(f"Timeline of requests{shown}", data, TIME, rows, showlegend=True, height=height)
 
 
 def _spans(record: ReportedRequest) -> list[tuple[str, float, float]]:
@@ -200,35 +145,14 @@ def gaps_figure(result: AnyResult, num_runs: int = 1) -> Figure | None:
     edges = np.linspace(0, end, min(NUM_TIME_BINS, max(2, times.size // 50)) + 1)
     bins = np.digitize(times, edges) - 1
     centres = (edges[:-1] + edges[1:]) / 2
-    data: list[dict[str, Any]] = [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": "gap",
-            "x": rounded(times[shown]),
-            "y": rounded(gap_ms[shown]),
-            "marker": {"color": STREAM_COLOUR, "size": 3, "opacity": 0.35},
-            "hovertemplate": "%{y:.1f} ms at %{x:.2f} s<extra></extra>",
-        }
-    ]
-    for level, colour in ((50, COLOURS[2]), (99, MISSED_COLOUR)):
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": "median" if level == 50 else f"P{level}",
-                "x": rounded(centres),
-                "y": [_percentile(gap_ms[bins == index], level) for index in range(centres.size)],
-                "line": {"color": colour, "width": 2},
-            }
-        )
-    layout = {
-        "xaxis": {"title": {"text": "seconds since start"}, "rangemode": "tozero"},
-        "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
-        "showlegend": True,
-        "height": 340,
-    }
-    return {"title": "Gaps between deliveries (TBT) over time", "data": data, "layout": layout}
+    dots = {"color": STREAM_COLOUR, "size": 3, "opacity": 0.35}
+    told = "%{y:.1f} ms at %{x:.2f} s"
+    data = [trace("gap", rounded(times[shown]), rounded(gap_ms[shown]), "markers", hover=told, marker=dots)]
+    for level, name, colour in ((50, "median", COLOURS[2]), (99, "P99", MISSED_COLOUR)):
+        ys = [_percentile(gap_ms[bins == index], level) for index in range(centres.size)]
+        data.append(trace(name, rounded(centres), ys, colour=colour))
+    drawn = figure("Gaps between deliveries (TBT) over time", data, TIME, "ms", height=340)
+    return with_limits(drawn, limits_of(result.summary, "itl"))
 
 
 def _percentile(gap_ms: Array, level: int) -> float | None:
@@ -273,35 +197,20 @@ def load_figure(result: AnyResult) -> Figure | None:
     begins = np.sort([record.sent - result.start for record in result.records])
     ends = np.sort([record.end - result.start for record in result.records])
     open_requests = np.searchsorted(begins, centres, side="right") - np.searchsorted(ends, centres)
-    data = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "output tokens/s",
-            "x": rounded(centres),
-            "y": rounded(tokens / width),
-            "line": {"color": COLOURS[0], "width": 1.5},
-            "fill": "tozeroy",
-            "fillcolor": "rgba(76,141,255,0.15)",
-        },
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "name": "open requests",
-            "x": rounded(centres),
-            "y": open_requests.tolist(),
-            "yaxis": "y2",
-            "line": {"color": COLOURS[1], "width": 2, "shape": "hv"},
-        },
-    ]
-    layout = {
-        "xaxis": {"title": {"text": "seconds since start"}, "rangemode": "tozero"},
-        "yaxis": {"title": {"text": "output tokens/s"}, "rangemode": "tozero"},
-        "yaxis2": RIGHT_AXIS,
-        "showlegend": True,
-        "height": 340,
+    fill: dict[str, Any] = {
+        "fill": "tozeroy",
+        "fillcolor": "rgba(76,141,255,0.15)",
+        "colour": COLOURS[0],
+        "width": 1.5,
     }
-    return {"title": "Load over time", "data": data, "layout": layout}
+    steps: dict[str, Any] = {"yaxis": "y2", "colour": COLOURS[1], "line": {"shape": "hv"}}
+    xs = rounded(centres)
+    data = [
+        trace("output tokens/s", xs, rounded(tokens / width), **fill),
+        trace("open requests", xs, open_requests.tolist(), **steps),
+    ]
+    right = axis("open requests", **RIGHT, rangemode="tozero")
+    return figure("Load over time", data, TIME, "output tokens/s", height=340, yaxis2=right)
 
 
 def _thinned(records: Sequence[ReportedRequest], limit: int) -> list[ReportedRequest]:
@@ -315,8 +224,3 @@ def _level_colour(position: int, count: int) -> str:
     if count == 1:
         return COLOURS[0]
     return f"hsl({round(205 + 155 * position / (count - 1))}, 72%, 60%)"
-
-
-def rounded(values: Any) -> list[float]:
-    """Five significant digits are more than a plot shows, and keep the page small."""
-    return [float(f"{value:.5g}") for value in np.asarray(values, dtype=np.float64).tolist()]

@@ -8,14 +8,12 @@ import html
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import orjson
 
 from onbeat.core.errors import ConfigError
-
-Figure = dict[str, Any]
-"""`title` (text), `data` and `layout` as Plotly takes them; colours of text and grid are the page's."""
+from onbeat.report.plot import Figure
 
 # Nothing may be fetched, whatever a library inside the page would like to do.
 CONTENT_POLICY = (

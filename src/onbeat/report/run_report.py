@@ -20,9 +20,9 @@ from onbeat.report.breakdown import (
     tenant_rows,
     worst_decile_line,
 )
-from onbeat.report.limit_lines import with_limits
 from onbeat.report.objectives import limits_of, run_text
-from onbeat.report.page import Figure, Page, heading, notes, table
+from onbeat.report.page import Page, heading, notes, table
+from onbeat.report.plot import with_limits
 from onbeat.report.result import AnyResult, RunHeader, merge_texts
 from onbeat.report.table import (
     CLASS_COLUMNS,
@@ -164,7 +164,7 @@ def _run_sections(page: Page, result: AnyResult, percentiles: Sequence[float]) -
         + "<h2>Distributions</h2>\n"
         + page.grid([charts.cdf_figure([result], metric, title) for metric, title in CDF_TITLES.items()])
         + "<h2>Over time</h2>\n"
-        + page.grid([charts.load_figure(result), _gaps(result)])
+        + page.grid([charts.load_figure(result), charts.gaps_figure(result)])
         + page.card(charts.timeline_figure(result))
     )
 
@@ -193,13 +193,9 @@ def _sweep_sections(page: Page, results: Sequence[AnyResult]) -> str:
         title = html.escape(result.title)
         body += f"<details><summary>{title}<span>{rate} output tokens/s</span></summary>\n"
         body += _error_section(result) + _breakdown_section(page, result)
-        body += page.grid([charts.load_figure(result), _gaps(result, len(results))])
+        body += page.grid([charts.load_figure(result), charts.gaps_figure(result, len(results))])
         body += page.card(charts.timeline_figure(result, len(results))) + "</details>\n"
     return body
-
-
-def _gaps(result: AnyResult, num_runs: int = 1) -> Figure | None:
-    return with_limits(charts.gaps_figure(result, num_runs), limits_of(result.summary, "itl"))
 
 
 def _latency_table(result: AnyResult, percentiles: Sequence[float]) -> str:

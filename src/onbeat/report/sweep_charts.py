@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from math import isfinite
 from typing import Any, Protocol, TypeVar
 
 from onbeat.metrics.attainment import USUAL_SHARE
 from onbeat.metrics.summary import LatencyStatistic, RunSummary
-from onbeat.report.charts import COLOURS, MISSED_COLOUR, rounded
-from onbeat.report.limit_lines import drawn_values, latency_axis, level_line, line_name, with_limits
 from onbeat.report.objectives import limits_of_all
-from onbeat.report.page import Figure
+from onbeat.report.plot import (
+    MISSED_COLOUR,
+    Figure,
+    Trace,
+    axis,
+    drawn_values,
+    figure,
+    height_with_legend,
+    latency_axis,
+    level_line,
+    line_name,
+    rounded,
+    series,
+    trace,
+    with_limits,
+)
 from onbeat.report.result import TradeoffPoint
 
 KEPT_TITLE = "Share of requests within their objectives"
@@ -36,58 +49,34 @@ def tradeoff_figure(runs: Sequence[TradeoffPoint], latency: LatencyStatistic, ti
     """Return a latency statistic against output throughput, per GPU of several, a line a series of runs."""
     lines = []
     groups = group_by_series(runs)
-    for position, (series, members) in enumerate(groups.items()):
+    hover = "%{x:.1f} tok/s, %{y:.1f} ms (%{customdata})"
+    for position, (name, members) in enumerate(groups.items()):
         points = [(run, value) for run in members if (value := latency.of(run.summary)) is not None]
         if not points:
             continue
-        lines.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers+text",
-                "name": series,
-                "x": rounded([run.output_throughput_per_gpu for run, _ in points]),
-                "y": rounded([value for _, value in points]),
-                "text": _point_labels([run.level for run, _ in points], is_crowded=len(groups) > 1),
-                "customdata": [run.level for run, _ in points],
-                "textposition": "top center",
-                "textfont": {"size": 10},
-                "cliponaxis": False,
-                "line": {"color": COLOURS[position % len(COLOURS)], "width": 2},
-                "marker": {"size": 7},
-                "hovertemplate": "%{x:.1f} tok/s, %{y:.1f} ms (%{customdata})<extra>%{fullData.name}</extra>",
-            }
-        )
+        xs = rounded([run.output_throughput_per_gpu for run, _ in points])
+        levels = [run.level for run, _ in points]
+        labels = _point_labels(levels, is_crowded=len(groups) > 1)
+        text = {"text": labels, "textposition": "top center", "textfont": {"size": 10}, "cliponaxis": False}
+        drawn = series(name, position, xs, rounded([y for _, y in points]), hover=hover, customdata=levels)
+        lines.append(drawn | text | {"mode": "lines+markers+text"})
     if not lines:
         return None
     is_one = all(run.num_gpus == 1 for run in runs)
     limits = limits_of_all((run.summary for run in runs), latency.metric)
-    layout = {
-        "xaxis": {
-            "title": {"text": "output tokens/s" if is_one else "output tokens/s per GPU"},
-            "rangemode": "tozero",
-        },
-        "yaxis": {"title": {"text": "ms"}, **latency_axis([*drawn_values(lines), *limits])},
-        "showlegend": len(lines) > 1,
-        "height": height_with_legend(lines),
-    }
-    return with_limits({"title": title, "data": lines, "layout": layout}, limits)
+    ms = axis("ms", **latency_axis([*drawn_values(lines), *limits]))
+    drawn = figure(title, lines, "output tokens/s" if is_one else "output tokens/s per GPU", ms)
+    return with_limits(drawn, limits)
 
 
 def latency_figure(runs: Sequence[TradeoffPoint], latency: LatencyStatistic, title: str) -> Figure | None:
     """Return a latency statistic over the load, a line a series of runs; None where no run has it."""
-    figure = over_load_figure(runs, latency.of, title, unit="ms")
-    if figure is None:
+    drawn = over_load_figure(runs, latency.of, title, unit="ms")
+    if drawn is None:
         return None
     limits = limits_of_all((run.summary for run in runs), latency.metric)
-    figure["layout"]["yaxis"] |= latency_axis([*drawn_values(figure["data"]), *limits])
-    return with_limits(figure, limits)
-
-
-def height_with_legend(lines: Sequence[Mapping[str, Any]]) -> int:
-    """Return the height of a figure that leaves its plot the same room whatever its legend takes, pixels."""
-    longest = max(len(line["name"]) for line in lines)
-    per_row = max(1, 480 // (45 + 6 * longest))
-    return 320 + 20 * -(-len(lines) // per_row)
+    drawn["layout"]["yaxis"] |= latency_axis([*drawn_values(drawn["data"]), *limits])
+    return with_limits(drawn, limits)
 
 
 def _point_labels(levels: Sequence[str], *, is_crowded: bool) -> list[str]:
@@ -130,19 +119,19 @@ def kept_figure(
         attainment = summary.score.attainment
         return None if attainment is None else attainment * 100
 
-    figure = over_load_figure(runs, share, KEPT_TITLE, unit="%")
-    if figure is None:
+    drawn = over_load_figure(runs, share, KEPT_TITLE, unit="%")
+    if drawn is None:
         return None
     least = promised * 100
     highest = []
-    for each in figure["data"]:
+    for each in drawn["data"]:
         kept = list(takewhile(lambda point: point[1] >= least, zip(each["x"], each["y"], strict=True)))
         highest += kept[-1:]
-    return with_promise(figure, promised, highest, "promised" if is_promised else "of the requests")
+    return with_promise(drawn, promised, highest, "promised" if is_promised else "of the requests")
 
 
 def with_promise(
-    figure: Figure, share: float, highest: Sequence[tuple[float, float]], name: str = "promised"
+    drawn: Figure, share: float, highest: Sequence[tuple[float, float]], name: str = "promised"
 ) -> Figure:
     """Return a figure of shares, %, over the load with the share that is to be kept, and how far it is kept.
 
@@ -150,30 +139,21 @@ def with_promise(
     ----------
     highest : the highest load of each series that keeps it, with its share, %.
     """
-    least = f"{share * 100:g} %"
-    layout = figure["layout"]
-    data = [*figure["data"], *([capacity_marks(highest)] if highest else [])]
-    layout["yaxis"] |= {"title": {"text": "% of requests good"}, "range": [0, 109], "tickvals": SHARES}
-    layout["shapes"] = [level_line(share * 100)]
-    layout["annotations"] = [line_name(f"{least} {name}", share * 100)]
+    layout, level = drawn["layout"], share * 100
+    data = [*drawn["data"], *([capacity_marks(highest)] if highest else [])]
+    layout["yaxis"] = axis("% of requests good", range=[0, 109], tickvals=SHARES)
+    layout |= {"shapes": [level_line(level)], "annotations": [line_name(f"{level:g} % {name}", level)]}
     layout |= {"showlegend": len(data) > 1, "height": height_with_legend(data)}
-    return figure | {"data": data}
+    return drawn | {"data": data}
 
 
-def capacity_marks(highest: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def capacity_marks(highest: Sequence[tuple[float, float]]) -> Trace:
     """Return marks, named by their loads, where lines still keep what is asked."""
-    return {
-        "type": "scatter",
-        "mode": "markers+text",
-        "name": "capacity",
-        "x": [load for load, _ in highest],
-        "y": [kept for _, kept in highest],
-        "text": [f"{load:.3g}" for load, _ in highest],
-        "textposition": "bottom left",
-        "textfont": {"size": 11},
-        "marker": {"symbol": "diamond", "size": 11, "color": MISSED_COLOUR},
-        "hovertemplate": "%{x:.4g}<extra>%{fullData.name}</extra>",
-    }
+    loads, kept = [load for load, _ in highest], [share for _, share in highest]
+    marker = {"symbol": "diamond", "size": 11, "color": MISSED_COLOUR}
+    look: dict[str, Any] = {"textposition": "bottom left", "textfont": {"size": 11}, "marker": marker}
+    text = [f"{load:.3g}" for load in loads]
+    return trace("capacity", loads, kept, "markers+text", hover="%{x:.4g}", text=text, **look)
 
 
 def goodput_figure(runs: Sequence[TradeoffPoint]) -> Figure | None:
@@ -200,27 +180,5 @@ def over_load_figure(
         if drawn:
             hover = f"%{{y:.4g}} {unit} at %{{x:g}} {load}"
             xs, ys = zip(*drawn, strict=True)
-            lines.append(line(name, position, hover=hover, x=rounded(xs), y=rounded(ys)))
-    if not lines:
-        return None
-    layout = {
-        "xaxis": {"title": {"text": load}, "rangemode": "tozero"},
-        "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
-        "showlegend": len(lines) > 1,
-        "height": height_with_legend(lines),
-    }
-    return {"title": title, "data": lines, "layout": layout}
-
-
-def line(name: str, position: int, *, hover: str, x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
-    """Return one line with its points, in the colour of its position."""
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "name": name,
-        "x": x,
-        "y": y,
-        "line": {"color": COLOURS[position % len(COLOURS)], "width": 2},
-        "marker": {"size": 7},
-        "hovertemplate": hover + "<extra>%{fullData.name}</extra>",
-    }
+            lines.append(series(name, position, rounded(xs), rounded(ys), hover=hover))
+    return figure(title, lines, load, unit) if lines else None
