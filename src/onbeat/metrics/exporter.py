@@ -108,14 +108,6 @@ class MetricsExporter(Collector):
         """Count one connection that was closed before its request was complete."""
         self._refused_connections[reason] += 1
 
-    def load(self) -> dict[str, float]:
-        """Return what load balancers weigh servers by, under the names that vLLM tells them."""
-        counts = self._counts
-        return {
-            "kv_cache_usage_perc": counts.kv_usage,
-            "num_requests_waiting": float(counts.num_waiting),
-        }
-
     def render(self) -> tuple[bytes, str]:
         """Return the text that Prometheus reads, and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST

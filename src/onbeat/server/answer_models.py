@@ -93,7 +93,6 @@ class AnswerMessage(BaseModel):
     reasoning: str | None = Field(None, description="What the model thought before it answered")
     reasoning_content: str | None = Field(None, description="The same, by its older name")
     tool_calls: list[AnsweredCall] | None = None
-    function_call: AnsweredFunction | None = Field(None, description="In answers to `functions`")
 
 
 class _Choice(BaseModel):
@@ -104,7 +103,7 @@ class _Choice(BaseModel):
 
 
 class ChatChoice(_Choice):
-    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]  # type: ignore[assignment]
+    finish_reason: Literal["stop", "length", "tool_calls"]  # type: ignore[assignment]
     message: AnswerMessage
     logprobs: ChatLogprobs | None
 

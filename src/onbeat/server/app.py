@@ -16,7 +16,6 @@ from onbeat import __version__
 from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.protocols import EngineClient, FleetView, Tokenizer
 from onbeat.server.chat import ChatCompletionRequest, chat_routes
-from onbeat.server.cohere import COHERE_PATH, CohereEmbedRequest, cohere_routes
 from onbeat.server.completions import CompletionRequest, completion_routes
 from onbeat.server.embeddings import POOLING_PATH, EmbeddingRequest, PoolingRequest, embedding_routes
 from onbeat.server.engine_watch import EngineWatch, garbage_kept, tidy
@@ -24,7 +23,6 @@ from onbeat.server.errors import IGNORED_FIELDS_HEADER, PREDICTED_TTFT_HEADER, h
 from onbeat.server.fleet import FLEET_BODIES, fleet_routes
 from onbeat.server.generation import Generator, Lifecycle
 from onbeat.server.home import home_routes
-from onbeat.server.invocations import INVOCATIONS_PATH, invocation_routes
 from onbeat.server.jobs import JobDesk
 from onbeat.server.messages import CountTokensRequest, MessageRequest, message_routes
 from onbeat.server.middleware import (
@@ -57,15 +55,15 @@ from onbeat.text.grammar.guard import GrammarGuard
 ENDPOINTS = OPEN_PATHS | {
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens"),
-    *("/tokenize", "/detokenize", "/tokenizer_info", INVOCATIONS_PATH),
-    *("/v1/embeddings", COHERE_PATH, POOLING_PATH, *RERANK_PATHS, *SCORE_PATHS),
+    *("/tokenize", "/detokenize", "/tokenizer_info"),
+    *("/v1/embeddings", POOLING_PATH, *RERANK_PATHS, *SCORE_PATHS),
     *("/fleet", "/fleet/drain", "/fleet/scale", "/fleet/restart"),
 }
 """The paths that the log and the metrics tell apart."""
 REQUEST_BODIES = (
     *(ChatCompletionRequest, CompletionRequest, ResponseRequest, MessageRequest),
     *(CountTokensRequest, TokenizeRequest, DetokenizeRequest),
-    *(EmbeddingRequest, PoolingRequest, CohereEmbedRequest, RerankRequest, ScoreRequest),
+    *(EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest),
 )
 EXPOSED_HEADERS = (
     *("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms", "x-should-retry"),
@@ -159,8 +157,6 @@ def create_app(
         message_routes(services),
         embedding_routes(services),
         score_routes(services),
-        cohere_routes(services),
-        invocation_routes(services),
         tokenizer_routes(services),
         model_routes(services),
         health_routes(services),
@@ -191,7 +187,6 @@ def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) ->
         RequestLog,
         endpoints=ENDPOINTS,
         on_done=telemetry.on_http,
-        load=telemetry.exporter.load,
         log_requests=config.log_requests,
         names_all=config.request_id_headers,
     )

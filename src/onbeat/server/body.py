@@ -72,7 +72,7 @@ async def read_body(request: Request, model: type[_Model], *, unused: Collection
     ClientGone : the connection closed before the body was complete.
     """
     context = context_of(request.scope)
-    body = context.body or await read_json_object(request)
+    body = await read_json_object(request)
     context.arrival = time.monotonic()
     if model.model_config.get("extra") == "forbid":
         refuse_unknown(body, model.model_fields)

@@ -275,10 +275,6 @@ class ChatFormat:
         self._tool_use = body.tool_use
         self._started: set[int] = set()
 
-    @property
-    def _is_legacy(self) -> bool:
-        return self._tool_use is not None and self._tool_use.is_legacy
-
     def columns(self, tokens: Sequence[ShownToken]) -> Sequence[bytes]:
         return (b",".join(map(self._writer.entry, tokens)),) if self._has_logprobs else ()
 
@@ -314,7 +310,7 @@ class ChatFormat:
 
     def _choice(self, delta: ChoiceDelta) -> bytes:
         if delta.events is not None:
-            content = event_delta(delta.events, is_legacy=self._is_legacy)
+            content = event_delta(delta.events)
         else:
             content = b'{"content":' + orjson.dumps(delta.text) + b"}" if delta.text else b"{}"
         parts: list[Piece] = [b'{"index":%d,"delta":' % delta.choice.index, content]
@@ -327,7 +323,7 @@ class ChatFormat:
         # no null `refusal`: clients send the message back, and some make a field of their own out of it
         yield b'{"index":%d,"message":' % finished.choice.index
         echo = [WholePart("content", bytearray(json_inside(self._echo)))] if self._echo else []
-        yield from whole_message(self._role, [*echo, *finished.parts], is_legacy=self._is_legacy)
+        yield from whole_message(self._role, [*echo, *finished.parts])
         yield from _logprobs(finished.columns)
         if self._has_token_ids:
             yield b',"token_ids":'

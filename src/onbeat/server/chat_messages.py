@@ -20,10 +20,8 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 _PART_FIELDS = frozenset(("type", "text", "refusal", "cache_control", "annotations", "logprobs"))
 
 
-_RESULTS = ("tool", "function")
-"""Roles of what a call has returned."""
-_LACKED = ("audio", "images", "prefix", "partial")
-"""What messages may carry elsewhere and must not here: the last are Ollama's, DeepSeek's and Moonshot's."""
+_LACKED = {"audio": "leave it out", "function_call": "send tool_calls"}
+"""What messages may carry elsewhere and must not here, and the cure."""
 
 
 class CalledFunction(BaseModel):
@@ -49,12 +47,12 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message. The fields that only sound uses must be empty; others than these are ignored."""
+    """One message. `audio` and `function_call` must be empty; other fields than these are ignored."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    """The template decides which it takes. `function` is the older name of `tool`."""
+    """The template decides which it takes."""
     content: str | Annotated[list[str | dict[str, Any]], Field(fail_fast=True)] | None = None
     """Text, or content parts of type `text`, which become lines, as vLLM joins them."""
     name: str | None = None
@@ -65,8 +63,7 @@ class ChatMessage(BaseModel):
     annotations: list[Any] | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
-    function_call: CalledFunction | None = None
-    """The older form of a call."""
+    function_call: dict[str, Any] | None = None
     audio: dict[str, Any] | None = None
 
 
@@ -137,17 +134,14 @@ class MessageReader:
         InvalidRequest : it has no content, or carries what this server lacks.
         ApiError : the arguments of its calls, and of those before, hold too much (413).
         """
-        given = message.__dict__ | (message.model_extra or {})  # asking a model for what it lacks takes long
-        for field in _LACKED:
-            if given.get(field):
-                raise unsupported(f"{where}.{field} is not supported by this server", f"{where}.{field}")
-        calls = list(message.tool_calls or ())
-        if message.function_call is not None:
-            calls.append(ToolCall(function=message.function_call))
+        for field, cure in _LACKED.items():
+            if getattr(message, field):
+                raise unsupported(f"{where}.{field} is not supported; {cure}", f"{where}.{field}")
+        calls = message.tool_calls or ()
         reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
-        is_result = message.role in _RESULTS
+        is_result = message.role == "tool"
         result: dict[str, Any] = {
-            "role": "tool" if is_result else message.role,
+            "role": message.role,
             "content": text_of(message, f"{where}.content"),
         }
         name = message.name
@@ -184,9 +178,9 @@ def text_of(message: ChatMessage, where: str) -> str:
     ------
     InvalidRequest : it has none and needs one, or holds what is no text.
     """
-    others = (message.tool_calls, message.function_call, message.reasoning, message.reasoning_content)
+    others = (message.tool_calls, message.reasoning, message.reasoning_content)
     content = message.refusal if message.content is None else message.content
-    if content is None and (message.role in _RESULTS or any(other not in (None, []) for other in others)):
+    if content is None and (message.role == "tool" or any(other not in (None, []) for other in others)):
         return ""
     return _content_text(content, where)
 

@@ -19,10 +19,10 @@ def finish_reason(finished: ChoiceDelta | WholeChoice, use: ToolUse | None) -> s
     reason = finished.finish_reason
     if reason != "stop" or use is None or use.named is not None or not finished.choice.num_calls:
         return reason
-    return "function_call" if use.is_legacy else "tool_calls"
+    return "tool_calls"
 
 
-def event_delta(events: Sequence[ReplyEvent], *, is_legacy: bool) -> bytes:
+def event_delta(events: Sequence[ReplyEvent]) -> bytes:
     """Return the `delta` of a chunk."""
     delta: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}
@@ -39,14 +39,12 @@ def event_delta(events: Sequence[ReplyEvent], *, is_legacy: bool) -> bytes:
             case CallText(index=index, text=text):
                 call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += text
-    if calls and is_legacy:
-        delta["function_call"] = calls[min(calls)]["function"]
-    elif calls:
+    if calls:
         delta["tool_calls"] = list(calls.values())
     return orjson.dumps(delta)
 
 
-def whole_message(role: str, parts: Sequence[WholePart], *, is_legacy: bool) -> Iterator[Piece]:
+def whole_message(role: str, parts: Sequence[WholePart]) -> Iterator[Piece]:
     """Yield the message of a whole answer, in pieces."""
     calls = [part for part in parts if part.kind == "call"]
     has_content = not calls or any(part.kind == "content" for part in parts)
@@ -56,10 +54,7 @@ def whole_message(role: str, parts: Sequence[WholePart], *, is_legacy: bool) -> 
     for name in ("reasoning", "reasoning_content") if any(part.kind == "reasoning" for part in parts) else ():
         yield b',"' + name.encode() + b'":'
         yield from _text(parts, "reasoning")
-    if calls and is_legacy:
-        yield b',"function_call":'
-        yield from _function(calls[0])
-    elif calls:
+    if calls:
         yield b',"tool_calls":['
         for index, part in enumerate(calls):
             assert part.call is not None, "calls have one"

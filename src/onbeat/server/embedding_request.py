@@ -220,19 +220,13 @@ def _check_lengths(
     prompts: Sequence[list[int]], max_model_len: int, options: EncodeOptions, names: Sequence[str]
 ) -> None:
     """Refuse texts that do not fit the context, before any of them is computed."""
-    taker, most, cure = (
-        "this model takes",
-        max_model_len,
-        "set truncate_prompt_tokens to -1 to keep what fits",
-    )
-    if options.most is not None:
-        taker, most, cure = "the request allows", options.most, "leave truncate out to have its end cut"
     for index, token_ids in enumerate(prompts):
-        if len(token_ids) > most:
+        if len(token_ids) > max_model_len:
             name = names[index] if names else f"{options.param}[{index}]"
             raise PromptTooLong(
-                f"{name} has {len(token_ids)} tokens; {taker} at most {most}. "
-                f"Please reduce the length of the input prompt, or {cure}",
+                f"{name} has {len(token_ids)} tokens; this model takes at most {max_model_len}. "
+                "Please reduce the length of the input prompt, or set truncate_prompt_tokens to -1 to keep "
+                "what fits",
                 param=name.partition("[")[0],
             )
 

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest, quoted
-from onbeat.core.protocols import EngineInfo
 from onbeat.server.answer import cancelled_on_disconnect, prediction_header
 from onbeat.server.answer_format import AnswerHead
 from onbeat.server.body import WHOLE, Flag
@@ -124,7 +123,13 @@ async def _embedded(body: EmbeddingRequest, request: Request, services: Services
     OnbeatError : it is refused, or fails.
     """
     context, info = context_of(request.scope), services.info
-    check_dimensions(body.dimensions, "dimensions", info)
+    if body.dimensions is not None and body.dimensions > info.embedding_size:
+        raise InvalidRequest(
+            f"dimensions is {body.dimensions}; embeddings of this model have {info.embedding_size} numbers. "
+            "Ask for at most as many",
+            param="dimensions",
+            code="invalid_value",
+        )
     if (body.input is None) == (body.messages is None):
         raise InvalidRequest("send either input or messages", param="input")
     if None not in (body.normalize, body.use_activation) and body.normalize != body.use_activation:
@@ -143,22 +148,6 @@ async def _embedded(body: EmbeddingRequest, request: Request, services: Services
     return await embed(services, request, body, texts, options)
 
 
-def check_dimensions(asked: int | None, param: str, info: EngineInfo) -> None:
-    """Check how many numbers of each embedding are wanted.
-
-    Raises
-    ------
-    InvalidRequest : it has fewer.
-    """
-    if asked is not None and asked > info.embedding_size:
-        raise InvalidRequest(
-            f"{param} is {asked}; embeddings of this model have {info.embedding_size} numbers. Ask for at "
-            "most as many",
-            param=param,
-            code="invalid_value",
-        )
-
-
 async def _answer(
     embedded: Embedded, body: EmbeddingRequest, names: tuple[str, str], head: AnswerHead, services: Services
 ) -> Response:
@@ -170,7 +159,7 @@ async def _answer(
     """
     pieces, turns = [b'{"object":"list","data":['], Turns()
     start = b'{"object":"%b","index":%%d,"%b":' % (names[0].encode(), names[1].encode())
-    write = partial(as_base64, dtype=_numbers_type(body)) if body.encoding_format == "base64" else as_numbers
+    write = partial(_base64, dtype=_numbers_type(body)) if body.encoding_format == "base64" else _numbers
     is_unit = body.normalize is not False and body.use_activation is not False
     for index, vector in enumerate(embedded.vectors(dimensions=body.dimensions, normalize=is_unit)):
         pieces.append(b"," * bool(index) + start % index + write(vector) + b"}")
@@ -180,12 +169,12 @@ async def _answer(
     return PiecesResponse(pieces, services.slow_readers, prediction_header(embedded.choices))
 
 
-def as_numbers(vector: NDArray[np.float32]) -> bytes:
+def _numbers(vector: NDArray[np.float32]) -> bytes:
     """Return a vector as a JSON array."""
     return orjson.dumps(np.ascontiguousarray(vector), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def as_base64(vector: NDArray[np.float32], dtype: str = "<f4") -> bytes:
+def _base64(vector: NDArray[np.float32], dtype: str = "<f4") -> bytes:
     """Return a vector as JSON text: the base64 of its numbers, in a type as numpy writes it."""
     return b'"%b"' % base64.b64encode(vector.astype(dtype).tobytes())
 

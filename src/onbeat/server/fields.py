@@ -1,10 +1,9 @@
 """Which fields of a request are honoured, which are harmless, which are refused, and which are ignored.
 
-A field of OpenAI's or vLLM's API that cannot change the output is accepted and dropped. One that changes the
-output of a well-known server, and that onbeat lacks, is refused by name unless it has the value that asks for
-nothing. Any other field is ignored, and named in the answer's headers: clients send what other servers
-understand. But one that resembles an honoured field is a slip of the pen: dropped, a misspelt `temperature`
-would change every answer.
+A field of OpenAI's, Anthropic's or vLLM's API that cannot change the output is accepted and dropped. One that
+changes it, and that onbeat lacks, is refused by name unless it has the value that asks for nothing. Any other
+field is ignored, and named in the answer's headers: clients send what other servers understand. But one that
+resembles an honoured field is a slip of the pen: dropped, a misspelt `temperature` would change every answer.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ OF_TEMPLATES = frozenset(("add_generation_prompt", "chat_template_kwargs", "cont
 """Harmless where no template makes the prompt."""
 
 _OFF: tuple[Any, ...] = (None, False)
-_ON: tuple[Any, ...] = (None, True)
 _ZERO: tuple[Any, ...] = (None, 0)
 _ONE: tuple[Any, ...] = (None, 1)
-_MINUS: tuple[Any, ...] = (None, -1)
 _EMPTY: tuple[Any, ...] = (None, [], {}, "")
 
 _NO_THINKING: Mapping[str, tuple[Any, ...]] = {
@@ -45,7 +42,6 @@ _NO_THINKING: Mapping[str, tuple[Any, ...]] = {
     "reasoning": ({"effort": "none"}, {"enabled": False}),
     "thinking": (False, {"type": "disabled"}),
     "enable_thinking": (False,),
-    "think": (False,),
 }
 """Values by which clients ask a model not to reason; a chat template may honour them."""
 
@@ -53,7 +49,7 @@ _LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
     # OpenAI's reference of chat and text completions
     (_EMPTY, "audio functions moderation prediction tools suffix"),
     ((*_EMPTY, "medium"), "verbosity"),
-    ((None,), "web_search_options"),
+    ((None,), "max_output_tokens web_search_options"),
     ((None, "none", "auto"), "function_call tool_choice"),
     ((None, ["text"]), "modalities"),
     (_ONE, "best_of"),
@@ -62,6 +58,10 @@ _LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
     (_EMPTY, "messages prompt"),
     ((None,), "max_completion_tokens"),
     (_ZERO, "top_logprobs"),
+    # Anthropic's
+    (_EMPTY, "mcp_servers stop_sequences system"),
+    ((None,), "max_tokens_to_sample"),
+    ((None, *_NO_THINKING["thinking"]), "thinking"),
     # vLLM's entrypoints/openai/{chat_completion,completion}/protocol.py
     (_EMPTY, "chat_template documents logits_processors repetition_detection"),
     (
@@ -77,77 +77,27 @@ _LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((None, "do_not_pad"), "padding"),
     (_ZERO, "max_tokens_per_doc max_tokens_per_query"),
     (_EMPTY, "instruction"),
-    # SGLang's entrypoints/openai/protocol.py, and its GenerateReqInput
-    (_EMPTY, "custom_logit_processor custom_params images_config lora_path"),
-    (_EMPTY, "audio_data image_data input_embeds input_ids sampling_params session_params stop_regex"),
-    (_EMPTY, "token_ids_logprob video_data"),
-    (_OFF, "no_stop_trim return_cached_tokens_details return_hidden_states return_logprob"),
-    (_OFF, "return_meta_info return_prompt_token_ids return_routed_experts use_audio_in_video"),
-    ((None,), "max_dynamic_patch min_dynamic_patch"),
-    ((*_EMPTY, *_NO_THINKING["reasoning"]), "reasoning"),
-    (_EMPTY, "mcp_servers"),  # Anthropic's
-    # llama.cpp's tools/server/README.md
-    (_EMPTY, "grammar_triggers lora multimodal_data response_fields"),
-    (_OFF, "grammar_lazy post_sampling_probs return_tokens"),
-    (_ZERO, "dry_multiplier dynatemp_range min_keep mirostat n_indent n_probs t_max_predict_ms"),
-    (_ZERO, "xtc_probability"),
-    (_ONE, "tfs_z typ_p typical_p"),
-    ((None, -1, 0), "top_n_sigma"),
-    (_MINUS, "adaptive_target n_predict reasoning_budget_tokens repeat_last_n"),  # of which -1 is all tokens
-    (_ON, "penalize_nl"),
-    ((None,), "samplers"),
-    # Ollama's docs/api.md
-    (_EMPTY, "format images options system template"),
-    (_OFF, "raw"),
-    (_ON, "penalize_newline"),
-    (_MINUS, "num_predict"),
-    ((None, *_NO_THINKING["think"]), "think"),
-    # Text Generation Inference's router, and LoRAX's
-    (_EMPTY, "adapter_id adapter_parameters adapter_source guideline inputs parameters stop_sequences"),
-    (_EMPTY, "tool_prompt"),
-    (_OFF, "decoder_input_details details return_full_text watermark"),
-    (_ON, "do_sample"),
-    (_ZERO, "top_n_tokens"),
-    ((None,), "truncate"),
-    # what transformers' generate and its front ends call theirs
-    (_EMPTY, "banned_strings banned_tokens custom_token_bans negative_prompt"),
-    (_ZERO, "epsilon_cutoff eta_cutoff no_repeat_ngram_size penalty_alpha smoothing_factor top_a"),
-    (_ONE, "encoder_repetition_penalty guidance_scale num_beams tfs"),
-    ((None,), "max_length max_output_tokens max_tokens_to_sample min_length"),
-    ((None, *_NO_THINKING["enable_thinking"]), "enable_thinking"),
-    ((None, *_NO_THINKING["thinking"]), "thinking"),
 )
 
 NO_OP_VALUES: Mapping[str, tuple[Any, ...]] = {
     name: no_ops for no_ops, names in _LACKED for name in names.split()
 }
-"""Fields that change the output of some server and that onbeat lacks, with the values that ask for nothing.
-
-Settings of a sampler (`dry_base`) are not here: they ask for nothing where what turns it on does not.
-"""
+"""Fields of OpenAI, Anthropic and vLLM that onbeat lacks, with the values that ask for nothing."""
 
 INSTEAD: Mapping[str, str] = {
-    **dict.fromkeys(("n_predict", "num_predict", "max_tokens_to_sample"), "max_tokens"),
-    **dict.fromkeys(("max_completion_tokens", "max_length", "max_output_tokens"), "max_tokens"),
-    "min_length": "min_tokens",
-    **dict.fromkeys(("n_probs", "top_logprobs", "top_n_tokens", "return_logprob"), "logprobs"),
-    **dict.fromkeys(("return_tokens", "return_prompt_token_ids"), "return_token_ids"),
-    "return_full_text": "echo",
+    **dict.fromkeys(("max_completion_tokens", "max_output_tokens", "max_tokens_to_sample"), "max_tokens"),
+    "top_logprobs": "logprobs",
     "stop_sequences": "stop",
-    "truncate": "truncate_prompt_tokens",
-    "do_sample": "temperature 0",
-    "input_ids": "prompt to /v1/completions",
-    "inputs": "prompt or messages",
     "system": "a message with the role system",
-    **dict.fromkeys(("options", "parameters", "sampling_params"), "its fields beside the others"),
+    "functions": "tools",
+    "function_call": "tool_choice",
 }
 """What does the same here, or most of it."""
 
-_UNUSED_WITH: Mapping[str, tuple[str, str]] = {
-    "tools": ("tool_choice", "none"),
-    "functions": ("function_call", "none"),
-}
-"""Fields that ask for nothing where another field has a certain value."""
+_NO_SLIPS = frozenset(
+    ("encoder_repetition_penalty", "return_prompt_token_ids", "return_tokens", "top_a", "typ_p")
+)
+"""Fields of other servers that resemble honoured ones."""
 
 _INSIDE_SLO: Mapping[str, str] = {
     **dict.fromkeys(("ttft_ms", "ttft_slo_ms"), "slo.ttft_ms"),
@@ -187,7 +137,7 @@ def check_fields(
         elif name in unused:
             pass
         elif name in NO_OP_VALUES:
-            if not _is_unused(name, body):
+            if name != "tools" or body.get("tool_choice") != "none":
                 _check_no_op(name, value, NO_OP_VALUES[name])
         elif name not in HARMLESS:
             unknown.append(name)
@@ -219,6 +169,8 @@ def ignorable(unknown: Collection[str], honoured: Collection[str], *, where: str
             code="unknown_parameter",
         )
     for name in unknown:
+        if name in _NO_SLIPS:
+            continue
         meant = _INSIDE_SLO.get(name) if "slo" in honoured else None
         if near := meant or near_match(name.lower(), honoured, likeness=_LIKENESS):
             path = (where + name)[:MAX_QUOTED]
@@ -246,11 +198,6 @@ def refuse_misplaced(body: Mapping[str, Any]) -> None:
 def _asks_not_to_think(body: Mapping[str, Any]) -> bool:
     """Return whether a body asks for an answer without reasoning before it."""
     return any(body.get(name) in values for name, values in _NO_THINKING.items())
-
-
-def _is_unused(name: str, body: Mapping[str, Any]) -> bool:
-    other, value = _UNUSED_WITH.get(name, ("", ""))
-    return bool(other) and body.get(other) == value
 
 
 def _check_no_op(name: str, value: object, no_ops: tuple[Any, ...]) -> None:

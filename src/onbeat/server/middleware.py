@@ -12,11 +12,10 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import orjson
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -39,10 +38,6 @@ if TYPE_CHECKING:
     from onbeat.server.rate_limits import KeyAllowance
 
 logger = logging.getLogger("onbeat.server")
-
-LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
-"""Of requests: how the answer shall tell the load, TEXT or JSON (ORCA, for load balancers)."""
-LOAD_HEADER = "endpoint-load-metrics"
 
 _REQUEST_ID = "x-request-id"
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -83,8 +78,6 @@ class HttpContext:
     allowance: KeyAllowance | None = None
     """None of keys without limits."""
     status: int = 0
-    body: dict[str, Any] | None = None
-    """What it asks for, where somebody has had to read that before its endpoint."""
     num_body_bytes: int = 0
     """Of what has been read of it: nothing in it takes more than in proportion."""
     arrival: float = math.nan
@@ -157,7 +150,6 @@ class RequestLog:
     app : the next application.
     endpoints : known paths; others are counted as `unmatched`, so that a scan cannot fill the metrics.
     on_done : called with each finished request (metrics).
-    load : tells the load of the server, by name, to those who ask.
     log_requests : whether to log a line for each.
     names_all : whether answers of `OPEN_PATHS` have an id although their requests had none.
     """
@@ -168,7 +160,6 @@ class RequestLog:
         *,
         endpoints: frozenset[str],
         on_done: Callable[[HttpContext], None],
-        load: Callable[[], Mapping[str, float]],
         log_requests: bool,
         names_all: bool,
     ) -> None:
@@ -176,7 +167,6 @@ class RequestLog:
         self._names_all = names_all
         self._endpoints = endpoints
         self._on_done = on_done
-        self._load = load
         self._log_requests = log_requests
         self._named: set[str] = set()
 
@@ -187,7 +177,6 @@ class RequestLog:
         address, _ = scope.get("client") or ("", 0)
         context = HttpContext(_request_id(scope), self._endpoint(scope["path"]), address)
         scope[_CONTEXT] = context
-        load_format = Headers(scope=scope).get(LOAD_FORMAT_HEADER, "").upper()
         named = {_REQUEST_ID: context.request_id} if self._is_named(scope) else {}
 
         async def send_named(message: Message) -> None:
@@ -197,8 +186,6 @@ class RequestLog:
                 headers.update(named)
                 if context.ignored_fields:
                     headers[IGNORED_FIELDS_HEADER] = ", ".join(map(_printable, context.ignored_fields))
-                if load_format in ("TEXT", "JSON"):
-                    headers[LOAD_HEADER] = f"{load_format} {load_report(self._load(), load_format)}"
                 if not headers.get("content-type", "").startswith("text/event-stream"):
                     headers["openai-processing-ms"] = str(round(context.elapsed * 1000))
             await send(message)
@@ -245,13 +232,6 @@ class RequestLog:
             if path not in self._named and len(self._named) < _MOST_NAMED:
                 self._named.add(path)
                 logger.warning("%s: the field %s is ignored (said once)", context.endpoint, path)
-
-
-def load_report(load: Mapping[str, float], load_format: str) -> str:
-    """Return the load as a header has it, in one of ORCA's formats, TEXT or JSON."""
-    if load_format == "JSON":
-        return orjson.dumps({"named_metrics": load}).decode()
-    return ", ".join(f"named_metrics.{name}={value}" for name, value in load.items())
 
 
 def _printable(name: str) -> str:

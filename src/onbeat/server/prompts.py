@@ -43,8 +43,6 @@ class EncodeOptions:
     """Keep only the last tokens, this many."""
     keeps_first: bool = False
     """Keep the first ones instead."""
-    most: int | None = None
-    """Refuse a text of more tokens."""
     param: str = "prompt"
     """The field that errors name."""
 

@@ -81,18 +81,17 @@ class AllowedChoice(BaseModel):
     allowed_tools: AllowedTools
 
 
-def _note_extra(tools: list[Any] | None, info: ValidationInfo) -> list[Any] | None:
+def _note_extra(tools: list[ToolSpec] | None, info: ValidationInfo) -> list[ToolSpec] | None:
     """Add the names that no tool is known to have to those that are ignored."""
     ignored_fields = info.context
     assert isinstance(ignored_fields, list), "`body.read_body` gives it"
-    wrapped = [tool for tool in tools or () if isinstance(tool, ToolSpec)]
-    functions = [tool.function for tool in wrapped] or tools
+    specs = tools or []
     for kind, parts, where in (
-        (ToolSpec, wrapped, "tools[]."),
-        (FunctionSpec, functions, "tools[].function."),
+        (ToolSpec, specs, "tools[]."),
+        (FunctionSpec, [tool.function for tool in specs], "tools[].function."),
     ):
         # of all together: each unknown name is compared with all that are known
-        names = dict.fromkeys(name for part in parts or () for name in part.model_extra or ())
+        names = dict.fromkeys(name for part in parts for name in part.model_extra or ())
         ignored_fields += ignorable(names.keys(), kind.model_fields, where=where)
     return tools
 
@@ -108,9 +107,6 @@ class ToolFields(BaseModel):
     """Auto unless given."""
     parallel_tool_calls: Flag | None = None
     """False ends an answer with its first call."""
-    functions: Annotated[Annotated[list[FunctionSpec], _ManyTools] | None, AfterValidator(_note_extra)] = None
-    """The older form of `tools`, which is answered in the older form, too."""
-    function_call: Literal["none", "auto"] | ToolChoiceName | None = None
 
     @cached_property
     def tool_use(self) -> ToolUse | None:
@@ -120,31 +116,13 @@ class ToolFields(BaseModel):
         ------
         InvalidRequest : the fields contradict each other.
         """
-        if not (self.tools or self.functions):
-            self._check_no_choice()
-            return None
-        if self.tools and (self.functions or self.function_call):
-            name = "functions" if self.functions else "function_call"
-            raise InvalidRequest(f"{name} is the older form of what tools says; send tools alone", param=name)
         if self.tools:
-            return _tool_use(
-                self.tools, self.tool_choice, "tools", is_single=self.parallel_tool_calls is False
+            return _tool_use(self.tools, self.tool_choice, is_single=self.parallel_tool_calls is False)
+        if self.tool_choice not in (None, "none", "auto"):
+            raise InvalidRequest(
+                "tool_choice asks for a call, but there are no tools; send tools", param="tool_choice"
             )
-        choice: _Choice = None
-        if isinstance(self.function_call, ToolChoiceName):
-            choice = NamedTool(type="function", function=self.function_call)
-        else:
-            choice = self.function_call
-        specs = [ToolSpec(function=function) for function in self.functions or ()]
-        return _tool_use(specs, choice, "functions", is_single=True)
-
-    def _check_no_choice(self) -> None:
-        for name, choice in (("tool_choice", self.tool_choice), ("function_call", self.function_call)):
-            if choice not in (None, "none", "auto"):
-                what = "functions" if name == "function_call" else "tools"
-                raise InvalidRequest(
-                    f"{name} asks for a call, but there are no {what}; send {what}", param=name
-                )
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +136,6 @@ class ToolUse:
     """The one that it must call, once."""
     is_single: bool
     """Whether it may call no more than one."""
-    is_legacy: bool
-    """Whether they came as `functions`."""
 
     @property
     def has_strict(self) -> bool:
@@ -194,7 +170,7 @@ _SHOWN: Any = {"type": True, "function": {"name", "description", "parameters"}}
 _Choice = Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None
 
 
-def _tool_use(specs: Sequence[ToolSpec], choice: _Choice, field: str, *, is_single: bool) -> ToolUse | None:
+def _tool_use(specs: Sequence[ToolSpec], choice: _Choice, *, is_single: bool) -> ToolUse | None:
     """Return what a choice leaves of the tools, None where it leaves none.
 
     Raises
@@ -203,7 +179,7 @@ def _tool_use(specs: Sequence[ToolSpec], choice: _Choice, field: str, *, is_sing
     """
     names = [spec.function.name for spec in specs]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InvalidRequest(f"{field} has {twice!r} twice; give each its own name", param=field)
+        raise InvalidRequest(f"tools has {twice!r} twice; give each its own name", param="tools")
     if choice == "none":
         return None
     wanted: list[str] = []
@@ -212,8 +188,9 @@ def _tool_use(specs: Sequence[ToolSpec], choice: _Choice, field: str, *, is_sing
     elif isinstance(choice, AllowedChoice):
         wanted = [tool.function.name for tool in choice.allowed_tools.tools]
     if missing := next((name for name in wanted if name not in names), None):
-        param = "tool_choice" if field == "tools" else "function_call"
-        raise InvalidRequest(f"{param} names {missing!r}, which is not among the {field}", param=param)
+        raise InvalidRequest(
+            f"tool_choice names {missing!r}, which is not among the tools", param="tool_choice"
+        )
     return ToolUse(
         tools=[spec for spec in specs if not wanted or spec.function.name in wanted],
         is_required=isinstance(choice, NamedTool)
@@ -221,7 +198,6 @@ def _tool_use(specs: Sequence[ToolSpec], choice: _Choice, field: str, *, is_sing
         or (isinstance(choice, AllowedChoice) and choice.allowed_tools.mode == "required"),
         named=wanted[0] if isinstance(choice, NamedTool) else None,
         is_single=is_single or isinstance(choice, NamedTool),
-        is_legacy=field == "functions",
     )
 
 
@@ -257,8 +233,6 @@ class ThinkingFields(BaseModel):
     reasoning: Annotated[ReasoningSettings | None, _EMPTY_IS_NONE] = None
     thinking: Flag | ThinkingSettings | None = None
     enable_thinking: Flag | None = None
-    think: Flag | Literal["low", "medium", "high"] | None = None
-    """Ollama's."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the model's chat template, which go before the fields above."""
 
@@ -280,14 +254,11 @@ class ThinkingFields(BaseModel):
     def _asked(self) -> dict[str, Any]:
         settings = self.reasoning or ReasoningSettings()
         effort = self.reasoning_effort or settings.effort
-        if isinstance(self.think, str):
-            effort = effort or self.think
         thinking = self.thinking
         if isinstance(thinking, ThinkingSettings):
             thinking = thinking.type != "disabled"
         by_effort = None if effort is None else effort != "none"
-        think = None if isinstance(self.think, str) else self.think
-        switches = (self.enable_thinking, think, thinking, settings.enabled, by_effort)
+        switches = (self.enable_thinking, thinking, settings.enabled, by_effort)
         stated = {switch for switch in switches if switch is not None}
         if len(stated) > 1:
             raise InvalidRequest(

@@ -15,7 +15,7 @@ from hypothesis.extra.numpy import arrays
 
 from onbeat.core.errors import Overloaded
 from onbeat.core.request import SamplingParams
-from onbeat.server.embeddings import as_base64
+from onbeat.server.embeddings import _base64
 from onbeat.server.generation import MOST_EMBEDDED
 from onbeat.server.server_config import MAX_INPUTS
 from tests.cpu.server.asking import CHAT, TEXT, check
@@ -143,7 +143,6 @@ async def test_truncation_keeps_the_last_tokens(served: Served, engine: FakeEngi
         (PATH, {"truncate_prompt_tokens": -1}, b"b" * 2048),
         (PATH, {"truncate_prompt_tokens": 2, "truncation_side": "right"}, bytes([BOS % 256]) + b"a"),
         ("/pooling", {"truncate_prompt_tokens": 2048}, b"b" * 2048),
-        ("/v2/embed", {}, bytes([BOS % 256]) + b"a" * 2047),
         ("/v1/rerank", {"truncate_prompt_tokens": -1}, b"b" * 2048),
         ("/score", {"truncate_prompt_tokens": -1}, b"b" * 2048),
     ],
@@ -153,7 +152,6 @@ async def test_a_text_of_any_length_is_cut(
 ) -> None:
     text = "a" * 200_000 + "b" * 200_000
     given: dict[str, Any] = {
-        "/v2/embed": {"texts": [text]},
         "/v1/rerank": {"query": "a", "documents": [text]},
     }
     given["/score"] = {"text_1": "a", "text_2": text}
@@ -297,52 +295,6 @@ async def test_a_model_without_a_head_generates_nothing(served: Served, engine: 
     await ask(served, input="a")
 
 
-async def test_coheres_embeddings_are_the_same(served: Served) -> None:
-    kinds = ["float", "base64", "binary", "ubinary"]
-    body = await ask(served, "/v2/embed", texts=["one", "other"], embedding_types=kinds, output_dimension=3)
-    found = body["embeddings"]
-    for index, text in enumerate(["one", "other"]):
-        expected = unit(tokens(text), 3)
-        np.testing.assert_allclose(found["float"][index], expected, atol=TOLERANCE)
-        given = np.frombuffer(base64.b64decode(found["base64"][index]), "<f4")
-        np.testing.assert_allclose(given, expected, atol=TOLERANCE)
-        bits = np.packbits(expected >= 0).tolist()
-        assert (found["ubinary"][index], found["binary"][index]) == (bits, [each - 128 for each in bits])
-    assert (body["texts"], body["response_type"]) == (["one", "other"], "embeddings_by_type")
-    assert body["meta"]["billed_units"] == {"input_tokens": 10, "image_tokens": 0}
-    assert (await ask(served, "/v2/embed", texts=["a"]))["embeddings"].keys() == {"float"}
-
-
-@pytest.mark.parametrize(
-    ("truncate", "kept"),
-    [({}, [BOS, *b"ab"]), ({"truncate": "END"}, [BOS, *b"ab"]), ({"truncate": "START"}, [*b"cde"])],
-)
-async def test_cohere_says_which_end_is_cut(
-    served: Served, engine: FakeEngine, truncate: dict[str, str], kept: list[int]
-) -> None:
-    await ask(served, "/v2/embed", texts=["abcde"], max_tokens=3, **truncate)
-    assert list(engine.requests[0].prompt_token_ids) == kept
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"texts": ["a" * 3000], "truncate": "NONE"}, "texts"),
-        ({"texts": ["abcde"], "truncate": "NONE", "max_tokens": 3}, "texts"),
-        ({"texts": []}, "texts"),
-        ({}, "texts"),
-        ({"texts": ["a"], "input_type": "search_query"}, "input_type"),
-        ({"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types"),
-        ({"texts": ["a"], "output_dimension": 10**6}, "output_dimension"),
-        ({"texts": ["a"], "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
-    ],
-    ids=str,
-)
-async def test_wrong_requests_of_cohere(served: Served, fields: dict[str, Any], param: str) -> None:
-    answer = await served.post("/v2/embed", fields)
-    assert (answer.status, answer.error["param"]) == (400, param)
-
-
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 async def test_documents_are_ordered_by_their_cosines(served: Served, path: str) -> None:
     documents = ["zzz", "aab", {"text": "abb"}, "aab"]
@@ -403,6 +355,6 @@ async def test_wrong_rankings_and_scores(served: Served) -> None:
 @given(arrays(np.float32, st.integers(0, 70), elements=st.floats(width=32)))
 @examples(100)
 def test_base64_gives_back_every_bit(vector: np.ndarray) -> None:
-    text = orjson.loads(as_base64(vector))
+    text = orjson.loads(_base64(vector))
     found = np.frombuffer(base64.b64decode(text, validate=True), "<f4")
     assert found.tobytes() == vector.astype("<f4").tobytes()

@@ -119,8 +119,8 @@ def part_of_each_kind(cases: Sequence[Any]) -> list[Any]:
     return [each for kind in kinds.values() for each in part_of(kind)]
 
 
-# pages, and one path for the bodies of five others, which have descriptions of their own
-UNTOLD = {"/", "/docs", "/openapi.json", "/invocations"}
+UNTOLD = {"/", "/docs", "/openapi.json"}
+"""Pages."""
 ALIASES = {*RERANK_PATHS[1:], *SCORE_PATHS[1:]}
 
 

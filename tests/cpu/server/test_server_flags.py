@@ -57,7 +57,7 @@ async def test_paths_are_taken_with_the_prefix_of_a_proxy_and_without(served: Se
     check(await served.post(prefix + CHAT, {"messages": HELLO}), 401, "invalid_api_key")
     assert (await served.get(f"{prefix}/health")).status == 200
     assert (await served.post(f"{prefix}/v1/messages", {})).json["type"] == "error"  # as Anthropic has it
-    assert (await served.post(f"{prefix}/invocations", {"prompt": "a"}, headers=own)).status == 200
+    assert (await served.post(f"{prefix}{TEXT}", {"prompt": "a"}, headers=own)).status == 200
     page = (await served.get(f"{prefix}/docs")).body.decode()
     assert "/llm/openapi.json" in page
     assert (await served.get(f"{prefix}/docs/static/swagger-ui.css")).status == 200

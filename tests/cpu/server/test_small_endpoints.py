@@ -6,7 +6,6 @@ import asyncio
 import re
 import time
 from datetime import datetime
-from typing import Any
 
 import pytest
 
@@ -122,44 +121,6 @@ async def test_vllms_metrics_of_what_is_asked_and_of_the_cache(served: Served) -
     info = served.engine.info
     assert f'kv_cache_size_tokens="{info.num_blocks * info.block_size}"' in line
     assert line.endswith(" 1.0")
-
-
-@pytest.mark.parametrize("kind", ["TEXT", "json", "grpc", ""])
-async def test_the_load_is_told_to_those_who_ask(served: Served, kind: str) -> None:
-    asked = {"endpoint-load-metrics-format": kind}
-    answer = await served.post(TEXT, {"prompt": "a"}, headers=asked)
-    told = answer.headers.get("endpoint-load-metrics")
-    assert told == {
-        "TEXT": "TEXT named_metrics.kv_cache_usage_perc=0.0, named_metrics.num_requests_waiting=0.0",
-        "json": 'JSON {"named_metrics":{"kv_cache_usage_perc":0.0,"num_requests_waiting":0.0}}',
-    }.get(kind)
-
-
-@pytest.mark.parametrize(
-    ("body", "path"),
-    [
-        ({"messages": HELLO}, CHAT),
-        ({"prompt": "a"}, TEXT),
-        ({"input": "a"}, "/v1/embeddings"),
-        ({"query": "a", "documents": ["b"]}, "/v1/rerank"),
-        ({"text_1": "a", "text_2": "b"}, "/v1/score"),
-        ({"queries": "a", "documents": "b"}, "/v1/score"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-async def test_invocations_are_what_their_fields_say(served: Served, body: dict[str, Any], path: str) -> None:
-    found, own = await served.post("/invocations", body), await served.post(path, body)
-    assert (found.status, found.json.keys()) == (200, own.json.keys())
-    wrong = {**body, "model": "other"}
-    assert (await served.post("/invocations", wrong)).error == (await served.post(path, wrong)).error
-
-
-async def test_invocations_stream_and_name_what_they_lack(served: Served) -> None:
-    events = await served.events("/invocations", {"prompt": "a"})
-    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "Hello, world!"
-    answer = await served.post("/invocations", {"texts": ["a"]})
-    assert (answer.status, answer.error["code"]) == (400, "missing_required_parameter")
-    assert (await served.post("/invocations", {})).status == 400
 
 
 async def test_small_endpoints(served: Served, engine: FakeEngine) -> None:

@@ -72,12 +72,6 @@ def allows(grammar: Grammar | None, text: str) -> bool:
             ["A", f"A{NOON}"],
             "tool_calls",
         ),
-        (
-            {"functions": [TIME["function"]], "function_call": {"name": "get_time"}},
-            [NOON],
-            ["A"],
-            "stop",
-        ),
     ],
     ids=str,
 )
@@ -98,7 +92,7 @@ async def test_what_answers_must_be(
     for text in refused:
         assert not allows(grammar, text), text
     (choice,) = answer.json["choices"]
-    assert ("tool_calls" if "tools" in fields else "function_call") in choice["message"]
+    assert "tool_calls" in choice["message"]
     assert choice["finish_reason"] == reason
 
 

@@ -189,20 +189,6 @@ async def test_an_answer_that_is_cut_off_keeps_its_call(served: Served, engine: 
         assert joined(await served.events(CHAT, body))[1] == "length"
 
 
-async def test_functions_are_answered_in_the_older_form(served: Served, engine: FakeEngine) -> None:
-    engine.script.text = f"{PARIS}{NOON}"
-    body = {"messages": HELLO, "functions": [tool["function"] for tool in TOOLS]}
-    (choice,) = (await served.post(CHAT, body)).json["choices"]
-    function = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
-    assert choice["message"] == {"role": "assistant", "content": None, "function_call": function}
-    assert choice["finish_reason"] == "function_call"
-    events = await served.events(CHAT, body)
-    deltas = [event["choices"][0]["delta"].get("function_call", {}) for event in events[:-1]]
-    assert "".join(delta.get("name", "") for delta in deltas) == "get_weather"
-    assert "".join(delta.get("arguments", "") for delta in deltas) == '{"city": "Paris"}'
-    assert events[-2]["choices"][0]["finish_reason"] == "function_call"
-
-
 async def test_calls_and_results_go_to_the_template(served: Served, engine: FakeEngine) -> None:
     calls = [
         {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Paris"}'}},
@@ -212,8 +198,8 @@ async def test_calls_and_results_go_to_the_template(served: Served, engine: Fake
         *HELLO,
         {"role": "assistant", "content": None, "tool_calls": calls},
         {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "sunny"}]},
-        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"cut":'}},
-        {"role": "function", "name": "f", "content": None},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"cut":'}}]},
+        {"role": "tool", "name": "f", "content": None},
     ]
     answer = await served.post(CHAT, {"messages": messages})
     assert answer.status == 200, answer.body
@@ -296,8 +282,8 @@ async def test_a_template_without_tools_is_told_of_them_in_messages(engine: Fake
             "tool_choice",
             "'f', which is not among the tools",
         ),
-        ({"tools": TOOLS, "functions": [{"name": "f"}]}, "functions", "send tools alone"),
-        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call", "'g'"),
+        ({"functions": [{"name": "f"}]}, "functions", "send tools"),
+        ({"function_call": {"name": "g"}}, "function_call", "send tool_choice"),
     ],
 )
 async def test_tools_that_are_refused(served: Served, fields: dict[str, Any], param: str, says: str) -> None:

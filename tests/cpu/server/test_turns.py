@@ -244,7 +244,6 @@ async def test_no_other_route_holds_up_the_event_loop(
         ("/score", {"text_1": ["a"] * MAX_INPUTS, "text_2": ["b"] * MAX_INPUTS}),
         ("/rerank", {"query": "a", "documents": ["b"] * MAX_INPUTS}),
         ("/v1/embeddings", {"input": ["a"] * MAX_INPUTS}),
-        ("/v2/embed", {"texts": ["a"] * MAX_INPUTS, "embedding_types": ["base64", "binary"]}),
     ],
 )
 async def test_no_embeddings_hold_up_the_event_loop(
