@@ -137,7 +137,7 @@ def test_old_python_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_extras_that_documents_install_are_there() -> None:
-    texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
+    texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
     named = {
         name
         for text in texts

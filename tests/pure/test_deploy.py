@@ -163,7 +163,7 @@ def test_the_chart_takes_no_more_cores_than_it_asks_for_and_a_token() -> None:
 
 def test_no_page_installs_from_an_index_that_has_no_onbeat() -> None:
     """Once it is published, these pages may say `pip install onbeat`, and this test goes."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *DEPLOY.rglob("*")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *DEPLOY.rglob("*")]
     found = {
         path.name
         for path in pages

@@ -10,7 +10,7 @@ from tests.many_cases import each_case
 
 ROOT = Path(__file__).parents[2]
 MOST_WORDS, MOST_MEAN, MOST_IN_CELL = 35, 20, 100
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def sentences(text: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LONGEST = 100
 """Characters that a reader sees: where a link leads does not count."""
 NAMES = re.compile(r"(`[^`]*`|[,+*.\s]|and)*")

@@ -106,7 +106,7 @@ keeps its turn however long its prompt is."""
 DEFAULT_SHED_ORDER: ShedOrder = "most"
 DEFAULT_QUEUE_SECONDS = 60.0
 """Longest predicted wait for which a request is taken that is not in time: so long do proxies wait for the
-first byte of an answer (docs/decisions.md)."""
+first byte of an answer (docs/maintainers/decisions.md)."""
 
 SLOMode = Literal["stream", "gap"]
 SLO_MODES: tuple[SLOMode, ...] = get_args(SLOMode)

@@ -2,8 +2,8 @@
 
 A data sheet knows nothing of an engine: what its host does for each row, the gaps between its kernels, how
 fast its kernels are and how its devices talk to each other. Each of these is a number of an engine from a
-version on, fitted to published measurements (`data/engines.yaml` says which, and docs/calibration.md how well
-they hold).
+version on, fitted to published measurements (`data/engines.yaml` says which,
+docs/maintainers/calibration.md how well they hold).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from onbeat.perfmodel.roofline import Paces, at_paces, make_roofline
 ROOFLINE_SIGMA = 0.17
 """Spread of log(measured / predicted) of the roofline from data sheets: a median error of 12 %."""
 ENGINE_SIGMA = 0.10
-"""The same of the roofline with an engine's terms, on held-back deployments (docs/calibration.md)."""
+"""The same with an engine's terms, on held-back deployments (docs/maintainers/calibration.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
