@@ -8,10 +8,8 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import torch
 from vllm.config import (
     CacheConfig,
@@ -38,7 +36,6 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from onbeat.vllm.scheduler import SLOSchedulerMixin
-from onbeat.vllm.teller import Teller
 
 BLOCK = 16
 EOS = 2
@@ -287,15 +284,6 @@ class Engine:
     def _arrive(self) -> None:
         while self.arrivals and self.arrivals[0].arrival_time <= self.clock.now:
             self.scheduler.add_request(self.arrivals.popleft())
-
-
-def told_by(scheduler, told: list[dict[str, Any]]) -> None:
-    """Let a list get what a scheduler tells, as it comes out of a socket."""
-
-    def send(message) -> None:
-        told.append(msgspec.msgpack.decode(msgspec.msgpack.encode(message)))
-
-    scheduler.onbeat._teller = Teller(SimpleNamespace(send=send, close=lambda: None), rank=0)
 
 
 def check_ended(engine: Engine, requests, refused=()) -> None:

@@ -35,7 +35,7 @@ def test_decodes_are_measured_with_the_drafts_that_a_model_makes(tmp_path, monke
     engine.run()
     plugin = scheduler.onbeat
     assert plugin._calibration is None
-    assert (plugin.num_faults, plugin.keeper.known is None) == (0, False)
+    assert (plugin.num_faults, plugin._calibration) == (0, None)
     for chunk, num_decodes in ((200, 0), (0, 1), (0, 40), (100, 20)):
         shape = BatchShape()
         for _ in range(num_decodes):

@@ -6,19 +6,14 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from onbeat.recording.reader import Recording
-from onbeat.simulator.replay.history import read_history
-
 pytest.importorskip("vllm.v1.core.sched.scheduler")
 
-from tests.vllm.live import ENVIRONMENT, serving
+from tests.vllm.live import serving
 
 pytestmark = [
     pytest.mark.vllm,
@@ -111,19 +106,10 @@ def test_steps_are_measured_while_nobody_is_served(model, tmp_path):
         while "step times: measured in" not in server.log.read_text():
             assert time.monotonic() < deadline, server.log.read_text()[-3000:]
             time.sleep(1)
-        path = tmp_path / "run.gz"
-        command = [sys.executable, "-m", "onbeat", "vllm", "record", str(path), "--seconds", "8"]
-        recorder = subprocess.Popen(command, env=os.environ | ENVIRONMENT)
-        while not path.exists():
-            time.sleep(0.1)
         answer = server.post(COMPLETIONS, body(slo={"ttft_ms": 60_000}))
         assert answer.body["slo"]["met"] is True
-        assert recorder.wait(60) == 0
     check_log(server)
     assert len(list((tmp_path / "onbeat" / "profiles" / "vllm").iterdir())) == 1
-    recording = Recording(path)
-    assert recording.header.step_time["fitted"]["method"] == "nnls"
-    assert [len(each.record.delivery_times) for each in read_history(recording).requests] == [8]
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +181,8 @@ def test_who_waits_in_vain_is_told_so(server):
 def test_metrics_are_both(server):
     text = server.get("/metrics")
     assert "vllm:num_requests_running" in text
-    assert "onbeat" in text
+    for name in ("onbeat_slo_attainment", "onbeat_requests_late", "onbeat_step_time_ratio"):
+        assert name in text
 
 
 def test_an_engine_that_is_killed_ends_all_with_a_sentence(server):

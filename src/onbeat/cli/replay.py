@@ -157,7 +157,7 @@ def _replay_fleet(console: Console, options: ReplayOptions, path: Path) -> int:
 
 
 def _replay(options: ReplayOptions, recording: Recording) -> ReplayReport:
-    from onbeat.simulator.replay.decisions import Replay, ReplayResult, scheduler_config
+    from onbeat.simulator.replay.decisions import Replay, scheduler_config
     from onbeat.simulator.replay.forecast import forecast_with_recorded_times
     from onbeat.simulator.replay.history import read_history
     from onbeat.simulator.replay.model import learning_model
@@ -180,32 +180,22 @@ def _replay(options: ReplayOptions, recording: Recording) -> ReplayReport:
             raise
         notes.append(f"not simulated with predicted step times: {error}")
     history = read_history(recording)
-    replay = Replay(recording, own_model) if _is_ours(recording.header) else None
-    identity = ReplayResult() if replay is None else replay.result
-    report = ReplayReport(recording, history, identity, notes=notes)
-    if replay is None:
-        notes.append("vLLM took these steps: its decisions are not repeated, its latencies are compared")
+    replay = Replay(recording, own_model)
+    report = ReplayReport(recording, history, replay.result, notes=notes)
     try:
-        if replay is not None:
-            replay.run()
-        if replay is not None or own_model is not None:
-            report.forecasts["recorded step times"] = forecast_with_recorded_times(recording, history, config)
+        replay.run()
+        report.forecasts["recorded step times"] = forecast_with_recorded_times(recording, history, config)
         _add_forecast(report, options, predicted, config)
     except ConfigError as error:  # the decisions are compared all the same
         notes.append(f"latencies are not compared: {error}")
     except KeyboardInterrupt:
         report.is_interrupted = True
         notes.append(
-            f"interrupted: this is a partial result, {identity.num_calls:,} of "
+            f"interrupted: this is a partial result, {replay.result.num_calls:,} of "
             f"{recording.num_calls:,} "
             f"calls and {len(report.forecasts)} simulations"
         )
     return report
-
-
-def _is_ours(header: RecordHeader) -> bool:
-    """Whether onbeat's own scheduler was recorded, and not vLLM's."""
-    return "vllm_version" not in header.engine
 
 
 def _add_forecast(
@@ -253,8 +243,7 @@ def _show(console: Console, report: ReplayReport) -> None:
         f"{header.scheduler['policy']}, recorded {header.created} by onbeat {header.onbeat_version}",
         markup=False,
     )
-    if _is_ours(header):
-        _show_identity(console, report.identity)
+    _show_identity(console, report.identity)
     console.print(f"host overhead: {report.history.host_overhead * 1e3:.2f} ms a step")
     for name, forecast in report.forecasts.items():
         _show_forecast(console, name, forecast)

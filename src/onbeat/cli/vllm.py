@@ -1,4 +1,4 @@
-"""`onbeat vllm`: vLLM under onbeat's scheduler, and a record of what such a server does."""
+"""`onbeat vllm`: vLLM under onbeat's scheduler."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from onbeat.cli.args import PASSED_ON, checked, count
+from onbeat.cli.args import PASSED_ON, count
 from onbeat.cli.options import add_options, find_group
 from onbeat.core.errors import ConfigError, MissingExtra
 from onbeat.core.slo import OBJECTIVES, SLO
@@ -26,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions of the command."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     _add_serve(actions.add_parser("serve", help="run `vllm serve` with onbeat's scheduler and objectives"))
-    _add_record(actions.add_parser("record", help="write a record file of a server that runs"))
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -60,27 +59,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_record(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", type=Path, help="the record, for `onbeat replay`")
-    parser.add_argument(
-        "--telemetry",
-        metavar="ADDRESS",
-        help="telemetry address of the server (default: that of this user's only server)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=checked(float, "seconds"),
-        metavar="S",
-        help="stop after so long (default: when interrupted)",
-    )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Do the action; of `serve` nothing comes back, as vLLM takes the place of this process."""
-    return _record(args) if args.action == "record" else _serve(args)
-
-
-def _serve(args: argparse.Namespace) -> NoReturn:
+def run(args: argparse.Namespace) -> NoReturn:
+    """Start the server: vLLM takes the place of this process."""
     executable = find_vllm()
     address = args.telemetry or own_address()
     command = [executable, *vllm_arguments(args, address)]
@@ -207,41 +187,5 @@ def own_address() -> str:
     return f"ipc://{folder}/{os.getpid()}"
 
 
-def only_address() -> str:
-    """Return the address of the one server that runs.
-
-    Raises
-    ------
-    ConfigError : there is none, or there are several.
-    """
-    running = [path for path in telemetry_folder().iterdir() if not path.suffix and _is_running(path)]
-    if len(running) != 1:
-        which = ", ".join(f"ipc://{path}" for path in sorted(running))
-        raise ConfigError(
-            f"{len(running)} servers of `onbeat vllm serve` run here: {which or 'none'}; name the one to "
-            "record with --telemetry ADDRESS, which it says at its start"
-        )
-    return f"ipc://{running[0]}"
-
-
 def _is_running(path: Path) -> bool:
     return path.stem.isdecimal() and Path(f"/proc/{path.stem}").exists()
-
-
-def _record(args: argparse.Namespace) -> int:
-    import asyncio
-
-    from onbeat.cli.outputs import check_writable
-    from onbeat.vllm.recorder import record
-
-    check_writable({"FILE": args.file})
-    address = args.telemetry or only_address()
-    print(f"onbeat: recording {address} to {args.file}; interrupt to stop", file=sys.stderr, flush=True)
-    counts = asyncio.run(record(args.file, address, seconds=args.seconds))
-    print(f"{args.file}: {counts.num_requests:,} requests, {counts.num_steps:,} steps", file=sys.stderr)
-    if counts.has_fallen_silent:
-        print(
-            "onbeat: the server tells nothing any more, so it has ended or hangs; the record ends there",
-            file=sys.stderr,
-        )
-    return 0

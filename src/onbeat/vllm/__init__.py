@@ -1,16 +1,15 @@
-"""onbeat inside vLLM: a scheduler class, an ASGI middleware and a logger of steps, loaded by vLLM itself.
+"""onbeat inside vLLM: a scheduler class and an ASGI middleware, loaded by vLLM itself.
 
 Nothing here is imported before vLLM asks for it by name: `--scheduler-cls onbeat.vllm.SLOScheduler`,
 `--middleware onbeat.vllm.SLOMiddleware`.
 
 ===========================  =====================================================================
-`middleware`, `exchange`     an HTTP request and its answer: objectives in; refusals and verdicts out
+`middleware`, `relay`        an HTTP request and its answer: objectives in; refusals and verdicts out
 `requests`, `answers`        what the routes of vLLM take and give, and where a refusal stands in it
-`ledger`                     what became of requests, as this process sees it, for verdicts and metrics
+`verdicts`                   the open requests of an API server, their verdicts, and four numbers of all
 `calibrate`                  where step times come from; `self_calibration` and `batches` measure them
 `plugin_config`, `objectives` what the server's owner set; what a request of vLLM's engine is held to
-`telemetry`, `teller`        what the scheduler's process tells: steps, predictions, refusals
-`recorder`                   a record file from that
+`telemetry`                  what the scheduler's process tells: predictions, refusals, step times
 ===========================  =====================================================================
 """
 
@@ -23,7 +22,6 @@ _PUBLIC = {
     "SLOScheduler": "onbeat.vllm.scheduler",
     "SLOSchedulerMixin": "onbeat.vllm.scheduler",
     "SLOMiddleware": "onbeat.vllm.middleware",
-    "StepLog": "onbeat.vllm.step_log",
 }
 """Names that users write down, and where they are."""
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.request import Request, RequestOutput
 from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, Fate, ShedMode, SLOMode
-from onbeat.core.step import BatchShape, SchedulerState
+from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.perfmodel.description import MeasuredDescription
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.relegation import Relegation
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
@@ -23,40 +21,22 @@ from onbeat.vllm.refusals import TOO_LONG
 from onbeat.vllm.surface import EngineRequest, Surface
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotedStep:
-    """A step that vLLM has planned, and what has become of requests since the one before was."""
+class NotedStep(NamedTuple):
+    """A step that vLLM has planned."""
 
     output: Any
     """What vLLM calls it."""
-    begin: float
-    """When its plan was begun, seconds."""
-    end: float
-    """When vLLM had planned it."""
     shape: BatchShape
-    rows: list[tuple[str, int, int, bool]]
-    """Request id, tokens computed before it, new tokens, whether it samples."""
     seconds: float
     """That it is predicted to take."""
-    budget: float | None
-    """Seconds that it may take; None where nothing binds it, or vLLM planned it by itself."""
-    budget_request_id: str | None
-    begun: list[RequestState]
-    preempted: list[str]
-    relegated: list[RequestState]
 
 
 class TakenStep(NamedTuple):
     """A step whose results vLLM has taken."""
 
     noted: NotedStep
-    start: float
-    """Seconds, as is the next."""
-    end: float
-    counts: dict[str, int]
-    """Request -> tokens that it got."""
-    finished: dict[str, str]
-    """Request -> why it ended: a `FinishReason`."""
+    seconds: float
+    """That it took."""
 
 
 class PromiseKeeper:
@@ -66,13 +46,10 @@ class PromiseKeeper:
     ----------
     model : predicts steps, and learns from them.
     mode : what keeping a TBT objective means.
-    known : what the model began with; None where steps are guessed.
     """
 
-    def __init__(
-        self, surface: Surface, model: StepTimeModel, mode: SLOMode, known: MeasuredDescription | None = None
-    ) -> None:
-        self.surface, self.model, self.known = surface, model, known
+    def __init__(self, surface: Surface, model: StepTimeModel, mode: SLOMode) -> None:
+        self.surface, self.model = surface, model
         self.config = _limits(surface, mode)
         self.policy = make_policy(self.config, model)
         slo, admission = self.policy.slo, self.policy.admission
@@ -87,12 +64,9 @@ class PromiseKeeper:
         """In flight."""
         self._is_synced = False
         """Whether no step was planned or taken since vLLM's requests were looked at."""
-        self._relegated: list[RequestState] = []
-        self._budget: tuple[float | None, str | None] = None, None
-        """Of the plan that is carried out next."""
 
-    def add(self, request: EngineRequest, asked: Request, now: float) -> None:
-        """Take a new request.
+    def add(self, request: EngineRequest, asked: Request, now: float) -> RequestState:
+        """Take a new request; return its state.
 
         Parameters
         ----------
@@ -131,6 +105,7 @@ class PromiseKeeper:
             ) from error
         self.relegation.on_arrival(state)
         mirror.add(state)
+        return state
 
     def forget(self, request_id: str) -> None:
         """Forget a request that vLLM has ended."""
@@ -150,14 +125,12 @@ class PromiseKeeper:
 
     def commit(self, plan: StepPlan) -> list[RequestOutput]:
         """Remember a plan that is carried out; return the last outputs of requests that it gives up."""
-        self._budget = plan.budget, plan.budget_request_id
         self.policy.composer.commit(plan)
         self.admission.on_plan(plan)
         for request_id, num_hit_tokens in plan.num_hit_tokens.items():
             self.mirror.states[request_id].note_hits(num_hit_tokens)
         if plan.infeasible or plan.overdue:
             self.relegation.commit(plan)
-            self._relegated += [each for each in plan.infeasible if each.slo.is_best_effort]
         expired = self.relegation.take_expired()
         if expired:
             states = {state.request_id: state for state in (*plan.overdue, *plan.infeasible)}
@@ -173,19 +146,13 @@ class PromiseKeeper:
         own = self.slo.cost_model.seconds(num_tokens, state.num_hit_tokens)
         return now - state.request.arrival + wait + own
 
-    def note_step(self, output: Any, begin: float, now: float) -> NotedStep | None:
-        """Count a step that vLLM has planned, whoever decided what it holds; None if it holds nothing.
-
-        Parameters
-        ----------
-        begin : when its plan was begun, seconds.
-        """
+    def note_step(self, output: Any, now: float) -> NotedStep | None:
+        """Count a step that vLLM has planned, whoever decided what it holds; None if it holds nothing."""
         mirror, known, self._is_synced = self.mirror, self.mirror.states, False
         drafts = getattr(output, "scheduled_spec_decode_tokens", None) or {}
         num_decodes = num_context = num_sampling = 0
         chunks: list[tuple[int, int, bool]] = []
         states: list[RequestState] = []
-        rows: list[tuple[str, int, int, bool]] = []
         requests = self.surface.scheduler.requests
         for request_id, num_new in self.surface.rows(output):
             request = requests[request_id]
@@ -205,8 +172,7 @@ class PromiseKeeper:
                 num_decodes += 1
                 num_context += before + 1
                 num_sampling += samples
-            rows.append((request_id, before, num_new, samples))
-        if not rows:
+        if not (num_decodes or chunks):
             return None
         shape = BatchShape.of_decodes(num_decodes, num_context)
         shape.num_lm_head_rows = num_sampling
@@ -218,46 +184,31 @@ class PromiseKeeper:
         in_flight.busy_until = start + seconds
         in_flight.append(StepInFlight(in_flight.num_planned, states, (), now, seconds, 0.0))
         in_flight.num_planned += 1
-        (budget, budget_request_id), self._budget = self._budget, (None, None)
-        relegated, self._relegated = self._relegated, []
-        begun, mirror.begun = mirror.begun, []
-        noted = NotedStep(
-            output=output,
-            begin=begin,
-            end=now,
-            shape=shape,
-            rows=rows,
-            seconds=seconds,
-            budget=budget,
-            budget_request_id=budget_request_id,
-            begun=begun,
-            preempted=self.surface.preempted(output),
-            relegated=relegated,
-        )
+        noted = NotedStep(output, shape, seconds)
         self._steps.append(noted)
         return noted
 
     def take(self, output: Any, now: float) -> TakenStep | None:
         """Learn from a step whose results vLLM has taken; None of one that was not noted."""
         self._is_synced = False
-        noted, start = self._end_step(output, now)
-        counts, finished = self._deliver(output, now)
-        return None if noted is None else TakenStep(noted, start, now, counts, finished)
+        taken = self._end_step(output, now)
+        self._deliver(output, now)
+        return taken
 
-    def _end_step(self, output: Any, now: float) -> tuple[NotedStep | None, float]:
-        """Learn how long a step took; return it, None if it was not noted, and when it began."""
+    def _end_step(self, output: Any, now: float) -> TakenStep | None:
+        """Learn how long a step took; None if it was not noted."""
         if not any(each.output is output for each in self._steps):
-            return None, now
+            return None
         while (noted := self._steps.popleft()).output is not output:
             self.in_flight.end_oldest(now)
         planned_at = self.in_flight.end_oldest(now).planned_at
         start = max(planned_at, self.feedback.last_end)
         self.feedback.observe(noted.shape, planned_at, now)
-        return noted, start
+        return TakenStep(noted, now - start)
 
-    def _deliver(self, output: Any, now: float) -> tuple[dict[str, int], dict[str, str]]:
-        """Follow the tokens of a step; return how many each request got, and why some ended."""
-        mirror, surface, counts = self.mirror, self.surface, dict[str, int]()
+    def _deliver(self, output: Any, now: float) -> None:
+        """Follow the tokens of a step, and who has ended with it."""
+        mirror, surface = self.mirror, self.surface
         running: Any = None
         """The status of those that run, once one is seen."""
         delivered: list[tuple[RequestState, RequestOutput]] = []
@@ -272,7 +223,6 @@ class PromiseKeeper:
             num_tokens = request.num_tokens
             num_new = num_tokens - state.num_tokens
             if num_new > 0:
-                counts[request_id] = num_new
                 state.num_tokens = num_tokens
                 output_of = outputs.get(num_new)
                 if output_of is None:
@@ -284,19 +234,9 @@ class PromiseKeeper:
                 elif request.is_finished():
                     finished.append(state)
         self.slo.tracker.on_deliveries(delivered, now)
-        reasons: dict[str, str] = {}
         for state in finished:
-            name = state.request_id
-            reasons[name] = surface.finish_reason(mirror.requests[name])
             self.slo.tracker.on_finish(state)
             mirror.drop(state)
-        return counts, reasons
-
-    def state(self) -> SchedulerState:
-        """Return how queues and objectives stand. Costs what the batch is long, not what waits."""
-        in_flight = self.in_flight
-        now = max(in_flight.last_plan, in_flight.busy_until if in_flight else self.feedback.last_end)
-        return self.admission.report(self._new_plan(now), self.relegation.num_relegated)
 
     def _sync(self, now: float) -> None:
         self.mirror.sync(now)

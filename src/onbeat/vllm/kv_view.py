@@ -78,11 +78,6 @@ class VLLMKVView:
         free = int(self._blocks.get_num_free_blocks()) // self._num_groups
         return max(0, free - self.promised - self._watermark)
 
-    @property
-    def num_used_blocks(self) -> int:
-        """Blocks that requests hold."""
-        return self.num_blocks - int(self._blocks.get_num_free_blocks()) // self._num_groups
-
     def num_blocks_for(self, num_tokens: int) -> int:
         num = -(-num_tokens // self.block_size)
         return num if num <= self._most else self._within_windows(num)

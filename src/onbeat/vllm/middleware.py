@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 import uuid
-from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -21,17 +19,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from onbeat.core.errors import OnbeatError
 from onbeat.server.errors import ClientGone, error_response, too_large
 from onbeat.server.slo_defaults import SLODefaults, key_digest
-from onbeat.vllm.exchange import TOLD_SECONDS, Exchange
-from onbeat.vllm.ledger import Ledger
+from onbeat.vllm.objectives import KnownCaller
 from onbeat.vllm.origin import log_as_vllm_does
 from onbeat.vllm.plugin_config import PluginConfig, read_config
+from onbeat.vllm.relay import TOLD_SECONDS, AnswerRelay
 from onbeat.vllm.requests import ROUTES, ReadRequest, read_request
-from onbeat.vllm.telemetry import SILENCE_SECONDS, Subscriber
+from onbeat.vllm.telemetry import Subscriber
+from onbeat.vllm.verdicts import OpenRequests
 
 logger = logging.getLogger("onbeat.vllm")
 
 METRICS = "/metrics"
-CLIENT_LEFT = 499
 _CORS = {
     "allow_origins": "allowed_origins",
     "allow_credentials": "allow_credentials",
@@ -39,15 +37,6 @@ _CORS = {
     "allow_headers": "allowed_headers",
 }
 """Settings of Starlette's CORS -> those of vLLM's server, whose own CORS never sees what we refuse."""
-_PATIENCE = SILENCE_SECONDS
-
-
-@dataclass(frozen=True, slots=True)
-class KnownCaller:
-    """Who asks: an `objectives.Caller`."""
-
-    key_digest: str | None
-    ignored_fields: list[str] = field(default_factory=list)
 
 
 class SLOMiddleware:
@@ -60,37 +49,37 @@ class SLOMiddleware:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._desk: _Desk | None = None
+        self._shared: _Shared | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            desk = self._desk_of(scope)
+            shared = self._shared_of(scope)
             try:
                 await self._app(scope, receive, send)
             finally:
-                desk.close()
+                shared.close()
             return
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] == "http" and scope["method"] == "POST" and path in ROUTES:
-            await self._desk_of(scope).serve(self._app, path, scope, receive, send)
+            await self._shared_of(scope).serve(self._app, path, scope, receive, send)
         elif scope["type"] == "http" and scope["method"] == "GET" and path.rstrip("/") == METRICS:
-            await self._desk_of(scope).show_metrics(self._app, scope, receive, send)
+            await self._shared_of(scope).show_metrics(self._app, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _desk_of(self, scope: Scope) -> _Desk:
+    def _shared_of(self, scope: Scope) -> _Shared:
         """Return what is made once the application has its state.
 
         Raises
         ------
         ConfigError : the configuration is wrong; the start of the server fails with it.
         """
-        if self._desk is None:
-            self._desk = _Desk(scope["app"].state)
-        return self._desk
+        if self._shared is None:
+            self._shared = _Shared(scope["app"].state)
+        return self._shared
 
 
-class _Desk:
+class _Shared:
     """What all requests share.
 
     Parameters
@@ -104,16 +93,12 @@ class _Desk:
         self._config: PluginConfig = read_config(getattr(vllm_config, "additional_config", None), os.environ)
         self._cors = {name: getattr(args, own) for name, own in _CORS.items() if hasattr(args, own)}
         self._asks_for_keys = bool(getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY"))
-        self.ledger = Ledger(
-            self._config.slo.mode,
-            model_name=str(getattr(getattr(vllm_config, "model_config", None), "model", "")),
-            policy="slo in vLLM",
-        )
+        self.requests = OpenRequests(self._config.slo.mode)
         self._subscriber: Subscriber | None = None
         self._hearing: asyncio.Task[None] | None = None
         if self._config.telemetry is None:
             logger.warning(
-                "no telemetry address is set: answers lack the predicted TTFT, and /metrics lacks steps; "
+                "no telemetry address is set: verdicts lack the predicted TTFT, /metrics lacks step times; "
                 '`onbeat vllm serve` sets one, or: --additional-config \'{"onbeat": {"telemetry": '
                 '"tcp://127.0.0.1:5557"}}\''
             )
@@ -131,26 +116,8 @@ class _Desk:
             self._subscriber.close()
 
     async def _hear(self, subscriber: Subscriber) -> None:
-        is_there = False
         while True:
-            try:
-                async with asyncio.timeout(_PATIENCE):
-                    message = await subscriber.receive()
-            except TimeoutError:
-                if is_there:
-                    is_there = False
-                    self.ledger.forget_steps()
-                    logger.warning(
-                        "the scheduler's process has told nothing for %g s, so it has ended or hangs: its "
-                        "gauges are 0 until it tells again; see vLLM's own log",
-                        _PATIENCE,
-                    )
-                continue
-            is_there = True
-            try:
-                self.ledger.take(message)
-            except Exception:
-                logger.exception("telemetry: a message is not understood")
+            self.requests.take(await subscriber.receive())
 
     async def serve(self, app: ASGIApp, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Let vLLM answer a request that it can be held to."""
@@ -162,7 +129,6 @@ class _Desk:
             )
         except OnbeatError as error:
             response = error_response(error, path)
-            self.ledger.exporter.count_http(path, response.status_code)
             await CORSMiddleware(response, **self._cors)(scope, receive, send)
             return
         except ClientGone:
@@ -170,9 +136,9 @@ class _Desk:
         if request is None:
             await app(scope, _replayed(raw, receive), send)
             return
-        await self._exchange(app, request, caller, scope, _replayed(request.body, receive), send)
+        await self._relay(app, request, caller, scope, _replayed(request.body, receive), send)
 
-    async def _exchange(
+    async def _relay(
         self,
         app: ASGIApp,
         request: ReadRequest,
@@ -181,24 +147,22 @@ class _Desk:
         receive: Receive,
         send: Send,
     ) -> None:
-        entry = self.ledger.open(request, time.monotonic())
-        exchange = Exchange(
-            entry,
+        opened = self.requests.open(request)
+        relay = AnswerRelay(
+            opened,
             scope,
             receive,
             send,
-            mode=self._config.slo.mode,
             ignored=caller.ignored_fields,
             told_seconds=0.0 if self._subscriber is None else TOLD_SECONDS,
         )
         try:
-            await app(_with_length(scope, len(request.body)), receive, exchange.send)
+            await app(_with_length(scope, len(request.body)), receive, relay.send)
         except Exception:
-            if not await exchange.rescue():
+            if not await relay.rescue():
                 raise
         finally:
-            self.ledger.drop(entry, time.monotonic())
-            self.ledger.exporter.count_http(request.path, exchange.status or CLIENT_LEFT)
+            self.requests.close(opened)
 
     async def show_metrics(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with vLLM's metrics, and onbeat's behind them."""
@@ -215,7 +179,7 @@ class _Desk:
                 ]
                 message = {**message, "headers": headers}
             elif message["type"] == "http.response.body" and not message.get("more_body", False):
-                message = {**message, "body": message.get("body", b"") + self.ledger.metrics()}
+                message = {**message, "body": message.get("body", b"") + self.requests.metrics()}
             await send(message)
 
         await app({**scope, "headers": plain}, receive, send_more)
@@ -228,7 +192,7 @@ class _Desk:
         """Return whose key a request carries. Whether the key is good, vLLM decides."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            return KnownCaller(None)
+            return KnownCaller()
         digest = key_digest(key.strip())
         is_known = self._asks_for_keys or digest in self._defaults.keys
         return KnownCaller(digest if is_known else None)

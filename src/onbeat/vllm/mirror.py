@@ -21,10 +21,6 @@ class Mirror:
     Parameters
     ----------
     tracker : told of first runs and of ends.
-
-    Attributes
-    ----------
-    begun : requests that have joined the batch; whoever reads them empties it.
     """
 
     def __init__(self, surface: Surface, tracker: SLOTracker) -> None:
@@ -35,7 +31,6 @@ class Mirror:
         """Requests that run and are vLLM's own to plan."""
         self.requests: dict[str, EngineRequest] = {}
         self.kv = VLLMKVView(surface, self.requests)
-        self.begun: list[RequestState] = []
         self._held: dict[str, RequestState] = {}
         """Requests that wait for something else: a grammar, or a connector."""
         self._stale: list[RequestState] = []
@@ -157,7 +152,6 @@ class Mirror:
         """
         if self._held.pop(state.request_id, None) is None:
             self.waiting.remove(state)
-        self.begun.append(state)
         is_first = not state.has_run
         state.status, state.admitted_step_id = RequestStatus.RUNNING, 0
         if is_first:

@@ -39,8 +39,8 @@ ID = "slo_id"
 
 
 @dataclass(frozen=True, slots=True)
-class Nobody:
-    """A caller of whom nothing is known."""
+class KnownCaller:
+    """Who asks, as far as that is known: an `objectives.Caller`."""
 
     key_digest: str | None = None
     ignored_fields: list[str] = field(default_factory=list)
@@ -64,7 +64,7 @@ def read(extra_args: Mapping[str, Any] | None, defaults: SLODefaults) -> Request
         if stated.get("shed") in tuple(ShedMode):
             stated["shed"] = _shed_flag(stated["shed"])
         fields = ObjectiveFields(slo=validated(SLOFields, stated, [])) if stated else ObjectiveFields()
-        objectives = request_objectives(fields, Headers(), Nobody(), defaults)
+        objectives = request_objectives(fields, Headers(), KnownCaller(), defaults)
         refuse_job(objectives.job)
         return objectives
     tenant, shed = stated.pop("tenant", None), stated.pop("shed", ShedMode.OFF)

@@ -9,22 +9,21 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 from onbeat.core.errors import ConfigError, InvalidRequest, SLOUnattainable
-from onbeat.core.request import Request, RequestOutput
+from onbeat.core.request import RequestOutput
 from onbeat.core.slo import Fate
 from onbeat.scheduler.replica.idle_check import IdleCheck
 from onbeat.vllm.batches import BatchLimits
 from onbeat.vllm.calibrate import kept_steps, predictor, step_times
 from onbeat.vllm.impose import Imposed, impose, mismatch
-from onbeat.vllm.keeper import PromiseKeeper
+from onbeat.vllm.keeper import PromiseKeeper, TakenStep
 from onbeat.vllm.made_up import RequestMaker, capture_sizes, hindrance, settings
-from onbeat.vllm.objectives import read
+from onbeat.vllm.objectives import ID, read
 from onbeat.vllm.origin import log_as_vllm_does, origin_of
 from onbeat.vllm.plugin_config import read_config
 from onbeat.vllm.refusals import TOO_LONG, Refusal, refusal_by
 from onbeat.vllm.self_calibration import SelfCalibration, is_made_up
 from onbeat.vllm.surface import EngineRequest, EngineScheduler, Surface
-from onbeat.vllm.telemetry import Publisher, rank_address
-from onbeat.vllm.teller import Teller, hello
+from onbeat.vllm.telemetry import Publisher, RequestNews, StepTimes, rank_address
 
 logger = logging.getLogger("onbeat.vllm")
 
@@ -34,6 +33,8 @@ _SEED = 1
 """Of the tokens of made-up requests."""
 _SAY_EVERY = 60.0
 """Seconds between two lines about steps that were not as planned."""
+_TOLD_STEPS = 50
+"""Steps whose predicted and measured times are told together."""
 
 
 class Plugin:
@@ -54,7 +55,9 @@ class Plugin:
         """Steps with a fault until now, and whether the one under way had any."""
         self._said_at = float("-inf")
         self._refused: list[tuple[int, Any]] = []
-        self._teller: Teller | None = None
+        self._publisher: Publisher | None = None
+        self._step_times: list[tuple[float, float]] = []
+        """Predicted and measured seconds of steps that are not told yet."""
         self._calibration: SelfCalibration | None = None
         """While steps are measured."""
         self._is_measured = False
@@ -65,18 +68,15 @@ class Plugin:
             logger.info("onbeat plans nothing here: the model pools, and has no time between tokens")
             return
         self.config = read_config(surface.options, os.environ)
-        self._origin = origin_of(scheduler.vllm_config)
-        self._kept = kept_steps(self._origin, settings(scheduler))
+        self._kept = kept_steps(origin_of(scheduler.vllm_config), settings(scheduler))
         known, measures = step_times(self.config, self._kept, hindrance(scheduler))
-        self.keeper = PromiseKeeper(surface, predictor(known), self.config.slo.mode, known)
+        self.keeper = PromiseKeeper(surface, predictor(known), self.config.slo.mode)
         if measures:
             self._calibration = self._new_calibration()
         elif known is not None:
             self._say_misses()
         if self.config.telemetry is not None:
-            header = hello(self.keeper, self._origin, rank=surface.rank)
-            publisher = Publisher(rank_address(self.config.telemetry, surface.rank), header)
-            self._teller = Teller(publisher, rank=surface.rank)
+            self._publisher = Publisher(rank_address(self.config.telemetry, surface.rank))
 
     # --- a step ---------------------------------------------------------------------------------------
 
@@ -103,7 +103,10 @@ class Plugin:
             if plan.is_empty and not (keeper.in_flight or plan.infeasible or plan.overdue):
                 return None  # never stand still
             for output in keeper.commit(plan):
-                self._expire(output, now)
+                self._expire(output)
+            for state in plan.infeasible:
+                if state.slo.is_best_effort:
+                    self._tell(keeper.mirror.requests.get(state.request_id), is_relegated=True)
             return impose(
                 plan, keeper.mirror, self.surface, lambda state: keeper.slo.rules.loss(state, plan.now)
             )
@@ -113,38 +116,26 @@ class Plugin:
         """Hold vLLM to a plan for one call of `schedule`."""
         return imposed.during(self.surface, self.keeper.mirror.kv)
 
-    def note_step(self, output: Any, imposed: Imposed | None, begin: float, now: float) -> None:
-        """Count a step that vLLM has planned, and see whether it is the one that it was held to.
-
-        Parameters
-        ----------
-        begin : when its plan was begun, seconds.
-        """
+    def note_step(self, output: Any, imposed: Imposed | None, now: float) -> None:
+        """Count a step that vLLM has planned, and see whether it is the one that it was held to."""
         if not self.is_on:
             return
         if self._is_measured and self._calibration is not None:
             with self._calibrating(self._calibration):
-                self._calibration.note_step(output, begin, now)
+                self._calibration.note_step(output, now)
             return
         if imposed is None:
             self.num_foreign += 1
         else:
             self.num_planned += 1
         with self._guarded():
-            noted = self.keeper.note_step(output, begin, now)
-            if noted is not None and self._teller is not None:
-                self._teller.planned(self.keeper, noted)
+            self.keeper.note_step(output, now)
             if imposed is not None and (different := mismatch(imposed, output, self.keeper.mirror)):
                 self.num_mismatches += len(different)
                 self._say_different(different, now)
 
-    def take(self, output: Any, begin: float, now: float) -> None:
-        """Learn from a step whose results vLLM has taken.
-
-        Parameters
-        ----------
-        begin : when vLLM began to take them, seconds.
-        """
+    def take(self, output: Any, now: float) -> None:
+        """Learn from a step whose results vLLM has taken."""
         if self._calibration is not None:
             with self._calibrating(self._calibration):
                 if self._calibration.take(output, now):
@@ -152,8 +143,8 @@ class Plugin:
         if self.is_on:
             with self._guarded():
                 taken = self.keeper.take(output, now)
-                if taken is not None and self._teller is not None:
-                    self._teller.took(self.keeper, taken, now - begin)
+                if taken is not None and self._publisher is not None:
+                    self._tell_times(taken, self._publisher)
 
     # --- requests -------------------------------------------------------------------------------------
 
@@ -172,18 +163,18 @@ class Plugin:
                 self._calibration.suspend()
         if not (self.is_on and self.surface.is_planned(request)):
             return
-        asked = None
         with self._guarded():
             try:
                 objectives = read(self.surface.extra_args(request), self.config.slo)
                 asked = self.keeper.mirror.asked(request, objectives, arrival)
-                self.keeper.add(request, asked, now)
-                if self._teller is not None:
-                    self._teller.added(self.keeper, request, now)
+                slo = self.keeper.add(request, asked, now).slo
             except (SLOUnattainable, InvalidRequest) as error:
-                self._refuse(request, refusal_by(error), now, asked)
+                self._refuse(request, refusal_by(error))
+                return
+            if slo.predicted_ttft is not None or slo.is_best_effort:
+                self._tell(request, predicted_ttft=slo.predicted_ttft, is_relegated=slo.is_best_effort)
 
-    def forget_ended(self, request_ids: Any, now: float) -> None:
+    def forget_ended(self, request_ids: Any) -> None:
         """Forget requests that vLLM has ended."""
         if not self.is_on:
             return
@@ -196,8 +187,6 @@ class Plugin:
             for request_id in [given] if isinstance(given, str) else list(given):
                 known = requests.get(request_id)
                 if known is not None and known.is_finished():
-                    if self._teller is not None:
-                        self._teller.request("aborted", self.keeper, known, now)
                     self.keeper.forget(request_id)
 
     @property
@@ -218,10 +207,10 @@ class Plugin:
 
     def close(self) -> None:
         """Let go of what the process holds."""
-        if self._teller is not None:
-            self._teller.close()
+        if self._publisher is not None:
+            self._publisher.close()
 
-    def _expire(self, output: RequestOutput, now: float) -> None:
+    def _expire(self, output: RequestOutput) -> None:
         """End a request that waited in vain."""
         request = self.surface.scheduler.requests[output.request_id]
         has_expired = output.fate is Fate.EXPIRED
@@ -232,22 +221,32 @@ class Plugin:
             retry_after=output.retry_after,
             code="" if has_expired else TOO_LONG,
         )
-        self._refuse(request, refusal, now)
+        self._refuse(request, refusal)
 
-    def _refuse(
-        self, request: EngineRequest, refusal: Refusal, now: float, asked: Request | None = None
-    ) -> None:
-        """End a request in vLLM, with words by which the middleware knows the refusal.
-
-        Parameters
-        ----------
-        asked : what it asked for, where it was never taken.
-        """
+    def _refuse(self, request: EngineRequest, refusal: Refusal) -> None:
+        """End a request in vLLM, with words by which the middleware knows the refusal."""
         self.surface.end(request.request_id)
         self._refused.append((request.client_index, self.surface.refusal(request, refusal.text())))
-        if self._teller is not None:
-            details = {"status": refusal.status, **refusal.details()}
-            self._teller.refused(self.keeper, request, now, details, asked)
+        self._tell(request, refusal=refusal)
+
+    # --- what the API servers hear --------------------------------------------------------------------
+
+    def _tell(self, request: EngineRequest | None, **news: Any) -> None:
+        """Tell what has become of a request that the middleware knows."""
+        if self._publisher is None or request is None:
+            return
+        slo_id = self.surface.extra_args(request).get(ID)
+        if isinstance(slo_id, str):
+            self._publisher.send(RequestNews(slo_id=slo_id, **news))
+
+    def _tell_times(self, taken: TakenStep, publisher: Publisher) -> None:
+        """Tell now and then what steps took beside what was predicted."""
+        times = self._step_times
+        times.append((taken.noted.seconds, taken.seconds))
+        if len(times) >= _TOLD_STEPS:
+            predicted, measured = map(sum, zip(*times, strict=True))
+            publisher.send(StepTimes(rank=self.surface.rank, predicted=predicted, measured=measured))
+            times.clear()
 
     # --- step times -----------------------------------------------------------------------------------
 
@@ -275,10 +274,8 @@ class Plugin:
                 return
             if not calibration.was_given_up:
                 known = self._kept.keep(calibration.steps, calibration.seconds)
-                self.keeper = PromiseKeeper(self.surface, predictor(known), self.config.slo.mode, known)
+                self.keeper = PromiseKeeper(self.surface, predictor(known), self.config.slo.mode)
                 self._say_misses()
-                if self._teller is not None:
-                    self._teller.say_hello(hello(self.keeper, self._origin, rank=self.surface.rank))
         except Exception as fault:
             trace = None if isinstance(fault, ConfigError) else fault
             why = calibration.what_was_left_out or fault

@@ -45,26 +45,24 @@ class SLOSchedulerMixin(_Base):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         plugin = self.onbeat
         throttles = bool(args and args[0]) or bool(kwargs.get("throttle_prefills"))
-        begin = self.clock()
-        imposed = None if throttles else plugin.plan(begin)
+        imposed = None if throttles else plugin.plan(self.clock())
         if imposed is None:
             output = super().schedule(*args, **kwargs)
         else:
             with plugin.imposing(imposed):
                 output = super().schedule(*args, **kwargs)
-        plugin.note_step(output, imposed, begin, self.clock())
+        plugin.note_step(output, imposed, self.clock())
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
-        begin = self.clock()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.onbeat.take(scheduler_output, begin, self.clock())
+        self.onbeat.take(scheduler_output, self.clock())
         self.onbeat.add_refusals(outputs)
         return outputs
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         ended = super().finish_requests(request_ids, finished_status)
-        self.onbeat.forget_ended(request_ids, self.clock())
+        self.onbeat.forget_ended(request_ids)
         return ended
 
     def has_requests(self) -> bool:

@@ -121,9 +121,9 @@ class SelfCalibration:
             return None
         return impose(plan, keeper.mirror, self._surface, lambda state: state.sort_key[1:])
 
-    def note_step(self, output: object, begin: float, now: float) -> None:
+    def note_step(self, output: object, now: float) -> None:
         """Remember a step that vLLM has planned."""
-        noted = self._keeper.note_step(output, begin, now)
+        noted = self._keeper.note_step(output, now)
         if noted is not None and self._planned is not None:
             self._keys[id(noted)] = noted, self._planned
 
@@ -132,7 +132,7 @@ class SelfCalibration:
         taken = self._keeper.take(output, now)
         if taken is None:
             return False
-        seconds = taken.end - taken.start
+        seconds = taken.seconds
         self.seconds += seconds
         _, key = self._keys.pop(id(taken.noted), (None, None))
         if key is not None and seconds > 0:

@@ -190,11 +190,6 @@ class Surface:
         return getattr(request.sampling_params, "extra_args", None) or {}
 
     @staticmethod
-    def finish_reason(request: Any) -> str:
-        """Return why a request ended, as a `FinishReason`."""
-        return str(request.get_finished_reason()).replace("repetition", "stop")
-
-    @staticmethod
     def num_prompt_logprobs(request: EngineRequest) -> int | None:
         return getattr(request.sampling_params, "prompt_logprobs", None)
 
@@ -330,11 +325,6 @@ class Surface:
         """Return the rows of a step: request id, tokens."""
         rows: Mapping[str, int] = output.num_scheduled_tokens
         return rows.items()
-
-    @staticmethod
-    def preempted(output: Any) -> list[str]:
-        """Return who was preempted since the step before was planned."""
-        return list(output.preempted_req_ids or ())
 
     # --- refusals -------------------------------------------------------------------------------------
 

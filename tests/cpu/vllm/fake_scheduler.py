@@ -6,16 +6,13 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import msgspec
 import pytest
 
 from onbeat.perfmodel.logged_step import StepOrigin
-from onbeat.recording.writer import create_record
 from onbeat.vllm import plugin as plugin_module
-from onbeat.vllm.recorder import Recorder, record_header
 from onbeat.vllm.scheduler import SLOSchedulerMixin
 from onbeat.vllm.surface import Surface
-from onbeat.vllm.teller import Teller, hello
+from onbeat.vllm.telemetry import Message
 
 BLOCK = 16
 
@@ -198,22 +195,8 @@ def add_some(scheduler, num=20, **objectives):
     return requests
 
 
-def heard_by(scheduler) -> list[dict[str, Any]]:
-    """Return a list that gets what a scheduler tells, as it comes out of a socket."""
-    told: list[dict[str, Any]] = []
-
-    def send(message):
-        told.append(msgspec.msgpack.decode(msgspec.msgpack.encode(message)))
-
-    scheduler.onbeat._teller = Teller(SimpleNamespace(send=send, close=lambda: None), rank=0)
+def heard_by(scheduler) -> list[Message]:
+    """Return a list that gets what a scheduler tells."""
+    told: list[Message] = []
+    scheduler.onbeat._publisher = SimpleNamespace(send=told.append, close=lambda: None)
     return told
-
-
-def recorded(path, keeper, origin, told):
-    """Write what a scheduler told to a record; return what was counted."""
-    recorder = Recorder(create_record(path)(record_header(hello(keeper, origin, rank=0)["header"])))
-    for message in told:
-        recorder.take(message)
-    recorder.finish()
-    recorder._writer.close()
-    return recorder.counts

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from onbeat.core.errors import SLOUnattainable
 from onbeat.vllm.refusals import TOO_LONG, Refusal, refusal_by, refusal_in
 from onbeat.vllm.requests import ROUTES
-from onbeat.vllm.telemetry import Publisher, hello_message, request_message
+from onbeat.vllm.telemetry import Publisher, RequestNews
 from tests.cpu.vllm.vllm_app import (
     ASK,
     BREAKS_OFF,
@@ -74,10 +74,8 @@ async def test_a_refusal_is_a_status_of_its_own_streamed_or_not(path, text):
         assert (reply.headers["retry-after"], reply.headers["retry-after-ms"]) == ("3", "2500")
         assert reply.headers["x-onbeat-predicted-ttft-ms"] == "1250.0"
         assert error["slo"]["ttft_ms"] == 500
-        assert (
-            'onbeat_requests_rejected_total{reason="slo_unattainable"} 1.0'
-            in (await client.get("/metrics")).text
-        )
+        metrics = (await client.get("/metrics")).text
+        assert 'onbeat_requests_rejected_total{reason="slo_unattainable"} 1.0' in metrics
 
 
 async def test_behind_a_prefix_a_refusal_has_the_form_of_its_api():
@@ -162,7 +160,7 @@ async def test_a_refusal_that_vllm_hides_is_told_by_the_scheduler(path, tmp_path
         ],
     }.get(path, [chat_whole("abort"), [chat_chunk({"role": "assistant", "content": ""}), event("[DONE]")]])
     address = f"ipc://{tmp_path}/t"
-    publisher = Publisher(address, hello_message({}))
+    publisher = Publisher(address)
     for answer in empty:
         app = VLLMApp(lambda _, answer=answer: answer)
 
@@ -170,8 +168,8 @@ async def test_a_refusal_that_vllm_hides_is_told_by_the_scheduler(path, tmp_path
             while True:
                 if app.bodies:
                     slo_id = app.bodies[-1]["vllm_xargs"]["slo_id"]
-                    details = {"status": 429, "predicted_ttft_ms": 70.0, "retry_after_s": 1.0}
-                    publisher.send(request_message("refused", "r", 0.0, slo_id=slo_id, **details))
+                    refusal = Refusal(status=429, predicted_ttft=0.07, retry_after=1.0)
+                    publisher.send(RequestNews(slo_id=slo_id, refusal=refusal))
                 await asyncio.sleep(0.005)
 
         telling = asyncio.create_task(tell())
@@ -180,7 +178,7 @@ async def test_a_refusal_that_vllm_hides_is_told_by_the_scheduler(path, tmp_path
         await asyncio.sleep(0.2)
         reply = await client.post(path, json={**ASK, "stream": isinstance(answer, list)})
         telling.cancel()
-        client.desk.close()
+        client.shared.close()
         assert reply.status_code == 429
         assert reply.json()["error"]["predicted_ttft_ms"] == 70.0
     publisher.close()

@@ -12,16 +12,13 @@ import pytest
 from onbeat.cli.main import main
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.description import description_from_json
 from onbeat.vllm import plugin as plugin_module
 from onbeat.vllm.batches import BatchLimits, stages
 from tests.cpu.vllm.fake_scheduler import (
     FakeRequest,
     FakeScheduler,
     add_some,
-    heard_by,
     planned_scheduler,
-    recorded,
     run,
 )
 
@@ -105,34 +102,14 @@ def test_steps_are_measured_kept_and_read_by_the_next_start(make, caplog, tmp_pa
     assert changed.has_requests()
 
 
-def test_a_record_replays_with_the_profile_that_was_kept(make, tmp_path, capsys):
-    scheduler = make()
-    run(scheduler)
-    told = heard_by(scheduler)
-    add_some(scheduler, 12, slo_ttft_ms=5000.0)
-    run(scheduler)
-    path = tmp_path / "run.gz"
-    recorded(path, scheduler.onbeat.keeper, plugin_module.origin_of(None), told)
-    assert main(["replay", str(path)]) == 0
-    assert "fitted (the engine's own)" in capsys.readouterr().out.replace("\n", " ")
+def test_a_simulation_takes_the_profile_that_was_kept(make, tmp_path):
+    run(make())
     (profile,) = (tmp_path / "onbeat" / "profiles" / "vllm").iterdir()
-    assert main(["replay", str(path), "--profile", str(profile), "--json", str(tmp_path / "found.json")]) == 0
-    assert f"Simulated with fitted ({profile})" in capsys.readouterr().out.replace("\n", "")
-    found = json.loads((tmp_path / "found.json").read_text())["forecasts"][f"fitted ({profile})"]
-    assert found["num_requests"] == 12
-    assert all(abs(error["relative_error"]) < 0.2 for error in found["errors"])
-
-
-def test_what_is_told_of_the_model_is_what_was_measured_last(make, monkeypatch, tmp_path):
-    monkeypatch.setitem(FakeScheduler.options, "telemetry", f"ipc://{tmp_path}/t")
-    scheduler = make()
-    publisher = scheduler.onbeat._teller._publisher
-    assert publisher.hello["header"]["step_time"] is None
-    run(scheduler)
-    told = publisher.hello["header"]["step_time"]
-    scheduler.shutdown()
-    model = description_from_json(json.loads(json.dumps(told))).predictor()
-    assert seconds_of(model, 4, 200) == seconds_of(scheduler.onbeat.keeper.model, 4, 200)
+    found = tmp_path / "found.json"
+    flags = ["--model", "smollm2-135m", "--device", "cpu", "--step-time", "fitted"]
+    load = ["--request-rate", "2", "--num-prompts", "10", "--input-len", "100", "--output-len", "20"]
+    assert main(["simulate", *flags, "--profile", str(profile), *load, "--json", str(found)]) == 0
+    assert json.loads(found.read_text())
 
 
 def test_a_request_has_the_machine_at_once_and_measuring_goes_on_later(make):
@@ -198,7 +175,7 @@ def test_all_aborted_or_paused_it_lets_the_engine_rest(make):
     assert paused.has_requests()
     output = aborted.schedule()
     assert output.num_scheduled_tokens
-    aborted.onbeat.forget_ended(None, 0.0)  # as vLLM does at its end
+    aborted.onbeat.forget_ended(None)  # as vLLM does at its end
     assert not aborted.has_requests()
     aborted.update_from_output(output, None)
     assert aborted.onbeat._calibration is None

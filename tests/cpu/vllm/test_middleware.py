@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 
 import pytest
+from starlette.datastructures import Headers
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
-from onbeat.vllm.objectives import read
-from onbeat.vllm.requests import ROUTES
+from onbeat.server.slo_defaults import SLODefaults
+from onbeat.vllm.objectives import KnownCaller, read
+from onbeat.vllm.requests import ROUTES, read_request
+from onbeat.vllm.telemetry import StepTimes
+from onbeat.vllm.verdicts import OpenRequest
 from tests.cpu.vllm.vllm_app import (
     ASK,
     CHAT,
     MESSAGES,
+    REFUSED,
     VLLMApp,
     chat_stream,
     chat_whole,
@@ -35,8 +42,6 @@ def classes(tmp_path):
 
 def held_to(app: VLLMApp):
     """Return what the engine makes of the newest request."""
-    from onbeat.server.slo_defaults import SLODefaults
-
     return read(app.bodies[-1]["vllm_xargs"], SLODefaults())
 
 
@@ -145,16 +150,54 @@ async def test_other_paths_are_left_alone():
     assert app.bodies == [ASK]
 
 
-async def test_metrics_stand_behind_vllms():
-    app = VLLMApp(lambda _: chat_stream())
-    client = client_of(app, {"class": "standard"})
-    await client.post(CHAT, json={"stream": True})
+async def numbers_of(client) -> dict[str, float]:
+    text = (await client.get("/metrics")).text
+    lines = [line.rpartition(" ") for line in text.splitlines() if line.startswith("onbeat_")]
+    return {name: float(value) for name, _, value in lines}
+
+
+async def test_four_numbers_stand_behind_vllms_metrics():
+    app = VLLMApp(lambda body: (503, {"error": {"message": REFUSED}}) if "n" in body else chat_stream())
+
+    def slowly(data: bytes) -> list[bytes]:
+        time.sleep(0.01)
+        return [data]
+
+    app.cut = slowly
+    client = client_of(app)
+    for more in ({"slo": {"ttft_ms": 5000}}, {"slo": {"ttft_ms": 1}}, {}, {"n": 1}):
+        await client.post(CHAT, json={"stream": True, **more})
+    client.shared.requests.take(StepTimes(rank=1, predicted=0.5, measured=2.0))
     text = (await client.get("/metrics", headers={"accept-encoding": "gzip"})).text
     assert text.startswith("vllm:up 1\n")
-    assert 'onbeat_slo_requests_total{outcome="good",slo_class="standard"} 1.0' in text
-    assert "onbeat_requests_running 0.0" in text
-    assert "process_cpu" not in text  # vLLM's own has it
     assert "accept-encoding" not in app.headers[-1]
+    assert await numbers_of(client) == {
+        "onbeat_slo_attainment": 0.5,
+        "onbeat_requests_late": 0.0,
+        'onbeat_requests_rejected_total{reason="slo_unattainable"}': 1.0,
+        'onbeat_step_time_ratio{rank="1"}': 0.25,
+    }
+
+
+@pytest.mark.parametrize(
+    ("slo", "mode", "deliveries", "due"),
+    [
+        ({"ttft_ms": 500}, "stream", [], 0.5),
+        ({"ttft_ms": 500, "tbt_ms": 100}, "stream", [0.2, 0.3], 0.7),
+        ({"tbt_ms": 100}, "stream", [0.2, 0.3], 0.4),
+        ({"tbt_ms": 100}, "gap", [0.2, 0.25], 0.35),
+        ({"ttft_ms": 500, "e2e_ms": 600}, "stream", [0.2], 0.6),
+    ],
+)
+def test_a_request_is_late_when_its_next_token_is_overdue(slo, mode, deliveries, due):
+    body = json.dumps({"stream": True, "slo": slo}).encode()
+    request = read_request(CHAT, body, Headers(), KnownCaller(), SLODefaults(), slo_id="x")
+    opened = OpenRequest(request, 0.0, mode)
+    for now in deliveries:
+        opened.deliver(0, now)
+    assert (opened.is_late(due - 1e-6), opened.is_late(due + 1e-6)) == (False, True)
+    opened.finish(0, "stop")
+    assert not opened.is_late(10.0)
 
 
 async def test_a_client_that_leaves_is_not_judged():
@@ -164,9 +207,9 @@ async def test_a_client_that_leaves_is_not_judged():
     client = client_of(never)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(client.post(CHAT, json=ASK), 0.05)
-    text = client.desk.ledger.metrics().decode()
-    assert 'onbeat_slo_requests_total{outcome="abandoned",slo_class="unnamed"} 1.0' in text
-    assert not client.desk.ledger._open
+    requests = client.shared.requests
+    assert not requests._verdicts
+    assert not requests._open
 
 
 async def test_a_wrong_configuration_ends_the_start_and_an_end_closes_what_was_opened(tmp_path):
@@ -176,9 +219,9 @@ async def test_a_wrong_configuration_ends_the_start_and_an_end_closes_what_was_o
     async def start(settings) -> object:
         client = client_of(app, settings)
         await client.served({"type": "lifespan"}, None, None)
-        return client.desk
+        return client.shared
 
     with pytest.raises(ConfigError, match="did you mean ttft_ms"):
         await start({"tftt_ms": 5})
-    desk = await start({"telemetry": f"ipc://{tmp_path}/t"})
-    assert desk._hearing.cancelling()
+    shared = await start({"telemetry": f"ipc://{tmp_path}/t"})
+    assert shared._hearing.cancelling()

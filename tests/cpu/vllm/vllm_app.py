@@ -92,8 +92,8 @@ class BehindMiddleware(httpx.AsyncClient):
         self.served, self._middleware = served, middleware
 
     @property
-    def desk(self):
-        return self._middleware._desk
+    def shared(self):
+        return self._middleware._shared
 
 
 def client_of(app: Any, settings: dict[str, Any] | None = None, **args: Any) -> BehindMiddleware:

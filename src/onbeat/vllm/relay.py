@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import orjson
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Receive, Scope, Send
 
-from onbeat.core.slo import SLOMode
 from onbeat.server.errors import IGNORED_FIELDS_HEADER, error_response, predicted_ttft_header
 from onbeat.vllm.answers import (
     DONE,
@@ -27,8 +25,8 @@ from onbeat.vllm.answers import (
     whole_with_verdict,
     with_verdict,
 )
-from onbeat.vllm.ledger import Entry
 from onbeat.vllm.refusals import Refusal
+from onbeat.vllm.verdicts import OpenRequest
 
 logger = logging.getLogger("onbeat.vllm")
 
@@ -40,35 +38,31 @@ MOST_HELD_BYTES = 2**20
 """Of a stream that has not begun; one that brings more is let through."""
 
 
-class Exchange:
+class AnswerRelay:
     """Takes vLLM's messages of one answer (`send`), and sends the client's.
 
     Parameters
     ----------
-    entry : the request's.
+    request : what is answered.
     scope, send : the client's.
-    mode : what keeping a TBT objective means.
     ignored : headers of the request without effect.
     told_seconds : see `TOLD_SECONDS`; 0 where the scheduler tells nothing.
-    clock : seconds.
     """
 
-    def __init__(  # noqa: PLR0913 -- who asks, who answers, and how they are told
+    def __init__(
         self,
-        entry: Entry,
+        request: OpenRequest,
         scope: Scope,
         receive: Receive,
         send: Send,
         *,
-        mode: SLOMode,
         ignored: list[str],
         told_seconds: float = TOLD_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._entry, self._mode, self._ignored = entry, mode, ignored
-        self._path = entry.request.path
+        self._request, self._ignored = request, ignored
+        self._path = request.request.path
         self._scope, self._receive, self._send = scope, receive, send
-        self._told_seconds, self._clock = told_seconds, clock
+        self._told_seconds = told_seconds
         self._start: Message | None = None
         self.status = 0
         """That the client got; 0 before."""
@@ -106,7 +100,7 @@ class Exchange:
         vLLM's Responses API breaks off so, as it has no event for such an error.
         """
         if not (self.is_refused or self.status):
-            refusal = await self._entry.refusal_told(self._told_seconds)
+            refusal = await self._request.refusal_told(self._told_seconds)
             if refusal is not None:
                 await self._refuse(refusal)
         return self.is_refused
@@ -118,7 +112,6 @@ class Exchange:
         assert self._start is not None, "a body has a head before it"
         content = _json_object(bytes(self._body))
         if content is None:
-            self._entry.close("error" if self._start["status"] >= 400 else "stop", self._clock())
             await self._release(bytes(self._body), has_more=False)
             return
         told, status = read_whole(self._path, content), self._start["status"]
@@ -126,14 +119,11 @@ class Exchange:
         if (refusal := await self._refusal(told, may_be=not told.has_begun)) is not None:
             await self._refuse(refusal)
             return
-        now = self._clock()
-        if told.usage is not None:
-            self._entry.take_usage(told.usage)
+        now = time.monotonic()
         for index, reason in told.finished.items():
-            self._entry.deliver(index, now, max(_num_output(told), 1))
-            self._entry.finish(index, reason)
-        verdict = self._entry.verdict(self._mode) if told.takes_verdict and not told.is_error else None
-        self._entry.close("error" if told.is_error else "stop", now)
+            self._request.deliver(index, now, max(_num_output(told), 1))
+            self._request.finish(index, reason)
+        verdict = self._request.verdict() if told.takes_verdict and not told.is_error else None
         out = bytes(self._body) if verdict is None else whole_with_verdict(content, verdict)
         await self._release(out, has_more=False)
 
@@ -148,7 +138,6 @@ class Exchange:
                 await self._refuse(refusal)
                 return
             self._out += self._flushed(is_last=True) + self._splitter.rest()
-            self._entry.close("error", self._clock())
         if not (self._has_begun or len(self._out) > MOST_HELD_BYTES) and has_more:
             return
         out, self._out = bytes(self._out), bytearray()
@@ -165,16 +154,14 @@ class Exchange:
             return None
         told = read_event(self._path, data)
         if not self._has_begun:
-            is_empty_end = bool(told.finished) and not told.deliveries and not self._entry.has_delivered
+            is_empty_end = bool(told.finished) and not told.deliveries and not self._request.has_delivered
             if (refusal := await self._refusal(told, may_be=is_empty_end)) is not None:
                 return refusal
-        now = self._clock()
+        now = time.monotonic()
         for index in told.deliveries:
-            self._entry.deliver(index, now)
+            self._request.deliver(index, now)
         for index, reason in told.finished.items():
-            self._entry.finish(index, reason)
-        if told.usage is not None:
-            self._entry.take_usage(told.usage)
+            self._request.finish(index, reason)
         self._has_begun |= told.has_begun
         self._out += self._flushed(is_last=False)
         if told.takes_verdict:
@@ -187,7 +174,7 @@ class Exchange:
     def _flushed(self, *, is_last: bool) -> bytes:
         """Return the event that waited; if nothing follows, with the verdict."""
         event, self._pending = self._pending, b""
-        if event and is_last and (verdict := self._entry.verdict(self._mode)) is not None:
+        if event and is_last and (verdict := self._request.verdict()) is not None:
             return with_verdict(event, verdict, self._path)
         return event
 
@@ -196,13 +183,13 @@ class Exchange:
         if told.refusal is not None:
             return told.refusal
         looks_so = may_be or told.is_error or "abort" in told.finished.values()
-        return await self._entry.refusal_told(self._told_seconds) if looks_so else self._entry.refusal
+        return await self._request.refusal_told(self._told_seconds) if looks_so else self._request.refusal
 
     async def _refuse(self, refusal: Refusal) -> None:
-        self._entry.refuse(refusal, self._clock())
+        self._request.refusal = refusal
         start, self._start = self._start or {}, None
         self._take, self.is_refused = self._take_nothing, True
-        response = error_response(refusal.error(self._entry.request.objectives), self._path)
+        response = error_response(refusal.error(self._request.request.objectives), self._path)
         self.status = response.status_code
         self._name_ignored(response.headers)
         kept = [each for each in start.get("headers", []) if each[0].lower().startswith(_KEPT)]
@@ -221,7 +208,7 @@ class Exchange:
         headers = MutableHeaders(raw=list(start.get("headers", [])))
         if not has_more and "content-length" in headers:
             headers["content-length"] = str(len(body))
-        for name, value in predicted_ttft_header(self._entry.predicted_ttft).items():
+        for name, value in predicted_ttft_header(self._request.predicted_ttft).items():
             headers[name] = value
         self._name_ignored(headers)
         self.status = start["status"]
