@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from onbeat.scheduler.cluster.membership import Membership, Replica, RoutedRequest
+from onbeat.scheduler.cluster.migration import PoolPolicy
 from onbeat.scheduler.cluster.move_stages import STANDS_STILL, Move
 from onbeat.scheduler.cluster.mover import MOST_STOPPED, Mover, num_blocks_of
-from onbeat.scheduler.cluster.pool_policies import PoolPolicy
 from onbeat.scheduler.cluster.pools import Pools
 
 WAITS_FOR_CAPACITY = replace(STANDS_STILL, waits_for_capacity=True)

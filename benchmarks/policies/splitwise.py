@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import inf
 
 from onbeat.scheduler.cluster.membership import Replica, ReplicaState, RoutedRequest
+from onbeat.scheduler.cluster.migration import PoolPolicy
 from onbeat.scheduler.cluster.move_stages import Course, Stage
-from onbeat.scheduler.cluster.pool_policies import PoolPolicy
 
 MOST_QUEUED_TOKENS = 8192
 """In a queue of prompts that has not only this one. The paper speaks of a threshold; this is that of its

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 
-from onbeat.cluster import cuda_devices
-from onbeat.cluster.cuda_devices import share_devices
+from onbeat.cluster import start
 from onbeat.cluster.local_launcher import LocalLauncher
+from onbeat.cluster.start import share_devices
 from onbeat.core.errors import ConfigError, InvalidRequest
 from tests.fake_runner import build_fake_engine
 from tests.fleet.fleets import fleet_of, is_ready
@@ -19,7 +19,7 @@ from tests.waiting import until
 @pytest.fixture
 def four_devices(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(cuda_devices, "_num_devices", lambda: 4)
+    monkeypatch.setattr(start, "_num_devices", lambda: 4)
 
 
 @pytest.mark.parametrize(
@@ -44,12 +44,12 @@ def test_too_few_devices_are_said_with_what_fits():
 @pytest.mark.usefixtures("four_devices")
 def test_what_the_environment_hides_is_not_shared_out(monkeypatch, named, devices):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-    assert cuda_devices.visible_devices() == devices
+    assert start.visible_devices() == devices
 
 
 def test_a_machine_without_a_driver_has_none(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(cuda_devices.ctypes, "CDLL", lambda _name: (_ for _ in ()).throw(OSError))
+    monkeypatch.setattr(start.ctypes, "CDLL", lambda _name: (_ for _ in ()).throw(OSError))
     assert share_devices("auto", 2) == []
 
 

@@ -4,6 +4,12 @@ Each row is worked on alone, by functions that see nothing but its own logits, s
 log-probabilities are the same to the last bit in any batch.
 
 Legend: R rows, V vocabulary.
+
+Penalties, logit bias and banned tokens: changes of a row's logits before its token is chosen.
+
+The work grows with the tokens concerned, not with the vocabulary V.
+
+Log-probabilities of sampled tokens and their most likely alternatives.
 """
 
 # ruff: noqa: N815 -- array names carry shape suffixes
@@ -20,12 +26,112 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.request import TokenLogprobs
-from onbeat.engine.draw import Logits, draw, draw_of_all, min_p_bound, nucleus_candidates, top_k_bound, weigh
+from onbeat.engine.draw import (
+    Floats,
+    Logits,
+    TokenIds,
+    draw,
+    draw_of_all,
+    min_p_bound,
+    nucleus_candidates,
+    top_k_bound,
+    weigh,
+)
 from onbeat.engine.guided_draw import GuideOutcome, hold_to_grammars, redrawn
-from onbeat.engine.logit_edits import edit_logits
-from onbeat.engine.logprobs import token_logprobs
 from onbeat.engine.random_stream import uniform
 from onbeat.engine.sampling_row import SamplingRow
+
+
+def token_logprobs(
+    logits_V: Logits, token_id: int, alternatives: int | Sequence[int], *, with_rank: bool = False
+) -> TokenLogprobs:
+    """Report a row's token under the softmax of its logits.
+
+    Parameters
+    ----------
+    logits_V : [vocabulary], as the model made them: before penalties and temperature.
+    token_id : the token that was sampled.
+    alternatives : how many of the most likely tokens to report with it, the lowest ids of equals; or which
+        tokens to report behind the token itself.
+    with_rank : whether to count the tokens that are likelier.
+    """
+    if isinstance(alternatives, int):
+        shown = _most_likely(logits_V, min(alternatives, len(logits_V))).tolist()
+    else:
+        shown = [token_id, *(other for other in alternatives if other != token_id)]
+    with np.errstate(invalid="ignore", over="ignore"):  # of a row that is not finite: its reports are NaN
+        peak = float(logits_V.max())
+        weights_V = logits_V - peak
+        log_mass = peak + math.log(np.exp(weights_V, out=weights_V).sum())
+    values = [value - log_mass for value in logits_V[shown].tolist()]
+    rank = 1 + int(np.count_nonzero(logits_V > logits_V[token_id])) if with_rank else None
+    return TokenLogprobs(token_id, float(logits_V[token_id]) - log_mass, tuple(shown), tuple(values), rank)
+
+
+def _most_likely(logits_V: Logits, count: int) -> TokenIds:
+    if not count:
+        return np.zeros(0, np.int64)
+    candidates = np.flatnonzero(logits_V >= top_k_bound(logits_V, count))
+    return candidates[np.argsort(-logits_V[candidates], kind="stable")[:count]]
+
+
+def edit_logits(logits_V: Logits, row: SamplingRow) -> None:
+    """Apply penalties, then logit bias, then bans, in place.
+
+    Parameters
+    ----------
+    logits_V : [vocabulary], float32 or float64.
+    row : the request whose logits these are.
+    """
+    if row.has_penalties:
+        _apply_penalties(logits_V, row)
+    if row.params.logit_bias:
+        token_ids, bias = _in_vocabulary(logits_V, *row.bias)
+        logits_V[token_ids] += bias.astype(logits_V.dtype)
+    _ban_tokens(logits_V, row)
+
+
+def _apply_penalties(logits_V: Logits, row: SamplingRow) -> None:
+    """Repetition (prompt and output), then frequency and presence (output only) penalties.
+
+    References
+    ----------
+    Keskar et al., "CTRL", 2019, section 4.1 (repetition penalty; its sign-dependent form is the one in use);
+    the OpenAI API reference (frequency and presence).
+    """
+    params, counts = row.params, row.token_counts
+    counts.update(row.output_token_ids)
+    token_ids, token_counts = _in_vocabulary(logits_V, counts.token_ids, counts.counts)
+    lowered_by = params.frequency_penalty * token_counts + params.presence_penalty * (token_counts > 0)
+    values = logits_V[token_ids]
+    # A tiny repetition penalty lifts a logit beyond the largest number: there it stays, ahead of all others.
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        penalty = params.repetition_penalty
+        values = np.where(values > 0, values / penalty, values * penalty)
+        values -= lowered_by.astype(values.dtype)
+    logits_V[token_ids] = np.minimum(values, np.finfo(values.dtype).max)
+
+
+def _ban_tokens(logits_V: Logits, row: SamplingRow) -> None:
+    if row.params.allowed_token_ids:
+        allowed = _in_vocabulary(logits_V, row.allowed_token_ids)[0]
+        kept = logits_V[allowed]
+        logits_V.fill(-np.inf)
+        logits_V[allowed] = kept
+    if row.params.bad_words:
+        logits_V[_in_vocabulary(logits_V, row.banned_token_ids)[0]] = -np.inf
+    if row.holds_back_stops:
+        logits_V[_in_vocabulary(logits_V, row.stop_token_ids)[0]] = -np.inf
+
+
+def _in_vocabulary(
+    logits_V: Logits, token_ids: TokenIds, values: Floats | None = None
+) -> tuple[TokenIds, Floats]:
+    """Drop ids that have no logit: nothing can sample them, so no change to them has a meaning."""
+    values = np.zeros(len(token_ids)) if values is None else values
+    inside = (token_ids >= 0) & (token_ids < len(logits_V))
+    return (token_ids, values) if inside.all() else (token_ids[inside], values[inside])
+
 
 __all__ = ["BestTokens", "SampledTokens", "Sampler", "SamplingRow"]
 

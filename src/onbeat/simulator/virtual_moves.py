@@ -1,22 +1,320 @@
-"""Moves between virtual replicas: when their steps are done, and what copies take from steps."""
+"""Moves between virtual replicas: when their steps are done, and what copies take from steps.
+
+The KV of a virtual replica, as the agent of its moves sees it: nothing but time and reservations.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from math import inf
+from typing import Generic, NamedTuple, TypeVar
 
 from onbeat.core.fleet import ReplicaId, replica_id, replica_number
 from onbeat.core.handover import Detached, MoveTask, MoveVerb
 from onbeat.core.request import Request
 from onbeat.scheduler.cluster.events import Answered, MoveStep
 from onbeat.scheduler.cluster.move_executor import MoveExecutor, OpenMove
-from onbeat.scheduler.replica.move_agent import MoveAgent
-from onbeat.simulator.kv_port import Copies, VirtualKV, VirtualSource
+from onbeat.scheduler.replica.move_agent import Departure, MoveAgent
 from onbeat.simulator.simulation_config import KVLink
 from onbeat.simulator.virtual_clients import OfferedRequest
 from onbeat.simulator.virtual_replica import VirtualReplica
+
+K = TypeVar("K", bound=Hashable)
+"""Whatever names a transfer."""
+
+_Port = tuple[str, int]
+"""One direction of a replica's link."""
+
+
+@dataclass(slots=True)
+class _Flow:
+    """A transfer under way."""
+
+    ports: tuple[_Port, _Port]
+    """That it leaves by, and that it comes in by."""
+    num_left: float
+    """Bytes."""
+    rate: float = 0.0
+    """Bytes per second."""
+    end: float = inf
+    """At this rate."""
+
+
+class Links(Generic[K]):
+    """Each replica has one link, which takes `bandwidth` out and `bandwidth` in at the same time.
+
+    Transfers share what they have in common so that none can have more without one that has no more than it
+    having less (max-min fairness): what flows of equal round-trip times get of a network in the long run, and
+    what simulators of networks compute.
+
+    Parameters
+    ----------
+    bandwidth : bytes per second, in either direction.
+    """
+
+    def __init__(self, bandwidth: float) -> None:
+        self._bandwidth = bandwidth
+        self._flows: dict[K, _Flow] = {}
+        self._now = 0.0
+        self.next_time = inf
+        """When the next transfer ends, if none begins before."""
+        self.num_bytes_moved = 0.0
+        """By transfers that have ended, been dropped or are under way, up to the last call."""
+
+    def begin(self, key: K, source: int, destination: int, num_bytes: float, now: float) -> None:
+        """Begin a transfer; `end` will name its key."""
+        assert key not in self._flows, f"{key} is under way"
+        self._advance(now)
+        self._flows[key] = _Flow((("out", source), ("in", destination)), num_bytes)
+        self._share()
+
+    def end(self, now: float) -> list[K]:
+        """Return the transfers that have ended by now, in the order in which they began."""
+        if now < self.next_time:
+            return []
+        ended = [key for key, flow in self._flows.items() if flow.end <= now]
+        self._advance(now)
+        for key in ended:
+            del self._flows[key]
+        self._share()
+        return ended
+
+    def drop(self, key: K, now: float) -> None:
+        """Let a transfer end before its last byte; one that is not under way is ignored."""
+        if key in self._flows:
+            self._advance(now)
+            del self._flows[key]
+            self._share()
+
+    def rates(self) -> dict[_Port, float]:
+        """Return what goes over each direction of each link, bytes per second."""
+        found: dict[_Port, float] = defaultdict(float)
+        for flow in self._flows.values():
+            for port in flow.ports:
+                found[port] += flow.rate
+        return found
+
+    def _advance(self, now: float) -> None:
+        """Count the bytes that have gone since the last call."""
+        for flow in self._flows.values():
+            num_bytes = flow.num_left if flow.end <= now else flow.rate * (now - self._now)
+            flow.num_left -= num_bytes
+            self.num_bytes_moved += num_bytes
+        self._now = now
+
+    def _share(self) -> None:
+        """Give each transfer its rate: the fullest link is shared first, then what is left of the others."""
+        free = {port: self._bandwidth for flow in self._flows.values() for port in flow.ports}
+        waiting = dict(self._flows)
+        while waiting:
+            users = Counter(port for flow in waiting.values() for port in flow.ports)
+            share, fullest = min((free[port] / count, port) for port, count in users.items())
+            for key in [key for key, flow in waiting.items() if fullest in flow.ports]:
+                flow = waiting.pop(key)
+                flow.rate = share
+                for port in flow.ports:
+                    free[port] = max(free[port] - share, 0.0)
+                flow.end = self._now + flow.num_left / share
+        self.next_time = min((flow.end for flow in self._flows.values()), default=inf)
+
+
+class VirtualSource(NamedTuple):
+    """Blocks that a virtual replica lends."""
+
+    replica: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Copy:
+    source: int
+    destination: int
+    num_bytes: float
+    pull: Future[int] = field(default_factory=Future)
+    is_given_up: bool = False
+    """Whether the reservation is to be given back at its end."""
+
+
+class Copies:
+    """The copies between virtual replicas. Each takes memory bandwidth from the next step of both.
+
+    Parameters
+    ----------
+    replicas : those that live, by number.
+    link : what lies between them.
+    block_size : tokens of a KV block.
+    memory_bandwidth : returns the bytes per second that the memory of a replica's devices moves.
+    call : takes the number of a replica that has something new to plan with.
+    on_capacity : takes that of one that has more capacity, whether it runs a step or not.
+
+    Attributes
+    ----------
+    now : the instant that has come, seconds; whoever holds this sets it.
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[int, VirtualReplica],
+        link: KVLink,
+        *,
+        block_size: int,
+        memory_bandwidth: Callable[[int], float],
+        call: Callable[[int], None],
+        on_capacity: Callable[[int], None],
+    ) -> None:
+        self._replicas = replicas
+        self._bytes_per_block = block_size * link.bytes_per_token
+        self._memory_bandwidth = memory_bandwidth
+        self._call = call
+        self._on_capacity = on_capacity
+        self.links: Links[str] = Links(link.bandwidth)
+        self._by_move: dict[str, _Copy] = {}
+        """Those into reservations that were given up included."""
+        self.now = 0.0
+
+    def settle(self, number: int) -> None:
+        """Let a replica see what has come of its steps by now, and plan with what is about to change."""
+        self._replicas[number].settle(self.now)
+        self._call(number)
+
+    def begin(self, move: str, source: VirtualSource, first_block: int, destination: int) -> Future[int]:
+        """Begin a copy; the future has its bytes."""
+        num_bytes = (len(source.block_ids) - first_block) * self._bytes_per_block
+        copy = self._by_move[move] = _Copy(source.replica, destination, num_bytes)
+        self.links.begin(move, source.replica, destination, num_bytes, self.now)
+        for number in (source.replica, destination):
+            self.settle(number)  # a run ends with its step under way: the next one takes longer
+            self._replicas[number].charge(num_bytes / self._memory_bandwidth(number))
+        return copy.pull
+
+    def release(self, move: str, destination: int) -> None:
+        """Free what is kept for a move at its destination, once no copy writes there."""
+        copy = self._by_move.get(move)
+        if copy is not None:
+            copy.is_given_up = True
+        elif destination in self._replicas:
+            self.settle(destination)
+            self._replicas[destination].scheduler.handover.release_reservation(move)
+            self._on_capacity(destination)
+
+    def end(self) -> None:
+        """End the copies whose last byte has gone."""
+        for move in self.links.end(self.now):
+            copy = self._by_move.pop(move)
+            if copy.is_given_up:
+                self.release(move, copy.destination)
+            else:
+                copy.pull.set_result(round(copy.num_bytes))
+
+    def cut(self, number: int | None = None) -> None:
+        """End copies from or to a replica, or all, before their last byte: nobody waits for them."""
+        for move, copy in self._drop(number):
+            assert copy.is_given_up, "it has something left"
+            self.release(move, copy.destination)
+
+    def lose(self, number: int) -> None:
+        """Let the copies from and to a replica be gone with it."""
+        for move, copy in self._drop(number):
+            if copy.is_given_up and copy.destination != number:
+                self.release(move, copy.destination)
+
+    def _drop(self, number: int | None) -> Iterator[tuple[str, _Copy]]:
+        for move, copy in list(self._by_move.items()):
+            if number in (None, copy.source, copy.destination):
+                self.links.drop(move, self.now)
+                del self._by_move[move]
+                yield move, copy
+
+
+class VirtualKV:
+    """Lends the KV of a virtual replica, and takes that of others, with the verbs of its scheduler.
+
+    Parameters
+    ----------
+    number : the replica's.
+    block_size : tokens of a KV block.
+    copies : those between all replicas.
+    adopted : the requests that moves bring, by move.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        replica: VirtualReplica,
+        block_size: int,
+        copies: Copies,
+        adopted: Mapping[str, OfferedRequest],
+    ) -> None:
+        self._number = number
+        self._replica = replica
+        self._handover = replica.scheduler.handover
+        self._block_size = block_size
+        self._copies = copies
+        self._adopted = adopted
+
+    def num_full_tokens(self, request_id: str) -> int:
+        """Return the tokens of the blocks that `hold` would lend."""
+        return self._handover.num_full_blocks(request_id) * self._block_size
+
+    def hold(self, request_id: str) -> VirtualSource | None:
+        """Lend the full blocks of a request, for as long as it takes."""
+        held = self._handover.hold(request_id, inf)
+        return None if held is None else VirtualSource(self._number, held.block_ids)
+
+    def summed(self, source: VirtualSource) -> Future[VirtualSource]:
+        """Return what is lent, at once."""
+        future: Future[VirtualSource] = Future()
+        future.set_result(source)
+        return future
+
+    def unhold(self, request_id: str) -> None:
+        """Lend it no longer."""
+        self._handover.release_hold(request_id)
+
+    def detach(self, request_id: str) -> None:
+        """Take a request out of the batch at the end of the steps under way."""
+        self._handover.detach(request_id)
+
+    def take_departures(self) -> list[Departure[VirtualSource]]:
+        """Return what became of those who were to leave since the last call."""
+        return [
+            Departure(
+                each.request_id,
+                each.detached,
+                None if each.detached is None else VirtualSource(self._number, each.detached.block_ids),
+            )
+            for each in self._handover.take_detached()
+        ]
+
+    def reattach(self, request_id: str) -> bool:
+        """Let a request go on that has left."""
+        return self._handover.reattach(request_id)
+
+    def free(self, request_id: str) -> None:
+        """Forget a request that has left, and lend its KV no longer."""
+        self._replica.let_go(request_id)
+        self._handover.release_hold(request_id)
+
+    def reserve(self, move: str, num_tokens: int) -> bool:
+        """Keep a slot and blocks, for as long as it takes."""
+        return self._handover.reserve(move, num_tokens, inf) is not None
+
+    def pull(self, move: str, source: VirtualSource, first_block: int) -> Future[int]:
+        """Begin a copy."""
+        return self._copies.begin(move, source, first_block, self._number)
+
+    def adopt(self, move: str, request: Request, detached: Detached) -> None:  # noqa: ARG002
+        """Go on with a request whose KV has come."""
+        self._replica.adopt(move, self._adopted[move], detached, self._copies.now)
+
+    def release(self, move: str) -> None:
+        """Give a reservation back, once no copy writes there."""
+        self._copies.release(move, self._number)
+
 
 Answer = Callable[[Answered, float, float], None]
 """Takes an answer, the time, and in how many seconds it is heard of."""

@@ -4,21 +4,177 @@ The sandbox counts loops and calls, but one method of a text can ask for ten gig
 products for minutes: only the system can stop these. So a server renders in a process of its own, which may
 take only so much time and memory: `python -m onbeat.text.chat_template SECONDS NICENESS`. What fails for want
 of memory is an error; what takes too long ends the process, which is started again for the next chat.
+
+The sandbox that chat templates run in: no way out, and an end to what they may compute.
+
+Jinja's sandbox keeps a template from reaching Python's internals and from changing its arguments, but nested
+loops, calls or a repeated string could still take all time and memory: these are counted or bounded. What is
+not, such as wide formats or text that doubles itself, the limits of a process end (`TemplateProcess`).
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sized
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
+
+import jinja2
+from jinja2 import nodes, pass_context
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from onbeat.core.errors import ConfigError, InvalidRequest, OnbeatError
 from onbeat.core.protocols import Tokenizer
 from onbeat.files import read_text
 from onbeat.text.limited_process import Answer, Ended, LimitedProcess, serve, timer
-from onbeat.text.template_sandbox import SandboxedTemplate
+
+MAX_TURNS = 1_000_000
+"""Most loop turns of one rendering."""
+TURNS_PER_CALL = 10
+"""A call, a macro's above all, takes about as long as this many empty loop turns."""
+MAX_PRODUCT = 10_000_000
+"""Most items of a repeated string or list, and most bits of a power."""
+_BUDGET = "rendering budget"
+"""Not an identifier, so no template can name it."""
+_ERRORS_OF_TEMPLATES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+"""What Python raises where a template does something that does not suit its values."""
+
+
+class RenderingBudget:
+    """Loop turns and calls that one rendering has left."""
+
+    def __init__(self) -> None:
+        self._num_left = MAX_TURNS
+
+    def spend(self, num_turns: int) -> None:
+        self._num_left -= num_turns
+        if self._num_left < 0:
+            raise jinja2.TemplateRuntimeError(
+                f"it takes more than {MAX_TURNS} loop turns, counting a call as {TURNS_PER_CALL}"
+            )
+
+
+class ChatSandbox(ImmutableSandboxedEnvironment):
+    """A Jinja environment with what Hugging Face's chat templates expect, and a budget for each rendering."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
+        self.filters["tojson"] = _to_json
+        self.filters[_BUDGET] = _counted
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _format_now
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """Count the turns of every loop (a hook of jinja2)."""
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, _BUDGET, [], [], None, None, lineno=loop.lineno)
+        return tree
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        context[_BUDGET].spend(TURNS_PER_CALL)
+        return super().call(context, function, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            _check_power(left, right)
+        else:
+            _check_product(left, right)
+            _check_product(right, left)
+        return super().call_binop(context, operator, left, right)
+
+
+class SandboxedTemplate:
+    """A compiled template.
+
+    Parameters
+    ----------
+    source : Jinja template.
+
+    Raises
+    ------
+    ConfigError : the template is not valid Jinja, or takes too much to be compiled.
+    """
+
+    def __init__(self, source: str) -> None:
+        try:
+            self._template = ChatSandbox().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template is not valid: {error}") from error
+        except RecursionError as error:
+            raise ConfigError("the chat template is not valid: it is nested too deep") from error
+        except (MemoryError, OverflowError) as error:
+            raise ConfigError("the chat template is not valid: compiling it takes too much memory") from error
+
+    def render(self, variables: dict[str, Any]) -> str:
+        """Return the text.
+
+        Parameters
+        ----------
+        variables : what the template may look at.
+
+        Raises
+        ------
+        InvalidRequest : the template refuses these messages, fails on them, or computes too much.
+        RecursionError : messages or variables are nested deeper than the template can follow.
+        """
+        try:
+            return self._template.render({**variables, _BUDGET: RenderingBudget()})
+        except RecursionError:
+            raise
+        except (jinja2.TemplateError, MemoryError, *_ERRORS_OF_TEMPLATES) as error:
+            problem = "it takes too much memory" if isinstance(error, MemoryError) else error
+            raise InvalidRequest(
+                f"the chat template cannot render these messages: {problem}", param="messages"
+            ) from error
+
+
+@pass_context
+def _counted(context: Context, iterable: Any) -> Any:
+    items = iterable if isinstance(iterable, Sized) else list(iterable)
+    context[_BUDGET].spend(len(items))
+    return items
+
+
+def _check_product(sequence: Any, times: Any) -> None:
+    if isinstance(sequence, Sized) and isinstance(times, int) and len(sequence) * times > MAX_PRODUCT:
+        raise jinja2.TemplateRuntimeError(f"a product of {len(sequence)} items and {times} is too large")
+
+
+def _check_power(base: Any, exponent: Any) -> None:
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > MAX_PRODUCT:
+        raise jinja2.TemplateRuntimeError(f"the power with the exponent {exponent} is too large")
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks the assistant's words for training; for a prompt it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 (declared so by jinja2)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, ensure_ascii: Any = False, indent: int | None = None, **options: Any) -> str:  # noqa: FBT002
+    # Jinja's own filter escapes HTML, which a prompt must not. The arguments are transformers'.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> Callable[..., Any]:
+    raise jinja2.TemplateError(message)
+
+
+def _format_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
 
 Messages = list[dict[str, Any]]
 

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 import pytest
 import zmq
 
-from onbeat.engine import step_wait
-from onbeat.engine.step_wait import StepWait
+from onbeat.engine import process
+from onbeat.engine.process import StepWait
 
 
 class Wiring:
@@ -65,7 +65,7 @@ def test_a_step_that_has_ended_is_not_waited_for(wiring):
 
 def test_messages_are_read_when_they_come(wiring, monkeypatch):
     """The step ends only after the second message, and that is sent only after the first was read."""
-    monkeypatch.setattr(step_wait, "WAKE_SECONDS", 60.0)  # nothing but the messages wakes it in time
+    monkeypatch.setattr(process, "WAKE_SECONDS", 60.0)  # nothing but the messages wakes it in time
     step: Future[None] = Future()
     was_read: list[bool] = []
 

@@ -16,7 +16,7 @@ import torch
 
 from onbeat.core.request import FinishReason, Request
 from onbeat.engine.grammar_port import GrammarPort
-from onbeat.engine.speculation.no_drafts import NoDrafts
+from onbeat.engine.speculation.build import NoDrafts
 from onbeat.recording.reader import Recording
 from onbeat.recording.writer import create_record
 from onbeat.scheduler.scheduler_config import SchedulerConfig

@@ -15,8 +15,7 @@ from onbeat.engine.draw import Floats, Logits
 from onbeat.engine.grammar_port import GrammarPort
 from onbeat.engine.guided_draw import GuideOutcome, allowed_ids
 from onbeat.engine.guided_rows import begin_guide
-from onbeat.engine.logprobs import token_logprobs
-from onbeat.engine.sampler import Sampler
+from onbeat.engine.sampler import Sampler, token_logprobs
 from onbeat.engine.sampling_row import SamplingRow
 from onbeat.text.grammar.guide import GrammarTooComplex
 from onbeat.text.grammar.source import choice_grammar, json_grammar, regex_grammar

@@ -16,7 +16,7 @@ from onbeat.engine.executor import DoneStep, ThreadExecutor
 from onbeat.engine.guided_rows import Guides
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler, SamplingRow
-from onbeat.engine.speculation.ngram import NgramProposer
+from onbeat.engine.speculation.build import NgramProposer
 from onbeat.engine.speculation.proposer import Proposer
 from onbeat.engine.speculation.speculative_config import read_speculative_config
 from onbeat.scheduler.replica.scheduler import Scheduler

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from onbeat.core.request import Request
 from onbeat.core.step import AdmittedRequest
 from onbeat.engine.input_batch import InputBatch
-from onbeat.engine.speculation.ngram import NgramProposer
+from onbeat.engine.speculation.build import NgramProposer
 from onbeat.engine.speculation.proposer import DraftRow
 from tests.cpu.speculation.runs import ngram
 

@@ -11,8 +11,7 @@ from onbeat.core.request import Placement
 from onbeat.core.slo import SLO
 from onbeat.jobs import table as module
 from onbeat.jobs.call import CallShare, JobCall, JobEnd, by_work
-from onbeat.jobs.learnt import MOST_KINDS, MOST_TENANTS
-from onbeat.jobs.table import FORGOTTEN_AFTER, LONGEST_KEPT, JobTable, OpenCall
+from onbeat.jobs.table import FORGOTTEN_AFTER, LONGEST_KEPT, MOST_KINDS, MOST_TENANTS, JobTable, OpenCall
 
 
 def call(name: str = "a", **stated: Any) -> JobCall:

@@ -10,9 +10,8 @@ import pytest
 
 from onbeat.core.options import change
 from onbeat.core.slo import SLO
-from onbeat.planner.alone import AloneSearch
 from onbeat.planner.buckets import buckets_of
-from onbeat.planner.fleet_plan import Planner
+from onbeat.planner.fleet_plan import AloneSearch, Planner
 from onbeat.planner.fleets import FleetCapacity, FleetSearch
 from onbeat.planner.plan_task import PlanTask, Progress
 from onbeat.planner.share_objectives import AttainmentObjective

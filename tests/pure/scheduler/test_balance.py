@@ -21,7 +21,7 @@ from onbeat.scheduler.cluster.events import (
     Withdraw,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
-from onbeat.scheduler.cluster.mending import has_spare_capacity, is_worth_it, trouble
+from onbeat.scheduler.cluster.migration import has_spare_capacity, is_worth_it, trouble
 from onbeat.scheduler.cluster.routers import make_router
 
 COSTS = PrefillCosts(token=1e-4, pair=0.0, step=0.01, decode=1e-4)

@@ -16,7 +16,7 @@ from onbeat.scheduler.cluster.events import (
     ScalingAsked,
 )
 from onbeat.scheduler.cluster.fleet import Fleet
-from onbeat.scheduler.cluster.offered_work import Offered, OfferedWork
+from onbeat.scheduler.cluster.objective_scaling import Offered, OfferedWork
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.scaling import ScaleBounds, make_policy, parse_bounds
 from tests.examples import examples

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.scheduler.replica.speculation.goodput import expected_tokens
+from onbeat.scheduler.replica.speculation.drafting import expected_tokens
 
 CONTEXT = 1024
 MOST = 10

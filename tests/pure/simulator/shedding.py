@@ -7,7 +7,7 @@ from dataclasses import replace
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.request import FinishReason, Request
 from onbeat.core.slo import Fate, ShedMode
-from onbeat.scheduler.replica.composers import Composer
+from onbeat.scheduler.replica.policies import Composer
 from onbeat.scheduler.replica.results import last_output
 from onbeat.scheduler.replica.scheduler import Scheduler
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.simulator.kv_port import Links
+from onbeat.simulator.virtual_moves import Links
 from tests.examples import examples
 
 BANDWIDTH = 100.0

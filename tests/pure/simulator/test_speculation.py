@@ -14,12 +14,12 @@ from onbeat.core.slo import SLO
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.scheduler_config import DraftLength, SpeculationConfig
 from onbeat.simulator.draft_acceptance import Acceptance, KnownDrafts
+from onbeat.simulator.replica_core import AskedRow, CatchUp
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import KVLink, ReplicaKind
 from onbeat.simulator.speculation import SpeculationSettings
-from onbeat.simulator.verifying import AskedRow, CatchUp
 from onbeat.workload.slo_classes import SLOClass
 from tests.examples import examples
 from tests.pure.simulator.loads import ShapeTime, StepByStep, linear_time, make_config, make_load, random_load

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onbeat.core.errors import ConfigError, InvalidRequest
-from onbeat.text import template_sandbox
+from onbeat.text import chat_template
 from onbeat.text.chat_template import ChatTemplate, load_chat_template
 from tests.fakes_engine import ByteTokenizer
 
@@ -20,7 +20,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 @pytest.fixture
 def small_budget(monkeypatch):
     """A hundredth of the budget: what runs into it does so soon."""
-    monkeypatch.setattr(template_sandbox, "MAX_TURNS", template_sandbox.MAX_TURNS // 100)
+    monkeypatch.setattr(chat_template, "MAX_TURNS", chat_template.MAX_TURNS // 100)
 
 
 def template(source: str) -> ChatTemplate:

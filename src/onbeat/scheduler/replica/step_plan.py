@@ -26,7 +26,7 @@ class PlannedAdmission:
 class StepPlan:
     """What the next step will do, and what is left to plan with. Nothing outside changes while it is made.
 
-    Composers (`composers.py`) call the verbs `decode_running`, `continue_prefills`, `admit_waiting` and
+    Composers (`policies.py`) call the verbs `decode_running`, `continue_prefills`, `admit_waiting` and
     `preempt_for_waiting` in the order of their policy.
     """
 

@@ -1,19 +1,395 @@
-"""The seam between the scheduler and what decides on drafts."""
+"""The seam between the scheduler and what decides on drafts.
+
+As many drafts as pay: one number for all rows of a step, by goodput.
+
+Goodput is the tokens that a step is expected to deliver over the time that it is predicted to take (Liu et
+al., "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput", SmartSpec, arXiv
+2406.14066): each draft is accepted with probability alpha if those before it were.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from itertools import compress
-from typing import Protocol
+from math import inf
+from typing import NamedTuple, Protocol
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
+from onbeat.scheduler.replica.slo.view import decode_shape
 from onbeat.scheduler.replica.speculation.acceptance import AcceptanceRates
 from onbeat.scheduler.replica.speculation.draft_limits import fit_blocks, most_drafts
-from onbeat.scheduler.replica.speculation.goodput import GoodputDrafts, set_drafts
 from onbeat.scheduler.replica.speculation.reading import DraftReading
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.scheduler_config import SpeculationConfig
+
+PROBE_SHARE = 0.005
+"""Of the time, that drafts for the sake of learning may take: where each of them costs its full time, as much
+as one step in 200, after which SmartSpec's code looks again."""
+
+
+def expected_tokens(acceptance: float, num_drafts: int) -> float:
+    """Return how many tokens a row with drafts delivers on average, the target's own one included.
+
+    `1 + a + a^2 + ... + a^k = (1 - a^(k+1)) / (1 - a)`; 1 without drafts, k + 1 where all are accepted.
+
+    Parameters
+    ----------
+    acceptance : a, the share of drafts that are accepted of those whose predecessors were; in [0, 1].
+    num_drafts : k.
+    """
+    if acceptance >= 1.0:
+        return 1.0 + num_drafts
+    return float((1.0 - acceptance ** (num_drafts + 1)) / (1.0 - acceptance))
+
+
+def set_drafts(
+    plan: StepPlan, num_drafts: list[int], acceptance: AcceptanceRates, *, runs_model: bool
+) -> None:
+    """Give a plan its drafts and the output tokens that are expected of them.
+
+    Parameters
+    ----------
+    num_drafts : of each of `plan.decodes`; blocks and tokens for them have been taken already.
+    runs_model : whether a model makes them, one pass for each position.
+    """
+    expected = 0.0
+    for state, num in zip(plan.decodes, num_drafts, strict=True):
+        if num:
+            num_ready = state.draft.num_ready
+            expected += expected_tokens(
+                acceptance.of(state), num if num_ready is None else min(num, num_ready)
+            )
+        else:
+            expected += state.status is RequestStatus.RUNNING  # a padding row delivers nothing
+    plan.expected_tokens = expected
+    if any(num_drafts):
+        plan.num_drafts = num_drafts
+        plan.num_draft_passes = max(num_drafts) if runs_model else 0
+
+
+class DraftCurve:
+    """What k drafts for each row that may have them bring a step.
+
+    Parameters
+    ----------
+    num_tokens : that the step delivers without drafts.
+    rows : (acceptance, most drafts) of each row that may have any.
+
+    Attributes
+    ----------
+    deepest : most drafts of any row.
+    num_rows : rows that may have any.
+    num_drafts, gains : at index k, the drafts of all rows and the tokens that these are expected to add, if
+        each row has k of them, or as many as it may.
+    """
+
+    def __init__(self, num_tokens: float, rows: Iterable[tuple[float, int]]) -> None:
+        alike = Counter(rows)
+        self.num_tokens = num_tokens
+        self.deepest = max((most for _, most in alike), default=0)
+        self.num_rows = alike.total()
+        self.num_drafts, self.gains = [0], [0.0]
+        for k in range(1, self.deepest + 1):
+            num, gain = self.num_drafts[-1], self.gains[-1]
+            for (acceptance, most), count in alike.items():
+                if most >= k:
+                    num += count
+                    gain += count * acceptance**k
+            self.num_drafts.append(num)
+            self.gains.append(gain)
+
+    def goodput(self, k: int, seconds: float) -> float:
+        """Return tokens a second."""
+        return (self.num_tokens + self.gains[k]) / seconds
+
+
+class Verified(NamedTuple):
+    """The drafts of a step (a named tuple: a step weighs some ten of them)."""
+
+    num_drafts: int
+    """Of all rows together."""
+    num_rows: int
+    """Rows that have any."""
+    num_passes: int
+    """Of the model that makes them; 0 where none runs."""
+    catch_up: tuple[int, int] = (0, 0)
+    """What that model reads before, as `BatchShape.num_catch_up_tokens` and `catch_up_pairs`."""
+
+
+class StepCost:
+    """The time of a step as a function of its drafts.
+
+    Parameters
+    ----------
+    shape : the step without drafts; at least one decode row.
+    model : predicts.
+    limit : seconds that the step may take; infinite where nothing binds it.
+    quantile : of the step time that must be within the limit; None is the mean.
+
+    Attributes
+    ----------
+    plain : seconds without drafts.
+    """
+
+    def __init__(
+        self, shape: BatchShape, model: StepTimeModel, *, limit: float = inf, quantile: float | None = None
+    ) -> None:
+        self._shape, self._trial = shape, shape.copy()
+        self._model = model
+        self._limit = limit
+        self._quantile = quantile
+        self._known: dict[Verified, float] = {}
+        self.plain = model.step_time(shape)
+
+    def seconds(self, drafts: Verified) -> float:
+        """Return the step's time with drafts."""
+        seconds = self._known.get(drafts)
+        if seconds is None:
+            seconds = self._known[drafts] = self._model.step_time(self._with(drafts))
+        return seconds
+
+    def fits(self, drafts: Verified) -> bool:
+        """Return whether the step stays within its limit with them."""
+        return self._limit == inf or self._model.step_time(self._with(drafts), self._quantile) <= self._limit
+
+    def _with(self, drafts: Verified) -> BatchShape:
+        """Return the step's shape with drafts, to be used at once."""
+        base, trial = self._shape, self._trial
+        num_drafts = trial.num_draft_tokens = drafts.num_drafts
+        trial.num_new_tokens = base.num_new_tokens + num_drafts
+        trial.decode_context_tokens = base.decode_context_tokens + num_drafts
+        trial.num_lm_head_rows = base.num_lm_head_rows + num_drafts
+        trial.num_verify_rows = drafts.num_rows
+        trial.num_draft_passes = drafts.num_passes
+        trial.num_catch_up_tokens, trial.catch_up_pairs = drafts.catch_up
+        return trial
+
+
+class GoodputDrafts:
+    """Gives every decode row of a step the same number of drafts, the one with the largest goodput.
+
+    The number k runs from 0 to `num_speculative_tokens`, and a row has fewer where it needs fewer or the
+    proposer has fewer ready. Tokens are expected by the acceptance of the row's class, and the time is that
+    of the whole step, passes of a draft model included. Among the k from 1 on goodput has one peak (tokens
+    are concave in k, time is not), so that the first k after it ends the search; k = 0 is compared with them
+    all, since the first draft has costs that later ones share.
+
+    Prompts in the step count, too. In the time that they take, the decodes alone would get tokens at the
+    goodput that is best for them, and a second is worth so many tokens: k maximises the tokens that drafts
+    add, less what their time is worth. Without prompts this is the largest goodput itself (Dinkelbach, 1967).
+    SmartSpec divides by the time of the whole step instead; then a long prompt makes drafts look cheap.
+
+    Where the policy plans against deadlines, the step stays within its slack with the policy's own quantile;
+    and while prompts run or wait, streams with a deadline have none: they need tokens in time, not sooner.
+    No request is preempted for a draft, and drafts leave a free block for each row's next token.
+
+    Without drafts nothing is learnt of their acceptance. So a step has one for each row all the same once its
+    time, as if none were accepted, is at most `PROBE_SHARE` of that since the last drafts.
+
+    A draft model first has to read a request (`DraftReading`). It does where no prompt waits and drafts would
+    save more time until the answer ends than reading takes.
+
+    Parameters
+    ----------
+    config : most drafts of a row, and whether a model makes them.
+    model : predicts the time of steps.
+    quantile : of a step's time that must be within the plan's budget; None is the mean.
+    """
+
+    def __init__(
+        self, config: SpeculationConfig, model: StepTimeModel, *, quantile: float | None = None
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._quantile = quantile
+        self._acceptance = AcceptanceRates(config.initial_acceptance)
+        self._reading = DraftReading(config.max_catch_up_tokens)
+        self._without = 0.0
+        """Predicted seconds of the steps since the last drafts, of those that could have had some."""
+
+    def observe(
+        self, state: RequestState, *, num_drafted: int, num_accepted: int, num_available: int | None
+    ) -> None:
+        """Learn from a row's drafts. See `Drafting.observe`."""
+        self._acceptance.observe(
+            state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
+        )
+
+    def finish(self, state: RequestState) -> None:
+        """Learn how long an answer was. See `Drafting.finish`."""
+        self._reading.finish(state)
+
+    def plan(self, plan: StepPlan) -> None:
+        """Choose the drafts of each decode row. See `Drafting.plan`."""
+        most = self._most(plan)
+        plan.seconds_without_drafts = self._without
+        num_drafts = [0] * len(most)
+        if any(most):
+            num_drafts = self._choose(plan, most)
+        num_kept = len(num_drafts)
+        for index, num in enumerate(num_drafts):
+            if num:
+                num_drafts[index] = fit_blocks(plan, plan.decodes[index], num, num_kept=num_kept)
+        plan.num_tokens_left -= sum(num_drafts)
+        set_drafts(plan, num_drafts, self._acceptance, runs_model=self._config.runs_model)
+        if plan.num_drafts:
+            plan.seconds_without_drafts = 0.0
+            if plan.slack is not None and plan.budget is not None:
+                plan.budget = plan.slack if plan.slack < inf else None
+            plan.catch_ups = self._reading.catch_ups(compress(plan.decodes, num_drafts), plan.block_size)
+
+    def commit(self, plan: StepPlan) -> None:
+        """Count a step, what is read for it, and the time without drafts. See `Drafting.commit`."""
+        self._acceptance.begin_step()
+        self._without = plan.seconds_without_drafts
+        self._reading.count(plan)
+
+    def _most(self, plan: StepPlan) -> list[int]:
+        """Return how many drafts each decode row may have."""
+        limit, found = self._config.num_speculative_tokens, []
+        has_prompts = bool(plan.chunks or plan.admissions or plan.waiting)
+        for state in plan.decodes:
+            num_ready = state.draft.num_ready
+            if num_ready == 0 or (has_prompts and state.slo.next_deadline < inf):
+                found.append(0)
+            else:
+                found.append(most_drafts(state, limit if num_ready is None else min(num_ready, limit)))
+        return found
+
+    def _choose(self, plan: StepPlan, most: list[int]) -> list[int]:
+        """Return the drafts of each decode row, blocks aside."""
+        cost, alone = self._costs(plan)
+        plan.seconds_without_drafts += cost.plain
+        far = [
+            bool(num) and self._reading.is_far(state, plan.block_size)
+            for state, num in zip(plan.decodes, most, strict=True)
+        ]
+        near = [0 if is_far else num for num, is_far in zip(most, far, strict=True)]
+        curve = self._curve(plan, near)
+        k = self._best(curve, cost, self._rate(curve, alone), plan.num_tokens_left)
+        num_drafts = [min(num, k) for num in near]
+        if any(far):
+            self._read(plan, most, num_drafts, cost)
+        if not any(num_drafts):
+            self._probe(plan, near if any(near) else most, num_drafts, cost)
+        return num_drafts
+
+    def _costs(self, plan: StepPlan) -> tuple[StepCost, StepCost]:
+        """Return the cost of a plan's whole step, within its slack, and that of its decode rows alone."""
+        # What the budget is below the slack is for prompts, and drafts are weighed against them.
+        bound = plan.budget if plan.slack is None else plan.slack
+        limit = inf if bound is None else bound
+        shape = decode_shape(plan.decodes)
+        alone = StepCost(shape, self._model, limit=limit, quantile=self._quantile)
+        if not (plan.chunks or plan.admissions):
+            return alone, alone
+        whole = shape.copy()
+        _add_prompts(plan, whole)
+        return StepCost(whole, self._model, limit=limit, quantile=self._quantile), alone
+
+    def _curve(self, plan: StepPlan, most: list[int]) -> DraftCurve:
+        num_tokens = sum([state.status is RequestStatus.RUNNING for state in plan.decodes])
+        of = self._acceptance.of
+        rows = [(of(state), num) for state, num in zip(plan.decodes, most, strict=True) if num]
+        return DraftCurve(num_tokens, rows)
+
+    def _verified(self, curve: DraftCurve, k: int) -> Verified:
+        """Return the drafts of a step whose rows have k each."""
+        return Verified(curve.num_drafts[k], curve.num_rows, k if self._config.runs_model else 0)
+
+    def _rate(self, curve: DraftCurve, alone: StepCost) -> float:
+        """Return the best goodput of the decodes alone, tokens a second: what a second is worth."""
+        best, last = curve.goodput(0, alone.plain), 0.0
+        for k in range(1, curve.deepest + 1):
+            goodput = curve.goodput(k, alone.seconds(self._verified(curve, k)))
+            if goodput < last:
+                break
+            best, last = max(best, goodput), goodput
+        return best
+
+    def _best(self, curve: DraftCurve, cost: StepCost, rate: float, most_tokens: int) -> int:
+        """Return the k whose tokens are worth most over their time; the fewest of equals, 0 if none."""
+        best_k, best, last = 0, 0.0, -inf
+        for k in range(1, curve.deepest + 1):
+            drafts = self._verified(curve, k)
+            value = curve.gains[k] - rate * (cost.seconds(drafts) - cost.plain)
+            if value < last or drafts.num_drafts > most_tokens or not cost.fits(drafts):
+                break
+            last = value
+            if value > best:
+                best_k, best = k, value
+        return best_k
+
+    def _read(self, plan: StepPlan, most: list[int], num_drafts: list[int], cost: StepCost) -> None:
+        """Ask for a draft of each request that the draft model should read: it does that first."""
+        if plan.chunks or plan.admissions or plan.waiting:
+            return  # requests that wait for their first token come first
+        curve = self._curve(plan, most)
+        saved = 1.0 / curve.goodput(0, cost.plain) - 1.0 / self._rate(curve, cost)
+        if saved <= 0.0:
+            return
+        states = [
+            state
+            for state, num in zip(plan.decodes, most, strict=True)
+            if num and self._reading.is_far(state, plan.block_size)
+        ]
+        drafts = self._drafts_of(num_drafts)
+        catch_up = self._reading.sums(states, plan.block_size)
+        seconds = cost.seconds(drafts._replace(catch_up=catch_up)) - cost.seconds(drafts)
+        per_token = seconds / catch_up[0]
+        chosen = self._reading.worthwhile(states, saved=saved, per_token=per_token)
+        self._add(plan, chosen, num_drafts, cost)
+
+    def _probe(self, plan: StepPlan, most: list[int], num_drafts: list[int], cost: StepCost) -> None:
+        """Give rows one draft each, if what that costs has been saved up for."""
+        states = [state for state, num in zip(plan.decodes, most, strict=True) if num]
+        if self._reading.most:
+            states = self._reading.fitting(states)
+        self._add(plan, states, num_drafts, cost, most_seconds=PROBE_SHARE * plan.seconds_without_drafts)
+
+    def _add(
+        self,
+        plan: StepPlan,
+        states: list[RequestState],
+        num_drafts: list[int],
+        cost: StepCost,
+        most_seconds: float = inf,
+    ) -> None:
+        """Give requests one draft each, and the draft model what it has to read for them, where that fits.
+
+        Parameters
+        ----------
+        most_seconds : that the step may take longer.
+        """
+        chosen = {id(state) for state in states}
+        added = [num or id(state) in chosen for state, num in zip(plan.decodes, num_drafts, strict=True)]
+        catch_up = self._reading.sums(compress(plan.decodes, added), plan.block_size)
+        drafts = self._drafts_of(added)._replace(catch_up=catch_up)
+        if (
+            drafts.num_drafts <= plan.num_tokens_left
+            and cost.seconds(drafts) - cost.plain <= most_seconds
+            and cost.fits(drafts)
+        ):
+            num_drafts[:] = map(int, added)
+
+    def _drafts_of(self, num_drafts: list[int]) -> Verified:
+        """Return the drafts of a step by those of its rows."""
+        num_passes = max(num_drafts) if self._config.runs_model else 0
+        return Verified(sum(num_drafts), sum(map(bool, num_drafts)), num_passes)
+
+
+def _add_prompts(plan: StepPlan, shape: BatchShape) -> None:
+    """Count a plan's chunks and admissions as the scheduler will."""
+    for state, num_new in plan.chunks:
+        shape.add(state.num_computed_tokens, num_new, samples=num_new == state.num_wanted_tokens)
+    for admission in plan.admissions:
+        num_cached = len(admission.cached_block_ids) * plan.block_size
+        num_new = admission.num_new_tokens
+        shape.add(num_cached, num_new, samples=num_cached + num_new == admission.state.num_tokens)
 
 
 class FixedDrafts:
