@@ -12,8 +12,7 @@ from onbeat.core.step import BatchShape, DraftStats, ModelRunnerOutput, Schedule
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.scheduler.replica.speculation.draft_limits import fit_blocks, most_drafts
-from onbeat.scheduler.replica.speculation.drafting import Drafting
+from onbeat.scheduler.replica.speculation.drafting import Drafting, fit_blocks, most_drafts
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.scheduler_config import SchedulerConfig, SpeculationConfig
 from tests.fake_step_time import LinearStepTime
