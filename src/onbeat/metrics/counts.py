@@ -1,16 +1,17 @@
-"""Count what steps and requests do. Plain numbers; `metrics.exporter` gives them names for Prometheus."""
+"""Count what steps and requests do. `metrics.exporter` shows it."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onbeat.core.fleet import ReplicaId, replica_id
 from onbeat.core.slo import SLOMode
 from onbeat.core.step import StepStats
-from onbeat.metrics.buckets import (
+from onbeat.metrics.declare import counter, gauge, histogram, part, shown
+from onbeat.metrics.histogram import (
     ERROR_RATIOS,
     GAP_SECONDS,
     HOST_SECONDS,
@@ -19,35 +20,41 @@ from onbeat.metrics.buckets import (
     ROWS,
     SHARES,
     TOKENS,
+    Histogram,
 )
-from onbeat.metrics.histogram import Histogram
 from onbeat.metrics.policy_counts import PolicyCounts
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.slo_counts import UNNAMED, SLOCounts
 from onbeat.metrics.speculation_counts import SpeculationCounts
 from onbeat.metrics.tracker import REFUSALS
+from onbeat.output import num_dropped_lines
 
 FINISHES = ("stop", "length", "abort", "error", "rejected", "expired")
+FINISHES_OF_VLLM = FINISHES[:4]
+"""It knows no refusals."""
 BIAS_MEMORY = 64
 """Steps over which the bias of predictions forgets."""
 
 
 @dataclass(slots=True)
-class EngineGauges:
+class EngineCounts:
     """How one replica stood after its last step, and what it has done since the start of the server."""
 
-    num_running: int = 0
-    num_waiting: int = 0
-    num_used_blocks: int = 0
+    num_running: int = gauge("replica_running", "requests in its batch, as of its last step")
+    num_waiting: int = gauge("replica_waiting", "requests in its queue, as of its last step")
+    num_used_blocks: int = gauge("replica_kv_blocks_used", "KV blocks held by requests, likewise")
     num_kept_blocks: int = 0
     num_blocks: int = 0
-    step_seconds: float = 0.0
-    predicted_wait: float | None = None
-    """Seconds; None where its policy predicts none."""
+    step_seconds: float = gauge("replica_step_seconds_last", "length of its last step")
+    predicted_wait: float | None = gauge(
+        "replica_predicted_wait_seconds", "until a prompt with a deadline would be begun", default=None
+    )
     is_drifting: bool | None = None
-    num_steps: int = 0
-    num_prefix_queries: int = 0
-    num_prefix_hits: int = 0
+    num_steps: int = counter("replica_steps_total", "forward passes")
+    num_prefix_queries: int = counter(
+        "replica_prefix_cache_queries_total", "prompt tokens looked up in its prefix cache"
+    )
+    num_prefix_hits: int = counter("replica_prefix_cache_hits_total", "of these, tokens found")
 
     def on_step(self, stats: StepStats) -> None:
         """Take in a step."""
@@ -78,13 +85,20 @@ _CODES = {"grammar_too_complex": "too_complex", "unsupported_schema": "unsupport
 class GrammarCounts:
     """Tokens that grammars were asked about, and what it took; what it took to compile, and refusals."""
 
-    num_tokens: int = 0
-    num_redrawn: int = 0
-    """Of these, refused, and drawn again."""
-    seconds: float = 0.0
-    compile: Histogram = field(default_factory=lambda: Histogram(LAG_SECONDS))
-    """Seconds of new grammars."""
-    refused: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(GRAMMAR_REFUSALS, 0)))
+    tokens: Counter[str] = counter(
+        "guided_tokens_total",
+        "tokens under a grammar, as sampled; a `refused` one is drawn again",
+        "result",
+        known=("accepted", "refused"),
+    )
+    seconds: float = counter("guide_seconds_total", "seconds that grammars took of steps, on the host")
+    compile: Histogram = histogram("grammar_compile_seconds", "compiling a new grammar", LAG_SECONDS)
+    refused: Counter[str] = counter(
+        "grammar_refusals_total",
+        "requests that ended for what their answer had to match",
+        "reason",
+        known=GRAMMAR_REFUSALS,
+    )
 
     def refuse(self, code: str | None) -> None:
         """Count a request that is refused for its grammar, by the code of its error."""
@@ -92,8 +106,9 @@ class GrammarCounts:
 
     def on_step(self, stats: StepStats) -> None:
         """Count a step."""
-        self.num_tokens += stats.num_guided_tokens
-        self.num_redrawn += stats.num_redrawn_tokens
+        if stats.num_guided_tokens:
+            self.tokens["accepted"] += stats.num_guided_tokens - stats.num_redrawn_tokens
+            self.tokens["refused"] += stats.num_redrawn_tokens
         self.seconds += stats.guide_seconds
         self.refused["in_answer"] += stats.num_guide_faults
         for seconds in stats.compile_seconds:
@@ -104,31 +119,63 @@ class GrammarCounts:
 class JobCounts:
     """Jobs, which are calls with one deadline, and how long they took."""
 
-    num_open: int = 0
-    ended: Counter[str] = field(default_factory=Counter)
-    """By how they ended: `kept`, `late`, `refused`, `abandoned`."""
-    in_calls: float = 0.0
-    """Seconds of ended jobs in which calls were open."""
-    between: float = 0.0
-    """Seconds of ended jobs between their calls."""
+    num_open: int = gauge("jobs_open", "jobs of which calls may follow")
+    ended: Counter[str] = counter(
+        "jobs_total", "ended jobs: `kept`, `late`, `refused` or `abandoned`", "outcome"
+    )
+    seconds: dict[str, float] = counter(
+        "job_seconds_total",
+        "seconds of ended jobs in which a call was open, and in which none was",
+        "part",
+        known=("in_calls", "between"),
+    )
 
     def end(self, how: str, in_calls: float, between: float) -> None:
-        """Count a job that ended."""
+        """Count a job that ended, with the seconds in its calls and between them."""
         self.ended[how] += 1
-        self.in_calls += in_calls
-        self.between += between
+        self.seconds["in_calls"] += in_calls
+        self.seconds["between"] += between
 
 
-class AskedCounts:
-    """What requests for answers ask for."""
+@dataclass(slots=True)
+class ServerCounts:
+    """What the server's process does, and what requests for answers ask for."""
 
-    def __init__(self) -> None:
-        self.num_choices = Histogram(ROWS)
-        """Of each prompt."""
-        self.max_tokens = Histogram(TOKENS)
-        """Of each choice."""
+    http: Counter[tuple[str, ...]] = counter(
+        "http_requests_total",
+        "HTTP requests that have ended; 499 is a client that left before its answer began",
+        *("endpoint", "status"),
+    )
+    refused_connections: Counter[str] = counter(
+        "http_connections_refused_total", "connections closed before a request was complete", "reason"
+    )
+    rate_limited: Counter[str] = counter(
+        "rate_limited_total", "requests refused as their API key had reached a limit", "limit"
+    )
+    stream_errors: Counter[str] = counter(
+        "stream_errors_total", "streams that began with 200 and ended with an error event", "code"
+    )
+    loop_lag: Histogram = histogram(
+        "event_loop_lag_seconds", "how late the server's event loop is, looked at every 50 ms", LAG_SECONDS
+    )
+    num_choices: Histogram = histogram("vllm:request_params_n", "choices asked for of each prompt", ROWS)
+    max_tokens: Histogram = histogram("vllm:request_params_max_tokens", "asked for, of each choice", TOKENS)
 
-    def observe(self, num_choices: int, max_tokens: Sequence[int]) -> None:
+    @property
+    @shown("log_lines_dropped_total")
+    def num_dropped_lines(self) -> int:
+        """Lines that its output did not take."""
+        return num_dropped_lines()
+
+    def count_refused_connection(self, reason: str) -> None:
+        """Count one connection that was closed before its request was complete."""
+        self.refused_connections[reason] += 1
+
+    def count_rate_limited(self, limit: str) -> None:
+        """Count one request that was refused as its API key had reached a limit."""
+        self.rate_limited[limit] += 1
+
+    def observe_asked(self, num_choices: int, max_tokens: Sequence[int]) -> None:
         """Count one request.
 
         Parameters
@@ -136,12 +183,12 @@ class AskedCounts:
         num_choices : of each of its prompts.
         max_tokens : of each choice, of all prompts.
         """
-        for _ in range(len(max_tokens) // num_choices):
-            self.num_choices.observe(num_choices)
+        self.num_choices.observe_times(num_choices, len(max_tokens) // num_choices)
         for number in max_tokens:
             self.max_tokens.observe(number)
 
 
+@dataclass(slots=True)
 class RunCounts:
     """A `metrics.tracker.RunListener` that counts.
 
@@ -156,109 +203,175 @@ class RunCounts:
     speculation : drafts planned, verified and accepted.
     grammars : tokens asked about.
     jobs : chains of calls.
+    engines : by replica, those that have taken a step.
+    num_open : requests with which the engine has not done.
     """
 
-    def __init__(self, slo_mode: SLOMode = "stream") -> None:
-        self.slo = SLOCounts(slo_mode)
-        self.policy = PolicyCounts()
-        self.speculation = SpeculationCounts()
-        self.grammars = GrammarCounts()
-        self.jobs = JobCounts()
-        self.num_open = 0
-        """Requests with which the engine has not done."""
-        self.engines: dict[ReplicaId, EngineGauges] = {}
-        """By replica, those that have taken a step."""
-        self.num_steps = 0
-        self.num_preemptions = 0
-        self.num_prefix_queries = 0
-        self.num_prefix_hits = 0
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_output_tokens = 0
-        self.embeddings: Counter[str] = Counter()
-        """By class of objectives; so are the next."""
-        self.embedding_tokens: Counter[str] = Counter()
-        """Of their texts."""
-        self.finished = Counter(dict.fromkeys(FINISHES, 0))
-        """Requests by finish reason."""
-        self.refused = Counter(dict.fromkeys(REFUSALS, 0))
-        """Requests by the reason for which they were refused, or ended in the queue."""
-        self.ttft = Histogram(REQUEST_SECONDS)
-        self.first_token_lag = Histogram(LAG_SECONDS)
-        self.gap = Histogram(GAP_SECONDS)
-        self.tpot = Histogram(GAP_SECONDS)
-        self.e2e = Histogram(REQUEST_SECONDS)
-        self.queue = Histogram(REQUEST_SECONDS)
-        self.prefill = Histogram(REQUEST_SECONDS)
-        self.decode = Histogram(REQUEST_SECONDS)
-        self.inference = Histogram(REQUEST_SECONDS)
-        self.prompt_lengths = Histogram(TOKENS)
-        self.output_lengths = Histogram(TOKENS)
-        self.request_preemptions = Histogram(ROWS)
-        self.step = Histogram(GAP_SECONDS)
-        self.step_tokens = Histogram(TOKENS)
-        """Prompt tokens that a step read, and output tokens that it made."""
-        self.step_decodes = Histogram(ROWS)
-        self.step_chunk_tokens = Histogram(TOKENS)
-        self.step_rows = Histogram(ROWS)
-        self.predicted_step = Histogram(GAP_SECONDS)
-        self.prediction_error = Histogram(ERROR_RATIOS)
-        """|predicted - actual| / actual."""
-        self.mbu = Histogram(SHARES)
-        self.mfu = Histogram(SHARES)
-        self.last_mbu: float | None = None
-        self.last_mfu: float | None = None
-        self._log_bias = 0.0
-        self._num_predicted = 0
-        self.schedule = Histogram(HOST_SECONDS)
-        self.update = Histogram(HOST_SECONDS)
+    slo_mode: SLOMode = "stream"
+    slo: SLOCounts = part(SLOCounts)
+    policy: PolicyCounts = part(PolicyCounts)
+    grammars: GrammarCounts = part(GrammarCounts)
+    jobs: JobCounts = part(JobCounts)
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
+    engines: dict[ReplicaId, EngineCounts] = field(default_factory=dict)
+    num_open: int = 0
+    num_prompt_tokens: int = counter("prompt_tokens_total", "prompt tokens of requests that were prefilled")
+    num_cached_tokens: int = counter(
+        "prompt_tokens_cached_total", "of these, tokens that the prefix cache held"
+    )
+    num_output_tokens: int = counter(
+        "output_tokens_total", "tokens of answers, as `usage` counts them: none behind a stop string"
+    )
+    embeddings: Counter[str] = counter("embeddings_total", "texts embedded", "class")
+    embedding_tokens: Counter[str] = counter("embedding_tokens_total", "tokens of these texts", "class")
+    num_steps: int = counter("steps_total", "forward passes")
+    num_preemptions: int = counter("preemptions_total", "requests put back in the queue for want of blocks")
+    num_prefix_queries: int = counter(
+        "prefix_cache_queries_total", "prompt tokens looked up in the prefix cache, at first admission"
+    )
+    num_prefix_hits: int = counter("prefix_cache_hits_total", "of these, tokens found")
+    finished: Counter[str] = counter(
+        "requests_total",
+        "ended requests, by the reason that their answers give",
+        "finish_reason",
+        known=FINISHES,
+    )
+    refused: Counter[str] = counter(
+        "requests_rejected_total",
+        "requests refused at arrival or ended in the queue, by reason",
+        "reason",
+        known=REFUSALS,
+    )
+    ttft: Histogram = histogram("time_to_first_token_seconds", "TTFT", REQUEST_SECONDS)
+    gap: Histogram = histogram("time_between_tokens_seconds", "TBT", GAP_SECONDS)
+    tpot: Histogram = histogram("time_per_output_token_seconds", "TPOT", GAP_SECONDS)
+    e2e: Histogram = histogram("request_e2e_seconds", "E2E of whole answers", REQUEST_SECONDS)
+    queue: Histogram = histogram("request_queue_seconds", "queue time", REQUEST_SECONDS)
+    prefill: Histogram = histogram("request_prefill_seconds", "prefill time", REQUEST_SECONDS)
+    decode: Histogram = histogram("request_decode_seconds", "decode time", REQUEST_SECONDS)
+    inference: Histogram = histogram("vllm:request_inference_time_seconds", "inference time", REQUEST_SECONDS)
+    prompt_lengths: Histogram = histogram("request_prompt_tokens", "prompt length of whole answers", TOKENS)
+    output_lengths: Histogram = histogram("request_output_tokens", "output length of whole answers", TOKENS)
+    request_preemptions: Histogram = histogram(
+        "vllm:request_num_preemptions", "preemptions of each whole answer", ROWS
+    )
+    first_token_lag: Histogram = histogram(
+        "first_token_lag_seconds", "from the end of a step to a first token's hand-over", LAG_SECONDS
+    )
+    step: Histogram = histogram("step_seconds", "length of a step", GAP_SECONDS)
+    step_tokens: Histogram = histogram(
+        "vllm:iteration_tokens_total", "new tokens of a step, drafts included", TOKENS
+    )
+    step_rows: Histogram = histogram("step_rows", "requests in a step", ROWS)
+    step_decodes: Histogram = histogram("step_decodes", "decode rows of a step", ROWS)
+    step_chunk_tokens: Histogram = histogram("step_chunk_tokens", "prompt tokens of a step", TOKENS)
+    predicted_step: Histogram = histogram(
+        "step_predicted_seconds", "what the step-time model expected of a step when planned", GAP_SECONDS
+    )
+    prediction_error: Histogram = histogram(
+        "step_prediction_error_ratio", "|predicted - actual| / actual of a step", ERROR_RATIOS
+    )
+    mbu: Histogram = histogram("step_mbu", "memory bandwidth utilisation of a step", SHARES)
+    mfu: Histogram = histogram("step_mfu", "model FLOP utilisation of a step", SHARES)
+    last_mbu: float | None = gauge("step_mbu_ratio", "the same of the last step", default=None)
+    last_mfu: float | None = gauge("step_mfu_ratio", "the same of the last step", default=None)
+    schedule: Histogram = histogram("planner_seconds", "planning one step, on the host", HOST_SECONDS)
+    update: Histogram = histogram(
+        "update_seconds", "taking in the results of one step, on the host", HOST_SECONDS
+    )
+    _log_bias: float = 0.0
+    _num_predicted: int = 0
+
+    def __post_init__(self) -> None:
+        self.slo = SLOCounts(self.slo_mode)
 
     @property
+    @shown("step_prediction_bias_ratio")
     def prediction_bias(self) -> float | None:
-        """Typical actual / predicted time of recent steps; None where no step was predicted."""
+        """Typical (geometric mean) actual / predicted of the last 64 steps or so; 1 is right."""
         return math.exp(self._log_bias) if self._num_predicted else None
 
     @property
+    @shown("requests_running")
     def num_running(self) -> int:
-        """Requests in the batch: as of the last step, less those that have left since."""
+        """Requests in the batch as of the last step, less those that have left since."""
         return min(sum(each.num_running for each in self.engines.values()), self.num_open)
 
     @property
+    @shown("kv_blocks")
     def num_blocks(self) -> int:
-        """KV blocks of all replicas."""
+        """KV blocks in all."""
         return sum(each.num_blocks for each in self.engines.values())
 
     @property
-    def is_drifting(self) -> bool | None:
-        """Whether the steps of any replica have left its step-time model; None where nothing watches."""
+    @shown("step_prediction_drift")
+    def is_drifting(self) -> int | None:
+        """1 while steps have left the model as it was before it corrected itself, else 0."""
         known = [each.is_drifting for each in self.engines.values() if each.is_drifting is not None]
-        return any(known) if known else None
+        return int(any(known)) if known else None
 
     @property
+    @shown("requests_best_effort")
     def num_best_effort(self) -> int:
-        """Open requests served as best effort: as of the last step, less those that have left since."""
+        """Open requests served from what is left over."""
         state = self.policy.state
         return 0 if state is None else min(state.num_best_effort, self.num_open)
 
     @property
+    @shown("predicted_wait_seconds")
+    def predicted_wait(self) -> float | None:
+        """Until a prompt that came now would be begun; 0 when no request is open."""
+        state = self.policy.state
+        return None if state is None else state.predicted_wait if self.num_open else 0.0
+
+    @property
+    @shown("predicted_queue_seconds")
+    def queue_seconds(self) -> float | None:
+        """The same of a prompt that could not be in time, or has no objective."""
+        state = self.policy.state
+        return None if state is None else state.queue_seconds if self.num_open else 0.0
+
+    @property
+    @shown("requests_waiting")
     def num_waiting(self) -> int:
-        """Open requests that are not in the batch."""
+        """Requests that the engine has yet to finish and that are not in the batch."""
         return self.num_open - self.num_running
 
     @property
+    @shown("kv_blocks_used")
     def num_used_blocks(self) -> int:
-        """Blocks held as of the last step; none once no request is open."""
+        """KV blocks held by requests as of the last step; 0 when none is open."""
         return sum(each.num_used_blocks for each in self.engines.values()) if self.num_open else 0
 
     @property
+    @shown("kv_blocks_kept")
     def num_kept_blocks(self) -> int:
-        """Blocks kept for calls to come of open jobs, as of the last step."""
+        """KV blocks kept for calls to come of open jobs."""
         return sum(each.num_kept_blocks for each in self.engines.values()) if self.jobs.num_open else 0
 
     @property
+    @shown("vllm:kv_cache_usage_perc")
     def kv_usage(self) -> float:
-        """Share of the KV blocks that is held, 0 to 1."""
+        """Share of the KV blocks that is held; 1 is full."""
         return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    @shown("vllm:num_requests_waiting_by_reason", "reason")
+    def waiting_by_reason(self) -> Mapping[str, int]:
+        """Waiting requests: all for `capacity`, none is `deferred`."""
+        return {"capacity": self.num_waiting, "deferred": 0}
+
+    @property
+    @shown("vllm:request_success_total", "finished_reason")
+    def finished_for_vllm(self) -> Mapping[str, int]:
+        """Ended requests."""
+        return {reason: self.finished[reason] for reason in FINISHES_OF_VLLM}
+
+    @property
+    @shown("vllm:admission_rejections_total", "reason")
+    def refused_by_queue(self) -> Mapping[str, int]:
+        """Requests that the queue's limits refused."""
+        return {reason: self.refused[reason] for reason in ("queue_full", "queue_too_long")}
 
     def keep_engines(self, replicas: Collection[ReplicaId]) -> None:
         """Forget how the replicas stood that do not serve any more.
@@ -334,7 +447,7 @@ class RunCounts:
         name = replica_id(replica)
         engine = self.engines.get(name)
         if engine is None:
-            engine = self.engines[name] = EngineGauges()
+            engine = self.engines[name] = EngineCounts()
         engine.on_step(stats)
         self.policy.on_step(stats, name)
         self.grammars.on_step(stats)

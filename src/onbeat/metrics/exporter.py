@@ -1,30 +1,124 @@
-"""Give the counts their Prometheus names: `onbeat_...` in base units and vLLM's on request."""
+"""Show the counts: as Prometheus reads them, and as JSON. Both are one loop over what is declared."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import orjson
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from onbeat import __version__
 from onbeat.core.protocols import EngineClient, FleetView
-from onbeat.metrics.buckets import LAG_SECONDS
-from onbeat.metrics.counts import AskedCounts, GrammarCounts, JobCounts, RunCounts
-from onbeat.metrics.exporter_fleet import fleet_metrics
-from onbeat.metrics.exporter_slo import slo_metrics
-from onbeat.metrics.exporter_speculation import speculation_metrics
-from onbeat.metrics.exporter_vllm import vllm_cache, vllm_metrics, vllm_requests
-from onbeat.metrics.families import counter, counters, gauge, histogram
-from onbeat.metrics.fleet_counts import FleetCounts
-from onbeat.metrics.histogram import Histogram
-from onbeat.output import num_dropped_lines
+from onbeat.metrics.counts import EngineCounts, RunCounts, ServerCounts
+from onbeat.metrics.declare import VLLM, Labels, Metric, by_label, declared, gauge, info, samples
+from onbeat.metrics.fleet_counts import FleetCounts, FleetGauges
+from onbeat.metrics.slo_counts import RecentObjectives
+from onbeat.metrics.speculation_counts import SpeculationCounts
+
+_FAMILIES: dict[str, type[Any]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+    "info": GaugeMetricFamily,
+}
+
+
+ALIASES = {
+    own: VLLM + theirs
+    for own, theirs in {
+        "requests_running": "num_requests_running",
+        "requests_waiting": "num_requests_waiting",
+        "prompt_tokens_total": "prompt_tokens_total",
+        "prompt_tokens_cached_total": "prompt_tokens_cached_total",
+        "output_tokens_total": "generation_tokens_total",
+        "preemptions_total": "num_preemptions_total",
+        "prefix_cache_queries_total": "prefix_cache_queries_total",
+        "prefix_cache_hits_total": "prefix_cache_hits_total",
+        "time_to_first_token_seconds": "time_to_first_token_seconds",
+        "time_between_tokens_seconds": "inter_token_latency_seconds",
+        "time_per_output_token_seconds": "request_time_per_output_token_seconds",
+        "request_e2e_seconds": "e2e_request_latency_seconds",
+        "request_queue_seconds": "request_queue_time_seconds",
+        "request_prefill_seconds": "request_prefill_time_seconds",
+        "request_decode_seconds": "request_decode_time_seconds",
+        "request_prompt_tokens": "request_prompt_tokens",
+        "request_output_tokens": "request_generation_tokens",
+        "spec_drafts_total": "spec_decode_num_drafts_total",
+        "spec_draft_tokens_total": "spec_decode_num_draft_tokens_total",
+        "spec_accepted_tokens_total": "spec_decode_num_accepted_tokens_total",
+        "spec_accepted_tokens_at_position_total": "spec_decode_num_accepted_tokens_per_pos_total",
+    }.items()
+}
+"""vLLM's names for what we count too."""
+_OF_NO_ENGINE = "vllm:admission_rejections_total"
+"""vLLM labels all others by engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What is served, and how."""
+
+    words: Mapping[str, str] = info(
+        "server_info", "what is served, and how; always 1", *("version", "model", "policy", "slo_mode")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGauges:
+    """Signs of life of an engine, and the size of its KV cache."""
+
+    is_alive: int = gauge("engine_alive", "1 while an engine process lives, else 0")
+    silence: float = gauge(
+        "engine_silence_seconds", "since the last sign of life, which an engine gives twice a second"
+    )
+    step_age: float = gauge(
+        "engine_step_age_seconds", "since the begin of the step that ran at the last sign of life, or 0"
+    )
+    cache: Mapping[str, str] = info(
+        "vllm:cache_config_info",
+        "KV cache of one replica, in labels; always 1",
+        *("engine", "block_size", "num_gpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency"),
+    )
+
+    @classmethod
+    def of(cls, engine: EngineClient, now: float) -> EngineGauges:
+        """Return those of an engine whose pulse is of the same clock as `now`."""
+        pulse, about = engine.pulse, engine.info
+        size = about.num_blocks * about.block_size
+        return cls(
+            is_alive=int(engine.is_alive),
+            silence=now - pulse.time,
+            step_age=0.0 if pulse.step_start is None else now - pulse.step_start,
+            cache={
+                "engine": "0",
+                "block_size": str(about.block_size),
+                "num_gpu_blocks": str(about.num_blocks),
+                "kv_cache_size_tokens": str(size),
+                "kv_cache_max_concurrency": f"{size / about.max_model_len:.2f}",
+            },
+        )
+
+
+SHOWN: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (ServerInfo, ()),
+    (RunCounts, ()),
+    (RecentObjectives, ()),
+    (ServerCounts, ()),
+    (EngineGauges, ()),
+    (FleetGauges, ()),
+    (FleetCounts, ()),
+    (EngineCounts, ("engine",)),
+    (SpeculationCounts, ("proposer",)),
+)
+"""All that may be shown, with the labels that it is in."""
 
 
 class MetricsExporter(Collector):
@@ -41,7 +135,7 @@ class MetricsExporter(Collector):
 
     Attributes
     ----------
-    asked : what requests for answers ask for; the server counts it.
+    server : what the server's process counts.
     """
 
     def __init__(  # noqa: PLR0913 -- what is served, and where its numbers are
@@ -56,31 +150,24 @@ class MetricsExporter(Collector):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._counts = counts
-        self.asked = AskedCounts()
-        self._info = {
-            "version": __version__,
-            "model": model_name,
-            "policy": policy,
-            "slo_mode": counts.slo.mode,
-        }
+        self.server = ServerCounts()
+        self._info = ServerInfo(
+            {"version": __version__, "model": model_name, "policy": policy, "slo_mode": counts.slo.mode}
+        )
         self._proposer = proposer
         self._aliases = aliases
+        self._model: Labels = (("model_name", model_name), ("engine", "0"))
         self._clock = clock
-        self._start = clock()
+        self._start, self._started = clock(), time.time()
         self._engine: EngineClient | None = None
         self._fleet: FleetView | None = None
         self._fleet_counts = fleet_counts or FleetCounts()
-        self._http: Counter[tuple[str, ...]] = Counter()
-        self._stream_errors: Counter[str] = Counter()
-        self._rate_limited: Counter[str] = Counter()
-        self._loop_lag = Histogram(LAG_SECONDS)
-        self._refused_connections: Counter[str] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
     def watch(self, engine: EngineClient, fleet: FleetView | None = None) -> None:
-        """Export the signs of life of an engine from now on; its pulse must be of the same clock.
+        """Show the signs of life of an engine from now on; its pulse must be of the same clock.
 
         Parameters
         ----------
@@ -88,194 +175,97 @@ class MetricsExporter(Collector):
         """
         self._engine, self._fleet = engine, fleet
 
-    def count_http(self, endpoint: str, status: int) -> None:
-        """Count one HTTP request; 499 stands for a client that left."""
-        self._http[endpoint, str(status)] += 1
-
-    def count_stream_error(self, code: str) -> None:
-        """Count one stream that began with status 200 and ended with an error event."""
-        self._stream_errors[code] += 1
-
-    def count_rate_limited(self, limit: str) -> None:
-        """Count one request that was refused as its API key had reached a limit."""
-        self._rate_limited[limit] += 1
-
-    def observe_loop_lag(self, seconds: float) -> None:
-        """Count by how much later than it was due the server's event loop did something."""
-        self._loop_lag.observe(seconds)
-
-    def count_refused_connection(self, reason: str) -> None:
-        """Count one connection that was closed before its request was complete."""
-        self._refused_connections[reason] += 1
-
     def render(self) -> tuple[bytes, str]:
         """Return the text that Prometheus reads, and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         """Yield all metrics as they stand."""
-        if self._fleet is not None:
-            serving = {each.replica for each in self._fleet.replicas() if each.state in ("ready", "draining")}
-            self._counts.keep_engines(serving)
-        yield gauge("onbeat_server_info", "What is served, and how; always 1", 1, self._info)
-        yield from self._gauges()
-        yield from self._counters()
-        yield from self._histograms()
-        now = self._clock()
-        yield from slo_metrics(self._counts, now, uptime=now - self._start)
-        yield from _grammars(self._counts.grammars)
-        yield from _jobs(self._counts.jobs)
+        families: dict[str, Any] = {}
+        for metric, outer, value in self._samples():
+            for name, inside in self._names(metric, outer):
+                if (family := families.get(name)) is None:
+                    labels = [*(label for label, _ in inside), *metric.labels]
+                    families[name] = family = _FAMILIES[metric.kind](name, metric.text, labels=labels)
+                before = [word for _, word in inside]
+                for words, own in by_label(metric, value):
+                    if metric.kind == "histogram":
+                        family.add_metric([*before, *words], own.cumulative(), own.sum)
+                    else:
+                        family.add_metric([*before, *words], own)
+        yield from families.values()
+
+    def _names(self, metric: Metric, outer: Labels) -> Iterator[tuple[str, Labels]]:
+        """Yield the names of a metric in `/metrics`, and the labels before its own."""
+        if metric.is_own:
+            yield f"onbeat_{metric.name}", outer
+        alias = ALIASES.get(metric.name, metric.name)
+        if self._aliases and alias.startswith(VLLM):
+            yield alias, () if metric.kind == "info" else self._model[: 1 if alias == _OF_NO_ENGINE else 2]
+
+    def state(self) -> bytes:
+        """Return the same numbers as JSON: by name and then by the values of labels."""
+        tree: dict[str, Any] = {"unix_time": time.time(), "start_time": self._started}
+        for metric, outer, value in self._samples():
+            if not metric.is_own:
+                continue
+            if metric.kind == "info":
+                tree[metric.name] = value
+                continue
+            for words, own in by_label(metric, value):
+                inner, (*path, last) = tree, (metric.name, *(word for _, word in outer), *words)
+                for word in path:
+                    inner = inner.setdefault(word, {})
+                inner[last] = own.as_dict() if metric.kind == "histogram" else own
+        return orjson.dumps(tree)
+
+    def _samples(self) -> Iterator[tuple[Metric, Labels, Any]]:
+        """Yield what there is to show."""
+        counts, fleet, now = self._counts, self._fleet, self._clock()
+        if fleet is not None:
+            gauges = FleetGauges.of(fleet)
+            counts.keep_engines({name for name, each in gauges.replicas.items() if each.is_serving})
+            yield from samples(gauges)
+            yield from samples(self._fleet_counts)
+            engines = dict.fromkeys(gauges.replicas, EngineCounts()) | counts.engines
+            for replica, engine in engines.items():
+                for metric, outer, value in samples(engine, (("engine", replica),)):
+                    if replica in (counts.engines if metric.kind == "counter" else gauges.replicas):
+                        yield metric, outer, value
+        yield from samples(self._info)
+        yield from samples(counts)
+        yield from samples(RecentObjectives.of(counts.slo, now, uptime=now - self._start))
+        yield from samples(self.server)
         if self._engine is not None:
-            yield from _signs_of_life(self._engine, now)
-        if self._fleet is not None:
-            yield from fleet_metrics(self._fleet, self._fleet_counts, self._counts)
+            yield from samples(EngineGauges.of(self._engine, now))
         if self._proposer is not None:
-            yield from speculation_metrics(self._counts.speculation, self._proposer)
-        if self._aliases == "vllm":
-            speculates = self._proposer is not None
-            yield from vllm_metrics(self._counts, self._info["model"], speculates=speculates)
-            yield from vllm_requests(self._counts, self.asked, self._info["model"])
-            if self._engine is not None:
-                yield vllm_cache(self._engine.info)
-
-    def _gauges(self) -> Iterator[Metric]:
-        counts = self._counts
-        yield gauge("onbeat_requests_running", "Requests in the batch", counts.num_running)
-        yield gauge("onbeat_requests_waiting", "Requests in the queue", counts.num_waiting)
-        yield gauge("onbeat_kv_blocks_used", "KV cache blocks held by requests", counts.num_used_blocks)
-        yield gauge("onbeat_kv_blocks_kept", "KV cache blocks kept for calls to come", counts.num_kept_blocks)
-        yield gauge("onbeat_kv_blocks", "KV cache blocks in all", counts.num_blocks)
-        for name, text, value in (
-            ("step_mbu_ratio", "Of the memory bandwidth, what the last step used", counts.last_mbu),
-            ("step_mfu_ratio", "Of the peak arithmetic rate, what the last step used", counts.last_mfu),
-            (
-                "step_prediction_bias_ratio",
-                "Typical actual / predicted time of recent steps",
-                counts.prediction_bias,
-            ),
-            (
-                "step_prediction_drift",
-                "1 while steps have left the uncorrected step-time model",
-                None if counts.is_drifting is None else float(counts.is_drifting),
-            ),
-        ):
-            if value is not None:
-                yield gauge(f"onbeat_{name}", text, value)
-
-    def _counters(self) -> Iterator[Metric]:
-        counts = self._counts
-        for name, text, value in (
-            ("prompt_tokens", "Prompt tokens of requests that were prefilled", counts.num_prompt_tokens),
-            ("prompt_tokens_cached", "Of these, tokens that the prefix cache held", counts.num_cached_tokens),
-            ("output_tokens", "Output tokens of answers", counts.num_output_tokens),
-            ("steps", "Forward passes", counts.num_steps),
-            ("preemptions", "Requests put back in the queue for want of blocks", counts.num_preemptions),
-            (
-                "prefix_cache_queries",
-                "Prompt tokens looked up in the prefix cache",
-                counts.num_prefix_queries,
-            ),
-            ("prefix_cache_hits", "Of these, tokens found", counts.num_prefix_hits),
-            (
-                "log_lines_dropped",
-                "Lines that the server's process printed and nobody took",
-                num_dropped_lines(),
-            ),
-        ):
-            yield counter(f"onbeat_{name}", text, value)
-        refused = self._refused_connections
-        for name, text, label, values in (
-            ("embeddings", "Texts embedded", "class", counts.embeddings),
-            ("embedding_tokens", "Tokens of these texts", "class", counts.embedding_tokens),
-            ("requests", "Ended requests", "finish_reason", counts.finished),
-            ("stream_errors", "Streams that ended with an error event", "code", self._stream_errors),
-            (
-                "rate_limited",
-                "Requests refused as their API key had reached a limit",
-                "limit",
-                self._rate_limited,
-            ),
-            (
-                "http_connections_refused",
-                "Connections closed before a request was complete",
-                "reason",
-                refused,
-            ),
-        ):
-            yield counters(f"onbeat_{name}", text, label, values)
-        yield counters("onbeat_http_requests", "Answered HTTP requests", ("endpoint", "status"), self._http)
-
-    def _histograms(self) -> Iterator[Metric]:
-        counts = self._counts
-        for name, text, values in (
-            ("time_to_first_token_seconds", "Arrival to first delivery", counts.ttft),
-            ("time_between_tokens_seconds", "Gap between two deliveries of a request", counts.gap),
-            ("time_per_output_token_seconds", "Mean gap per token of a request", counts.tpot),
-            ("request_e2e_seconds", "Arrival to end of whole answers", counts.e2e),
-            ("request_queue_seconds", "Arrival to first step", counts.queue),
-            ("request_prefill_seconds", "First step to first delivery", counts.prefill),
-            ("request_decode_seconds", "First to last delivery", counts.decode),
-            ("request_prompt_tokens", "Prompt length of whole answers", counts.prompt_lengths),
-            ("request_output_tokens", "Output length of whole answers", counts.output_lengths),
-            ("step_seconds", "Length of a step", counts.step),
-            ("step_predicted_seconds", "What the step-time model expected of a step", counts.predicted_step),
-            (
-                "step_prediction_error_ratio",
-                "Distance of predicted from actual step time, as a share of the actual",
-                counts.prediction_error,
-            ),
-            ("step_mbu", "Share of the memory bandwidth that a step used", counts.mbu),
-            ("step_mfu", "Share of the peak arithmetic rate that a step used", counts.mfu),
-            ("step_decodes", "Decode rows of a step", counts.step_decodes),
-            ("step_chunk_tokens", "Prompt tokens of a step", counts.step_chunk_tokens),
-            ("step_rows", "Requests in a step", counts.step_rows),
-            ("planner_seconds", "Planning one step", counts.schedule),
-            ("update_seconds", "Taking in the results of one step", counts.update),
-            ("first_token_lag_seconds", "From a step to a first token's hand-over", counts.first_token_lag),
-            ("event_loop_lag_seconds", "How late the server's event loop is", self._loop_lag),
-        ):
-            yield histogram(f"onbeat_{name}", text, values)
+            yield from samples(counts.speculation, (("proposer", self._proposer),))
 
 
-def _signs_of_life(engine: EngineClient, now: float) -> Iterator[Metric]:
-    pulse = engine.pulse
-    step_age = 0.0 if pulse.step_start is None else now - pulse.step_start
-    for name, text, value in (
-        ("engine_alive", "1 while the engine process lives, 0 once it has ended", float(engine.is_alive)),
-        ("engine_silence_seconds", "Since the engine's last sign of life", now - pulse.time),
-        (
-            "engine_step_age_seconds",
-            "Of the step that ran at the last sign of life, since its begin",
-            step_age,
-        ),
-    ):
-        yield gauge(f"onbeat_{name}", text, value)
-
-
-def _jobs(counts: JobCounts) -> Iterator[Metric]:
-    yield gauge("onbeat_jobs_open", "Jobs of which calls may follow", counts.num_open)
-    yield counters("onbeat_jobs", "Ended jobs, by what became of them", "outcome", counts.ended)
-    yield counters(
-        "onbeat_job_seconds",
-        "Seconds of ended jobs, in calls and between them",
-        "part",
-        {"in_calls": counts.in_calls, "between": counts.between},
-    )
-
-
-def _grammars(counts: GrammarCounts) -> Iterator[Metric]:
-    """Yield the metrics of answers that must match something."""
-    yield counters(
-        "onbeat_guided_tokens",
-        "Tokens under a grammar, as sampled: accepted, or refused and drawn again",
-        "result",
-        {"accepted": counts.num_tokens - counts.num_redrawn, "refused": counts.num_redrawn},
-    )
-    yield counter("onbeat_guide_seconds", "Seconds that grammars took of steps", counts.seconds)
-    yield histogram("onbeat_grammar_compile_seconds", "Compiling a new grammar", counts.compile)
-    yield counters(
-        "onbeat_grammar_refusals",
-        "Requests that ended for what their answer had to match",
-        "reason",
-        counts.refused,
-    )
+def state_schema() -> dict[str, Any]:
+    """Return the JSON schema of `MetricsExporter.state`."""
+    number: dict[str, Any] = {"type": "number"}
+    numbers = {"type": "array", "items": number}
+    histogram = {
+        "type": "object",
+        "properties": {"bounds": numbers, "counts": numbers, "sum": number},
+        "required": ["bounds", "counts", "sum"],
+    }
+    properties: dict[str, Any] = {
+        "unix_time": {**number, "description": "when these numbers were so"},
+        "start_time": {**number, "description": "when the server was started"},
+    }
+    for metric, labels in (each for kind, outer in SHOWN for each in declared(kind, outer)):
+        if not metric.is_own:
+            continue
+        shape = histogram if metric.kind == "histogram" else number
+        if metric.kind == "info":
+            shape, labels = {"type": "string"}, ("name",)
+        for _ in labels:
+            shape = {"type": "object", "additionalProperties": shape}
+        properties[metric.name] = {**shape, "description": metric.text}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": ["unix_time", "start_time", "server_info"],
+    }

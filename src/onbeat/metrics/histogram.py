@@ -4,6 +4,39 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import accumulate
+
+REQUEST_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+"""Upper bounds of buckets; so are the next."""
+GAP_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
+)
+HOST_SECONDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+LAG_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+TOKENS = tuple(float(2**power) for power in range(18))
+ERROR_RATIOS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0)
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+DRAFT_LENGTHS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0, 16.0)
+ROWS = tuple(float(2**power) for power in range(11))
+TTFT_SECONDS = (
+    *(0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9),
+    *(1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.5, 15.0, 20.0, 30.0, 60.0, 120.0),
+)
+TBT_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.045, 0.05, 0.06, 0.07),
+    *(0.08, 0.09, 0.1, 0.125, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 2.5, 5.0, 10.0),
+)
+"""Both lie close around the objectives that are usual, where it matters on which side a value falls."""
+SLACK_SECONDS = (
+    *(-1.0, -0.5, -0.2, -0.1, -0.05, -0.02, -0.01, 0.0, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+"""Below 0 is late."""
 
 
 class Histogram:
@@ -49,9 +82,13 @@ class Histogram:
 
     def cumulative(self) -> list[tuple[str, float]]:
         """Return (upper bound, values up to it), the last one for `+Inf`."""
-        total = 0
-        pairs = []
-        for bound, count in zip((*self.bounds, float("inf")), self._counts, strict=True):
-            total += count
-            pairs.append(("+Inf" if bound == float("inf") else str(float(bound)), float(total)))
-        return pairs
+        return list(zip(_words(self.bounds), map(float, accumulate(self._counts)), strict=True))
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the bounds, the values in each bucket, one more than bounds, and the sum of all."""
+        return {"bounds": self.bounds, "counts": self._counts, "sum": self.sum}
+
+
+@cache
+def _words(bounds: tuple[float, ...]) -> tuple[str, ...]:
+    return (*map(str, map(float, bounds)), "+Inf")

@@ -3,39 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from onbeat.core.fleet import ReplicaId
 from onbeat.core.step import SchedulerState, StepStats
-from onbeat.metrics.buckets import GAP_SECONDS, SLACK_SECONDS
-from onbeat.metrics.histogram import Histogram
+from onbeat.metrics.declare import counter, histogram, shown
+from onbeat.metrics.histogram import GAP_SECONDS, SLACK_SECONDS, Histogram
 
 
-@dataclass(frozen=True, slots=True)
-class LoadEstimate:
-    """What the policy expects of its queue."""
-
-    predicted_wait: float
-    """Seconds until a prompt with a deadline would be begun."""
-    queue_seconds: float
-    """Seconds until one that is not in time, or has no deadline, would be begun."""
-
-
+@dataclass(slots=True)
 class PolicyCounts:
     """Counts steps, and remembers the last state that a policy with deadlines reported."""
 
-    def __init__(self) -> None:
-        self.num_chunk_tokens = 0
-        """Prompt tokens that steps have computed."""
-        self.budget = Histogram(GAP_SECONDS)
-        self.num_over_budget = 0
-        """Steps that took longer than their budget."""
-        self.slack = Histogram(SLACK_SECONDS)
-        self._states: dict[ReplicaId, SchedulerState] = {}
-        """By replica, as it said last."""
-        self._before = SchedulerState()
-        """What lives of replicas that are over have counted."""
-        self._has_lost = False
+    num_chunk_tokens: int = counter("chunk_tokens_total", "prompt tokens that steps have computed")
+    budget: Histogram = histogram(
+        "step_budget_seconds", "time that the policy allowed a step; none where nothing bound it", GAP_SECONDS
+    )
+    num_over_budget: int = counter("steps_over_budget_total", "steps that took longer than their budget")
+    slack: Histogram = histogram(
+        "decode_slack_seconds",
+        "at each step, of each running stream: time to its next deadline; below 0 is late",
+        SLACK_SECONDS,
+    )
+    _states: dict[ReplicaId, SchedulerState] = field(default_factory=dict)
+    """By replica, as it said last."""
+    _before: SchedulerState = field(default_factory=SchedulerState)
+    """What lives of replicas that are over have counted."""
+    _has_lost: bool = False
+
+    @property
+    @shown("requests_relegated_total")
+    def num_relegated(self) -> int | None:
+        """Requests turned into best effort, at arrival or later."""
+        return None if self.state is None else self.state.num_relegated
+
+    @property
+    @shown("requests_lost_total")
+    def num_missed(self) -> int | None:
+        """Running requests that missed their objective."""
+        return None if self.state is None else self.state.num_missed
 
     @property
     def state(self) -> SchedulerState | None:
@@ -83,21 +89,6 @@ class PolicyCounts:
         if known is not None and _num_decided(state) < _num_decided(known):
             self.forget(replica)  # it counts from nothing: another life
         self._states[replica] = state
-
-    def load(self, *, num_open: int) -> LoadEstimate | None:
-        """Return what the policy expects; None without one that estimates.
-
-        Parameters
-        ----------
-        num_open : requests that have not ended.
-        """
-        state = self.state
-        if state is None:
-            return None
-        return LoadEstimate(
-            predicted_wait=state.predicted_wait if num_open else 0.0,
-            queue_seconds=state.queue_seconds if num_open else 0.0,
-        )
 
 
 def _num_decided(state: SchedulerState) -> int:

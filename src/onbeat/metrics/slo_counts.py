@@ -7,7 +7,8 @@ objectives of their own and no class are counted as `unnamed`.
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -15,9 +16,9 @@ import numpy as np
 
 from onbeat.core.slo import SLO, Fate, SLOMode
 from onbeat.metrics.attainment import good_requests, has_objectives
-from onbeat.metrics.breakdown import Outcomes, has_ttft, wait_of
-from onbeat.metrics.buckets import TBT_SECONDS, TTFT_SECONDS
-from onbeat.metrics.histogram import Histogram
+from onbeat.metrics.breakdown import Outcomes, by_prompt_decile, has_ttft, wait_of, worst_decile
+from onbeat.metrics.declare import counter, gauge, histogram, shown, shown_parts
+from onbeat.metrics.histogram import TBT_SECONDS, TTFT_SECONDS, Histogram
 from onbeat.metrics.record import RequestRecord
 
 UNNAMED = "unnamed"
@@ -44,19 +45,29 @@ class EndedRequest(NamedTuple):
     is_good: bool
 
 
+@dataclass(slots=True)
 class ClassCounts:
     """The requests of one class."""
 
-    def __init__(self) -> None:
-        self.objectives = SLO()
-        """Those of its latest request."""
-        self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
-        self.ttft = Histogram(TTFT_SECONDS)
-        self.gap = Histogram(TBT_SECONDS)
-        self._recent: deque[EndedRequest] = deque()
-        """The judged requests of late, by end."""
-        self._num_good = 0
-        """Of these."""
+    objectives: SLO = field(default_factory=SLO)
+    """Those of its latest request."""
+    outcomes: Counter[Fate] = counter(
+        "slo_requests_total", "ended requests, by what became of them", "outcome", known=OUTCOMES
+    )
+    ttft: Histogram = histogram(
+        "slo_time_to_first_token_seconds", "TTFT, of requests with objectives alone", TTFT_SECONDS
+    )
+    gap: Histogram = histogram("slo_time_between_tokens_seconds", "TBT, the same", TBT_SECONDS)
+    _recent: deque[EndedRequest] = field(default_factory=deque)
+    """The judged requests of late, by end."""
+    _num_good: int = 0
+    """Of these."""
+
+    @property
+    @shown("slo_objective_seconds", "objective")
+    def objective_seconds(self) -> Mapping[str, float | None]:
+        """`ttft`, `tbt` or `e2e` of the latest request of the class, where it has one."""
+        return {name: getattr(self.objectives, name) for name in ("ttft", "tbt", "e2e")}
 
     def take(self, record: RequestRecord, outcome: Fate) -> None:
         """Count a request that ended."""
@@ -104,6 +115,7 @@ class SLOCounts:
         """Requests that wait to be judged."""
 
     @property
+    @shown_parts(ClassCounts, "slo_class")
     def classes(self) -> dict[str, ClassCounts]:
         """Counts by class, with all requests that have ended."""
         while self._ended:
@@ -177,12 +189,45 @@ def _outcome(record: RequestRecord, *, is_good: bool) -> Fate:
     return Fate.ABANDONED if record.finish_reason == "abort" else Fate.IN_TIME
 
 
-def objectives_by_class(counts: SLOCounts) -> dict[tuple[str, ...], float | None]:
-    """Return (class, `ttft`, `tbt` or `e2e`) -> seconds, None where there is no objective."""
-    return dict(
-        chain.from_iterable(_objectives(name, own.objectives) for name, own in counts.classes.items())
+@dataclass(frozen=True, slots=True)
+class RecentObjectives:
+    """How objectives were kept in the last minute."""
+
+    attainment: Mapping[str, float | None] = gauge(
+        "slo_attainment",
+        "good / (good + bad + rejected + expired) of the requests ended in the last 60 s",
+        "slo_class",
+    )
+    goodput: Mapping[str, float | None] = gauge(
+        "goodput_requests_per_second", "good requests of the last 60 s, per second", "slo_class"
+    )
+    longest_wait: float | None = gauge(
+        "slo_longest_wait_seconds", "longest wait of all requests that ended in the last 60 s"
+    )
+    worst: float | None = gauge(
+        "slo_attainment_worst_decile", "attainment of the decile of prompt lengths where it is least"
+    )
+    worst_prompts: Mapping[str, int] = gauge(
+        "slo_worst_decile_prompt_tokens", "shortest and longest prompt of that decile", "bound"
     )
 
+    @classmethod
+    def of(cls, counts: SLOCounts, now: float, *, uptime: float) -> RecentObjectives:
+        """Return how they were kept.
 
-def _objectives(name: str, slo: SLO) -> list[tuple[tuple[str, ...], float | None]]:
-    return [((name, "ttft"), slo.ttft), ((name, "tbt"), slo.tbt), ((name, "e2e"), slo.e2e)]
+        Parameters
+        ----------
+        now : seconds, on the clock of steps and requests.
+        uptime : seconds that have been counted.
+        """
+        window = min(uptime, WINDOW_SECONDS)
+        recent = {name: own.judged_and_good(now) for name, own in counts.classes.items()}
+        outcomes = counts.recent(now)
+        worst = worst_decile(by_prompt_decile(outcomes))
+        return cls(
+            {name: good / judged if judged else None for name, (judged, good) in recent.items()},
+            {name: good / window if window > 0 else None for name, (_, good) in recent.items()},
+            longest_wait=float(outcomes.waits.max()) if outcomes.waits.size else None,
+            worst=worst.attainment if worst else None,
+            worst_prompts={"min": worst.min_prompt_tokens, "max": worst.max_prompt_tokens} if worst else {},
+        )

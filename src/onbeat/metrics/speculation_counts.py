@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
+
 from onbeat.core.step import DraftStats
-from onbeat.metrics.buckets import DRAFT_LENGTHS
-from onbeat.metrics.histogram import Histogram
+from onbeat.metrics.declare import counter, histogram, shown
+from onbeat.metrics.histogram import DRAFT_LENGTHS, Histogram
 
 GOODPUT_MEMORY = 64
 """Steps over which goodput forgets."""
@@ -31,43 +34,55 @@ class RecentRate:
         return self._tokens / self._seconds if self._seconds > 0 else None
 
 
+@dataclass(slots=True)
 class SpeculationCounts:
-    """Counts steps that had decode rows while drafts could be planned; without speculation there are none.
+    """Counts steps that had decode rows while drafts could be planned; without speculation there are none."""
 
-    Attributes
-    ----------
-    length : drafts planned for a decode row, none included.
-    drafted_at : index j counts the drafts verified at position j of their row, the first at 0.
-    accepted_at : likewise, those accepted.
-    num_tokens : output tokens that decode rows delivered.
-    expected_tokens : what they were expected to deliver when their steps were planned.
-    goodput : output tokens of decode rows / step time, of late.
-    predicted_goodput : expected tokens / predicted step time, of late; the planner chooses drafts by it.
-    """
-
-    def __init__(self) -> None:
-        self.length = Histogram(DRAFT_LENGTHS)
-        self.drafted_at: list[int] = []
-        self.accepted_at: list[int] = []
-        self.num_tokens = 0
-        self.expected_tokens = 0.0
-        self.goodput = RecentRate()
-        self.predicted_goodput = RecentRate()
+    length: Histogram = histogram(
+        "spec_draft_length", "drafts planned for a decode row, rows with none included", DRAFT_LENGTHS
+    )
+    drafted_at: Counter[int] = counter(
+        "spec_draft_tokens_at_position_total", "drafts verified, the first of a row at 0", "position"
+    )
+    accepted_at: Counter[int] = counter(
+        "spec_accepted_tokens_at_position_total", "of these, drafts accepted", "position"
+    )
+    num_tokens: int = counter("spec_delivered_tokens_total", "output tokens of decode rows")
+    expected_tokens: float = counter(
+        "spec_expected_tokens_total", "output tokens expected of them when their steps were planned"
+    )
+    goodput: RecentRate = field(default_factory=RecentRate)
+    predicted_goodput: RecentRate = field(default_factory=RecentRate)
 
     @property
+    @shown("spec_drafts_total")
     def num_drafts(self) -> int:
-        """Rows that verified drafts."""
-        return self.drafted_at[0] if self.drafted_at else 0
+        """Decode rows that verified drafts."""
+        return self.drafted_at[0]
 
     @property
+    @shown("spec_draft_tokens_total")
     def num_drafted_tokens(self) -> int:
-        """Drafts verified."""
-        return sum(self.drafted_at)
+        """Drafts verified; the proposer may have fewer than were planned."""
+        return self.drafted_at.total()
 
     @property
+    @shown("spec_accepted_tokens_total")
     def num_accepted_tokens(self) -> int:
-        """Of these, drafts accepted."""
-        return sum(self.accepted_at)
+        """Of these, drafts accepted, those behind the end of an answer too."""
+        return self.accepted_at.total()
+
+    @property
+    @shown("spec_goodput_tokens_per_second")
+    def goodput_per_second(self) -> float | None:
+        """Output tokens of decode rows / step time, over the last 64 steps or so."""
+        return self.goodput.per_second
+
+    @property
+    @shown("spec_goodput_predicted_tokens_per_second")
+    def predicted_goodput_per_second(self) -> float | None:
+        """Expected tokens / predicted step time, over the same steps; drafts are chosen by it."""
+        return self.predicted_goodput.per_second
 
     def on_step(self, drafts: DraftStats, seconds: float, predicted_seconds: float | None) -> None:
         """Count a step.
@@ -79,18 +94,13 @@ class SpeculationCounts:
         for length, num_rows in enumerate(drafts.lengths):
             if num_rows:
                 self.length.observe_times(length, num_rows)
-        _add(self.drafted_at, drafts.drafted_at)
-        _add(self.accepted_at, drafts.accepted_at)
-        self.accepted_at += [0] * (len(self.drafted_at) - len(self.accepted_at))
+        for position, count in enumerate(drafts.drafted_at):
+            self.drafted_at[position] += count
+            self.accepted_at[position] += 0
+        for position, count in enumerate(drafts.accepted_at):
+            self.accepted_at[position] += count
         self.num_tokens += drafts.num_tokens
         self.expected_tokens += drafts.expected_tokens
         self.goodput.add(drafts.num_tokens, seconds)
         if predicted_seconds is not None:
             self.predicted_goodput.add(drafts.expected_tokens, predicted_seconds)
-
-
-def _add(totals: list[int], counts: list[int]) -> None:
-    """Add counts by position; totals grow with the longest."""
-    totals += [0] * (len(counts) - len(totals))
-    for position, count in enumerate(counts):
-        totals[position] += count

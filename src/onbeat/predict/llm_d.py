@@ -24,9 +24,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 
-from onbeat.metrics.buckets import ERROR_RATIOS
 from onbeat.metrics.families import counters, gauges, histograms
-from onbeat.metrics.histogram import Histogram
+from onbeat.metrics.histogram import ERROR_RATIOS, Histogram
 from onbeat.predict.latency import Features, LatencyModel, Measured
 
 MODEL_TYPE = "lightgbm"

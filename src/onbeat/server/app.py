@@ -178,7 +178,7 @@ def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) ->
     """Wrap the application, from the inside out."""
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     if limits := {key: its.limits for key, its in config.slo.keys.items() if its.limits != NO_LIMITS}:
-        app.add_middleware(RateLimits, limits=limits, on_limited=telemetry.exporter.count_rate_limited)
+        app.add_middleware(RateLimits, limits=limits, on_limited=telemetry.exporter.server.count_rate_limited)
     app.add_middleware(ApiKeys, keys=config.guarding_keys)
     app.add_middleware(PathCheck)
     if (names := config.answered_hosts) is not None:

@@ -44,7 +44,9 @@ _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _UNFIT = re.compile(r"[^A-Za-z0-9._:/+=@$\[\]-]")
 _MOST_NAMED = 1000
 """Ignored fields that the log names; a scan with made-up names says nothing after these."""
-_ROUTINE = frozenset(("/health", "/ping", "/ready", "/load", "/metrics", "/tokenize", "/detokenize"))
+_ROUTINE = frozenset(
+    ("/health", "/ping", "/ready", "/load", "/metrics", "/state", "/tokenize", "/detokenize")
+)
 """Paths asked every few seconds, or hundreds of times by one load test that fits its prompts' lengths."""
 _PORT = re.compile(r":[0-9]*$")
 _OURS = re.compile(r"[^.]*|.*\.localhost|[0-9.]+|[0-9a-f.:]*:[0-9a-f.:]*")
@@ -52,7 +54,7 @@ _OURS = re.compile(r"[^.]*|.*\.localhost|[0-9.]+|[0-9a-f.:]*:[0-9a-f.:]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 OPEN_PATHS = frozenset(
-    ("/", "/health", "/ping", "/ready", "/load", "/version", "/metrics", "/docs", "/openapi.json")
+    ("/", "/health", "/ping", "/ready", "/load", "/version", "/metrics", "/state", "/docs", "/openapi.json")
 )
 """The paths that need no API key, beside the files of the page of `/docs`. All others do, those that do not
 exist included."""

@@ -191,7 +191,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
             BoundedConnection,
             limits=config.connections,
             bodies=BodyRoom(max(config.connections.max_unfinished_bytes, 4 * config.max_body_bytes)),
-            on_refused=app.state.telemetry.exporter.count_refused_connection,
+            on_refused=app.state.telemetry.exporter.server.count_refused_connection,
             origins=config.allowed_origins,
         ),
         backlog=_BACKLOG,

@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.responses import Response
 
 from onbeat.core.slo import SLOMode
 from onbeat.metrics.counts import RunCounts
-from onbeat.metrics.exporter import MetricsExporter
+from onbeat.metrics.exporter import MetricsExporter, state_schema
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.metrics.tracker import RequestTracker, RunListener
 from onbeat.server.middleware import HttpContext
@@ -67,11 +68,12 @@ class Telemetry:
 
     def on_http(self, context: HttpContext) -> None:
         """Count an HTTP request that has ended."""
-        self.exporter.count_http(context.endpoint, context.status)
+        counts = self.exporter.server
+        counts.http[context.endpoint, str(context.status)] += 1
         if context.num_choices:
-            self.exporter.asked.observe(context.num_choices, context.max_tokens)
+            counts.observe_asked(context.num_choices, context.max_tokens)
         if context.status == 200 and context.error_code is not None:
-            self.exporter.count_stream_error(context.error_code)
+            counts.stream_errors[context.error_code] += 1
 
     @asynccontextmanager
     async def watched_loop(self) -> AsyncIterator[None]:
@@ -88,10 +90,10 @@ class Telemetry:
         while True:
             due = time.monotonic() + LAG_INTERVAL
             await asyncio.sleep(LAG_INTERVAL)
-            self.exporter.observe_loop_lag(max(time.monotonic() - due, 0.0))
+            self.exporter.server.loop_lag.observe(max(time.monotonic() - due, 0.0))
 
     def routes(self) -> APIRouter:
-        """Return the route of the metrics, open to everybody."""
+        """Return the routes of the metrics, open to everybody."""
         router = APIRouter(tags=["health"])
 
         @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
@@ -99,5 +101,14 @@ class Telemetry:
             """Return Prometheus metrics."""
             body, content_type = self.exporter.render()
             return Response(body, headers={"content-type": content_type})
+
+        described: dict[int | str, dict[str, Any]] = {
+            200: {"content": {"application/json": {"schema": state_schema()}}}
+        }
+
+        @router.get("/state", response_class=Response, responses=described)
+        async def state() -> Response:
+            """Return the numbers of the metrics as JSON, by name and then by the values of their labels."""
+            return Response(self.exporter.state(), media_type="application/json")
 
         return router

@@ -18,7 +18,18 @@ from tests.many_cases import each_case
 
 CHAT = "/v1/chat/completions"
 KEYS = {"api_keys": ("first", "second")}
-OPEN = {"/", "/health", "/ping", "/ready", "/load", "/version", "/metrics", "/docs", "/openapi.json"}
+OPEN = {
+    "/",
+    "/health",
+    "/ping",
+    "/ready",
+    "/load",
+    "/version",
+    "/metrics",
+    "/state",
+    "/docs",
+    "/openapi.json",
+}
 """What docs/api.md leaves open."""
 CONTROLS = ("%0A", "%0a", "%0D", "%0D%0A", "%00", "%09", "%1F", "%7F", "%C2%85", "%C2%9F")
 TRICKS = (
@@ -64,7 +75,7 @@ async def test_keys_guard_the_api(served: Served) -> None:
 
 
 @pytest.mark.parametrize("served", [KEYS], indirect=True)
-@each_case("path", ["/health", "/ping", "/ready", "/metrics", "/version", "/load", "/openapi.json"])
+@each_case("path", ["/health", "/ping", "/ready", "/metrics", "/state", "/version", "/load", "/openapi.json"])
 async def test_health_and_metrics_stay_open(served: Served, path: str) -> None:
     assert (await served.get(path)).status == 200
 

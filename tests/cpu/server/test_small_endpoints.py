@@ -110,6 +110,14 @@ async def test_metrics_count_the_requests(served: Served) -> None:
         assert line in text
 
 
+async def test_the_state_has_the_metrics_as_numbers(served: Served) -> None:
+    await ask_chat(served)
+    state = (await served.get("/state")).json
+    assert (state["requests_total"]["stop"], state["output_tokens_total"]) == (1, 14)
+    assert sum(state["time_to_first_token_seconds"]["counts"]) == 1
+    assert state["unix_time"] >= state["start_time"]
+
+
 @pytest.mark.parametrize("served", [{"metrics_aliases": "vllm"}], indirect=True)
 async def test_vllms_metrics_of_what_is_asked_and_of_the_cache(served: Served) -> None:
     await served.post(TEXT, {"prompt": ["a", "b"], "n": 3, "max_tokens": 5})

@@ -222,6 +222,7 @@ async def test_no_message_of_anthropics_api_holds_up_the_event_loop(fleet_server
         ("/tokenize", {"prompt": "a" * 2_000_000, "return_token_strs": True}),
         ("/detokenize", {"tokens": [97] * (MAX_JSON_VALUES - 10)}),
         ("/metrics", None),
+        ("/state", None),
         ("/fleet", None),
         ("/v1/models", None),
         ("/openapi.json", None),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
+
+import orjson
 
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO
@@ -30,6 +32,11 @@ class FakeServer:
         """Return what /metrics shows at a time."""
         self.now = now
         return self.exporter.render()[0].decode()
+
+    def state(self, now: float) -> dict[str, Any]:
+        """Return what `GET /state` shows at a time."""
+        self.now = now
+        return cast("dict[str, Any]", orjson.loads(self.exporter.state()))
 
     def open(self, name: str, arrival: float, slo: SLO | None = CHAT, **fields: Any) -> None:
         """Let a request arrive; `is_streamed` goes to the tracker, the rest is the request's."""

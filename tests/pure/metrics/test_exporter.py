@@ -173,12 +173,12 @@ def test_the_bias_forgets_old_steps(counts: RunCounts) -> None:
 
 def test_what_the_server_does_is_counted(counts: RunCounts) -> None:
     exporter = MetricsExporter(counts, model_name="m")
-    exporter.count_http("/v1/completions", 200)
-    exporter.count_http("/v1/completions", 200)
-    exporter.count_http("unmatched", 404)
-    exporter.count_stream_error("engine_dead")
+    exporter.server.http.update(
+        [("/v1/completions", "200"), ("/v1/completions", "200"), ("unmatched", "404")]
+    )
+    exporter.server.stream_errors["engine_dead"] += 1
     for lag in (0.001, 0.3):
-        exporter.observe_loop_lag(lag)
+        exporter.server.loop_lag.observe(lag)
     got = shown_by(exporter)
     assert got["onbeat_event_loop_lag_seconds_bucket{le=0.2}"] == 1
     assert got["onbeat_event_loop_lag_seconds_sum"] == pytest.approx(0.301)
@@ -194,7 +194,7 @@ def test_vllm_names_appear_only_when_asked_for(counts: RunCounts) -> None:
     plain = shown_by(MetricsExporter(counts, model_name="m"))
     assert not [name for name in plain if name.startswith("vllm:")]
     exporter = MetricsExporter(counts, model_name="m", aliases="vllm")
-    exporter.asked.observe(2, [5, 5, 5, 5])
+    exporter.server.observe_asked(2, [5, 5, 5, 5])
     aliased = shown_by(exporter)
     families = {name.split("{")[0] for name in aliased if name.startswith("vllm:")}
     for suffix in ("_bucket", "_sum", "_count"):
