@@ -14,11 +14,8 @@ PROMISE = onbeat.SLO(ttft=0.5, tbt=0.025)
 
 def main() -> None:
     device = sys.argv[1] if len(sys.argv) > 1 else "h100-sxm"
-    load = onbeat.make_load(
-        onbeat.LoadSource(name="conversation", input_len=1024, output_len=256),
-        onbeat.ArrivalPlan(rate=18.0),
-        num_requests=1000,
-        seed=0,
+    load = onbeat.Load(
+        dataset_name="conversation", input_len=1024, output_len=256, request_rate=18.0, num_prompts=1000
     )
     for policy in ("prefill-first", "sarathi", "slo"):
         result = onbeat.simulate(

@@ -92,8 +92,7 @@ def run_step(scheduler: Scheduler, model: StepTimeModel, now: float) -> float:
 
 
 def one_request(settings: ReplicaSettings) -> Counter[str]:
-    source, plan = onbeat.LoadSource(input_len=256, output_len=8), onbeat.ArrivalPlan(rate=1.0)
-    load = onbeat.make_load(source, plan, num_requests=1, seed=0)
+    load = onbeat.Load(input_len=256, output_len=8, request_rate=1.0, num_prompts=1).offered()
     simulation, offered = build_for_load(settings, lambda _: load)
     simulate(offered, simulation.config, simulation.step_time)  # imports what it needs
     return count(lambda: simulate(offered, simulation.config, simulation.step_time))

@@ -11,29 +11,24 @@ from onbeat.core.slo import SLO
 if TYPE_CHECKING:
     from onbeat.engine.llm import LLM
     from onbeat.simulator.api import simulate
-    from onbeat.workload.arrival_plan import ArrivalPlan
-    from onbeat.workload.load_source import LoadSource, make_load
+    from onbeat.workload.load import Load
     from onbeat.workload.offered import OfferedLoad
 
 __version__ = "0.2.0"
 __all__ = [
     "LLM",
     "SLO",
-    "ArrivalPlan",
-    "LoadSource",
+    "Load",
     "OfferedLoad",
     "SamplingParams",
     "__version__",
-    "make_load",
     "simulate",
 ]
 
 _HOMES = {
     "LLM": "onbeat.engine.llm",
-    "ArrivalPlan": "onbeat.workload.arrival_plan",
-    "LoadSource": "onbeat.workload.load_source",
+    "Load": "onbeat.workload.load",
     "OfferedLoad": "onbeat.workload.offered",
-    "make_load": "onbeat.workload.load_source",
     "simulate": "onbeat.simulator.api",
 }
 """Loaded when asked for."""

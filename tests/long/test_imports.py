@@ -97,7 +97,7 @@ def test_planning_commands_load_neither_an_engine_nor_a_server(tmp_path: Path) -
         ["replay", str(record)],
     ]
     loaded = modules_after(
-        f"from onbeat.cli.main import main\nimport onbeat\nonbeat.simulate, onbeat.make_load\n"
+        f"from onbeat.cli.main import main\nimport onbeat\nonbeat.simulate, onbeat.Load\n"
         f"assert [main(command) for command in {commands}] == [0, 0, 0]\n"
     )
     assert not loaded & (FRAMEWORKS | {"gguf", "jinja2", "prometheus_client", "pydantic", "uvicorn", "zmq"})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from onbeat.workload.arrival_plan import ArrivalPlan
-from onbeat.workload.load_source import LoadName, LoadSource, make_load
+from onbeat.workload.load import Load, LoadName
 from onbeat.workload.trace import read_trace
 
 
@@ -95,9 +95,8 @@ def test_mooncake_blocks_repeat_as_published(name: str, ratio: float) -> None:
 def test_published_statistics_of_loads(
     name: LoadName, file: str, rate: float | None, percentiles: dict[str, tuple[int, int]]
 ) -> None:
-    source = LoadSource(name=name, path=published(file))
-    plan = None if rate is None else ArrivalPlan(kind="replay")
-    load = make_load(source, plan, num_requests=None, seed=0)
+    spread: dict[str, Any] = {"max_concurrency": 1} if rate is None else {"arrivals": "replay"}
+    load = Load(dataset_name=name, dataset_path=published(file), **spread).offered()
 
     assert load.rate == (None if rate is None else pytest.approx(rate, rel=0.005))
     for p, (num_prompt_tokens, num_output_tokens) in percentiles.items():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from onbeat.bench.bench_config import TargetConfig
+from onbeat.bench.bench_load import SHORT, Workload
 from onbeat.bench.client import Endpoint, StreamingClient, open_session
-from onbeat.bench.objectives import RequestObjectives, SendSLO, choose_transport
+from onbeat.bench.objectives import SendSLO, choose_transport
 from onbeat.bench.outcomes import summarise_groups
 from onbeat.bench.payload import Api, PayloadBuilder
 from onbeat.bench.probe import ServerModels, choose_model, wait_until_ready
@@ -22,10 +23,8 @@ from onbeat.core.settled_memory import settled_memory
 from onbeat.core.slo import SLO
 from onbeat.metrics.summary import SummaryOptions, summarise
 from onbeat.metrics.summary_keys import run_keys
-from onbeat.workload.mixture import SHORT
 from onbeat.workload.prompts import PromptWriter, WordPool, tokenizer_pool
 from onbeat.workload.slo_classes import SLOClass
-from onbeat.workload.workload import Workload
 
 from .workload import Cell
 
@@ -133,9 +132,10 @@ class LoadClient:
                 timeout=config.request_timeout,
             )
             client = StreamingClient(session, endpoint, count_tokens=self._count_tokens)
-            feed = PromptFeed(
-                workload, objectives=RequestObjectives(self._classes, len(workload), self._seed), limit=limit
-            )
+            if self._classes:
+                load = workload.load.with_classes(self._classes, seed=self._seed)
+                workload = replace(workload, load=load)
+            feed = PromptFeed(workload, limit=limit)
             await feed.fill()
             plan = LoadPlan(offsets=None, max_concurrency=concurrency)
             with settled_memory():

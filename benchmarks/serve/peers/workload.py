@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onbeat.bench.bench_load import LONG, SHORT, Workload, every_nth
 from onbeat.workload.lengths import LogNormalLength
-from onbeat.workload.mixture import mix_in_long_prompts
-from onbeat.workload.prompts import PromptWriter
-from onbeat.workload.workload import Workload, synthetic_workload
+from onbeat.workload.offered import OfferedLoad
+from onbeat.workload.prompts import FreshPrompts, PromptWriter
 
 # Log-normal like the lengths of ShareGPT conversations; clipped, the means are about 190 in and 150 out.
 PROMPTS = LogNormalLength(mean=200, sigma=0.8, low=8, high=1024)
@@ -33,18 +33,14 @@ class Cell:
 
     def workload(self, writer: PromptWriter, *, seed: int) -> Workload:
         """Return the requests: lengths follow from the seed, words from the writer."""
-        workload = synthetic_workload(
-            self.name,
-            num_requests=self.num_requests,
-            prompt_lengths=PROMPTS,
-            output_lengths=OUTPUTS,
-            writer=writer,
-            rng=np.random.default_rng([seed, 0]),
-        )
-        if not self.long_share:
-            return workload
-        return mix_in_long_prompts(
-            workload, share=self.long_share, num_tokens=LONG_PROMPT_TOKENS, writer=writer
+        rng, size = np.random.default_rng([seed, 0]), self.num_requests
+        prompts, outputs = PROMPTS.draw(size, rng), OUTPUTS.draw(size, rng)
+        are_long = every_nth(size, self.long_share)
+        prompts[are_long] = LONG_PROMPT_TOKENS
+        return Workload(
+            load=OfferedLoad(name=self.name, num_prompt_tokens=prompts, num_output_tokens=outputs),
+            prompts=FreshPrompts(writer=writer, num_tokens=prompts.tolist()),
+            groups=tuple(np.where(are_long, LONG, SHORT).tolist()) if self.long_share else None,
         )
 
 

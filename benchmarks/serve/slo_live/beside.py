@@ -81,7 +81,7 @@ def _trials(context: Context) -> Iterator[Trial]:
     classes = one_class(context.objectives.ttft, context.objectives.tbt)
     chat = Load(seed=0, seconds=seconds, rate=rate, classes=classes)
     yield Trial("(i) at the capacity", chat, policies=("slo", "sarathi"))
-    long = replace(CHAT, long_share=LONG_SHARE, long_input_len=LONG_TOKENS)
+    long = replace(CHAT, random_long_share=LONG_SHARE, random_long_input_len=LONG_TOKENS)
     yield Trial("(ii) long prompts", replace(chat, rate=LONG_LOAD * rate, dataset=long))
     two = replace(chat, classes=two_classes(context.decode_step))
     yield Trial("(iii) two classes: tight", two, slo_class="tight")

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from onbeat.bench.bench_config import (
-    BenchConfig,
-    DatasetConfig,
-    LoadConfig,
-    RampConfig,
-    RunConfig,
-    TargetConfig,
-)
+from onbeat.bench.bench_config import BenchConfig, TargetConfig
+from onbeat.bench.bench_load import BenchLoad, RunConfig
 from onbeat.bench.objectives import SendSLO
 from onbeat.bench.record import RequestRecord
 from onbeat.bench.result import BenchResult
@@ -30,7 +24,7 @@ from onbeat.workload.slo_classes import SLOClass
 Result = BenchResult
 
 # Prompts of 100 to 600 tokens, outputs of 20 to 100.
-CHAT = DatasetConfig(input_len=350, range_ratio=5 / 7, output_len=60, output_range_ratio=2 / 3)
+CHAT = BenchLoad(input_len=350, random_range_ratio=5 / 7, output_len=60, random_output_range_ratio=2 / 3)
 REQUEST_TIMEOUT = 300.0
 MAX_FAILED_SHARE = 0.05
 """With more failures than this a study ends; up to it they are counted, as requests that are not good."""
@@ -63,7 +57,7 @@ class Load:
     num_prompts: int | None = None
     """None: as many as arrive in `seconds`."""
     classes: tuple[SLOClass, ...] = ()
-    dataset: DatasetConfig = CHAT
+    dataset: BenchLoad = CHAT
     asks_to_shed: bool = False
     num_warmups: int = 2
 
@@ -74,12 +68,25 @@ class Load:
         rate = sum(self.ramp) / 2 if self.ramp else self.rate
         return max(2, round(rate * self.seconds))
 
-    def config(self) -> LoadConfig:
-        if self.concurrency is not None:
-            return LoadConfig(max_concurrency=self.concurrency)
+    def config(self) -> BenchLoad:
+        arrivals: dict[str, Any] = {"request_rate": self.rate, "arrivals": "poisson"}
         if self.ramp is not None:
-            return LoadConfig(ramp=RampConfig(shape="linear", start_rate=self.ramp[0], end_rate=self.ramp[1]))
-        return LoadConfig(request_rate=self.rate, arrivals="poisson")
+            start, end = self.ramp
+            arrivals = {
+                "ramp_up_strategy": "linear",
+                "ramp_up_start_rps": start,
+                "ramp_up_end_rps": end,
+            }
+        if self.concurrency is not None:
+            arrivals = {"max_concurrency": self.concurrency}
+        return replace(
+            self.dataset,
+            num_prompts=self.num_requests,
+            num_warmups=self.num_warmups,
+            seed=self.seed,
+            salt=secrets.token_hex(4),
+            **arrivals,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +100,13 @@ class Client:
         """Measure one run; exits the program if the server failed on many requests."""
         bench = BenchConfig(
             target=TargetConfig(base_url=url, request_timeout=REQUEST_TIMEOUT),
-            num_warmups=load.num_warmups,
-            seed=load.seed,
-            salt=secrets.token_hex(4),
             extra_body={"temperature": 0.0, "ignore_eos": True},
             summary=SummaryOptions(slo_mode=self.slo_mode),
             slo_classes=load.classes,
             send_slo=self.send_slo,
             asks_to_shed=load.asks_to_shed,
         )
-        run = RunConfig(dataset=load.dataset, load=load.config(), num_prompts=load.num_requests)
+        run = RunConfig(load=load.config())
         [result] = asyncio.run(
             run_bench(bench, [run], tokenizer=None, progress=Quiet(), stop=asyncio.Event())
         )

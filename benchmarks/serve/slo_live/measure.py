@@ -19,7 +19,7 @@ def run(context: Context) -> None:
     output_len = 40 if context.args.quick else 160
     num_runs = context.rounds
     context.announce(num_starts=1, run_seconds=[5.0] * num_runs)
-    dataset = replace(CHAT, range_ratio=0.0, output_range_ratio=0.0, output_len=output_len)
+    dataset = replace(CHAT, random_range_ratio=0.0, random_output_range_ratio=0.0, output_len=output_len)
     steps = []
     with Fleet() as fleet:
         server = fleet.start(context.sarathi_server(context.args.budget or 512))

@@ -10,19 +10,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
-import numpy as np
-
-from onbeat.bench.bench_config import BenchConfig, RunConfig
-from onbeat.bench.datasets import PromptTools
+from onbeat.bench.bench_config import BenchConfig
+from onbeat.bench.bench_load import BenchLoad, PromptTools
 from onbeat.bench.payload import Conversation, Message, Prompt
 from onbeat.bench.record import JobOfCall, RequestRecord, Status
 from onbeat.bench.runner import LoadOutcome, until_stopped
-from onbeat.bench.schedule import schedule
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.jobs import CallTimes, JobSummary, summarise_jobs
 from onbeat.workload.job import Call, Job
-from onbeat.workload.job_load import given_starts, job_load, job_outcomes
-from onbeat.workload.load_source import LoadSource, load_jobs
+from onbeat.workload.job_load import job_outcomes
 from onbeat.workload.offered import JobRows, OfferedLoad
 from onbeat.workload.prompts import PromptWriter
 
@@ -163,16 +159,8 @@ class JobRunner:
 
     def _record(self, state: _OpenJob, index: int, due: float) -> RequestRecord:
         load, job = self._load, state.job
-        row = int(self._rows.firsts[state.number]) + index
-        record = RequestRecord(
-            index=row,
-            num_prompt_tokens=int(load.num_prompt_tokens[row]),
-            max_tokens=int(load.num_output_tokens[row]),
-            scheduled=None if load.arrivals is None else due,
-            tenant=load.tenant(row),
-        )
-        if (own := load.request_class(row)) is not None:
-            record.slo, record.request_class, record.weight = own.slo, own.name, own.weight
+        record = RequestRecord.of(load, int(self._rows.firsts[state.number]) + index)
+        record.scheduled = None if load.arrivals is None else due
         if job.deadline < inf:
             record.job = JobOfCall(
                 state.job_id, job.deadline, job.calls_left[index] if job.says_calls_left else None, job.kind
@@ -194,27 +182,15 @@ class JobOffer:
         self.num_prompts, self.num_requests = len(load.jobs.jobs), len(load)
 
     @classmethod
-    def make(cls, bench: BenchConfig, run: RunConfig, tools: PromptTools) -> JobOffer:
+    def make(cls, bench: BenchConfig, load: BenchLoad, tools: PromptTools) -> JobOffer:
         """Return the jobs of a run."""
-        dataset = run.dataset
-        source = LoadSource(
-            name=dataset.name,  # type: ignore[arg-type]  # one of jobs, as whoever asks has looked
-            path=dataset.path,
-            count_tokens=tools.count_tokens,
-            job_deadline=dataset.job_deadline,
-        )
-        jobs = load_jobs(source, run.num_prompts, np.random.default_rng([bench.seed, 0]))
-        if any(not call.output_tokens for job in jobs for call in job.calls):
+        offered = load.offered(bench.slo_classes, count_tokens=tools.count_tokens)
+        if not offered.num_output_tokens.all():
             raise ConfigError(
                 "a job of this load has a call that embeds a text (output_tokens 0), and bench sends none; "
                 "leave such calls out, or simulate the load"
             )
-        rng = np.random.default_rng([bench.seed, 1])
-        starts = schedule(run.load, len(jobs), rng, times=given_starts(jobs))
-        load = job_load(dataset.name, jobs, starts)
-        if bench.slo_classes:
-            load = load.with_classes(bench.slo_classes, seed=bench.seed)
-        return cls(load, tools.writer, max_concurrency=run.load.max_concurrency, keeps_text=bench.keep_text)
+        return cls(offered, tools.writer, max_concurrency=load.max_concurrency, keeps_text=bench.keep_text)
 
     async def prepare(self) -> None:
         """Do nothing: the words of a job are made as it begins, ahead of its calls."""

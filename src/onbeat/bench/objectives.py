@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
-
-import numpy as np
 
 from onbeat.bench.record import RequestRecord
 from onbeat.core.errors import ConfigError
-from onbeat.workload.class_traces import have_traces, lengths_by_class
-from onbeat.workload.prompts import BlockPrompts, FreshPrompts, PromptWriter, ReplacedPrompts
-from onbeat.workload.slo_classes import ClassIds, SLOClass, assign_classes
-from onbeat.workload.workload import Workload
+from onbeat.workload.load import ONLY_CLASS
+from onbeat.workload.slo_classes import SLOClass
 
 SendSLO = Literal["auto", "body", "headers", "none"]
 SEND_SLO: tuple[SendSLO, ...] = get_args(SendSLO)
-
-UNNAMED_CLASS = "default"
-"""Class of objectives that come from flags: a name of our own tables, which no server knows."""
 
 TTFT_HEADER = "x-llm-d-slo-ttft-ms"
 TPOT_HEADER = "x-llm-d-slo-tpot-ms"
@@ -53,7 +46,7 @@ class SLOTransport:
             for name in ("ttft", "tbt", "e2e")
             if (limit := getattr(record.slo, name, None)) is not None
         }
-        if self.names_classes and record.request_class not in {None, UNNAMED_CLASS}:
+        if self.names_classes and record.request_class not in {None, ONLY_CLASS}:
             fields["class"] = record.request_class
         if record.weight != 1:
             fields["weight"] = record.weight
@@ -118,49 +111,3 @@ def choose_transport(send: SendSLO, *, is_onbeat: bool, asks_to_shed: bool) -> S
             "onbeat: leave --shed out, or force it with --send-slo body"
         )
     return SLOTransport(how=how, asks_to_shed=asks_to_shed)
-
-
-class RequestObjectives:
-    """Which class of objectives each request of a run has: by share, decided by the seed."""
-
-    def __init__(self, classes: Sequence[SLOClass], num_requests: int, seed: int) -> None:
-        self._classes, self._seed = tuple(classes), seed
-        self._class_ids: ClassIds | None = None
-        if classes:
-            self._class_ids = assign_classes(num_requests, classes, np.random.default_rng([seed, 2]))
-
-    def with_own_traces(self, workload: Workload, writer: PromptWriter) -> Workload:
-        """Return the workload with prompts and outputs as long as those of the traces that classes have.
-
-        Raises
-        ------
-        ConfigError : a trace that cannot be drawn from, or prompts of the workload that share blocks.
-        """
-        if self._class_ids is None or not have_traces(self._classes):
-            return workload
-        if isinstance(workload.prompts, BlockPrompts):
-            raise ConfigError(
-                f"prompts of the {workload.name} workload share blocks, so classes cannot have their "
-                "own traces: leave 'trace' out of the classes"
-            )
-        prompts, outputs = lengths_by_class(
-            workload.num_prompt_tokens, workload.max_tokens, self._classes, self._class_ids, seed=self._seed
-        )
-        has_trace = np.array([each.trace is not None for each in self._classes])
-        own = FreshPrompts(writer=writer, num_tokens=prompts.tolist())
-        return replace(
-            workload,
-            prompts=ReplacedPrompts(
-                usual=workload.prompts, other=own, is_other=has_trace[self._class_ids].tolist()
-            ),
-            num_prompt_tokens=prompts,
-            max_tokens=outputs,
-        )
-
-    def note(self, record: RequestRecord) -> None:
-        """Note in a record the objectives that its request is held to."""
-        if self._class_ids is None:
-            return
-        own = self._classes[int(self._class_ids[record.index])]
-        record.slo, record.request_class, record.weight = own.slo, own.name, own.weight
-        record.tenant = own.tenant

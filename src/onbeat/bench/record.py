@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, NamedTuple
 
 from onbeat.core.slo import SLO
+from onbeat.workload.offered import OfferedLoad
 
 
 class Status(StrEnum):
@@ -148,6 +149,19 @@ class RequestRecord:
 
     def __post_init__(self) -> None:
         self.offered_prompt_tokens = self.num_prompt_tokens
+
+    @classmethod
+    def of(cls, load: OfferedLoad, row: int) -> RequestRecord:
+        """Return the record of a request that is about to be sent, with the objectives that it is held to."""
+        record = cls(
+            index=row,
+            num_prompt_tokens=int(load.num_prompt_tokens[row]),
+            max_tokens=int(load.num_output_tokens[row]),
+            tenant=load.tenant(row),
+        )
+        if (own := load.request_class(row)) is not None:
+            record.slo, record.request_class, record.weight = own.slo, own.name, own.weight
+        return record
 
     @property
     def arrival(self) -> float:

@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from math import inf
 
 import numpy as np
 
-from onbeat.bench.bench_config import BenchConfig, RunConfig
+from onbeat.bench.bench_config import BenchConfig
+from onbeat.bench.bench_load import RunConfig
 from onbeat.bench.outcomes import (
     RefusalAdvice,
     ResponseTimes,
@@ -101,7 +103,7 @@ def build_result(  # noqa: PLR0913 - what was run, and what is known of it besid
         header=_header(bench, run, model),
         summary=summary,
         num_gpus=bench.num_gpus,
-        timing_origin=SCHEDULED if run.load.is_scheduled else "send",
+        timing_origin=SCHEDULED if run.load.timing else "send",
         is_interrupted=outcome.interrupted,
         records=records,
         start=outcome.start,
@@ -129,21 +131,19 @@ def build_result(  # noqa: PLR0913 - what was run, and what is known of it besid
 
 
 def _header(bench: BenchConfig, run: RunConfig, model: str) -> RunHeader:
-    assert run.num_prompts is not None, "whoever ran it has counted its requests"
-    load = run.load
-    arrivals = (
-        load.arrivals if load.is_scheduled else "closed loop" if load.max_concurrency else "all at once"
-    )
+    load, timing = run.load, run.load.timing
+    assert load.num_prompts is not None, "whoever ran it has counted its requests"
+    arrivals = timing.kind if timing else "closed loop" if load.max_concurrency else "all at once"
     return RunHeader(
         model_id=model,
         backend=bench.backend,
         label=bench.label,
         date=datetime.now().astimezone().strftime("%Y%m%d-%H%M%S"),
-        dataset_name=run.dataset.name,
-        num_prompts=run.num_prompts,
+        dataset_name=load.dataset_name or "random",
+        num_prompts=load.num_prompts,
         arrivals=arrivals,
-        burstiness=load.burstiness,
-        level=Level(request_rate=load.request_rate, max_concurrency=load.max_concurrency),
+        burstiness=load.shape,
+        level=Level(request_rate=timing.rate if timing else inf, max_concurrency=load.max_concurrency),
     )
 
 

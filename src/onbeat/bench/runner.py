@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +31,7 @@ class OfferedRequest:
     record: RequestRecord
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPlan:
+class LoadPlan(NamedTuple):
     """When to send."""
 
     offsets: NDArray[np.float64] | None

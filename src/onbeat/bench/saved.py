@@ -9,10 +9,12 @@ from typing import Any
 
 import orjson
 
-from onbeat.bench.bench_config import BenchConfig, DatasetConfig, LoadConfig
+from onbeat.bench.bench_config import BenchConfig
+from onbeat.bench.bench_load import BenchLoad
 from onbeat.bench.outcomes import RefusalAdvice, ResponseTimes, VerdictSummary
 from onbeat.bench.result import BenchResult
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import values_of
 from onbeat.files import read_bytes
 from onbeat.metrics.summary import METRICS, GroupSummary, LatencyStatistic, gaps, ttft
 from onbeat.metrics.summary_keys import distribution_keys, milliseconds, run_keys
@@ -26,7 +28,7 @@ SETTINGS = (
     "slo_sent",
 )
 """Under which two results measure the same thing."""
-SETTING_GROUPS = ("dataset", "load")
+SETTING_GROUPS = ("load",)
 """Objects of more of them, which other tools' results do not have."""
 THROUGHPUTS = (
     *("output_throughput", "request_throughput"),
@@ -87,14 +89,14 @@ def error_keys(errors: Sequence[ErrorGroup]) -> list[dict[str, Any]]:
 
 
 def _header_keys(result: BenchResult) -> dict[str, Any]:
-    bench, run, header = result.bench, result.run, result.header
+    bench, load, header = result.bench, result.run.load, result.header
     return {
         "schema_version": SCHEMA_VERSION,
         "date": header.date,
         "backend": header.backend,
         "label": header.label,
         "model_id": header.model_id,
-        "tokenizer_id": None if bench.tokenizer is None else str(bench.tokenizer),
+        "tokenizer_id": None if load.tokenizer is None else str(load.tokenizer),
         "num_prompts": header.num_prompts,
         "request_rate": header.level.saved_rate,
         "burstiness": header.burstiness,
@@ -102,23 +104,28 @@ def _header_keys(result: BenchResult) -> dict[str, Any]:
         **bench.metadata,
         "arrivals": header.arrivals,
         "dataset_name": header.dataset_name,
-        "dataset_path": None if run.dataset.path is None else str(run.dataset.path),
-        "dataset": _others(run.dataset, "name", "path", *(() if run.dataset.has_jobs else ("job_deadline",))),
-        "load": _others(run.load, "request_rate", "arrivals", "burstiness", "max_concurrency"),
+        "dataset_path": None if load.dataset_path is None else str(load.dataset_path),
+        "load": _others(load),
         "title": result.title,
         "series": result.series,
-        "seed": bench.seed,
-        "salt": bench.salt,
+        "seed": load.seed,
+        "salt": load.salt,
         "goodput_objectives_ms": {
             name: seconds * 1e3 for name, seconds in (bench.summary.objectives or {}).items()
         },
     }
 
 
-def _others(config: DatasetConfig | LoadConfig, *saved: str) -> dict[str, Any]:
-    """Return the settings that have no key of their own, as JSON has them."""
-    values = {name: value for name, value in asdict(config).items() if name not in saved}
-    return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
+def _others(load: BenchLoad) -> dict[str, Any]:
+    """Return the settings of a load that have no key of their own, by their flags and in their units."""
+    return {
+        each.key: value * 1e3 if each.option.unit == "ms" and value is not None else value
+        for each, value in values_of(load).items()
+        if each.key not in _OWN_KEYS
+    }
+
+
+_OWN_KEYS = frozenset({*SETTINGS, "tokenizer", "salt", "trace", "sweep_rate", "sweep_concurrency"})
 
 
 def _time_keys(result: BenchResult) -> dict[str, Any]:

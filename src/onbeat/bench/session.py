@@ -10,26 +10,24 @@ from itertools import islice
 from typing import Protocol
 
 import aiohttp
-import numpy as np
 
-from onbeat.bench.bench_config import TEXT_DATASETS, BenchConfig, LoadConfig, RunConfig
+from onbeat.bench.bench_config import BenchConfig
+from onbeat.bench.bench_load import TEXT_DATASETS, BenchLoad, PromptTools, RunConfig, Workload, workload_of
 from onbeat.bench.client import CountTokens, Endpoint, StreamingClient, open_session
-from onbeat.bench.datasets import PromptTools, load_workload
 from onbeat.bench.jobs import JobOffer, SendPrompt
-from onbeat.bench.objectives import RequestObjectives, choose_transport
+from onbeat.bench.objectives import choose_transport
 from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.probe import choose_model, server_pool, wait_until_ready
 from onbeat.bench.record import RequestRecord, Status
 from onbeat.bench.result import BenchResult, build_result
 from onbeat.bench.runner import LoadOutcome, LoadPlan, LoadRunner, OfferedRequest
-from onbeat.bench.schedule import schedule
 from onbeat.bench.speculation import drafts_since, look_at_drafts
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.settled_memory import settled_memory
 from onbeat.metrics.jobs import JobSummary
+from onbeat.workload.load import JOB_LOADS
 from onbeat.workload.prompts import PromptWriter, WordPool, estimated_pool, tokenizer_pool
-from onbeat.workload.workload import Workload
 
 BATCH = 64
 
@@ -42,7 +40,6 @@ class PromptFeed:
 
     Parameters
     ----------
-    objectives : those that requests are held to; None leaves them without.
     lookahead : prompts that are made before the run.
     limit : hand out this many requests only.
     """
@@ -51,12 +48,10 @@ class PromptFeed:
         self,
         workload: Workload,
         *,
-        objectives: RequestObjectives | None = None,
         lookahead: int = 4096,
         limit: int | None = None,
     ) -> None:
         self._workload = workload
-        self._objectives = objectives
         self._lookahead = lookahead
         self._indices: Iterator[int] = iter(range(len(workload) if limit is None else limit))
         self._ready: deque[OfferedRequest] = deque()
@@ -93,16 +88,10 @@ class PromptFeed:
         return [self._offer(index) for index in indices]
 
     def _offer(self, index: int) -> OfferedRequest:
-        spec = self._workload.request(index)
-        record = RequestRecord(
-            index=index,
-            num_prompt_tokens=spec.num_prompt_tokens,
-            max_tokens=spec.max_tokens,
-            group=spec.group,
-        )
-        if self._objectives is not None:
-            self._objectives.note(record)
-        return OfferedRequest(spec.prompt, record)
+        workload = self._workload
+        record = RequestRecord.of(workload.load, index)
+        record.group = None if workload.groups is None else workload.groups[index]
+        return OfferedRequest(workload.prompts.text(index), record)
 
 
 class Offer(Protocol):
@@ -140,25 +129,20 @@ class RequestOffer:
 
     needs_answers = False
 
-    def __init__(self, workload: Workload, objectives: RequestObjectives, plan: LoadPlan) -> None:
-        self._workload, self._objectives, self._plan = workload, objectives, plan
+    def __init__(self, workload: Workload, plan: LoadPlan) -> None:
+        self._workload, self._plan = workload, plan
         self.num_prompts = self.num_requests = len(workload)
         self._feed: PromptFeed | None = None
 
     @classmethod
-    def make(cls, bench: BenchConfig, run: RunConfig, tools: PromptTools) -> RequestOffer:
+    def make(cls, bench: BenchConfig, load: BenchLoad, tools: PromptTools) -> RequestOffer:
         """Return the requests of a run."""
-        workload = load_workload(run.dataset, run.num_prompts, tools, bench.seed)
-        objectives = RequestObjectives(bench.slo_classes, len(workload), bench.seed)
-        workload = objectives.with_own_traces(workload, tools.writer)
-        rng = np.random.default_rng([bench.seed, 1])
-        offsets = schedule(run.load, len(workload), rng, times=workload.times)
-        plan = LoadPlan(offsets=offsets, max_concurrency=run.load.max_concurrency)
-        return cls(workload, objectives, plan)
+        workload = workload_of(load, bench.slo_classes, tools)
+        return cls(workload, LoadPlan(workload.load.arrivals, load.max_concurrency))
 
     async def prepare(self) -> None:
         """Make the first prompts."""
-        self._feed = PromptFeed(self._workload, objectives=self._objectives)
+        self._feed = PromptFeed(self._workload)
         await self._feed.fill()
 
     async def run(
@@ -169,8 +153,11 @@ class RequestOffer:
         *,
         limit: int | None = None,
     ) -> LoadOutcome:
-        """Send the requests, or the first so many."""
-        feed = self._feed or PromptFeed(self._workload, limit=limit)
+        """Send the requests, or the first so many, which are then held to no objectives."""
+        feed = self._feed
+        if feed is None:
+            free = replace(self._workload.load, classes=(), class_ids=None)
+            feed = PromptFeed(replace(self._workload, load=free), limit=limit)
         return await LoadRunner(send, self._plan, on_end=on_end).run(feed, stop)
 
     def jobs(self, records: Sequence[RequestRecord]) -> Mapping[str, JobSummary]:  # noqa: ARG002
@@ -276,31 +263,32 @@ async def _run(
     progress: Progress,
     stop: asyncio.Event,
 ) -> BenchResult:
+    load = run.load.named()
     # Every run of a sweep has its own words: else the second would find the first one's prefixes cached.
     tools = PromptTools(
-        writer=PromptWriter(server.pool, f"{bench.salt}/{position}"),
+        writer=PromptWriter(server.pool, f"{load.salt}/{position}"),
         count_tokens=server.count_tokens or _estimate_tokens,
     )
-    progress.on_phase(f"making prompts ({run.dataset.name})")
-    make: type[JobOffer | RequestOffer] = JobOffer if run.dataset.has_jobs else RequestOffer
-    offer: Offer = await asyncio.to_thread(make.make, bench, run, tools)
+    progress.on_phase(f"making prompts ({load.dataset_name})")
+    make: type[JobOffer | RequestOffer] = JobOffer if load.dataset_name in JOB_LOADS else RequestOffer
+    offer: Offer = await asyncio.to_thread(make.make, bench, load, tools)
     client = StreamingClient(
         server.session,
         server.endpoint,
         count_tokens=server.count_tokens,
         keep_text=bench.keep_text or offer.needs_answers,
     )
-    if bench.num_warmups:
-        progress.on_phase(f"warming up with {bench.num_warmups} requests")
-        await _warm_up(bench, run, make, client.send, tools, stop)
+    if load.num_warmups:
+        progress.on_phase(f"warming up with {load.num_warmups} requests")
+        await _warm_up(bench, load, make, client.send, tools, stop)
     await offer.prepare()
     drafts_before = await look_at_drafts(server.session, bench.target)
     progress.on_start(run, offer.num_requests)
     with settled_memory():
         outcome = await offer.run(client.send, progress.on_request, stop)
     outcome.drafts = await drafts_since(drafts_before, server.session, bench.target)
-    run = replace(run, num_prompts=offer.num_prompts)
-    is_measured = server.count_tokens is not None or run.dataset.name not in TEXT_DATASETS
+    run = replace(run, load=replace(load, num_prompts=offer.num_prompts))
+    is_measured = server.count_tokens is not None or load.dataset_name not in TEXT_DATASETS
     length_source = server.pool.source if is_measured else "estimate"
     return build_result(
         bench,
@@ -315,7 +303,7 @@ async def _run(
 
 async def _warm_up(
     bench: BenchConfig,
-    run: RunConfig,
+    load: BenchLoad,
     make: type[JobOffer | RequestOffer],
     send: SendPrompt,
     tools: PromptTools,
@@ -328,9 +316,9 @@ async def _warm_up(
     ConfigError : every one failed: the run would only repeat that.
     """
     tools = replace(tools, writer=replace(tools.writer, salt=f"{tools.writer.salt}/warm-up"))
-    load = LoadConfig(max_concurrency=min(bench.num_warmups, run.load.max_concurrency or bench.num_warmups))
-    offer: Offer = await asyncio.to_thread(make.make, bench, replace(run, load=load), tools)
-    outcome = await offer.run(send, lambda _record: None, stop, limit=bench.num_warmups)
+    closed = load.closed(min(load.num_warmups, load.max_concurrency or load.num_warmups))
+    offer: Offer = await asyncio.to_thread(make.make, bench, closed, tools)
+    outcome = await offer.run(send, lambda _record: None, stop, limit=load.num_warmups)
     failures = [record for record in outcome.records if record.status is Status.FAILED]
     if failures and len(failures) == len(outcome.records):
         raise ConfigError(

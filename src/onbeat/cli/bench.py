@@ -17,7 +17,8 @@ from onbeat.cli.args import FAILED, INTERRUPTED, natural
 from onbeat.cli.outputs import check_writable, result_console, save_all, shown_settings
 
 if TYPE_CHECKING:
-    from onbeat.bench.bench_config import BenchConfig, RunConfig
+    from onbeat.bench.bench_config import BenchConfig
+    from onbeat.bench.bench_load import RunConfig
     from onbeat.bench.result import BenchResult
     from onbeat.cli.bench_progress import BenchProgress
     from onbeat.cli.bench_settings import OutputOptions
@@ -59,9 +60,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from onbeat.cli.bench_load import planned_runs
     from onbeat.cli.bench_progress import BenchProgress
-    from onbeat.cli.bench_settings import BenchOptions, bench_config
+    from onbeat.cli.bench_settings import BenchOptions, bench_config, planned_runs
     from onbeat.cli.options import read_options
 
     options = read_options(args, BenchOptions)
@@ -75,9 +75,9 @@ def _serve(args: argparse.Namespace) -> int:
     output = options.output
     _check_outputs(output)
     bench = bench_config(options)
-    runs = planned_runs(options.dataset, options.load, title=output.label or "")
+    runs = planned_runs(options.load, output.label or "")
     console = Console(stderr=True)
-    tokenizer = _load_tokenizer(bench.tokenizer)
+    tokenizer = _load_tokenizer(options.load.tokenizer)
     with BenchProgress(console, is_quiet=output.disable_tqdm, num_runs=len(runs)) as progress:
         results = asyncio.run(_measure(bench, runs, tokenizer, progress))
     if not results:

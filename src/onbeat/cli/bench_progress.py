@@ -7,7 +7,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from onbeat.bench.bench_config import RunConfig
+from onbeat.bench.bench_load import RunConfig
 from onbeat.bench.record import RequestRecord
 from onbeat.bench.result import BenchResult
 

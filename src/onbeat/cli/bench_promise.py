@@ -12,7 +12,7 @@ from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.options import change, changed, settings_of
 from onbeat.planner.plan_file import Promise
 
-_OWN = ("num-prompts", "num-warmups", "salt", "seed")
+_OWN = ("num-prompts", "num-warmups", "salt", "seed", "tokenizer")
 """Flags of the load that may differ from the plan's: how long the test is, and what is drawn."""
 
 
@@ -43,7 +43,7 @@ def with_planned_load(options: BenchOptions, promise: Promise) -> BenchOptions:
             )
         if name not in _OWN or setting.name not in given:
             changes[setting.name] = wanted
-    for each in (*changed(options.dataset), *changed(options.load), *changed(options.objectives)):
+    for each in changed(options.load):
         if each.key.replace("_", "-") not in {*planned, *_OWN}:
             raise ConfigError(f"--check-plan runs the load of its plan: leave out {each.flag}")
     num_prompts = changes.get("num_prompts", given.get("num_prompts"))

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from onbeat.bench.bench_config import BenchConfig, TargetConfig
+from onbeat.bench.bench_load import BenchLoad, RunConfig
 from onbeat.bench.objectives import SendSLO
 from onbeat.bench.payload import Api
-from onbeat.cli.args import key_headers, numbers
-from onbeat.cli.bench_load import DatasetOptions, LoadOptions
-from onbeat.cli.workload import ObjectiveOptions
+from onbeat.cli.args import LEVELS, key_headers, listed, numbers
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import changed, option, part, settings_of
 from onbeat.core.slo import SLOMode, slo_mode_option
 from onbeat.files import parse_object
 from onbeat.metrics.summary import METRICS, SummaryOptions
-from onbeat.workload.load_source import JOB_LOADS
+from onbeat.workload.load import JOB_LOADS
 
 _server = partial(option, group="server")
 _sampling = partial(option, group="sampling")
@@ -58,9 +57,6 @@ class ServerOptions:
     model: str | None = _server(None, help="model to ask for (default: the first one that the server lists)")
     served_model_name: str | None = _server(
         None, help="the model's name in requests, if it differs from --model"
-    )
-    tokenizer: Path | None = _server(
-        None, metavar="PATH", help="model directory or .gguf file, for exact lengths"
     )
     header: tuple[str, ...] = _server((), many="append", metavar="KEY=VALUE", help="extra header; repeatable")
     request_timeout_sec: float = _server(21600.0, parse=float, help="longest time of one request")
@@ -222,8 +218,7 @@ class BenchOptions:
     """Every flag of the command."""
 
     server: ServerOptions = part(ServerOptions)
-    dataset: DatasetOptions = part(DatasetOptions)
-    objectives: ObjectiveOptions = part(ObjectiveOptions)
+    load: BenchLoad = part(BenchLoad)
     slo_mode: SLOMode = slo_mode_option()
     send_slo: SendSLO = option(
         "auto",
@@ -237,7 +232,6 @@ class BenchOptions:
         group="what the server is told of objectives",
         help="ask the server to refuse requests that it predicts to be late",
     )
-    load: LoadOptions = part(LoadOptions)
     sampling: SamplingOptions = part(SamplingOptions)
     output: OutputOptions = part(OutputOptions)
     check_plan: Path | None = option(
@@ -255,16 +249,11 @@ def bench_config(options: BenchOptions) -> BenchConfig:
     ------
     ConfigError : a value is wrong.
     """
-    output, salt, target = options.output, options.dataset.salt, options.server.target()
-    sampling = options.sampling
+    output, target, sampling = options.output, options.server.target(), options.sampling
     return BenchConfig(
         target=target,
         backend=options.server.backend,
         label=output.label,
-        tokenizer=options.server.tokenizer,
-        num_warmups=options.load.num_warmups,
-        seed=options.dataset.seed,
-        salt=secrets.token_hex(4) if salt is None else salt,
         extra_body=sampling.body_of_embeddings() if target.api == "embeddings" else sampling.body(),
         summary=SummaryOptions(
             metrics=tuple(name for name in output.table_metrics() if name in METRICS),
@@ -272,15 +261,28 @@ def bench_config(options: BenchOptions) -> BenchConfig:
             objectives=_objectives(output.goodput) or None,
             slo_mode=options.slo_mode,
         ),
-        slo_classes=options.objectives.classes(),
+        slo_classes=options.load.classes(),
         send_slo=options.send_slo,
         asks_to_shed=options.shed,
-        has_jobs=options.dataset.dataset_name in JOB_LOADS,
+        has_jobs=options.load.dataset_name in JOB_LOADS,
         names_classes=options.check_plan is None,  # a plan's server knows the objectives, not the names
         num_gpus=output.num_gpus,
         metadata=_pairs("--metadata", output.metadata),
         keep_text=output.save_detailed,
     )
+
+
+def planned_runs(load: BenchLoad, title: str) -> list[RunConfig]:
+    """Return the runs that the flags ask for: one, or those of sweeps.
+
+    Raises
+    ------
+    ConfigError : flags that do not go together.
+    """
+    if load.salt is None:
+        load = replace(load, salt=secrets.token_hex(4))
+    levels = listed("--sweep-concurrency", load.sweep_concurrency, *LEVELS) if load.sweep_concurrency else ()
+    return load.runs(title, levels, numbers("--sweep-rate", load.sweep_rate) if load.sweep_rate else ())
 
 
 def _objectives(items: Sequence[str]) -> dict[str, float]:

@@ -11,7 +11,6 @@ import numpy as np
 from onbeat.cli.capacity_options import TBT, CapacityOptions, parse_vary
 from onbeat.cli.options import read_options
 from onbeat.cli.simulate_options import replica_settings
-from onbeat.cli.workload import WorkloadOptions, offered_load
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import change, changed
 from onbeat.core.slo import SLOMode
@@ -22,6 +21,7 @@ from onbeat.planner.objectives import parse_objective
 from onbeat.scheduler.replica.token_budget import mean_decode_context
 from onbeat.simulator.settings import AUTO, ReplicaSettings
 from onbeat.simulator.setup import Simulation, build_simulation, decode_context, what_binds
+from onbeat.workload.load import Load, tightest_tbt
 from onbeat.workload.offered import LongerThanContext, OfferedLoad
 
 _PLENTY_OF_BLOCKS = 1 << 24
@@ -68,10 +68,10 @@ def plan_cases(args: argparse.Namespace, options: CapacityOptions) -> list[Plann
             raise ConfigError(f"--vary does not try {each.flag} {value}: add it to --vary, or leave it out")
     drafts = _draft_cases(base, axes)
     planned: list[PlannedCase] = []
-    workload = read_options(args, WorkloadOptions)
+    workload = read_options(args, Load)
     for tbt_ms in objectives_ms or [None]:
         own = workload if tbt_ms is None else change(workload, tbt=tbt_ms / 1e3)
-        tbt = own.objectives.tightest_tbt()
+        tbt = tightest_tbt(own.classes())
         objective = _objective(options, tbt, args.slo_mode)
         loads = _loads(own, options.repeats, drafts)
         if objective is not None:
@@ -150,13 +150,15 @@ def _too_short(draft: _Draft, loads: tuple[OfferedLoad, ...]) -> str:
     return ""
 
 
-def _loads(workload: WorkloadOptions, num_repeats: int, drafts: list[_Draft]) -> tuple[OfferedLoad, ...]:
+def _loads(workload: Load, num_repeats: int, drafts: list[_Draft]) -> tuple[OfferedLoad, ...]:
     """Return the load of each repeat; one for all where the seed changes nothing."""
     longest = {draft.simulation.config.max_model_len: draft.settings for draft in drafts if draft.simulation}
     max_model_len = max(longest, default=_PLENTY_OF_BLOCKS)
     try:
         loads = [
-            offered_load(workload, max_model_len=max_model_len, seed=workload.seed + repeat)
+            replace(workload, seed=workload.seed + repeat).offered(
+                max_model_len=max_model_len, overlong=drafts[0].settings.overlong
+            )
             for repeat in range(num_repeats)
         ]
     except LongerThanContext as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat import __version__
+from onbeat.cli.options import read_options
 from onbeat.cli.outputs import shown_settings
 from onbeat.cli.plan_answer import answer_of, facts_of
 from onbeat.cli.plan_output import (
@@ -24,9 +25,8 @@ from onbeat.cli.plan_output import (
     unit_rows,
     warnings_of,
 )
-from onbeat.cli.workload import WorkloadOptions
 from onbeat.core.kinds import ReplicaGroup
-from onbeat.core.options import settings_of
+from onbeat.core.options import changed, settings_of
 from onbeat.core.slo import SLO_CLASSES
 from onbeat.planner.plan_charts import (
     bucket_figure,
@@ -43,6 +43,7 @@ from onbeat.report.run_report import settings_section
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 from onbeat.simulator.settings import AUTO, ReplicaSettings
 from onbeat.simulator.setup import described_times
+from onbeat.workload.load import Load
 
 SCHEMA_VERSION = 1
 _SERVE_FORMATS: dict[str, dict[str, Any]] = {
@@ -51,12 +52,8 @@ _SERVE_FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
 }
 """Number formats of weights that a server runs, and its flags for them."""
-_LOAD_FLAGS = (
-    *("trace", "dataset_name", "dataset_path", "input_len", "output_len", "random_range_ratio"),
-    *("zipf_exponent", "disable_shuffle", "arrivals", "burstiness", "arrival_cv", "burst_on_sec"),
-    *("burst_off_sec", "slo_ttft_ms", "slo_tbt_ms", "slo_e2e_ms", "slo_config"),
-)
-"""Flags of the load that a load test of a server takes too."""
+_OWN = frozenset({"request_rate", "num_prompts", "seed", "tokenizer", "rate_scale", "max_concurrency"})
+"""Settings of the load that a load test has of its own, or that the plan has been told otherwise."""
 
 
 def save_plan(path: Path, report: PlanReport) -> None:
@@ -83,7 +80,8 @@ def serve_settings(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
             settings[setting.key.replace("_", "-")] = value
     settings |= {
         key.replace("_", "-"): _plain(value)
-        for key, value in _given(args, ("slo_ttft_ms", "slo_tbt_ms")).items()
+        for key, value in (("slo_ttft_ms", args.slo_ttft_ms), ("slo_tbt_ms", args.slo_tbt_ms))
+        if value is not None
     }
     settings["shed"] = str(base.shed)
     served = {"router": "slo", "replicas": fleet.num_replicas}
@@ -164,7 +162,8 @@ def load_flags(args: argparse.Namespace, task: PlanTask, folder: Path) -> dict[s
     ----------
     folder : of the plan, from where the paths of files are told.
     """
-    flags = _given(args, _LOAD_FLAGS)
+    given = changed(read_options(args, Load))
+    flags = {each.key: getattr(args, each.key) for each in given if each.name not in _OWN}
     for name, value in flags.items():
         if isinstance(value, Path) or (name == "slo_config" and value not in SLO_CLASSES):
             flags[name] = os.path.relpath(value, folder)
@@ -172,15 +171,6 @@ def load_flags(args: argparse.Namespace, task: PlanTask, folder: Path) -> dict[s
         **{key.replace("_", "-"): _plain(value) for key, value in flags.items()},
         "request-rate": _plain(task.rate),
         "num-prompts": len(task.runs[0]),
-    }
-
-
-def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the flags of the load that are not at their defaults."""
-    defaults = {setting.key: setting.default for setting in settings_of(WorkloadOptions)}
-    values = {name: getattr(args, name, None) for name in names}
-    return {
-        name: value for name, value in values.items() if value is not None and value != defaults.get(name)
     }
 
 

@@ -13,7 +13,6 @@ import numpy as np
 from onbeat.cli.args import add_config_flag, checked, require_jobs, require_repeats
 from onbeat.cli.options import add_options, find_group, number, read_options
 from onbeat.cli.outputs import ResultOptions
-from onbeat.cli.workload import WorkloadOptions, offered_load
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import option, part, settings_of
 from onbeat.perfmodel.device_spec import find_device
@@ -21,6 +20,7 @@ from onbeat.planner.objectives import parse_objective
 from onbeat.planner.plan_task import PlanTask
 from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.simulator.settings import AUTO, ReplicaSettings
+from onbeat.workload.load import Load
 from onbeat.workload.offered import OfferedLoad
 
 _NOT_ASKED = frozenset(
@@ -114,7 +114,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests/s that the fleet must serve; the same as --request-rate",
     )
     add_options(parser, ReplicaSettings, only=asked_settings())
-    add_options(parser, WorkloadOptions)
+    add_options(parser, Load)
     add_options(parser, PlanOutput)
 
 
@@ -191,7 +191,7 @@ def plan_task(
     ------
     ConfigError : flags that do not go together, a load without rate or objectives, or one too short to tell.
     """
-    options = read_options(args, WorkloadOptions)
+    options = read_options(args, Load)
     rate = options.request_rate
     objective = parse_objective(planned.objective, mode=args.slo_mode)
     if not isinstance(objective, AttainmentObjective):
@@ -199,8 +199,8 @@ def plan_task(
             f"--objective {planned.objective}: a plan promises a share of good requests; give "
             "attainment:SHARE"
         )
-    if options.spread.kind == "steps":
-        raise ConfigError("a plan is for one rate: leave out --rate-steps")
+    if options.rate_steps is not None or options.ramp_up_strategy is not None:
+        raise ConfigError("a plan is for one rate: leave out --rate-steps and --ramp-up-strategy")
     if rate is None or not 0 < rate < inf:
         raise ConfigError("a plan needs a request rate, in requests per second; give --rate")
     if options.max_concurrency is not None:
@@ -208,7 +208,9 @@ def plan_task(
     needed_rate = rate * (1 + planned.headroom / 100)
     size = options.num_prompts or round(min(max(RUN_SECONDS * rate, FEWEST), MOST))
     loads = [
-        _load(options, max_model_len=max_model_len, seed=options.seed + repeat, size=size)
+        _load(replace(options, seed=options.seed + repeat), size).offered(
+            max_model_len=max_model_len, overlong=args.overlong
+        )
         for repeat in range(planned.repeats)
     ]
     if loads[0].jobs is not None:
@@ -238,12 +240,10 @@ def plan_task(
     )
 
 
-def _load(options: WorkloadOptions, *, max_model_len: int, seed: int, size: int) -> OfferedLoad:
+def _load(options: Load, size: int) -> Load:
     """Return all requests of a file, or as many as a run takes of a data set that is made up."""
     is_file = options.trace is not None or options.dataset_path is not None
-    return offered_load(
-        replace(options, num_prompts=None if is_file else size), max_model_len=max_model_len, seed=seed
-    )
+    return replace(options, num_prompts=None if is_file else size)
 
 
 def _window(load: OfferedLoad, rate: float, size: int, position: float) -> OfferedLoad:

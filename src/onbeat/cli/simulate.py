@@ -34,19 +34,20 @@ def run(args: argparse.Namespace) -> int:
     from onbeat.cli.simulate_options import SimulateOptions, replica_settings
     from onbeat.cli.simulate_output import as_run
     from onbeat.cli.simulate_run import run_simulation
-    from onbeat.cli.workload import WorkloadOptions, offered_load
     from onbeat.metrics.summary import SummaryOptions
     from onbeat.simulator.setup import build_for_load
+    from onbeat.workload.load import Load, tightest_tbt
 
     console = Console(stderr=True, highlight=False)
     settings = replica_settings(args)
-    workload = read_options(args, WorkloadOptions)
+    asked = read_options(args, Load)
     options = read_options(args, SimulateOptions)
     check_writable(options.files)
+    classes = asked.classes()
     simulation, load = build_for_load(
         settings,
-        lambda max_model_len: offered_load(workload, max_model_len=max_model_len, seed=workload.seed),
-        tbt=workload.objectives.tightest_tbt(),
+        lambda longest: asked.offered(classes, max_model_len=longest, overlong=settings.overlong),
+        tbt=tightest_tbt(classes),
     )
     console.print(_describe(settings, simulation), markup=False, soft_wrap=True)
     result = run_simulation(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from onbeat.cli.args import add_config_flag
 from onbeat.cli.options import add_options, find_group, number, read_options
-from onbeat.cli.workload import WorkloadOptions
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import option
 from onbeat.engine.engine_config import EngineConfig
@@ -18,6 +17,7 @@ from onbeat.simulator.draft_acceptance import DEFAULT_RATE, Acceptance
 from onbeat.simulator.replay.recorded_drafts import read_acceptance
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.speculation import SpeculationSettings
+from onbeat.workload.load import Load
 
 _option = partial(option, group="run and output")
 
@@ -48,7 +48,7 @@ def add_simulation_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_flag(parser)
     add_options(parser, ReplicaSettings)
     add_speculation_arguments(parser)
-    add_options(parser, WorkloadOptions)
+    add_options(parser, Load)
 
 
 def replica_settings(args: argparse.Namespace) -> ReplicaSettings:

@@ -171,17 +171,21 @@ def change(settings: T, /, **values: Any) -> T:
     return replace(settings, **own, **changed)
 
 
-def changed(settings: Any) -> dict[Setting, Any]:
-    """Return the settings that are not at their defaults with their values, those of its parts included."""
+def values_of(settings: Any) -> dict[Setting, Any]:
+    """Return the settings with their values, those of its parts included."""
     declared = {each.name: each for each in settings_of(type(settings))}
     found: dict[Setting, Any] = {}
     for each in fields(settings):
-        value = getattr(settings, each.name)
         if _PART in each.metadata:
-            found |= changed(value)
-        elif each.name in declared and value != each.default:
-            found[declared[each.name]] = value
+            found |= values_of(getattr(settings, each.name))
+        elif each.name in declared:
+            found[declared[each.name]] = getattr(settings, each.name)
     return found
+
+
+def changed(settings: Any) -> dict[Setting, Any]:
+    """Return the settings that are not at their defaults with their values, those of its parts included."""
+    return {each: value for each, value in values_of(settings).items() if value != each.default}
 
 
 def check(settings: Any, kind: type[Any]) -> None:

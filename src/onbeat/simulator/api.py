@@ -13,11 +13,9 @@ from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import build_for_load
 from onbeat.simulator.simulate import simulate as simulate_load
-from onbeat.workload.arrival_plan import ArrivalPlan
-from onbeat.workload.load_source import LoadSource, make_load
+from onbeat.workload.load import Load, tightest_tbt
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
-from onbeat.workload.trace import TIMED_KINDS, read_trace
 
 
 def simulate(
@@ -25,7 +23,7 @@ def simulate(
     model: str,
     device: str,
     trace: str | os.PathLike[str] | None = None,
-    load: OfferedLoad | None = None,
+    load: Load | OfferedLoad | None = None,
     slo: SLO | None = None,
     **settings: Any,
 ) -> SimulationResult:
@@ -36,7 +34,7 @@ def simulate(
     model : a known name such as `meta-llama/Llama-3.1-8B`, a `config.json` or its directory.
     device : an id such as `h100-sxm`.
     trace : a file of any kind that `onbeat simulate --trace` reads; it is replayed in its own time.
-    load : requests from elsewhere, such as `onbeat.make_load`; either this or `trace`.
+    load : requests from elsewhere, such as `onbeat.Load`; either this or `trace`.
     slo : objectives of the requests, for their records and for an automatic token budget; `load` may bring
         classes of its own instead.
     **settings : of `onbeat.simulator.settings.ReplicaSettings` and its limits: `policy`, `replicas`,
@@ -54,8 +52,7 @@ def simulate(
     Examples
     --------
     >>> import onbeat
-    >>> source = onbeat.LoadSource(input_len=512, output_len=64)
-    >>> load = onbeat.make_load(source, onbeat.ArrivalPlan(rate=4.0), num_requests=50, seed=0)
+    >>> load = onbeat.Load(input_len=512, output_len=64, request_rate=4.0, num_prompts=50)
     >>> result = onbeat.simulate(model="meta-llama/Llama-3.1-8B", device="h100-sxm", load=load, replicas=2)
     >>> len(result.records), {record.num_output_tokens for record in result.records}
     (50, {64})
@@ -63,24 +60,19 @@ def simulate(
     True
     """
     if (trace is None) == (load is None):
-        raise ConfigError("give requests once: trace=FILE or load=OfferedLoad(...)")
+        raise ConfigError("give requests once: trace=FILE or load=onbeat.Load(...)")
     replica = make(ReplicaSettings, model=model, device=device, **settings)
 
-    def offered(_max_model_len: int) -> OfferedLoad:
-        requests = load if load is not None else _read_load(Path(trace or ""))
-        if slo is None:
-            return requests
-        return requests.with_classes([SLOClass(name="default", slo=slo)], seed=replica.seed)
+    asked = Load(trace=Path(trace or ""), arrivals="replay") if load is None else load
+    if slo is not None:
+        classes: tuple[SLOClass, ...] = (SLOClass(name="default", slo=slo),)
+    else:
+        classes = () if isinstance(asked, OfferedLoad) else asked.classes()
 
-    simulation, requests = build_for_load(replica, offered, tbt=None if slo is None else slo.tbt)
+    def offered(longest: int) -> OfferedLoad:
+        if isinstance(asked, Load):
+            return asked.offered(classes, max_model_len=longest, overlong=replica.overlong)
+        return asked.with_classes(classes, seed=replica.seed) if classes else asked
+
+    simulation, requests = build_for_load(replica, offered, tbt=tightest_tbt(classes))
     return simulate_load(requests, simulation.config, simulation.step_time)
-
-
-def _read_load(path: Path) -> OfferedLoad:
-    kind = read_trace(path).kind
-    if kind not in TIMED_KINDS:
-        raise ConfigError(
-            f"{path} has lengths, but no times: make a load of it with "
-            f"make_load(LoadSource(name={kind!r}, path=...), ArrivalPlan(rate=...), ...)"
-        )
-    return make_load(LoadSource(name=kind, path=path), ArrivalPlan(kind="replay"), num_requests=None, seed=0)

@@ -19,6 +19,7 @@ from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 from onbeat.simulator.simulation_config import FleetChange, parse_change
 from onbeat.simulator.speculation import SpeculationSettings
+from onbeat.workload.offered import Overlong
 
 AUTO = "auto"
 DTypeName = Literal["bf16", "fp16", "fp32", "fp8", "int8", "int4", "mxfp4", "nvfp4"]
@@ -151,6 +152,9 @@ class ReplicaSettings:
     )
     guided_share: float = _step(
         0.0, metavar="SHARE", help="share of requests whose answers must match a grammar"
+    )
+    overlong: Overlong = option(
+        "error", group="data set", help="what to do with requests that do not fit the context"
     )
     seed: int = 0
     max_concurrency: int | None = None

@@ -121,6 +121,8 @@ class OfferedLoad:
     jobs: JobRows | None = None
     """Which requests are calls of which job; None where each stands for itself. A call arrives once the calls
     that it needs have ended; `arrivals` has the start of its job then."""
+    texts: Sequence[str] | None = None
+    """The prompts, where the data set brings them along."""
     num_skipped: int = 0
     """Requests left out because they did not fit the context."""
 
@@ -174,6 +176,7 @@ class OfferedLoad:
             tenants=None if self.tenants is None else tuple(self.tenants[row] for row in chosen.tolist()),
             priorities=None if self.priorities is None else self.priorities[chosen],
             lines=None if self.lines is None else self.lines[chosen],
+            texts=None if self.texts is None else tuple(self.texts[row] for row in chosen.tolist()),
             jobs=None if self.jobs is None else self.jobs.take(chosen),
         )
 
@@ -279,6 +282,7 @@ class OfferedLoad:
             "tenants": self.tenants,
             "priorities": self.priorities,
             "lines": self.lines,
+            "texts": self.texts,
         }
         for column, values in columns.items():
             if values is not None and len(values) != len(self):

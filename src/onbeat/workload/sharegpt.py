@@ -15,8 +15,7 @@ import orjson
 
 from onbeat.core.errors import ConfigError
 from onbeat.files import read_text
-from onbeat.workload.prompts import GivenPrompts
-from onbeat.workload.workload import Workload
+from onbeat.workload.offered import OfferedLoad
 
 MIN_TOKENS = 4
 MAX_PROMPT_TOKENS = 1024
@@ -68,14 +67,14 @@ def _first_exchange(path: Path, position: int, entry: Any) -> Exchange | None:
     return Exchange(question, answer)
 
 
-def sharegpt_workload(
+def sharegpt_load(
     exchanges: Sequence[Exchange],
     *,
     num_requests: int,
     output_len: int | None,
     count_tokens: Callable[[str], int],
     order: np.random.Generator | None,
-) -> Workload:
+) -> OfferedLoad:
     """Return requests that ask the recorded questions for answers as long as the recorded ones.
 
     Very short exchanges (below 4 tokens) and long ones (a prompt above 1,024 or a sum above 2,048 tokens)
@@ -106,11 +105,11 @@ def sharegpt_workload(
             f"the ShareGPT file has {len(prompts)} usable conversations (of {len(exchanges)}), "
             f"{num_requests} were asked for with --num-prompts"
         )
-    return Workload(
+    return OfferedLoad(
         name="sharegpt",
-        prompts=GivenPrompts(prompts),
         num_prompt_tokens=np.array([prompt for prompt, _ in lengths], dtype=np.int64),
-        max_tokens=np.array([output for _, output in lengths], dtype=np.int64),
+        num_output_tokens=np.array([output for _, output in lengths], dtype=np.int64),
+        texts=tuple(prompts),
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
-from onbeat.bench.bench_config import BenchConfig, DatasetConfig, LoadConfig, RunConfig, TargetConfig
+from onbeat.bench.bench_config import BenchConfig, TargetConfig
+from onbeat.bench.bench_load import BenchLoad, RunConfig
 from onbeat.bench.record import RequestRecord
 from onbeat.bench.result import BenchResult
 from onbeat.bench.session import run_bench
@@ -36,19 +38,19 @@ class Watcher:
 
 async def measure(
     fake: FakeOpenAI,
-    load: LoadConfig,
+    load: BenchLoad,
     *,
     num_prompts: int | None = 20,
-    dataset: DatasetConfig | None = None,
+    num_warmups: int = 0,
+    dataset: dict[str, Any] | None = None,
     target: dict[str, Any] | None = None,
     watcher: Watcher | None = None,
     **bench_options: Any,
 ) -> BenchResult:
-    """Measure one run; `bench_options` go to `BenchConfig`."""
+    """Measure one run of small requests, or of a data set; `bench_options` go to `BenchConfig`."""
     watcher = watcher or Watcher()
-    run = RunConfig(
-        dataset=dataset or DatasetConfig(input_len=12, output_len=6), load=load, num_prompts=num_prompts
-    )
+    asked = {"input_len": 12, "output_len": 6} if dataset is None else dataset
+    run = RunConfig(load=replace(load, num_prompts=num_prompts, num_warmups=num_warmups, **asked))
     async with serving(fake) as url:
         bench = BenchConfig(target=TargetConfig(base_url=url, **(target or {})), **bench_options)
         results = await run_bench(bench, [run], tokenizer=None, progress=watcher, stop=watcher.stop)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 
-from onbeat.bench.bench_config import LoadConfig
+from onbeat.bench.bench_load import BenchLoad
 from onbeat.bench.client import Endpoint, StreamingClient, open_session
 from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.record import RequestRecord, Status
@@ -33,7 +33,7 @@ from tests.fake_openai import FakeOpenAI
 async def test_failures_are_grouped_by_cause(fault: str, cause: str, detail: str) -> None:
     fake = FakeOpenAI(fail_every=4, fault=fault)
 
-    result = await measure(fake, LoadConfig(max_concurrency=3))
+    result = await measure(fake, BenchLoad(max_concurrency=3))
 
     assert (result.summary.counts.num_completed, result.summary.counts.num_failed) == (15, 5)
     assert result.summary.counts.num_rejected == 0
@@ -46,7 +46,7 @@ async def test_failures_are_grouped_by_cause(fault: str, cause: str, detail: str
 async def test_rejections_stand_apart_from_failures(status: int) -> None:
     fake = FakeOpenAI(fail_every=2, fault=f"status:{status}")
 
-    result = await measure(fake, LoadConfig(max_concurrency=3))
+    result = await measure(fake, BenchLoad(max_concurrency=3))
 
     assert (
         result.summary.counts.num_completed,
@@ -59,9 +59,7 @@ async def test_rejections_stand_apart_from_failures(status: int) -> None:
 async def test_a_server_that_never_answers_is_a_timeout() -> None:
     fake = FakeOpenAI(fail_every=2, fault="hang")
 
-    result = await measure(
-        fake, LoadConfig(max_concurrency=2), num_prompts=4, target={"request_timeout": 0.3}
-    )
+    result = await measure(fake, BenchLoad(max_concurrency=2), num_prompts=4, target={"request_timeout": 0.3})
 
     assert result.summary.counts.num_completed == 2
     assert result.errors[0].cause == "timeout"
@@ -70,7 +68,7 @@ async def test_a_server_that_never_answers_is_a_timeout() -> None:
 async def test_failed_requests_keep_no_latency_but_their_time_counts() -> None:
     fake = FakeOpenAI(fail_every=1, fault="cut", token_delay=0.01)
 
-    result = await measure(fake, LoadConfig(max_concurrency=2), num_prompts=4)
+    result = await measure(fake, BenchLoad(max_concurrency=2), num_prompts=4)
 
     assert result.summary.counts.num_completed == 0
     assert result_keys(result)["mean_ttft_ms"] is None

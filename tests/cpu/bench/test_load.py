@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from onbeat.bench.bench_config import DatasetConfig, LoadConfig
+from onbeat.bench.bench_load import BenchLoad
 from onbeat.bench.saved import result_keys
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.summary import SummaryOptions
@@ -19,7 +19,7 @@ from tests.fake_openai import FakeOpenAI, serving
 async def test_closed_loop_keeps_exactly_the_asked_number_of_requests_open() -> None:
     fake = FakeOpenAI(first_token_delay=0.01, token_delay=0.002)
 
-    result = await measure(fake, LoadConfig(max_concurrency=4))
+    result = await measure(fake, BenchLoad(max_concurrency=4))
 
     assert fake.peak_open == 4
     assert result.summary.counts.num_completed == 20
@@ -34,7 +34,7 @@ async def test_closed_loop_keeps_exactly_the_asked_number_of_requests_open() -> 
 async def test_a_closed_loop_reuses_its_connections() -> None:
     fake = FakeOpenAI()
 
-    await measure(fake, LoadConfig(max_concurrency=3), num_prompts=30)
+    await measure(fake, BenchLoad(max_concurrency=3), num_prompts=30)
 
     # The probe's tokenizer questions may leave some more connections behind.
     assert len(fake.connections) <= 8
@@ -43,7 +43,7 @@ async def test_a_closed_loop_reuses_its_connections() -> None:
 async def test_latencies_are_those_of_the_server() -> None:
     fake = FakeOpenAI(first_token_delay=0.08, token_delay=0.02)
 
-    result = await measure(fake, LoadConfig(max_concurrency=2), num_prompts=6)
+    result = await measure(fake, BenchLoad(max_concurrency=2), num_prompts=6)
 
     assert 80 <= result_keys(result)["median_ttft_ms"] < 120
     assert 20 <= result_keys(result)["median_tpot_ms"] < 35
@@ -55,7 +55,7 @@ async def test_latencies_are_those_of_the_server() -> None:
 async def test_open_loop_does_not_wait_for_answers_and_times_from_the_schedule() -> None:
     fake = FakeOpenAI(first_token_delay=0.05, num_slots=1)  # serves 20 a second, one at a time
 
-    result = await measure(fake, LoadConfig(request_rate=100, arrivals="constant"), num_prompts=20)
+    result = await measure(fake, BenchLoad(request_rate=100, arrivals="constant"), num_prompts=20)
 
     # Request k arrives at (k + 1) / 100 and is served at 0.05 k: the last waits about 0.8 s.
     assert fake.peak_open >= 14
@@ -65,7 +65,7 @@ async def test_open_loop_does_not_wait_for_answers_and_times_from_the_schedule()
 
 async def test_the_wait_for_a_slot_counts_but_is_no_client_lateness() -> None:
     fake = FakeOpenAI(first_token_delay=0.05)
-    load = LoadConfig(request_rate=200, arrivals="constant", max_concurrency=1)
+    load = BenchLoad(request_rate=200, arrivals="constant", max_concurrency=1)
 
     result = await measure(fake, load, num_prompts=10)
 
@@ -85,9 +85,9 @@ async def test_a_trace_is_replayed_in_its_own_time(tmp_path: Path) -> None:
 
     result = await measure(
         fake,
-        LoadConfig(arrivals="replay", rate_scale=2.0),
+        BenchLoad(arrivals="replay", rate_scale=2.0),
         num_prompts=None,
-        dataset=DatasetConfig(name="azure", path=path),
+        dataset={"dataset_name": "azure", "dataset_path": path},
     )
 
     starts = [record.arrival - result.start for record in result.records]
@@ -103,16 +103,16 @@ async def test_replay_needs_recorded_times(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no arrival times to replay"):
         await measure(
             FakeOpenAI(),
-            LoadConfig(arrivals="replay"),
+            BenchLoad(arrivals="replay"),
             num_prompts=None,
-            dataset=DatasetConfig(name="lengths", path=path),
+            dataset={"dataset_name": "lengths", "dataset_path": path},
         )
 
 
 async def test_everything_at_once_without_rate_and_limit() -> None:
     fake = FakeOpenAI(first_token_delay=0.2)
 
-    result = await measure(fake, LoadConfig(), num_prompts=25)
+    result = await measure(fake, BenchLoad(), num_prompts=25)
 
     assert fake.peak_open == 25
     assert result.header.arrivals == "all at once"
@@ -121,7 +121,7 @@ async def test_everything_at_once_without_rate_and_limit() -> None:
 async def test_chat_api_and_tokens_per_chunk() -> None:
     fake = FakeOpenAI(tokens_per_chunk=3)
 
-    result = await measure(fake, LoadConfig(max_concurrency=2), target={"api": "chat"}, num_prompts=4)
+    result = await measure(fake, BenchLoad(max_concurrency=2), target={"api": "chat"}, num_prompts=4)
 
     assert "messages" in fake.bodies[0]
     assert result.summary.counts.num_output_tokens == 24
@@ -130,7 +130,7 @@ async def test_chat_api_and_tokens_per_chunk() -> None:
 
 
 async def test_without_usage_chunks_are_counted_and_that_is_said() -> None:
-    result = await measure(FakeOpenAI(sends_usage=False), LoadConfig(max_concurrency=2), num_prompts=4)
+    result = await measure(FakeOpenAI(sends_usage=False), BenchLoad(max_concurrency=2), num_prompts=4)
 
     assert result.token_count_source == "chunks"
     assert result.summary.counts.num_output_tokens == 24
@@ -140,7 +140,7 @@ async def test_without_usage_chunks_are_counted_and_that_is_said() -> None:
 async def test_without_tokenize_lengths_are_estimates_and_that_is_said() -> None:
     fake = FakeOpenAI(has_tokenize=False)
 
-    result = await measure(fake, LoadConfig(max_concurrency=2), num_prompts=4)
+    result = await measure(fake, BenchLoad(max_concurrency=2), num_prompts=4)
 
     assert result.prompt_length_source == "estimate"
     assert any("by estimate" in warning for warning in result.warnings)
@@ -150,7 +150,7 @@ async def test_without_tokenize_lengths_are_estimates_and_that_is_said() -> None
 async def test_warm_up_requests_are_sent_but_not_counted() -> None:
     fake = FakeOpenAI()
 
-    result = await measure(fake, LoadConfig(max_concurrency=2), num_prompts=5, num_warmups=3)
+    result = await measure(fake, BenchLoad(max_concurrency=2), num_prompts=5, num_warmups=3)
 
     assert fake.num_completions == 8
     assert result.summary.counts.num_completed == 5
@@ -160,7 +160,7 @@ async def test_warm_up_requests_are_sent_but_not_counted() -> None:
 
 async def test_warm_up_that_fails_altogether_ends_the_run() -> None:
     with pytest.raises(ConfigError, match="all 2 warm-up requests failed: HTTP 500: fault 500"):
-        await measure(FakeOpenAI(fail_every=1), LoadConfig(max_concurrency=2), num_warmups=2)
+        await measure(FakeOpenAI(fail_every=1), BenchLoad(max_concurrency=2), num_warmups=2)
 
 
 async def test_goodput_and_sampling_fields_reach_their_ends() -> None:
@@ -169,7 +169,7 @@ async def test_goodput_and_sampling_fields_reach_their_ends() -> None:
 
     result = await measure(
         fake,
-        LoadConfig(max_concurrency=2),
+        BenchLoad(max_concurrency=2),
         num_prompts=4,
         summary=options,
         extra_body={"temperature": 0.5, "ignore_eos": True},
@@ -185,9 +185,7 @@ async def test_goodput_and_sampling_fields_reach_their_ends() -> None:
 async def test_stop_leaves_a_partial_result_that_says_so() -> None:
     fake = FakeOpenAI(first_token_delay=0.02)
 
-    result = await measure(
-        fake, LoadConfig(max_concurrency=4), num_prompts=400, watcher=Watcher(stop_after=8)
-    )
+    result = await measure(fake, BenchLoad(max_concurrency=4), num_prompts=400, watcher=Watcher(stop_after=8))
 
     assert result.is_interrupted is True
     assert 8 <= result.summary.counts.num_completed < 30
@@ -199,7 +197,7 @@ async def test_stop_leaves_a_partial_result_that_says_so() -> None:
 async def test_the_model_is_the_one_that_the_server_lists() -> None:
     fake = FakeOpenAI()
 
-    result = await measure(fake, LoadConfig(max_concurrency=1), num_prompts=1)
+    result = await measure(fake, BenchLoad(max_concurrency=1), num_prompts=1)
 
     assert fake.bodies[0]["model"] == "fake" == result.header.model_id
 
@@ -213,17 +211,18 @@ async def test_no_server_is_a_clear_error() -> None:
 
 
 async def measure_url(url: str) -> None:
-    from onbeat.bench.bench_config import BenchConfig, RunConfig, TargetConfig
+    from onbeat.bench.bench_config import BenchConfig, TargetConfig
+    from onbeat.bench.bench_load import RunConfig
     from onbeat.bench.session import run_bench
 
     watcher = Watcher()
-    run = RunConfig(dataset=DatasetConfig(), load=LoadConfig(max_concurrency=1), num_prompts=1)
+    run = RunConfig(load=BenchLoad(max_concurrency=1, num_prompts=1))
     bench = BenchConfig(target=TargetConfig(base_url=url))
     await run_bench(bench, [run], tokenizer=None, progress=watcher, stop=watcher.stop)
 
 
 async def test_infinite_rate_is_written_as_other_tools_write_it() -> None:
-    result = await measure(FakeOpenAI(), LoadConfig(request_rate=math.inf, max_concurrency=1), num_prompts=1)
+    result = await measure(FakeOpenAI(), BenchLoad(request_rate=math.inf, max_concurrency=1), num_prompts=1)
 
     assert result_keys(result)["request_rate"] == "inf"
 
@@ -232,9 +231,9 @@ async def test_jobs_are_sent_call_by_call_and_reported_as_jobs() -> None:
     fake = FakeOpenAI(owned_by="onbeat")
     result = await measure(
         fake,
-        LoadConfig(request_rate=50.0),
+        BenchLoad(request_rate=50.0),
         num_prompts=3,
-        dataset=DatasetConfig(name="retrieval-chain", job_deadline=30.0),
+        dataset={"dataset_name": "retrieval-chain", "job_deadline": 30.0},
         target={"api": "chat"},
         num_warmups=1,
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from onbeat.bench.bench_config import DatasetConfig, LoadConfig
+from onbeat.bench.bench_load import BenchLoad
 from onbeat.bench.saved import result_keys
 from onbeat.core.slo import SLO
 from onbeat.workload.slo_classes import SLOClass
@@ -17,7 +17,7 @@ CLASSES = (
     SLOClass(name="tight", slo=SLO(ttft=5.0, tbt=1.0), share=0.5, tenant="team a"),
     SLOClass(name="loose", slo=SLO(e2e=60.0), share=0.5),
 )
-CLOSED = LoadConfig(max_concurrency=2)
+CLOSED = BenchLoad(max_concurrency=2)
 
 
 async def test_onbeat_is_told_class_and_objectives_of_each_request() -> None:
@@ -105,7 +105,7 @@ async def test_refusals_are_no_failures_and_are_sent_once(faults: dict[str, Any]
 
 
 async def test_groups_of_a_mixed_load_are_told_apart() -> None:
-    dataset = DatasetConfig(input_len=5, output_len=3, long_share=0.25, long_input_len=40)
+    dataset = {"input_len": 5, "output_len": 3, "random_long_share": 0.25, "random_long_input_len": 40}
     fake = FakeOpenAI()
 
     result = await measure(fake, CLOSED, num_prompts=8, dataset=dataset)

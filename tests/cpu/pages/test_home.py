@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from onbeat.bench.bench_config import LoadConfig
+from onbeat.bench.bench_load import BenchLoad
 from onbeat.cli.capacity_output import write_page
 from onbeat.core.errors import SLOUnattainable
 from onbeat.report.run_report import write_report
@@ -108,7 +108,7 @@ WIDE = """[...document.querySelectorAll('h1, h2, h3, p, summary, .tile, .card:no
 
 @needs_browser
 async def test_no_text_of_a_report_is_cut_on_screens_and_paper(tmp_path: Path) -> None:
-    levels = [LoadConfig(request_rate=float(rate)) for rate in (1, 4)]
+    levels = [BenchLoad(request_rate=float(rate)) for rate in (1, 4)]
     write_page(tmp_path / "capacity.html", page_report(found(policy="prefill-first"), found(policy="slo")))
     write_report(
         tmp_path / "sweep.html",

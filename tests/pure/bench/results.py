@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from onbeat.bench.bench_config import BenchConfig, DatasetConfig, LoadConfig, RunConfig, TargetConfig
+from onbeat.bench.bench_config import BenchConfig, TargetConfig
+from onbeat.bench.bench_load import BenchLoad, RunConfig
 from onbeat.bench.record import RequestRecord, Status, TokenCountSource
 from onbeat.bench.result import BenchResult, build_result
 from onbeat.bench.runner import LoadOutcome
@@ -57,21 +59,16 @@ def failure(index: int, *, status: Status = Status.FAILED, detail: str = "boom")
 def make_result(
     records: list[RequestRecord] | None = None,
     *,
-    load: LoadConfig | None = None,
+    load: BenchLoad | None = None,
     interrupted: bool = False,
     model: str = "org/model",
     bench: dict[str, Any] | None = None,
-    dataset: DatasetConfig | None = None,
     **run_options: Any,
 ) -> BenchResult:
     records = make_records(30) if records is None else records
     options: dict[str, Any] = {"target": TargetConfig(), "summary": SummaryOptions(objectives={"ttft": 0.2})}
-    run = RunConfig(
-        dataset=dataset or DatasetConfig(),
-        load=load or LoadConfig(max_concurrency=4),
-        num_prompts=len(records),
-        **run_options,
-    )
+    load = replace(load or BenchLoad(max_concurrency=4), num_prompts=len(records))
+    run = RunConfig(load=load, **run_options)
     end = max((record.end for record in records), default=START + 1)
     outcome = LoadOutcome(records=records, start=START, duration=end - START, interrupted=interrupted)
     return build_result(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import orjson
 import pytest
 from rich.console import Console
 
-from onbeat.bench.bench_config import DatasetConfig, LoadConfig, RampConfig
+from onbeat.bench.bench_load import BenchLoad
 from onbeat.bench.compare import Comparison, Row, compare, comparison_table
 from onbeat.bench.saved import SavedRun, read_runs, to_document
 from onbeat.core.errors import ConfigError
@@ -63,8 +64,8 @@ def test_failed_requests_are_left_out_of_the_intervals(tmp_path: Path) -> None:
 
 
 def test_differing_settings_are_said(tmp_path: Path) -> None:
-    first = saved(tmp_path / "a.json", make_result(load=LoadConfig(max_concurrency=4)))
-    second = saved(tmp_path / "b.json", make_result(load=LoadConfig(max_concurrency=8)))
+    first = saved(tmp_path / "a.json", make_result(load=BenchLoad(max_concurrency=4)))
+    second = saved(tmp_path / "b.json", make_result(load=BenchLoad(max_concurrency=8)))
     [comparison] = quickly(first, second)
 
     assert comparison.differences == ("max_concurrency: 4 against 8",)
@@ -72,16 +73,15 @@ def test_differing_settings_are_said(tmp_path: Path) -> None:
 
 def test_differing_lengths_and_loads_are_said(tmp_path: Path) -> None:
     slow, quick = (
-        LoadConfig(ramp=RampConfig(shape="linear", start_rate=1.0, end_rate=end)) for end in (2.0, 8.0)
+        BenchLoad(ramp_up_strategy="linear", ramp_up_start_rps=1.0, ramp_up_end_rps=end) for end in (2.0, 8.0)
     )
     short = saved(tmp_path / "a.json", make_result(load=slow))
-    long = saved(tmp_path / "b.json", make_result(load=quick, dataset=DatasetConfig(input_len=10)))
+    long = saved(tmp_path / "b.json", make_result(load=replace(quick, input_len=10)))
     [comparison] = quickly(short, long)
 
     assert comparison.differences == (
-        "dataset.input_len: 1024 against 10",
-        "load.ramp: {'shape': 'linear', 'start_rate': 1.0, 'end_rate': 2.0} against "
-        "{'shape': 'linear', 'start_rate': 1.0, 'end_rate': 8.0}",
+        "load.ramp_up_end_rps: 2.0 against 8.0",
+        "load.input_len: None against 10",
     )
 
 
@@ -103,7 +103,7 @@ def test_results_that_were_added_a_line_each_are_read(tmp_path: Path) -> None:
 
 
 def test_sweeps_are_compared_level_by_level(tmp_path: Path) -> None:
-    levels = [make_result(load=LoadConfig(max_concurrency=n), title=f"c={n}") for n in (1, 4, 8)]
+    levels = [make_result(load=BenchLoad(max_concurrency=n), title=f"c={n}") for n in (1, 4, 8)]
     first = saved(tmp_path / "a.json", *levels[:2])
     second = saved(tmp_path / "b.json", *levels[1:])
 
@@ -111,7 +111,7 @@ def test_sweeps_are_compared_level_by_level(tmp_path: Path) -> None:
 
 
 def test_sweeps_without_a_common_level_are_refused(tmp_path: Path) -> None:
-    levels = [make_result(load=LoadConfig(max_concurrency=n)) for n in (1, 2, 4, 8)]
+    levels = [make_result(load=BenchLoad(max_concurrency=n)) for n in (1, 2, 4, 8)]
     first = saved(tmp_path / "a.json", *levels[:2])
     second = saved(tmp_path / "b.json", *levels[2:])
 

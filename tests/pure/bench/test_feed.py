@@ -5,9 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
+from onbeat.bench.bench_load import Workload
 from onbeat.bench.session import PromptFeed
+from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.prompts import GivenPrompts
-from onbeat.workload.workload import Workload
 
 
 class CountingPrompts:
@@ -24,10 +25,8 @@ class CountingPrompts:
 def workload(count: int, prompts: CountingPrompts | None = None) -> Workload:
     lengths = np.full(count, 2, dtype=np.int64)
     return Workload(
-        name="test",
+        load=OfferedLoad(name="test", num_prompt_tokens=lengths, num_output_tokens=lengths),
         prompts=prompts or GivenPrompts([f"prompt {i}" for i in range(count)]),
-        num_prompt_tokens=lengths,
-        max_tokens=lengths,
     )
 
 

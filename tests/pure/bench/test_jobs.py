@@ -10,8 +10,8 @@ import numpy as np
 import orjson
 import pytest
 
-from onbeat.bench.bench_config import BenchConfig, DatasetConfig, LoadConfig, RunConfig, TargetConfig
-from onbeat.bench.datasets import PromptTools
+from onbeat.bench.bench_config import BenchConfig, TargetConfig
+from onbeat.bench.bench_load import BenchLoad, PromptTools
 from onbeat.bench.jobs import JobOffer, JobRunner, summarise
 from onbeat.bench.objectives import SLOTransport
 from onbeat.bench.payload import Conversation, PayloadBuilder, Prompt
@@ -20,7 +20,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.workload.job import Call, Job
 from onbeat.workload.job_load import job_load
-from onbeat.workload.load_source import LoadSource, make_load
+from onbeat.workload.load import Load
 from onbeat.workload.prompts import PromptWriter, estimated_pool
 
 WRITER = PromptWriter(estimated_pool(), "salt")
@@ -111,12 +111,10 @@ async def test_jobs_start_at_their_times_and_calls_wait_for_slots() -> None:
 
 
 def test_the_same_flags_make_the_same_jobs_as_in_a_simulation() -> None:
-    run_config = RunConfig(
-        dataset=DatasetConfig(name="agents"), load=LoadConfig(max_concurrency=2), num_prompts=5
-    )
+    load = BenchLoad(dataset_name="agents", max_concurrency=2, num_prompts=5, seed=3)
     tools = PromptTools(writer=WRITER, count_tokens=len)
-    offer = JobOffer.make(BenchConfig(target=TargetConfig(), seed=3), run_config, tools)
-    simulated = make_load(LoadSource(name="agents"), None, num_requests=5, seed=3)
+    offer = JobOffer.make(BenchConfig(target=TargetConfig()), load, tools)
+    simulated = Load(dataset_name="agents", max_concurrency=2, num_prompts=5, seed=3).offered()
     assert (offer.num_prompts, offer.num_requests) == (5, len(simulated))
     assert offer._load.num_prompt_tokens.tolist() == simulated.num_prompt_tokens.tolist()
 
@@ -143,5 +141,5 @@ def test_a_conversation_is_messages_or_one_text() -> None:
 
 
 def test_a_deadline_of_jobs_needs_jobs() -> None:
-    with pytest.raises(ConfigError, match="--job-deadline-ms is for loads of jobs, not for"):
-        DatasetConfig(job_deadline=3.0)
+    with pytest.raises(ConfigError, match="--job-deadline-ms"):
+        BenchLoad(job_deadline=3.0).named()

@@ -10,15 +10,15 @@ import orjson
 import pytest
 
 from onbeat.bench.bench_config import BenchConfig, TargetConfig
-from onbeat.bench.objectives import RequestObjectives, SendSLO, SLOTransport, choose_transport
+from onbeat.bench.bench_load import BenchLoad, PromptTools, workload_of
+from onbeat.bench.objectives import SendSLO, SLOTransport, choose_transport
 from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.record import RequestRecord
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.workload.offered import OfferedLoad
-from onbeat.workload.prompts import BlockPrompts, GivenPrompts, PromptWriter, estimated_pool
+from onbeat.workload.prompts import PromptWriter, estimated_pool
 from onbeat.workload.slo_classes import SLOClass
-from onbeat.workload.workload import Workload
 
 TIGHT = SLOClass(name="tight", slo=SLO(ttft=0.25, tbt=0.05), share=0.25)
 LOOSE = SLOClass(name="loose", slo=SLO(e2e=60.0), share=0.75)
@@ -29,6 +29,12 @@ def record(own: SLOClass | None = None, index: int = 0) -> RequestRecord:
     if own is not None:
         made.slo, made.request_class = own.slo, own.name
     return made
+
+
+def offered(*classes: SLOClass, size: int = 1, seed: int = 0) -> OfferedLoad:
+    lengths = np.full(size, 2)
+    load = OfferedLoad(name="test", num_prompt_tokens=lengths, num_output_tokens=lengths)
+    return load.with_classes(classes, seed=seed) if classes else load
 
 
 def test_the_body_names_class_and_objectives_in_milliseconds() -> None:
@@ -42,8 +48,7 @@ def test_the_body_names_class_and_objectives_in_milliseconds() -> None:
 
 def test_a_weight_is_sent_where_it_is_not_one() -> None:
     heavy = SLOClass(name="heavy", slo=SLO(ttft=0.5), weight=3.0)
-    made = record()
-    RequestObjectives((heavy,), 1, seed=0).note(made)
+    made = RequestRecord.of(offered(heavy), 0)
 
     assert SLOTransport(how="body").body(made)["slo"] == {"ttft_ms": 500.0, "class": "heavy", "weight": 3.0}
 
@@ -70,8 +75,7 @@ def test_headers_carry_ttft_and_tpot() -> None:
 @pytest.mark.parametrize(("how", "is_sent"), [("body", True), ("headers", True), ("none", False)])
 def test_a_tenant_has_a_header_wherever_the_server_is_told(how: str, is_sent: bool) -> None:
     own = SLOClass(name="own", slo=SLO(e2e=9.0), tenant="team a")
-    made = record()
-    RequestObjectives((own,), 1, seed=0).note(made)
+    made = RequestRecord.of(offered(own), 0)
 
     sent = SLOTransport(how=how).headers(made)  # type: ignore[arg-type]
     assert sent == ({"x-llm-d-inference-fairness-id": "team a"} if is_sent else {})
@@ -124,44 +128,36 @@ def test_what_cannot_be_told_is_refused(options: dict[str, object], message: str
 
 def test_classes_are_shared_out_exactly_and_by_the_seed() -> None:
     def names(seed: int) -> list[str | None]:
-        objectives = RequestObjectives((TIGHT, LOOSE), 20, seed)
-        records = [record(index=index) for index in range(20)]
-        for each in records:
-            objectives.note(each)
-        return [each.request_class for each in records]
+        load = offered(TIGHT, LOOSE, size=20, seed=seed)
+        return [RequestRecord.of(load, row).request_class for row in range(20)]
 
     assert names(1).count("tight") == 5
     assert names(1) == names(1) != names(2)
 
 
 def test_a_class_with_a_trace_sends_prompts_as_long_as_that(tmp_path: Path) -> None:
-    trace = tmp_path / "code.csv"
+    trace, custom = tmp_path / "code.csv", tmp_path / "custom.jsonl"
     trace.write_text("num_prefill_tokens,num_decode_tokens\n40,7\n")
-    usual = ["one text"] * 20
-    lengths = np.full(20, 2)
-    workload = Workload(
-        name="test", prompts=GivenPrompts(usual), num_prompt_tokens=lengths, max_tokens=lengths
+    custom.write_text('{"prompt": "one text", "output_tokens": 2}\n' * 20)
+    tools = PromptTools(
+        writer=PromptWriter(estimated_pool(), "salt"), count_tokens=lambda text: len(text.split())
     )
-    objectives = RequestObjectives((TIGHT, replace(LOOSE, trace=trace)), 20, seed=0)
-    mixed = objectives.with_own_traces(workload, PromptWriter(estimated_pool(), "salt"))
-    assert sorted(mixed.max_tokens.tolist()) == [2] * 5 + [7] * 15
-    for index in range(20):
-        request = mixed.request(index)
-        assert (request.prompt == "one text") == (request.max_tokens == 2)
-        if request.max_tokens == 7:
-            assert request.num_prompt_tokens == 40
-            assert len(request.prompt.split()) > 20
-    simulated = OfferedLoad(name="test", num_prompt_tokens=lengths, num_output_tokens=lengths).with_classes(
-        (TIGHT, replace(LOOSE, trace=trace)), seed=0
-    )
-    assert (simulated.num_output_tokens == mixed.max_tokens).all()
+    classes = (TIGHT, replace(LOOSE, trace=trace))
+    asked = BenchLoad(dataset_name="custom", dataset_path=custom)
+    mixed = workload_of(asked, classes, tools)
+    lengths = mixed.load.num_output_tokens.tolist()
+    assert sorted(lengths) == [2] * 5 + [7] * 15
+    for index, length in enumerate(lengths):
+        prompt = mixed.prompts.text(index)
+        assert (prompt == "one text") == (length == 2)
+        if length == 7:
+            assert mixed.load.num_prompt_tokens[index] == 40
+            assert len(prompt.split()) > 20
+    assert lengths == offered(*classes, size=20).num_output_tokens.tolist()
 
 
 def test_traces_of_classes_do_not_go_with_prompts_of_blocks(tmp_path: Path) -> None:
-    writer = PromptWriter(estimated_pool(), "salt")
-    lengths = np.full(1, 512)
-    prompts = BlockPrompts(writer=writer, num_tokens=[512], block_ids=((1,),), block_size=512)
-    workload = Workload(name="test", prompts=prompts, num_prompt_tokens=lengths, max_tokens=lengths)
+    load = replace(offered(), block_ids=((1,),))
     own = SLOClass(name="own", slo=SLO(ttft=0.5), trace=tmp_path / "code.csv")
     with pytest.raises(ConfigError, match="share blocks"):
-        RequestObjectives((own,), 1, seed=0).with_own_traces(workload, writer)
+        load.with_classes([own], seed=0)

@@ -16,7 +16,7 @@ from benchmarks.serve.peers.order import order_of_turns
 from benchmarks.serve.peers.pairs import by_round, ratio, spread
 from benchmarks.serve.peers.scores import best_server
 from benchmarks.serve.peers.workload import LONG_PROMPT_TOKENS, make_cells
-from onbeat.workload.mixture import LONG
+from onbeat.bench.bench_load import LONG
 from onbeat.workload.prompts import PromptWriter, estimated_pool
 
 SERVERS = Path(__file__).parents[3] / "benchmarks" / "serve" / "peers" / "servers.yaml"
@@ -172,9 +172,9 @@ class TestWorkload:
         first, second = (cell.workload(PromptWriter(pool, salt), seed=1) for salt in ("a", "b"))
 
         assert len(first) == 80
-        assert first.num_prompt_tokens.tolist() == second.num_prompt_tokens.tolist()
-        assert first.max_tokens.tolist() == second.max_tokens.tolist()
-        assert first.request(0).prompt != second.request(0).prompt
+        assert first.load.num_prompt_tokens.tolist() == second.load.num_prompt_tokens.tolist()
+        assert first.load.num_output_tokens.tolist() == second.load.num_output_tokens.tolist()
+        assert first.prompts.text(0) != second.prompts.text(0)
 
     def test_one_prompt_in_eight_of_the_last_load_is_long(self) -> None:
         *_, cell = make_cells([1], per_slot=10, interference=8)
@@ -183,14 +183,14 @@ class TestWorkload:
 
         assert workload.groups is not None
         assert workload.groups.count(LONG) == 10
-        assert workload.num_prompt_tokens.max() == LONG_PROMPT_TOKENS
+        assert workload.load.num_prompt_tokens.max() == LONG_PROMPT_TOKENS
 
     def test_requests_fit_in_the_context_that_servers_are_started_with(self) -> None:
         *_, cell = make_cells([32], per_slot=100, interference=32)
 
         workload = cell.workload(PromptWriter(estimated_pool(), ""), seed=1)
 
-        assert (workload.num_prompt_tokens + workload.max_tokens).max() < 2048
+        assert (workload.load.num_prompt_tokens + workload.load.num_output_tokens).max() < 2048
 
 
 class TestMachine:

@@ -56,17 +56,17 @@ def promise(**load: Any) -> Promise:
 def test_a_load_test_takes_the_load_of_its_plan() -> None:
     load = {"input-len": 300, "output-len": 20, "slo-ttft-ms": 500, "request-rate": 12, "num-prompts": 120}
     options = with_planned_load(BenchOptions(), promise(**load))
-    assert options.dataset.input_len == 300
-    assert options.objectives.slo.ttft == 0.5
+    assert options.load.input_len == 300
+    assert options.load.slo.ttft == 0.5
     assert options.load.request_rate == 12
-    assert options.dataset.num_prompts == 120
+    assert options.load.num_prompts == 120
     assert options.slo_mode == "gap"
     assert options.sampling.ignore_eos
 
 
 def test_a_load_test_may_be_longer_but_of_no_other_load() -> None:
     longer = with_planned_load(make(BenchOptions, num_prompts=900), promise(**{"num-prompts": 120}))
-    assert longer.dataset.num_prompts == 900
+    assert longer.load.num_prompts == 900
     with pytest.raises(ConfigError, match="--request-rate changes the load"):
         with_planned_load(make(BenchOptions, request_rate=3.0), promise(**{"request-rate": 12}))
     for other in ({"sweep_rate": "1,2"}, {"output_len": 5}, {"tbt": 0.1}):

@@ -12,7 +12,7 @@ from typing import Any, cast
 import orjson
 import pytest
 
-from onbeat.bench.bench_config import LoadConfig
+from onbeat.bench.bench_load import BenchLoad
 from onbeat.bench.result import BenchResult
 from onbeat.core.slo import SLO
 from onbeat.metrics.summary import LatencyStatistic, SummaryOptions
@@ -66,7 +66,7 @@ def page_of(tmp_path: Path, results: list[BenchResult]) -> Page:
 def sweep() -> list[BenchResult]:
     return [
         make_result(
-            make_records(20, slowdown=level), load=LoadConfig(max_concurrency=level), title=f"c={level}"
+            make_records(20, slowdown=level), load=BenchLoad(max_concurrency=level), title=f"c={level}"
         )
         for level in (1, 4, 8)
     ]
@@ -167,7 +167,7 @@ def test_a_run_with_objectives_shows_who_pays(tmp_path: Path) -> None:
     assert [each["title"] for each in sweep_page.figures].count(figure["title"]) == 2
 
 
-def with_classes(slowdown: float = 1.0, load: LoadConfig | None = None) -> BenchResult:
+def with_classes(slowdown: float = 1.0, load: BenchLoad | None = None) -> BenchResult:
     records = make_records(40, slowdown=slowdown)
     for place, record in enumerate(records):
         record.request_class = ("chat", "batch")[place % 2]
@@ -211,7 +211,7 @@ def test_a_distribution_has_a_line_for_each_objective(metric: str, names: dict[f
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_kept_requests_are_drawn_over_the_load(is_closed: bool) -> None:
     loads = [
-        LoadConfig(max_concurrency=level) if is_closed else LoadConfig(request_rate=float(level))
+        BenchLoad(max_concurrency=level) if is_closed else BenchLoad(request_rate=float(level))
         for level in (8, 1, 4)
     ]
     runs = [with_classes(slowdown, load) for slowdown, load in zip((6.0, 1.0, 3.0), loads, strict=True)]
@@ -242,7 +242,7 @@ def test_a_page_of_many_runs_can_still_be_mailed(tmp_path: Path) -> None:
 
 
 def test_each_latency_has_its_objective_as_a_named_line(tmp_path: Path) -> None:
-    loads = [LoadConfig(request_rate=1.0), LoadConfig(request_rate=4.0)]
+    loads = [BenchLoad(request_rate=1.0), BenchLoad(request_rate=4.0)]
     for results in ([with_classes()], [with_classes(load=load) for load in loads]):
         for figure in page_of(tmp_path, results).figures:
             title, layout = str(figure["title"]), cast(dict[str, Any], figure["layout"])
@@ -333,7 +333,7 @@ def test_long_runs_are_thinned_but_keep_their_longest_gap() -> None:
 def test_timeline_shows_waits_streams_and_losses() -> None:
     records = [*make_records(2), failure(2)]
     records[0].scheduled = records[0].sent - 0.5
-    figure = charts.timeline_figure(make_result(records, load=LoadConfig(request_rate=3.0)))
+    figure = charts.timeline_figure(make_result(records, load=BenchLoad(request_rate=3.0)))
 
     assert figure is not None
     names = {trace["name"] for trace in figure["data"]}
@@ -343,13 +343,13 @@ def test_timeline_shows_waits_streams_and_losses() -> None:
 @pytest.mark.parametrize(
     ("load", "words"),
     [
-        (LoadConfig(max_concurrency=4), "closed loop of 4"),
-        (LoadConfig(request_rate=2.0), "Poisson arrivals at 2 req/s"),
-        (LoadConfig(request_rate=2.0, burstiness=0.5), "gamma arrivals at 2 req/s"),
-        (LoadConfig(request_rate=2.0, max_concurrency=3), "Poisson arrivals at 2 req/s, at most 3 open"),
-        (LoadConfig(arrivals="replay"), "replay"),
-        (LoadConfig(), "all at once"),
+        (BenchLoad(max_concurrency=4), "closed loop of 4"),
+        (BenchLoad(request_rate=2.0), "Poisson arrivals at 2 req/s"),
+        (BenchLoad(request_rate=2.0, burstiness=0.5), "gamma arrivals at 2 req/s"),
+        (BenchLoad(request_rate=2.0, max_concurrency=3), "Poisson arrivals at 2 req/s, at most 3 open"),
+        (BenchLoad(arrivals="replay"), "replay"),
+        (BenchLoad(), "all at once"),
     ],
 )
-def test_loads_in_words(load: LoadConfig, words: str) -> None:
+def test_loads_in_words(load: BenchLoad, words: str) -> None:
     assert describe_load(make_result(load=load).header) == words

@@ -8,7 +8,8 @@ from pathlib import Path
 import orjson
 import pytest
 
-from onbeat.bench.bench_config import BenchConfig, LoadConfig, TargetConfig
+from onbeat.bench.bench_config import BenchConfig, TargetConfig
+from onbeat.bench.bench_load import BenchLoad
 from onbeat.bench.record import RequestRecord, Status
 from onbeat.bench.saved import default_file_name, to_document
 from onbeat.core.errors import ConfigError
@@ -90,7 +91,6 @@ OWN_KEYS = {
     "median_retry_after_ms",
     "slo_sent",
     "server_verdicts",
-    "dataset",
     "load",
     "groups",
     "max_dispatch_lag_ms",
@@ -187,7 +187,7 @@ def test_a_client_is_warned_of_where_its_lateness_matters(
         record.scheduled = record.sent - lag
     objectives = None if objective is None else {"ttft": objective}
     options = {"summary": SummaryOptions(objectives=objectives)}
-    late = make_result(records, load=LoadConfig(request_rate=1 / gap), title="late", bench=options)
+    late = make_result(records, load=BenchLoad(request_rate=1 / gap), title="late", bench=options)
 
     assert late.client.p99_dispatch_lag_ms == pytest.approx(lag * 1e3)
     assert [f"more than 5 % of {what}" in warning for warning in late.warnings] == ([True] if what else [])
@@ -214,12 +214,12 @@ def test_short_answers_are_warned_of() -> None:
 @pytest.mark.parametrize(
     ("load", "name"),
     [
-        (LoadConfig(max_concurrency=4), "openai-infqps-concurrency4-model-"),
-        (LoadConfig(request_rate=2.5), "openai-2.5qps-model-"),
-        (LoadConfig(request_rate=math.inf), "openai-infqps-model-"),
+        (BenchLoad(max_concurrency=4), "openai-infqps-concurrency4-model-"),
+        (BenchLoad(request_rate=2.5), "openai-2.5qps-model-"),
+        (BenchLoad(request_rate=math.inf), "openai-infqps-model-"),
     ],
 )
-def test_file_names(load: LoadConfig, name: str) -> None:
+def test_file_names(load: BenchLoad, name: str) -> None:
     bench = BenchConfig(target=TargetConfig())
 
     assert default_file_name(bench, [make_result(load=load)]).startswith(name)

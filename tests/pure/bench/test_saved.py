@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from onbeat.bench.bench_config import LoadConfig
+from onbeat.bench.bench_load import BenchLoad
 from onbeat.bench.record import RequestRecord, ServerVerdict, Status
 from onbeat.bench.result import BenchResult
 from onbeat.bench.saved import read_runs, to_document
@@ -51,9 +51,9 @@ def refusals() -> list[RequestRecord]:
 
 
 def result_with_classes() -> BenchResult:
-    bench = {"summary": SummaryOptions(), "metadata": {"commit": "abc"}, "num_gpus": 2, "salt": "s"}
+    bench = {"summary": SummaryOptions(), "metadata": {"commit": "abc"}, "num_gpus": 2}
     return make_result(
-        [*answers(), *refusals()], load=LoadConfig(request_rate=2.5, burstiness=0.5), bench=bench
+        [*answers(), *refusals()], load=BenchLoad(request_rate=2.5, burstiness=0.5, salt="s"), bench=bench
     )
 
 

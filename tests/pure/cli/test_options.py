@@ -16,7 +16,6 @@ from onbeat.cli.args import Parser, parse
 from onbeat.cli.bench_settings import BenchOptions
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.replay import ReplayOptions
-from onbeat.cli.workload import WorkloadOptions
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import Setting, change, check, make, option, part, settings_of
 from onbeat.core.slo import SLO, ShedMode
@@ -26,13 +25,14 @@ from onbeat.scheduler.scheduler_config import SchedulerLimits
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.slo_defaults import SLODefaults
 from onbeat.simulator.settings import ReplicaSettings
+from onbeat.workload.load import Load
 from tests.pure.cli.test_args import sub_parser
 
 ROOT = Path(__file__).parents[3]
 DECLARED = {
     ("serve",): (EngineConfig, ServerConfig, SLODefaults, SLO),
-    ("simulate",): (ReplicaSettings, WorkloadOptions, SummaryOptions),
-    ("capacity",): (ReplicaSettings, WorkloadOptions),
+    ("simulate",): (ReplicaSettings, Load, SummaryOptions),
+    ("capacity",): (ReplicaSettings, Load),
     ("bench", "serve"): (BenchOptions, SummaryOptions),
     ("replay",): (ReplayOptions,),
 }

@@ -22,13 +22,13 @@ TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 
 
 def make_load(num_requests: int = 30) -> onbeat.OfferedLoad:
-    source = onbeat.LoadSource(input_len=512, output_len=16)
-    return onbeat.make_load(source, onbeat.ArrivalPlan(rate=8.0), num_requests=num_requests, seed=1)
+    asked = onbeat.Load(input_len=512, output_len=16, request_rate=8.0, num_prompts=num_requests, seed=1)
+    return asked.offered()
 
 
 def test_the_example_in_its_documentation_is_true() -> None:
     result = doctest.testmod(api, optionflags=doctest.ELLIPSIS)
-    assert result.attempted >= 6
+    assert result.attempted >= 5
     assert result.failed == 0
 
 
@@ -44,6 +44,15 @@ def test_replays_a_trace_in_its_own_time(tmp_path: Path) -> None:
 def test_equal_arguments_give_equal_records() -> None:
     first, second = (onbeat.simulate(**WHERE, load=make_load(), replicas=2, seed=3) for _ in range(2))
     assert first.records == second.records
+
+
+def test_a_load_is_described_or_made() -> None:
+    asked = onbeat.Load(
+        input_len=512, output_len=16, request_rate=8.0, num_prompts=5, slo=onbeat.SLO(ttft=0.5)
+    )
+    described, made = (onbeat.simulate(**WHERE, load=each) for each in (asked, asked.offered()))
+    assert described.records == made.records
+    assert described.records[0].slo == onbeat.SLO(ttft=0.5)
 
 
 def test_objectives_reach_the_records_and_the_automatic_budget() -> None:
@@ -91,7 +100,7 @@ def test_says_what_is_wrong(changes: dict[str, Any], message: str) -> None:
 def test_a_file_without_times_needs_a_rate(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("num_prefill_tokens,num_decode_tokens\n10,5\n")
-    with pytest.raises(ConfigError, match="has lengths, but no times"):
+    with pytest.raises(ConfigError, match="no arrival times to replay: give --request-rate"):
         onbeat.simulate(**WHERE, trace=path)
 
 

@@ -6,17 +6,13 @@ import numpy as np
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.workload.arrival_plan import ArrivalPlan
 from onbeat.workload.lanes import LANE_CLASSES, NUM_CLIENTS, lane_load
-from onbeat.workload.load_source import LoadSource, make_load
-
-PLAN = ArrivalPlan(kind="gamma", rate=10.0)
+from onbeat.workload.load import Load
 
 
 def test_lanes_are_drawn_alike_and_have_their_classes() -> None:
     one, other = (
-        make_load(LoadSource(name="lanes"), PLAN, num_requests=70, seed=3).with_classes(LANE_CLASSES, seed=0)
-        for _ in range(2)
+        Load(dataset_name="lanes", request_rate=10.0, num_prompts=70, seed=3).offered() for _ in range(2)
     )
     assert (one.num_prompt_tokens == other.num_prompt_tokens).all()
     assert one.class_ids is not None
@@ -35,4 +31,4 @@ def test_lanes_without_a_corpus() -> None:
 
 def test_lanes_need_arrivals() -> None:
     with pytest.raises(ConfigError, match="give --request-rate"):
-        make_load(LoadSource(name="lanes"), None, num_requests=5, seed=0)
+        Load(dataset_name="lanes", max_concurrency=4, num_prompts=5).offered()

@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.workload.sharegpt import Exchange, read_sharegpt, sharegpt_workload
+from onbeat.workload.sharegpt import Exchange, read_sharegpt, sharegpt_load
 
 
 def words(count: int, word: str = "w") -> str:
@@ -58,23 +58,19 @@ def test_very_short_and_long_exchanges_are_passed_over() -> None:
         Exchange(words(4), words(4)),
     ]
 
-    workload = sharegpt_workload(
-        exchanges, num_requests=2, output_len=None, count_tokens=count_words, order=None
-    )
+    load = sharegpt_load(exchanges, num_requests=2, output_len=None, count_tokens=count_words, order=None)
 
-    assert workload.num_prompt_tokens.tolist() == [1024, 4]
-    assert workload.max_tokens.tolist() == [1024, 4]
+    assert load.num_prompt_tokens.tolist() == [1024, 4]
+    assert load.num_output_tokens.tolist() == [1024, 4]
 
 
 def test_a_fixed_output_length_replaces_the_recorded_ones() -> None:
     exchanges = [Exchange(words(50), words(1))]
 
-    workload = sharegpt_workload(
-        exchanges, num_requests=1, output_len=7, count_tokens=count_words, order=None
-    )
+    load = sharegpt_load(exchanges, num_requests=1, output_len=7, count_tokens=count_words, order=None)
 
-    assert workload.max_tokens.tolist() == [7]
-    assert workload.request(0).prompt == words(50)
+    assert load.num_output_tokens.tolist() == [7]
+    assert load.texts == (words(50),)
 
 
 def test_shuffling_draws_from_the_whole_file() -> None:
@@ -82,10 +78,10 @@ def test_shuffling_draws_from_the_whole_file() -> None:
 
     def first_words(seed: int) -> list[str]:
         order = np.random.default_rng(seed)
-        workload = sharegpt_workload(
+        load = sharegpt_load(
             exchanges, num_requests=5, output_len=None, count_tokens=count_words, order=order
         )
-        return [workload.request(i).prompt.split()[0] for i in range(5)]
+        return [text.split()[0] for text in load.texts or ()]
 
     assert first_words(1) == first_words(1)
     assert first_words(1) != first_words(2)
@@ -93,7 +89,7 @@ def test_shuffling_draws_from_the_whole_file() -> None:
 
 def test_too_few_usable_conversations_are_an_error() -> None:
     with pytest.raises(ConfigError, match=r"1 usable conversations \(of 2\), 5 were asked for"):
-        sharegpt_workload(
+        sharegpt_load(
             [Exchange(words(9), words(9)), Exchange("a", "b")],
             num_requests=5,
             output_len=None,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onbeat.bench.bench_load import every_nth
 from onbeat.core.errors import ConfigError
-from onbeat.workload.mixture import every_nth
 
 
 @given(st.integers(1, 400), st.integers(1, 40))

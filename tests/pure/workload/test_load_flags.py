@@ -8,10 +8,10 @@ import pytest
 
 from onbeat.cli.args import Parser, parse
 from onbeat.cli.options import add_options, read_options
-from onbeat.cli.workload import WorkloadOptions, offered_load
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLO_CLASSES
-from onbeat.workload.offered import OfferedLoad
+from onbeat.workload.load import Load, tightest_tbt
+from onbeat.workload.offered import OfferedLoad, Overlong
 from onbeat.workload.slo_classes import SLOClass
 from tests.many_cases import each_case
 
@@ -20,15 +20,14 @@ AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
 )
 
 
-def options_of(*flags: str) -> WorkloadOptions:
+def options_of(*flags: str) -> Load:
     parser = Parser(prog="onbeat simulate")
-    add_options(parser, WorkloadOptions)
-    return read_options(parse(parser, flags), WorkloadOptions)
+    add_options(parser, Load)
+    return read_options(parse(parser, flags), Load)
 
 
-def load_of(*flags: str, max_model_len: int = 4096) -> OfferedLoad:
-    options = options_of(*flags)
-    return offered_load(options, max_model_len=max_model_len, seed=options.seed)
+def load_of(*flags: str, max_model_len: int = 4096, overlong: Overlong = "error") -> OfferedLoad:
+    return options_of(*flags).offered(max_model_len=max_model_len, overlong=overlong)
 
 
 @pytest.fixture
@@ -79,8 +78,8 @@ def test_objectives_of_flags_are_one_class() -> None:
 
     assert load.slo(7) == SLO(ttft=0.5, tbt=0.05)
     assert load.classes == (SLOClass(name="default", slo=SLO(ttft=0.5, tbt=0.05)),)
-    assert options_of(*flags).objectives.tightest_tbt() == pytest.approx(0.05)
-    assert options_of("--slo-ttft-ms", "5").objectives.tightest_tbt() is None
+    assert tightest_tbt(options_of(*flags).classes()) == pytest.approx(0.05)
+    assert tightest_tbt(options_of("--slo-ttft-ms", "5").classes()) is None
 
 
 def test_objectives_by_class(tmp_path: Path) -> None:
@@ -89,14 +88,14 @@ def test_objectives_by_class(tmp_path: Path) -> None:
     load = load_of("--slo-config", str(path), "--num-prompts", "8")
 
     assert [load.slo(i) for i in range(8)].count(SLO_CLASSES["interactive"]) == 2
-    assert options_of("--slo-config", str(path)).objectives.tightest_tbt() == pytest.approx(0.02)
+    assert tightest_tbt(options_of("--slo-config", str(path)).classes()) == pytest.approx(0.02)
     assert load_of("--slo-config", "batch").slo(0) == SLO_CLASSES["batch"]
 
 
 def test_overlong_requests_are_counted_or_left_out(trace: str) -> None:
     with pytest.raises(ConfigError, match=r"3 of 10 .* on line 9: prompt 107 \+ output 5 .*--overlong skip"):
         load_of("--trace", trace, max_model_len=111)
-    fitted = load_of("--trace", trace, "--overlong", "skip", max_model_len=111)
+    fitted = load_of("--trace", trace, overlong="skip", max_model_len=111)
     assert (len(fitted), fitted.num_skipped) == (7, 3)
 
 
@@ -125,7 +124,7 @@ def test_overlong_requests_are_counted_or_left_out(trace: str) -> None:
         (("--dataset-name", "azure"), "--dataset-path"),
         (("--trace", "none.csv"), "none.csv"),
         (("--trace", "x", "--dataset-name", "azure"), "leave out --dataset-name"),
-        (("--length-columns", "a"), "--length-columns takes two"),
+        (("--dataset-name", "lengths", "--dataset-path", "x", "--length-columns", "a"), "takes two"),
         (("--slo-ttft-ms", "0"), "1 ms"),
         (("--slo-config", "batch", "--slo-tbt-ms", "5"), "leave out --slo-tbt-ms"),
         (("--slo-config", "interactiv"), "interactiv"),

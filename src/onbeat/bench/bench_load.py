@@ -1,0 +1,279 @@
+"""A load with its texts: what a server is sent, and the runs that a command makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from onbeat.core.errors import ConfigError, counted
+from onbeat.core.options import changed, option
+from onbeat.files import read_text
+from onbeat.workload.class_traces import have_traces
+from onbeat.workload.lengths import MOST_TOKENS, check_length
+from onbeat.workload.load import FILE_LOADS, CountTokens, Load, SharedName
+from onbeat.workload.offered import OfferedLoad
+from onbeat.workload.prompts import (
+    BlockPrompts,
+    FreshPrompts,
+    GivenPrompts,
+    PromptSource,
+    PromptWriter,
+    ReplacedPrompts,
+)
+from onbeat.workload.slo_classes import SLOClass
+
+TEXT_DATASETS = frozenset({"sharegpt", "custom"})
+"""Those that bring their own prompts, whose length only a tokenizer can tell."""
+SHORT, LONG = "short", "long"
+
+_data = partial(option, group="data set")
+_load = partial(option, group="load")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchLoad(Load):
+    """A load that is sent to a server: its words too."""
+
+    DEFAULT_RATE: ClassVar[float] = inf
+    MOST_OF_FILE: ClassVar[int | None] = 1000
+    FILES: ClassVar[frozenset[str]] = FILE_LOADS | {"custom"}
+    FOR: ClassVar[dict[str, tuple[str, ...]]] = {
+        **{name: owners for name, owners in Load.FOR.items() if name != "tokenizer"},
+        **dict.fromkeys(("random_prefix_len", "random_long_share", "random_long_input_len"), ("random",)),
+        **dict.fromkeys(
+            (
+                *("prefix_repetition_prefix_len", "prefix_repetition_suffix_len"),
+                "prefix_repetition_num_prefixes",
+            ),
+            ("prefix_repetition",),
+        ),
+    }
+
+    dataset_name: Literal[SharedName, "prefix_repetition", "custom"] | None = _data(  # type: ignore[assignment]
+        None, help="data set of requests (default: random)"
+    )
+    random_prefix_len: int = _data(0, at_least=0, help="tokens that all prompts of random share")
+    random_long_share: float = _data(
+        0.0,
+        metavar="X",
+        help="share of random's requests that have long prompts; both kinds are reported apart",
+    )
+    random_long_input_len: int | None = _data(
+        None, metavar="N", at_least=1, help="tokens of these long prompts (default: 1500)"
+    )
+    prefix_repetition_prefix_len: int = _data(256, at_least=1, help="tokens of each repeated prefix")
+    prefix_repetition_suffix_len: int = _data(256, at_least=1, help="tokens after the prefix")
+    prefix_repetition_num_prefixes: int = _data(10, at_least=1, help="different prefixes")
+    salt: str | None = _data(
+        None, help="random seed of the words (default: new each time, so that no prefix cache helps)"
+    )
+    num_warmups: int = _load(0, at_least=0, metavar="N", help="unmeasured requests before each run")
+    sweep_concurrency: str | None = _load(
+        None, metavar="N,N,...", help="run a closed loop for each concurrency"
+    )
+    sweep_rate: str | None = _load(None, metavar="R,R,...", help="run an open loop for each request rate")
+
+    def __post_init__(self) -> None:
+        Load.__post_init__(self)
+        check_length(self.random_long_input_len or 1)
+        if self.random_long_input_len is not None and not self.random_long_share:
+            raise ConfigError("--random-long-input-len needs --random-long-share")
+        if not 0 <= self.random_long_share < 1:
+            raise ConfigError(f"--random-long-share must lie in [0, 1), got {self.random_long_share:g}")
+        if self.random_long_share and self.random_prefix_len:
+            raise ConfigError("--random-long-share and --random-prefix-len do not go together: leave one out")
+
+    def _check_kind(self) -> None:
+        if self.sweep_rate is None:  # else with each of its rates
+            Load._check_kind(self)
+
+    def runs(self, title: str, levels: Sequence[int] = (), rates: Sequence[float] = ()) -> list[RunConfig]:
+        """Return the runs of sweeps: a closed loop for each concurrency, an open one for each rate.
+
+        Returns
+        -------
+        One run where there are no sweeps.
+
+        Raises
+        ------
+        ConfigError : settings that a sweep would override.
+        """
+        given = {each.name: each for each in changed(self) if each.name in _ARRIVALS}
+        if levels and (own := given if not rates else given.keys() & {"max_concurrency"}):
+            flag = given[next(iter(own))].flag
+            raise ConfigError(f"--sweep-concurrency makes closed loops, one for each: leave out {flag}")
+        if rates and self.request_rate is not None:
+            raise ConfigError("--sweep-rate sets --request-rate itself: leave one out")
+        runs = [(f"c={level}", self.closed(level)) for level in levels]
+        runs += [(f"{rate:g} req/s", replace(self, request_rate=rate, **_NO_SWEEP)) for rate in rates]
+        return [
+            RunConfig(load=load, title=f"{title} {name}".strip(), series=title) for name, load in runs
+        ] or [RunConfig(load=self, title=title)]
+
+    def closed(self, concurrency: int) -> BenchLoad:
+        """Return the same requests in a closed loop."""
+        usual = {each.name: each.default for each in changed(self) if each.name in _ARRIVALS}
+        return replace(self, **_NO_SWEEP | usual | {"max_concurrency": concurrency})
+
+    def requests(
+        self, rng: np.random.Generator, count_tokens: CountTokens | None
+    ) -> tuple[OfferedLoad, NDArray[np.float64] | None]:
+        if self.dataset_name == "custom":
+            assert count_tokens is not None, "who sends texts can measure them"
+            return self._custom(count_tokens), None
+        if self.dataset_name == "prefix_repetition":
+            size, num_prefixes = self.num_prompts or 1000, self.prefix_repetition_num_prefixes
+            if size < num_prefixes:
+                raise ConfigError(f"{num_prefixes} prefixes need at least as many prompts, got {size}")
+            num_tokens = self.prefix_repetition_prefix_len + self.prefix_repetition_suffix_len
+            return OfferedLoad(
+                name="prefix_repetition",
+                num_prompt_tokens=np.full(size, num_tokens),
+                num_output_tokens=np.full(size, self.output_len or 128),
+            ), None
+        load, times = Load.requests(self, rng, count_tokens)
+        prompts = load.num_prompt_tokens + self.random_prefix_len
+        prompts[self.are_long(len(load))] = self.random_long_input_len or 1500
+        return replace(load, num_prompt_tokens=prompts), times
+
+    def are_long(self, num_requests: int) -> NDArray[np.bool_]:
+        """Return which requests have long prompts."""
+        return every_nth(num_requests, self.random_long_share)
+
+    def _custom(self, count_tokens: CountTokens) -> OfferedLoad:
+        """Read JSON lines ``{"prompt": str, "output_tokens": int}``; the count may be --output-len."""
+        assert self.dataset_path is not None
+        lines = enumerate(read_text(self.dataset_path).splitlines(), start=1)
+        found = [self._parse_custom(number, line) for number, line in lines if line.strip()]
+        if self.num_prompts is not None and self.num_prompts > len(found):
+            raise ConfigError(
+                f"{self.dataset_path} has {counted(len(found), 'prompt')}, and --num-prompts is "
+                f"{self.num_prompts}"
+            )
+        texts = [prompt for prompt, _ in found[: self.num_prompts]]
+        return OfferedLoad(
+            name="custom",
+            num_prompt_tokens=np.array([max(1, count_tokens(text)) for text in texts], dtype=np.int64),
+            num_output_tokens=np.array([output for _, output in found[: self.num_prompts]], dtype=np.int64),
+            texts=texts,
+        )
+
+    def _parse_custom(self, number: int, line: str) -> tuple[str, int]:
+        where = f"{self.dataset_path}, line {number}"
+        try:
+            record = orjson.loads(line)
+            prompt = record["prompt"]
+            output = int(record.get("output_tokens", self.output_len or 128))
+        except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f'{where}: expected {{"prompt": text, "output_tokens": count}}, got {line[:80]!r}'
+            ) from error
+        if not isinstance(prompt, str) or not prompt or not 1 <= output <= MOST_TOKENS:
+            raise ConfigError(
+                f"{where}: an empty prompt, or output_tokens that are not 1 to {MOST_TOKENS:,}: {line[:80]!r}"
+            )
+        return prompt, output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTools:
+    """What prompts are made and measured with."""
+
+    writer: PromptWriter
+    count_tokens: Callable[[str], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Requests and their prompts, which are made only when asked for."""
+
+    load: OfferedLoad
+    prompts: PromptSource
+    groups: tuple[str, ...] | None = None
+    """Kind of prompt of each request; None where there is one kind."""
+
+    def __len__(self) -> int:
+        return len(self.load)
+
+
+def workload_of(load: BenchLoad, classes: Sequence[SLOClass], tools: PromptTools) -> Workload:
+    """Return the requests of a load that stand for themselves, with their prompts.
+
+    Lengths depend on the seed alone; words on the salt of `tools`.
+
+    Raises
+    ------
+    ConfigError : see `Load.offered`.
+    """
+    offered = load.offered(classes, count_tokens=tools.count_tokens)
+    groups = None
+    if load.random_long_share:
+        groups = tuple(LONG if flag else SHORT for flag in load.are_long(len(offered)).tolist())
+    return Workload(load=offered, prompts=_prompts(load, offered, tools.writer), groups=groups)
+
+
+def _prompts(load: BenchLoad, offered: OfferedLoad, writer: PromptWriter) -> PromptSource:
+    num_tokens, prefix, groups = offered.num_prompt_tokens.tolist(), load.random_prefix_len, None
+    if load.dataset_name == "prefix_repetition":
+        prefix = load.prefix_repetition_prefix_len
+        drawn = np.arange(len(offered)) % load.prefix_repetition_num_prefixes
+        np.random.default_rng([load.seed, 0]).shuffle(drawn)
+        groups = drawn.tolist()
+    if offered.block_ids is not None:
+        return BlockPrompts(
+            writer=writer,
+            num_tokens=num_tokens,
+            block_ids=offered.block_ids,
+            block_size=offered.block_size,
+        )
+    usual: PromptSource = FreshPrompts(
+        writer=writer, num_tokens=num_tokens, num_prefix_tokens=prefix, prefix_groups=groups
+    )
+    if offered.texts is not None:
+        usual = GivenPrompts(offered.texts)
+    if not have_traces(offered.classes):
+        return usual
+    has_trace = np.array([each.trace is not None for each in offered.classes])
+    own = FreshPrompts(writer=writer, num_tokens=num_tokens)
+    return ReplacedPrompts(usual=usual, other=own, is_other=has_trace[offered.class_ids].tolist())
+
+
+def every_nth(num_requests: int, share: float) -> NDArray[np.bool_]:
+    """Return a flag a request: of any first k requests, floor(k * share) have it.
+
+    Evenly spread rather than drawn, so that a short run has the share it was asked for, and two runs meet
+    the long prompts at the same places.
+    """
+    if not 0 <= share <= 1:
+        raise ConfigError(f"a share of the requests must lie in [0, 1], got {share:g}")
+    # A share such as 0.1 is a little below a tenth in binary: without the nudge the tenth would be missed.
+    so_far = np.floor(np.arange(num_requests + 1) * share + 1e-9)
+    return np.asarray(np.diff(so_far) > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One measured run."""
+
+    load: BenchLoad
+    title: str = ""
+    """What sets this run apart from others in a sweep, for tables and plots."""
+    series: str = ""
+    """Runs of one series and kind of load are joined by a line in plots."""
+
+
+_NO_SWEEP: dict[str, Any] = {"sweep_rate": None, "sweep_concurrency": None}
+_ARRIVALS = frozenset(
+    {
+        *("request_rate", "arrivals", "burstiness", "arrival_cv", "burst_on_sec", "burst_off_sec"),
+        *("rate_steps", "rate_scale", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps"),
+        "max_concurrency",
+    }
+)

@@ -1,0 +1,372 @@
+"""A load: what is asked, when, and with which objectives; its flags, and the requests that it comes to.
+
+Names are those of `vllm bench serve` wherever it has the flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.core.errors import ConfigError, counted
+from onbeat.core.options import changed, check, option, part
+from onbeat.core.slo import OBJECTIVES, SLO, SLO_CLASSES
+from onbeat.workload.arrivals import Arrivals
+from onbeat.workload.class_traces import have_traces
+from onbeat.workload.job import Job
+from onbeat.workload.job_file import read_jobs
+from onbeat.workload.job_kinds import JOB_KINDS, JobKind, draw_jobs
+from onbeat.workload.job_load import given_starts, job_load
+from onbeat.workload.lanes import LANE_CLASSES, LANES, lane_load
+from onbeat.workload.lengths import Lengths, LogNormalLength, UniformLength, ZipfLength, check_length
+from onbeat.workload.offered import OfferedLoad, Overlong, check_num_requests
+from onbeat.workload.sharegpt import read_sharegpt, sharegpt_load
+from onbeat.workload.slo_classes import SLOClass
+from onbeat.workload.slo_config import read_slo_config
+from onbeat.workload.slo_entries import built_in_slo
+from onbeat.workload.trace import TIMED_KINDS, Trace, TraceKind, read_trace
+
+SharedName = Literal["random", "conversation", "zipf", "sharegpt", TraceKind, "jobs", JobKind]
+"""Data sets that are simulated and sent."""
+LoadName = Literal[SharedName, "lanes"]
+CountTokens = Callable[[str], int]
+
+JOB_LOADS = frozenset({"jobs", *JOB_KINDS})
+"""Those of calls that depend on one another: numbers and rates are of jobs, not of calls."""
+TIMED_LOADS = TIMED_KINDS | {"jobs"}
+"""Those whose files may have times."""
+FILE_LOADS = frozenset({"sharegpt", "lengths", *TIMED_LOADS})
+
+DEFAULT_NUM_REQUESTS = 1000
+DEFAULT_NUM_JOBS = 100
+ONLY_CLASS = "default"
+"""Name of the class of objectives that come from flags: no server knows it."""
+# Spread of conversation lengths: the logarithm's standard deviation of ShareGPT-like chats.
+CONVERSATION_SIGMAS = 1.0, 0.7
+CONVERSATION_MIN_TOKENS = 4
+
+_data = partial(option, group="data set")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load(Arrivals):
+    """What is asked, when, and with which objectives.
+
+    Raises
+    ------
+    ConfigError : settings that do not go together, or that would have no effect.
+    """
+
+    MOST_OF_FILE: ClassVar[int | None] = None
+    """Requests of a file that are taken where nobody says how many; None takes all."""
+    FOR: ClassVar[dict[str, tuple[str, ...]]] = {
+        "input_len": ("random", "conversation", "zipf"),
+        "random_range_ratio": ("random",),
+        "random_output_range_ratio": ("random",),
+        "zipf_exponent": ("zipf",),
+        "length_columns": ("lengths",),
+        "tokenizer": ("sharegpt", "jobs"),
+        "job_deadline": tuple(sorted(JOB_LOADS)),
+        "disable_shuffle": ("sharegpt", "lengths"),
+    }
+    """Settings that only some data sets have a use for."""
+    FILES: ClassVar[frozenset[str]] = FILE_LOADS
+    """Data sets that are read from a file."""
+
+    dataset_name: LoadName | None = _data(None, help="where requests come from (default: random)")
+    dataset_path: Path | None = _data(None, metavar="FILE", help="file of a data set that has one; gzip too")
+    trace: Path | None = _data(
+        None, metavar="FILE", help="trace file of any known kind; replayed in its own time"
+    )
+    length_columns: str | None = _data(
+        None,
+        metavar="INPUT,OUTPUT",
+        help="columns of lengths (default: num_prefill_tokens,num_decode_tokens)",
+    )
+    tokenizer: Path | None = _data(
+        None,
+        metavar="PATH",
+        help="model directory or .gguf file, for exact lengths of texts",
+    )
+    num_prompts: int | None = _data(
+        None,
+        metavar="N",
+        help="requests (default: 1000, 100 jobs, or all of a file; to a server at most 1000)",
+    )
+    job_deadline: float | None = _data(
+        None,
+        flag="--job-deadline-ms",
+        unit="ms",
+        metavar="MS",
+        help="time that each job has, from its start to the end of its last call (default: from its file, "
+        "else by its length)",
+    )
+    input_len: int | None = _data(
+        None,
+        aliases=("--random-input-len",),
+        metavar="N",
+        help="mean prompt tokens of random and conversation, largest of zipf (default: 1024)",
+    )
+    output_len: int | None = _data(
+        None,
+        aliases=("--random-output-len", "--sharegpt-output-len", "--prefix-repetition-output-len"),
+        metavar="N",
+        help="the same for output tokens (default: 128); replaces those of a file",
+    )
+    random_range_ratio: float = _data(
+        0.0, metavar="X", help="random's lengths vary by this share around the mean"
+    )
+    random_output_range_ratio: float | None = _data(
+        None, metavar="X", help="the same of output tokens alone (default: --random-range-ratio)"
+    )
+    zipf_exponent: float | None = _data(
+        None, metavar="S", help="exponent S of zipf: p(length) falls as length^-S (default: 1)"
+    )
+    disable_shuffle: bool = _data(
+        default=False, is_switch=True, help="take requests of files without times in file order"
+    )
+    seed: int = _data(0, at_least=0, help="random seed of lengths, arrivals and classes")
+    slo: SLO = part(SLO)
+    slo_config: str | None = option(
+        None,
+        metavar="FILE.yaml",
+        group=OBJECTIVES,
+        help="classes by share, with name, share, weight, ttft_ms, tbt_ms, e2e_ms, trace; or a built-in "
+        "class: interactive, standard, batch",
+    )
+
+    def __post_init__(self) -> None:
+        check(self, type(self))
+        for length in (self.input_len, self.output_len):
+            check_length(1 if length is None else length)
+        if self.num_prompts is not None:
+            check_num_requests(self.num_prompts)
+        if self.trace is not None and not (self.dataset_name is None and self.dataset_path is None):
+            raise ConfigError(
+                "--trace names file and kind at once: leave out --dataset-name and --dataset-path"
+            )
+        if self.slo_config is not None and not self.slo.is_empty:
+            given = ", ".join(each.flag for each in changed(self.slo))
+            raise ConfigError(f"--slo-config sets the objectives itself: leave out {given}")
+        Arrivals.__post_init__(self)
+        if self.trace is None:  # else once its kind is known
+            self._check_kind()
+
+    @property
+    def has_times(self) -> bool:
+        return self.dataset_name in TIMED_LOADS
+
+    def classes(self) -> tuple[SLOClass, ...]:
+        """Return the objectives, by share of the requests.
+
+        Raises
+        ------
+        ConfigError : one is outside its range, or a bad file.
+        """
+        if self.slo_config is None:
+            if self.slo.is_empty:
+                return LANE_CLASSES if self.dataset_name == LANES else ()
+            return (SLOClass(name=ONLY_CLASS, slo=self.slo),)
+        if self.slo_config in SLO_CLASSES:
+            return (SLOClass(name=self.slo_config, slo=built_in_slo(self.slo_config)),)
+        return read_slo_config(Path(self.slo_config))
+
+    def offered(
+        self,
+        classes: Sequence[SLOClass] | None = None,
+        *,
+        max_model_len: int | None = None,
+        overlong: Overlong = "error",
+        count_tokens: CountTokens | None = None,
+    ) -> OfferedLoad:
+        """Return the requests.
+
+        Parameters
+        ----------
+        classes : of objectives; None takes those of the settings.
+        max_model_len : tokens of the context; None takes requests of any length.
+        overlong : what becomes of longer requests.
+        count_tokens : measures texts; None does so with the tokenizer of the settings.
+
+        Raises
+        ------
+        ConfigError : a bad file, a file that is missing or not wanted, fewer requests than asked for in one
+            that cannot be drawn from again, or settings that the data set has no use for.
+        """
+        load = self.named()
+        classes = load.classes() if classes is None else classes
+        offered = load._with_arrivals(count_tokens or _counter(load.tokenizer))
+
+        def fitted(requests: OfferedLoad) -> OfferedLoad:
+            if max_model_len is None:
+                return requests
+            return requests.check_lengths(max_model_len, overlong=overlong)
+
+        if have_traces(classes):  # only then are the lengths known
+            return fitted(offered.with_classes(classes, seed=self.seed))
+        offered = fitted(offered)
+        return offered.with_classes(classes, seed=self.seed) if classes else offered
+
+    def named(self) -> Self:
+        """Return the same load by the name and the file of its data set; a trace's header tells its name.
+
+        Raises
+        ------
+        ConfigError : a file is missing or not wanted, or a setting has no effect on the data set.
+        """
+        name, path = self.dataset_name or "random", self.dataset_path
+        if self.trace is not None:
+            name, path = read_trace(self.trace, columns=self._columns).kind, self.trace
+        for each in changed(self):
+            if name not in (names := self.FOR.get(each.name, (name,))):
+                raise ConfigError(f"{each.flag} is for --dataset-name {' or '.join(names)}, not for {name}")
+        if self.output_len is not None and name in {*JOB_LOADS, LANES}:
+            raise ConfigError(
+                f"--output-len has no effect on {name}, whose requests have lengths of their own"
+            )
+        if (name in self.FILES) != (path is not None):
+            raise ConfigError(
+                f"--dataset-name {name} needs a file: give it with --dataset-path"
+                if path is None
+                else f"--dataset-name {name} reads no file, but --dataset-path {path} was given"
+            )
+        return replace(self, dataset_name=name, dataset_path=path, trace=None)
+
+    @property
+    def _columns(self) -> tuple[str, str] | None:
+        if self.length_columns is None:
+            return None
+        names = [name.strip() for name in self.length_columns.split(",")]
+        if len(names) != 2 or not all(names):
+            raise ConfigError(
+                f"--length-columns takes two column names INPUT,OUTPUT, got {self.length_columns!r}"
+            )
+        return names[0], names[1]
+
+    def _with_arrivals(self, count_tokens: CountTokens | None) -> OfferedLoad:
+        name, rng = self.dataset_name or "random", np.random.default_rng([self.seed, 0])
+        if name == LANES:
+            offsets = self.offsets(self.num_prompts or DEFAULT_NUM_REQUESTS, seed=self.seed)
+            if offsets is None:
+                raise ConfigError("chats and queries of lanes arrive by themselves: give --request-rate")
+            return lane_load(offsets, rng)
+        if name in JOB_LOADS:
+            jobs = self._jobs(rng, count_tokens)
+            return job_load(name, jobs, self.offsets(len(jobs), seed=self.seed, times=given_starts(jobs)))
+        load, times = self.requests(rng, count_tokens)
+        return load.with_arrivals(self.offsets(len(load), seed=self.seed, times=times))
+
+    def _jobs(self, rng: np.random.Generator, count_tokens: CountTokens | None) -> list[Job]:
+        """Return those of a file, from its beginning, or drawn ones."""
+        kind, path, deadline = self.dataset_name, self.dataset_path, self.job_deadline
+        if path is None:
+            return draw_jobs(kind, self.num_prompts or DEFAULT_NUM_JOBS, rng, deadline=deadline)  # type: ignore[arg-type]
+        jobs = read_jobs(path, count_tokens)
+        if self.num_prompts is not None and self.num_prompts > len(jobs):
+            raise ConfigError(
+                f"{path} has {counted(len(jobs), 'job')}, and --num-prompts is {self.num_prompts}"
+            )
+        if deadline is not None:
+            jobs = [replace(job, deadline=deadline) for job in jobs]
+        return jobs[: self.num_prompts]
+
+    def requests(
+        self, rng: np.random.Generator, count_tokens: CountTokens | None
+    ) -> tuple[OfferedLoad, NDArray[np.float64] | None]:
+        """Return requests that stand for themselves, without arrivals, and their recorded times if any."""
+        if self.dataset_path is None:
+            size = self.num_prompts or DEFAULT_NUM_REQUESTS
+            prompts, outputs = (each.draw(size, rng) for each in self._lengths())
+            return OfferedLoad(
+                name=self.dataset_name or "random", num_prompt_tokens=prompts, num_output_tokens=outputs
+            ), None
+        order = None if self.disable_shuffle else rng
+        if self.dataset_name != "sharegpt":
+            return self._of_trace(rng)
+        if count_tokens is None:
+            raise ConfigError(
+                "a ShareGPT file holds texts, whose lengths only a tokenizer can tell: give --tokenizer, or "
+                "a CSV of lengths with --dataset-name lengths"
+            )
+        exchanges = read_sharegpt(self.dataset_path)
+        return sharegpt_load(
+            exchanges,
+            num_requests=self.num_prompts or min(DEFAULT_NUM_REQUESTS, len(exchanges)),
+            output_len=self.output_len,
+            count_tokens=count_tokens,
+            order=order,
+        ), None
+
+    def _lengths(self) -> tuple[Lengths, Lengths]:
+        """Return the distributions of prompt and output tokens."""
+        means = (self.input_len or 1024, self.output_len or 128)
+        if self.dataset_name == "zipf":
+            exponent = 1.0 if self.zipf_exponent is None else self.zipf_exponent
+            return ZipfLength(exponent=exponent, high=means[0]), ZipfLength(exponent=exponent, high=means[1])
+        if self.dataset_name == "conversation":
+            prompts, outputs = (
+                LogNormalLength(mean=mean, sigma=sigma, low=min(CONVERSATION_MIN_TOKENS, mean), high=8 * mean)
+                for mean, sigma in zip(means, CONVERSATION_SIGMAS, strict=True)
+            )
+            return prompts, outputs
+        ratio, own = self.random_range_ratio, self.random_output_range_ratio
+        return UniformLength(means[0], ratio), UniformLength(means[1], ratio if own is None else own)
+
+    def _of_trace(self, rng: np.random.Generator) -> tuple[OfferedLoad, NDArray[np.float64] | None]:
+        assert self.dataset_path is not None
+        trace = read_trace(self.dataset_path, kind=self.dataset_name, columns=self._columns)  # type: ignore[arg-type]
+        trace = trace.take(self._rows(trace, rng))
+        outputs = trace.num_output_tokens
+        if self.output_len is not None:
+            outputs = np.full(len(trace), self.output_len, dtype=np.int64)
+        load = OfferedLoad(
+            name=trace.kind,
+            # No engine takes a request without a prompt or without an output.
+            num_prompt_tokens=np.maximum(1, trace.num_prompt_tokens),
+            num_output_tokens=np.maximum(1, outputs),
+            block_ids=trace.block_ids,
+            block_size=trace.block_size,
+            lines=trace.lines,
+        )
+        return load, trace.times
+
+    def _rows(self, trace: Trace, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Return the rows to take; where a file has too few, they are drawn from it again."""
+        wanted = self.num_prompts or min(len(trace), self.MOST_OF_FILE or len(trace))
+        if wanted > len(trace):
+            is_replay = self.timing is not None and self.timing.kind == "replay"
+            if is_replay or trace.block_ids is not None:
+                remedy = "their shared blocks" if trace.block_ids is not None else "their times"
+                raise ConfigError(
+                    f"{self.dataset_path} has {counted(len(trace), 'request')}, and --num-prompts is "
+                    f"{wanted}; no request can be drawn again because of {remedy}"
+                    + (
+                        ""
+                        if trace.block_ids is not None
+                        else ": give --request-rate to draw only their lengths"
+                    )
+                )
+            return rng.integers(len(trace), size=wanted)
+        if trace.times is None and not self.disable_shuffle:
+            return rng.permutation(len(trace))[:wanted]
+        return np.arange(wanted)
+
+
+def tightest_tbt(classes: Sequence[SLOClass]) -> float | None:
+    """Return the tightest TBT objective, seconds; None without one."""
+    return min((each.slo.tbt for each in classes if each.slo.tbt is not None), default=None)
+
+
+def _counter(path: Path | None) -> CountTokens | None:
+    if path is None:
+        return None
+    from onbeat.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(path)
+    return lambda text: len(tokenizer.encode(text))

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onbeat.bench.bench_config import TargetConfig
+from onbeat.bench.bench_load import BenchLoad
+from onbeat.core.errors import ConfigError
+
+BASE = BenchLoad(request_rate=1.0, burstiness=0.5)
+
+
+def test_a_concurrency_sweep_is_closed_loops() -> None:
+    runs = BenchLoad(trace=Path("t.csv"), sweep_concurrency="1,4").runs("x", [1, 4])
+
+    assert [(run.title, run.load.max_concurrency, run.load.timing) for run in runs] == [
+        ("x c=1", 1, None),
+        ("x c=4", 4, None),
+    ]
+    with pytest.raises(ConfigError, match="leave out --request-rate"):
+        BASE.runs("x", [1])
+
+
+def test_a_rate_sweep_keeps_the_rest_of_the_load() -> None:
+    load = BenchLoad(sweep_rate="2.5", arrivals="constant", max_concurrency=9)
+    [run] = load.runs("x", rates=[2.5])
+
+    assert (run.title, run.load.timing) == ("x 2.5 req/s", ("constant", 2.5))
+    assert run.load.max_concurrency == 9
+    with pytest.raises(ConfigError, match="leave one out"):
+        BASE.runs("x", rates=[1.0])
+    closed, opened = BenchLoad(sweep_rate="2", arrivals="constant").runs("x", [3], [2.0])
+    assert (closed.load.timing, opened.load.timing) == (None, ("constant", 2.0))
+
+
+RAMP = {"ramp_up_strategy": "linear", "ramp_up_start_rps": 1.0, "ramp_up_end_rps": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"request_rate": 0.0}, "request-rate"),
+        ({"request_rate": math.nan}, "request-rate"),
+        ({"max_concurrency": 0}, "max_concurrency"),
+        ({"burstiness": 0.5}, "--burstiness"),
+        ({"burstiness": 0.5, "arrivals": "constant", "request_rate": 1.0}, "--burstiness"),
+        ({"arrivals": "constant"}, "finite --request-rate"),
+        ({"arrivals": "replay", "request_rate": 2.0, "rate_scale": 3.0}, "rate-scale"),
+        ({"arrivals": "burst"}, "finite --request-rate"),
+        ({"arrivals": "poisson", "burstiness": 0.5, "request_rate": 1.0}, "--burstiness"),
+        ({"arrivals": "steps"}, "--rate-steps"),
+        ({**RAMP, "request_rate": 2.0}, "ramp-up"),
+        ({"ramp_up_strategy": "linear"}, "all or none"),
+        ({"random_long_share": 1.0}, "--random-long-share"),
+    ],
+)
+def test_contradictory_loads_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BenchLoad(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset_name": "sharegpt"}, "needs a file"),
+        ({"dataset_path": Path("x")}, "reads no file"),
+        ({"random_prefix_len": 3, "dataset_name": "zipf"}, "--random-prefix-len"),
+        ({"prefix_repetition_suffix_len": 3}, "--prefix-repetition-suffix-len"),
+    ],
+)
+def test_contradictory_data_sets_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BenchLoad(**options).named()
+
+
+@pytest.mark.parametrize("base", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+def test_base_urls_with_and_without_version(base: str) -> None:
+    assert TargetConfig(base_url=base).url == "http://h:1/v1/completions"
+    assert TargetConfig(base_url=base, api="chat").url == "http://h:1/v1/chat/completions"
+
+
+def test_a_base_url_without_scheme_is_refused() -> None:
+    with pytest.raises(ConfigError, match="http://"):
+        TargetConfig(base_url="localhost:8000")
