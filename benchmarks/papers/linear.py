@@ -15,7 +15,7 @@ from typing import Any
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.files import read_json
+from onbeat.files import read
 
 StepSeconds = Callable[[BatchShape], float]
 
@@ -157,7 +157,7 @@ def read_distserve_coefficients(path: Path, *, model: str, tensor: int) -> DistS
 
 
 def _load_object(path: Path) -> dict[str, Any]:
-    return read_json(path, "the coefficients in")
+    return read(dict[str, Any], path, "the coefficients in")
 
 
 def _match_model(model: str, known: list[str], path: Path) -> str:

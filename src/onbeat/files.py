@@ -1,4 +1,4 @@
-"""Files that users give: text, CSV and YAML, plain or gzip, and the words in which their faults are told."""
+"""Files that users give: JSON, YAML, CSV and text, plain or gzip; `read` makes them values of a type."""
 
 from __future__ import annotations
 
@@ -10,47 +10,109 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from importlib import resources
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from onbeat.core.errors import ConfigError, quoted
+from onbeat.typed import NotJSON, convert, decode
+
+T = TypeVar("T")
 
 _GZIP_MAGIC = b"\x1f\x8b"
+_YAML = (".yaml", ".yml")
 _MOST_OF_A_DEVICE = 2**20
-_LARGEST_NUMBER = 1e24
 _MOST_NODES = 1_000_000
 """Values of a YAML file; aliases make any number of a few bytes."""
 
 
-def read_text(path: Path, what: str = "") -> str:
+def read(kind: type[T], path: Path, what: str = "", *, hint: str = "") -> T:
+    """Return what a YAML or JSON file holds, as a value of a type.
+
+    Parameters
+    ----------
+    kind : a `Table`, a dataclass, or another type that msgspec knows.
+    what, hint : what the file is (`the prices in`), and what else to say where it cannot be read.
+
+    Raises
+    ------
+    ConfigError : it cannot be read, or a value is missing, unknown or wrong; names file, field and value.
+    """
+    text = read_text(path, what, hint=hint)
+    is_json = path.suffix == ".json" or (path.suffix not in _YAML and text.lstrip()[:1] in ("{", "["))
+    try:
+        content = json.loads(_without_endless(text)) if is_json else _yaml(text)
+    except RecursionError as error:
+        raise _unreadable(path, what, "it is nested too deeply" + hint) from error
+    except json.JSONDecodeError as error:
+        raise _unreadable(path, what, f"not valid JSON ({error})" + hint) from error
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError is of a date or a number that is none
+        raise _unreadable(path, what, " ".join(str(error).split()) + hint) from error
+    return convert(kind, content, str(path), hint=hint)
+
+
+def packaged(kind: type[T], package: str, *names: str) -> T:
+    """Return what a file under `data` of a package holds, as a value of a type."""
+    return read(kind, Path(str(resources.files(package).joinpath("data", *names))))
+
+
+def read_lines(
+    kind: type[T], path: Path, what: str = "", *, hint: str = "", may_be_cut: bool = False
+) -> Iterator[tuple[int, T]]:
+    """Yield the JSON values of a file that has one a line, each with the number of its line, from 1.
+
+    Parameters
+    ----------
+    kind, what, hint : as for `read`.
+    may_be_cut : whether a last line without its end may be left out: whoever wrote it was killed.
+
+    Raises
+    ------
+    ConfigError : as for `read`; names the line.
+    """
+    text = read_text(path, what)
+    last = 0 if text.endswith("\n") or not may_be_cut else text.count("\n") + 1
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line or line.isspace():
+            continue
+        try:
+            found = decode(kind, line, f"{path}, line {number}", hint=hint)
+        except NotJSON:
+            if number == last > 1:
+                return
+            raise
+        yield number, found
+
+
+def read_text(path: Path, what: str = "", *, hint: str = "") -> str:
     """Return a text file's content, unpacked if it is gzip.
 
     Parameters
     ----------
-    what : the file is, for the error: `the prices in`.
+    what, hint : as for `read`.
 
     Raises
     ------
     ConfigError : the file is missing, unreadable, a broken gzip, or not UTF-8.
     """
-    content = read_bytes(path, what)
+    content = read_bytes(path, what, hint=hint)
     try:
         if content.startswith(_GZIP_MAGIC):
             content = gzip.decompress(content)
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         reason = f"not UTF-8 text (byte {error.start}); is it the right file?"
-        raise _unreadable(path, what, reason) from error
+        raise _unreadable(path, what, reason + hint) from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         reason = f"the gzip file is damaged ({error}); fetch it again"
-        raise _unreadable(path, what, reason) from error
+        raise _unreadable(path, what, reason + hint) from error
 
 
-def read_bytes(path: Path, what: str = "") -> bytes:
+def read_bytes(path: Path, what: str = "", *, hint: str = "") -> bytes:
     """Return a file's content as it is.
 
     Raises
@@ -64,31 +126,10 @@ def read_bytes(path: Path, what: str = "") -> bytes:
                 return file.read()
             content = file.read(_MOST_OF_A_DEVICE + 1)
     except (OSError, ValueError) as error:  # a ValueError says that no path has such characters
-        raise _unreadable(path, what, getattr(error, "strerror", None) or str(error)) from error
+        reason = getattr(error, "strerror", None) or str(error)
+        raise _unreadable(path, what, reason + hint) from error
     if len(content) > _MOST_OF_A_DEVICE:
         raise _unreadable(path, what, "it is a device without an end; give a file")
-    return content
-
-
-def read_json(path: Path, what: str = "", *, hint: str = "") -> dict[str, Any]:
-    """Return the object that a JSON file holds.
-
-    Parameters
-    ----------
-    what, hint : as for `read_yaml`.
-
-    Raises
-    ------
-    ConfigError : it cannot be read, or holds something else.
-    """
-    try:
-        content = json.loads(_without_endless(read_bytes(path, what)))
-    except RecursionError as error:
-        raise _unreadable(path, what, "its brackets are nested too deeply" + hint) from error
-    except ValueError as error:
-        raise _unreadable(path, what, f"not valid JSON ({error})" + hint) from error
-    if not isinstance(content, dict):
-        raise _unreadable(path, what, f"it holds a JSON {type(content).__name__}, not an object" + hint)
     return content
 
 
@@ -108,38 +149,34 @@ def parse_object(text: str, what: str, hint: str = "") -> dict[str, Any]:
     return content
 
 
-def read_yaml(path: Path, what: str = "", *, hint: str = "") -> Any:
-    """Return the content of a YAML file; no tags that would make objects are taken.
-
-    Parameters
-    ----------
-    what, hint : what the file is, and what else to say where it cannot be read.
-
-    Raises
-    ------
-    ConfigError : it cannot be read.
-    """
+def _yaml(text: str) -> Any:
+    """Return the content of a YAML text; no tags that would make objects are taken."""
+    loader = _Loader(_without_endless(text))
     try:
-        loader = yaml.SafeLoader(_without_endless(read_text(path, what).encode()))
-        try:
-            node = loader.get_single_node()
-            if _num_nodes(node, {}) > _MOST_NODES:
-                raise _unreadable(path, what, "its aliases stand for more than a million values" + hint)
-            return None if node is None else loader.construct_document(node)
-        finally:
-            loader.dispose()
-    except RecursionError as error:
-        raise _unreadable(path, what, "it is nested too deeply" + hint) from error
-    except (yaml.YAMLError, ValueError) as error:  # a ValueError is of a date or a number that is none
-        raise _unreadable(path, what, " ".join(str(error).split()) + hint) from error
-    except ConfigError as error:
-        raise ConfigError(f"{error}{hint}") from error
+        node = loader.get_single_node()
+        if _num_nodes(node, {}) > _MOST_NODES:
+            raise ValueError("its aliases stand for more than a million values")
+        return None if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
 
 
-def _without_endless(content: bytes) -> bytes:
+class _Loader(yaml.SafeLoader):
+    """One for which 1e-5, without a point, is a number as in YAML 1.2, and a date is a text as in JSON."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [pair for pair in pairs if not pair[0].endswith("timestamp")]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_FLOAT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+
+
+def _without_endless(content: str) -> str:
     """Return content; raise ValueError for a number that is beyond those that can be counted with."""
-    if found := re.search(rb"\d{300}", content):
-        raise ValueError(f"the number {found[0][:20].decode()}... has 300 digits or more")
+    if found := re.search(r"\d{300}", content):
+        raise ValueError(f"the number {found[0][:20]}... has 300 digits or more")
     return content
 
 
@@ -217,22 +254,6 @@ def csv_rows(
         raise ConfigError(f"{path}, after line {reader.line_num}: {error}") from error
     if not num_rows:
         raise ConfigError(f"{path} has a header but no {rows}")
-
-
-def check_numbers(content: Any, what: str) -> None:
-    """Check that numbers of a file, wherever they stand in it, may be counts, sizes, rates or times.
-
-    Raises
-    ------
-    ConfigError : one is negative, not finite, or beyond anything that there is.
-    """
-    if isinstance(content, Mapping | list | tuple):
-        for each in content.values() if isinstance(content, Mapping) else content:
-            check_numbers(each, what)
-    elif isinstance(content, int | float) and not 0 <= content <= _LARGEST_NUMBER:
-        raise ConfigError(
-            f"{what} holds the number {str(content)[:20]}, which is none of its kind; is it damaged?"
-        )
 
 
 def _unreadable(path: Path, what: str, reason: str) -> ConfigError:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.files import read_bytes, read_csv, read_json, read_text, read_yaml
+from onbeat.files import read, read_bytes, read_csv, read_text
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -38,15 +38,15 @@ def test_what_cannot_be_read_is_named_with_the_reason(
     path = tmp_path / "x.yaml"
     if content is not None:
         write(path, content)
-    for read in (read_text, read_yaml):
+    for reader in (read_text, partial(read, Any)):
         with pytest.raises(ConfigError, match=f"^cannot read the prices in {path}: .*{message}"):
-            read(path, "the prices in")
+            reader(path, "the prices in")
 
 
 def test_yaml_that_is_none_is_told_in_one_line_with_what_else_could_be_meant(tmp_path: Path) -> None:
     for content in ("a: [", "!!python/object/apply:os.getcwd []"):
         with pytest.raises(ConfigError, match=r"^cannot read \S+: .*; or a class\?$") as caught:
-            read_yaml(write(tmp_path / "x.yaml", content), hint="; or a class?")
+            read(Any, write(tmp_path / "x.yaml", content), hint="; or a class?")
         assert "\n" not in str(caught.value)
 
 
@@ -55,39 +55,39 @@ def test_aliases_that_make_millions_of_values_are_refused_and_others_taken(tmp_p
         f"a{n}: &a{n} [{', '.join(10 * [f'*a{n - 1}'])}]\n" for n in range(1, 12)
     )
     with pytest.raises(ConfigError, match=r"aliases stand for more than a million values"):
-        read_yaml(write(tmp_path / "bomb.yaml", bomb))
+        read(Any, write(tmp_path / "bomb.yaml", bomb))
     with pytest.raises(ConfigError, match=r"aliases stand for more than a million values"):
-        read_yaml(write(tmp_path / "circle.yaml", "a: &a [*a]"))
+        read(Any, write(tmp_path / "circle.yaml", "a: &a [*a]"))
     usual = "a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}\n"
     found = {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}
-    assert read_yaml(write(tmp_path / "usual.yaml", usual)) == found
+    assert read(dict[str, Any], write(tmp_path / "usual.yaml", usual)) == found
 
 
-@pytest.mark.parametrize(("read", "text"), [(read_yaml, "[" * 20_000), (read_json, "[" * 200_000)])
-def test_brackets_without_end_are_a_sentence(tmp_path: Path, read, text: str) -> None:
+@pytest.mark.parametrize(("name", "count"), [("deep.yaml", 20_000), ("deep.json", 200_000)])
+def test_brackets_without_end_are_a_sentence(tmp_path: Path, name: str, count: int) -> None:
     with pytest.raises(ConfigError, match="nested too deeply") as caught:
-        read(write(tmp_path / "deep", text))
+        read(Any, write(tmp_path / name, "[" * count))
     assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", "", '{"a": 1} x', "\x00"])
 def test_json_that_is_no_object_is_a_sentence(tmp_path: Path, text: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^cannot read the profile \S+: (not valid JSON|it holds a JSON list)"
-    ):
-        read_json(write(tmp_path / "x.json", text), "the profile")
+    with pytest.raises(ConfigError, match=r"not valid JSON|must be a mapping"):
+        read(dict[str, Any], write(tmp_path / "x.json", text), "the profile")
 
 
-@pytest.mark.parametrize("read", [read_bytes, read_text, read_yaml, read_json])
+@pytest.mark.parametrize("read", [read_bytes, read_text, partial(read, Any)])
 def test_a_device_without_an_end_is_not_read(read) -> None:
     with pytest.raises(ConfigError, match=r"/dev/zero: it is a device without an end"):
         read(Path("/dev/zero"))
 
 
-@pytest.mark.parametrize("text", ["2001-99-99", "!!int x", "!!binary 4", "? [a]\n: b", "1: &a\n2: *b"])
+@pytest.mark.parametrize(
+    "text", ["!!timestamp 2001-99-99", "!!int x", "!!binary 4", "? [a]\n: b", "1: &a\n2: *b"]
+)
 def test_values_that_yaml_cannot_make_are_a_sentence(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"^cannot read "):
-        read_yaml(write(tmp_path / "x.yaml", text))
+        read(Any, write(tmp_path / "x.yaml", text))
 
 
 def test_rows_of_a_table_come_with_their_lines(tmp_path: Path) -> None:
@@ -119,9 +119,9 @@ def test_the_empty_device_is_empty() -> None:
     assert read_bytes(Path("/dev/null")) == b""
 
 
-@pytest.mark.parametrize("read", [read_json, read_yaml])
-def test_a_number_that_is_beyond_any_float_is_refused(read: Callable[[Path], Any], tmp_path: Path) -> None:
-    path = tmp_path / "f"
+@pytest.mark.parametrize("name", ["f", "f.json", "f.yaml"])
+def test_a_number_that_is_beyond_any_float_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
     path.write_text(f'{{"a": 1{"0" * 400}}}')
     with pytest.raises(ConfigError, match="300 digits or more"):
-        read(path)
+        read(Any, path)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.hints import likely_meant
-from onbeat.files import read_yaml
+from onbeat.files import read
 
 T = TypeVar("T")
 
@@ -177,7 +177,7 @@ def read_config_flags(path: Path, command: argparse.ArgumentParser, given: Colle
     ------
     ConfigError : the file cannot be read, is no mapping of flags, or gives one a value that no flag takes.
     """
-    content = read_yaml(path, "the configuration file")
+    content = read(Any, path, "the configuration file")
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must be a mapping of flags to values, such as 'max-model-len: 4096'")
     flags: list[str] = []

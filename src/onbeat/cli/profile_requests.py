@@ -9,7 +9,7 @@ from typing import Any
 
 from onbeat.core.errors import ConfigError, counted
 from onbeat.core.step import BatchShape
-from onbeat.files import read_json
+from onbeat.files import read
 from onbeat.perfmodel.predictor import Predictor
 
 FEWEST = 5
@@ -31,7 +31,7 @@ def request_seconds(path: Path, model: Predictor) -> float:
     ------
     ConfigError : the file cannot be read, has no requests, or too few that were alone.
     """
-    columns = [_column(read_json(path, "the requests"), name, path) for name in _COLUMNS]
+    columns = [_column(read(dict[str, Any], path, "the requests"), name, path) for name in _COLUMNS]
     rows = sorted(row for row in zip(*columns, strict=True) if None not in row)
     longest = math.inf if model.shape_range is None else model.shape_range.num_new_tokens
     found: list[float] = []

@@ -240,14 +240,7 @@ class KVHandover:
         self._handover.adopt(handover_id, request, detached, now)
         self._reservations.pop(handover_id, None)
         if self._recorder is not None:
-            adoption = RecordedAdoption(
-                handover_id,
-                detached.scheduled_time,
-                detached.num_cached_tokens,
-                detached.num_preemptions,
-                detached.deadlines,
-            )
-            self._recorder.add(request, now, adoption=adoption)
+            self._recorder.add(request, now, adoption=RecordedAdoption.of(handover_id, detached))
 
     # --- both -----------------------------------------------------------------------------------------
 

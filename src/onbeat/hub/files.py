@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+import msgspec
+
 from onbeat.core.errors import ConfigError, ModelLoadError
-from onbeat.files import read_json
+from onbeat.files import read
 
 WEIGHT_INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("safetensors", "bin", "pt", "pth")
@@ -73,6 +75,10 @@ def _missing_weights(directory: Path) -> list[str]:
     return [WEIGHT_INDEX] if any(_PART.fullmatch(path.name) for path in found) else []
 
 
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
 def indexed_files(index: Path) -> list[str]:
     """Return the files that an index of weights names.
 
@@ -81,12 +87,10 @@ def indexed_files(index: Path) -> list[str]:
     ModelLoadError : it cannot be read, is damaged, or names a file outside of its directory.
     """
     try:
-        names = sorted(set(read_json(index)["weight_map"].values()))
+        names = sorted(set(read(_Index, index).weight_map.values()))
     except ConfigError as error:
         raise ModelLoadError(f"{error}; fetch the file again") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{index} is not a valid weight index: {error!r}") from error
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
+        if Path(name).name != name:
             raise ModelLoadError(f"{index} names the file {name!r}, which is outside of its directory")
     return names

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
-from onbeat.core.errors import ConfigError
-from onbeat.files import check_numbers
+import msgspec
+
 from onbeat.perfmodel.correction import DriftAlarm
-from onbeat.perfmodel.device_spec import DeviceSpec
-from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.fitted import FitTarget, FittedModel
-from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.models import fitted_predictor, roofline_predictor
 from onbeat.perfmodel.nnls import NNLSForm
-from onbeat.perfmodel.parallelism import Parallelism
-from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import MeasuredStep
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.roofline import Paces
-from onbeat.perfmodel.shape_range import ShapeRange
 from onbeat.perfmodel.speculative import SpeculativeStepTime
+from onbeat.typed import convert
 
-T = TypeVar("T")
+
+def _plain(description: Any) -> dict[str, Any]:
+    """Return plain values, numbers in full."""
+    values: dict[str, Any] = msgspec.to_builtins(description, enc_hook=dict)
+    return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +34,8 @@ class StepTimeDescription(FitTarget):
     """None is the roofline alone."""
     paces: Paces = ()
     """What few steps took that were timed before the first one, over the roofline."""
+
+    as_json = _plain
 
     def predictor(self) -> Predictor:
         """Return the model as it is before its first step: it learns from each one that it is told of."""
@@ -48,18 +49,6 @@ class StepTimeDescription(FitTarget):
         paces = tuple((step.shape.num_new_tokens, step.seconds / time(step.shape)) for step in steps)
         return replace(self, paces=paces)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values, numbers in full."""
-        fitted = self.fitted
-        return {
-            "model": _values(self.model),
-            "device": _values(self.device),
-            "parallelism": _values(self.parallelism),
-            "precision": _values(self.precision),
-            "fitted": None if fitted is None else _fitted_values(fitted),
-            "paces": [list(pace) for pace in self.paces],
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeDescription:
@@ -68,13 +57,11 @@ class SpeculativeDescription:
     target: StepTimeDescription
     draft: StepTimeDescription
 
+    as_json = _plain
+
     def predictor(self) -> SpeculativeStepTime:
         """Return the model as it is before its first step: it learns from each one that it is told of."""
         return SpeculativeStepTime(self.target.predictor(), self.draft.predictor())
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values, numbers in full."""
-        return {"target": self.target.as_json(), "draft": self.draft.as_json()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +70,8 @@ class MeasuredDescription:
 
     fitted: FittedModel
     """By `nnls`, which needs neither model nor device."""
+
+    as_json = _plain
 
     def predictor(self) -> Predictor:
         """Return the model as it is before its first step: it learns from each one that it is told of."""
@@ -95,75 +84,21 @@ class MeasuredDescription:
         )
         return plain.with_learning(DriftAlarm())
 
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values, numbers in full."""
-        return {"fitted": _fitted_values(self.fitted)}
-
 
 AnyDescription = StepTimeDescription | SpeculativeDescription | MeasuredDescription
 
 
 def description_from_json(values: Mapping[str, Any]) -> AnyDescription:
-    """Return what `as_json` of either kind described.
+    """Return what `as_json` of any kind described.
 
     Raises
     ------
     ConfigError : a value is missing or damaged, or this version knows none of the kind.
     """
-    check_numbers(values, "the description of a step-time model")
-    try:
-        if "target" in values:
-            target, draft = _single(values["target"]), _single(values["draft"])
-            return SpeculativeDescription(target=target, draft=draft)
-        if "model" not in values:
-            return MeasuredDescription(fitted=_fitted(values["fitted"]))
-        return _single(values)
-    except (KeyError, TypeError) as error:
-        raise ConfigError(
-            f"the step-time model was described by another version of onbeat ({error}); use that version"
-        ) from error
-
-
-def _single(values: Mapping[str, Any]) -> StepTimeDescription:
-    fitted = values["fitted"]
-    return StepTimeDescription(
-        model=_build(ModelSpec, values["model"]),
-        device=_device(values["device"]),
-        parallelism=_build(Parallelism, values["parallelism"]),
-        precision=_build(Precision, values["precision"]),
-        fitted=None if fitted is None else _fitted(fitted),
-        paces=tuple((int(tokens), float(pace)) for tokens, pace in values.get("paces", ())),
-    )
-
-
-def _device(values: Mapping[str, Any]) -> DeviceSpec:
-    rates = tuple((int(rows), float(rate)) for rows, rate in values.get("product_rates", ()))
-    return _build(DeviceSpec, {**values, "product_rates": rates})
-
-
-def _fitted(values: Mapping[str, Any]) -> FittedModel:
-    return FittedModel(
-        method=values["method"],
-        parameters=values["parameters"],
-        errors=_build(FitErrors, values["errors"]),
-        ratios=tuple(values["ratios"]),
-        shape_range=_build(ShapeRange, values["shape_range"]),
-    )
-
-
-def _fitted_values(fitted: FittedModel) -> dict[str, Any]:
-    return _values(fitted) | {
-        "errors": _values(fitted.errors),
-        "ratios": list(fitted.ratios),
-        "shape_range": _values(fitted.shape_range),
-    }
-
-
-def _values(item: Any) -> dict[str, Any]:
-    """Return a dataclass's fields; mappings become dicts (read-only ones cannot be written as JSON)."""
-    found = {field.name: getattr(item, field.name) for field in fields(item)}
-    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in found.items()}
-
-
-def _build(kind: type[T], values: Mapping[str, Any]) -> T:
-    return kind(**values)
+    kind: type[AnyDescription] = MeasuredDescription
+    if "target" in values:
+        kind = SpeculativeDescription
+    elif "model" in values:
+        kind = StepTimeDescription
+    where = "the description of a step-time model"
+    return convert(kind, dict(values), where, hint="; use the version of onbeat that described it")

@@ -6,28 +6,71 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
 from math import inf, log2
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-import yaml
+import msgspec
+from msgspec import Meta
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.hints import likely_meant
+from onbeat.files import packaged, read
 from onbeat.perfmodel.measure_cpu import CPULimits, measure_cpu, memory_bytes_of_machine
 from onbeat.perfmodel.precision import BYTES
 from onbeat.perfmodel.product_rates import ProductRates
-from onbeat.perfmodel.spec_file import check_fields, is_spec_file, positive, read_fields, text, texts
+from onbeat.typed import NotNegative, Positive, Table, Text
 
 CPU = "cpu"
-_NEEDED = ("memory_gib", "memory_bandwidth_gb_s", "peak_tflops")
-_LINKS = ("nvlink_gb_s", "pcie_gb_s")
-_SHARED = ("nvlink_devices", "pcie_hop_us", "pcie_left")
-_OTHERS = ("name", "aliases", "architecture", *_LINKS, *_SHARED, "tdp_watts", "sources")
 PCIE_HOP_US, PCIE_LEFT = 3.0, 0.73
 """Of devices that say nothing of their own (`data/devices.yaml` has the sources)."""
 _MAKERS = re.compile(r"nvidia|geforce|tesla|amd|instinct|[^a-z0-9]")
+
+
+Rate = Annotated[float, Meta(gt=0, le=1e12)]
+
+
+class _Sheet(Table, kw_only=True):
+    """An entry of `data/devices.yaml`, or a file of a user."""
+
+    name: Text | None = None
+    aliases: tuple[str, ...] = ()
+    architecture: Text = "gpu"
+    memory_gib: Rate
+    memory_bandwidth_gb_s: Rate
+    peak_tflops: Annotated[dict[str, Rate], Meta(min_length=1)]
+    nvlink_gb_s: Rate | None = None
+    pcie_gb_s: Rate | None = None
+    nvlink_devices: Rate | None = None
+    pcie_hop_us: Rate = PCIE_HOP_US
+    pcie_left: Rate = PCIE_LEFT
+    tdp_watts: Rate | None = None
+    sources: dict[str, Text] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in self.peak_tflops if name not in BYTES]:
+            raise ConfigError(
+                f"peak_tflops has the number format {unknown[0]!r}; known are {', '.join(BYTES)}"
+            )
+
+    def device(self, device_id: str) -> DeviceSpec:
+        """Return the device of this id."""
+        return DeviceSpec(
+            id=device_id,
+            name=self.name or device_id,
+            architecture=self.architecture,
+            memory_bytes=self.memory_gib * 2**30,
+            memory_bandwidth=self.memory_bandwidth_gb_s * 1e9,
+            peak_flops=MappingProxyType({name: tera * 1e12 for name, tera in self.peak_tflops.items()}),
+            nvlink_bandwidth=None if self.nvlink_gb_s is None else self.nvlink_gb_s * 1e9,
+            pcie_bandwidth=None if self.pcie_gb_s is None else self.pcie_gb_s * 1e9,
+            nvlink_devices=self.nvlink_devices,
+            pcie_hop_us=self.pcie_hop_us,
+            pcie_left=self.pcie_left,
+            tdp_watts=self.tdp_watts,
+            sources=MappingProxyType(self.sources),
+        )
 
 
 class Link(NamedTuple):
@@ -44,25 +87,25 @@ class DeviceSpec:
     id: str
     name: str
     architecture: str
-    memory_bytes: float
-    memory_bandwidth: float
+    memory_bytes: Positive
+    memory_bandwidth: Positive
     """Bytes per second."""
-    peak_flops: Mapping[str, float]
+    peak_flops: Mapping[str, Positive]
     """Number format -> dense floating-point operations per second."""
     product_rates: ProductRates = ()
     """Measured, of matrix products by their rows; empty where products of all sizes reach one share of the
     peak."""
-    nvlink_bandwidth: float | None = None
+    nvlink_bandwidth: NotNegative | None = None
     """Bytes per second of one device, both directions together; None without such links."""
-    pcie_bandwidth: float | None = None
+    pcie_bandwidth: NotNegative | None = None
     """Bytes per second, both directions together."""
-    nvlink_devices: float | None = None
+    nvlink_devices: NotNegative | None = None
     """How many devices such links join, more talk over PCIe; None: all."""
-    pcie_hop_us: float = PCIE_HOP_US
+    pcie_hop_us: NotNegative = PCIE_HOP_US
     """Microseconds that an all-reduce over PCIe takes to start, for each of its devices."""
-    pcie_left: float = PCIE_LEFT
+    pcie_left: NotNegative = PCIE_LEFT
     """Share of the PCIe bandwidth that is left when two devices become four, or four eight."""
-    tdp_watts: float | None = None
+    tdp_watts: NotNegative | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def peak(self, dtype: str) -> float:
@@ -89,6 +132,11 @@ class DeviceSpec:
             return None
         left = self.pcie_left ** (log2(num_devices) - 1)
         return Link(self.pcie_bandwidth / 2 * left, self.pcie_hop_us * 1e-6 * num_devices)
+
+
+def is_spec_file(name: str) -> bool:
+    """Return whether a name is that of a file, and not of something in the package."""
+    return name.lower().endswith((".yaml", ".yml"))
 
 
 def device_ids() -> tuple[str, ...]:
@@ -125,7 +173,7 @@ def find_device(device_id: str) -> DeviceSpec:
     if device_id == CPU:
         return _measured_cpu()
     if is_spec_file(device_id):
-        return _from_yaml(device_id, read_fields(device_id, "device"), device_id)
+        return read(_Sheet, Path(device_id), "the device in").device(device_id)
     if known := known_device(device_id):
         return _table()[known]
     name = device_id.lower()
@@ -191,14 +239,13 @@ def _measured_cpu() -> DeviceSpec:
 
 
 @cache
-def _entries() -> Mapping[str, Any]:
-    content = files("onbeat.perfmodel").joinpath("data", "devices.yaml").read_text("utf-8")
-    return MappingProxyType(yaml.safe_load(content))
+def _entries() -> Mapping[str, _Sheet]:
+    return packaged(dict[str, _Sheet], "onbeat.perfmodel", "devices.yaml")
 
 
 @cache
 def _table() -> Mapping[str, DeviceSpec]:
-    return MappingProxyType({id_: _from_yaml(id_, entry, id_) for id_, entry in _entries().items()})
+    return MappingProxyType({id_: entry.device(id_) for id_, entry in _entries().items()})
 
 
 @cache
@@ -207,41 +254,5 @@ def _names() -> Mapping[str, str]:
     return {
         _plain(name): id_
         for id_, entry in _entries().items()
-        for name in (id_, entry["name"], *entry["aliases"])
+        for name in (id_, entry.name or id_, *entry.aliases)
     }
-
-
-def _from_yaml(device_id: str, entry: Any, where: str) -> DeviceSpec:
-    """Return the device of an entry; `where` tells in errors which it is."""
-    check_fields(entry, where, needed=_NEEDED, others=_OTHERS)
-    numbers: dict[str, Any] = {
-        name: positive(entry[name], f"{name} of {where}")
-        for name in (*_NEEDED[:2], *_LINKS, *_SHARED, "tdp_watts")
-        if entry.get(name) is not None
-    }
-    if missing := [name for name in _NEEDED if entry[name] is None]:
-        raise ConfigError(f"{missing[0]} of {where} is empty; give a number")
-    links = {name: numbers[name] * 1e9 if name in numbers else None for name in _LINKS}
-    return DeviceSpec(
-        id=device_id,
-        name=text(entry.get("name", device_id), f"name of {where}"),
-        architecture=text(entry.get("architecture", "gpu"), f"architecture of {where}"),
-        memory_bytes=numbers["memory_gib"] * 2**30,
-        memory_bandwidth=numbers["memory_bandwidth_gb_s"] * 1e9,
-        peak_flops=_peaks(entry["peak_tflops"], f"peak_tflops of {where}"),
-        nvlink_bandwidth=links["nvlink_gb_s"],
-        pcie_bandwidth=links["pcie_gb_s"],
-        **{name: numbers[name] for name in _SHARED if name in numbers},
-        tdp_watts=numbers.get("tdp_watts"),
-        sources=texts(entry.get("sources", {}), f"sources of {where}"),
-    )
-
-
-def _peaks(entry: Any, where: str) -> Mapping[str, float]:
-    if not isinstance(entry, dict) or not entry:
-        raise ConfigError(f"{where} is {entry!r}; give rates by number format, such as {{bf16: 312}}")
-    if unknown := [name for name in entry if name not in BYTES]:
-        raise ConfigError(f"{where} has the number format {unknown[0]!r}; known are {', '.join(BYTES)}")
-    return MappingProxyType(
-        {name: positive(tera, f"{where}, {name},") * 1e12 for name, tera in entry.items()}
-    )

@@ -12,20 +12,21 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.resources import files
 from math import log2
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated
 
-import yaml
+from msgspec import Meta
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.device_spec import CPU
+from onbeat.files import packaged, read
+from onbeat.perfmodel.device_spec import CPU, is_spec_file
 from onbeat.perfmodel.fitted import FitTarget
 from onbeat.perfmodel.roofline import RooflineParameters, default_parameters, make_roofline
 from onbeat.perfmodel.runs import StepSeconds
-from onbeat.perfmodel.spec_file import check_fields, is_spec_file, number, read_fields, text, texts
+from onbeat.typed import Number, Table, Text
 
 ENGINES = ("vllm", "tensorrt-llm", "sglang")
 NO_ENGINE = "none"
@@ -39,46 +40,39 @@ PER_DOUBLING = 0.5
 class EngineTerms:
     """One engine from a version on. A ratio is a time over that of the architecture's kernels alone."""
 
-    row_seconds: float
+    row_seconds: Number
     """Host time of a step for each of its rows, where the device waits for it."""
-    layer_ratio: float
+    layer_ratio: Number
     """Of starts and gaps of the kernels of one layer."""
-    expert_seconds: float
+    expert_seconds: Number
     """Of each expert of a layer that has some, read or not: routing, gathering, scattering."""
-    all_reduce_seconds: float
+    all_reduce_seconds: Number
     """Start of one all-reduce between two devices."""
-    link_efficiency: float
+    link_efficiency: Number
     """Of the links' bandwidth in one direction."""
-    gemm_ratio: float
+    gemm_ratio: Number
     """Of 16-bit arithmetic, in matrix products."""
-    narrow_gemm_ratio: float
+    narrow_gemm_ratio: Number
     """Of narrower arithmetic, likewise; scaling to and from its format included."""
-    narrow_weight_ratio: float
+    narrow_weight_ratio: Number
     """Of reading weights for narrower arithmetic."""
-    kv_ratio: float
+    kv_ratio: Number
     """Of reading KV."""
-    steps_ahead: int = 0
+    steps_ahead: Annotated[int, Meta(ge=0, le=1)] = 0
     """Steps that are planned before the results of the step under way are there."""
-    request_seconds: float = 0.0
+    request_seconds: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """See `profile.ServerTerms`."""
     version: str = ""
     """From which on they hold; empty where nobody said."""
     through: str = ""
     """The newest version that was measured; empty where nobody said."""
-    sources: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, Text] = field(default_factory=dict)
     """Where the numbers are from, by their names."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in BOUNDS.items():
             if not low <= (value := getattr(self, name)) <= high:
                 raise ConfigError(f"{name} of an engine is {value:g}; it must be in [{low:g}, {high:g}]")
-        if self.steps_ahead not in (0, 1):
-            raise ConfigError(f"steps_ahead of an engine is {self.steps_ahead}; it must be 0 or 1")
-        if not 0 <= self.request_seconds <= MOST_REQUEST_SECONDS:
-            raise ConfigError(
-                f"request_seconds of an engine is {self.request_seconds:g}; it must be in "
-                f"[0, {MOST_REQUEST_SECONDS:g}]"
-            )
 
 
 BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
@@ -95,8 +89,6 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
     }
 )
 """What a term can be: kernels of an engine hardly beat those that were measured alone."""
-MOST_REQUEST_SECONDS = 1.0
-_VERSIONS = ("version", "through")
 
 
 def find_engine(name: str) -> EngineTerms:
@@ -114,7 +106,7 @@ def find_engine(name: str) -> EngineTerms:
         says something wrong.
     """
     if is_spec_file(name):
-        return _terms(read_fields(name, "engine"), name)
+        return read(EngineTerms, Path(name), "the engine in")
     engine, at, version = name.partition("@")
     known = _table().get(engine)
     if known is None:
@@ -218,38 +210,18 @@ def make_engine_roofline(engine: EngineTerms, target: FitTarget) -> StepSeconds:
     return StepSeconds(seconds, of_run)
 
 
+class _File(Table):
+    engines: dict[str, tuple[EngineTerms, ...]]
+
+
 @cache
 def _table() -> Mapping[str, tuple[EngineTerms, ...]]:
     """Return the terms in the package by engine, those of older versions first."""
-    content = files("onbeat.perfmodel").joinpath("data", "engines.yaml").read_text("utf-8")
-    return MappingProxyType(
-        {
-            engine: tuple(sorted((_terms(each, engine) for each in entries), key=lambda t: _order(t.version)))
-            for engine, entries in yaml.safe_load(content)["engines"].items()
-        }
-    )
+    engines = packaged(_File, "onbeat.perfmodel", "engines.yaml").engines
+    return {
+        name: tuple(sorted(terms, key=lambda each: _order(each.version))) for name, terms in engines.items()
+    }
 
 
 def _order(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("."))
-
-
-def _terms(entry: Any, where: str) -> EngineTerms:
-    """Return the terms of an entry; `where` tells in errors which it is."""
-    check_fields(
-        entry, where, needed=BOUNDS, others=("steps_ahead", "request_seconds", *_VERSIONS, "sources")
-    )
-    terms: dict[str, Any] = {name: number(entry[name], f"{name} of {where}") for name in BOUNDS}
-    terms |= {name: text(entry[name], f"{name} of {where}") for name in _VERSIONS if name in entry}
-    steps_ahead = entry.get("steps_ahead", 0)
-    if steps_ahead not in (0, 1) or isinstance(steps_ahead, bool):
-        raise ConfigError(f"steps_ahead of {where} is {steps_ahead!r}; it must be 0 or 1")
-    try:
-        return EngineTerms(
-            **terms,
-            steps_ahead=int(steps_ahead),
-            request_seconds=number(entry.get("request_seconds", 0.0), f"request_seconds of {where}"),
-            sources=texts(entry.get("sources", {}), f"sources of {where}"),
-        )
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
+from onbeat.typed import Count, NotNegative
+
 
 @dataclass(frozen=True, slots=True)
 class FitErrors:
     """Absolute relative errors, as fractions of the measured time."""
 
-    mean: float
-    p50: float
-    p90: float
-    p95: float
-    num_points: int
+    mean: NotNegative
+    p50: NotNegative
+    p90: NotNegative
+    p95: NotNegative
+    num_points: Count
 
     @classmethod
     def of(cls, predicted: ArrayLike, measured: ArrayLike) -> FitErrors:

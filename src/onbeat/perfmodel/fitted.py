@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
@@ -28,6 +29,7 @@ from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import RooflineParameters, default_parameters, make_roofline, roofline_seconds
 from onbeat.perfmodel.shape_range import ShapeRange
 from onbeat.perfmodel.shapes import shape_matrix
+from onbeat.typed import NotNegative, Positive
 
 if TYPE_CHECKING:
     from onbeat.perfmodel.profile import MeasuredStep
@@ -148,12 +150,12 @@ class Form(Protocol):
 class FittedModel:
     """What a fit found; enough to predict again without the measurements."""
 
-    method: str
+    method: Annotated[str, Meta(pattern="^(roofline|nnls)$", description="one of roofline, nnls")]
     """One of `FIT_METHODS`."""
-    parameters: Mapping[str, float]
+    parameters: Mapping[str, NotNegative]
     errors: FitErrors
     """On held-back points: each distinct shape is predicted once by a fit that has not seen it."""
-    ratios: tuple[float, ...]
+    ratios: Annotated[tuple[Positive, ...], Meta(min_length=1)]
     """Measured / predicted of the held-back points, ascending: what quantiles are made of."""
     shape_range: ShapeRange
 

@@ -13,6 +13,7 @@ from statistics import median
 
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.profile import MeasuredStep
+from onbeat.typed import Count, Size
 
 _SAME = 0.03
 """Relative difference up to which an engine's own times and the distances between its steps are the same."""
@@ -33,9 +34,9 @@ class StepOrigin:
     device_name: str | None = None
     dtype: str | None = None
     """Format of the weights, as `Precision` names it."""
-    tensor_parallel: int | None = None
-    pipeline_parallel: int | None = None
-    steps_ahead: int | None = None
+    tensor_parallel: Size | None = None
+    pipeline_parallel: Size | None = None
+    steps_ahead: Count | None = None
     """Steps that the engine plans before the result of the step under way is there."""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.hints import likely_meant
-from onbeat.files import read_json
+from onbeat.files import read
 
 CONFIG_NAME = "config.json"
 
@@ -53,7 +53,7 @@ def read_model_config(name_or_path: str) -> tuple[str, Mapping[str, Any]]:
     path = config_path(name_or_path)
     if path is not None:
         name = path.parent.resolve().name if path.name == CONFIG_NAME else path.stem
-        return name, read_json(path, "the model's configuration")
+        return name, read(dict[str, Any], path, "the model's configuration")
     stem = _names().get(name_or_path.lower())
     if stem is None:
         if name_or_path.endswith(".json") or name_or_path.startswith((".", "/", "~")):

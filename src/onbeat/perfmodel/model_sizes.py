@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.precision import Precision
+from onbeat.typed import Count, Size
 
 USUAL_CONTEXT = 4096
 """Tokens of a request over which what it holds but once is spread."""
@@ -32,34 +33,34 @@ class ModelSpec:
     """
 
     name: str
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
+    num_layers: Count
+    hidden_size: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    intermediate_size: Count
     """Width of the dense MLP; of layers with experts see `moe_intermediate_size`."""
-    vocab_size: int
-    max_position_embeddings: int
+    vocab_size: Count
+    max_position_embeddings: Count
     is_gated_mlp: bool = True
     """Whether the MLP has three matrices (gate, up, down) or two."""
     ties_embeddings: bool = False
-    num_experts: int = 0
-    num_experts_per_token: int = 0
-    moe_intermediate_size: int = 0
-    shared_intermediate_size: int = 0
+    num_experts: Count = 0
+    num_experts_per_token: Count = 0
+    moe_intermediate_size: Count = 0
+    shared_intermediate_size: Count = 0
     """Width of the experts that every token passes, together; 0 for none."""
-    num_moe_layers: int = 0
-    sliding_window: int | None = None
+    num_moe_layers: Count = 0
+    sliding_window: Size | None = None
     """Most tokens that a windowed layer attends to."""
-    num_sliding_layers: int = 0
-    attention_weights: int = 0
-    kv_width: int = 0
-    sliding_kv_width: int = 0
-    pair_width: int = 0
-    sliding_pair_width: int = 0
-    decode_pair_width: int = 0
-    state_bytes: int = 0
+    num_sliding_layers: Count = 0
+    attention_weights: Count = 0
+    kv_width: Count = 0
+    sliding_kv_width: Count = 0
+    pair_width: Count = 0
+    sliding_pair_width: Count = 0
+    decode_pair_width: Count = 0
+    state_bytes: Count = 0
 
     def __post_init__(self) -> None:
         for name in _SIZES:

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from onbeat.typed import Positive, Size
+
 ROW_COUNTS = tuple(2**power for power in range(10))
 """Rows of the products that are measured; one of more rows computes at the rate of the last."""
 
-ProductRates = tuple[tuple[int, float], ...]
+ProductRates = tuple[tuple[Size, Positive], ...]
 """(rows, operations per second), rows ascending."""
 
 SMOOTHNESS = 3.0

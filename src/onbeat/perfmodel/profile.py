@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
@@ -14,6 +17,7 @@ from onbeat.perfmodel.fitted import FittedModel
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.product_rates import ProductRates
+from onbeat.typed import Count, NotNegative, Positive
 
 REMEDY = "Run `onbeat profile MODEL` on this machine again"
 
@@ -31,7 +35,7 @@ class ProfileKey:
     """The device as it names itself: `cpu` alone says nothing."""
     precision: Precision = field(default_factory=Precision)
     parallelism: Parallelism = field(default_factory=Parallelism)
-    threads: int = 1
+    threads: Count = 1
     """Threads that a CPU engine computes with; 1 on other devices."""
     backend: str = "torch"
     """What computes a step: the same machine takes another time with another one."""
@@ -43,14 +47,24 @@ class ProfileKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineLimits:
-    """Measured limits of the machine, all threads together."""
+    """Measured limits of the machine, all threads together.
 
-    memory_bandwidth: float
+    Raises
+    ------
+    ConfigError : product rates whose rows do not ascend.
+    """
+
+    memory_bandwidth: Positive
     """Bytes per second."""
-    peak_flops: Mapping[str, float]
+    peak_flops: Mapping[str, Positive]
     """Number format -> operations per second."""
     product_rates: ProductRates = ()
     """Of matrix products by their rows, in the engine's number format; empty where all reach one rate."""
+
+    def __post_init__(self) -> None:
+        rows = [num_rows for num_rows, _ in self.product_rates]
+        if rows != sorted(set(rows)):
+            raise ConfigError(f"the rows of product_rates are {rows}; they must ascend")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +84,9 @@ class ServerTerms:
     ConfigError : a time that is negative or not finite, or another number of steps than 0 or 1.
     """
 
-    steps_ahead: int = 0
+    steps_ahead: Annotated[int, Meta(ge=0, le=1)] = 0
     """Steps that are planned before the results of the step under way are there."""
-    request_seconds: float = 0.0
+    request_seconds: NotNegative = 0.0
     """That each request's first token comes later than its steps say: reading the request, tokenizing."""
 
     def __post_init__(self) -> None:

@@ -8,12 +8,71 @@ import os
 import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from onbeat.files import read_json
-from onbeat.perfmodel.profile import REMEDY, Profile, ProfileKey, check_profile
-from onbeat.perfmodel.profile_parser import SCHEMA_VERSION, parse_profile
+from msgspec import Meta
+
+from onbeat.core.errors import ConfigError, quoted
+from onbeat.core.step import BatchShape
+from onbeat.files import read
+from onbeat.perfmodel.fitted import FittedModel
+from onbeat.perfmodel.profile import (
+    REMEDY,
+    EngineValue,
+    MachineLimits,
+    MeasuredStep,
+    Profile,
+    ProfileKey,
+    ServerTerms,
+    check_profile,
+)
 from onbeat.perfmodel.shapes import FIELDS
+from onbeat.typed import NotNegative, Table, convert
+
+SCHEMA_VERSION = 3
+"""Changes whenever a reader of the old layout would misread the new one."""
+_READABLE = (2, SCHEMA_VERSION)
+"""Version 2 has one rate for all matrix products, and the instruction set among the engine's settings. Files
+of other versions are refused, not converted: measuring again takes two minutes."""
+_LATER_COLUMNS = (
+    *("num_draft_tokens", "num_draft_passes", "num_catch_up_tokens", "catch_up_pairs"),
+    "num_guided_rows",
+)
+"""Sums that files of before there were drafts, draft models that read, or grammars lack: they are 0 there."""
+_HINT = f". {REMEDY}"
+
+
+class _File(Table, kw_only=True):
+    schema_version: int
+    onbeat_version: str
+    created: str
+    key: ProfileKey
+    engine: dict[str, EngineValue]
+    server: ServerTerms = ServerTerms()
+    limits: MachineLimits | None
+    fit: FittedModel
+    columns: tuple[str, ...]
+    steps: Annotated[tuple[tuple[NotNegative, ...], ...], Meta(min_length=1)]
+    """A row for each measured step: values of its columns."""
+
+    def __post_init__(self) -> None:
+        names = [name for name in FIELDS if name not in _LATER_COLUMNS or name in self.columns]
+        if self.columns != (*names, "seconds"):
+            raise ConfigError(f"columns is {quoted(self.columns)}; it must be {', '.join(FIELDS)}, seconds")
+        for index, row in enumerate(self.steps):
+            if len(row) != len(self.columns) or not row[-1]:
+                raise ConfigError(
+                    f"steps[{index}] is {quoted(row)}; it must be {len(self.columns)} numbers, the last "
+                    "of them a time above 0"
+                )
+
+    def measured(self) -> tuple[MeasuredStep, ...]:
+        """Return the steps."""
+        names = self.columns[:-1]
+        return tuple(
+            MeasuredStep(BatchShape(**dict(zip(names, map(int, row), strict=False))), row[-1])
+            for row in self.steps
+        )
 
 
 def cache_dir() -> Path:
@@ -83,7 +142,26 @@ def read_profile(path: Path, expected: ProfileKey | None = None) -> Profile:
     ConfigError : the file cannot be read, is of another schema version, has a missing or wrong value, or
         holds for something other than expected.
     """
-    profile = parse_profile(read_json(path, "the profile", hint=f". {REMEDY}"), path)
+    content = read(dict[str, Any], path, "the profile", hint=_HINT)
+    if (version := content.get("schema_version")) not in _READABLE:
+        raise ConfigError(
+            f"the profile {path} has schema version {quoted(version)}, but this onbeat reads versions "
+            f"{' and '.join(map(str, _READABLE))}{_HINT}"
+        )
+    engine, key = content.get("engine"), content.get("key")
+    if version == 2 and isinstance(engine, dict) and isinstance(key, dict):
+        content["key"] = {**key, "instruction_set": engine.get("instruction_set")}
+    file = convert(_File, content, f"profile {path}", hint=_HINT)
+    profile = Profile(
+        key=file.key,
+        onbeat_version=file.onbeat_version,
+        created=file.created,
+        steps=file.measured(),
+        fitted=file.fit,
+        server=file.server,
+        limits=file.limits,
+        engine=file.engine,
+    )
     if expected is not None:
         check_profile(profile, path, **{name.name: getattr(expected, name.name) for name in fields(expected)})
     return profile

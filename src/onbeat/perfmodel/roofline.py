@@ -13,15 +13,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from importlib.resources import files
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from onbeat.core.step import BatchShape
+from onbeat.files import packaged
 from onbeat.perfmodel import shapes as column
 from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.model_sizes import ModelSpec
@@ -30,6 +28,7 @@ from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.product_rates import SMOOTHNESS
 from onbeat.perfmodel.roofline_terms import RooflineTerms, roofline_terms
 from onbeat.perfmodel.runs import RunSeconds, StepSeconds, seconds_of_each
+from onbeat.typed import Count, Positive
 
 Vector = NDArray[np.float64]
 
@@ -79,8 +78,7 @@ def default_parameters(device: DeviceSpec, precision: Precision) -> RooflinePara
 
 @cache
 def _reached() -> Mapping[str, Mapping[str, Any]]:
-    content = files("onbeat.perfmodel").joinpath("data", "architectures.yaml").read_text("utf-8")
-    return MappingProxyType(yaml.safe_load(content))
+    return packaged(dict[str, dict[str, Any]], "onbeat.perfmodel", "architectures.yaml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +171,7 @@ def make_roofline(
 
 _NUM_KEPT = 1 << 12
 """Numbers of tokens, or of rows, whose time is kept: a scheduler comes back to the same few."""
-Paces = tuple[tuple[int, float], ...]
+Paces = tuple[tuple[Count, Positive], ...]
 """(new tokens of a step, how many times as long it took), rising."""
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
+from onbeat.typed import Count
 
 INFLATION_PER_DOUBLING = 1.1
 _EXPONENT = math.log2(INFLATION_PER_DOUBLING)
@@ -30,10 +31,10 @@ class ShapeRange:
     whereas beyond the largest nothing bounds it (another kernel, memory that no longer streams).
     """
 
-    num_new_tokens: int
-    num_sequences: int
-    query_key_pairs: int
-    context_tokens: int
+    num_new_tokens: Count
+    num_sequences: Count
+    query_key_pairs: Count
+    context_tokens: Count
     """Context read by decodes and by chunks."""
 
     def __post_init__(self) -> None:

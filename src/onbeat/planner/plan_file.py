@@ -6,15 +6,16 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from typing import Any
 
 import yaml
+from msgspec import Struct, field
 
 from onbeat.core.errors import ConfigError, quoted
-from onbeat.core.slo import SLO_CLASSES, SLO_MODES, SLOMode
-from onbeat.files import read_bytes, read_yaml
+from onbeat.core.slo import SLO_CLASSES, SLOMode
+from onbeat.files import read, read_bytes
+from onbeat.typed import NotNegative, Share, convert
 from onbeat.workload.slo_config import read_slo_config
 
 SECTION = "plan"
@@ -77,60 +78,57 @@ def read_promise(path: Path) -> Promise:
     ------
     ConfigError : the file cannot be read, is no plan, or was changed by hand where it says what was promised.
     """
-    content = read_yaml(path, "the plan")
-    plan = content.get(SECTION) if isinstance(content, dict) else None
-    if not isinstance(plan, dict) or not (plan.get("promise") and isinstance(plan["promise"], dict)):
-        raise ConfigError(f"{path} is no plan: it has no promise; make one with onbeat plan --output {path}")
+    remedy = f"make a plan with onbeat plan --output {path}"
+    content = read(dict[str, Any], path, "the plan", hint=f"; {remedy}")
+    plan = content.get(SECTION)
+    if not isinstance(plan, dict) or not plan.get("promise"):
+        raise ConfigError(f"{path} is no plan, as it has no promise; {remedy}")
     bare = {key: value for key, value in plan.items() if key != "seal"}
     if plan.get("seal") != _seal(bare, content.get("fleet")):
         raise ConfigError(
             f"{path} was changed under 'plan' or 'fleet' since onbeat plan wrote it, so nobody has simulated "
             "what it says now; plan again, or take the change back"
         )
-    try:
-        _check_types(plan)
-    except KeyError as error:
-        raise ConfigError(
-            f"{path} is no plan that onbeat plan wrote: {error} is missing; plan again"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is no plan that onbeat plan wrote: {error}; plan again") from error
-    promise, load = plan["promise"], dict(plan["load"])
+    made = convert(_Plan, plan, f"{path} is no plan that onbeat plan wrote", hint="; plan again")
+    load = dict(made.load)
     for name in PATHS:
         if name in load and load[name] not in SLO_CLASSES:
             load[name] = str(path.parent / load[name])
-    _check_trace(path, load, plan.get("trace-sha256"))
-    _check_classes(path, load, plan.get("classes-sha256"))
-    tpot_ms = plan.get("verified", {}).get("mean-tpot-ms")
+    _check_trace(path, load, made.trace_sha256)
+    _check_classes(path, load, made.classes_sha256)
+    tpot_ms = made.verified.mean_tpot_ms
     return Promise(
         path=path,
-        share=float(promise["attainment"]),
-        mode=promise["slo-mode"],
-        fleet=str(plan["fleet"]),
+        share=made.promise.attainment,
+        mode=made.promise.slo_mode,
+        fleet=made.fleet,
         load=load,
         mean_tpot=None if tpot_ms is None else tpot_ms / 1e3,
     )
 
 
-def _check_types(plan: Mapping[str, Any]) -> None:
-    """Raise KeyError or ValueError where a plan, sealed anew by hand, has not what a promise is read from."""
-    promise, load, verified = plan["promise"], plan["load"], plan.get("verified", {})
-    for name, value, kind in (
-        ("fleet", plan["fleet"], str),
-        ("promise.attainment", promise["attainment"], int | float),
-        ("load", load, dict),
-        ("verified", verified, dict),
-        *((f"load.{name}", load[name], str) for name in PATHS if isinstance(load, dict) and name in load),
-    ):
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"{name} is {quoted(value)}")  # noqa: TRY004 - one kind of fault
-    if not 0 < promise["attainment"] <= 1:
-        raise ValueError(f"promise.attainment is {promise['attainment']:g}; it must be in (0, 1]")
-    if promise["slo-mode"] not in SLO_MODES:
-        raise ValueError(f"slo-mode is {quoted(promise['slo-mode'])}, which this version does not know")
-    tpot_ms = verified.get("mean-tpot-ms")
-    if tpot_ms is not None and not (isinstance(tpot_ms, int | float) and 0 <= tpot_ms < inf):
-        raise ValueError(f"verified.mean-tpot-ms is {quoted(tpot_ms)}")
+class _Promised(Struct, rename="kebab"):
+    attainment: Share
+    slo_mode: SLOMode
+
+
+class _Verified(Struct, rename="kebab"):
+    mean_tpot_ms: NotNegative | None = None
+
+
+class _Plan(Struct, rename="kebab"):
+    """As far as a promise is read from it."""
+
+    promise: _Promised
+    load: dict[str, Any]
+    fleet: str
+    verified: _Verified = field(default_factory=_Verified)
+    trace_sha256: str | None = field(name="trace-sha256", default=None)
+    classes_sha256: str | None = field(name="classes-sha256", default=None)
+
+    def __post_init__(self) -> None:
+        if wrong := [name for name in PATHS if not isinstance(self.load.get(name, ""), str)]:
+            raise ConfigError(f"load.{wrong[0]} is {quoted(self.load[wrong[0]])}; it must be a text")
 
 
 def digest_of(path: Path) -> str:

@@ -5,28 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
-from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import yaml
+from msgspec import Meta
 
 from onbeat.core.errors import ConfigError
-from onbeat.files import read_yaml
+from onbeat.files import packaged, read
 from onbeat.perfmodel.device_spec import CPU, find_device
-
-_FIELDS = ("usd_per_hour", "watts", "date", "source")
+from onbeat.typed import Positive, Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Of one device.
-
-    Raises
-    ------
-    ConfigError : a price or a power that is not a finite number above 0.
-    """
+    """Of one device."""
 
     device: str
     usd_per_hour: float
@@ -35,12 +27,6 @@ class Price:
     date: str = ""
     """When the price held, such as 2026-11."""
     source: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("usd_per_hour", "watts"):
-            value = getattr(self, name)
-            if not (isfinite(value) and value > 0):
-                raise ConfigError(f"{name} of {self.device} is {value:g}; it must be a number above 0")
 
     @property
     def text(self) -> str:
@@ -81,42 +67,41 @@ class Prices:
             ) from None
 
 
+class _Entry(Table):
+    usd_per_hour: Positive
+    watts: Positive | None = None
+    date: str = ""
+    source: str | None = None
+
+
+_Entries: Any = Annotated[dict[str, _Entry | Positive], Meta(min_length=1)]
+
+
 @cache
 def _table() -> Mapping[str, Price]:
-    text = files("onbeat.planner").joinpath("data", "prices.yaml").read_text("utf-8")
-    return {device: _price(device, entry, "the table") for device, entry in yaml.safe_load(text).items()}
+    entries = packaged(_Entries, "onbeat.planner", "prices.yaml")
+    return {device: _price(device, entry, "the table") for device, entry in entries.items()}
 
 
 def _read(path: Path) -> Mapping[str, Price]:
-    content = read_yaml(path, "the prices in")
-    if not isinstance(content, dict) or not content:
-        raise ConfigError(f"{path} must be a mapping of devices to prices, such as 'h100-sxm: 2.49'")
+    entries = read(_Entries, path, "the prices in", hint="; write devices and their prices: 'h100-sxm: 2.49'")
     try:
-        return {str(device): _price(str(device), entry, str(path)) for device, entry in content.items()}
+        return {device: _price(device, entry, str(path)) for device, entry in entries.items()}
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _price(device: str, entry: Any, source: str) -> Price:
+def _price(device: str, entry: _Entry | float, source: str) -> Price:
     if device != CPU:  # which is measured where it is looked up
         find_device(device)
-    if isinstance(entry, (int, float)) and not isinstance(entry, bool):
-        entry = {"usd_per_hour": entry, "source": source}
-    if not isinstance(entry, dict) or "usd_per_hour" not in entry:
-        raise ConfigError(f"{device} is {entry!r}; give dollars an hour, or a mapping with usd_per_hour")
-    if unknown := [name for name in entry if name not in _FIELDS]:
-        raise ConfigError(f"{device} has no {unknown[0]!r}; it takes {', '.join(_FIELDS)}")
-    try:
-        usd_per_hour = float(entry["usd_per_hour"])
-        watts = float(entry["watts"]) if "watts" in entry else _watts(device)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{device} is {entry!r}; usd_per_hour and watts are numbers") from error
+    if not isinstance(entry, _Entry):
+        return Price(device=device, usd_per_hour=entry, watts=_watts(device), source=source)
     return Price(
         device=device,
-        usd_per_hour=usd_per_hour,
-        watts=watts,
-        date=str(entry.get("date", "")),
-        source=str(entry.get("source", source)),
+        usd_per_hour=entry.usd_per_hour,
+        watts=_watts(device) if entry.watts is None else entry.watts,
+        date=entry.date,
+        source=source if entry.source is None else entry.source,
     )
 
 

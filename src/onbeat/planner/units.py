@@ -20,8 +20,8 @@ from onbeat.core.options import change
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
+from onbeat.perfmodel.device_spec import is_spec_file
 from onbeat.perfmodel.memory import Choices
-from onbeat.perfmodel.spec_file import is_spec_file
 from onbeat.planner.buckets import Bucket
 from onbeat.planner.prices import Prices
 from onbeat.scheduler.scheduler_config import SchedulerConfig

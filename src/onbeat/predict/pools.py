@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from onbeat.core.errors import ConfigError, quoted
-from onbeat.core.hints import likely_meant
-from onbeat.files import read_yaml
+from msgspec import Meta
+
+from onbeat.core.errors import ConfigError
+from onbeat.files import read
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.memory import USUAL_BATCHED_TOKENS, kv_capacity
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.profile_file import read_profile
 from onbeat.predict.latency import LatencyModel
-
-_KEYS = ("name", "profile", "num_kv_tokens", "max_num_batched_tokens")
+from onbeat.typed import Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +32,9 @@ class PoolConfig:
     name: str = "default"
     profile: Path
     """Measured step times."""
-    num_kv_tokens: int | None = None
+    num_kv_tokens: Size | None = None
     """Tokens that its KV cache holds, as its log says; None: computed from the device's memory."""
-    max_num_batched_tokens: int = USUAL_BATCHED_TOKENS
+    max_num_batched_tokens: Size = USUAL_BATCHED_TOKENS
     """Most tokens of one of its steps."""
 
     def __post_init__(self) -> None:
@@ -46,6 +46,9 @@ class PoolConfig:
                 raise ConfigError(f"{name} of pool {self.name!r} is {value}; it must be at least 1")
 
 
+_POOLS: Any = Annotated[tuple[PoolConfig, ...], Meta(min_length=1)]
+
+
 def read_pools(path: Path) -> list[PoolConfig]:
     """Return the pools of a YAML file: a list of mappings with the fields of `PoolConfig`.
 
@@ -55,32 +58,8 @@ def read_pools(path: Path) -> list[PoolConfig]:
     ------
     ConfigError : the file cannot be read, or an entry is wrong; names it.
     """
-    content = read_yaml(path, "the pools in")
-    if not isinstance(content, list) or not content:
-        raise ConfigError(f"{path} must be a list of mappings with {', '.join(_KEYS)}")
-    try:
-        return [_pool_of(entry, path.parent) for entry in content]
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
-def _pool_of(entry: Any, folder: Path) -> PoolConfig:
-    if not isinstance(entry, Mapping):
-        raise ConfigError(f"a pool is {quoted(entry)}; it must be a mapping with {', '.join(_KEYS)}")
-    for key in entry:
-        if key not in _KEYS:
-            near = likely_meant(str(key), _KEYS)
-            hint = f"did you mean {near}?" if near else f"known are {', '.join(_KEYS)}"
-            raise ConfigError(f"a pool has an unknown key {key!r}; {hint}")
-    if not isinstance(entry.get("name"), str) or not isinstance(entry.get("profile"), str):
-        raise ConfigError(f"a pool is {quoted(dict(entry))}; it needs a name and a profile")
-    for key in _KEYS[2:]:
-        value = entry.get(key, 1)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(
-                f"{key} of pool {entry['name']!r} is {quoted(value)}; it must be a whole number"
-            )
-    return PoolConfig(**{**entry, "profile": folder / entry["profile"]})
+    pools: tuple[PoolConfig, ...] = read(_POOLS, path, "the pools in")
+    return [replace(each, profile=path.parent / each.profile) for each in pools]
 
 
 def build_pools(configs: Sequence[PoolConfig]) -> dict[str, LatencyModel]:

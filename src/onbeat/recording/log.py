@@ -42,19 +42,24 @@ not.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import inf, isinf
 from typing import Any, Literal, NamedTuple
 
-from onbeat.core.handover import StreamDeadlines
-from onbeat.core.request import UNKNOWN_GRAMMAR, Pooling, WholeRequest
+import msgspec
+
+from onbeat.core.handover import Detached, StreamDeadlines
+from onbeat.core.request import UNKNOWN_GRAMMAR, FinishReason, Pooling
 from onbeat.core.slo import ShedMode
+from onbeat.typed import Count, Hash, Number, Positive, Size, Whole
 
 DEADLINES = tuple(each.name for each in fields(StreamDeadlines))
-"""Of `RecordedAdoption.deadlines`, in the order in which a file has them."""
+"""Of `RecordedAdoption.stood`, in its order."""
 FILE_KIND = "onbeat-record"
+_ROW_FIELDS = 4
 SCHEMA_VERSION = 13
 READABLE_VERSIONS = tuple(range(1, SCHEMA_VERSION + 1))
-TRAILER = "end"
 
 HandoverVerb = Literal[
     "hold", "unhold", "reserve", "release", "detach", "left", "reattach", "free", "fetched"
@@ -73,7 +78,7 @@ class RecordHeader:
     """The fields of the `SchedulerConfig`."""
     engine: Mapping[str, Any]
     """The fields of `EngineInfo`, and what else tells one engine from another."""
-    max_in_flight_steps: int = 1
+    max_in_flight_steps: Size = 1
     """1: a step is planned once the one before is back; 2: while it runs."""
     step_time: Mapping[str, Any] | None = None
     """The step-time model that the scheduler told its steps to; None without one."""
@@ -84,9 +89,9 @@ class RecordedRefusal(NamedTuple):
 
     code: str
     """Of the exception: `server_overloaded`, `slo_unattainable`."""
-    predicted_ttft: float | None = None
+    predicted_ttft: Number | None = None
     """Seconds, as is the next; None where too many waited."""
-    retry_after: float | None = None
+    retry_after: Number | None = None
     """None where a number of requests or tokens was reached, or not even an idle replica would be in time."""
 
 
@@ -94,40 +99,68 @@ class RecordedAdoption(NamedTuple):
     """What `Handovers.adopt` was told of a request beside what `add` is told."""
 
     handover_id: str
-    scheduled_time: float
-    num_cached_tokens: int
-    num_preemptions: int
-    deadlines: StreamDeadlines | None = None
+    scheduled_time: Number
+    num_cached_tokens: Count
+    num_preemptions: Count
+    stood: tuple[Number | bool | None, ...] | None = None
+    """Its deadlines, in the order of `DEADLINES`; infinite ones are None, as JSON has no infinity. Files
+    before version 6 lack the last one, which has a default."""
+
+    @classmethod
+    def of(cls, handover_id: str, stream: Detached) -> RecordedAdoption:
+        """Return what is recorded of a stream that came by a hand-over."""
+        stood = None
+        if stream.deadlines is not None:
+            values = (getattr(stream.deadlines, name) for name in DEADLINES)
+            stood = tuple(None if isinstance(each, float) and isinf(each) else each for each in values)
+        return cls(
+            handover_id, stream.scheduled_time, stream.num_cached_tokens, stream.num_preemptions, stood
+        )
+
+    @property
+    def deadlines(self) -> StreamDeadlines | None:
+        """How it stood; None where its policy kept no deadlines."""
+        if self.stood is None:
+            return None
+        values: dict[str, Any] = dict(zip(DEADLINES, self.stood, strict=False))
+        for name, value in values.items():
+            if value is None and name != DEADLINES[-1]:
+                values[name] = -inf if name.endswith("_delivery") else inf
+        return StreamDeadlines(**values)
 
 
-@dataclass(frozen=True, slots=True)
-class AddCall:
+class _Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="call"):
+    """A line of a record."""
+
+
+class AddCall(_Call, frozen=True, tag="add"):
     """`Scheduler.add` of a request that it took, or refused for want of capacity; or `Handovers.adopt`."""
 
-    now: float
+    now: Number
     """What the scheduler was given."""
-    request: int
+    request: Count
     request_id: str
-    arrival: float
-    num_prompt_tokens: int
-    max_tokens: int
-    priority: int = 0
-    block_hashes: tuple[bytes, ...] = ()
+    arrival: Number
+    num_prompt_tokens: Count
+    max_tokens: Count
+    priority: Whole = 0
+    block_hashes: tuple[Hash, ...] = ()
     """Hashes of the full blocks of the prompt, and of the output tokens that it is resumed with; empty where
     the prefix cache is off."""
-    slo: tuple[float | None, float | None, float | None] | None = None
+    slo: tuple[Positive | None, Positive | None, Positive | None] | None = None
     """TTFT, TBT and E2E objective, seconds."""
     slo_class: str | None = None
-    weight: float = 1.0
+    weight: Number = 1.0
     tenant: str | None = None
     shed: ShedMode = ShedMode.OFF
-    whole: WholeRequest | None = None
+    whole: tuple[str, Count, Count] | None = None
+    """Its `WholeRequest`."""
     refused: RecordedRefusal | None = None
-    num_resumed_tokens: int = 0
+    num_resumed_tokens: Count = 0
     """Output tokens that its client had already."""
-    first_token_time: float | None = None
+    first_token_time: Number | None = None
     """When the first of them was delivered, seconds."""
-    num_external_tokens: int = 0
+    num_external_tokens: Count = 0
     """Leading tokens whose KV came from another replica."""
     adoption: RecordedAdoption | None = None
     """None of a request that was added."""
@@ -137,18 +170,23 @@ class AddCall:
     """How its prompt became its embedding; None where it has output tokens."""
     is_guided: bool = False
     """Whether its answer had to match a grammar."""
-    guide_seconds: float = UNKNOWN_GRAMMAR.seconds
+    guide_seconds: Number = UNKNOWN_GRAMMAR.seconds
     """What a token of that grammar took in a trial."""
-    kept_for: float = 0.0
+    kept_for: Number = 0.0
     """Seconds for which its KV was to be kept behind its end."""
 
+    def __post_init__(self) -> None:
+        if self.num_external_tokens and self.adoption is None:
+            raise ValueError("num_external_tokens needs an adoption: KV that comes later is done no more")
+        if self.adoption is not None:
+            self.adoption.deadlines  # noqa: B018 - raises TypeError where some are missing
 
-@dataclass(frozen=True, slots=True)
-class AbortCall:
+
+class AbortCall(_Call, frozen=True, tag="abort"):
     """`Scheduler.abort` of requests that had not ended."""
 
-    now: float
-    requests: tuple[int, ...]
+    now: Number
+    requests: tuple[Count, ...]
 
 
 class RecordedRow(NamedTuple):
@@ -164,76 +202,102 @@ class RecordedRow(NamedTuple):
 class RecordedAdmission(NamedTuple):
     """An `AdmittedRequest` without its tokens."""
 
-    request: int
-    num_output_tokens: int
+    request: Count
+    num_output_tokens: Count
     """Generated before a preemption."""
-    block_ids: tuple[int, ...]
+    block_ids: tuple[Count, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduleCall:
+class ScheduleCall(_Call, frozen=True, tag="schedule", dict=True):
     """`Scheduler.schedule` and what it planned."""
 
-    now: float
-    step_id: int | None = None
+    now: Number
+    step_id: Count | None = None
     """None where nothing could be planned."""
-    rows: tuple[RecordedRow, ...] = ()
-    new_block_ids: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    flat_rows: tuple[Count | bool, ...] = msgspec.field(default=(), name="rows")
+    """Four numbers of each row, those of `RecordedRow`: a step may have hundreds."""
+    drafts: tuple[Count, ...] | None = None
+    """`num_draft_tokens` of each row; None where none has any."""
+    new_block_ids: dict[Count, tuple[Count, ...]] = {}
     """Index of a row -> blocks that it appends; rows without any are left out."""
     admitted: tuple[RecordedAdmission, ...] = ()
-    released: tuple[int | str, ...] = ()
+    released: tuple[Count | str, ...] = ()
     """Numbers; an id where the writer no longer knew the number."""
-    predicted_seconds: float | None = None
+    predicted_seconds: Number | None = None
     """What the scheduler's step-time model expected of the step, right after it was planned."""
-    expired: tuple[int, ...] = ()
+    expired: tuple[Count, ...] = ()
     """Requests that it gave up, since their TTFT deadline had passed."""
 
+    def __post_init__(self) -> None:
+        num_rows, rest = divmod(len(self.flat_rows), _ROW_FIELDS)
+        if rest or len(self.drafts or ()) not in (0, num_rows):
+            raise ValueError(f"rows has {len(self.flat_rows)} numbers, drafts {len(self.drafts or ())}")
 
-@dataclass(frozen=True, slots=True)
-class UpdateCall:
+    @cached_property
+    def rows(self) -> tuple[RecordedRow, ...]:
+        """The requests of the step."""
+        columns = [self.flat_rows[start::_ROW_FIELDS] for start in range(_ROW_FIELDS)]
+        drafts = self.drafts or (0,) * len(columns[0])
+        return tuple(
+            RecordedRow(request, num_computed, num_new, bool(samples), num_drafts)
+            for request, num_computed, num_new, samples, num_drafts in zip(*columns, drafts, strict=True)
+        )
+
+
+class UpdateCall(_Call, frozen=True, tag="update"):
     """`Scheduler.update` and what the step brought."""
 
-    now: float
-    step_id: int
-    seconds: float
+    now: Number
+    step_id: Count
+    seconds: Number
     """From the start of the step, or the end of the one before if that was later, to its end."""
-    counts: tuple[int, ...] | None = None
+    counts: tuple[Count, ...] | None = None
     """Tokens of each row that samples, in their order; None: one each."""
-    drafted: tuple[int, ...] | None = None
+    drafted: tuple[Count, ...] | None = None
     """Drafts that were verified for each row that samples; None: none were asked for."""
-    available: tuple[int, ...] | None = None
+    available: tuple[Count, ...] | None = None
     """Drafts that the proposer had ready for the next step of each row that samples; None where it did not
     say."""
-    undelivered: Mapping[int, int] = field(default_factory=dict)
+    undelivered: dict[Count, Count] = {}
     """Row that samples, counted from 0 -> tokens that it had beyond the end of its request; `counts` leaves
     them out."""
-    finished: Mapping[int, str] = field(default_factory=dict)
-    """Request -> `FinishReason`; requests that the step ended, failures aside."""
-    failed: tuple[int, ...] = ()
-    faults: tuple[int, ...] = ()
+    finished: dict[Count, FinishReason] = {}
+    """Requests that the step ended, failures aside."""
+    failed: tuple[Count, ...] = ()
+    faults: tuple[Count, ...] = ()
     """Of these, requests whose grammar could not be followed; their KV was sound."""
-    guide_seconds: float | None = None
+    guide_seconds: Number | None = None
     """That grammars took; None where no row had one."""
-    row_guide_seconds: Mapping[int, float] = field(default_factory=dict)
+    row_guide_seconds: dict[Count, Number] = {}
     """Request -> what its row took of that."""
-    block_hashes: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
+    block_hashes: dict[Count, tuple[Hash, ...]] = {}
     """Request -> hashes of blocks that its new tokens filled."""
 
 
-@dataclass(frozen=True, slots=True)
-class HandoverCall:
+class HandoverCall(_Call, frozen=True, tag="handover"):
     """A verb of `Handovers`, and what it answered."""
 
-    now: float
+    now: Number
     verb: HandoverVerb
     id: str
     """Of the request; of the hand-over for `reserve` and `release`."""
-    num_tokens: int | None = None
+    num_tokens: Count | None = None
     """That `reserve` was asked for; output tokens that had been fetched."""
-    block_ids: tuple[int, ...] | None = None
+    block_ids: tuple[Count, ...] | None = None
     """That `hold` and `reserve` answered; None where they had none."""
     is_out: bool | None = None
     """Whether a request has left the batch, for `left`, or joined it again, for `reattach`."""
 
+    def __post_init__(self) -> None:
+        if self.verb in ("reserve", "fetched") and self.num_tokens is None:
+            raise ValueError(f"{self.verb} needs num_tokens")
+
 
 Call = AddCall | AbortCall | ScheduleCall | UpdateCall | HandoverCall
+
+
+class Trailer(_Call, frozen=True, tag="end"):
+    """The last line of a file that was not cut short."""
+
+    calls: Count
+    """In the file."""

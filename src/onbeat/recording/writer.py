@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import wraps
-from math import isinf
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol
 
@@ -22,10 +21,8 @@ from onbeat.core.slo import ShedMode
 from onbeat.core.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.recording.hash_chain import HashChain
 from onbeat.recording.log import (
-    DEADLINES,
     FILE_KIND,
     SCHEMA_VERSION,
-    TRAILER,
     HandoverVerb,
     RecordedAdoption,
     RecordHeader,
@@ -45,17 +42,7 @@ def put_kv(call: dict[str, Any], request: Request, adoption: RecordedAdoption | 
     if request.num_external_tokens:
         call["num_external_tokens"] = request.num_external_tokens
     if adoption is not None:
-        call["adoption"] = _adoption_list(adoption)
-
-
-def _adoption_list(adoption: RecordedAdoption) -> list[Any]:
-    """Return an adoption as a list; JSON has no infinity, so that is null."""
-    deadlines = adoption.deadlines
-    stood = None
-    if deadlines is not None:
-        values = (getattr(deadlines, name) for name in DEADLINES)
-        stood = [None if isinstance(value, float) and isinf(value) else value for value in values]
-    return [printable(adoption.handover_id), *adoption[1:4], stood]
+        call["adoption"] = [printable(adoption.handover_id), *adoption[1:]]
 
 
 def put_objectives(call: dict[str, Any], request: Request) -> None:
@@ -370,7 +357,7 @@ class RecordWriter:
 
     def close(self) -> None:
         """Write the trailer and close the file."""
-        self._append({"call": TRAILER, "calls": self._num_calls})
+        self._append({"call": "end", "calls": self._num_calls})
         self.sink.close()
 
     def _put_rows(self, call: dict[str, Any], scheduled_rows: Sequence[ScheduledRequest]) -> None:

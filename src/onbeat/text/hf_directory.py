@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from onbeat.core.errors import ConfigError, ModelLoadError, quoted
-from onbeat.files import read_json
+from onbeat.files import read
 from onbeat.text.gguf_tokenizer import set_sequence_marks
 
 _TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
@@ -80,7 +80,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return read_json(path)
+        return read(dict[str, Any], path)
     except ConfigError as error:
         raise ModelLoadError(f"{error}; fetch the file again") from error
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.core.request import SamplingParams
-from onbeat.files import read_json
+from onbeat.files import read
 from onbeat.text.gguf_metadata import read_gguf_metadata
 
 _FILE = "generation_config.json"
@@ -64,7 +64,9 @@ def _said(model: Path, source: str) -> Mapping[str, Any]:
         prefix, metadata = "general.sampling.", read_gguf_metadata(model)
         return {name: metadata.get(prefix + key) for key, name in _GGUF.items()}
     path = folder / _FILE
-    return {} if source == "auto" and not path.exists() else read_json(path, "the sampling defaults")
+    return (
+        {} if source == "auto" and not path.exists() else read(dict[str, Any], path, "the sampling defaults")
+    )
 
 
 def _number(name: str, value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.hints import likely_meant
 from onbeat.core.slo import SLO, SLO_CLASSES
-from onbeat.files import read_yaml
+from onbeat.files import read
 
 OBJECTIVE_KEYS: Mapping[str, str] = {"ttft_ms": "ttft", "tbt_ms": "tbt", "e2e_ms": "e2e"}
 """Key of an entry -> field of `SLO`."""
@@ -23,7 +23,7 @@ def read_entries(path: Path) -> Any:
     ConfigError : it cannot be read; where a built-in class was probably meant, the message says so.
     """
     near = likely_meant(str(path), SLO_CLASSES)
-    return read_yaml(path, hint=f"; did you mean the built-in class {near}?" if near else "")
+    return read(Any, path, hint=f"; did you mean the built-in class {near}?" if near else "")
 
 
 def read_name(entry: Any, known: Sequence[str]) -> str:

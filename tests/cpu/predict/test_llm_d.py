@@ -199,11 +199,11 @@ def test_pools_of_a_file(tmp_path, profile):
     assert list(pools) == ["a", "b"]
     assert pools["a"]._num_kv_tokens > 100_000  # of the device's memory
     for content, why in (
-        ("[]", "list of mappings"),
+        ("[]", "a list with at least one value"),
         ("- 5", "must be a mapping"),
-        ("- {name: a}", "needs a name and a profile"),
-        ("- {name: a, profil: x}", "did you mean profile"),
-        ("- {name: a, gpu: x}", "'gpu'; known are name, profile"),
+        ("- {name: a}", "lacks profile"),
+        ("- {name: a, profil: x}", "unknown field 'profil': did you mean profile"),
+        ("- {name: a, gpu: x}", "unknown field 'gpu': known are "),
         ("- {name: a/b, profile: x}", "use letters"),
         ("- {name: a, profile: x, num_kv_tokens: many}", "whole number"),
         ("- {name: a, profile: x, num_kv_tokens: 0}", "at least 1"),

@@ -148,22 +148,22 @@ def test_a_file_with_the_fields_of_an_entry_is_that_device(tmp_path: Path) -> No
     ("fields", "message"),
     [
         ({"memory_gb": 24}, "unknown field 'memory_gb': did you mean memory_gib"),
-        ({"memory_gib": "much"}, "memory_gib of .* is 'much'; it must be a number"),
-        ({"memory_gib": 1e300}, "memory_gib of .* is 1e\\+300; it must be above 0 and at most 1e12"),
-        ({"memory_gib": 0}, "memory_gib of .* is 0; it must be above 0"),
-        ({"memory_gib": None}, "memory_gib of .* is empty; give a number"),
-        ({"memory_bandwidth_gb_s": True}, "memory_bandwidth_gb_s of .* is True; it must be a number"),
-        ({"memory_bandwidth_gb_s": float("inf")}, "memory_bandwidth_gb_s of .* is inf; it must be a number"),
-        ({"nvlink_gb_s": -600}, "nvlink_gb_s of .* is -600; it must be above 0"),
-        ({"peak_tflops": 312}, "peak_tflops of .* is 312; give rates by number format"),
-        ({"peak_tflops": None}, "peak_tflops of .* is empty"),
+        ({"memory_gib": "much"}, "memory_gib is 'much'; it must be a number"),
+        ({"memory_gib": 1e300}, "memory_gib is 1e\\+300; it must be a number above 0 and at most 1e\\+12"),
+        ({"memory_gib": 0}, "memory_gib is 0; it must be a number above 0"),
+        ({"memory_gib": None}, "memory_gib is None; it must be a number"),
+        ({"memory_bandwidth_gb_s": True}, "memory_bandwidth_gb_s is True; it must be a number"),
+        ({"memory_bandwidth_gb_s": float("inf")}, "memory_bandwidth_gb_s is inf; it must be a number"),
+        ({"nvlink_gb_s": -600}, "nvlink_gb_s is -600; it must be a number above 0"),
+        ({"peak_tflops": 312}, "peak_tflops is 312; it must be a mapping"),
+        ({"peak_tflops": None}, "peak_tflops is None"),
         (
             {"peak_tflops": {"bf17": 312}},
-            "peak_tflops of .* has the number format 'bf17'; known are fp32, bf16",
+            "peak_tflops has the number format 'bf17'; known are fp32, bf16",
         ),
-        ({"peak_tflops": {"bf16": "fast"}}, "peak_tflops of .*, bf16, is 'fast'; it must be a number"),
-        ({"name": 3}, "name of .* is 3; it must be a text"),
-        ({"sources": {"all": 3}}, "sources of .*, all, is 3; it must be a text"),
+        ({"peak_tflops": {"bf16": "fast"}}, "peak_tflops.bf16 is 'fast'; it must be a number"),
+        ({"name": 3}, "name is 3; it must be a text"),
+        ({"sources": {"all": 3}}, "sources.all is 3; it must be a text"),
     ],
 )
 def test_wrong_fields_of_a_file_are_refused(tmp_path: Path, fields: dict[str, object], message: str) -> None:
@@ -173,10 +173,10 @@ def test_wrong_fields_of_a_file_are_refused(tmp_path: Path, fields: dict[str, ob
 
 
 def test_a_file_that_lacks_numbers_or_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"mine\.yaml lacks memory_bandwidth_gb_s, peak_tflops"):
+    with pytest.raises(ConfigError, match=r"mine\.yaml lacks memory_bandwidth_gb_s"):
         find_device(written(tmp_path, {"memory_gib": 24}))
     for content in ([MINE], "h100-sxm", None):
-        with pytest.raises(ConfigError, match=r"mine\.yaml holds no fields"):
+        with pytest.raises(ConfigError, match=r"mine\.yaml: it is .*must be a mapping with name"):
             find_device(written(tmp_path, content))
     with pytest.raises(ConfigError, match=r"cannot read the device in .*none\.yaml: No such file"):
         find_device(str(tmp_path / "none.yaml"))

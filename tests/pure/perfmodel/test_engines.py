@@ -126,14 +126,14 @@ def test_terms_may_come_from_a_file(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"row_second": 1e-5}, "unknown field 'row_second': did you mean row_seconds"),
-        ({"row_seconds": "fast"}, "row_seconds of .* is 'fast'; it must be a number"),
-        ({"row_seconds": True}, "row_seconds of .* is True; it must be a number"),
-        ({"row_seconds": [1]}, r"row_seconds of .* is \[1\]; it must be a number"),
+        ({"row_seconds": "fast"}, "row_seconds is 'fast'; it must be a number"),
+        ({"row_seconds": True}, "row_seconds is True; it must be a number"),
+        ({"row_seconds": [1]}, r"row_seconds is \[1\]; it must be a number"),
         ({"gemm_ratio": 3}, "gemm_ratio of an engine is 3; it must be in"),
-        ({"steps_ahead": 2}, "steps_ahead of .* is 2; it must be 0 or 1"),
-        ({"steps_ahead": True}, "steps_ahead of .* is True; it must be 0 or 1"),
-        ({"version": 0.2}, "version of .* is 0.2; it must be a text"),
-        ({"sources": "me"}, "sources of .* is 'me'; it must be a mapping"),
+        ({"steps_ahead": 2}, "steps_ahead is 2; it must be a whole number of at least 0 and at most 1"),
+        ({"steps_ahead": True}, "steps_ahead is True"),
+        ({"version": 0.2}, "version is 0.2; it must be a text"),
+        ({"sources": "me"}, "sources is 'me'; it must be a mapping"),
     ],
 )
 def test_wrong_terms_in_a_file_are_refused(tmp_path: Path, fields: dict[str, object], message: str) -> None:
@@ -143,11 +143,11 @@ def test_wrong_terms_in_a_file_are_refused(tmp_path: Path, fields: dict[str, obj
 
 
 def test_a_file_that_lacks_terms_or_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="lacks layer_ratio, expert_seconds"):
+    with pytest.raises(ConfigError, match="lacks layer_ratio"):
         find_engine(written(tmp_path, row_seconds=1e-5))
     path = tmp_path / "empty.yml"
     path.write_text("")
-    with pytest.raises(ConfigError, match="holds no fields; write some as 'name: value': row_seconds, "):
+    with pytest.raises(ConfigError, match="it is None; it must be a mapping with row_seconds, "):
         find_engine(str(path))
     with pytest.raises(ConfigError, match=r"cannot read the engine in .*none\.yaml"):
         find_engine(str(tmp_path / "none.yaml"))
@@ -217,7 +217,6 @@ def test_a_step_of_an_engine_takes_about_what_its_operators_take() -> None:
         ({"link_efficiency": 1.2}, "link_efficiency of an engine is 1.2"),
         ({"layer_ratio": -1}, "layer_ratio of an engine is -1"),
         ({"row_seconds": float("nan")}, "row_seconds of an engine is nan"),
-        ({"steps_ahead": 2}, "steps_ahead of an engine is 2; it must be 0 or 1"),
     ],
 )
 def test_terms_no_engine_has_are_refused(changes: dict[str, float], message: str) -> None:

@@ -178,7 +178,7 @@ def test_unreadable_files_are_named(tmp_path):
     with pytest.raises(ConfigError, match="cannot read"):
         find_model_spec(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="holds a JSON list"):
+    with pytest.raises(ConfigError, match="must be a mapping"):
         find_model_spec(str(tmp_path))
 
 

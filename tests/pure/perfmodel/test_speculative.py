@@ -199,7 +199,7 @@ def test_a_description_of_one_model_is_read_as_before() -> None:
     again = description_from_json(json.loads(json.dumps(single.as_json())))
     assert isinstance(again, StepTimeDescription)
     assert again.predictor().step_time(decodes(4, 100)) == single.predictor().step_time(decodes(4, 100))
-    with pytest.raises(ConfigError, match="another version"):
+    with pytest.raises(ConfigError, match="lacks draft"):
         description_from_json({"target": single.as_json()})
 
 

@@ -33,13 +33,13 @@ def test_a_file_wins_device_by_device(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("h100: 2.5\n", "did you mean h100"),
-        ("l4: free\n", "give dollars an hour"),
+        ("l4: free\n", "l4 is 'free'"),
         ("l4: 0\n", "above 0"),
         ("l4: {usd: 3}\n", "usd_per_hour"),
-        ("l4: {usd_per_hour: 3, watts: 0}\n", "watts of l4 is 0"),
-        ("l4: {usd_per_hour: 3, wats: 2}\n", "no 'wats'"),
-        ("l4: {usd_per_hour: cheap}\n", "are numbers"),
-        ("- l4\n", "mapping of devices"),
+        ("l4: {usd_per_hour: 3, watts: 0}\n", "l4.watts is 0"),
+        ("l4: {usd_per_hour: 3, wats: 2}\n", "unknown field 'wats'"),
+        ("l4: {usd_per_hour: cheap}\n", "l4.usd_per_hour is 'cheap'"),
+        ("- l4\n", "must be a mapping"),
         ("l4: [\n", "cannot read"),
     ],
 )

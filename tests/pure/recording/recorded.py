@@ -128,9 +128,7 @@ class RecordedRun:
         self.writer.handover("free", name, now)
         moved = detached.moved(request)
         handover.adopt(room, moved, detached, now)
-        standing = (detached.scheduled_time, detached.num_cached_tokens, detached.num_preemptions)
-        adoption = RecordedAdoption(room, *standing, detached.deadlines)
-        self.writer.add(moved, now, adoption=adoption)
+        self.writer.add(moved, now, adoption=RecordedAdoption.of(room, detached))
         self.num_adopted += 1
 
     def take_detached(self) -> None:

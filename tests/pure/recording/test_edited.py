@@ -156,5 +156,5 @@ def test_a_whole_request_of_another_form_is_named(tmp_path: Path, whole: object)
     next(line for line in lines if line.get("call") == "add")["whole"] = whole
     path = tmp_path / "run.gz"
     path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
-    with pytest.raises(ConfigError, match=r"line \d+: .*\(whole is "):
+    with pytest.raises(ConfigError, match=r"line \d+: whole.* is "):
         Recording(path)

@@ -105,7 +105,7 @@ def test_a_record_that_was_cut_short_is_used_as_far_as_it_goes(record):
         (0, b'{"file": "onbeat-fleet-record", "schema_version": 2}', "no fleet can be made of its header"),
         (0, b'{"file": "other"}', "not the record of a fleet"),
         (3, b"oops", "line 4"),
-        (3, b'{"now": 1.0, "event": {"kind": "Party"}, "actions": []}', "'Party' is not an event"),
+        (3, b'{"now": 1.0, "event": {"kind": "Party"}, "actions": []}', "'Party' is no event"),
     ],
 )
 def test_damaged_records_are_refused_by_line(record, index, line, match):

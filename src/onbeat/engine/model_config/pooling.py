@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.files import read_json, read_yaml
+from onbeat.files import read
 
 _NAMES = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
 _HARMLESS = ("Transformer", "Pooling", "Normalize")
@@ -21,7 +21,7 @@ def hf_pooling(directory: Path) -> str | None:
     ModelLoadError : `modules.json` puts more behind the model than pooling and a norm.
     """
     modules = directory / "modules.json"
-    found: Any = read_yaml(modules) if modules.is_file() else []  # JSON is YAML, and this is a list
+    found: Any = read(Any, modules) if modules.is_file() else []  # JSON is YAML, and this is a list
     if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
         raise ModelLoadError(f"{modules} is no list of modules; fetch the model again")
     for module in found:
@@ -34,7 +34,7 @@ def hf_pooling(directory: Path) -> str | None:
     path = directory / "1_Pooling" / "config.json"
     if not path.is_file():
         return None
-    config = read_json(path)
+    config = read(dict[str, Any], path)
     modes = [config["pooling_mode"]] if "pooling_mode" in config else _modes(config)
     name = "+".join(_NAMES.get(mode, mode) for mode in modes) or "none"
     return name if config.get("include_prompt", True) else f"{name} without prompts"

@@ -12,7 +12,7 @@ from onbeat.engine.model_config.pooling import hf_pooling
 from onbeat.engine.weights.checkpoint import Checkpoint
 from onbeat.engine.weights.gguf_file import GgufCheckpoint
 from onbeat.engine.weights.safetensors_dir import SafetensorsCheckpoint
-from onbeat.files import read_json
+from onbeat.files import read
 from onbeat.hub.files import ModelFiles
 
 
@@ -56,6 +56,6 @@ def read_model_config(files: ModelFiles, *, served_len: int | None = None) -> Mo
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return read_json(path)
+        return read(dict[str, Any], path)
     except ConfigError as error:
         raise ModelLoadError(f"{error}; fetch the file again") from error

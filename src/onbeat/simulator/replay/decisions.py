@@ -10,7 +10,14 @@ from typing import Any
 
 from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable, quoted
 from onbeat.core.handover import DetachAnswer, Detached
-from onbeat.core.request import UNKNOWN_GRAMMAR, FinishReason, Request, RequestOutput, SamplingParams
+from onbeat.core.request import (
+    UNKNOWN_GRAMMAR,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    WholeRequest,
+)
 from onbeat.core.slo import SLO
 from onbeat.core.step import GuidedRows, ModelRunnerOutput, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
@@ -26,9 +33,9 @@ from onbeat.recording.log import (
     UpdateCall,
 )
 from onbeat.recording.reader import Recording
-from onbeat.recording.typed import typed
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+from onbeat.typed import revive
 
 STOP_TOKEN_ID = -1
 """Stands for whatever token ended a request; no tokenizer has it."""
@@ -91,13 +98,9 @@ def scheduler_config(header: RecordHeader) -> SchedulerConfig:
     ConfigError : this version has no such configuration; names the fields.
     """
     try:
-        config: SchedulerConfig = typed(SchedulerConfig, header.scheduler)
-    except ValueError as error:
-        raise ConfigError(
-            f"the record's scheduler configuration is not one of this version's: {error}; replay it with "
-            f"onbeat {header.onbeat_version}"
-        ) from error
-    return config
+        return revive(SchedulerConfig, header.scheduler, "the record's scheduler configuration")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; replay it with onbeat {header.onbeat_version}") from error
 
 
 class Replay:
@@ -172,7 +175,7 @@ class Replay:
             weight=call.weight,
             tenant=call.tenant,
             shed=call.shed,
-            whole=call.whole,
+            whole=None if call.whole is None else WholeRequest(*call.whole),
             num_external_tokens=call.num_external_tokens,
             num_prompt_logprobs=0 if call.is_scored else None,
             pooling=call.pooling,
@@ -307,7 +310,7 @@ class Replay:
         scheduled = self._in_flight.popleft()
         outputs = self.scheduler.update(scheduled, self._results(call, scheduled), call.now)
         self.result.num_failed += len(call.failed)
-        recorded = {self._ids[request]: reason for request, reason in call.finished.items()}
+        recorded = {self._ids[request]: reason.value for request, reason in call.finished.items()}
         recorded |= {self._ids[request]: FinishReason.ERROR.value for request in call.failed}
         replayed = {
             output.request_id: output.finish_reason.value

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, quoted
 from onbeat.recording.fleet_log import FleetRecording, named
-from onbeat.recording.typed import typed
 from onbeat.scheduler.cluster.events import FleetEvent
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetRules
 from onbeat.scheduler.cluster.routers import make_router
+from onbeat.typed import revive
 
 _EVENTS = {kind.__name__: kind for kind in get_args(FleetEvent)}
 
@@ -74,23 +74,23 @@ def replay_fleet(recording: FleetRecording) -> FleetReplay:
     header = recording.header
     try:
         router = make_router(str(header["router"]))
-        fleet = Fleet(router, typed(FleetRules, header.get("fleet", {})))
-    except (KeyError, TypeError, ValueError) as error:
+        fleet = Fleet(router, revive(FleetRules, header.get("fleet", {}), "fleet"))
+    except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{recording.path}, line 1: no fleet can be made of its header: {error}") from error
     found = FleetReplay(str(header["router"]))
     for number, call in recording.calls():
         where = f"{recording.path}, line {number}"
-        event = _event(call["event"], where)
+        event = _event(call.event, where)
         try:
-            replayed = [named(each) for each in fleet.on_event(event, call["now"])]
+            replayed = [named(each) for each in fleet.on_event(event, call.now)]
         except (AssertionError, ArithmeticError) as error:
             raise ConfigError(f"{where}: no fleet can have heard this: {error or 'it is damaged'}") from error
         found.num_calls += 1
         found.num_actions += len(replayed)
         found.events[type(event).__name__] += 1
         found.actions.update(_kind_of(each) for each in replayed)
-        if replayed != call["actions"]:
-            found.difference = FleetDifference(number, type(event).__name__, call["actions"], replayed)
+        if replayed != call.actions:
+            found.difference = FleetDifference(number, type(event).__name__, call.actions, replayed)
             break
     found.is_complete = recording.is_complete or found.difference is not None
     return found
@@ -102,9 +102,9 @@ def _kind_of(action: Mapping[str, Any]) -> str:
 
 def _event(values: Mapping[str, Any], where: str) -> FleetEvent:
     """Return an event from its line."""
-    try:
-        kind = _EVENTS[values["kind"]]
-        event: FleetEvent = typed(kind, {name: each for name, each in values.items() if name != "kind"})
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {values.get('kind')!r} is not an event of a fleet: {error}") from error
+    if (kind := _EVENTS.get(str(values.get("kind")))) is None:
+        raise ConfigError(
+            f"{where}: {quoted(values.get('kind'))} is no event of a fleet; known are {', '.join(_EVENTS)}"
+        )
+    event: FleetEvent = revive(kind, {key: each for key, each in values.items() if key != "kind"}, where)
     return event
