@@ -123,15 +123,14 @@ def _standard_deviation(values: Array) -> float:
     return math.sqrt(squares / values.size)
 
 
-def bootstrap_interval(
+def bootstrap_draws(
     groups: Sequence[Array],
     statistic: Callable[[Array], float],
     rng: np.random.Generator,
     *,
     num_resamples: int = 1000,
-    level: float = 0.95,
-) -> tuple[float, float]:
-    """Return a percentile bootstrap interval of a statistic of pooled values.
+) -> Array:
+    """Return the statistic of pooled values in each of `num_resamples` resamples.
 
     Whole groups are drawn again, not single values: the gaps of one request depend on each other, so a
     request's gaps are one group. For one value a request, pass arrays of length one.
@@ -140,25 +139,11 @@ def bootstrap_interval(
     ----------
     groups : at least one non-empty array.
     statistic : maps pooled values to one number.
-    level : share of resamples inside the interval, in (0, 1).
 
     References
     ----------
     Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapters 8 and 13.
     """
-    draws = bootstrap_draws(groups, statistic, rng, num_resamples=num_resamples)
-    tail = (1 - level) / 2 * 100
-    return percentile(draws, tail), percentile(draws, 100 - tail)
-
-
-def bootstrap_draws(
-    groups: Sequence[Array],
-    statistic: Callable[[Array], float],
-    rng: np.random.Generator,
-    *,
-    num_resamples: int = 1000,
-) -> Array:
-    """Return the statistic of `num_resamples` resamples (see `bootstrap_interval`)."""
     sizes = np.array([len(group) for group in groups])
     if not sizes.sum():
         raise ValueError("a bootstrap needs at least one value")

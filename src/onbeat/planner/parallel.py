@@ -149,7 +149,6 @@ class _Pool(Generic[T, R]):
     ) -> None:
         self._worker = worker
         self._tasks = tasks
-        self._num_processes = num_processes
         self._on_event = on_event
         self._on_result = on_result
         # A fresh interpreter: nothing of the parent's threads or libraries is inherited half-alive.
