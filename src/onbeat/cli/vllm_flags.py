@@ -10,32 +10,39 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
+import yaml
+
 from onbeat.cli.args import JSON
+
+_Values = Mapping[str, tuple[str | None, str]]
+NO_MEDIA = "no-media"
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignFlag:
     """A flag that this server can do without."""
 
-    names: str
+    flags: str
     """Parted by spaces."""
     why: str
     """Why it changes nothing, or what does its work."""
-    nargs: int | str | None = None
-    """Of argparse: 0 for a switch, None for one value, `?` for one that may be missing."""
-    values: tuple[str, ...] | Callable[[str], bool] = ()
-    """The values that ask for nothing; empty where all do."""
+    takes: int | str | None = None
+    """As `nargs` of argparse: 0 for a switch, None for one value, `?` for one that may be missing."""
+    values: Sequence[str] = ()
+    """The values that ask for nothing; empty where all do. `no-media`: limits of 0, as JSON or `image=0`."""
     refusal: str = ""
     """What to say of the `--no-` form of a switch; without, it is taken."""
-    metavar: str | None = None
-    """JSON where a configuration file may give a mapping."""
+    json: bool = False
+    """Whether a configuration file may give a mapping."""
 
     def asks_for_nothing(self, value: str) -> bool:
         """Whether a value is one of those that change nothing."""
-        if callable(self.values):
-            return self.values(value)
+        if self.values == NO_MEDIA:
+            return _limits_nothing(value)
         return not self.values or value in self.values
 
 
@@ -48,114 +55,18 @@ def _limits_nothing(text: str) -> bool:
     return isinstance(limits, dict) and all(limit in (0, "0") for limit in limits.values())
 
 
-_SWITCH = 0
-_BY_PATH = "one server answers chats, makes embeddings and scores texts; the path of a request says which"
-_POLICY_CUTS = "the policy decides which prompts are cut"
-_ONE_MACHINE = "an engine runs on one machine; --launcher ray puts replicas on others"
-_SPEED_OF_GPUS = "it tunes vLLM's GPU kernels and graphs; the GPU engine here chooses its own"
+@cache
+def foreign_flags() -> tuple[tuple[ForeignFlag, ...], Mapping[str, str], Mapping[str, _Values]]:
+    """Return what the package's table says of vLLM's flags.
 
-FOREIGN_FLAGS = (
-    # What is never done, or always.
-    ForeignFlag("--trust-remote-code", "no code of a model is ever run", _SWITCH),
-    ForeignFlag("--enable-server-load-tracking", "GET /load always tells the load", _SWITCH),
-    ForeignFlag("--enable-tokenizer-info-endpoint", "/tokenizer_info is always there", _SWITCH),
-    ForeignFlag("--enable-offline-docs", "/docs never loads anything from elsewhere", _SWITCH),
-    ForeignFlag("--enable-auto-tool-choice", "calls are read unless --tool-call-parser is none", _SWITCH),
-    ForeignFlag("--enable-reasoning", "reasoning is read unless --reasoning-parser is none", _SWITCH),
-    ForeignFlag("--exclude-tools-when-tool-choice-none", "prompts then have no tools anyway", _SWITCH),
-    ForeignFlag("--language-model-only", "models take text only", _SWITCH),
-    ForeignFlag("--disable-log-stats", "no statistics are logged; GET /metrics has them", _SWITCH),
-    ForeignFlag("--swap-space", "nothing is swapped, what is preempted runs again"),
-    ForeignFlag("--max-log-len", "the log holds no prompts"),
-    ForeignFlag("--uvicorn-log-level", "uvicorn only warns here; --log-level is the server's"),
-    ForeignFlag("--download-dir", "hub models are kept where $HF_HUB_CACHE or $HF_HOME says"),
-    ForeignFlag("--hf-token", "the hub's token is taken from $HF_TOKEN", "?"),
-    ForeignFlag(
-        "--enable-chunked-prefill",
-        "the policy decides: slo and sarathi cut prompts into chunks",
-        _SWITCH,
-        refusal="the policy decides whether prompts are cut; --policy prefill-first runs them whole",
-    ),
-    # What could only change the speed.
-    ForeignFlag("--attention-backend", "the device decides; --backend chooses the engine"),
-    ForeignFlag("--compilation-config -cc", _SPEED_OF_GPUS, metavar=JSON),
-    ForeignFlag("--optimization-level -O", _SPEED_OF_GPUS),
-    ForeignFlag("--cudagraph-capture-sizes", _SPEED_OF_GPUS, "+"),
-    ForeignFlag("--max-cudagraph-capture-size --max-seq-len-to-capture", _SPEED_OF_GPUS),
-    ForeignFlag("--disable-custom-all-reduce", _SPEED_OF_GPUS, _SWITCH),
-    ForeignFlag("--disable-cascade-attn", _SPEED_OF_GPUS, _SWITCH),
-    ForeignFlag("--max-parallel-loading-workers", "weights are loaded by as many as it takes"),
-    # What has one value here.
-    ForeignFlag("--kv-cache-dtype", "KV has the type of the computation", values=("auto",)),
-    ForeignFlag("--tokenizer-mode", "there is one kind of tokenizer", values=("auto", "hf")),
-    ForeignFlag("--config-format", "config.json and GGUF are read", values=("auto", "hf")),
-    ForeignFlag("--chat-template-content-format", "templates get texts", values=("auto", "string")),
-    ForeignFlag("--response-role", "answers have the role assistant", values=("assistant",)),
-    ForeignFlag("--stream-interval", "tokens are sent as they come", values=("1",)),
-    ForeignFlag("--max-num-partial-prefills", _POLICY_CUTS, values=("1",)),
-    ForeignFlag("--max-long-partial-prefills", _POLICY_CUTS, values=("1",)),
-    ForeignFlag("--long-prefill-token-threshold", _POLICY_CUTS, values=("0",)),
-    ForeignFlag("--cpu-offload-gb", "weights stay where they compute", values=("0", "0.0")),
-    ForeignFlag("--api-server-count -asc", "one process answers HTTP", values=("1",)),
-    ForeignFlag("--pipeline-parallel-size -pp", "a server has one pipeline stage", values=("1",)),
-    ForeignFlag("--nnodes -n", _ONE_MACHINE, values=("1",)),
-    ForeignFlag("--node-rank -r", _ONE_MACHINE, values=("0",)),
-    ForeignFlag("--distributed-executor-backend", _ONE_MACHINE, values=("mp", "uni")),
-    ForeignFlag("--task", _BY_PATH, values=("auto", "generate", "embed", "embedding", "score")),
-    ForeignFlag("--runner", _BY_PATH, values=("auto", "generate", "pooling")),
-    ForeignFlag("--convert", _BY_PATH, values=("auto", "none", "embed")),
-    ForeignFlag("--limit-mm-per-prompt", "prompts are text only", values=_limits_nothing, metavar=JSON),
-    ForeignFlag("--hf-overrides", "a model's configuration is taken as it is", values=("{}",), metavar=JSON),
-)
+    Returns
+    -------
+    Those that are ignored; why onbeat lacks others -> their names; flag of onbeat -> vLLM's words for
+    its values, with what each stands for (None is the default) and what to say.
+    """
+    table = yaml.load(files("onbeat.cli").joinpath("vllm_flags.yaml").read_bytes(), yaml.CSafeLoader)
+    return tuple(ForeignFlag(**entry) for entry in table["ignored"]), table["missing"], table["values"]
 
-_NO_LORA = "no LoRA adapters yet"
-_NO_MEDIA = "no images, video or sound yet; prompts are text only"
-_ONE_GUIDE = "one library enforces grammars, without a flag"
-_NO_PLUGINS = "no code of others is loaded"
-_NO_EXPERTS = "experts are not spread over devices yet"
-
-MISSING_FLAGS: Mapping[str, str] = {
-    "the server calls no tools; clients do": "--tool-server",
-    _NO_LORA: "--enable-lora --lora-modules --max-loras --max-lora-rank --max-cpu-loras --lora-dtype "
-    "--fully-sharded-loras --default-mm-loras --lora-extra-vocab-size --enable-lora-bias",
-    _NO_MEDIA: "--mm-processor-kwargs --mm-processor-cache-gb --media-io-kwargs --allowed-local-media-path "
-    "--allowed-media-domains --interleave-mm-strings --mm-encoder-tp-mode --enable-mm-embeds",
-    _ONE_GUIDE: "--guided-decoding-backend --structured-outputs-config",
-    "--pooling says how embeddings are made": "--pooler-config --override-pooler-config",
-    _NO_EXPERTS: "--enable-expert-parallel -ep --all2all-backend --enable-eplb --num-redundant-experts",
-    _NO_PLUGINS: "--middleware --logits-processors --worker-cls --worker-extension-cls --scheduler-cls "
-    "--tool-parser-plugin --reasoning-parser-plugin "
-    "--io-processor-plugin",
-    "a model's configuration is taken as it is": "--hf-config-path --rope-scaling --rope-theta",
-    "no Unix sockets yet; listen on --host 127.0.0.1": "--uds",
-    "traces are of requests; --timeline writes the steps": "--collect-detailed-traces",
-    "the log never holds prompts or answers": "--enable-log-outputs --enable-log-deltas",
-    "no embeddings in place of prompts": "--enable-prompt-embeds",
-    "an engine never sleeps; stop the server": "--enable-sleep-mode",
-    "KV stays in memory; --disaggregate moves it between replicas": "--kv-transfer-config "
-    "--kv-offloading-size --kv-events-config",
-    _ONE_MACHINE: "--master-addr --master-port --headless --data-parallel-address "
-    "--data-parallel-size-local --data-parallel-rank --data-parallel-backend",
-}
-"""Why onbeat lacks a flag of vLLM's, and which flags lack for that reason. Their `--no-` form is taken."""
-
-FOREIGN_VALUES: Mapping[str, Mapping[str, tuple[str | None, str]]] = {
-    "--dtype": {
-        "half": ("auto", "float16 is not computed here; auto takes bfloat16 or float32"),
-        "float16": ("auto", "float16 is not computed here; auto takes bfloat16 or float32"),
-        "float": ("float32", "that is float32"),
-    },
-    "--load-format": {
-        "safetensors": ("auto", "auto sees what the model is"),
-        "hf": ("auto", "auto sees what the model is"),
-        "gguf": ("auto", "auto sees what the model is"),
-    },
-    "--max-model-len": {
-        "auto": (None, "that is the default"),
-        "-1": (None, "that is the default"),
-    },
-}
-"""vLLM's values of flags that onbeat has: what each stands for, None for the default, and what to say."""
 
 _LOG_FLAGS = {
     "--enable-log-requests": True,
@@ -174,16 +85,17 @@ def take_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """
     ignored: list[str] = []
     parser.set_defaults(ignored=ignored)
-    for flag in FOREIGN_FLAGS:
+    taken, missing, renamed = foreign_flags()
+    for flag in taken:
         _add(parser, flag, ignored)
-    for why, names in MISSING_FLAGS.items():
+    for why, names in missing.items():
         for name in names.split():
             parser.add_argument(name, action=_Refuse, nargs="*", const=why, help=argparse.SUPPRESS)
             if name.startswith("--"):
                 parser.add_argument(
                     _off(name), action="store_const", dest="ignored", const=ignored, help=argparse.SUPPRESS
                 )
-    for name, values in FOREIGN_VALUES.items():
+    for name, values in renamed.items():
         action = parser._option_string_actions[name]
         action.type = _Renamed(name, values, action.type, ignored)
     for name, is_on in _LOG_FLAGS.items():
@@ -194,11 +106,11 @@ def take_vllm_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(parser: argparse.ArgumentParser, flag: ForeignFlag, ignored: list[str]) -> None:
-    names = flag.names.split()
+    names = flag.flags.split()
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": "ignored", "help": argparse.SUPPRESS}
     options |= {"action": _Ignore, "flag": flag, "lines": ignored}
-    parser.add_argument(*names, nargs=flag.nargs, metavar=flag.metavar, **options)
-    if flag.nargs == _SWITCH:
+    parser.add_argument(*names, nargs=flag.takes, metavar=JSON if flag.json else None, **options)
+    if flag.takes == 0:
         parser.add_argument(*map(_off, names), nargs=0, **options)
 
 
@@ -223,7 +135,7 @@ class _Ignore(argparse.Action):
     ) -> None:
         flag, name = self._flag, option_string or self.option_strings[0]
         if isinstance(values, str) and not flag.asks_for_nothing(values):
-            takes = "" if callable(flag.values) else f"it takes {' or '.join(filter(None, flag.values))}, "
+            takes = "" if flag.values == NO_MEDIA else f"it takes {' or '.join(flag.values)}, "
             raise argparse.ArgumentError(self, f"{flag.why}; {takes}not {values!r}")
         if not name.startswith("--no-"):
             self._lines.append(f"ignored: {name} ({flag.why})")
@@ -244,7 +156,7 @@ class _Renamed:
     def __init__(
         self,
         flag: str,
-        values: Mapping[str, tuple[str | None, str]],
+        values: _Values,
         convert: Callable[[str], Any] | argparse.FileType | str | None,
         lines: list[str],
     ) -> None:

@@ -269,11 +269,10 @@ class Arrivals:
             raise ConfigError(f"--arrivals {kind} needs a finite --request-rate")
         if kind == "replay" and isfinite(rate) and self.rate_scale != 1.0:
             raise ConfigError("--rate-scale and --request-rate both set the rate of a replay: leave one out")
-        if kind == "steps" and (self.rate_steps is None or isfinite(rate)):
-            raise ConfigError(
-                "--arrivals steps take their rates from --rate-steps RATE:SECONDS,...: give it, and leave "
-                "out --request-rate"
-            )
+        if kind == "steps" and self.rate_steps is None:
+            raise ConfigError("--arrivals steps needs rates: give --rate-steps RATE:SECONDS,...")
+        if kind == "steps" and isfinite(rate):
+            raise ConfigError("--request-rate sets the rate too: leave out --rate-steps or --request-rate")
 
     @property
     def _ramp(self) -> tuple[RampShape | None, float | None, float | None]:

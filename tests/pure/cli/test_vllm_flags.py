@@ -9,8 +9,10 @@ import pytest
 
 from onbeat.cli.args import find_command, parse
 from onbeat.cli.main import build_parser
-from onbeat.cli.vllm_flags import FOREIGN_FLAGS, MISSING_FLAGS, ForeignFlag
+from onbeat.cli.vllm_flags import ForeignFlag, foreign_flags
 from tests.many_cases import each_case
+
+FOREIGN_FLAGS, MISSING_FLAGS, _ = foreign_flags()
 
 
 def serve(*arguments: str) -> argparse.Namespace:
@@ -121,9 +123,9 @@ def test_request_logs_have_vllms_names_too(flag: str, logs: bool) -> None:
 def test_each_foreign_flag_is_taken_where_it_asks_for_nothing(
     flag: ForeignFlag, place: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = flag.names.split()[place]
+    name = flag.flags.split()[place]
     harmless = ["{}"] if callable(flag.values) else list(flag.values) or ["some"]
-    for value in [None] if flag.nargs == 0 else harmless:
+    for value in [None] if flag.takes == 0 else harmless:
         given = serve("my.gguf", *([name] if value is None else [f"{name}={value}"]))
         assert given.ignored == [f"ignored: {name} ({flag.why})"]
         assert {**vars(given), "ignored": []} == vars(serve("my.gguf"))
@@ -150,7 +152,7 @@ def test_each_missing_flag_says_why(name: str, why: str, capsys: pytest.CaptureF
 
 
 def test_no_flag_of_the_tables_is_one_of_the_servers_own() -> None:
-    foreign = [name for flag in FOREIGN_FLAGS for name in flag.names.split()]
+    foreign = [name for flag in FOREIGN_FLAGS for name in flag.flags.split()]
     foreign += [name for names in MISSING_FLAGS.values() for name in names.split()]
     assert len(set(foreign)) == len(foreign)
     shown = find_command(build_parser(["serve"]), ["serve"]).format_help().replace(",", " ").split()

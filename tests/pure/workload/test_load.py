@@ -132,7 +132,7 @@ def test_lengths_have_no_times_to_replay(tmp_path: Path) -> None:
         ({"arrivals": "replay", "request_rate": 1.0, "rate_scale": 2.0}, "leave one out"),
         ({"arrivals": "steps"}, "--rate-steps"),
         ({"rate_steps": STEPS, "arrivals": "gamma"}, "--rate-steps"),
-        ({"rate_steps": STEPS, "request_rate": 1.0}, "leave out --request-rate"),
+        ({"rate_steps": STEPS, "request_rate": 1.0}, "or --request-rate"),
     ],
 )
 def test_contradictory_arrivals_are_refused(options: dict[str, Any], message: str) -> None:
