@@ -58,8 +58,8 @@ class Chaos:
 
 def let_chaos_plan(scheduler, seed: int) -> None:
     """Have a scheduler of ours plan at random."""
-    keeper = scheduler.onbeat.keeper
-    keeper.policy = dataclasses.replace(keeper.policy, composer=Chaos(seed))
+    planner = scheduler.onbeat.steps.planner
+    planner.policy = dataclasses.replace(planner.policy, composer=Chaos(seed))
 
 
 class ChaosScheduler(SLOSchedulerMixin, Scheduler):  # type: ignore[misc]

@@ -43,7 +43,7 @@ def test_decodes_are_measured_with_the_drafts_that_a_model_makes(tmp_path, monke
         if chunk:
             shape.add(0, chunk, samples=True)
         expected = 0.01 + 3e-4 * (chunk + 4 * num_decodes)
-        assert plugin.keeper.model.step_time(shape) == pytest.approx(expected, rel=0.15), (chunk, num_decodes)
+        assert plugin.steps.model.step_time(shape) == pytest.approx(expected, rel=0.15), (chunk, num_decodes)
     requests = workload(40, 4.0, start=clock.now + 0.1, **OBJECTIVES)
     before, plugin.num_planned = engine.num_steps, 0
     engine.add(*requests)
@@ -90,7 +90,7 @@ def test_steps_are_measured_between_requests_and_nothing_is_left(
     assert {name.startswith("onbeat-") for name in engine.tokens} == {False}
     plugin = scheduler.onbeat
     assert plugin._calibration is None
-    model = plugin.keeper.model
+    model = plugin.steps.model
     for chunk, num_decodes in ((500, 0), (0, 1), (0, 40), (200, 20)):
         shape = BatchShape()
         for _ in range(num_decodes):

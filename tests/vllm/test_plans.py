@@ -128,7 +128,7 @@ class TestTightPlaces:
         assert len(overloaded) < 70
         check_ended(engine, requests, refused=overloaded)
         check_planned(engine)
-        assert engine.scheduler.onbeat.keeper.relegation.num_relegated > 0
+        assert engine.scheduler.onbeat.steps.planner.relegation.num_relegated > 0
 
     def test_aborts_lose_nothing(self, folder, is_async):
         clock = Clock()
@@ -143,8 +143,8 @@ class TestTightPlaces:
             scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
         engine.run()
         check_ended(engine, requests[1::2])
-        assert not scheduler.onbeat.keeper.mirror.states
-        assert not scheduler.onbeat.keeper.mirror.requests
+        assert not scheduler.onbeat.steps.table.states
+        assert not scheduler.onbeat.steps.table.requests
         check_planned(engine)
 
     @pytest.mark.parametrize("prefix_caching", [False, True])

@@ -10,8 +10,8 @@ from typing import Any
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.vllm.kv_view import VLLMKVView
-from onbeat.vllm.mirror import Mirror
 from onbeat.vllm.surface import EngineRequest, Surface
+from onbeat.vllm.table import EngineTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Imposed:
 
 
 def impose(
-    plan: StepPlan, mirror: Mirror, surface: Surface, loss: Callable[[RequestState], tuple[float, ...]]
+    plan: StepPlan, table: EngineTable, surface: Surface, loss: Callable[[RequestState], tuple[float, ...]]
 ) -> Imposed:
     """Preempt, sort and skip as a plan says; return what is left to hold vLLM to while it schedules.
 
@@ -68,21 +68,21 @@ def impose(
     ----------
     loss : key of running requests, the greatest is the first that vLLM may preempt where blocks run short.
     """
-    requests, preempted, own = mirror.requests, plan.preempted, mirror.foreign
+    requests, preempted, own = table.requests, plan.preempted, table.foreign
     for state in preempted:
         surface.preempt(requests[state.request_id])
     rows = [*plan.decodes, *(state for state, _ in plan.chunks)]
     left: list[RequestState] = []
-    if len(rows) + len(preempted) < len(mirror.running):
+    if len(rows) + len(preempted) < len(table.running):
         taken = {state.request_id for state in (*rows, *preempted)}
-        left = sorted([each for each in mirror.running if each.request_id not in taken], key=loss)
+        left = sorted([each for each in table.running if each.request_id not in taken], key=loss)
     for state in left:
         surface.skip(requests[state.request_id])
     surface.scheduler.running[:] = [*own, *[requests[state.request_id] for state in (*rows, *left)]]
     ends = {state.request_id: state.num_computed_tokens + num for state, num in plan.chunks}
     quota = {state.request_id: num for state, num in plan.chunks}
     block_size = plan.block_size
-    admissions = [each for each in plan.admissions if mirror.may_join(each.state)]
+    admissions = [each for each in plan.admissions if table.may_join(each.state)]
     for admission in admissions:
         name, num = admission.state.request_id, admission.num_new_tokens
         quota[name], ends[name] = num, len(admission.cached_block_ids) * block_size + num
@@ -94,11 +94,11 @@ def impose(
         [requests[each.state.request_id] for each in admissions],
         [requests[each.state.request_id] for each in admissions if each.cached_block_ids],
         None if own else total,
-        mirror.states,
+        table.states,
     )
 
 
-def mismatch(imposed: Imposed, output: Any, mirror: Mirror) -> dict[str, tuple[int, int]]:
+def mismatch(imposed: Imposed, output: Any, table: EngineTable) -> dict[str, tuple[int, int]]:
     """Return where a step of vLLM is not what it was held to: request id -> (planned, actual).
 
     Tokens of decodes are counted as one; of prompts, up to where they are computed.
@@ -110,13 +110,13 @@ def mismatch(imposed: Imposed, output: Any, mirror: Mirror) -> dict[str, tuple[i
         different[name] = (1, 0)
     for name, end in imposed.ends.items():
         num_drafts = len(drafts.get(name, ()))
-        actual = mirror.requests[name].num_computed_tokens - num_drafts if name in rows else 0
+        actual = table.requests[name].num_computed_tokens - num_drafts if name in rows else 0
         # Of a prompt that is cached whole, one token has to be computed all the same.
         has_more_cached = actual > end and rows[name] == 1 + num_drafts
         if actual != end and not has_more_cached:
             different[name] = (end, actual)
     if len(rows) > len(imposed.decodes) + len(imposed.ends) - len(different):
         known = imposed.decodes | imposed.ends.keys()
-        others = [name for name in rows if name not in known and name in mirror.states]
+        others = [name for name in rows if name not in known and name in table.states]
         different.update({name: (0, rows[name]) for name in others})
     return different

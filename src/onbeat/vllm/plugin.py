@@ -15,13 +15,13 @@ from onbeat.scheduler.replica.idle_check import IdleCheck
 from onbeat.vllm.batches import BatchLimits
 from onbeat.vllm.calibrate import kept_steps, predictor, step_times
 from onbeat.vllm.impose import Imposed, impose, mismatch
-from onbeat.vllm.keeper import PromiseKeeper, TakenStep
 from onbeat.vllm.made_up import RequestMaker, capture_sizes, hindrance, settings
 from onbeat.vllm.objectives import ID, read
 from onbeat.vllm.origin import log_as_vllm_does, origin_of
 from onbeat.vllm.plugin_config import read_config
 from onbeat.vllm.refusals import TOO_LONG, Refusal, refusal_by
 from onbeat.vllm.self_calibration import SelfCalibration, is_made_up
+from onbeat.vllm.steps import EngineSteps, TakenStep
 from onbeat.vllm.surface import EngineRequest, EngineScheduler, Surface
 from onbeat.vllm.telemetry import Publisher, RequestNews, StepTimes, rank_address
 
@@ -70,7 +70,7 @@ class Plugin:
         self.config = read_config(surface.options, os.environ)
         self._kept = kept_steps(origin_of(scheduler.vllm_config), settings(scheduler))
         known, measures = step_times(self.config, self._kept, hindrance(scheduler))
-        self.keeper = PromiseKeeper(surface, predictor(known), self.config.slo.mode)
+        self.steps = EngineSteps(surface, predictor(known), self.config.slo.mode)
         if measures:
             self._calibration = self._new_calibration()
         elif known is not None:
@@ -98,23 +98,23 @@ class Plugin:
                 if imposed is not None:
                     return imposed
         with self._guarded():
-            keeper = self.keeper
-            plan = keeper.plan(now)
-            if plan.is_empty and not (keeper.in_flight or plan.infeasible or plan.overdue):
+            steps = self.steps
+            plan = steps.plan(now)
+            if plan.is_empty and not (steps.in_flight or plan.infeasible or plan.overdue):
                 return None  # never stand still
-            for output in keeper.commit(plan):
+            for output in steps.commit(plan):
                 self._expire(output)
             for state in plan.infeasible:
                 if state.slo.is_best_effort:
-                    self._tell(keeper.mirror.requests.get(state.request_id), is_relegated=True)
+                    self._tell(steps.table.requests.get(state.request_id), is_relegated=True)
             return impose(
-                plan, keeper.mirror, self.surface, lambda state: keeper.slo.rules.loss(state, plan.now)
+                plan, steps.table, self.surface, lambda state: steps.slo.rules.loss(state, plan.now)
             )
         return None
 
     def imposing(self, imposed: Imposed) -> AbstractContextManager[None]:
         """Hold vLLM to a plan for one call of `schedule`."""
-        return imposed.during(self.surface, self.keeper.mirror.kv)
+        return imposed.during(self.surface, self.steps.table.kv)
 
     def note_step(self, output: Any, imposed: Imposed | None, now: float) -> None:
         """Count a step that vLLM has planned, and see whether it is the one that it was held to."""
@@ -129,8 +129,8 @@ class Plugin:
         else:
             self.num_planned += 1
         with self._guarded():
-            self.keeper.note_step(output, now)
-            if imposed is not None and (different := mismatch(imposed, output, self.keeper.mirror)):
+            self.steps.note_step(output, now)
+            if imposed is not None and (different := mismatch(imposed, output, self.steps.table)):
                 self.num_mismatches += len(different)
                 self._say_different(different, now)
 
@@ -142,7 +142,7 @@ class Plugin:
                     return
         if self.is_on:
             with self._guarded():
-                taken = self.keeper.take(output, now)
+                taken = self.steps.take(output, now)
                 if taken is not None and self._publisher is not None:
                     self._tell_times(taken, self._publisher)
 
@@ -166,8 +166,8 @@ class Plugin:
         with self._guarded():
             try:
                 objectives = read(self.surface.extra_args(request), self.config.slo)
-                asked = self.keeper.mirror.asked(request, objectives, arrival)
-                slo = self.keeper.add(request, asked, now).slo
+                asked = self.steps.table.asked(request, objectives, arrival)
+                slo = self.steps.add(request, asked, now).slo
             except (SLOUnattainable, InvalidRequest) as error:
                 self._refuse(request, refusal_by(error))
                 return
@@ -182,12 +182,12 @@ class Plugin:
             with self._calibrating(self._calibration):
                 self._calibration.stop()
         with self._guarded():
-            requests = self.keeper.mirror.requests
+            requests = self.steps.table.requests
             given = list(requests) if request_ids is None else request_ids
             for request_id in [given] if isinstance(given, str) else list(given):
                 known = requests.get(request_id)
                 if known is not None and known.is_finished():
-                    self.keeper.forget(request_id)
+                    self.steps.forget(request_id)
 
     @property
     def has_work(self) -> bool:
@@ -252,7 +252,7 @@ class Plugin:
 
     def _new_calibration(self) -> SelfCalibration:
         """Return what measures steps, with requests and plans of its own."""
-        surface, kv = self.surface, self.keeper.mirror.kv
+        surface, kv = self.surface, self.steps.table.kv
         limits = BatchLimits(
             num_tokens=surface.scheduler.max_num_scheduled_tokens,
             num_seqs=surface.max_num_seqs,
@@ -262,8 +262,8 @@ class Plugin:
             num_drafts=surface.num_drafts,
         )
         # One model for both: where requests come before all is measured, it has learnt from what was.
-        keeper = PromiseKeeper(surface, self.keeper.model, self.config.slo.mode)
-        return SelfCalibration(keeper, limits, RequestMaker(surface.scheduler, _SEED))
+        steps = EngineSteps(surface, self.steps.model, self.config.slo.mode)
+        return SelfCalibration(steps, limits, RequestMaker(surface.scheduler, _SEED))
 
     @contextmanager
     def _calibrating(self, calibration: SelfCalibration) -> Iterator[None]:
@@ -274,7 +274,7 @@ class Plugin:
                 return
             if not calibration.was_given_up:
                 known = self._kept.keep(calibration.steps, calibration.seconds)
-                self.keeper = PromiseKeeper(self.surface, predictor(known), self.config.slo.mode)
+                self.steps = EngineSteps(self.surface, predictor(known), self.config.slo.mode)
                 self._say_misses()
         except Exception as fault:
             trace = None if isinstance(fault, ConfigError) else fault
@@ -288,7 +288,7 @@ class Plugin:
         """Say which objectives no step can keep, before somebody waits for them."""
         short, long = (min(num, self.surface.max_model_len) for num in (128, 1024))
         check = IdleCheck(short=short, long=long, context=long)
-        for miss in check.misses(self.keeper.model, self.config.slo.objectives_by_class()):
+        for miss in check.misses(self.steps.model, self.config.slo.objectives_by_class()):
             logger.warning("%s. No plan can keep that: raise the objective, or take a faster machine", miss)
 
     # --- faults ---------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.server.objectives import RequestObjectives
 from onbeat.vllm.batches import BatchLimits, Stage, stages
 from onbeat.vllm.impose import Imposed, impose
-from onbeat.vllm.keeper import NotedStep, PromiseKeeper
 from onbeat.vllm.made_up import RequestMaker
+from onbeat.vllm.steps import EngineSteps, NotedStep
 from onbeat.vllm.surface import EngineRequest
 
 logger = logging.getLogger("onbeat.vllm")
@@ -47,7 +47,7 @@ class SelfCalibration:
 
     Parameters
     ----------
-    keeper : plans for it; its requests are none of those that are served.
+    engine : plans for it; its requests are none of those that are served.
     limits : what steps may hold.
     maker : of requests.
 
@@ -57,9 +57,10 @@ class SelfCalibration:
     seconds : that it has taken.
     """
 
-    def __init__(self, keeper: PromiseKeeper, limits: BatchLimits, maker: RequestMaker) -> None:
-        keeper.policy = dataclasses.replace(keeper.policy, composer=self)
-        self._keeper, self._surface, self._maker = keeper, keeper.surface, maker
+    def __init__(self, engine: EngineSteps, limits: BatchLimits, maker: RequestMaker) -> None:
+        planner = engine.planner
+        planner.policy = dataclasses.replace(planner.policy, composer=self)
+        self._engine, self._surface, self._maker = engine, engine.surface, maker
         self._stages = list(enumerate(stages(limits)))
         self._left = deque(self._stages)
         """Stages of the round under way that have yet to be run, the one under way first."""
@@ -113,23 +114,23 @@ class SelfCalibration:
             logger.warning("step times: measuring them has stopped, and is given up")
         if self.is_done or not (self._names or self._begin_stage()):
             return None
-        keeper = self._keeper
-        plan = keeper.plan(now)
-        keeper.commit(plan)
-        if plan.is_empty and not keeper.in_flight:
+        engine = self._engine
+        plan = engine.plan(now)
+        engine.commit(plan)
+        if plan.is_empty and not engine.in_flight:
             self._end_stage()  # which cannot go on
             return None
-        return impose(plan, keeper.mirror, self._surface, lambda state: state.sort_key[1:])
+        return impose(plan, engine.table, self._surface, lambda state: state.sort_key[1:])
 
     def note_step(self, output: object, now: float) -> None:
         """Remember a step that vLLM has planned."""
-        noted = self._keeper.note_step(output, now)
+        noted = self._engine.note_step(output, now)
         if noted is not None and self._planned is not None:
             self._keys[id(noted)] = noted, self._planned
 
     def take(self, output: object, now: float) -> bool:
         """Measure a step whose results vLLM has taken; return whether it was one of its own."""
-        taken = self._keeper.take(output, now)
+        taken = self._engine.take(output, now)
         if taken is None:
             return False
         seconds = taken.seconds
@@ -150,7 +151,7 @@ class SelfCalibration:
         while self._next_step < len(stage.steps) and plan.is_empty:
             self._planned = self._left[0][0], self._next_step
             for place, num in stage.steps[self._next_step]:
-                state = self._keeper.mirror.states.get(self._names[place])
+                state = self._engine.table.states.get(self._names[place])
                 if state is not None:
                     _give(plan, state, num)
             self._next_step += 1
@@ -171,7 +172,7 @@ class SelfCalibration:
 
     def take_in(self, request: EngineRequest, now: float) -> None:
         """Follow a request of its own that vLLM has taken."""
-        self._keeper.add(request, self._keeper.mirror.asked(request, RequestObjectives(), now), now)
+        self._engine.add(request, self._engine.table.asked(request, RequestObjectives(), now), now)
 
     def _begin_stage(self) -> bool:
         """Send the requests of the next stage; return whether there are any."""
@@ -207,7 +208,7 @@ class SelfCalibration:
         for name in names:
             if name in self._surface.scheduler.requests:
                 self._surface.end(name)
-            self._keeper.forget(name)
+            self._engine.forget(name)
 
 
 def is_made_up(request_id: str) -> bool:

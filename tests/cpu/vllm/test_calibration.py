@@ -90,7 +90,7 @@ def test_steps_are_measured_kept_and_read_by_the_next_start(make, caplog, tmp_pa
     assert "step times: measured in" in caplog.text
     for num_decodes, chunk in ((1, 0), (8, 0), (0, 300), (4, 200)):
         told = 0.01 + 2e-4 * (num_decodes + chunk)
-        assert seconds_of(plugin.keeper.model, num_decodes, chunk) == pytest.approx(told, rel=0.02)
+        assert seconds_of(plugin.steps.model, num_decodes, chunk) == pytest.approx(told, rel=0.02)
     (path,) = (tmp_path / "onbeat" / "profiles" / "vllm").iterdir()
     again = make()
     assert not again.has_requests()
@@ -132,7 +132,7 @@ def test_a_request_has_the_machine_at_once_and_measuring_goes_on_later(make):
     assert scheduler.has_requests()
     run(scheduler)
     assert scheduler.onbeat._calibration is None
-    assert scheduler.onbeat.keeper.model.errors is not None
+    assert scheduler.onbeat.steps.model.errors is not None
 
 
 def test_where_vllm_has_no_bound_for_single_prompts_steps_are_measured_too(make, monkeypatch):
@@ -142,7 +142,7 @@ def test_where_vllm_has_no_bound_for_single_prompts_steps_are_measured_too(make,
     monkeypatch.setattr(make, "_reserve_prefill_lookahead", lambda self, request, computed, num: num)
     run(scheduler)
     assert scheduler.onbeat._calibration is None
-    assert seconds_of(scheduler.onbeat.keeper.model, 4, 200) == pytest.approx(0.01 + 2e-4 * 204, rel=0.02)
+    assert seconds_of(scheduler.onbeat.steps.model, 4, 200) == pytest.approx(0.01 + 2e-4 * 204, rel=0.02)
 
 
 def test_a_fault_in_measuring_ends_it_and_no_step(make, monkeypatch, caplog):

@@ -25,8 +25,8 @@ def test_plans_are_carried_out_and_everybody_ends(make):
     plugin = scheduler.onbeat
     assert all(request.num_tokens == request.num_prompt_tokens + 10 for request in requests)
     assert (plugin.num_faults, plugin.num_mismatches, plugin.num_foreign) == (0, 0, 0)
-    assert not plugin.keeper.mirror.states
-    assert not plugin.keeper.mirror.requests
+    assert not plugin.steps.table.states
+    assert not plugin.steps.table.requests
 
 
 def test_who_cannot_be_in_time_and_asks_so_is_refused_with_numbers(make):
@@ -41,14 +41,14 @@ def test_who_cannot_be_in_time_and_asks_so_is_refused_with_numbers(make):
 def test_a_fault_costs_one_step_and_three_in_a_row_turn_the_plug_in_off(make, monkeypatch):
     scheduler = make()
     requests = add_some(scheduler, 6)
-    plan, faults = scheduler.onbeat.keeper.plan, iter([0, 1, 0, 1, 1, 1])
+    plan, faults = scheduler.onbeat.steps.plan, iter([0, 1, 0, 1, 1, 1])
 
     def faulty(now):
         if next(faults):
             raise RuntimeError("of ours")
         return plan(now)
 
-    monkeypatch.setattr(scheduler.onbeat.keeper, "plan", faulty)
+    monkeypatch.setattr(scheduler.onbeat.steps, "plan", faulty)
     run(scheduler)
     plugin = scheduler.onbeat
     assert (plugin.is_on, plugin.num_faults, plugin.num_planned) == (False, 1 + MOST_FAULTS, 2)
@@ -124,7 +124,7 @@ class TestWhatStaysVLLMs:
 
         scheduler = make()
         with monkeypatch.context() as patch:
-            patch.setattr(scheduler.onbeat.keeper, "add", faulty)
+            patch.setattr(scheduler.onbeat.steps, "add", faulty)
             (lost,) = add_some(scheduler, 1)
         other = FakeRequest("other", 20, 5)
         scheduler.add_request(other)

@@ -151,8 +151,8 @@ def test_a_change_anywhere_is_seen():
     for target, name, value in (
         (state, "num_hit_tokens", 7),
         (state.slo, "next_deadline", 1.0),
-        (scheduler._slo.tracker, "num_missed", 9),
-        (scheduler._slo.cost_model, "costs", None),
+        (scheduler.policy.slo.tracker, "num_missed", 9),
+        (scheduler.policy.slo.cost_model, "costs", None),
         (scheduler.kv.pool, next(name for name, _ in attributes(scheduler.kv.pool)), None),
     ):
         old = getattr(target, name)

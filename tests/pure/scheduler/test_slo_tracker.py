@@ -167,7 +167,7 @@ def test_answers_that_may_have_one_token_teach_nothing_of_lengths():
     """They are all that end on a replica that computes prompts for others: L would be 1 there."""
     driver = Watch()
     driver.serve(make_request(f"r{i}", 50, 1 + i % 2, slo=SLO(e2e=10.0)) for i in range(40))
-    lengths = driver.scheduler._slo.tracker.lengths
+    lengths = driver.scheduler.policy.slo.tracker.lengths
     assert lengths.remaining(None, 0, q=0.01, limit=100) == 2
 
 

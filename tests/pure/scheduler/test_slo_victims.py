@@ -33,7 +33,7 @@ def started(*requests: Request, num_blocks: int = 64, **changes) -> tuple[StepPl
         driver.add(request)
     driver.step()
     assert all(len(times) == 1 for times in driver.times.values())
-    plan = driver.scheduler._new_plan(driver.now)
+    plan = driver.scheduler.planner.new_plan(driver.now)
     return plan, loss_of(plan)
 
 
@@ -151,7 +151,7 @@ class TestWhoeverRoomIsMadeFor:
         for request in SIX[:2]:  # 7 blocks each, of 50
             driver.add(request)
         driver.step()
-        plan = driver.scheduler._new_plan(driver.now)
+        plan = driver.scheduler.planner.new_plan(driver.now)
         new = make_state(make_request("new", 16 * 35, 1, salt="shared"))
         assert len(plan.match(new)) == 20
         assert preempt_for(plan, new, plan.running, loss_of(plan))

@@ -16,6 +16,10 @@ from onbeat.scheduler.replica.step_plan import StepPlan
 class Places(Protocol):
     """Where requests are: `RequestTable`, or what follows the queues of another engine."""
 
+    def add(self, state: RequestState) -> None:
+        """Let a new request wait."""
+        ...
+
     def requeue(self, state: RequestState) -> None:
         """Give a waiting request the place that its deadline, or the loss of it, asks for."""
         ...

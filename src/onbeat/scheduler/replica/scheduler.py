@@ -14,19 +14,12 @@ from onbeat.scheduler.replica.checks import check_queue, check_request, has_choi
 from onbeat.scheduler.replica.guides import take_turns, trim_prompts
 from onbeat.scheduler.replica.handover import Handovers
 from onbeat.scheduler.replica.load_report import LoadReporter
+from onbeat.scheduler.replica.planner import Planner
 from onbeat.scheduler.replica.policies import make_policy
-from onbeat.scheduler.replica.relegation import Relegation
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
-from onbeat.scheduler.replica.results import (
-    StepFeedback,
-    StepInFlight,
-    StepResults,
-    StepsInFlight,
-    last_output,
-)
+from onbeat.scheduler.replica.results import StepResults, last_output
 from onbeat.scheduler.replica.rows import commit_rows
-from onbeat.scheduler.replica.slo.deadlines import SLOState
 from onbeat.scheduler.replica.slo.filler import RESERVATION
 from onbeat.scheduler.replica.speculation.drafting import Drafting, make_drafting
 from onbeat.scheduler.replica.step_plan import StepPlan
@@ -49,30 +42,24 @@ class Scheduler:
         self.config = config
         self.step_time_model = step_time_model
         self.policy = make_policy(config, step_time_model)
-        self._slo, self._admission = self.policy.slo, self.policy.admission
-        self.quantile = None if self._slo is None else self._slo.quantile
+        slo = self.policy.slo
+        self.quantile = None if slo is None else slo.quantile
         """Of step times, to plan with; None is the mean."""
         self._drafting: Drafting | None = None
         if config.speculation is not None:
             self._drafting = make_drafting(config.speculation, step_time_model, quantile=self.quantile)
-        tracker = None if self._slo is None else self._slo.tracker
-        self.table = RequestTable(config, tracker)
+        self.table = RequestTable(config, None if slo is None else slo.tracker)
         self._states = self.table.states
         self.kv, self.running, self.waiting = self.table.kv, self.table.running, self.table.waiting
-        self._relegation = Relegation(self.table, self._admission)
-        # Steps wait for one another, save for those of a pipeline.
-        self.feedback = StepFeedback(
-            step_time_model,
-            None if self._slo is None else self._slo.rules,
-            run_side_by_side=config.num_micro_batches > 1,
+        self.planner = Planner(
+            config, self.policy, self.table, step_time_model, lambda: self.handover.num_slots_kept
         )
-        self.in_flight = StepsInFlight()
+        self.feedback, self.in_flight = self.planner.feedback, self.planner.in_flight
         self.handover = Handovers(
             self.table, self.policy, self.in_flight, accept=self._accept, release_batch=self._release_batch
         )
         """What takes KV, and requests with theirs, to other replicas and from them."""
         self.results = StepResults(self.table, self.policy, self.feedback, self._drafting)
-        self._num_added = 0
         self._num_taken = 0
         self._load_reporter: LoadReporter | None = None
 
@@ -88,7 +75,7 @@ class Scheduler:
     @property
     def num_relegated(self) -> int:
         """Requests so far that have become best effort because their first token could not be in time."""
-        return self._relegation.num_relegated
+        return self.planner.relegation.num_relegated
 
     @property
     def num_prefix_queries(self) -> int:
@@ -133,12 +120,7 @@ class Scheduler:
                 num_tokens=self.waiting.num_prompt_tokens,
             )
         now = request.arrival if now is None else now
-        state = self._new_state(request, now)
-        if self._admission is not None:
-            plan = self._new_plan(now)
-            self._admission.on_arrival(state, plan, self.in_flight.busy_until if self.in_flight else plan.now)
-            self._relegation.on_arrival(state)
-        self.table.add(state)
+        self.planner.add(self.planner.new_state(request, now), now)
 
     @property
     def _num_free_places(self) -> int:
@@ -154,15 +136,11 @@ class Scheduler:
         Their TTFT deadline passed in the queue, and they had asked not to be served late, or too many wait
         already that are.
         """
-        return self._relegation.take_expired()
+        return self.planner.relegation.take_expired()
 
     def state(self) -> SchedulerState | None:
         """Return how queues and objectives stand; None where the policy keeps no deadlines."""
-        if self._admission is None:
-            return None
-        in_flight = self.in_flight
-        now = max(in_flight.last_plan, in_flight.busy_until if in_flight else self.feedback.last_end)
-        return self._admission.report(self._new_plan(now), self.num_relegated)
+        return self.planner.state()
 
     def load(self, now: float, *, busy: float = 0.0) -> ReplicaLoad:
         """Return how the replica stands, for whoever shares requests out. It changes no plan.
@@ -220,7 +198,7 @@ class Scheduler:
         """Plan the next step, or return None where nothing can run (yet)."""
         if not self.running and not self.waiting:
             return None
-        start = self.in_flight.last_plan = self.in_flight.next_start(now)
+        start = self.planner.begin(now)
         if self.waiting and self.config.window_tokens is not None:
             self._give_way(start)
         left = take_turns(self.running) if self.table.num_guided else inf
@@ -261,7 +239,7 @@ class Scheduler:
         head = self.waiting.peek()
         paused = [state for state in self.running if state.is_paused and not state.num_in_flight_tokens]
         while paused and head is not None:
-            plan = self._new_plan(now)
+            plan = self.planner.new_plan(now)
             if plan.num_slots_left > 0 and plan.has_blocks_for(head, RESERVATION):
                 return
             self.table.preempt(paused.pop())
@@ -270,44 +248,33 @@ class Scheduler:
 
     def _compose(self, now: float) -> StepPlan:
         """Plan a step. Nothing but the plan changes."""
-        plan = self._new_plan(now)
-        self.policy.composer.compose(plan, self.policy.order)
+        plan = self.planner.new_plan(now)
+        self.planner.compose(plan)
         if self._drafting is not None and plan.decodes:
             self._drafting.plan(plan)
         return plan
 
-    def _new_plan(self, now: float) -> StepPlan:
-        plan = StepPlan(config=self.config, kv=self.kv, running=self.running, waiting=self.waiting, now=now)
-        plan.max_num_seqs -= self.handover.num_slots_kept
-        return plan
-
     def _commit(self, plan: StepPlan, now: float) -> SchedulerOutput | None:
         """Carry out a plan: the only place where planning changes anything."""
-        self.policy.composer.commit(plan)
-        if self._admission is not None:
-            self._admission.on_plan(plan)
+        self.planner.commit(plan)
         if self._drafting is not None and plan.decodes:
             self._drafting.commit(plan)
-        for request_id, num_hit_tokens in plan.num_hit_tokens.items():
-            self._states[request_id].note_hits(num_hit_tokens)
-        if plan.infeasible or plan.overdue:
-            self._relegation.commit(plan)
         if plan.admissions or plan.preempted:
             self.table.dequeue_and_preempt(plan)
         if plan.is_empty:
             return None
         self.kv.pool.expire(now)
-        in_flight = self.in_flight
-        step_id = in_flight.num_planned
-        in_flight.num_planned += 1
         shape = BatchShape()
+        step_id = self.in_flight.num_planned
         rows, states, admitted = commit_rows(plan, self.table, shape, now=now, step_id=step_id)
-        seconds = 0.0
-        if self._slo is not None and self.step_time_model is not None and self.config.num_micro_batches == 1:
-            seconds = self.step_time_model.step_time(shape)
-            in_flight.busy_until = plan.now + seconds
-        step = StepInFlight(step_id, states, tuple(rows), now, seconds, plan.expected_tokens)
-        in_flight.append(step)
+        step = self.planner.launch(
+            shape,
+            states,
+            tuple(rows),
+            start=plan.now,
+            planned_at=now,
+            expected_tokens=plan.expected_tokens,
+        )
         if self.config.num_micro_batches > 1:
             self.table.mark_in_flight(states, is_in_flight=True)
         return SchedulerOutput(
@@ -323,7 +290,7 @@ class Scheduler:
     def _accept(self, request: Request, now: float) -> RequestState:
         """Return a request that has been taken elsewhere; raises as `add` where it can never run here."""
         self._check(request)
-        return self._new_state(request, now)
+        return self.planner.new_state(request, now)
 
     def _check(self, request: Request) -> None:
         """Refuse a request that can never run here; see `add`."""
@@ -331,19 +298,6 @@ class Scheduler:
         if request_id in self._states or self.handover.detached(request_id):
             raise InvalidRequest(f"request id {request_id!r} is in use; use a new one", param="request_id")
         check_request(request, self.config)
-
-    def _new_state(self, request: Request, now: float) -> RequestState:
-        """Return a new request with its place in the order and its deadlines."""
-        sort_key = (self.policy.order.rank(request), request.arrival, self._num_added)
-        self._num_added += 1
-        limit = self.config.max_model_len
-        state = RequestState(request, sort_key=sort_key, max_model_len=limit, slo=SLOState())
-        if self.policy.known.keeps_deadlines:
-            max_output_tokens = state.max_total_tokens - state.num_prompt_tokens
-            state.slo.begin(request, self.config.slo_mode, now=now, max_output_tokens=max_output_tokens)
-        if self.config.window_tokens is not None and self.policy.known.pauses:
-            state.pause_at = state.num_tokens + self.config.window_tokens
-        return state
 
     def _release_batch(self) -> None:
         for state in self.policy.release.releasable(self.running):

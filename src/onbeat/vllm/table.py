@@ -5,15 +5,14 @@ from __future__ import annotations
 from onbeat.core.request import Request, SamplingParams
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.slo.deadlines import SLOState
 from onbeat.scheduler.replica.tracker import SLOTracker
 from onbeat.server.objectives import RequestObjectives
 from onbeat.vllm.kv_view import VLLMKVView
 from onbeat.vllm.surface import EngineRequest, Surface
 
 
-class Mirror:
-    """Follows what vLLM does with requests; `Relegation` finds them here as it does in `RequestTable`.
+class EngineTable:
+    """Follows what vLLM does with requests: the table of our planner, as `RequestTable` is elsewhere.
 
     vLLM decides: a step that was not planned here, a preemption for want of memory and an abort are seen in
     the next `sync`.
@@ -36,7 +35,6 @@ class Mirror:
         self._stale: list[RequestState] = []
         """Preempted requests of which tokens were in flight when last seen."""
         self._surface, self._tracker = surface, tracker
-        self._num_added = 0
         self._per_step = 1 + surface.num_drafts
 
     def asked(self, request: EngineRequest, terms: RequestObjectives, arrival: float) -> Request:
@@ -58,20 +56,6 @@ class Mirror:
             tenant=terms.tenant,
             shed=terms.shed,
         )
-
-    def new_state(self, asked: Request) -> RequestState:
-        """Return the state of a new request; it is in no queue yet, and has no deadlines."""
-        self._num_added += 1
-        return RequestState(
-            asked,
-            sort_key=(0.0, asked.arrival, self._num_added),
-            max_model_len=self._surface.max_model_len,
-            slo=SLOState(),
-        )
-
-    def know(self, request: EngineRequest) -> None:
-        """Let plans find the tokens of a request that may be taken."""
-        self.requests[request.request_id] = request
 
     def add(self, state: RequestState) -> None:
         """Let a new request wait."""

@@ -1,4 +1,4 @@
-"""Our policy at work on vLLM's requests: what `Scheduler` does around a plan, without its KV and rows."""
+"""vLLM's steps: planned with our planner, and followed whoever planned them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from onbeat.core.request import Request, RequestOutput
 from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, Fate, ShedMode, SLOMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.replica.planner import Planner
 from onbeat.scheduler.replica.policies import make_policy
-from onbeat.scheduler.replica.relegation import Relegation
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.results import StepFeedback, StepInFlight, StepsInFlight
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.scheduler_config import SchedulerConfig
-from onbeat.vllm.mirror import Mirror
 from onbeat.vllm.refusals import TOO_LONG
 from onbeat.vllm.surface import EngineRequest, Surface
+from onbeat.vllm.table import EngineTable
 
 
 class NotedStep(NamedTuple):
@@ -39,7 +38,7 @@ class TakenStep(NamedTuple):
     """That it took."""
 
 
-class PromiseKeeper:
+class EngineSteps:
     """Plans vLLM's steps, and follows what becomes of the objectives.
 
     Parameters
@@ -50,16 +49,16 @@ class PromiseKeeper:
 
     def __init__(self, surface: Surface, model: StepTimeModel, mode: SLOMode) -> None:
         self.surface, self.model = surface, model
-        self.config = _limits(surface, mode)
-        self.policy = make_policy(self.config, model)
-        slo, admission = self.policy.slo, self.policy.admission
-        assert slo is not None
-        assert admission is not None
-        self.slo, self.admission = slo, admission
-        self.mirror = Mirror(surface, slo.tracker)
-        self.relegation = Relegation(self.mirror, admission)
-        self.feedback = StepFeedback(model, slo.rules, run_side_by_side=False)
-        self.in_flight = StepsInFlight()
+        config = _limits(surface, mode)
+        policy = make_policy(config, model)
+        assert policy.slo is not None
+        assert policy.admission is not None
+        self.slo, self._admission = policy.slo, policy.admission
+        self.table = table = EngineTable(surface, policy.slo.tracker)
+        self.planner = Planner(
+            config, policy, table, model, lambda: len(table.foreign) + surface.num_idle_sessions
+        )
+        self.in_flight = self.planner.in_flight
         self._steps: deque[NotedStep] = deque()
         """In flight."""
         self._is_synced = False
@@ -70,31 +69,23 @@ class PromiseKeeper:
 
         Parameters
         ----------
-        asked : the same, as `Mirror.asked` returns it.
+        asked : the same, as `EngineTable.asked` returns it.
 
         Raises
         ------
         SLOUnattainable : it would miss its TTFT objective and asks to be refused then; or it would have to
             wait for too long.
         """
-        mirror = self.mirror
+        table, planner = self.table, self.planner
         rejects = asked.shed is ShedMode.REJECT and asked.slo is not None
-        if not self._is_synced and (rejects or len(mirror.waiting) >= self.config.max_num_seqs):
+        if not self._is_synced and (rejects or len(table.waiting) >= planner.config.max_num_seqs):
             self._sync(now)  # it may be refused, for what is predicted
-        state = mirror.new_state(asked)
-        mirror.know(request)
-        state.slo.begin(
-            state.request,
-            self.config.slo_mode,
-            now=now,
-            max_output_tokens=state.max_total_tokens - state.num_prompt_tokens,
-        )
-        plan = self._new_plan(now)
-        busy_until = self.in_flight.busy_until if self.in_flight else now
+        state = planner.new_state(asked, now)
+        table.requests[request.request_id] = request  # plans find its tokens here
         try:
-            self.admission.on_arrival(state, plan, busy_until)
+            planner.add(state, now)
         except Exception as error:
-            del mirror.requests[request.request_id]
+            del table.requests[request.request_id]
             if not isinstance(error, Overloaded):
                 raise
             raise SLOUnattainable(
@@ -103,35 +94,27 @@ class PromiseKeeper:
                 retry_after=error.retry_after or 0.0,
                 code=TOO_LONG,
             ) from error
-        self.relegation.on_arrival(state)
-        mirror.add(state)
         return state
 
     def forget(self, request_id: str) -> None:
         """Forget a request that vLLM has ended."""
-        state = self.mirror.states.get(request_id)
+        state = self.table.states.get(request_id)
         if state is not None:
-            self.mirror.drop(state)
+            self.table.drop(state)
 
     def plan(self, now: float) -> StepPlan:
         """Plan the next step; nothing but the plan changes, and what is known of vLLM's requests."""
         self._sync(now)
-        start = self.in_flight.last_plan = self.in_flight.next_start(now)
-        plan = self._new_plan(start)
+        plan = self.planner.new_plan(self.planner.begin(now))
         num_left = self.surface.scheduler.max_num_scheduled_tokens
         plan.num_tokens_left = max(num_left - self.surface.num_drafts * len(plan.running), 0)
-        self.policy.composer.compose(plan, self.policy.order)
+        self.planner.compose(plan)
         return plan
 
     def commit(self, plan: StepPlan) -> list[RequestOutput]:
         """Remember a plan that is carried out; return the last outputs of requests that it gives up."""
-        self.policy.composer.commit(plan)
-        self.admission.on_plan(plan)
-        for request_id, num_hit_tokens in plan.num_hit_tokens.items():
-            self.mirror.states[request_id].note_hits(num_hit_tokens)
-        if plan.infeasible or plan.overdue:
-            self.relegation.commit(plan)
-        expired = self.relegation.take_expired()
+        self.planner.commit(plan)
+        expired = self.planner.relegation.take_expired()
         if expired:
             states = {state.request_id: state for state in (*plan.overdue, *plan.infeasible)}
             for output in expired:
@@ -141,14 +124,14 @@ class PromiseKeeper:
 
     def _ttft_at_the_end(self, state: RequestState, now: float) -> float:
         """Return the predicted TTFT of a request that waits behind all others, seconds."""
-        wait = self.admission.bound.wait(self.mirror.waiting)
+        wait = self._admission.bound.wait(self.table.waiting)
         num_tokens = state.num_tokens - state.num_hit_tokens
         own = self.slo.cost_model.seconds(num_tokens, state.num_hit_tokens)
         return now - state.request.arrival + wait + own
 
     def note_step(self, output: Any, now: float) -> NotedStep | None:
         """Count a step that vLLM has planned, whoever decided what it holds; None if it holds nothing."""
-        mirror, known, self._is_synced = self.mirror, self.mirror.states, False
+        table, known, self._is_synced = self.table, self.table.states, False
         drafts = getattr(output, "scheduled_spec_decode_tokens", None) or {}
         num_decodes = num_context = num_sampling = 0
         chunks: list[tuple[int, int, bool]] = []
@@ -162,7 +145,7 @@ class PromiseKeeper:
             if state is not None:
                 states.append(state)
                 if state.status is not RequestStatus.RUNNING:
-                    mirror.join(state, before, now)
+                    table.join(state, before, now)
             # Drafts are part of what a decode takes, in plans and where steps are measured or learnt from.
             num_own = num_new - len(drafts.get(request_id, ())) if drafts else num_new
             samples = num_computed >= request.num_tokens
@@ -178,13 +161,9 @@ class PromiseKeeper:
         shape.num_lm_head_rows = num_sampling
         for before, num_own, samples in chunks:
             shape.add(before, num_own, samples=samples)
-        in_flight = self.in_flight
-        start = in_flight.next_start(now)
-        seconds = self.model.step_time(shape)
-        in_flight.busy_until = start + seconds
-        in_flight.append(StepInFlight(in_flight.num_planned, states, (), now, seconds, 0.0))
-        in_flight.num_planned += 1
-        noted = NotedStep(output, shape, seconds)
+        start = self.in_flight.next_start(now)
+        step = self.planner.launch(shape, states, (), start=start, planned_at=now)
+        noted = NotedStep(output, shape, step.seconds)
         self._steps.append(noted)
         return noted
 
@@ -202,13 +181,14 @@ class PromiseKeeper:
         while (noted := self._steps.popleft()).output is not output:
             self.in_flight.end_oldest(now)
         planned_at = self.in_flight.end_oldest(now).planned_at
-        start = max(planned_at, self.feedback.last_end)
-        self.feedback.observe(noted.shape, planned_at, now)
+        feedback = self.planner.feedback
+        start = max(planned_at, feedback.last_end)
+        feedback.observe(noted.shape, planned_at, now)
         return TakenStep(noted, now - start)
 
     def _deliver(self, output: Any, now: float) -> None:
         """Follow the tokens of a step, and who has ended with it."""
-        mirror, surface = self.mirror, self.surface
+        table, surface = self.table, self.surface
         running: Any = None
         """The status of those that run, once one is seen."""
         delivered: list[tuple[RequestState, RequestOutput]] = []
@@ -216,10 +196,10 @@ class PromiseKeeper:
         outputs: dict[int, RequestOutput] = {}
         """By their tokens, whose number is all that counts: nobody else hears of them."""
         for request_id, _ in surface.rows(output):
-            state = mirror.states.get(request_id)
+            state = table.states.get(request_id)
             if state is None:
                 continue
-            request = mirror.requests[request_id]
+            request = table.requests[request_id]
             num_tokens = request.num_tokens
             num_new = num_tokens - state.num_tokens
             if num_new > 0:
@@ -236,19 +216,11 @@ class PromiseKeeper:
         self.slo.tracker.on_deliveries(delivered, now)
         for state in finished:
             self.slo.tracker.on_finish(state)
-            mirror.drop(state)
+            table.drop(state)
 
     def _sync(self, now: float) -> None:
-        self.mirror.sync(now)
+        self.table.sync(now)
         self._is_synced = True
-
-    def _new_plan(self, now: float) -> StepPlan:
-        mirror = self.mirror
-        plan = StepPlan(
-            config=self.config, kv=mirror.kv, running=mirror.running, waiting=mirror.waiting, now=now
-        )
-        plan.max_num_seqs -= len(mirror.foreign) + self.surface.num_idle_sessions
-        return plan
 
 
 def _limits(surface: Surface, mode: SLOMode) -> SchedulerConfig:
