@@ -24,9 +24,7 @@ _WORDS = (
     *("river", "seven", "glass", "north", "paper", "quiet", "stone", "lemon", "train", "cloud", "piano"),
     *("maple", "ocean", "radio", "silver", "candle", "garden", "winter", "letter", "bridge"),
 )
-_OPEN = re.compile(
-    r"^(?:onbeat_requests_|vllm:num_requests_)(?:running|waiting)(?:\{.*\})? (\S+)$", re.MULTILINE
-)
+_OPEN_AT_VLLM = re.compile(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", re.MULTILINE)
 _SETTLES_WITHIN = 15.0
 _option = partial(option, group="chaos")
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=120.0)
@@ -137,17 +135,24 @@ class Chaos:
                 killing.cancel()
 
     async def settle(self) -> None:
-        """Wait until the server has no request, where its metrics tell."""
+        """Wait until the server has no request, where it tells."""
         for _ in range(int(_SETTLES_WITHIN / 0.25)):
             try:
-                async with self._session.get(f"{self._root}/metrics") as response:
-                    found = _OPEN.findall(await response.text())
-            except (aiohttp.ClientError, TimeoutError, OSError):
+                self.result.still_open = await self._num_open()
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
                 return
-            self.result.still_open = int(sum(map(float, found)))
             if not self.result.still_open:
                 return
             await asyncio.sleep(0.25)
+
+    async def _num_open(self) -> int:
+        """Return how many requests an onbeat server has, or a vLLM; 0 of others."""
+        async with self._session.get(f"{self._root}/state") as response:
+            if response.status == 200:
+                own = orjson.loads(await response.read())
+                return sum(own.get(f"requests_{each}", 0) for each in ("running", "waiting"))
+        async with self._session.get(f"{self._root}/metrics") as response:
+            return int(sum(map(float, _OPEN_AT_VLLM.findall(await response.text()))))
 
     @property
     def _now(self) -> float:

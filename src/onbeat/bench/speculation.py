@@ -1,44 +1,24 @@
-"""What a server's speculation did in a run: from its metrics, or from the usage of its answers."""
+"""What a server's speculation did in a run: from what it counts, or from the usage of its answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
+import orjson
+from prometheus_client.parser import text_string_to_metric_families
 
 from onbeat.bench.bench_config import TargetConfig
 from onbeat.bench.probe import PROBE_TIMEOUT
 from onbeat.bench.record import RequestRecord
-from onbeat.metrics.exposition import Scrape, read_exposition
 from onbeat.report.drafts import MeasuredDrafts
+from onbeat.report.live_state import Window
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Names:
-    """How a kind of server calls its counters."""
-
-    drafts: str
-    draft_tokens: str
-    accepted_tokens: str
-    accepted_at: str
-    """With a label `position`, the first at 0."""
-
-
-_NAMES = (
-    _Names(
-        drafts="onbeat_spec_drafts_total",
-        draft_tokens="onbeat_spec_draft_tokens_total",
-        accepted_tokens="onbeat_spec_accepted_tokens_total",
-        accepted_at="onbeat_spec_accepted_tokens_at_position_total",
-    ),
-    _Names(
-        drafts="vllm:spec_decode_num_drafts_total",
-        draft_tokens="vllm:spec_decode_num_draft_tokens_total",
-        accepted_tokens="vllm:spec_decode_num_accepted_tokens_total",
-        accepted_at="vllm:spec_decode_num_accepted_tokens_per_pos_total",
-    ),
-)
+_VLLM = "vllm:spec_decode_num_"
+"""How vLLM's counters of drafts begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,34 +45,55 @@ class DraftCounts:
         )
 
 
-def draft_counts(scrape: Scrape) -> DraftCounts | None:
-    """Return the counts among a server's metrics, over all its engines; None where it does not speculate."""
-    for names in _NAMES:
-        num_drafted_tokens = scrape.total(names.draft_tokens)
-        if num_drafted_tokens is None:
-            continue
-        positions = sorted(map(int, scrape.label_values(names.accepted_at, "position")))
-        accepted = [scrape.total(names.accepted_at, position=str(position)) for position in positions]
-        return DraftCounts(
-            num_drafts=round(scrape.total(names.drafts) or 0),
-            num_drafted_tokens=round(num_drafted_tokens),
-            num_accepted_tokens=round(scrape.total(names.accepted_tokens) or 0),
-            accepted_at=tuple(round(number or 0) for number in accepted),
-        )
-    return None
+def drafts_of_state(state: Mapping[str, Any]) -> DraftCounts | None:
+    """Return the counts in an answer of onbeat's `GET /state`; None where it does not speculate."""
+    own = Window(None, state)
+    num_drafted = own.value("spec_draft_tokens_total")
+    if num_drafted is None:
+        return None
+    by_proposer = state.get("spec_accepted_tokens_at_position_total", {}).values()
+    accepted = Counter({int(place): count for counts in by_proposer for place, count in counts.items()})
+    return DraftCounts(
+        num_drafts=round(own.value("spec_drafts_total") or 0),
+        num_drafted_tokens=round(num_drafted),
+        num_accepted_tokens=round(own.value("spec_accepted_tokens_total") or 0),
+        accepted_at=tuple(accepted[place] for place in sorted(accepted)),
+    )
+
+
+def drafts_of_vllm(metrics: str) -> DraftCounts | None:
+    """Return the counts in vLLM's `/metrics`, over all its engines; None where it does not speculate."""
+    totals, accepted = Counter[str](), Counter[int]()
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            totals[sample.name.removeprefix(_VLLM)] += round(sample.value)
+            if sample.name == f"{_VLLM}accepted_tokens_per_pos_total":
+                accepted[int(sample.labels["position"])] += round(sample.value)
+    if "draft_tokens_total" not in totals:
+        return None
+    return DraftCounts(
+        num_drafts=totals["drafts_total"],
+        num_drafted_tokens=totals["draft_tokens_total"],
+        num_accepted_tokens=totals["accepted_tokens_total"],
+        accepted_at=tuple(accepted[place] for place in sorted(accepted)),
+    )
 
 
 async def look_at_drafts(session: aiohttp.ClientSession, target: TargetConfig) -> DraftCounts | None:
-    """Return what a server's /metrics say of drafts; None where it has none, or does not show them."""
-    try:
-        async with session.get(
-            f"{target.root}/metrics", headers=dict(target.headers), timeout=PROBE_TIMEOUT
-        ) as response:
-            if response.status != 200:
-                return None
-            return draft_counts(read_exposition(await response.text()))
-    except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
-        return None
+    """Return what a server says of drafts; None where it has none, or says nothing of them."""
+    for path, read in (
+        ("state", lambda body: drafts_of_state(orjson.loads(body))),
+        ("metrics", drafts_of_vllm),
+    ):
+        try:
+            async with session.get(
+                f"{target.root}/{path}", headers=dict(target.headers), timeout=PROBE_TIMEOUT
+            ) as response:
+                if response.status == 200:
+                    return read(await response.text())
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
+            return None
+    return None
 
 
 async def drafts_since(

@@ -15,8 +15,8 @@ from onbeat.cli.args import checked
 from onbeat.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from onbeat.cli.top_source import MetricsSource
-    from onbeat.metrics.exposition import Scrape
+    from onbeat.cli.top_source import StateSource
+    from onbeat.report.live_state import State
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 SHORTEST_INTERVAL = 0.1
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="time between two looks at the server",
     )
-    parser.add_argument("--api-key", metavar="KEY", help="for a proxy that guards the metrics")
+    parser.add_argument("--api-key", metavar="KEY", help="for a proxy that guards the state")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,7 +68,7 @@ async def _run(console: Console, root: str, api_key: str | None, interval: float
             await _watch(console, source, screen, interval)
 
 
-async def _watch(console: Console, source: MetricsSource, screen: _Screen, interval: float) -> None:
+async def _watch(console: Console, source: StateSource, screen: _Screen, interval: float) -> None:
     """Draw a frame for each look at the server, for ever; a server that is away may come back."""
     with Live(screen.frame(), console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -84,15 +84,15 @@ class _Screen:
     """What is drawn: the last good look at the server, and since when there was none."""
 
     def __init__(self, root: str) -> None:
-        from onbeat.report.live_view import ServerHistory
+        from onbeat.report.live_state import StateHistory
 
         self._root = root
-        self._history: ServerHistory = ServerHistory()
+        self._history: StateHistory = StateHistory()
         self._seen_at = 0.0
         self._note = ""
 
-    def take(self, scrape: Scrape, *, has_engine: bool) -> None:
-        self._history.add(scrape, time.monotonic())
+    def take(self, state: State, *, has_engine: bool) -> None:
+        self._history.add(state)
         self._seen_at = time.time()
         self._note = "" if has_engine else "No replica takes requests at present: GET /ready says why."
 
@@ -103,10 +103,4 @@ class _Screen:
     def frame(self) -> RenderableType:
         from onbeat.report.live_frame import live_frame
 
-        return live_frame(
-            self._history.view(self._seen_at),
-            url=self._root,
-            attainment=self._history.attainment,
-            step_seconds=self._history.step_seconds,
-            note=self._note,
-        )
+        return live_frame(self._history, url=self._root, note=self._note)

@@ -1,29 +1,29 @@
-"""Fetch the metrics of a server."""
+"""Fetch the state of a server."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
 import aiohttp
+import orjson
 
 from onbeat.bench.client import why_no_answer
 from onbeat.core.errors import ConfigError
-from onbeat.metrics.exposition import Scrape, read_exposition
-from onbeat.report.live_view import is_onbeat
+from onbeat.report.live_state import State
 
 TIMEOUT = aiohttp.ClientTimeout(total=5.0)
-PATH = "/metrics"
+PATH = "/state"
 
 
 class ServerAway(ConfigError):
     """No server answers at the address, for now."""
 
 
-class MetricsSource:
-    """The metrics of one server.
+class StateSource:
+    """The state of one server.
 
     Parameters
     ----------
@@ -42,10 +42,10 @@ class MetricsSource:
             async with self._session.get(self._root + "/ready") as response:
                 return response.status != HTTPStatus.SERVICE_UNAVAILABLE
         except (TimeoutError, aiohttp.ClientError, OSError):
-            return True  # the metrics tell whether the server is there
+            return True  # the state tells whether the server is there
 
-    async def fetch(self) -> Scrape:
-        """Return the metrics as they stand.
+    async def fetch(self) -> State:
+        """Return the state as it is.
 
         Raises
         ------
@@ -55,32 +55,27 @@ class MetricsSource:
         try:
             async with self._session.get(self._url) as response:
                 _check_status(self._url, response.status)
-                text = await response.text()
-        except (TimeoutError, aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
+                body = await response.read()
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise ServerAway(
                 f"no server answers at {self._url} ({why_no_answer(error)}); start one with `onbeat serve`, "
                 "or name another: `onbeat top URL`"
             ) from error
-        try:
-            scrape = read_exposition(text)
-        except ValueError as error:
-            raise ConfigError(
-                f"{self._url} is no onbeat server: it shows no metrics ({error}); give the address of one"
-            ) from error
-        if not is_onbeat(scrape):
-            raise ConfigError(
-                f"{self._url} is no onbeat server: its metrics lack onbeat_requests_running; give the "
-                "address of one"
-            )
-        return scrape
+        with suppress(ValueError):
+            state = orjson.loads(body)
+            if isinstance(state, dict) and "server_info" in state:
+                return state
+        raise ConfigError(
+            f"{self._url} is no onbeat server: it answers without server_info; give the address of one"
+        )
 
 
 @asynccontextmanager
-async def open_source(root: str, api_key: str | None) -> AsyncIterator[MetricsSource]:
+async def open_source(root: str, api_key: str | None) -> AsyncIterator[StateSource]:
     """Connect to a server while the block runs; it need not be there yet."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     async with aiohttp.ClientSession(headers=headers, timeout=TIMEOUT) as session:
-        yield MetricsSource(session, root)
+        yield StateSource(session, root)
 
 
 def server_root(url: str) -> str:
@@ -98,7 +93,7 @@ def server_root(url: str) -> str:
         is_address = False
     if not is_address or parts.query or parts.fragment:
         raise ConfigError(f"{url!r} is no address of a server; give one such as http://127.0.0.1:8000")
-    return full.rstrip("/").removesuffix(PATH).removesuffix("/v1").rstrip("/")
+    return full.rstrip("/").removesuffix(PATH).removesuffix("/metrics").removesuffix("/v1").rstrip("/")
 
 
 def _check_status(url: str, status: int) -> None:

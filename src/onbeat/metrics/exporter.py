@@ -205,7 +205,8 @@ class MetricsExporter(Collector):
 
     def state(self) -> bytes:
         """Return the same numbers as JSON: by name and then by the values of labels."""
-        tree: dict[str, Any] = {"unix_time": time.time(), "start_time": self._started}
+        now = self._started + self._clock() - self._start
+        tree: dict[str, Any] = {"unix_time": now, "start_time": self._started}
         for metric, outer, value in self._samples():
             if not metric.is_own:
                 continue

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import inf
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from onbeat.report.fleet_view import fleet_table, plain_table
-from onbeat.report.guided_view import GuidedView
-from onbeat.report.live_view import ClassView, DraftView, Percentiles, ServerView, StepView, WorstDecileView
-from onbeat.report.units import against, duration, percent, short, sparkline
+from onbeat.report.live_state import LATENCY_SECONDS, StateHistory, Window, ratio
+from onbeat.report.units import NOTHING, against, duration, percent, short, sparkline
 
+RATE_SECONDS = 10.0
+"""Rates and means are over so long."""
 GOOD, FAIR = 0.99, 0.9
 """Attainment from here on is green, or yellow."""
 LONG_GAPS = "Stream mode: attained judges token deadlines, so single gaps may exceed TBT."
@@ -22,214 +24,249 @@ LABEL_WIDTH = 12
 BAR_WIDTH = 20
 Field = tuple[str, str]
 """(value, what it is)."""
+_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow", "down": "bold red"}
+_TTFT, _TBT = "slo_time_to_first_token_seconds", "slo_time_between_tokens_seconds"
 
 
-def live_frame(
-    view: ServerView,
-    *,
-    url: str,
-    attainment: Sequence[float | None] = (),
-    step_seconds: Sequence[float | None] = (),
-    note: str = "",
-) -> RenderableType:
-    """Return a frame.
+def live_frame(history: StateHistory, *, url: str, note: str = "") -> RenderableType:
+    """Return a frame of what was seen of a server, once at least.
 
     Parameters
     ----------
-    attainment, step_seconds : one value for each look at the server so far, drawn as lines.
     note : shown in place of the explanation at the foot; what is above it is then out of date.
     """
+    recent, longer = history.window(RATE_SECONDS), history.window(LATENCY_SECONDS)
     gap = Text()
-    parts: list[RenderableType] = [_head(view, url), Rule(style="dim"), _queues(view), gap]
-    parts += [] if view.fleet is None else [fleet_table(view.fleet), gap]
-    parts.append(_classes(view.classes))
-    parts += [] if not _has_long_gaps(view) else [Text(LONG_GAPS, style="dim")]
-    parts += [] if view.worst_decile is None else [gap, _worst_decile(view.worst_decile)]
-    parts += [gap, _steps(view.steps)]
-    parts += [] if view.drafts is None else [_drafts(view.drafts)]
-    parts += [] if view.guided is None else [_guided(view.guided)]
-    parts.append(_decisions(view))
-    if any(step_seconds):
-        parts += [gap, _history(attainment, step_seconds)]
-    parts += [Rule(style="dim"), Text(note, style="bold red") if note else Text(_footnote(view), style="dim")]
-    return Group(*parts)
+    parts: list[RenderableType] = [_head(recent, url), Rule(style="dim"), *_queues(recent), gap]
+    replicas = sorted(recent.new.get("replica_lives", ()), key=lambda name: (len(name), name))
+    if len(replicas) > 1 or recent.value("fleet_replicas_wanted") is not None:
+        parts += [*_fleet(recent, replicas), gap]
+    parts += [*_classes(longer), *_worst_decile(recent), gap, *_steps(recent, longer)]
+    parts += [*_drafts(recent), *_grammars(recent, longer), *_decisions(recent)]
+    if any(history.step_seconds):
+        parts += [gap, *_history(history)]
+    foot = Text(note, style="bold red") if note else Text(_footnote(recent, longer), style="dim")
+    return Group(*parts, Rule(style="dim"), foot)
 
 
-def _head(view: ServerView, url: str) -> RenderableType:
-    info = view.info
+def _head(now: Window, url: str) -> RenderableType:
+    info = now.new["server_info"]
     what = Text("onbeat", style="bold")
     what.append(f" {info['version']}  ", style="dim")
     what.append(info["model"])
-    policy = " ".join(filter(None, (info["policy"], info["slo_mode"])))
-    what.append(f"  {policy}", style="cyan")
+    what.append(f"  {info['policy']} {info['slo_mode']}", style="cyan")
     line = Table.grid(expand=True, padding=(0, 1))
     line.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     line.add_column(justify="right", no_wrap=True)
-    line.add_row(what, Text(f"up {duration(view.uptime)}", style="dim"))
+    line.add_row(what, Text(f"up {duration(now.uptime)}", style="dim"))
     line.add_row(Text(url, style="dim"), "")
     return line
 
 
-def _queues(view: ServerView) -> RenderableType:
-    load = view.load
-    share = view.used_blocks / view.blocks if view.blocks else None
-    blocks = Text.assemble(
-        (percent(share), "bold"), (f"  {short(view.used_blocks)} of {short(view.blocks)} blocks", "dim")
-    )
+def _queues(now: Window) -> Iterator[RenderableType]:
+    states = (("requests_running", "running"), ("requests_waiting", "waiting"))
+    counts = [
+        (short(now.value(name)), word) for name, word in (*states, ("requests_best_effort", "best effort"))
+    ]
+    yield _row("requests", *counts)
+    blocks = now.value("kv_blocks")
+    ended, still = now.value("jobs_total"), now.value("jobs_open")
+    if ended is not None or still:
+        in_calls = ratio(now.value("job_seconds_total", "in_calls"), now.value("job_seconds_total"))
+        kept = ratio(now.value("kv_blocks_kept"), blocks)
+        jobs = [(short(number), how) for how, number in sorted(now.new.get("jobs_total", {}).items())]
+        yield _row("jobs", (short(still), "open"), *jobs)
+        shares = ((percent(in_calls), "of the time in calls"), (percent(kept), "of KV kept for them"))
+        yield _row("", *_known(*shares))
+    finished = now.rate("requests_total")
+    arrived = ratio(sum(now.delta(each) or 0.0 for each in ("requests_total", *dict(states))), now.seconds)
+    yield _row("load", (short(max(arrived or 0.0, 0.0)), "req/s in"), (short(finished), "req/s out"))
+    if (wait := now.value("predicted_wait_seconds")) is not None:
+        yield _row("forecast", (duration(wait), "predicted wait"))
+    read, made = now.rate("prompt_tokens_total"), now.rate("output_tokens_total")
+    cached = ratio(now.rate("prompt_tokens_cached_total"), read)
+    tokens = ((short(read), "prompt/s"), (short(made), "output/s"))
+    yield _row("tokens", *tokens, *_known((percent(cached), "of prompts cached")))
+    used = now.value("kv_blocks_used")
+    share = ratio(used, blocks)
     bar = ProgressBar(
         total=1, completed=share or 0, width=BAR_WIDTH, complete_style="cyan", finished_style="red"
     )
     kv = Table.grid(padding=(0, 1))
-    kv.add_row(bar, blocks)
-    rows = _grid()
-    rows.add_row(
-        "requests",
-        _fields(
-            (short(view.running), "running"),
-            (short(view.waiting), "waiting"),
-            (short(view.best_effort), "best effort"),
-        ),
-    )
-    if (jobs := view.jobs) is not None:
-        ended = [(short(number), outcome) for outcome, number in sorted(jobs.by_outcome.items())]
-        spent = _known((percent(jobs.in_calls), "of the time in calls"))
-        kept = _known((percent(jobs.kept_kv), "of KV kept for them"))
-        rows.add_row("jobs", _fields((short(jobs.num_open), "open"), *ended))
-        rows.add_row("", _fields(*spent, *kept))
-    rows.add_row("load", _fields((short(load.arrivals), "req/s in"), (short(load.finished), "req/s out")))
-    forecast = _known((duration(load.predicted_wait), "predicted wait"))
-    if forecast:
-        rows.add_row("forecast", _fields(*forecast))
-    rows.add_row(
-        "tokens",
-        _fields(
-            (short(load.prompt_tokens), "prompt/s"),
-            (short(load.output_tokens), "output/s"),
-            *_known((percent(load.cached_share), "of prompts cached")),
-        ),
-    )
-    rows.add_row("KV cache", kv)
-    return rows
+    number = Text.assemble((percent(share), "bold"), (f"  {short(used)} of {short(blocks)} blocks", "dim"))
+    kv.add_row(bar, number)
+    yield _row("KV cache", shown=kv)
 
 
-def _classes(classes: Sequence[ClassView]) -> RenderableType:
-    if not classes:
-        return Text("no request with objectives so far", style="dim")
-    table = plain_table("class", "req/s", "good/s", "attained", "TTFT P50", "TTFT P99", "TBT P99")
-    for own in classes:
+def _fleet(now: Window, replicas: Sequence[str]) -> Iterator[RenderableType]:
+    """Yield the line of the fleet, the rows of its replicas, and what it has decided on its size."""
+    line = Text("fleet        ", style="dim")
+    counts = [f"{short(count)} {state}" for state, count in now.new["fleet_replicas"].items() if count]
+    line.append("  ".join(counts), style="bold")
+    if waiting := now.value("fleet_requests_waiting"):
+        line.append(f"   {short(waiting)} waiting for one", style="bold yellow")
+    moved, resumed = now.value("fleet_moves_total", "*", "moved") or 0, now.value("fleet_resumed_total")
+    lost, error = now.value("fleet_lost_total"), now.quantile("fleet_ttft_prediction_error_ratio", 0.5)
+    line.append(f"   {short(moved)} moved", style="bold" if moved else "dim")
+    line.append(f"   {short(resumed)} resumed", style="bold" if resumed else "dim")
+    line.append(f"   {short(lost)} lost", style="bold red" if lost else "dim")
+    if error is not None:
+        line.append(f"   TTFT off by {percent(error)}", style="dim")
+    yield line
+    if (wanted := now.value("fleet_replicas_wanted")) is not None:
+        least, most = now.value("fleet_replicas_min"), now.value("fleet_replicas_max")
+        size = Text("size         ", style="dim")
+        size.append(f"{short(wanted)} wanted", style="bold")
+        size.append(f" of {short(least)} to {short(most)}", style="dim")
+        if (load := now.value("fleet_load_share")) is not None:
+            planned = now.value("fleet_planned_share")
+            size.append(
+                f"   load takes {percent(load)}" + (f" (planned {percent(planned)})" if planned else "")
+            )
+        ups, downs = (now.value("fleet_rescales_total", each) or 0 for each in ("up", "down"))
+        size.append(f"   {short(ups)} up, {short(downs)} down", style="dim")
+        yield size
+    titles = ("state", "run", "wait", "KV", "step", "delay", "hits", "req/s", "moves", "lives")
+    table = _table("replica", *titles)
+    for name in replicas:
+        table.add_row(*_replica(now, name))
+    yield table
+
+
+def _replica(now: Window, name: str) -> Iterator[str | Text]:
+    def value(metric: str) -> float | None:
+        return now.value(metric, name)
+
+    state = next((each for each, is_so in now.new["replica_state"][name].items() if is_so), NOTHING)
+    queries = now.delta("replica_prefix_cache_queries_total", name)
+    yield " ".join((name, *now.new.get("replica_role", {}).get(name, ())))
+    yield Text(state, style=_STYLES.get(state, ""))
+    yield short(value("replica_running"))
+    yield short(value("replica_waiting"))
+    yield percent(ratio(value("replica_kv_blocks_used"), value("replica_kv_blocks")))
+    yield duration(value("replica_step_seconds_last") or None)
+    yield duration(value("replica_predicted_wait_seconds"))
+    yield percent(ratio(now.delta("replica_prefix_cache_hits_total", name), queries))
+    yield short(now.rate("fleet_routed_total", name))
+    yield short(now.value("fleet_replica_moves_total", name) or 0)
+    yield short(value("replica_lives"))
+
+
+def _classes(span: Window) -> Iterator[RenderableType]:
+    """Yield the classes, the most urgent first."""
+    objectives = span.new.get("slo_objective_seconds", {})
+    if not (names := span.new.get("slo_requests_total", ())):
+        yield Text("no request with objectives so far", style="dim")
+        return
+    table = _table("class", "req/s", "good/s", "attained", "TTFT P50", "TTFT P99", "TBT P99")
+    has_long_gaps = False
+
+    def wanted(name: str, objective: str) -> float | None:
+        return span.value("slo_objective_seconds", name, objective)
+
+    for name in sorted(
+        names, key=lambda each: (wanted(each, "ttft") or inf, wanted(each, "tbt") or inf, each)
+    ):
+        ttft, tbt = objectives.get(name, {}).get("ttft"), objectives.get(name, {}).get("tbt")
+        slow, gap = span.quantile(_TTFT, 0.99, name), span.quantile(_TBT, 0.99, name)
+        share = span.attainment(name)
+        has_long_gaps = has_long_gaps or _is_over(gap, tbt)
         table.add_row(
-            own.name,
-            short(own.rate),
-            short(own.goodput),
-            Text(percent(own.attainment), style=_attainment_style(own.attainment)),
-            duration(own.ttft.p50),
-            _against(own.ttft),
-            _against(own.tbt),
+            "no class" if name == "unnamed" else name,
+            short(span.rate("slo_requests_total", name)),
+            short(span.rate("slo_requests_total", name, "good")),
+            Text(percent(share), style=_attainment_style(share)),
+            duration(span.quantile(_TTFT, 0.5, name)),
+            _against(slow, ttft),
+            _against(gap, tbt),
         )
-    return table
+    yield table
+    if has_long_gaps and span.new["server_info"]["slo_mode"] == "stream":
+        yield Text(LONG_GAPS, style="dim")
 
 
-def _has_long_gaps(view: ServerView) -> bool:
-    """Return whether there are gaps over an objective that attainment, in stream mode, need not mind."""
-    tbts = (own.tbt for own in view.classes)
-    return view.info["slo_mode"] == "stream" and any(map(_is_over, tbts))
+def _worst_decile(now: Window) -> Iterator[RenderableType]:
+    if (share := now.value("slo_attainment_worst_decile")) is None:
+        return
+    least, most = (now.value("slo_worst_decile_prompt_tokens", each) for each in ("min", "max"))
+    longest = (duration(now.value("slo_longest_wait_seconds")), "longest wait of all")
+    yield Text()
+    yield _row("worst decile", (percent(share), f"good, {short(least)} to {short(most)} tokens"), longest)
 
 
-def _worst_decile(worst: WorstDecileView) -> RenderableType:
-    span = f"good, {short(worst.min_prompt_tokens)} to {short(worst.max_prompt_tokens)} tokens"
-    rows = _grid()
-    rows.add_row(
-        "worst decile",
-        _fields((percent(worst.attainment), span), (duration(worst.longest_wait), "longest wait of all")),
+def _steps(recent: Window, longer: Window) -> Iterator[RenderableType]:
+    plan = (
+        (duration(recent.mean("step_predicted_seconds")), "predicted"),
+        (duration(recent.quantile("step_budget_seconds", 0.5)), "budget P50"),
     )
-    return rows
-
-
-def _steps(steps: StepView) -> RenderableType:
-    rows = _grid()
-    rows.add_row(
-        "step",
-        _fields(
-            (duration(steps.seconds), "actual"),
-            *_known((duration(steps.predicted), "predicted"), (duration(steps.budget_p50), "budget P50")),
-            (short(steps.rate), "/s"),
-        ),
-    )
-    rows.add_row(
+    actual, rate = duration(recent.mean("step_seconds")), short(recent.rate("steps_total"))
+    yield _row("step", (actual, "actual"), *_known(*plan), (rate, "/s"))
+    yield _row(
         "batch",
-        _fields(
-            (short(steps.decodes), "decodes"),
-            (short(steps.chunk_tokens), "chunk tokens"),
-            (duration(steps.planner_p99), "planner P99"),
-        ),
+        (short(recent.mean("step_decodes")), "decodes"),
+        (short(recent.mean("step_chunk_tokens")), "chunk tokens"),
+        (duration(recent.quantile("planner_seconds", 0.99)), "planner P99"),
     )
-    plan = _known(
-        (percent(steps.error_p50), "prediction error P50"),
-        (percent(steps.error_p99), "P99"),
-        (percent(steps.over_budget), "over budget"),
-    )
-    if plan:
-        rows.add_row("plan", _fields(*plan))
-    return rows
+    over = ratio(longer.delta("steps_over_budget_total"), longer.count("step_budget_seconds"))
+    errors = [percent(longer.quantile("step_prediction_error_ratio", q)) for q in (0.5, 0.99)]
+    known = _known((errors[0], "prediction error P50"), (errors[1], "P99"), (percent(over), "over budget"))
+    if known:
+        yield _row("plan", *known)
 
 
-def _drafts(drafts: DraftView) -> RenderableType:
-    rows = _grid()
-    rows.add_row(
-        "drafts",
-        _fields(
-            (drafts.proposer, "proposes"),
-            (short(drafts.length), "a row"),
-            *_known((percent(drafts.acceptance), "accepted")),
-            (short(drafts.tokens_per_row), "tokens a row"),
-        ),
-    )
-    goodput = _known(
-        (short(drafts.goodput), "tokens/s of steps"), (short(drafts.predicted_goodput), "predicted")
-    )
-    if goodput:
-        rows.add_row("goodput", _fields(*goodput))
-    return rows
+def _drafts(now: Window) -> Iterator[RenderableType]:
+    for proposer in now.new.get("spec_drafts_total", ()):
+        verified, accepted = (now.delta(f"spec_{each}_tokens_total") for each in ("draft", "accepted"))
+        rows = now.count("spec_draft_length", proposer)
+        yield _row(
+            "drafts",
+            (proposer, "proposes"),
+            (short(ratio(now.sum("spec_draft_length", proposer), rows)), "a row"),
+            *_known((percent(ratio(accepted, verified)), "accepted")),
+            (short(ratio(now.delta("spec_delivered_tokens_total"), rows)), "tokens a row"),
+        )
+        names = (("goodput", "tokens/s of steps"), ("goodput_predicted", "predicted"))
+        known = _known(*((short(now.value(f"spec_{each}_tokens_per_second")), word) for each, word in names))
+        if known:
+            yield _row("goodput", *known)
 
 
-def _guided(guided: GuidedView) -> RenderableType:
-    rows = _grid()
-    shares = _known(
-        (percent(guided.redrawn), "drawn again"), (percent(guided.step_share), "of the step's time")
-    )
-    rows.add_row("grammars", _fields((short(guided.rows), "rows a step"), *shares))
-    compiling = _known((duration(guided.compile_p99), "compile P99"))
-    rows.add_row("new grammars", _fields(*compiling, (short(guided.refused), "refused")))
-    return rows
+def _grammars(recent: Window, longer: Window) -> Iterator[RenderableType]:
+    refused = recent.value("grammar_refusals_total") or 0
+    if not (recent.value("guided_tokens_total") or refused):
+        return
+    asked = recent.delta("guided_tokens_total")
+    again = ratio(recent.delta("guided_tokens_total", "refused"), asked)
+    share = ratio(recent.delta("guide_seconds_total"), recent.sum("step_seconds"))
+    shares = _known((percent(again), "drawn again"), (percent(share), "of the step's time"))
+    yield _row("grammars", (short(ratio(asked, recent.delta("steps_total"))), "rows a step"), *shares)
+    compiling = duration(longer.quantile("grammar_compile_seconds", 0.99))
+    yield _row("new grammars", *_known((compiling, "compile P99")), (short(refused), "refused"))
 
 
-def _decisions(view: ServerView) -> RenderableType:
-    rows = _grid()
-    refused = sum(view.refused.values())
+def _decisions(now: Window) -> Iterator[RenderableType]:
     counts = (
-        (refused, "refused"),
-        (view.relegated, "relegated"),
-        (view.missed, "missed"),
-        (view.preempted, "preempted"),
+        ("requests_rejected_total", "refused"),
+        ("requests_relegated_total", "relegated"),
+        ("requests_lost_total", "missed"),
+        ("preemptions_total", "preempted"),
     )
-    rows.add_row("decisions", _fields(*((short(number), name) for number, name in counts)))
-    if refused:
-        reasons = [(short(number), reason) for reason, number in view.refused.items() if number]
-        rows.add_row("refused for", _fields(*reasons))
-    return rows
+    yield _row("decisions", *((short(now.value(name) or 0), word) for name, word in counts))
+    reasons = [(short(count), why) for why, count in now.new["requests_rejected_total"].items() if count]
+    if reasons:
+        yield _row("refused for", *reasons)
 
 
-def _history(attainment: Sequence[float | None], step_seconds: Sequence[float | None]) -> RenderableType:
-    rows = _grid()
-    longest = max((value for value in step_seconds if value is not None), default=0.0)
-    share = next((value for value in reversed(attainment) if value is not None), None)
+def _history(history: StateHistory) -> Iterator[RenderableType]:
+    longest = max((value for value in history.step_seconds if value is not None), default=0.0)
+    share = next((value for value in reversed(history.attainment) if value is not None), None)
     scale = f"max {duration(longest)}"
     if share is not None:
         # Padded, so that what was at the same time stands one above the other.
         last = percent(share).ljust(len(scale))
-        rows.add_row("attainment", _Sparkline(attainment, high=1.0, last=last, style="green"))
-    rows.add_row("step time", _Sparkline(step_seconds, high=longest, last=scale, style="cyan"))
-    return rows
+        yield _row("attainment", shown=_Sparkline(history.attainment, high=1.0, last=last, style="green"))
+    steps = _Sparkline(history.step_seconds, high=longest, last=scale, style="cyan")
+    yield _row("step time", shown=steps)
 
 
 class _Sparkline:
@@ -243,39 +280,53 @@ class _Sparkline:
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
         room = max(options.max_width - len(self._last) - 2, 1)
-        shown = list(self._values)[-room:]
-        bars = sparkline(shown, low=0.0, high=self._high)
+        bars = sparkline(list(self._values)[-room:], low=0.0, high=self._high)
         yield Text.assemble((bars, self._style), "  ", (self._last, "bold"), no_wrap=True)
 
 
-def _grid() -> Table:
-    grid = Table.grid(padding=(0, 1), expand=True)
-    grid.add_column(style="dim", width=LABEL_WIDTH, no_wrap=True)
-    grid.add_column(ratio=1)
-    return grid
+def _table(first: str, *others: str) -> Table:
+    """Return an empty table: a wide first column, and right-justified others."""
+    table = Table(
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        expand=True,
+        pad_edge=False,
+        padding=(0, 0, 0, 1),
+        header_style="dim",
+        border_style="dim",
+    )
+    table.add_column(first, no_wrap=True, overflow="ellipsis", ratio=1)
+    for title in others:
+        table.add_column(title, justify="right", no_wrap=True)
+    return table
 
 
-def _fields(*fields: Field) -> Text:
+def _row(label: str, *fields: Field, shown: RenderableType | None = None) -> RenderableType:
+    """Return a line: what it is about, and values with their names, or what is `shown` in their place."""
     line = Text(no_wrap=True, overflow="ellipsis")
     for number, (value, name) in enumerate(fields):
         line.append("   " if number else "")
         line.append(value, style="bold")
         line.append(f" {name}", style="dim")
-    return line
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(style="dim", width=LABEL_WIDTH, no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_row(label, shown or line)
+    return grid
 
 
 def _known(*fields: Field) -> list[Field]:
     """Leave out what the server does not say."""
-    return [field for field in fields if field[0] != "-"]
+    return [field for field in fields if field[0] != NOTHING]
 
 
-def _against(latency: Percentiles) -> Text:
-    style = "yellow" if _is_over(latency) else "dim" if latency.p99 is None else ""
-    return Text(against(latency.p99, latency.objective), style=style)
+def _against(p99: float | None, objective: float | None) -> Text:
+    style = "yellow" if _is_over(p99, objective) else "dim" if p99 is None else ""
+    return Text(against(p99, objective), style=style)
 
 
-def _is_over(latency: Percentiles) -> bool:
-    return latency.p99 is not None and latency.objective is not None and latency.p99 > latency.objective
+def _is_over(p99: float | None, objective: float | None) -> bool:
+    return p99 is not None and objective is not None and p99 > objective
 
 
 def _attainment_style(share: float | None) -> str:
@@ -284,10 +335,10 @@ def _attainment_style(share: float | None) -> str:
     return "bold green" if share >= GOOD else "bold yellow" if share >= FAIR else "bold red"
 
 
-def _footnote(view: ServerView) -> str:
-    if view.span is None or view.latency_span is None:
+def _footnote(recent: Window, longer: Window) -> str:
+    if recent.old is None:
         return "Since the server started."
     return (
-        f"Classes, plan: last {view.latency_span:.0f} s. Other rates: last {view.span:.0f} s. "
+        f"Classes, plan: last {longer.seconds:.0f} s. Other rates: last {recent.seconds:.0f} s. "
         "Decisions: since start."
     )

@@ -13,12 +13,13 @@ DETAILS = {"reasoning_tokens": 0, "accepted_prediction_tokens": 3, "rejected_pre
 
 
 def exposition(num_drafts: int, num_drafted: int, accepted_at: tuple[int, ...]) -> str:
+    start, labels = "vllm:spec_decode_num_", 'engine="0",model_name="fake"'
     lines = [
-        f'onbeat_spec_drafts_total{{proposer="ngram"}} {num_drafts}',
-        f'onbeat_spec_draft_tokens_total{{proposer="ngram"}} {num_drafted}',
-        f'onbeat_spec_accepted_tokens_total{{proposer="ngram"}} {sum(accepted_at)}',
+        f"{start}drafts_total{{{labels}}} {num_drafts}",
+        f"{start}draft_tokens_total{{{labels}}} {num_drafted}",
+        f"{start}accepted_tokens_total{{{labels}}} {sum(accepted_at)}",
         *(
-            f'onbeat_spec_accepted_tokens_at_position_total{{position="{j}",proposer="ngram"}} {number}'
+            f'{start}accepted_tokens_per_pos_total{{{labels},position="{j}"}} {number}'
             for j, number in enumerate(accepted_at)
         ),
     ]

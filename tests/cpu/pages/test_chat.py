@@ -245,9 +245,9 @@ async def test_the_state_beside_it_speaks_to_visitors() -> None:
         assert "unnamed" not in await tab.js("document.body.innerText")
         rows = "[...document.querySelectorAll('#steps tr')]"
         share = f"{rows}.find((row) => row.textContent.includes('bandwidth')).lastChild"
-        await tab.js("live(parse('onbeat_step_mbu_ratio 0.5'))")
+        await tab.js("live({ ...last, step_mbu_ratio: 0.5 })")
         assert await tab.js(f"{share}.textContent") == "50 %"
-        await tab.js("live(parse('onbeat_step_mbu_ratio 1.59'))")
+        await tab.js("live({ ...last, step_mbu_ratio: 1.59 })")
         assert await tab.js(f"{share}.textContent") == "all"
 
 

@@ -13,10 +13,13 @@ from benchmarks.harness.servers import free_port
 from onbeat.cli.main import main
 from onbeat.cli.top_source import server_root
 from onbeat.core.errors import ConfigError
-from tests.cpu.top.metrics_server import showing
+from tests.cpu.top.state_server import showing
 from tests.cpu.top.terminal import in_terminal
 
-STORED = (Path(__file__).parents[2] / "data" / "top_metrics.txt").read_text()
+STORED = (Path(__file__).parents[2] / "data" / "top_state.json").read_text()
+
+
+RUNNING = '"requests_running":9'
 
 
 @dataclass
@@ -49,7 +52,7 @@ def test_without_a_terminal_it_prints_one_frame(flags: tuple[str, ...], run_top)
     assert "2 slo_unattainable" in run.stdout
     assert "\x1b" not in run.stdout
     assert max(map(len, run.stdout.splitlines())) == 80
-    assert server.paths == ["/metrics", "/ready"]
+    assert server.paths == ["/state", "/ready"]
 
 
 def test_once_in_a_terminal_prints_one_frame_and_ends() -> None:
@@ -69,7 +72,7 @@ def test_the_key_is_sent(run_top) -> None:
 def test_it_follows_the_server_and_ends_on_ctrl_c() -> None:
     with showing(STORED) as server, in_terminal("top", server.url, "--interval", "0.1") as terminal:
         terminal.wait_for("9 running")
-        server.text = STORED.replace("onbeat_requests_running 9.0", "onbeat_requests_running 7.0")
+        server.text = STORED.replace(RUNNING, RUNNING.replace("9", "7"))
         terminal.wait_for("7 running")
         assert terminal.press_ctrl_c() == 130
         assert terminal.drawn.count("\x1b[?1049h") == terminal.drawn.count("\x1b[?1049l") == 1
@@ -84,8 +87,8 @@ def test_a_server_that_goes_away_is_waited_for() -> None:
         terminal.wait_for("Out of date since")
         terminal.wait_for("Connection refused")
         terminal.wait_for("9 running")  # what was known last stays to be seen
-        restarted = re.sub(r"process_start_time_seconds .*", "process_start_time_seconds 1.8e9", STORED)
-        server.text = restarted.replace("onbeat_requests_running 9.0", "onbeat_requests_running 3.0")
+        restarted = re.sub(r'"start_time":[0-9.]+', '"start_time":1795257200.0', STORED)
+        server.text = restarted.replace(RUNNING, RUNNING.replace("9", "3"))
         server.start()
         terminal.wait_for("3 running")
         terminal.wait_for("last 0 s")  # a new server: nothing is compared with the old one
@@ -105,7 +108,7 @@ def test_another_server_in_its_place_is_no_end() -> None:
     with showing(STORED) as server, in_terminal("top", server.url, "--interval", "0.1") as terminal:
         terminal.wait_for("9 running")
         server.text = "<html></html>"
-        terminal.wait_for("it shows no metrics")
+        terminal.wait_for("Out of date since")
         server.text = STORED
         terminal.wait_for("Classes, plan: last")
         assert terminal.press_ctrl_c() == 130
@@ -114,8 +117,8 @@ def test_another_server_in_its_place_is_no_end() -> None:
 @pytest.mark.parametrize(
     ("text", "status", "message"),
     [
-        ("<html>It works!</html>", 200, "is no onbeat server: it shows no metrics"),
-        ("vllm:num_requests_running 1\n", 200, "lack onbeat_requests_running"),
+        ("<html>It works!</html>", 200, "answers without server_info"),
+        ('{"requests_running": 1}', 200, "answers without server_info"),
         ("", 404, "is no onbeat server: it answers HTTP 404"),
         ("", 401, "answers HTTP 401: give its key with --api-key"),
         ("", 502, "answers HTTP 502"),
@@ -125,7 +128,7 @@ def test_what_is_no_onbeat_server_is_named(text: str, status: int, message: str,
     with showing(text, status=status) as server:
         run = run_top(server.url)
     assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.startswith(f"onbeat: error: {server.url}/metrics ")
+    assert run.stderr.startswith(f"onbeat: error: {server.url}/state ")
     assert message in run.stderr
     assert run.stderr.count("\n") == 1
 
@@ -135,7 +138,7 @@ def test_a_server_that_is_not_there_is_named_with_the_cure(run_top) -> None:
     run = run_top(url)
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr == (
-        f"onbeat: error: no server answers at {url}/metrics (Connection refused); start one with "
+        f"onbeat: error: no server answers at {url}/state (Connection refused); start one with "
         "`onbeat serve`, or name another: `onbeat top URL`\n"
     )
 
@@ -148,6 +151,7 @@ def test_a_server_that_is_not_there_is_named_with_the_cure(run_top) -> None:
         ("localhost", "http://localhost"),
         ("http://host:1/v1/", "http://host:1"),
         ("https://host/llm/metrics", "https://host/llm"),
+        ("https://host/llm/state", "https://host/llm"),
         ("http://[::1]:8000/", "http://[::1]:8000"),
     ],
 )

@@ -11,9 +11,8 @@ import pytest
 from rich.console import Console
 
 from onbeat.bench.record import RequestRecord
-from onbeat.bench.speculation import DraftCounts, draft_counts, measured_drafts
+from onbeat.bench.speculation import DraftCounts, drafts_of_state, drafts_of_vllm, measured_drafts
 from onbeat.core.step import DraftStats
-from onbeat.metrics.exposition import read_exposition
 from onbeat.metrics.summary import METRICS
 from onbeat.report.drafts import SimulatedDrafts
 from onbeat.report.run_report import write_report
@@ -53,21 +52,22 @@ def shown(*tables: Any) -> str:
 
 
 def test_vllms_counters_are_read_over_all_engines() -> None:
-    assert draft_counts(read_exposition(VLLM)) == ALL
+    assert drafts_of_vllm(VLLM) == ALL
 
 
 def test_onbeats_own_counters_are_read_without_aliases() -> None:
     server = FakeServer(proposer="ngram")
     for _ in range(3):
         server.step(0.0, 0.1, drafts=STEP)
-    counts = draft_counts(read_exposition(server.text(1.0)))
+    counts = drafts_of_state(server.state(1.0))
     assert counts == DraftCounts(
         num_drafts=6, num_drafted_tokens=18, num_accepted_tokens=9, accepted_at=(6, 3, 0)
     )
 
 
 def test_a_server_without_speculation_counts_nothing() -> None:
-    assert draft_counts(read_exposition(FakeServer().text(1.0))) is None
+    assert drafts_of_state(FakeServer().state(1.0)) is None
+    assert drafts_of_vllm(FakeServer().text(1.0)) is None
 
 
 def test_a_run_has_what_was_counted_since_its_start() -> None:

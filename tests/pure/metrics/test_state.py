@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,6 +12,7 @@ import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import onbeat
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.fleet import ReplicaView, ScalingView
 from onbeat.core.step import DraftStats, SchedulerState
@@ -82,6 +85,18 @@ def test_the_state_is_as_described() -> None:
     for state in (server.state(40.0), FakeServer().state(0.0)):
         jsonschema.validate(state, strict)
     assert server.state(40.0)["server_info"]["model"] == "tiny"
+
+
+@pytest.mark.parametrize("file", ["server/assets/index.html", "report/live_frame.py"])
+def test_who_shows_the_state_asks_for_what_is_there(file: str) -> None:
+    text = (Path(onbeat.__file__).parent / file).read_text()
+    patterns = {
+        "html": r"(?:state|last|each)\.([a-z]+_[a-z_]+)|mean\(\"(\w+)\"",
+        "py": r"(?:value|delta|rate|count|sum|mean|quantile|get)\(\"([a-z]+_[a-z_]+)\"|now\.new\[\"(\w+)\"",
+    }
+    asked = {"".join(found) for found in re.findall(patterns[file.rpartition(".")[2]], text)}
+    assert len(asked) > 12
+    assert asked <= state_schema()["properties"].keys()
 
 
 def test_a_number_is_declared_once() -> None:

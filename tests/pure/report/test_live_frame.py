@@ -1,38 +1,47 @@
-"""A frame of `onbeat top`, from the metrics of a server as they were stored."""
+"""A frame of `onbeat top`, from a state of a server as it was stored."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from rich.console import Console
 
 from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.step import DraftStats
-from onbeat.metrics.exposition import read_exposition
 from onbeat.report.live_frame import LONG_GAPS, live_frame
-from onbeat.report.live_view import ServerHistory
+from onbeat.report.live_state import State, StateHistory
 from tests.pure.metrics.fake_server import FakeServer
 
-STORED = (Path(__file__).parents[2] / "data" / "top_metrics.txt").read_text()
-STARTED = 1795257153.74
-"""When the stored server was started."""
+STORED = orjson.loads((Path(__file__).parents[2] / "data" / "top_state.json").read_bytes())
 
 
-def draw(text: str = STORED, *, width: int = 80, console: dict[str, Any] | None = None, **frame: Any) -> str:
-    history = ServerHistory()
-    history.add(read_exposition(text), 0.0)
+def draw(
+    state: State = STORED,
+    *,
+    width: int = 80,
+    console: dict[str, Any] | None = None,
+    attainment: Sequence[float | None] = (),
+    step_seconds: Sequence[float | None] = (),
+    note: str = "",
+) -> str:
+    history = StateHistory()
+    history.add(state)
+    history.attainment.extend(attainment)
+    history.step_seconds.extend(step_seconds)
     file = StringIO()
     Console(file=file, width=width, highlight=False, **(console or {})).print(
-        live_frame(history.view(STARTED + 68.0), url="http://localhost:8000", **frame)
+        live_frame(history, url="http://localhost:8000", note=note)
     )
     return file.getvalue()
 
 
-def lines(text: str = STORED, **options: Any) -> list[str]:
-    return [line.rstrip() for line in draw(text, **options).splitlines()]
+def lines(state: State = STORED, **options: Any) -> list[str]:
+    return [line.rstrip() for line in draw(state, **options).splitlines()]
 
 
 def test_a_frame_shows_queues_classes_steps_and_decisions() -> None:
@@ -64,12 +73,13 @@ def test_a_frame_shows_queues_classes_steps_and_decisions() -> None:
 
 
 def test_jobs_fit_the_width() -> None:
-    ended = "".join(
-        f'onbeat_jobs_total{{outcome="{outcome}"}} 1234.0\n'
-        for outcome in ("abandoned", "kept", "late", "refused")
-    )
-    time = 'onbeat_job_seconds_total{part="in_calls"} 3.0\nonbeat_job_seconds_total{part="between"} 1.0\n'
-    shown = lines(f"{STORED}onbeat_jobs_open 1.0\n{ended}{time}onbeat_kv_blocks_kept 9.0\n")
+    jobs = {
+        "jobs_open": 1,
+        "jobs_total": dict.fromkeys(("kept", "late", "abandoned", "refused"), 1234),
+        "job_seconds_total": {"in_calls": 3.0, "between": 1.0},
+        "kv_blocks_kept": 9,
+    }
+    shown = lines({**STORED, **jobs})
     assert shown[4:6] == [
         "jobs         1 open   1,234 abandoned   1,234 kept   1,234 late   1,234 refused",
         "             75 % of the time in calls   1.24 % of KV kept for them",
@@ -77,15 +87,14 @@ def test_jobs_fit_the_width() -> None:
 
 
 def test_gaps_over_the_objective_beside_full_attainment_are_explained() -> None:
-    gaps, mode = FakeServer(), 'slo_mode="stream"'
+    gaps = FakeServer()
     gaps.serve("a", 0.0, [0.1, 0.12, 0.3])
-    text = gaps.text(1.0)
-    assert mode in text
-    assert LONG_GAPS in lines(text)
-    assert LONG_GAPS not in lines(text.replace(mode, 'slo_mode="gap"'))
+    state = gaps.state(1.0)
+    assert LONG_GAPS in lines(state)
+    assert LONG_GAPS not in lines({**state, "server_info": {**state["server_info"], "slo_mode": "gap"}})
     even = FakeServer()
     even.serve("a", 0.0, [0.1, 0.12, 0.14])
-    assert LONG_GAPS not in lines(even.text(1.0))
+    assert LONG_GAPS not in lines(even.state(1.0))
 
 
 def test_history_is_drawn_with_its_scale() -> None:
@@ -116,7 +125,7 @@ def test_a_narrow_terminal_cuts_lines_off() -> None:
 
 
 def test_a_server_without_requests_or_objectives_has_a_frame() -> None:
-    drawn = lines(FakeServer().text(0.0))
+    drawn = lines(FakeServer().state(0.0))
     assert "no request with objectives so far" in drawn
     assert "requests     0 running   0 waiting   0 best effort" in drawn
     assert "step         - actual   0 /s" in drawn
@@ -130,7 +139,7 @@ def test_a_full_queue_is_a_reason_to_refuse() -> None:
     for name in ("a", "b"):
         server.tracker.refuse(name, Overloaded("the queue is full", code="server_overloaded"), 0.1)
     server.tracker.refuse("c", SLOUnattainable("too late", predicted_ttft=5.0), 0.1)
-    drawn = lines(server.text(1.0))
+    drawn = lines(server.state(1.0))
     assert "decisions    3 refused   0 relegated   0 missed   0 preempted" in drawn
     assert "refused for  1 slo_unattainable   2 queue_full" in drawn
 
@@ -140,12 +149,12 @@ def test_the_worst_decile_has_a_line_below_the_classes() -> None:
     for place in range(19):
         server.serve(f"short {place}", 0.0, [0.5], num_prompt_tokens=7_000)
     server.serve("long", 0.0, [30.0], num_prompt_tokens=138_072)
-    drawn = lines(server.text(59.0))
+    drawn = lines(server.state(59.0))
     at = drawn.index("worst decile 50 % good, 7,000 to 138,072 tokens   30 s longest wait of all")
     assert (drawn[at - 1], drawn[at + 1]) == ("", "")
     assert drawn[at - 2].startswith("chat")
     assert drawn[at + 2].startswith("step")
-    assert not [line for line in lines(server.text(80.0)) if line.startswith("worst decile")]
+    assert not [line for line in lines(server.state(80.0)) if line.startswith("worst decile")]
 
 
 def test_colour_adds_nothing_and_can_be_left_out() -> None:
@@ -157,10 +166,10 @@ def test_colour_adds_nothing_and_can_be_left_out() -> None:
 
 def test_drafts_have_lines_of_their_own() -> None:
     server = FakeServer(proposer="ngram")
-    assert "drafts       ngram proposes   - a row   - tokens a row" in lines(server.text(0.0))
+    assert "drafts       ngram proposes   - a row   - tokens a row" in lines(server.state(0.0))
     steps = DraftStats([1, 0, 0, 1], [1, 1, 1], [1, 1, 0], num_tokens=4, expected_tokens=3.5)
     server.step(0.0, 0.1, drafts=steps, predicted_seconds=0.1)
-    drawn = lines(server.text(1.0))
+    drawn = lines(server.state(1.0))
     at = drawn.index("drafts       ngram proposes   1.50 a row   66.7 % accepted   2 tokens a row")
     assert drawn[at + 1] == "goodput      40 tokens/s of steps   35 predicted"
     assert drawn[at + 2].startswith("decisions")
@@ -169,10 +178,40 @@ def test_drafts_have_lines_of_their_own() -> None:
 def test_grammars_have_a_line_once_a_request_had_one() -> None:
     server = FakeServer()
     server.step(0.0, 0.1)
-    assert not [line for line in lines(server.text(1.0)) if line.startswith("grammars")]
+    assert not [line for line in lines(server.state(1.0)) if line.startswith("grammars")]
     work = {"num_guided_tokens": 8, "num_redrawn_tokens": 2, "guide_seconds": 0.003}
     server.step(0.1, 0.2, **work, compile_seconds=[0.004, 0.009], num_guide_faults=1)
     server.counts.grammars.refuse("unsupported_schema")
-    drawn = lines(server.text(2.0))
+    drawn = lines(server.state(2.0))
     at = drawn.index("grammars     4 rows a step   25 % drawn again   1.50 % of the step's time")
     assert drawn[at + 1] == "new grammars 9.90 ms compile P99   2 refused"
+
+
+def test_requests_of_no_class_are_called_so() -> None:
+    server = FakeServer()
+    server.serve("own terms", 0.0, [0.5], slo_class=None)
+    drawn = lines(server.state(1.0))
+    assert any(line.startswith("no class ") for line in drawn)
+    assert not any("unnamed" in line for line in drawn)
+
+
+def test_a_single_replica_is_shown_where_there_can_be_more() -> None:
+    fleet = {
+        "fleet_replicas": {"starting": 1, "ready": 1},
+        "fleet_requests_waiting": 0,
+        "replica_lives": {"r0": 1},
+        "replica_state": {"r0": {"starting": 0, "ready": 1}},
+    }
+    scaling = {
+        "fleet_replicas_wanted": 2,
+        "fleet_replicas_min": 1,
+        "fleet_replicas_max": 4,
+        "fleet_load_share": 0.9,
+        "fleet_planned_share": 0.85,
+        "fleet_rescales_total": {"up": {"work": 2, "late": 1}, "down": {"spare": 2}},
+    }
+    assert not any(line.startswith("fleet") for line in lines({**STORED, **fleet}))
+    drawn = lines({**STORED, **fleet, **scaling}, width=140)
+    assert any("1 starting  1 ready" in line for line in drawn)
+    assert "size         2 wanted of 1 to 4   load takes 90 % (planned 85 %)   3 up, 2 down" in drawn
+    assert any(line.startswith("r0") and " ready " in line for line in drawn)

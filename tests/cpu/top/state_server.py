@@ -1,4 +1,4 @@
-"""A server that shows given metrics, and can go away and come back on the same port."""
+"""A server that shows a given state, and can go away and come back on the same port."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
-class MetricsServer:
+class StateServer:
     """Answers /ready, and every other path alike, until stopped.
 
     Attributes
     ----------
-    text, status : of the metrics.
+    text, status : of the state.
     health : status of /ready.
     paths, keys : what was asked for, and with which Authorization header.
     """
@@ -42,7 +42,7 @@ class MetricsServer:
                 is_probe = self.path == "/ready"
                 body = b"" if is_probe else shown.text.encode()
                 self.send_response(shown.health if is_probe else shown.status)
-                self.send_header("Content-Type", "text/plain; charset=utf-8")
+                self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -63,9 +63,9 @@ class MetricsServer:
 
 
 @contextmanager
-def showing(text: str, *, status: int = 200) -> Iterator[MetricsServer]:
+def showing(text: str, *, status: int = 200) -> Iterator[StateServer]:
     """Run a server until the block ends."""
-    server = MetricsServer(text, status=status)
+    server = StateServer(text, status=status)
     server.start()
     try:
         yield server
