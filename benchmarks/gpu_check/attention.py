@@ -14,8 +14,8 @@ from benchmarks.gpu_check.ceilings import graph_milliseconds, milliseconds
 from benchmarks.gpu_check.operator_bench import BF16, BLOCK_SIZE, MAX_LEN, SHAPES, Bench, check_all, compare
 from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, note
 from onbeat.engine.cuda.backend import fast_kernels
-from onbeat.engine.cuda.kernels import ChunkRows, DecodeRows
-from onbeat.engine.torch_kv import LayerKVCache
+from onbeat.engine.torch.kernels import ChunkRows, DecodeRows
+from onbeat.engine.torch.kv import LayerKVCache
 
 TIMED_DECODES = ((1, 512), (8, 512), (32, 512), (128, 512), (1, 4096), (32, 4096), (128, 2048))
 """Rows and context."""

@@ -33,12 +33,12 @@ from onbeat.core.step import StepStats
 from onbeat.engine.core import EngineCore
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import GraphKey
-from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.messages import AddRequest, Shutdown, encode
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.process import EngineLink, _serve
+from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights.dummy import DummyCheckpoint
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.replica_core import make_scheduler

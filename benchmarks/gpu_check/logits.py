@@ -16,9 +16,8 @@ import torch
 
 from benchmarks.gpu_check.models import model_config
 from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, expect, note, seconds_left
-from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.models.model import build_model
+from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights.dummy import DummyCheckpoint
 from tests.cpu.engine.forwards import MakeForward, on_torch
 from tests.gpu.engines import on_gpu_engine, relative_error, run_fixed
@@ -70,7 +69,7 @@ def run_all(make: MakeForward, config: ModelConfig) -> Logits:
 def torch_logits(config: ModelConfig, dtype: torch.dtype) -> Logits:
     """Return those of the reference engine."""
     start = time.monotonic()
-    model = build_model(RoundedCheckpoint(config), dtype=dtype, device=torch.device(DEVICE))
+    model = load_weights(RoundedCheckpoint(config), dtype=dtype, device=torch.device(DEVICE))
     found = run_all(on_torch(model), config)
     note(f"reference in {dtype}", time.monotonic() - start, "s")
     return found

@@ -11,9 +11,9 @@ from torch import Tensor
 from benchmarks.gpu_check.models import CONFIGS
 from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, expect, note, seconds_left
 from onbeat.engine.cuda.backend import fast_kernels
-from onbeat.engine.cuda.kernels import Kernels, KernelSizes, LayerSpec, Norm
 from onbeat.engine.model_config import ModelConfig, inverse_frequencies, model_config_from_hf
-from onbeat.engine.torch_kv import LayerKVCache
+from onbeat.engine.torch.kernels import GraphKernels, KernelSizes, LayerSpec, Norm
+from onbeat.engine.torch.kv import LayerKVCache
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.gpu.engines import relative_error
 
@@ -73,6 +73,7 @@ class Bench:
             frequencies_H=torch.from_numpy(inverse_frequencies(config.layer_rope(0), config.head_dim)).to(
                 self.device
             ),
+            factors_H=torch.ones(config.head_dim // 2, device=self.device),
             query_norm=query_norm,
             key_norm=key_norm,
         )
@@ -103,7 +104,7 @@ class Bench:
             max_row_blocks=-(-MAX_LEN // BLOCK_SIZE),
         )
 
-    def _kernels(self, dtype: torch.dtype) -> Kernels:
+    def _kernels(self, dtype: torch.dtype) -> GraphKernels:
         return ReferenceKernels(self.sizes(dtype)) if IS_REHEARSAL else fast_kernels(self.sizes(dtype))
 
 

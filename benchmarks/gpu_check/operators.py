@@ -18,8 +18,8 @@ from benchmarks.gpu_check.operator_bench import (
     wide,
 )
 from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, expect, note
-from onbeat.engine.cuda.kernels import BestBuffers, DrawParams, LayerSpec, StepTensors
-from onbeat.engine.torch_kv import LayerKVCache
+from onbeat.engine.torch.kernels import BestBuffers, DrawParams, LayerSpec, StepTensors
+from onbeat.engine.torch.kv import LayerKVCache
 
 
 def add_norm(bench: Bench) -> None:
@@ -77,6 +77,7 @@ def _wide_layer(layer: LayerSpec) -> LayerSpec:
         scale=layer.scale,
         window=layer.window,
         frequencies_H=layer.frequencies_H,
+        factors_H=layer.factors_H,
         query_norm=layer.query_norm and wide(layer.query_norm),
         key_norm=layer.key_norm and wide(layer.key_norm),
     )

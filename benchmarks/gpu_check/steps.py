@@ -29,11 +29,11 @@ from benchmarks.gpu_check.timing import (
 )
 from onbeat.core.request import SamplingParams
 from onbeat.engine.cuda.graphs import GraphKey
-from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.device import Device, free_memory
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.profiling.batches import BatchRow, MeasuredBatch
 from onbeat.engine.profiling.measure import StepTimer
+from onbeat.engine.torch.weights import TorchWeights, load_weights
 from onbeat.engine.weights.dummy import DummyCheckpoint
 from tests.gpu.engines import on_gpu_engine
 
@@ -56,7 +56,12 @@ WAYS_TO_CHOOSE = {
 
 
 def make_runner(
-    weights: CudaWeights, num_blocks: int, *, max_len: int = MAX_LEN, max_rows: int = MAX_ROWS, **options: Any
+    weights: TorchWeights,
+    num_blocks: int,
+    *,
+    max_len: int = MAX_LEN,
+    max_rows: int = MAX_ROWS,
+    **options: Any,
 ) -> ModelRunner:
     """Return what runs steps on the GPU engine."""
     make = on_gpu_engine(
@@ -73,7 +78,7 @@ def make_runner(
     return runner
 
 
-def make_noted(name: str, weights: CudaWeights, num_blocks: int, **options: Any) -> ModelRunner:
+def make_noted(name: str, weights: TorchWeights, num_blocks: int, **options: Any) -> ModelRunner:
     """Return what runs steps; note the time that it took to make, and its memory beside the KV cache."""
     gc.collect()  # a forward pass and its graphs refer to each other
     empty_cache()
@@ -197,7 +202,7 @@ def mixed_steps() -> dict[str, MeasuredBatch]:
     return found
 
 
-def time_mixed(weights: CudaWeights, runner: ModelRunner, num_blocks: int) -> None:
+def time_mixed(weights: TorchWeights, runner: ModelRunner, num_blocks: int) -> None:
     """Time small steps with prompts and drafts, operator by operator and in pieces."""
     for way in ("one by one", "in pieces"):
         try:
@@ -246,7 +251,7 @@ def main() -> int:
     return 0
 
 
-def _prompts_by_fa3(weights: CudaWeights, prompts: dict[int, float | None]) -> None:
+def _prompts_by_fa3(weights: TorchWeights, prompts: dict[int, float | None]) -> None:
     """Time prompts by FlashAttention-3, whose kernel not every machine has."""
     try:
         runner = make_runner(weights, 600, max_rows=1, chunk_backend="fa3")

@@ -11,10 +11,10 @@ from onbeat.core.request import TokenLogprobs
 from onbeat.engine.cuda.backend import fast_kernels
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, piece_sizes
-from onbeat.engine.cuda.kernels import ChunkBackend
-from onbeat.engine.cuda.weights import CudaWeights
 from onbeat.engine.draw import Logits
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
+from onbeat.engine.torch.kernels import ChunkBackend
+from onbeat.engine.torch.weights import TorchWeights
 from tests.cpu.engine.forwards import MakeForward
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.cpu.engine.step_driver import StepDriver
@@ -26,7 +26,7 @@ def graphs_on(device: torch.device) -> Graphs:
 
 
 def on_gpu_engine(
-    weights: CudaWeights,
+    weights: TorchWeights,
     *,
     graphs: bool = True,
     pieces: bool = False,

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from onbeat.engine.cuda.backend import missing_feature
-from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.draw import Logits
 from onbeat.engine.model_config import ModelConfig, model_config_from_hf
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import BestTokens, SampledTokens, Sampler, SamplingRow
+from onbeat.engine.torch.weights import TorchWeights, load_weights
 from onbeat.engine.weights.dummy import DummyCheckpoint
 from tests.cpu.engine.cuda.test_copied_logits import check_drafts
 from tests.cpu.engine.cuda.test_overlap import (
@@ -75,8 +74,6 @@ def quick_config(name: str) -> ModelConfig:
 @functools.cache
 def exact_weights(name: str, dtype: torch.dtype) -> Any:
     checkpoint = StateCheckpoint(hf_tiny_model(name, torch.float64))
-    if feature := missing_feature(checkpoint.config):
-        pytest.skip(f"the GPU engine has no {feature}")
     return load_weights(checkpoint, dtype, CUDA)
 
 
@@ -155,9 +152,9 @@ def test_a_row_of_nan_fails_alone_and_its_blocks_serve_again() -> None:
         assert live.output_token_ids == token_ids
 
 
-def overlapping_weights(*, fast: bool) -> CudaWeights:
+def overlapping_weights(*, fast: bool) -> TorchWeights:
     if not fast:
-        weights: CudaWeights = exact_weights("llama3", torch.float64)
+        weights: TorchWeights = exact_weights("llama3", torch.float64)
         return weights
     return load_weights(DummyCheckpoint(quick_config("llama-64")), torch.bfloat16, CUDA)
 

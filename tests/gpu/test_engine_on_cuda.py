@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from onbeat.engine.device import Device, detect_device, free_memory
-from onbeat.engine.models.model import build_model
+from onbeat.engine.torch.weights import load_weights
 from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.naive_attention import Case, Row, naive_attention, run_paged
 from tests.cpu.engine.step_driver import StepDriver
@@ -35,7 +35,7 @@ def test_attention_equals_attention_request_by_request(
 def test_greedy_tokens_equal_the_reference(name: str, chunk: int) -> None:
     tiny = tiny_model(name)
     checkpoint = StateCheckpoint(hf_tiny_model(name, torch.float64))
-    driver = StepDriver(on_torch(build_model(checkpoint, dtype=torch.float64, device=CUDA)))
+    driver = StepDriver(on_torch(load_weights(checkpoint, dtype=torch.float64, device=CUDA)))
     for length in (1, 17, 100, 197):
         driver.add(random_prompt(length), 10)
     driver.run(chunk)

@@ -22,8 +22,8 @@ from onbeat.engine.cuda.flashinfer_attention import (
     missing_kernel,
     stream_of,
 )
-from onbeat.engine.cuda.kernels import ChunkBackend, ChunkRows, DecodeRows, KernelSizes, LayerSpec
-from onbeat.engine.torch_kv import LayerKVCache
+from onbeat.engine.torch.kernels import ChunkBackend, ChunkRows, DecodeRows, KernelSizes, LayerSpec
+from onbeat.engine.torch.kv import LayerKVCache
 from tests.cpu.engine.cuda.kernel_sizes import kernel_sizes
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 from tests.gpu.engines import relative_error
@@ -51,6 +51,7 @@ def layer() -> LayerSpec:
         scale=0.07,
         window=None,
         frequencies_H=torch.ones(64, device=CUDA),
+        factors_H=torch.ones(64, device=CUDA),
         query_norm=None,
         key_norm=None,
     )

@@ -276,7 +276,7 @@ def _by_torch(checkpoint: Checkpoint, device: DeviceConfig, reason: str) -> Back
     MissingExtra : torch is not installed.
     """
     require("torch", extra="torch", purpose=f"a model that runs by torch ({reason})")
-    from onbeat.engine.torch_backend import TorchBackend
+    from onbeat.engine.torch.backend import TorchBackend
 
     return TorchBackend(checkpoint, device, reason)
 

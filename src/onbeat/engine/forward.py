@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
-from onbeat.engine.attention.base import IntArray
+from onbeat.engine.attention_batch import IntArray
 from onbeat.engine.device import Device
 from onbeat.engine.draw import Logits
 from onbeat.engine.input_batch import StepInputs

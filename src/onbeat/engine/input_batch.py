@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.step import AdmittedRequest, ScheduledRequest
-from onbeat.engine.attention.base import AttentionBatch, BlockTable, IntArray
+from onbeat.engine.attention_batch import AttentionBatch, BlockTable, IntArray
 from onbeat.engine.pooling import PooledPrompt, PooledTokens
 from onbeat.engine.sampler import SampledTokens, SamplingRow
 

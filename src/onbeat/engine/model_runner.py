@@ -9,7 +9,7 @@ from functools import partial
 
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from onbeat.engine.attention.base import IntArray
+from onbeat.engine.attention_batch import IntArray
 from onbeat.engine.executor import DoneStep, PendingStep
 from onbeat.engine.forward import ChosenTokens, ForwardPass, LaunchesSteps, StepLogits
 from onbeat.engine.guided_rows import Guides, begin_guide, guided_drafts, guided_rows, with_forced

@@ -16,7 +16,7 @@ from onbeat.engine.kv_access import BlockMemory, KVLayout, KVRegion
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.kv_transfer.transfers import KVTransfers
-from onbeat.engine.torch_kv import region_of
+from onbeat.engine.torch.kv import region_of
 
 NUM_BLOCKS = 24
 REGION_BYTES = (4096, 1000)

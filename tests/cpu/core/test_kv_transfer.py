@@ -15,7 +15,7 @@ from onbeat.engine.kv_access import BlockMemory
 from onbeat.engine.kv_transfer import leases
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.native.library import NativeLibrary
-from onbeat.engine.torch_kv import region_of
+from onbeat.engine.torch.kv import region_of
 from tests.cpu.core.kv_engines import (
     NUM_BLOCKS,
     LendingProcess,

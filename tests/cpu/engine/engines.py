@@ -41,7 +41,7 @@ class TorchEngine:
     """In float64: equal to the last token, and to nine decimals."""
 
     def make_forward(self, name: str, dtype: torch.dtype | None = None) -> MakeForward:
-        return on_torch(tiny_model(name, dtype or torch.float64).model)
+        return on_torch(tiny_model(name, dtype or torch.float64).weights)
 
     def check(
         self, token_ids: Sequence[int], expected_ids: Sequence[int], expected_logits: torch.Tensor
@@ -100,15 +100,8 @@ in_turns = pytest.mark.parametrize(
     "turn", [0, *(pytest.param(turn, marks=pytest.mark.slow) for turn in range(1, NUM_TURNS))]
 )
 """Cases by which engines take turns: at each turn each case is of one of them, and the first is not slow."""
-NOT_ON_GPU = ("phi3", "phi3-longrope", "olmo2", "mixtral", "qwen3-moe")
-"""Families that `CudaEngine` skips."""
 
 
-def is_due(engine: TinyEngine, case: int, turn: int, family: str = "qwen3") -> bool:
-    """Return whether the case of this number is of the engine at this turn.
-
-    Where one engine lacks the family, the others have all its cases at the first turn.
-    """
-    if family in NOT_ON_GPU:
-        return turn == 0
+def is_due(engine: TinyEngine, case: int, turn: int) -> bool:
+    """Return whether the case of this number is of the engine at this turn."""
     return ((TorchEngine, CudaEngine, NativeEngine).index(type(engine)) + case) % NUM_TURNS == turn

@@ -6,23 +6,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-import pytest
 import torch
 
-from onbeat.engine.cuda.backend import missing_feature
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
-from onbeat.engine.cuda.kernels import Kernels, KernelSizes
-from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.engine_config import ActivationQuantization, Quantization
 from onbeat.engine.forward import ForwardPass
-from onbeat.engine.models.model import Model
 from onbeat.engine.native.forward import NativeForward, NativeOptions
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS, WeightLayouts
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.packing import NativeWeights, WeightPacker
-from onbeat.engine.torch_backend import TorchForward
-from onbeat.engine.torch_types import numpy_dtype
+from onbeat.engine.torch.forward import TorchForward
+from onbeat.engine.torch.kernels import GraphKernels, KernelSizes
+from onbeat.engine.torch.types import numpy_dtype
+from onbeat.engine.torch.weights import TorchWeights, load_weights
 from onbeat.engine.weights import Checkpoint
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 
@@ -33,8 +30,8 @@ class MakeForward(Protocol):
     def __call__(self, *, num_blocks: int, block_size: int) -> ForwardPass: ...
 
 
-def on_torch(model: Model) -> MakeForward:
-    return partial(TorchForward, model)
+def on_torch(weights: TorchWeights) -> MakeForward:
+    return partial(TorchForward, weights)
 
 
 def pack(
@@ -84,16 +81,15 @@ def on_native(
 
 
 def on_cuda_engine(checkpoint: Checkpoint, *, dtype: torch.dtype) -> MakeForward:
-    """Return what makes forward passes of the GPU engine, on the CPU; skip what it refuses."""
-    if feature := missing_feature(checkpoint.config):
-        pytest.skip(f"the GPU engine has no {feature}")
+    """Return what makes forward passes of the GPU engine, on the CPU."""
     weights = load_weights(checkpoint, dtype, torch.device("cpu"))
     sizes = {"max_num_seqs": 32, "max_model_len": 512, "max_num_batched_tokens": 256}
-    return on_kernels(weights, ReferenceKernels, **sizes, piece_sizes=(8, 64))
+    piece_sizes = () if checkpoint.config.experts else (8, 64)
+    return on_kernels(weights, ReferenceKernels, **sizes, piece_sizes=piece_sizes)
 
 
 def on_kernels(
-    weights: CudaWeights, make_kernels: Callable[[KernelSizes], Kernels], **sizes: Any
+    weights: TorchWeights, make_kernels: Callable[[KernelSizes], GraphKernels], **sizes: Any
 ) -> Callable[..., CudaForward]:
     """Return what makes forward passes of the GPU engine with certain kernels, without graphs.
 

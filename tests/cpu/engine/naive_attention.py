@@ -9,12 +9,14 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from onbeat.engine.attention.base import AttentionBatch
-from onbeat.engine.attention.torch_sdpa import TorchAttention
+from onbeat.engine.attention_batch import AttentionBatch
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig, RopeConfig
-from onbeat.engine.torch_kv import allocate_kv
-from onbeat.engine.torch_types import numpy_dtype
+from onbeat.engine.torch.kernels import ChunkRows, LayerSpec
+from onbeat.engine.torch.kv import allocate_kv
+from onbeat.engine.torch.plain import TorchKernels
+from onbeat.engine.torch.types import numpy_dtype
+from onbeat.engine.torch.weights import Rotation
 
 
 @dataclass(frozen=True)
@@ -139,14 +141,34 @@ def run_paged(
         block_tables_SB=tables,
         slot_mapping_T=np.concatenate(slot_mappings),
     )
-    attention = TorchAttention(case.config(), layers)
     new_k, new_v = (
         torch.cat([part[row.num_computed_tokens :] for row, part in zip(case.rows, parts, strict=True)])
         for parts in ([k for _, k, _ in tensors], [v for _, _, v in tensors])
     )
-    q = torch.cat([q for q, _, _ in tensors])
+    where = batch.slot_mapping_T // case.block_size, batch.slot_mapping_T % case.block_size
+    for part, new in zip(layers[layer_index], (new_k, new_v), strict=True):
+        part.transpose(1, 2)[where] = new.to(device)
+    q = torch.cat([q for q, _, _ in tensors]).to(device)
+    out = torch.empty_like(q)
+    layer = layer_spec(case.config(), layer_index)
+    kernels = TorchKernels(dtype, device, case.block_size)
     with torch.inference_mode():
-        out = attention.run(
-            layer_index, q.to(device), new_k.to(device), new_v.to(device), attention.prepare(batch)
-        )
+        plan = kernels.plan_chunks(ChunkRows.of(batch, case.block_size), layer)
+        kernels.attend_chunks(q, layers[layer_index], plan, layer, out)
     return out.cpu()
+
+
+def layer_spec(config: ModelConfig, layer_index: int = 0) -> LayerSpec:
+    """Return what attention must know of a layer that turns all of each head."""
+    rotation = Rotation.of(config.layer_rope(layer_index), config.head_dim, torch.device("cpu"))
+    return LayerSpec(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        scale=config.attention_scale,
+        window=config.layer_window(layer_index),
+        frequencies_H=rotation.frequencies_H,
+        factors_H=rotation.factors_H,
+        query_norm=None,
+        key_norm=None,
+    )

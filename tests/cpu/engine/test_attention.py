@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.attention.sdpa_metadata import group_rows
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.kv_cache import KVCacheSpec
-from onbeat.engine.torch_kv import allocate_kv
-from tests.cpu.engine.naive_attention import Case, Row, naive_attention, run_paged
+from onbeat.engine.torch.kernels import ChunkRows
+from onbeat.engine.torch.kv import allocate_kv
+from onbeat.engine.torch.plain import TorchKernels
+from tests.cpu.engine.naive_attention import Case, Row, layer_spec, naive_attention, run_paged
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -38,6 +39,11 @@ cases = st.builds(
 )
 
 
+DECODES = Case(
+    [Row(3, 1), Row(100, 1), Row(37, 5)], heads=(4, 2), head_dim=16, block_size=16, window=None, seed=2
+)
+
+
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @settings(max_examples=60, deadline=None)
 @given(case=cases)
@@ -59,35 +65,19 @@ def test_every_layer_attends_with_its_own_window() -> None:
     assert not torch.allclose(sliding, full)
 
 
-@given(
-    lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=256),
-    group_cost=st.sampled_from([1, 40, 1000]),
-)
-def test_groups_are_few_and_hold_every_row_once(lengths: list[int], group_cost: int) -> None:
-    lengths_R = np.array(lengths)
-    groups = group_rows(np.ones(len(lengths), np.int64), lengths_R, group_cost)
-    assert sorted(np.concatenate(groups).tolist()) == list(range(len(lengths)))
-    assert len(groups) <= 2 * np.log2(4000) + 2
-    padding = sum(int((lengths_R[group].max() - lengths_R[group]).sum()) for group in groups)
-    # Within a bucket lengths differ by the square root of two at most; more is padded only where it is cheap.
-    assert padding <= 0.42 * sum(lengths) + group_cost * (len(groups) + 2 * np.log2(4000) + 2)
-
-
-def test_decodes_of_different_lengths_are_not_padded_to_the_longest() -> None:
-    lengths_R = np.array([4] * 100 + [400])
-    groups = group_rows(np.ones(101, np.int64), lengths_R, 40)
-    assert [len(group) for group in groups] == [100, 1]
-
-
-def test_chunks_and_decodes_are_not_padded_to_one_another() -> None:
-    groups = group_rows(np.array([1, 30, 1, 5, 100]), np.array([4, 4, 4, 4, 4]), 40)
-    assert [group.tolist() for group in groups] == [[0, 2], [3], [1]]
+def test_rows_of_one_token_attend_together_where_they_are_about_as_long() -> None:
+    kernels, layer = TorchKernels(torch.float32, CPU, 16), layer_spec(DECODES.config())
+    query_lens_R = np.array([1, 30, 1, 5, 1, 1], np.int32)
+    num_blocks_R = np.array([4, 4, 5, 4, 400, 1], np.int32)
+    rows = ChunkRows(query_lens_R, num_blocks_R * 16, num_blocks_R, np.arange(418, dtype=np.int32))
+    plan = kernels.plan_chunks(rows, layer)
+    starts = [0, 1, 31, 32, 37, 38]
+    assert sorted(group.tokens.tolist()[0] for group in plan) == [0, 1, 32, 37, 38]
+    assert next(group.tokens.tolist() for group in plan if group.num_rows > 1) == [starts[0], starts[2]]
 
 
 def test_garbage_in_unused_slots_does_not_show() -> None:
-    case = Case(
-        [Row(3, 1), Row(100, 1), Row(37, 5)], heads=(4, 2), head_dim=16, block_size=16, window=None, seed=2
-    )
+    case = DECODES
     clean = run_paged(case, torch.float32, CPU)
     dirty = run_paged(case, torch.float32, CPU, unused_slots=1e4)
     torch.testing.assert_close(clean, dirty, rtol=0, atol=0)

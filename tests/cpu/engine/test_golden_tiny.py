@@ -10,9 +10,8 @@ import random
 import pytest
 import torch
 
-from onbeat.engine.attention.torch_sdpa import TorchAttention
 from onbeat.engine.forward import ForwardPass
-from onbeat.engine.torch_backend import TorchForward
+from onbeat.engine.torch.forward import TorchForward
 from tests.cpu.engine.engines import TinyEngine, in_turns, is_due
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
@@ -61,7 +60,7 @@ def test_single_requests_equal_the_reference(engine: TinyEngine, name: str) -> N
 def test_mixed_steps_with_late_arrivals_and_preemptions_equal_the_reference(
     engine: TinyEngine, name: str, seed: int, turn: int
 ) -> None:
-    if not is_due(engine, seed + list(FAMILIES).index(name), turn, name):
+    if not is_due(engine, seed + list(FAMILIES).index(name), turn):
         return
     driver = StepDriver(engine.make_forward(name), seed=seed)
     chance = random.Random(seed)
@@ -105,5 +104,4 @@ def visible_keys(forward: ForwardPass, block_ids: list[int]) -> list[torch.Tenso
     """Copy the keys of some blocks, layer by layer; the native engine shows none."""
     if not isinstance(forward, TorchForward):
         return []
-    assert isinstance(forward.attention, TorchAttention)
-    return [layer.k_BKSH[block_ids].clone() for layer in forward.attention.layers]
+    return [layer.k_BKSH[block_ids].clone() for layer in forward.kv]

@@ -10,12 +10,11 @@ import torch
 
 from onbeat.core.request import Request, SamplingParams, TokenLogprobs
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
-from onbeat.engine.attention.torch_sdpa import TorchAttention
 from onbeat.engine.draw import Logits
 from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import BestTokens, SampledTokens, Sampler, SamplingRow
-from onbeat.engine.torch_backend import TorchForward
+from onbeat.engine.torch.forward import TorchForward
 from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import random_prompt, tiny_model
@@ -49,7 +48,7 @@ class FailingSampler:
 
 
 def make_runner(sampler: Sampler | FailingSampler | None = None, **options: int) -> ModelRunner:
-    model = tiny_model("llama3").model
+    model = tiny_model("llama3").weights
     sizes = {"num_blocks": 32, "block_size": 16, "max_num_seqs": 4, "max_model_len": 128, **options}
     forward = TorchForward(model, num_blocks=sizes["num_blocks"], block_size=sizes["block_size"])
     chooser = sampler or Sampler(model.config.vocab_size)
@@ -68,7 +67,7 @@ def step(
 
 
 def test_a_chunk_that_samples_nothing_returns_nothing() -> None:
-    driver = StepDriver(on_torch(tiny_model("llama3").model))
+    driver = StepDriver(on_torch(tiny_model("llama3").weights))
     driver.add(random_prompt(30), 4)
     output = driver.step({"request-0": 10})
     assert output.sampled_token_ids == []
@@ -175,8 +174,6 @@ def test_a_failed_row_is_named_and_later_steps_still_run() -> None:
 def test_values_that_are_not_finite_leave_with_the_failed_request() -> None:
     runner = make_runner()
     assert isinstance(runner.forward, TorchForward)
-    attention = runner.forward.attention
-    assert isinstance(attention, TorchAttention)
     prompt = random_prompt(20)
     runner.execute(
         step(
@@ -185,7 +182,7 @@ def test_values_that_are_not_finite_leave_with_the_failed_request() -> None:
         )
     )
     with torch.inference_mode():
-        for layer in attention.layers:
+        for layer in runner.forward.kv:
             layer.k_BKSH[6, :, 2:] = torch.nan
             layer.v_BKSH[6, :, 1] = torch.nan
     output = runner.execute(step([ScheduledRequest("bad", 20, 1, (), samples=True)]))

@@ -19,7 +19,6 @@ from onbeat.core.options import make
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.container import FreeMemory
 from onbeat.engine.cuda.limits import gpu_limits
-from onbeat.engine.cuda.weights import LayerProducts
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import EngineConfig
@@ -40,6 +39,7 @@ from onbeat.engine.profiling.limits import cpu_limits
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.profiling.profiler import ProfileSettings, limits_of, profile_model
 from onbeat.engine.step_time_spec import model_spec_of, profile_key_of
+from onbeat.engine.torch.weights import LayerProducts
 from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.best_fit import fit_best
 from onbeat.perfmodel.device_spec import cpu_device, known_device
@@ -255,9 +255,8 @@ def test_rates_are_those_of_numbers_that_differ(monkeypatch):
         torch.nn.functional, "linear", lambda *both: (multiplied.extend(both), linear(*both))[1]
     )
     gpu_limits(CPU, torch.float32, "fp32", read_bytes=2**16, matrix_size=16)
-    layer = SimpleNamespace(
-        **{name: torch.randn(8, 8) for name in ("qkv_XD", "o_DX", "gate_up_FD", "down_DF")}
-    )
+    qkv_XD, o_DX, *feed_forward = (torch.randn(8, 8) for _ in range(4))
+    layer = SimpleNamespace(qkv_XD=qkv_XD, o_DX=o_DX, feed_forward=feed_forward)
     products = LayerProducts(SimpleNamespace(layers=[layer], device=torch.device("cpu")))
     products.run(4)
     assert len(multiplied) > 8

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from onbeat.engine.dtypes import BFLOAT16, DTYPES
-from onbeat.engine.torch_types import numpy_dtype, to_tensor, torch_dtype
+from onbeat.engine.torch.types import numpy_dtype, to_tensor, torch_dtype
 from tests.cpu.engine.tiny_models import to_array
 
 

@@ -36,8 +36,8 @@ from transformers import (
 
 from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.model_config import model_config_from_hf
-from onbeat.engine.models.model import Model, build_model
-from onbeat.engine.torch_types import torch_dtype
+from onbeat.engine.torch.types import torch_dtype
+from onbeat.engine.torch.weights import TorchWeights, load_weights
 from onbeat.engine.weights import parameter_shapes
 from onbeat.engine.weights.fused import find_rows
 
@@ -172,11 +172,11 @@ class StateCheckpoint:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A reference, and the same weights in our model."""
+    """A reference, and the same weights in our layout."""
 
     name: str
     hf_model: Any
-    model: Model
+    weights: TorchWeights
 
     @functools.cache  # noqa: B019 -- lives as long as the test session anyway
     def reference(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[list[int], torch.Tensor]:
@@ -215,8 +215,8 @@ def hf_tiny_model(name: str, dtype: torch.dtype) -> Any:
 @functools.cache
 def tiny_model(name: str, dtype: torch.dtype = torch.float64) -> TinyModel:
     hf_model = hf_tiny_model(name, dtype)
-    model = build_model(StateCheckpoint(hf_model), dtype=dtype, device=torch.device("cpu"))
-    return TinyModel(name, hf_model, model)
+    weights = load_weights(StateCheckpoint(hf_model), dtype=dtype, device=torch.device("cpu"))
+    return TinyModel(name, hf_model, weights)
 
 
 def random_prompt(length: int, vocab_size: int = 211) -> list[int]:

@@ -15,9 +15,9 @@ from onbeat.core.request import FinishReason, Pooling, Request, SamplingParams
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.models.model import build_model
 from onbeat.engine.pooling import choose_pooling
 from onbeat.engine.sampler import Sampler
+from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
@@ -205,7 +205,7 @@ def test_a_checkpoint_saved_without_its_head(tmp_path: Path, architecture: str):
     assert not checkpoint.config.has_head
     assert choose_pooling("auto", checkpoint.config) == "mean"
     assert choose_pooling("last", checkpoint.config) == "last"
-    model = build_model(checkpoint, dtype=torch.float64, device=torch.device("cpu"))
+    model = load_weights(checkpoint, dtype=torch.float64, device=torch.device("cpu"))
     prompts = [random_prompt(length) for length in (5, 40)]
     requests = [to_embed(prompt, "mean", f"e{index}") for index, prompt in enumerate(prompts)]
     check(serve(on_torch(model), requests, policy="sarathi"), "qwen3", "mean", prompts)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.golden
 
 
 def exact(name: str = "llama3") -> MakeForward:
-    return on_torch(tiny_model(name, torch.float64).model)
+    return on_torch(tiny_model(name, torch.float64).weights)
 
 
 def check_moves(

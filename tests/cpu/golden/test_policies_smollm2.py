@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from onbeat.engine.models.model import build_model
+from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
@@ -89,7 +89,7 @@ def reference(smollm2_gguf: Path) -> Reference:
 def make_forward(request: pytest.FixtureRequest, smollm2_gguf: Path) -> MakeForward:
     checkpoint = open_checkpoint(ModelFiles(kind="gguf", path=smollm2_gguf, name="smollm2"))
     if request.param == "torch":
-        return on_torch(build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu")))
+        return on_torch(load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu")))
     return on_native(request.getfixturevalue("native_library"), checkpoint)
 
 

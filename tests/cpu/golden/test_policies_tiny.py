@@ -72,7 +72,7 @@ def run(engine: TinyEngine, name: str, setting: Setting, lengths=PROMPT_LENGTHS)
 @in_turns
 @each_case("name", NAMES)
 def test_tokens_equal_the_reference(engine: TinyEngine, name: str, setting: Setting, turn: int):
-    if not is_due(engine, NAMES.index(name) + SETTINGS.index(setting), turn, name):
+    if not is_due(engine, NAMES.index(name) + SETTINGS.index(setting), turn):
         return
     outcome = run(engine, name, setting)
     if setting.policy in MIXING:
@@ -83,7 +83,7 @@ def test_tokens_equal_the_reference(engine: TinyEngine, name: str, setting: Sett
 @in_turns
 @each_case("name", NAMES)
 def test_prefix_hits_change_nothing(engine: TinyEngine, name: str, policy: str, turn: int):
-    if not is_due(engine, NAMES.index(name) + number_of(policy), turn, name):
+    if not is_due(engine, NAMES.index(name) + number_of(policy), turn):
         return
     budget = 64 if policy in CHUNKED else None
     outcome = run(engine, name, Setting(policy=policy, budget=budget, repeats=2))
@@ -95,7 +95,7 @@ def test_prefix_hits_change_nothing(engine: TinyEngine, name: str, policy: str, 
 @in_turns
 @each_case("name", NAMES)
 def test_forced_preemption_changes_nothing(engine: TinyEngine, name: str, policy: str, depth: int, turn: int):
-    if not is_due(engine, NAMES.index(name) + number_of(policy, depth), turn, name):
+    if not is_due(engine, NAMES.index(name) + number_of(policy, depth), turn):
         return
     budget = 64 if policy in CHUNKED else None
     setting = Setting(policy=policy, budget=budget, num_blocks=18, depth=depth, max_num_seqs=16)
@@ -108,7 +108,7 @@ def test_forced_preemption_changes_nothing(engine: TinyEngine, name: str, policy
 @in_turns
 @each_case("name", NAMES)
 def test_objectives_change_no_token(engine: TinyEngine, name: str, policy: str, depth: int, turn: int):
-    if is_due(engine, NAMES.index(name) + number_of(policy, depth), turn, name):
+    if is_due(engine, NAMES.index(name) + number_of(policy, depth), turn):
         check_with_objectives(engine, name, policy, depth)
 
 

@@ -75,7 +75,7 @@ def resume_everywhere(
 
 
 def exact(name: str = "llama3") -> MakeForward:
-    return on_torch(tiny_model(name, torch.float64).model)
+    return on_torch(tiny_model(name, torch.float64).weights)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

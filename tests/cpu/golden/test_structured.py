@@ -39,7 +39,7 @@ PORT = GrammarPort(make_tiny_compiler)
 
 
 def exact() -> MakeForward:
-    return on_torch(tiny_model("llama3", torch.float64).model)
+    return on_torch(tiny_model("llama3", torch.float64).weights)
 
 
 def ask(number: int, name: str = "", *, temperature: float = 1.0, seed: int = 0, style=COMPACT) -> Request:

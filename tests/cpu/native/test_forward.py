@@ -89,7 +89,7 @@ def test_threads_change_nothing_but_rounding(
 
 
 def test_int8_weights_come_near_the_plain_ones(native_library: NativeLibrary) -> None:
-    exact = first_logits(on_torch(tiny_model("llama3", torch.float32).model))
+    exact = first_logits(on_torch(tiny_model("llama3", torch.float32).weights))
     quantized = first_logits(on_native(native_library, checkpoint_of("llama3"), quantization="int8"))
     assert relative_error(quantized, exact) < 0.05
 
@@ -230,7 +230,7 @@ def test_random_rows_draw_as_on_torch(native_library: NativeLibrary) -> None:
     tokens = []
     for make in (
         on_native(native_library, checkpoint_of("llama3")),
-        on_torch(tiny_model("llama3", torch.float32).model),
+        on_torch(tiny_model("llama3", torch.float32).weights),
     ):
         runner = make_runner(make)
         admitted = tuple(admit(f"r{i}", random_prompt(20), (i, i + 8), sampling[i]) for i in range(8))

@@ -11,8 +11,8 @@ import torch
 
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_config.architecture import RopeConfig
-from onbeat.engine.models.model import build_model
 from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights import DummyCheckpoint
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
 from tests.cpu.engine.step_driver import StepDriver
@@ -89,7 +89,7 @@ def logits_of(make_forward: MakeForward, rows: tuple[tuple[int, int], ...], bloc
 
 @functools.lru_cache(maxsize=4)
 def torch_forward(shape: Shape, dtype: torch.dtype) -> MakeForward:
-    return on_torch(build_model(DummyCheckpoint(shape.config()), dtype=dtype, device=CPU))
+    return on_torch(load_weights(DummyCheckpoint(shape.config()), dtype=dtype, device=CPU))
 
 
 @functools.cache

@@ -13,9 +13,9 @@ import transformers
 
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import ActivationQuantization, Quantization
-from onbeat.engine.models.model import build_model
 from onbeat.engine.native.layouts import NATURAL_LAYOUTS, PLAIN_LAYOUTS
 from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights import Checkpoint, open_checkpoint
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import on_native, on_torch, pack
@@ -100,7 +100,7 @@ def test_quantized_parts_stay_quantized(
         assert {matrix.layout.store for matrix in layer.qkv} == stores
         assert sum(matrix.num_outputs for matrix in layer.qkv) == 8 * 24
 
-    exact = first_logits(on_torch(build_model(checkpoint, dtype=torch.float32, device=CPU)))
+    exact = first_logits(on_torch(load_weights(checkpoint, dtype=torch.float32, device=CPU)))
     for instruction_set in native_library.instruction_sets:
         errors: dict[ActivationQuantization, float] = {"auto": 0.03, "none": 1e-5 if types == EXACT else 2e-3}
         for activations, error in errors.items():
@@ -117,6 +117,6 @@ def test_quantized_parts_stay_quantized(
 
 def test_mixed_types_in_bfloat16(native_library: NativeLibrary, tmp_path: Path) -> None:
     checkpoint = write_and_open(tmp_path / "model.gguf", MIXTURES[0], has_bias=True)
-    exact = first_logits(on_torch(build_model(checkpoint, dtype=torch.float32, device=CPU)))
+    exact = first_logits(on_torch(load_weights(checkpoint, dtype=torch.float32, device=CPU)))
     make = on_native(native_library, checkpoint, dtype=torch.bfloat16, quantization="auto")
     assert relative_error(first_logits(make), exact) < 0.03

@@ -20,7 +20,7 @@ from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.matrix import PackedMatrix
 from onbeat.engine.native.packing import GatedWeights, NativeWeights
 from onbeat.engine.native.structures import Store
-from onbeat.engine.torch_types import numpy_dtype
+from onbeat.engine.torch.types import numpy_dtype
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint
 from onbeat.engine.weights.layer_norms import LAYER_NORMS
 from onbeat.hub.files import ModelFiles

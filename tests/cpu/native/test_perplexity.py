@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from onbeat.engine.attention.base import AttentionBatch
+from onbeat.engine.attention_batch import AttentionBatch
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import ActivationQuantization, Quantization
 from onbeat.engine.input_batch import StepInputs

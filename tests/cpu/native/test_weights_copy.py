@@ -31,7 +31,7 @@ from onbeat.engine.native.weights_copy import (
     why_no_copy,
 )
 from onbeat.engine.step_time_spec import precision_of, profile_key_of
-from onbeat.engine.torch_types import numpy_dtype
+from onbeat.engine.torch.types import numpy_dtype
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import on_native, pack
 from tests.cpu.native.test_batch_invariant import TYPES, open_quantized, write_quantized

@@ -14,12 +14,12 @@ from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.models.model import Model, build_model
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.proposer import Proposer
-from onbeat.engine.torch_backend import TorchForward
+from onbeat.engine.torch.forward import TorchForward
+from onbeat.engine.torch.weights import TorchWeights, load_weights
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig, SpeculationConfig
 from tests.cpu.engine.engines import CudaEngine, NativeEngine, TinyEngine
@@ -51,7 +51,7 @@ def _make_near(library: NativeLibrary | None, on_cuda: bool, name: str, noise: f
         return on_native(library, checkpoint, dtype=torch.float32)
     if on_cuda:
         return on_cuda_engine(checkpoint, dtype=torch.float32)
-    return on_torch(build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu")))
+    return on_torch(load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu")))
 
 
 def by_draft_model(make_draft: MakeForward, max_catch_up_tokens: int = 256) -> MakeProposer:
@@ -179,8 +179,8 @@ def prompts(
 class CountingForward(TorchForward):
     """A forward pass that notes the rows' new tokens of each pass, largest first."""
 
-    def __init__(self, model: Model, *, num_blocks: int, block_size: int) -> None:
-        super().__init__(model, num_blocks=num_blocks, block_size=block_size)
+    def __init__(self, weights: TorchWeights, *, num_blocks: int, block_size: int) -> None:
+        super().__init__(weights, num_blocks=num_blocks, block_size=block_size)
         self.passes: list[list[int]] = []
 
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:

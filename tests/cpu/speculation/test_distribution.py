@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, chi2_contingency, chisquare
 
-from onbeat.engine.attention.base import IntArray
+from onbeat.engine.attention_batch import IntArray
 from onbeat.engine.device import CPU
 from onbeat.engine.draw import Floats
 from onbeat.engine.forward import RowProducts, StepLogits

@@ -11,7 +11,7 @@ import torch
 
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest
-from onbeat.engine.attention.base import IntArray
+from onbeat.engine.attention_batch import IntArray
 from onbeat.engine.forward import StepLogits
 from onbeat.engine.input_batch import InputBatch, StepInputs
 from onbeat.engine.speculation.draft_model import DraftModelProposer
@@ -74,7 +74,7 @@ def test_greedy_tokens_are_those_without_drafts(engine: TinyEngine, setting: Set
 @in_turns
 @each_case(("number", "name"), enumerate(FAMILIES))
 def test_families_can_draft_for_one_another(engine: TinyEngine, number: int, name: str, turn: int) -> None:
-    if not is_due(engine, number, turn, name):
+    if not is_due(engine, number, turn):
         return
     requests = prompts(LENGTHS[:4])
     target = make_near(engine, name)
@@ -126,7 +126,7 @@ class Drafting:
         kind: type[CountingForward] = CountingForward,
     ) -> None:
         self.batch = InputBatch(max_num_seqs=4, max_model_len=160, block_size=16)
-        self.forward = kind(tiny_model("llama3", torch.float32).model, num_blocks=32, block_size=16)
+        self.forward = kind(tiny_model("llama3", torch.float32).weights, num_blocks=32, block_size=16)
         self.proposer = DraftModelProposer(
             self.forward,
             num_blocks=32,
@@ -280,8 +280,9 @@ def test_tokens_that_only_one_model_knows() -> None:
 
 def test_nothing_is_proposed_behind_the_draft_models_context(monkeypatch: pytest.MonkeyPatch) -> None:
     drafting = Drafting()
-    model = drafting.forward.model
-    monkeypatch.setattr(model, "config", replace(model.config, max_position_embeddings=41))
+    weights = drafting.forward.weights
+    changed = replace(weights.config, max_position_embeddings=41)
+    monkeypatch.setattr(drafting.forward, "weights", replace(weights, config=changed))
     slot = drafting.admit("a", PROMPT, [0, 1, 2])
     assert [len(ids) for ids in drafting.propose((slot, 40, 5))] == [2]
     num_tokens = drafting.append(slot, 40, [1, 2])
@@ -297,12 +298,10 @@ class BreakingForward(CountingForward):
 
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
         logits = super().run(inputs, wants_logits=wants_logits)
-        if len(self.passes) != 2:
-            return logits
-        assert logits.values_RV is not None
-        broken_RV = logits.values_RV.copy()
-        broken_RV[0] = np.nan
-        return StepLogits(broken_RV)
+        if len(self.passes) == 2:
+            assert logits.best is not None
+            logits.best.logits_R[0] = np.nan
+        return logits
 
     def scrub(self, block_ids: IntArray) -> None:
         self.scrubbed += tuple(block_ids.tolist())

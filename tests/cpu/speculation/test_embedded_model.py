@@ -13,7 +13,7 @@ import torch
 
 from onbeat.core.request import Request
 from onbeat.engine.engine_config import Quantization
-from onbeat.engine.models.model import build_model
+from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.text.tokenizer import load_tokenizer
@@ -31,7 +31,7 @@ MAX_TOKENS = 40
 def make_forward(request: pytest.FixtureRequest, smollm2_gguf: Path) -> MakeForward:
     checkpoint = open_checkpoint(ModelFiles(kind="gguf", path=smollm2_gguf, name="smollm2"))
     if request.param == "torch":
-        return on_torch(build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu")))
+        return on_torch(load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu")))
     quantization: Quantization = "auto" if request.param == "native-as-in-file" else "none"
     return on_native(request.getfixturevalue("native_library"), checkpoint, quantization=quantization)
 

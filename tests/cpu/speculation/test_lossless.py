@@ -46,7 +46,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def llama() -> MakeForward:
-    return on_torch(tiny_model("llama3", torch.float32).model)
+    return on_torch(tiny_model("llama3", torch.float32).weights)
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def budget(policy: str) -> dict[str, Any]:
 @in_turns
 @each_case(("number", "name"), enumerate(FAMILIES))
 def test_greedy_of_every_family(engine: TinyEngine, number: int, name: str, turn: int) -> None:
-    if not is_due(engine, number, turn, name):
+    if not is_due(engine, number, turn):
         return
     forward = engine.make_forward(name, torch.float32)
     expected = run(forward, make_requests())

@@ -9,7 +9,7 @@ import pytest
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import SampledTokens, Sampler
-from onbeat.engine.torch_backend import TorchForward
+from onbeat.engine.torch.forward import TorchForward
 from tests.cpu.engine.tiny_models import random_prompt, tiny_model
 from tests.cpu.speculation.runs import ScriptedProposer, make_request, ngram
 
@@ -22,7 +22,7 @@ def reference(length: int) -> list[int]:
 
 
 def make_runner(proposer: Any, sampler: Any = None, **options: int) -> ModelRunner:
-    model = tiny_model("llama3").model
+    model = tiny_model("llama3").weights
     sizes = SIZES | options
     forward = TorchForward(model, num_blocks=sizes["num_blocks"], block_size=sizes["block_size"])
     return ModelRunner(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.engine.attention.base import AttentionBatch
+from onbeat.engine.attention_batch import AttentionBatch
 from onbeat.engine.stand_in.forward import HashCache, mix, mix_number
 from tests.examples import examples
 

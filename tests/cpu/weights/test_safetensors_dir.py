@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
-from onbeat.engine.models.model import build_model
-from onbeat.engine.torch_types import numpy_dtype
+from onbeat.engine.torch.types import numpy_dtype
+from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights import Checkpoint, open_checkpoint
 from onbeat.engine.weights.rounding import loading_remarks
 from onbeat.hub.files import ModelFiles
@@ -83,7 +83,7 @@ def test_the_text_part_of_a_multimodal_gemma3(tmp_path: Path) -> None:
         assert line == "its vision part (1 tensors) is left out: onbeat serves text alone"
     expected = model.eval()(torch.tensor([random_prompt(20)])).logits[0, -1].detach()
     ours = first_logits(
-        on_torch(build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu"))), (20,)
+        on_torch(load_weights(checkpoint, dtype=torch.float32, device=torch.device("cpu"))), (20,)
     )
     assert relative_error(ours, expected[None]) < 1e-5
 

@@ -12,16 +12,16 @@ import torch
 from onbeat.engine.backend import Backend, SettleLimits
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes, piece_sizes
-from onbeat.engine.cuda.kernels import ChunkBackend, Kernels, KernelSizes
 from onbeat.engine.cuda.memory import MeasuredMemory, bytes_above, largest_steps, measure
-from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.device import DeviceConfig, compute_capability
 from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.progress import Detail
-from onbeat.engine.torch_types import torch_device, torch_dtype
+from onbeat.engine.torch.kernels import ChunkBackend, GraphKernels, KernelSizes
+from onbeat.engine.torch.types import torch_device, torch_dtype
+from onbeat.engine.torch.weights import TorchWeights, load_weights
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
@@ -30,7 +30,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 OLDEST_CAPABILITY = (8, 0)
 """Computes in bfloat16, and FlashInfer's fa2 runs there. Only 9.0 has been tried."""
 
-MakeKernels = Callable[[KernelSizes], Kernels]
+MakeKernels = Callable[[KernelSizes], GraphKernels]
 
 
 def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int) -> str | None:
@@ -42,8 +42,6 @@ def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int) -> st
         return f"heads of {head_dim} are not supported; 64, 128 and 256 are"
     if block_size not in BLOCK_SIZES:
         return f"block_size is {block_size}; it needs 16, 32, 64 or 128"
-    if feature := missing_feature(checkpoint.config):
-        return f"it has no {feature}"
     capability = compute_capability(device.device)
     if capability < OLDEST_CAPABILITY:
         return f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
@@ -55,19 +53,6 @@ def why_not(checkpoint: Checkpoint, device: DeviceConfig, block_size: int) -> st
     return None
 
 
-def missing_feature(config: ModelConfig) -> str | None:
-    """Return what a model's layers need that the engine's one layer lacks; None where it has all."""
-    ropes = [config.layer_rope(index) for index in range(config.num_layers)]
-    features = {
-        "layers of experts": config.experts is not None,
-        "layers without norms before attention and feed-forward": config.norms == "after",
-        "norms of queries and keys over all heads": config.qk_norm == "all",
-        "rotary embedding of a part of each head": any(rope.rotary_dim is not None for rope in ropes),
-        "factor on rotated queries and keys (LongRoPE)": any(rope.attention_factor != 1.0 for rope in ropes),
-    }
-    return next((feature for feature, is_needed in features.items() if is_needed), None)
-
-
 def missing_kernel(config: ModelConfig) -> str | None:
     """Return a kernel of FlashInfer that cannot be had here; the library is imported only now."""
     from onbeat.engine.cuda.flashinfer_attention import missing_kernel
@@ -75,7 +60,7 @@ def missing_kernel(config: ModelConfig) -> str | None:
     return missing_kernel(config)
 
 
-def fast_kernels(sizes: KernelSizes, chunk_backend: ChunkBackend = "fa2") -> Kernels:
+def fast_kernels(sizes: KernelSizes, chunk_backend: ChunkBackend = "fa2") -> GraphKernels:
     """Return the quick operators; what they are written in is imported only now.
 
     Prompts by fa3 took 5 to 11 % less time on an H100. Its output has not been compared there yet, so it is
@@ -111,10 +96,13 @@ class CudaBackend:
         self._torch_device = torch_device(device.device)
         self._config = config
         self._make_kernels = make_kernels
-        self._weights: CudaWeights | None = None
+        self._weights: TorchWeights | None = None
         self._utilization = config.gpu_memory_utilization
-        graphs = "without graphs" if config.enforce_eager else "decodes by CUDA graphs"
-        pieces = ", steps with prompts in pieces" if config.cuda_graph_pieces else ""
+        # The host waits for a router's choice, which no graph can do.
+        self._is_eager = config.enforce_eager or checkpoint.config.experts is not None
+        self._has_pieces = config.cuda_graph_pieces and not self._is_eager
+        graphs = "without graphs" if self._is_eager else "decodes by CUDA graphs"
+        pieces = ", steps with prompts in pieces" if self._has_pieces else ""
         self.description = f"by the GPU engine ({graphs}{pieces})"
 
     def weight_bytes(self) -> int:
@@ -161,11 +149,11 @@ class CudaBackend:
             lambda num_blocks: self._make(limits, num_blocks, EagerGraphs()),
             largest_steps(limits),
             block_bytes=self.kv_cache_spec(limits.block_size).block_bytes,
-            num_graphs=0 if self._config.enforce_eager else len(captured),
+            num_graphs=0 if self._is_eager else len(captured),
         )
 
     def _piece_sizes(self, limits: SchedulerConfig) -> tuple[int, ...]:
-        return piece_sizes(limits.max_num_batched_tokens) if self._config.cuda_graph_pieces else ()
+        return piece_sizes(limits.max_num_batched_tokens) if self._has_pieces else ()
 
     def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:
         # Until it is measured.
@@ -179,7 +167,7 @@ class CudaBackend:
         spare_bytes: int = 0,  # noqa: ARG002
     ) -> CudaForward:
         self._prepare()
-        graphs = EagerGraphs() if self._config.enforce_eager else CudaGraphs(self._torch_device)
+        graphs = EagerGraphs() if self._is_eager else CudaGraphs(self._torch_device)
         return self._make(limits, limits.num_blocks, graphs)
 
     def tell_excess(self, on_progress: Callable[[str], None]) -> None:

@@ -16,7 +16,8 @@ from onbeat.engine.cuda.flashinfer_attention import (
     allocate_workspace,
     stream_of,
 )
-from onbeat.engine.cuda.kernels import (
+from onbeat.engine.model_config import Activation
+from onbeat.engine.torch.kernels import (
     BestBuffers,
     ChunkBackend,
     ChunkRows,
@@ -28,8 +29,7 @@ from onbeat.engine.cuda.kernels import (
     Norm,
     StepTensors,
 )
-from onbeat.engine.model_config import Activation
-from onbeat.engine.torch_kv import LayerKVCache
+from onbeat.engine.torch.kv import LayerKVCache
 
 
 class _PlannedBySize:

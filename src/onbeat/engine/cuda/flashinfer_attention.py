@@ -18,12 +18,19 @@ import torch
 from torch import Tensor
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.cuda.kernels import ChunkBackend, ChunkRows, DecodeRows, Int32Array, KernelSizes, LayerSpec
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
 from onbeat.engine.cuda.triton_ops import list_blocks
 from onbeat.engine.forward import Mark
 from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.torch_kv import LayerKVCache
+from onbeat.engine.torch.kernels import (
+    ChunkBackend,
+    ChunkRows,
+    DecodeRows,
+    Int32Array,
+    KernelSizes,
+    LayerSpec,
+)
+from onbeat.engine.torch.kv import LayerKVCache
 
 _WORKSPACE_BYTES = 128 << 20
 """Results of parts of a row that are still to be merged: what FlashInfer recommends."""

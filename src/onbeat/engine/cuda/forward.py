@@ -20,37 +20,47 @@ from torch import Tensor
 from torch.nn import functional
 
 from onbeat.core.errors import EngineDead, EngineError
-from onbeat.engine.attention.base import IntArray
+from onbeat.engine.attention_batch import IntArray
 from onbeat.engine.cuda.graphs import GraphKey, Graphs, graph_sizes
-from onbeat.engine.cuda.kernels import (
-    BestBuffers,
-    ChunkRows,
-    DecodeRows,
-    Kernels,
-    KernelSizes,
-    Multiply,
-    StepTensors,
-)
-from onbeat.engine.cuda.layer import Hidden, LayerStep, first_of_windows, run_layers, write_logits
 from onbeat.engine.cuda.packing import StepCounts, StepWords, device_words, host_words
 from onbeat.engine.cuda.pieces import Pieces
 from onbeat.engine.cuda.sampling import draw_params
 from onbeat.engine.cuda.state import CudaOptions, DeviceState, HostRing
 from onbeat.engine.cuda.step_packer import ALL_DRAWN, PackedStep, StepPacker
 from onbeat.engine.cuda.stream import CpuStream, CudaStream, DeviceStream
-from onbeat.engine.cuda.weights import CudaWeights, LayerProducts
 from onbeat.engine.device import Device
 from onbeat.engine.forward import ChosenTokens, Mark, RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.sampler import BestTokens
-from onbeat.engine.torch_types import device_of, numpy_dtype
+from onbeat.engine.torch.kernels import (
+    BestBuffers,
+    ChunkRows,
+    DecodeRows,
+    GraphKernels,
+    KernelSizes,
+    LayerSpec,
+    Multiply,
+    StepTensors,
+)
+from onbeat.engine.torch.kv import LayerKVCache, scrub
+from onbeat.engine.torch.layer import (
+    Attend,
+    Hidden,
+    LayerStep,
+    final_states,
+    first_of_windows,
+    run_layers,
+    write_logits,
+)
+from onbeat.engine.torch.types import device_of, numpy_dtype
+from onbeat.engine.torch.weights import LayerProducts, TorchWeights
 
 __all__ = ["CudaForward", "CudaOptions", "kernel_sizes"]
 
 
-def kernel_sizes(weights: CudaWeights, options: CudaOptions) -> KernelSizes:
+def kernel_sizes(weights: TorchWeights, options: CudaOptions) -> KernelSizes:
     """Return what the operators of such a forward pass are made for."""
     return KernelSizes(
         config=weights.config,
@@ -111,8 +121,8 @@ class CudaForward:
 
     def __init__(
         self,
-        weights: CudaWeights,
-        kernels: Kernels,
+        weights: TorchWeights,
+        kernels: GraphKernels,
         graphs: Graphs,
         options: CudaOptions,
         *,
@@ -134,10 +144,8 @@ class CudaForward:
         most = max(options.max_num_seqs, *self._sizes)
         with torch.inference_mode():
             self._state = DeviceState(spec, options, weights.device)
-            logits_dtype = torch.float64 if weights.dtype == torch.float64 else torch.float32
-            self._logits_NV = torch.zeros(
-                most, weights.config.vocab_size, dtype=logits_dtype, device=weights.device
-            )
+            shape = most, weights.config.vocab_size
+            self._logits_NV = torch.zeros(shape, dtype=weights.wide_dtype, device=weights.device)
             self._packer = StepPacker(options, self._sizes)
             most_samples = max(most, options.max_num_batched_tokens)  # every token of a prompt that is scored
             counts = StepCounts(options.max_num_batched_tokens, most, most_samples, 0)
@@ -220,8 +228,9 @@ class CudaForward:
 
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored keys and values of blocks finite; see `ForwardPass.scrub`."""
+        ids = torch.from_numpy(block_ids)
         with _failures_in_words(None):
-            self._stream.run(lambda: self._state.scrub(torch.from_numpy(block_ids).to(self.weights.device)))
+            self._stream.run(lambda: scrub(self._state.kv, ids.to(self.weights.device)))
 
     def touch_ahead(self) -> bool:
         """Return False: all memory is taken at start."""
@@ -285,16 +294,12 @@ class CudaForward:
             hidden = self._compute(buffers, packed.num_tokens, packed.chunks, wanted_N)
             if len(packed.pooled_tokens):
                 num_samples = packed.views.counts.samples
-                pooled_PD = self._normalised(Hidden(*(part[num_samples:] for part in hidden)))
+                pooled = Hidden(*(part[num_samples:] for part in hidden))
+                pooled_PD = final_states(self.weights, self.kernels, pooled)
         if packed.is_random:
             self._draw(buffers)
         packed.views.results.copy_(buffers.results, non_blocking=True)
         return buffers.logits_NV, pooled_PD
-
-    def _normalised(self, hidden: Hidden) -> Tensor:
-        x_PD, residual_PD = hidden
-        self.kernels.add_norm(x_PD, residual_PD, self.weights.final_norm, x_PD)
-        return x_PD if x_PD.dtype == torch.float64 else x_PD.float()
 
     def _plan_decodes(self, parts: StepWords) -> None:
         self.kernels.plan_decodes(parts.lens_R, list(self._windows.values()))
@@ -330,32 +335,37 @@ class CudaForward:
         state.tables_SW.view(-1).index_put_((parts.update_places_U,), parts.update_blocks_U)
         last_T = state.tokens_S.index_select(0, parts.token_slots_T)
         ids_T = torch.where(parts.ids_T < 0, last_T, parts.ids_T)
-        decodes, chunk_plans = None, {}
-        if chunks is None:
-            decodes = DecodeRows(state.tables_SW.index_select(0, parts.slots_R), parts.lens_R)
-            self.kernels.start_decodes(decodes)
-        else:
-            chunk_plans = {
-                window: self.kernels.plan_chunks(chunks, spec) for window, spec in self._windows.items()
-            }
-        step = LayerStep(
-            StepTensors(parts.positions_T, parts.kv_slots_T),
-            num_tokens,
-            decodes,
-            chunk_plans,
-            state.kv,
-            self.kernels,
-            self._multiply,
-        )
+        attend = self._attend_decodes(parts) if chunks is None else self._attend_chunks(chunks, num_tokens)
+        tensors = StepTensors(parts.positions_T, parts.kv_slots_T)
         if self._pieces is not None and wanted_N is not None and len(ids_T) in self.options.piece_sizes:
-            hidden = self._pieces.run(ids_T, step, wanted_N)
+            hidden = self._pieces.run(ids_T, tensors, attend, wanted_N)
         else:
-            hidden = run_layers(self.weights, ids_T, step, wanted_N)
+            step = LayerStep(tensors, state.kv, self.kernels, self._multiply)
+            hidden = run_layers(self.weights, ids_T, step, attend, wanted_N)
         if len(parts.sampled_N):
             write_logits(self.weights, self.kernels, hidden, buffers.logits_NV)
             self.kernels.best(buffers.logits_NV, buffers.best)
             self._remember(buffers)
         return hidden
+
+    def _attend_decodes(self, parts: StepWords) -> Attend:
+        rows = DecodeRows(self._state.tables_SW.index_select(0, parts.slots_R), parts.lens_R)
+        self.kernels.start_decodes(rows)
+
+        def attend(q_RNH: Tensor, kv: LayerKVCache, layer: LayerSpec, out_RNH: Tensor) -> None:
+            self.kernels.attend_decodes(q_RNH, kv, rows, layer, out_RNH)
+
+        return attend
+
+    def _attend_chunks(self, chunks: ChunkRows, num_tokens: int) -> Attend:
+        """Return what attends with so many tokens; those behind them are padding."""
+        plans = {window: self.kernels.plan_chunks(chunks, spec) for window, spec in self._windows.items()}
+
+        def attend(q_TNH: Tensor, kv: LayerKVCache, layer: LayerSpec, out_TNH: Tensor) -> None:
+            plan = plans[layer.window]
+            self.kernels.attend_chunks(q_TNH[:num_tokens], kv, plan, layer, out_TNH[:num_tokens])
+
+        return attend
 
     @torch.inference_mode()
     def _draw(self, buffers: _Buffers) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from onbeat.engine.device import Device, free_memory, wait_for
 from onbeat.engine.profiling.limits import shortest
-from onbeat.engine.torch_types import torch_device
+from onbeat.engine.torch.types import torch_device
 from onbeat.perfmodel.profile import MachineLimits
 
 

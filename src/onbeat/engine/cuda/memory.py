@@ -11,7 +11,7 @@ import torch
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.request import SamplingParams
-from onbeat.engine.attention.base import AttentionBatch, IntArray
+from onbeat.engine.attention_batch import AttentionBatch, IntArray
 from onbeat.engine.footprint import flag_size
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.input_batch import ADMISSIONS, StepInputs, wave_order

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onbeat.engine.cuda.kernels import Int32Array
+from onbeat.engine.torch.kernels import Int32Array
 
 _DOUBLES = 4
 _TOKEN_PARTS, _DECODE_PARTS, _SAMPLE_PARTS, _UPDATE_PARTS = 4, 2, 3, 2

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from onbeat.engine.cuda.graphs import GraphKey, Graphs
-from onbeat.engine.cuda.kernels import Kernels, Multiply, StepTensors
-from onbeat.engine.cuda.layer import (
+from onbeat.engine.cuda.state import CudaOptions
+from onbeat.engine.torch.kernels import Kernels, Multiply, StepTensors
+from onbeat.engine.torch.kv import LayerKVCache
+from onbeat.engine.torch.layer import (
+    Attend,
     Hidden,
     LayerStep,
     after_attention,
-    attend,
     before_attention,
     scale_embedding,
 )
-from onbeat.engine.cuda.state import CudaOptions
-from onbeat.engine.cuda.weights import CudaWeights
-from onbeat.engine.torch_kv import LayerKVCache
+from onbeat.engine.torch.weights import TorchWeights
 
 
 class Pieces:
@@ -39,7 +39,7 @@ class Pieces:
 
     def __init__(
         self,
-        weights: CudaWeights,
+        weights: TorchWeights,
         kernels: Kernels,
         kv: Sequence[LayerKVCache],
         multiply: Multiply,
@@ -63,30 +63,26 @@ class Pieces:
             torch.zeros(most, spec.num_heads, spec.head_dim, dtype=weights.dtype, device=device)
             for _ in range(2)
         )
-        self._steps = {size: self._step(size, kernels, multiply) for size in sizes}
+        places = {size: StepTensors(self._positions_T[:size], self._kv_slots_T[:size]) for size in sizes}
+        self._steps = {size: LayerStep(tensors, kv, kernels, multiply) for size, tensors in places.items()}
         keys = [GraphKey(size, piece) for size in sizes for piece in range(len(weights.layers) + 1)]
         graphs.prepare(keys, self._run_piece, lambda _: None)
 
-    def run(self, ids_T: Tensor, step: LayerStep, wanted_N: Tensor) -> Hidden:
+    def run(self, ids_T: Tensor, tensors: StepTensors, attend: Attend, wanted_N: Tensor) -> Hidden:
         """Run a step of one of the sizes, padding included; return the hidden states of some tokens."""
         size = len(ids_T)
         for own, given in (
             (self._ids_T, ids_T),
-            (self._positions_T, step.tensors.positions_T),
-            (self._kv_slots_T, step.tensors.kv_slots_T),
+            (self._positions_T, tensors.positions_T),
+            (self._kv_slots_T, tensors.kv_slots_T),
         ):
             own[:size].copy_(given)
         q_TNH, mixed_TNH = self._q_TNH[:size], self._mixed_TNH[:size]
         for piece, (layer, kv) in enumerate(zip(self._weights.layers, self._kv, strict=True)):
             self._graphs.replay(GraphKey(size, piece))
-            attend(layer.spec, q_TNH, step, kv, mixed_TNH)
+            attend(q_TNH, kv, layer.spec, mixed_TNH)
         self._graphs.replay(GraphKey(size, len(self._kv)))
         return Hidden(*(part.index_select(0, wanted_N) for part in (self._x_TD, self._residual_TD)))
-
-    def _step(self, size: int, kernels: Kernels, multiply: Multiply) -> LayerStep:
-        """Return what `before_attention` reads of a step: where its tokens are."""
-        tensors = StepTensors(self._positions_T[:size], self._kv_slots_T[:size])
-        return LayerStep(tensors, size, None, {}, self._kv, kernels, multiply)
 
     def _run_piece(self, key: GraphKey) -> None:
         """Run what lies between two calls of attention: the rest of one layer, and the start of the next."""

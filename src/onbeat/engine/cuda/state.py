@@ -8,7 +8,6 @@ Legend: S request slots (the last one is for padding), W columns of a block tabl
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -16,14 +15,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onbeat.engine.attention.base import AttentionBatch, IntArray
-from onbeat.engine.cuda.kernels import Int32Array
+from onbeat.engine.attention_batch import AttentionBatch, IntArray
 from onbeat.engine.cuda.packing import StepCounts, StepWords, host_words
 from onbeat.engine.cuda.stream import DeviceStream
 from onbeat.engine.forward import Mark
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.sampling_row import SamplingRow
-from onbeat.engine.torch_kv import allocate_kv
+from onbeat.engine.torch.kernels import Int32Array
+from onbeat.engine.torch.kv import allocate_kv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +59,6 @@ class CudaOptions:
         return self.padding_block * self.block_size
 
 
-_SCRUBBED_TOGETHER = 256
-"""Blocks: 8 MiB of an 8B model's layer, where a long request's would take as much as a large step."""
-
-
 class DeviceState:
     """KV cache, block tables, and each slot's last token.
 
@@ -82,13 +77,6 @@ class DeviceState:
         )
         self.tokens_S = torch.zeros(num_slots, dtype=torch.int32, device=device)
         """What was last chosen for each slot; 0 where the row failed."""
-
-    @torch.inference_mode()
-    def scrub(self, block_ids: Tensor) -> None:
-        """Replace what is not finite in some blocks by 0; few at a time, for memory may be short."""
-        for few in torch.split(block_ids, _SCRUBBED_TOGETHER):
-            for part in chain.from_iterable(self.kv):
-                part.index_copy_(0, few, part.index_select(0, few).nan_to_num_(0.0, 0.0, 0.0))
 
 
 class TableMirror:

@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from onbeat.engine.attention.base import AttentionBatch, IntArray
-from onbeat.engine.cuda.kernels import ChunkRows, Int32Array
+from onbeat.engine.attention_batch import IntArray
 from onbeat.engine.cuda.packing import StepCounts, StepWords, host_words
 from onbeat.engine.cuda.sampling import SlotSettings
 from onbeat.engine.cuda.state import CudaOptions, EntryViews, RingEntry, TableMirror
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.sampler import BestTokens
+from onbeat.engine.torch.kernels import ChunkRows, Int32Array
 
 _MOST_EAGER_UPDATES = 4096
 """Changed entries of block tables that travel with a step outside of graphs; more go their own way."""
@@ -156,7 +156,7 @@ class StepPacker:
         entry.rows, is_random = None, self._choose(inputs, parts, np.arange(num_samples), drawn_N)
         parts.update_places_U[:] = places[:num_updates]
         parts.update_blocks_U[:] = blocks[:num_updates]
-        chunks = _chunk_rows(batch, self._options.block_size)
+        chunks = ChunkRows.of(batch, self._options.block_size)
         return PackedStep(
             views, None, num_tokens, inputs.sampling_tokens, late, is_random, inputs.pooled_tokens, chunks
         )
@@ -215,19 +215,3 @@ def _later(places: IntArray, blocks: Int32Array, most: int, entry: RingEntry) ->
     late[0] = torch.from_numpy(places)
     late[1] = torch.from_numpy(blocks)
     return late
-
-
-def _chunk_rows(batch: AttentionBatch, block_size: int) -> ChunkRows:
-    context_lens_R = batch.context_lens_R.astype(np.int32)
-    num_blocks_R = -(-context_lens_R // block_size)
-    return ChunkRows(
-        query_lens_R=batch.query_lens_R.astype(np.int32),
-        context_lens_R=context_lens_R,
-        num_blocks_R=num_blocks_R,
-        block_ids=np.concatenate(
-            [
-                batch.block_tables_SB[slot, :num_blocks]
-                for slot, num_blocks in zip(batch.slots_R.tolist(), num_blocks_R.tolist(), strict=True)
-            ]
-        ),
-    )

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onbeat.engine.cuda.kernels import BestBuffers, DrawParams
 from onbeat.engine.cuda.triton_order import (
     distances_of,
     drawn_in_order_of_ids,
@@ -26,6 +25,7 @@ from onbeat.engine.cuda.triton_order import (
     logit_of,
     order_of,
 )
+from onbeat.engine.torch.kernels import BestBuffers, DrawParams
 
 _PIECE = 4096
 """Logits of a row that a program of the first launches sees."""

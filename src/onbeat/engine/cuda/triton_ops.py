@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from onbeat.engine.cuda.kernels import DecodeRows, LayerSpec, Norm, StepTensors
 from onbeat.engine.model_config import Activation
-from onbeat.engine.torch_kv import LayerKVCache
+from onbeat.engine.torch.kernels import DecodeRows, LayerSpec, Norm, StepTensors
+from onbeat.engine.torch.kv import LayerKVCache
 
 _HEADS_TOGETHER = 4
 """Heads of a token that one program rotates, so that a cosine serves several."""
@@ -64,6 +64,7 @@ def rope_store(qkv_TX: Tensor, step: StepTensors, layer: LayerSpec, kv: LayerKVC
         step.positions_T,
         step.kv_slots_T,
         layer.frequencies_H,
+        layer.factors_H,
         query_scale_H,
         key_scale_H,
         0.0 if norm is None else norm.eps,
@@ -169,6 +170,7 @@ def _rope_store(
     positions_ptr,
     slots_ptr,
     frequencies_ptr,
+    factors_ptr,
     query_scale_ptr,
     key_scale_ptr,
     query_eps,
@@ -207,7 +209,8 @@ def _rope_store(
         a = _scaled(x * factor, tl.where(is_query, query_first, key_first), type_, SCALES_ROUNDED)
         b = _scaled(y * factor, tl.where(is_query, query_second, key_second), type_, SCALES_ROUNDED)
 
-    cos, sin = tl.cos(angles), tl.sin(angles)
+    factors = tl.load(factors_ptr + pairs)
+    cos, sin = tl.cos(angles) * factors, tl.sin(angles) * factors
     a, b = a.to(tl.float32), b.to(tl.float32)
     turned_first = (a * cos - b * sin).to(type_)
     turned_second = (b * cos + a * sin).to(type_)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, EngineError
-from onbeat.engine.attention.base import AttentionBatch, IntArray
+from onbeat.engine.attention_batch import AttentionBatch, IntArray
 from onbeat.engine.device import CPU
 from onbeat.engine.engine_config import ActivationQuantization
 from onbeat.engine.forward import RowProducts, StepLogits

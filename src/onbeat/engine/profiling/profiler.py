@@ -130,7 +130,7 @@ def limits_of(loaded: LoadedModel, device_id: str, number_format: str) -> Machin
     if device_id == "cpu":
         return cpu_limits(device.num_threads, loaded.runner.forward.products(), number_format)
     from onbeat.engine.cuda.limits import gpu_limits
-    from onbeat.engine.torch_types import torch_dtype
+    from onbeat.engine.torch.types import torch_dtype
 
     return gpu_limits(device.device, torch_dtype(device.dtype), number_format)
 

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.request import SamplingParams
-from onbeat.engine.attention.base import AttentionBatch, IntArray
+from onbeat.engine.attention_batch import AttentionBatch, IntArray
 from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.input_batch import InputBatch, StepInputs
 from onbeat.engine.sampler import Sampler

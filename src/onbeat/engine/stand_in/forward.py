@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from onbeat.core.request import TokenLogprobs
 from onbeat.core.step import BatchShape
-from onbeat.engine.attention.base import AttentionBatch, IntArray
+from onbeat.engine.attention_batch import AttentionBatch, IntArray
 from onbeat.engine.device import CPU
 from onbeat.engine.draw import Logits
 from onbeat.engine.forward import RowProducts, StepLogits

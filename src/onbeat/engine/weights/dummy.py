@@ -58,7 +58,7 @@ class DummyCheckpoint:
         """
         import torch
 
-        from onbeat.engine.torch_types import numpy_dtype, to_tensor
+        from onbeat.engine.torch.types import numpy_dtype, to_tensor
 
         if device.type == "cpu":
             return to_tensor(self.get(name, numpy_dtype(dtype)))

@@ -63,8 +63,8 @@ def main() -> None:
     capability = int(sys.argv[1])
     JITFunction.run = partialmethod(compile_launch, capability)
     from onbeat.engine.cuda import triton_draw, triton_ops
-    from onbeat.engine.cuda.kernels import BestBuffers, DecodeRows, DrawParams, LayerSpec, Norm, StepTensors
-    from onbeat.engine.torch_kv import LayerKVCache
+    from onbeat.engine.torch.kernels import BestBuffers, DecodeRows, DrawParams, LayerSpec, Norm, StepTensors
+    from onbeat.engine.torch.kv import LayerKVCache
 
     def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -91,6 +91,7 @@ def main() -> None:
                 scale=1.0,
                 window=None,
                 frequencies_H=numbers(head_dim // 2, dtype=torch.float32),
+                factors_H=numbers(head_dim // 2, dtype=torch.float32),
                 query_norm=head_norm,
                 key_norm=head_norm,
             )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from onbeat.engine.cuda.kernels import KernelSizes
 from onbeat.engine.model_config import ModelConfig, RopeConfig
+from onbeat.engine.torch.kernels import KernelSizes
 
 
 def kernel_sizes(

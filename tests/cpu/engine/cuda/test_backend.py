@@ -18,7 +18,7 @@ from onbeat.engine.device import Device, DeviceConfig
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.model_config import Experts, ModelConfig, RopeConfig
-from onbeat.engine.torch_backend import TorchBackend
+from onbeat.engine.torch.backend import TorchBackend
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.device_spec import known_device
@@ -56,7 +56,6 @@ LLAMA_8B = replace(
     max_position_embeddings=131_072,
 )
 EXPERTS = Experts(num_experts=4, num_per_token=2, intermediate_size=32)
-PARTIAL = RopeConfig(theta=1e4, rotary_dim=32)
 
 
 def config(**changes: Any) -> EngineConfig:
@@ -90,10 +89,6 @@ def test_it_serves_on_a_gpu_unless_torch_is_asked_for(hopper: None) -> None:
     ("device", "model", "block_size", "reason"),
     [
         (replace(CUDA, dtype=FLOAT32), {}, 16, "it computes in bfloat16, not in float32"),
-        (CUDA, {"norms": "after"}, 16, "it has no layers without norms before attention and feed-forward"),
-        (CUDA, {"qk_norm": "all"}, 16, "it has no norms of queries and keys over all heads"),
-        (CUDA, {"experts": EXPERTS}, 16, "it has no layers of experts"),
-        (CUDA, {"rope": PARTIAL}, 16, "it has no rotary embedding of a part of each head"),
         (CUDA, {"head_dim": 96}, 16, "heads of 96 are not supported; 64, 128 and 256 are"),
         (CUDA, {}, 48, "block_size is 48; it needs 16, 32, 64 or 128"),
     ],
@@ -131,6 +126,12 @@ def test_what_cannot_be_had_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         choose_backend(config(**changes), DummyCheckpoint(MODEL), device)
+
+
+def test_a_router_waits_for_the_host_so_there_are_no_graphs(hopper: None) -> None:
+    chosen = choose_backend(config(), DummyCheckpoint(replace(MODEL, experts=EXPERTS)), CUDA)
+    assert isinstance(chosen, CudaBackend)
+    assert chosen.description == "by the GPU engine (without graphs)"
 
 
 @pytest.mark.parametrize("share", [0.0, 1.5, float("nan")])

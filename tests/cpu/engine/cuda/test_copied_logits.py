@@ -70,7 +70,7 @@ def prompt_logprobs(done: Run) -> dict[str, list[float]]:
 
 def check_drafts(make: MakeForward, requests: Sequence[Request], num_drafts: int) -> tuple[Run, Run]:
     """Serve requests with drafts, some of them wrong, and on the reference without any; compare tokens."""
-    expected = run(on_torch(tiny_model("llama3").model), requests)
+    expected = run(on_torch(tiny_model("llama3").weights), requests)
     if not num_drafts:
         done = run(make, requests)
     else:
@@ -101,7 +101,7 @@ def test_tokens_are_the_same_and_no_more_logits_are_copied_than_are_needed(
 def test_a_draft_model_draws_its_drafts_on_the_gpu() -> None:
     """It is the model itself, and so guesses every token."""
     requests = [(each.prompt_token_ids, each.sampling) for each in requests_of(SETTINGS, 24)]
-    expected = drafting.serve(on_torch(tiny_model("llama3").model), None, requests, drafting.Setting())
+    expected = drafting.serve(on_torch(tiny_model("llama3").weights), None, requests, drafting.Setting())
     make = Copying()
     done = drafting.serve(make, drafting.by_draft_model(make), requests, drafting.Setting())
     assert done.tokens == expected.tokens

@@ -19,6 +19,7 @@ from onbeat.engine.cuda.stream import CpuStream
 from onbeat.engine.forward import Mark
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.torch.kv import scrub
 from tests.cpu.engine.cuda.test_overlap import (
     MAX_NUM_SEQS,
     SERIAL_SETTINGS,
@@ -182,6 +183,6 @@ def test_many_blocks_are_cleared_a_few_at_a_time() -> None:
     state = DeviceState(spec, replace(forward.options, num_blocks=3000), torch.device("cpu"))
     state.kv[0].k_BKSH[2999], state.kv[0].v_BKSH[5] = torch.nan, torch.inf
     with Largest() as largest:
-        state.scrub(torch.arange(3000))
+        scrub(state.kv, torch.arange(3000))
     assert all(part.isfinite().all() for part in state.kv[0])
     assert 0 < largest.num_bytes <= 300 * spec.block_bytes

@@ -22,10 +22,10 @@ from onbeat.engine.cuda.flashinfer_attention import (
     allocate_workspace,
     missing_kernel,
 )
-from onbeat.engine.cuda.kernels import ChunkRows, DecodeRows, LayerSpec
 from onbeat.engine.cuda.stream import CpuStream
 from onbeat.engine.forward import Mark
-from onbeat.engine.torch_kv import LayerKVCache
+from onbeat.engine.torch.kernels import ChunkRows, DecodeRows, LayerSpec
+from onbeat.engine.torch.kv import LayerKVCache
 from tests.cpu.engine.cuda.kernel_sizes import kernel_sizes
 from tests.cpu.engine.cuda.recorded_flashinfer import Recorder, numbers
 
@@ -45,6 +45,7 @@ def layer(window: int | None) -> LayerSpec:
         scale=0.3,
         window=window,
         frequencies_H=torch.ones(32),
+        factors_H=torch.ones(32),
         query_norm=None,
         key_norm=None,
     )

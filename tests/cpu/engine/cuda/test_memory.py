@@ -14,11 +14,11 @@ from onbeat.engine.cuda.backend import CudaBackend
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs, GraphKey
 from onbeat.engine.cuda.memory import MeasuredMemory, largest_steps
-from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.torch_backend import TorchBackend
+from onbeat.engine.torch.backend import TorchBackend
+from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.scheduler_config import SchedulerConfig, SpeculationConfig

@@ -18,14 +18,14 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs
 from onbeat.engine.cuda.stream import DeviceStream
-from onbeat.engine.cuda.weights import CudaWeights, load_weights
 from onbeat.engine.executor import PendingStep, ThreadExecutor
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.profiling.batches import BatchRow, MeasuredBatch
 from onbeat.engine.profiling.measure import StepTimer
 from onbeat.engine.sampler import Sampler
-from onbeat.engine.torch_backend import TorchForward
+from onbeat.engine.torch.forward import TorchForward
+from onbeat.engine.torch.weights import TorchWeights, load_weights
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from tests.cpu.engine.cuda.fake_stream import FakeStream
@@ -62,7 +62,7 @@ def requests_of(settings: Sequence[SamplingParams], max_tokens: int) -> list[Req
 
 
 @functools.cache
-def weights() -> CudaWeights:
+def weights() -> TorchWeights:
     return load_weights(StateCheckpoint(hf_tiny_model("llama3", torch.float64)), torch.float64, CPU)
 
 
@@ -79,7 +79,7 @@ def on_fake_device(stream: DeviceStream) -> CudaForward:
 
 
 def on_reference() -> TorchForward:
-    return TorchForward(tiny_model("llama3").model, num_blocks=NUM_BLOCKS, block_size=16)
+    return TorchForward(tiny_model("llama3").weights, num_blocks=NUM_BLOCKS, block_size=16)
 
 
 def make_runner(forward: ForwardPass) -> ModelRunner:

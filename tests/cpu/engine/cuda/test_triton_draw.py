@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from onbeat.core.request import SamplingParams
-from onbeat.engine.cuda.kernels import BestBuffers, DrawParams
 from onbeat.engine.draw import draw, locate
+from onbeat.engine.torch.kernels import BestBuffers, DrawParams
 
 pytest.importorskip("triton", reason="triton is not installed: make test-triton")
 

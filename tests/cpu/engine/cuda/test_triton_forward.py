@@ -12,10 +12,10 @@ pytest.importorskip("triton", reason="triton is not installed: make test-triton"
 
 from onbeat.engine.cuda import triton_draw, triton_ops
 from onbeat.engine.cuda.fast import FastKernels
-from onbeat.engine.cuda.kernels import BestBuffers, DrawParams, LayerSpec, Norm, StepTensors
-from onbeat.engine.cuda.weights import load_weights
 from onbeat.engine.model_config import Activation
-from onbeat.engine.torch_kv import LayerKVCache
+from onbeat.engine.torch.kernels import BestBuffers, DrawParams, LayerSpec, Norm, StepTensors
+from onbeat.engine.torch.kv import LayerKVCache
+from onbeat.engine.torch.weights import load_weights
 from tests.cpu.engine.cuda.recorded_flashinfer import Recorder, numbers
 from tests.cpu.engine.cuda.test_copied_logits import check_drafts
 from tests.cpu.engine.cuda.test_overlap import SETTINGS, requests_of

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from onbeat.engine.cuda.kernels import DecodeRows, LayerSpec, Norm, StepTensors
 from onbeat.engine.model_config import Activation
-from onbeat.engine.torch_kv import LayerKVCache
+from onbeat.engine.torch.kernels import DecodeRows, LayerSpec, Norm, StepTensors
+from onbeat.engine.torch.kv import LayerKVCache
 from tests.cpu.engine.cuda.kernel_sizes import kernel_sizes
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 
@@ -81,6 +81,7 @@ def test_rope_store_rotates_queries_and_fills_the_cache(
         scale=0.1,
         window=None,
         frequencies_H=1e4 ** -(torch.arange(0, head_dim, 2) / head_dim),
+        factors_H=1.0 + 0.1 * (torch.arange(head_dim // 2) % 3),
         query_norm=query_norm,
         key_norm=key_norm,
     )
@@ -108,6 +109,7 @@ def test_values_that_are_no_numbers_are_stored_as_they_are() -> None:
         scale=0.1,
         window=None,
         frequencies_H=torch.ones(32),
+        factors_H=torch.ones(32),
         query_norm=None,
         key_norm=None,
     )

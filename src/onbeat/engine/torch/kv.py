@@ -8,6 +8,8 @@ Legend: B blocks, S tokens of a block, K KV heads, H head width.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +19,10 @@ from torch import Tensor
 from onbeat.core.errors import ConfigError
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.kv_cache import KVCacheSpec
-from onbeat.engine.torch_types import torch_dtype
+from onbeat.engine.torch.types import torch_dtype
+
+_SCRUBBED_TOGETHER = 256
+"""Blocks: 8 MiB of an 8B model's layer, where a long request's would take as much as a large step."""
 
 
 class LayerKVCache(NamedTuple):
@@ -55,6 +60,14 @@ def allocate_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+
+
+@torch.inference_mode()
+def scrub(layers: Sequence[LayerKVCache], block_ids: Tensor) -> None:
+    """Replace what is not finite in some blocks by 0; few at a time, for memory may be short."""
+    for few in torch.split(block_ids, _SCRUBBED_TOGETHER):
+        for part in chain.from_iterable(layers):
+            part.index_copy_(0, few, part.index_select(0, few).nan_to_num_(0.0, 0.0, 0.0))
 
 
 def region_of(blocks: Tensor) -> KVRegion:

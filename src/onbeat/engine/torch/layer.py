@@ -8,29 +8,28 @@ width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from onbeat.engine.cuda.kernels import DecodeRows, Kernels, LayerSpec, Multiply, Norm, StepTensors
-from onbeat.engine.cuda.weights import CudaLayer, CudaWeights
-from onbeat.engine.torch_kv import LayerKVCache
+from onbeat.engine.torch.kernels import Kernels, LayerSpec, Multiply, Norm, StepTensors
+from onbeat.engine.torch.kv import LayerKVCache
+from onbeat.engine.torch.weights import Layer, TorchWeights
 
 
 class LayerStep(NamedTuple):
-    """What the layers must know of a step: it has rows that decode, or chunks."""
+    """What the layers must know of a step, but for its rows."""
 
     tensors: StepTensors
-    num_tokens: int
-    """Those behind it are padding."""
-    decodes: DecodeRows | None
-    chunk_plans: Mapping[int | None, Any]
-    """By window; of a step without `decodes`."""
     kv: Sequence[LayerKVCache]
     kernels: Kernels
     multiply: Multiply
+
+
+Attend = Callable[[Tensor, LayerKVCache, LayerSpec, Tensor], None]
+"""Attends with a step's queries [T, N, H] to a layer's cache, and writes what comes of it [T, N, H]."""
 
 
 class Hidden(NamedTuple):
@@ -40,7 +39,9 @@ class Hidden(NamedTuple):
     residual_TD: Tensor
 
 
-def run_layers(weights: CudaWeights, ids_T: Tensor, step: LayerStep, wanted_N: Tensor | None) -> Hidden:
+def run_layers(
+    weights: TorchWeights, ids_T: Tensor, step: LayerStep, attend: Attend, wanted_N: Tensor | None
+) -> Hidden:
     """Run tokens through the layers; their keys and values are stored on the way.
 
     Parameters
@@ -59,7 +60,7 @@ def run_layers(weights: CudaWeights, ids_T: Tensor, step: LayerStep, wanted_N: T
         left_N = wanted_N if layer is weights.layers[-1] else None
         if left_N is not None and not len(left_N):
             return Hidden(residual_TD[:0], residual_TD[:0])
-        attend(layer.spec, q_TNH, step, kv, mixed_TNH)
+        attend(q_TNH, kv, layer.spec, mixed_TNH)
         if left_N is not None:
             mixed_TNH, residual_TD = (part.index_select(0, left_N) for part in (mixed_TNH, residual_TD))
         x_TD = after_attention(weights, layer, mixed_TNH, residual_TD, step)
@@ -67,14 +68,14 @@ def run_layers(weights: CudaWeights, ids_T: Tensor, step: LayerStep, wanted_N: T
     return Hidden(x_TD, residual_TD)
 
 
-def scale_embedding(weights: CudaWeights, residual_TD: Tensor) -> None:
+def scale_embedding(weights: TorchWeights, residual_TD: Tensor) -> None:
     """Do in place what a family does to the embedding."""
     if weights.embedding_scale != 1.0:
         residual_TD.mul_(weights.embedding_scale)
 
 
 def before_attention(
-    layer: CudaLayer,
+    layer: Layer,
     x_TD: Tensor | None,
     residual_TD: Tensor,
     step: LayerStep,
@@ -87,40 +88,49 @@ def before_attention(
     ----------
     x_TD : what the layer before adds to the residual, overwritten; None in the first layer.
     """
-    normed_TD = torch.empty_like(residual_TD) if x_TD is None else x_TD
-    step.kernels.add_norm(x_TD, residual_TD, layer.attention_norm, normed_TD)
+    normed_TD = _normed(step.kernels, x_TD, residual_TD, layer.attention_norm)
     qkv_TX = step.multiply(normed_TD, layer.qkv_XD, layer.qkv_bias_X)
+    if layer.qk_norms is not None:
+        widths = [len(norm.scale_D) for norm in layer.qk_norms]
+        for part_TX, norm in zip(qkv_TX.split((*widths, widths[1]), -1), layer.qk_norms, strict=False):
+            part_TX.copy_(_normed(step.kernels, None, part_TX.contiguous(), norm))
     step.kernels.rope_store(qkv_TX, step.tensors, layer.spec, kv, q_TNH)
 
 
-def attend(spec: LayerSpec, q_TNH: Tensor, step: LayerStep, kv: LayerKVCache, mixed_TNH: Tensor) -> None:
-    """Attend with all tokens of a step."""
-    q_TNH, mixed_TNH = q_TNH[: step.num_tokens], mixed_TNH[: step.num_tokens]
-    if step.decodes is not None:
-        step.kernels.attend_decodes(q_TNH, kv, step.decodes, spec, mixed_TNH)
-    else:
-        step.kernels.attend_chunks(q_TNH, kv, step.chunk_plans[spec.window], spec, mixed_TNH)
-
-
 def after_attention(
-    weights: CudaWeights, layer: CudaLayer, mixed_TNH: Tensor, residual_TD: Tensor, step: LayerStep
+    weights: TorchWeights, layer: Layer, mixed_TNH: Tensor, residual_TD: Tensor, step: LayerStep
 ) -> Tensor:
     """Run the rest of a layer; return what it adds to the residual, [T, D]."""
-    kernels, multiply = step.kernels, step.multiply
-    x_TD = multiply(mixed_TNH.view(len(mixed_TNH), -1), layer.o_DX, layer.o_bias_D)
-    _finish_branch(kernels, weights, x_TD, layer.after_attention_norm)
-    kernels.add_norm(x_TD, residual_TD, layer.mlp_norm, x_TD)
-    gate_up_TF2 = multiply(x_TD, layer.gate_up_FD, None)
-    del x_TD  # a long prompt's largest tensors are wanted again as soon as nobody reads them
-    activated_TF = gate_up_TF2.new_empty(len(gate_up_TF2), gate_up_TF2.shape[1] // 2)
-    kernels.act_mul(gate_up_TF2, weights.config.hidden_activation, activated_TF)
-    del gate_up_TF2
-    x_TD = multiply(activated_TF, layer.down_DF, None)
-    _finish_branch(kernels, weights, x_TD, layer.after_mlp_norm)
+    # Nobody but the feed-forward holds its input, which is one of a long prompt's largest tensors.
+    x_TD = layer.feed_forward.run(
+        _mlp_input(weights, layer, mixed_TNH, residual_TD, step),
+        weights.config.hidden_activation,
+        step.kernels,
+        step.multiply,
+    )
+    _finish_branch(step.kernels, weights, x_TD, layer.after_mlp_norm)
     return x_TD
 
 
-def write_logits(weights: CudaWeights, kernels: Kernels, hidden: Hidden, logits_TV: Tensor) -> None:
+def _mlp_input(
+    weights: TorchWeights, layer: Layer, mixed_TNH: Tensor, residual_TD: Tensor, step: LayerStep
+) -> Tensor:
+    """Add what attention has found to the residual; return what the feed-forward reads, [T, D]."""
+    x_TD = step.multiply(mixed_TNH.view(len(mixed_TNH), -1), layer.o_DX, layer.o_bias_D)
+    _finish_branch(step.kernels, weights, x_TD, layer.after_attention_norm)
+    return _normed(step.kernels, x_TD, residual_TD, layer.mlp_norm)
+
+
+def _normed(kernels: Kernels, x_TD: Tensor | None, residual_TD: Tensor, norm: Norm | None) -> Tensor:
+    """Add to the residual in place; return its norm in the memory of `x_TD`, or itself without a norm."""
+    if norm is None:
+        return residual_TD if x_TD is None else residual_TD.add_(x_TD)
+    normed_TD = torch.empty_like(residual_TD) if x_TD is None else x_TD
+    kernels.add_norm(x_TD, residual_TD, norm, normed_TD)
+    return normed_TD
+
+
+def write_logits(weights: TorchWeights, kernels: Kernels, hidden: Hidden, logits_TV: Tensor) -> None:
     """Write the logits of as many tokens of `hidden` as there is room for, in float32 (or float64)."""
     x_TD, residual_TD = (part[: len(logits_TV)] for part in hidden)
     kernels.add_norm(x_TD, residual_TD, weights.final_norm, x_TD)
@@ -135,12 +145,19 @@ def write_logits(weights: CudaWeights, kernels: Kernels, hidden: Hidden, logits_
         logits_TV.div_(weights.config.logits_divisor)
 
 
-def first_of_windows(weights: CudaWeights) -> dict[int | None, LayerSpec]:
+def final_states(weights: TorchWeights, kernels: Kernels, hidden: Hidden) -> Tensor:
+    """Return `hidden` behind the final norm, which overwrites it, in float32 (or float64)."""
+    x_TD, residual_TD = hidden
+    kernels.add_norm(x_TD, residual_TD, weights.final_norm, x_TD)
+    return x_TD.to(weights.wide_dtype)
+
+
+def first_of_windows(weights: TorchWeights) -> dict[int | None, LayerSpec]:
     """Return a layer of each window that the model has."""
     return {layer.spec.window: layer.spec for layer in reversed(weights.layers)}
 
 
-def _finish_branch(kernels: Kernels, weights: CudaWeights, x_TD: Tensor, norm: Norm | None) -> None:
+def _finish_branch(kernels: Kernels, weights: TorchWeights, x_TD: Tensor, norm: Norm | None) -> None:
     """Do in place what a family does to what attention or feed-forward adds to the residual."""
     if norm is not None:
         kernels.add_norm(None, x_TD, norm, x_TD)

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from onbeat.engine.torch_types import numpy_dtype, to_tensor
+from onbeat.engine.torch.types import numpy_dtype, to_tensor
 from onbeat.engine.weights import Checkpoint
 
 

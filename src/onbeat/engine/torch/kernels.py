@@ -1,10 +1,10 @@
-"""The operators of a layer as the GPU engine calls them, and their arguments.
+"""The operators of a layer as the engine on torch calls them, and their arguments.
 
 All tensors are on the device of `KernelSizes` and, unless it is said otherwise, contiguous. "The model's
-type" is `KernelSizes.dtype`. Methods queue work on the current stream and return. All but `plan_chunks` and
-`attend_chunks` are called while a graph is captured: they may not wait for the device, and neither shapes nor
-launches may depend on the contents of a tensor. Rows that only fill a graph (padding) have length 1, the last
-KV block and any numbers: they must not disturb others.
+type" is `KernelSizes.dtype`. Methods queue work on the current stream and return. All of `GraphKernels` but
+`plan_chunks` and `attend_chunks` are called while a graph is captured: they may not wait for the device, and
+neither shapes nor launches may depend on the contents of a tensor. Rows that only fill a graph (padding) have
+length 1, the last KV block and any numbers: they must not disturb others.
 
 Legend: T tokens of a step, R rows, D model width, N query heads, K KV heads, H head width, F feed-forward
 width, V vocabulary, W columns of a block table, X = (N + 2 K) H.
@@ -23,8 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from onbeat.engine.attention_batch import AttentionBatch
 from onbeat.engine.model_config import Activation, ModelConfig
-from onbeat.engine.torch_kv import LayerKVCache
+from onbeat.engine.torch.kv import LayerKVCache
 
 Int32Array = NDArray[np.int32]
 ChunkBackend = Literal["fa2", "fa3"]
@@ -60,7 +61,7 @@ class Norm:
     """
 
     scale_D: Tensor
-    """[D] or [H]; in the model's type with `scales_rounded`, else float32 with the offset added already."""
+    """[D] or [H]; in the model's type, or float32 where an offset has been added."""
     eps: float
     """Added to the mean square."""
     scales_rounded: bool
@@ -79,6 +80,8 @@ class LayerSpec:
     """A token sees itself and the `window` - 1 tokens before it; None: all."""
     frequencies_H: Tensor
     """Angle per position of each pair of dimensions (i, i + H/2), float32 [H/2]."""
+    factors_H: Tensor
+    """Factor on cosine and sine of each pair, float32 [H/2]: 1 but for LongRoPE."""
     query_norm: Norm | None
     key_norm: Norm | None
     """Of each head, before the rotation."""
@@ -114,6 +117,18 @@ class ChunkRows(NamedTuple):
     block_ids: Int32Array
     """[sum of num_blocks_R]: row after row."""
 
+    @classmethod
+    def of(cls, batch: AttentionBatch, block_size: int) -> ChunkRows:
+        """Return all rows of a step."""
+        context_lens_R = batch.context_lens_R.astype(np.int32)
+        num_blocks_R = -(-context_lens_R // block_size)
+        blocks = [
+            batch.block_tables_SB[slot, :num_blocks]
+            for slot, num_blocks in zip(batch.slots_R.tolist(), num_blocks_R.tolist(), strict=True)
+        ]
+        query_lens_R = batch.query_lens_R.astype(np.int32)
+        return cls(query_lens_R, context_lens_R, num_blocks_R, np.concatenate(blocks))
+
 
 class BestBuffers(NamedTuple):
     """Each row's most likely token."""
@@ -140,7 +155,7 @@ class DrawParams(NamedTuple):
 
 
 class Kernels(Protocol):
-    """The operators; see the top of the module for what holds of all."""
+    """What every step needs; see the top of the module for what holds of all."""
 
     @property
     def name(self) -> str:
@@ -171,8 +186,8 @@ class Kernels(Protocol):
 
         Notes
         -----
-        Angles are position * frequency in float32, cosine and sine too; the product is taken in float32
-        (float64 in a float64 model) and rounded once. Pairs are (i, i + H/2):
+        Angles are position * frequency in float32, and so are cosine and sine, each times its factor; the
+        product is taken in float32 (float64 in a float64 model) and rounded once. Pairs are (i, i + H/2):
         out[i] = x[i] cos - x[i + H/2] sin, out[i + H/2] = x[i + H/2] cos + x[i] sin.
         """
         ...
@@ -184,33 +199,6 @@ class Kernels(Protocol):
         ----------
         gate_up_TF2 : [T, 2 F], the model's type: all of the gate, then all of up.
         out_TF : [T, F], the model's type.
-        """
-        ...
-
-    def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec]) -> None:
-        """Do a step's host work for `attend_decodes`, before its operators are queued; not part of a graph.
-
-        The step before may still run on the device.
-
-        Parameters
-        ----------
-        lens_R : what `DecodeRows.lens_R` will be.
-        layers : one of each window.
-        """
-        ...
-
-    def start_decodes(self, rows: DecodeRows) -> None:
-        """Do what all layers need, once a step, before the first `attend_decodes`; part of a graph."""
-        ...
-
-    def attend_decodes(
-        self, q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows, layer: LayerSpec, out_RNH: Tensor
-    ) -> None:
-        """Attend with one query a row.
-
-        Parameters
-        ----------
-        q_RNH, out_RNH : [R, N, H], the model's type.
         """
         ...
 
@@ -243,6 +231,37 @@ class Kernels(Protocol):
         Parameters
         ----------
         logits_RV : [R, V], float32 (float64 in a float64 model).
+        """
+        ...
+
+
+class GraphKernels(Kernels, Protocol):
+    """With what steps need that are queued ahead, and replayed from graphs."""
+
+    def plan_decodes(self, lens_R: Int32Array, layers: Sequence[LayerSpec]) -> None:
+        """Do a step's host work for `attend_decodes`, before its operators are queued; not part of a graph.
+
+        The step before may still run on the device.
+
+        Parameters
+        ----------
+        lens_R : what `DecodeRows.lens_R` will be.
+        layers : one of each window.
+        """
+        ...
+
+    def start_decodes(self, rows: DecodeRows) -> None:
+        """Do what all layers need, once a step, before the first `attend_decodes`; part of a graph."""
+        ...
+
+    def attend_decodes(
+        self, q_RNH: Tensor, kv: LayerKVCache, rows: DecodeRows, layer: LayerSpec, out_RNH: Tensor
+    ) -> None:
+        """Attend with one query a row.
+
+        Parameters
+        ----------
+        q_RNH, out_RNH : [R, N, H], the model's type.
         """
         ...
 

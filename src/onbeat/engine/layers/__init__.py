@@ -1,1 +1,0 @@
-"""Building blocks that the model families share. Plain callables over tensors."""

@@ -1,0 +1,239 @@
+"""A checkpoint's weights as the generic layer wants them, on the device.
+
+Legend: D model width, F feed-forward width, V vocabulary, X = (query heads + 2 KV heads) * head width.
+"""
+
+# ruff: noqa: N815 -- tensor names carry shape suffixes
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from onbeat.engine.device import wait_for
+from onbeat.engine.model_config import ModelConfig, RopeConfig, inverse_frequencies
+from onbeat.engine.torch.feed_forward import FeedForward, SparseFeedForward
+from onbeat.engine.torch.kernels import LayerSpec, Norm
+from onbeat.engine.torch.parameters import parameter_on
+from onbeat.engine.torch.types import device_of
+from onbeat.engine.weights import Checkpoint, parameter_shapes
+from onbeat.engine.weights.layer_norms import LAYER_NORMS
+
+
+class Layer(NamedTuple):
+    """One layer; None where the family has no such thing. Products are `x @ weight.T + bias`."""
+
+    qkv_XD: Tensor
+    qkv_bias_X: Tensor | None
+    o_DX: Tensor
+    o_bias_D: Tensor | None
+    feed_forward: FeedForward | SparseFeedForward
+    attention_norm: Norm | None
+    mlp_norm: Norm | None
+    after_attention_norm: Norm | None
+    after_mlp_norm: Norm | None
+    qk_norms: tuple[Norm, Norm] | None
+    """Of all query heads of a token together, and of all its key heads."""
+    spec: LayerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TorchWeights:
+    """All of a model."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    embedding_VD: Tensor
+    embedding_scale: float
+    """Rounded to the model's type."""
+    layers: list[Layer]
+    final_norm: Norm
+    lm_head_VD: Tensor
+    """The embedding itself where the two are tied."""
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """Type of logits."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+
+def load_weights(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TorchWeights:
+    """Read a checkpoint, one parameter at a time.
+
+    Raises
+    ------
+    ModelLoadError : a weight is missing or cannot be read.
+    """
+    with torch.inference_mode():
+        return _Loader(checkpoint, dtype, device).load()
+
+
+class _Loader:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self._checkpoint = checkpoint
+        self._config = checkpoint.config
+        self._shapes = parameter_shapes(checkpoint.config)
+        self._dtype = dtype
+        self._device = device
+        ropes = dict.fromkeys(self._config.layer_rope(index) for index in range(self._config.num_layers))
+        self._rotations = {rope: Rotation.of(rope, self._config.head_dim, device) for rope in ropes}
+
+    def load(self) -> TorchWeights:
+        config = self._config
+        embedding_VD = self._joined("model.embed_tokens.weight")
+        scale = torch.tensor(config.embedding_scale, dtype=self._dtype)
+        return TorchWeights(
+            config=config,
+            dtype=self._dtype,
+            device=self._device,
+            embedding_VD=embedding_VD,
+            embedding_scale=float(scale),
+            layers=[self._layer(index) for index in range(config.num_layers)],
+            final_norm=self._norm("model.norm"),
+            lm_head_VD=embedding_VD if config.tie_word_embeddings else self._joined("lm_head.weight"),
+        )
+
+    def _layer(self, index: int) -> Layer:
+        config, prefix = self._config, f"model.layers.{index}"
+        attention = f"{prefix}.self_attn"
+        attention_norm, after_attention_norm, mlp_norm, after_mlp_norm = (
+            None if name is None else self._norm(f"{prefix}.{name}") for name in LAYER_NORMS[config.norms]
+        )
+        rotation = self._rotations[config.layer_rope(index)]
+        qk_norms = None
+        if config.qk_norm:
+            query_norm, key_norm = (self._norm(f"{attention}.{part}_norm") for part in "qk")
+            qk_norms = rotation.ordered_norm(query_norm), rotation.ordered_norm(key_norm)
+        spans_all, has_bias = config.qk_norm == "all", config.attention_bias
+        of_each_head = (None, None) if qk_norms is None or spans_all else qk_norms
+        return Layer(
+            qkv_XD=self._qkv(attention, "weight", rotation),
+            qkv_bias_X=self._qkv(attention, "bias", rotation) if has_bias else None,
+            o_DX=self._joined(f"{attention}.o_proj.weight"),
+            o_bias_D=self._joined(f"{attention}.o_proj.bias") if config.attention_output_bias else None,
+            feed_forward=self._feed_forward(index, f"{prefix}.mlp"),
+            attention_norm=attention_norm,
+            mlp_norm=mlp_norm,
+            after_attention_norm=after_attention_norm,
+            after_mlp_norm=after_mlp_norm,
+            qk_norms=qk_norms if spans_all else None,
+            spec=LayerSpec(
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+                scale=config.attention_scale,
+                window=config.layer_window(index),
+                frequencies_H=rotation.frequencies_H,
+                factors_H=rotation.factors_H,
+                query_norm=of_each_head[0],
+                key_norm=of_each_head[1],
+            ),
+        )
+
+    def _qkv(self, attention: str, kind: str, rotation: Rotation) -> Tensor:
+        """Return the projections to queries, keys and values below one another, or their biases."""
+        joined = self._joined(*(f"{attention}.{part}_proj.{kind}" for part in "qkv"))
+        num_turned = (self._config.num_heads + self._config.num_kv_heads) * self._config.head_dim
+        if rotation.order_H is not None:
+            joined[:num_turned] = rotation.ordered(joined[:num_turned])
+        return joined
+
+    def _feed_forward(self, index: int, prefix: str) -> FeedForward | SparseFeedForward:
+        experts = self._config.experts
+        if experts is None or not self._config.has_experts(index):
+            return self._dense(prefix)
+        parts = [self._dense(f"{prefix}.experts.{number}") for number in range(experts.num_experts)]
+        return SparseFeedForward(self._joined(f"{prefix}.gate.weight"), parts, experts)
+
+    def _dense(self, prefix: str) -> FeedForward:
+        gate_up_FD = self._joined(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
+        return FeedForward(gate_up_FD, self._joined(f"{prefix}.down_proj.weight"))
+
+    def _norm(self, name: str) -> Norm:
+        scale_D = self._joined(f"{name}.weight")
+        offset = self._config.norm_weight_offset
+        scale_D = scale_D.float() + offset if offset else scale_D
+        return Norm(scale_D, self._config.rms_norm_eps, scales_rounded=not self._config.norm_rounds_once)
+
+    def _joined(self, *names: str) -> Tensor:
+        """Return parameters one below the other, of which no second copy is made on the device.
+
+        A single one may be a file's memory: don't write to it.
+        """
+        if len(names) == 1:
+            return parameter_on(self._checkpoint, names[0], self._dtype, self._device)
+        num_rows = [self._shapes[name][0] for name in names]
+        shape = (sum(num_rows), *self._shapes[names[0]][1:])
+        joined = torch.empty(shape, dtype=self._dtype, device=self._device)
+        for part, name in zip(torch.split(joined, num_rows), names, strict=True):
+            part.copy_(parameter_on(self._checkpoint, name, self._dtype, self._device))
+        return joined
+
+
+class Rotation(NamedTuple):
+    """How the pairs of a head turn.
+
+    Operators turn pairs that are half a head apart, and a family that turns a part of each head has its pairs
+    nearer together. Scores do not change when queries and keys have their numbers in another order, so they
+    get one in which this holds: pairs that do not turn lie behind those that do, with a frequency of 0.
+    """
+
+    frequencies_H: Tensor
+    factors_H: Tensor
+    order_H: Tensor | None
+    """From the family's order of a head's numbers to this; None where it is the same."""
+
+    @classmethod
+    def of(cls, rope: RopeConfig, head_dim: int, device: torch.device) -> Rotation:
+        frequencies_P = torch.from_numpy(inverse_frequencies(rope, head_dim))
+        turned, still = len(frequencies_P), head_dim // 2 - len(frequencies_P)
+        first, second, rest = torch.arange(head_dim).split((turned, turned, 2 * still))
+        order_H = torch.cat((first, rest[:still], second, rest[still:]))
+        frequencies_H = functional.pad(frequencies_P, (0, still)).to(device)
+        factors_P = torch.full_like(frequencies_P, rope.attention_factor)
+        factors_H = functional.pad(factors_P, (0, still), value=1.0).to(device)
+        return cls(frequencies_H, factors_H, order_H.to(device) if still else None)
+
+    def ordered(self, heads: Tensor) -> Tensor:
+        """Return heads, one below the other, in this order."""
+        if self.order_H is None:
+            return heads
+        return heads.view(-1, len(self.order_H), *heads.shape[1:])[:, self.order_H].view_as(heads)
+
+    def ordered_norm(self, norm: Norm) -> Norm:
+        """Return a norm of queries or keys for this order."""
+        return replace(norm, scale_D=self.ordered(norm.scale_D))
+
+
+class LayerProducts:
+    """All four matrices of a layer, times rows; see `RowProducts`."""
+
+    def __init__(self, weights: TorchWeights) -> None:
+        layer = weights.layers[0]
+        feed_forward = layer.feed_forward
+        if isinstance(feed_forward, SparseFeedForward):
+            feed_forward = feed_forward.experts[0]
+        self._matrices = (layer.qkv_XD, layer.o_DX, *feed_forward)
+        self._device = device_of(weights.device)
+        self.flops_per_row = 2.0 * sum(matrix.numel() for matrix in self._matrices)
+        self.num_bytes = sum(matrix.nbytes for matrix in self._matrices)
+
+    @torch.inference_mode()
+    def run(self, num_rows: int) -> float:
+        """Multiply, and return the seconds that it took."""
+        inputs = [matrix.new_empty(num_rows, matrix.shape[1]).normal_() for matrix in self._matrices]
+        wait_for(self._device)
+        start = perf_counter()
+        for x, matrix in zip(inputs, self._matrices, strict=True):
+            functional.linear(x, matrix)
+        wait_for(self._device)
+        return perf_counter() - start
+
+    def close(self) -> None:
+        """Let go of nothing: the weights are the model's."""
