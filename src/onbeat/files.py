@@ -74,7 +74,18 @@ def read_lines(
     ------
     ConfigError : as for `read`; names the line.
     """
-    text = read_text(path, what)
+    return json_lines(kind, path, read_text(path, what, hint=hint), hint=hint, may_be_cut=may_be_cut)
+
+
+def json_lines(
+    kind: type[T], path: Path, text: str, *, hint: str = "", may_be_cut: bool = False
+) -> Iterator[tuple[int, T]]:
+    """Yield the JSON values of a text; see `read_lines`.
+
+    Parameters
+    ----------
+    path : of the file, for errors.
+    """
     last = 0 if text.endswith("\n") or not may_be_cut else text.count("\n") + 1
     for number, line in enumerate(text.split("\n"), start=1):
         if not line or line.isspace():

@@ -231,7 +231,8 @@ def _fault(kind: Any, error: Exception, content: Any, where: str, hint: str) -> 
             f"{place or 'a mapping'} has the key {key}; it must be {_wanted(getattr(info, 'key_type', None))}"
         )
     elif said.startswith(("Expected", "Invalid", "Number out of range")):
-        told = f"{place or 'it'} is {quoted(value)}; it must be {_wanted(info)}"
+        shown = "is wrong (not shown here)" if _is_secret(info) else f"is {quoted(value)}"
+        told = f"{place or 'it'} {shown}; it must be {_wanted(info)}"
         if (limit := re.search(r"< (\S+)$", said)) and float(limit[1]) >= MOST:
             told += f" and below {float(limit[1]):g}"
     else:
@@ -281,6 +282,12 @@ def _members(info: Any, value: Any) -> Iterator[Any]:
                 yield from _members(each, value)
     elif info is not None:
         yield info
+
+
+def _is_secret(info: Any) -> bool:
+    """Whether no message may repeat a value: its type is `writeOnly`, JSON Schema's word for it."""
+    kinds = info.types if isinstance(info, inspect.UnionType) else (info,)
+    return any((getattr(each, "extra_json_schema", None) or {}).get("writeOnly") for each in kinds)
 
 
 def _inner(info: Any, value: Any, key: Any) -> Any:
@@ -341,7 +348,7 @@ def _wanted(info: Any) -> str:
     words = _PLAIN_KINDS.get(type(info), "of another kind")
     bounds = {name: getattr(info, name, None) for name in _BOUNDS}
     told = [
-        f"{_BOUNDS[name]} {bound:g}"
+        f"{_BOUNDS[name]} {bound if isinstance(bound, int) else format(bound, 'g')}"
         for name, bound in bounds.items()
         if bound is not None and abs(bound) < MOST
     ]

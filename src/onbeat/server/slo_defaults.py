@@ -7,24 +7,23 @@ says itself goes before it (`objectives`).
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option
 from onbeat.core.slo import OBJECTIVES, SLO, SLO_CLASSES, ShedMode, SLOMode, shed_option, slo_mode_option
-from onbeat.workload.slo_entries import OBJECTIVE_KEYS, read_entries, read_name, read_number, read_objectives
+from onbeat.typed import Number, Size, Table
+from onbeat.workload.slo_config import ClassEntry, read_classes
 
 LARGEST_WEIGHT = 1000.0
 
-_SECTIONS = ("classes", "api_keys")
-_CLASS_KEYS = ("name", *OBJECTIVE_KEYS, "weight", "shed")
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_open_requests")
-_KEY_KEYS = ("key_sha256", "key_env", "class", "weight", "tenants", *_LIMITS)
-_DIGEST = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,113 +183,98 @@ def read_classes_file(path: Path, environment: Mapping[str, str]) -> ClassesFile
     ------
     ConfigError : the file cannot be read, or an entry is wrong; the message names it.
     """
-    content = read_entries(path)
-    sections = content.keys() if isinstance(content, dict) else set()
-    if not sections or sections - set(_SECTIONS):
-        raise ConfigError(
-            f"{path} must have 'classes:', a list of {{{', '.join(_CLASS_KEYS)}}}, or 'api_keys:', a list of "
-            f"{{{', '.join(_KEY_KEYS)}}}, and nothing else"
-        )
+    file = read_classes(_File, path)
+    if file.classes is None and file.api_keys is None:
+        raise ConfigError(f"{path} has neither 'classes:' nor 'api_keys:'; give one of them, or both")
     try:
         return ClassesFile(
-            classes=built_in_classes() | _read_classes(_entries(content, "classes")),
-            keys=_read_keys(_entries(content, "api_keys"), environment),
+            classes=built_in_classes() | _classes(file.classes or ()),
+            keys=_keys(file.api_keys or (), environment),
         )
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def _entries(content: Mapping[str, Any], section: str) -> list[Any]:
-    entries = content.get(section, [])
-    if not isinstance(entries, list) or (section in content and not entries):
-        raise ConfigError(f"{section} must be a list with an entry or more, got {entries!r}")
-    return entries
+class _Class(ClassEntry, kw_only=True):
+    weight: Number | None = None
+    shed: bool | None = None
+    """True refuses requests that would be late, False relegates them."""
 
 
-def _read_classes(entries: list[Any]) -> dict[str, ClassDefaults]:
+_SECRET: Any = {"writeOnly": True}
+"""No message repeats what may be a key by mistake."""
+
+
+class _Key(Table, kw_only=True):
+    key_sha256: (
+        Annotated[
+            str,
+            Meta(
+                pattern="^[0-9a-fA-F]{64}$",
+                description="64 hexadecimal digits in quotes; make it with: printf %s KEY | sha256sum",
+                extra_json_schema=_SECRET,
+            ),
+        ]
+        | None
+    ) = None
+    key_env: Annotated[str, Meta(extra_json_schema=_SECRET)] | None = None
+    slo_class: str | None = msgspec.field(name="class", default=None)
+    weight: Number | None = None
+    tenants: bool = False
+    requests_per_minute: Size | None = None
+    tokens_per_minute: Size | None = None
+    max_open_requests: Size | None = None
+
+
+class _File(Table):
+    classes: Annotated[tuple[_Class, ...], Meta(min_length=1)] | None = None
+    api_keys: (
+        Annotated[tuple[Annotated[_Key, Meta(extra_json_schema=_SECRET)], ...], Meta(min_length=1)] | None
+    ) = None
+
+
+def _classes(entries: Sequence[_Class]) -> dict[str, ClassDefaults]:
     classes: dict[str, ClassDefaults] = {}
     for entry in entries:
-        name = read_name(entry, _CLASS_KEYS)
-        if not name or name in classes:
-            raise ConfigError(f"class {name!r} has no name, or one that another has; give each its own")
-        classes[name] = _read_class(name, entry)
+        if entry.name in classes:
+            raise ConfigError(f"class {entry.name!r} has a name that another has; give each its own")
+        shed = None if entry.shed is None else ShedMode.REJECT if entry.shed else ShedMode.RELEGATE
+        try:
+            classes[entry.name] = ClassDefaults(slo=entry.class_slo(), weight=entry.weight, shed=shed)
+        except ConfigError as error:
+            raise ConfigError(f"class {entry.name!r}: {error}") from error
     return classes
 
 
-def _read_class(name: str, entry: Mapping[str, Any]) -> ClassDefaults:
-    shed = entry.get("shed")
-    if not (shed is None or isinstance(shed, bool)):
-        raise ConfigError(f"shed of class {name!r} must be true (refuse) or false (relegate), got {shed!r}")
-    weight = None if entry.get("weight") is None else read_number(name, "weight", entry)
-    try:
-        return ClassDefaults(
-            slo=read_objectives(name, entry),
-            weight=weight,
-            shed=None if shed is None else ShedMode.REJECT if shed else ShedMode.RELEGATE,
-        )
-    except ConfigError as error:
-        raise ConfigError(f"class {name!r}: {error}") from error
-
-
-def _read_keys(entries: list[Any], environment: Mapping[str, str]) -> dict[str, KeyDefaults]:
+def _keys(entries: Sequence[_Key], environment: Mapping[str, str]) -> dict[str, KeyDefaults]:
     keys: dict[str, KeyDefaults] = {}
     for number, entry in enumerate(entries):
         where = f"api_keys[{number}]"
-        if not isinstance(entry, dict):
-            raise ConfigError(f"{where} must be a mapping, got {type(entry).__name__}")
-        if unknown := sorted(map(str, entry.keys() - set(_KEY_KEYS))):
-            raise ConfigError(f"{where} has an unknown key {unknown[0]!r}; known are {', '.join(_KEY_KEYS)}")
         digest = _digest(where, entry, environment)
         if digest in keys:
             raise ConfigError(f"{where} is the same API key as an entry before; name each key once")
-        keys[digest] = _key_defaults(where, entry)
+        limits = KeyLimits(**{name: getattr(entry, name) for name in _LIMITS})
+        if entry.slo_class is None and entry.weight is None and not entry.tenants and limits == NO_LIMITS:
+            raise ConfigError(
+                f"{where} gives its key nothing; give a class, a weight, 'tenants: true', or one of "
+                f"{', '.join(_LIMITS)}"
+            )
+        try:
+            keys[digest] = KeyDefaults(
+                slo_class=entry.slo_class, weight=entry.weight, names_tenants=entry.tenants, limits=limits
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
     return keys
 
 
-def _digest(where: str, entry: Mapping[str, Any], environment: Mapping[str, str]) -> str:
-    """Return the hash of the key that an entry names. No message repeats what may be a key by mistake."""
-    digest, variable = entry.get("key_sha256"), entry.get("key_env")
-    if (digest is None) == (variable is None):
+def _digest(where: str, entry: _Key, environment: Mapping[str, str]) -> str:
+    """Return the hash of the key that an entry names."""
+    if (entry.key_sha256 is None) == (entry.key_env is None):
         raise ConfigError(f"{where} must have either key_sha256 or key_env")
-    if digest is not None:
-        if not (isinstance(digest, str) and _DIGEST.fullmatch(digest)):
-            raise ConfigError(
-                f"key_sha256 of {where} is not 64 hexadecimal digits in quotes; "
-                "make it with: printf %s KEY | sha256sum"
-            )
-        return digest.lower()
-    key = environment.get(variable) if isinstance(variable, str) else None
+    if entry.key_sha256 is not None:
+        return entry.key_sha256.lower()
+    key = environment.get(entry.key_env or "")
     if not key:
         raise ConfigError(f"key_env of {where} names no environment variable that is set; set it to the key")
     return key_digest(key)
-
-
-def _key_defaults(where: str, entry: Mapping[str, Any]) -> KeyDefaults:
-    name, weight, names_tenants = entry.get("class"), entry.get("weight"), entry.get("tenants", False)
-    if not isinstance(names_tenants, bool):
-        raise ConfigError(f"tenants of {where} must be true or false, got {names_tenants!r}")
-    limits = _limits(where, entry)
-    if name is None and weight is None and not names_tenants and limits == NO_LIMITS:
-        raise ConfigError(
-            f"{where} gives its key nothing; give a class, a weight, 'tenants: true', or one of "
-            f"{', '.join(_LIMITS)}"
-        )
-    if not (name is None or isinstance(name, str)):
-        raise ConfigError(f"the class of {where} must be a name, got {name!r}")
-    if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
-        raise ConfigError(f"the weight of {where} must be a number, got {weight!r}")
-    try:
-        return KeyDefaults(slo_class=name, weight=weight, names_tenants=names_tenants, limits=limits)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def _limits(where: str, entry: Mapping[str, Any]) -> KeyLimits:
-    given = {name: entry[name] for name in _LIMITS if entry.get(name) is not None}
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{name} of {where} must be a whole number, got {value!r}")
-    try:
-        return KeyLimits(**given)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error

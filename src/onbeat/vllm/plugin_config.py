@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal
 
-from onbeat.core.errors import ConfigError, quoted
-from onbeat.core.hints import likely_meant
-from onbeat.core.slo import SLO, SLO_MODES, ShedMode
+import msgspec
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO_MODES, ShedMode, SLOMode
 from onbeat.server.slo_defaults import NO_LIMITS, ClassesFile, SLODefaults, read_classes_file
+from onbeat.typed import Size, Text, convert
+from onbeat.workload.slo_config import Objectives
 
-Word = TypeVar("Word", bound=str)
 Calibrate = Literal["auto", "always", "off"]
 
 MAX_BODY_BYTES = 2**26
 """Largest body by default: pictures come within it."""
-_OBJECTIVES = {"ttft_ms": "ttft", "tbt_ms": "tbt", "e2e_ms": "e2e"}
-_KEYS = (
-    *_OBJECTIVES,
-    *("class", "shed", "mode", "classes", "telemetry", "calibrate", "profile", "max_body_bytes"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +42,6 @@ class PluginConfig:
     """Largest body of a request that is read for its objectives."""
 
     def __post_init__(self) -> None:
-        if self.calibrate not in get_args(Calibrate):
-            raise ConfigError(f"calibrate is {self.calibrate!r}; it must be auto, always or off")
         if self.calibrate == "always" and self.profile is not None:
             raise ConfigError(
                 f"calibrate is 'always', but the profile {self.profile} is named too; leave one of them out"
@@ -55,8 +50,6 @@ class PluginConfig:
             raise ConfigError(
                 f"telemetry is {self.telemetry!r}; it must be a ZeroMQ address such as tcp://127.0.0.1:5557"
             )
-        if self.max_body_bytes < 1:
-            raise ConfigError(f"max_body_bytes is {self.max_body_bytes}; it must be at least 1")
 
 
 def read_config(additional: Mapping[str, Any] | None, environment: Mapping[str, str]) -> PluginConfig:
@@ -73,76 +66,45 @@ def read_config(additional: Mapping[str, Any] | None, environment: Mapping[str, 
     ------
     ConfigError : an unknown key, or a wrong value; names it.
     """
-    stated = (additional or {}).get("onbeat", {})
-    if not isinstance(stated, Mapping):
-        raise ConfigError(f"additional_config has onbeat = {quoted(stated)}; it must be a JSON object")
-    for key in stated:
-        if key not in _KEYS:
-            near = likely_meant(str(key), _KEYS)
-            cure = f"did you mean {near}?" if near else f"known are {', '.join(_KEYS)}"
-            raise ConfigError(f"additional_config, onbeat: unknown key {key!r}; {cure}")
+    where = "additional_config, onbeat"
+    stated = convert(_Stated, (additional or {}).get("onbeat", {}), where)
     try:
-        return _read(stated, environment)
+        return _config(stated, environment)
     except ConfigError as error:
-        raise ConfigError(f"additional_config, onbeat: {error}") from error
+        raise ConfigError(f"{where}: {error}") from error
 
 
-def _read(stated: Mapping[str, Any], environment: Mapping[str, str]) -> PluginConfig:
+class _Stated(Objectives, kw_only=True):
+    slo_class: Text | None = msgspec.field(name="class", default=None)
+    shed: ShedMode = ShedMode.RELEGATE
+    mode: SLOMode = SLO_MODES[0]
+    classes: Text | None = None
+    telemetry: Text | None = None
+    calibrate: Calibrate = "auto"
+    profile: Text | None = None
+    max_body_bytes: Size = MAX_BODY_BYTES
+
+
+def _config(stated: _Stated, environment: Mapping[str, str]) -> PluginConfig:
     file = ClassesFile()
-    if stated.get("classes") is not None:
-        file = read_classes_file(Path(_text(stated, "classes")), environment)
+    if stated.classes is not None:
+        file = read_classes_file(Path(stated.classes), environment)
         if any(its.limits != NO_LIMITS for its in file.keys.values()):
             raise ConfigError(
-                f"{stated['classes']} limits what an API key may take, which only onbeat serve does; "
+                f"{stated.classes} limits what an API key may take, which only onbeat serve does; "
                 "leave that out"
             )
-    others: dict[str, Any] = {}
-    if stated.get("profile") is not None:
-        others["profile"] = Path(_text(stated, "profile"))
-    for key in ("telemetry", "calibrate"):
-        if stated.get(key) is not None:
-            others[key] = _text(stated, key)
-    if stated.get("max_body_bytes") is not None:
-        others["max_body_bytes"] = int(_number(stated, "max_body_bytes"))
     return PluginConfig(
         slo=SLODefaults(
             classes=file.classes,
             keys=file.keys,
-            slo=SLO(
-                **{
-                    name: _number(stated, key) / 1e3
-                    for key, name in _OBJECTIVES.items()
-                    if stated.get(key) is not None
-                }
-            ),
-            slo_class=None if stated.get("class") is None else _text(stated, "class"),
-            shed=_one_of(stated, "shed", (ShedMode.RELEGATE, ShedMode.REJECT, ShedMode.OFF)),
-            mode=_one_of(stated, "mode", SLO_MODES),
+            slo=stated.slo(),
+            slo_class=stated.slo_class,
+            shed=stated.shed,
+            mode=stated.mode,
         ),
-        **others,
+        telemetry=stated.telemetry,
+        calibrate=stated.calibrate,
+        profile=None if stated.profile is None else Path(stated.profile),
+        max_body_bytes=stated.max_body_bytes,
     )
-
-
-def _one_of(stated: Mapping[str, Any], key: str, known: Sequence[Word]) -> Word:
-    """Return a word, the first of the known ones if none is stated."""
-    value = stated.get(key)
-    for each in known:
-        if value == each:
-            return each
-    if value is None:
-        return known[0]
-    raise ConfigError(f"{key} is {quoted(value)}; it must be one of {', '.join(known)}")
-
-
-def _text(stated: Mapping[str, Any], key: str) -> str:
-    value = stated[key]
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{key} is {quoted(value)}; it must be a text")
-    return value
-
-
-def _number(stated: Mapping[str, Any], key: str) -> float:
-    value = stated[key]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{key} is {quoted(value)}; it must be a number")
-    return float(value)

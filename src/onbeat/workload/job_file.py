@@ -13,22 +13,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import orjson
+from msgspec import UNSET, Meta, UnsetType, field
 
-from onbeat.core.errors import ConfigError, quoted
-from onbeat.files import read_text
+from onbeat.core.errors import ConfigError
+from onbeat.files import read_lines
+from onbeat.typed import Number, Table, Text
 from onbeat.workload.job import Call, Job
 from onbeat.workload.lengths import MOST_TOKENS
 
-_JOB_KEYS = frozenset({"class", "start_ms", "deadline_ms", "tenant", "system_tokens", "calls"})
-_CALL_KEYS = frozenset(
-    {"id", "input_tokens", "text", "output_tokens", "think_ms", "continues", "quotes", "after", "schema"}
-)
 CountTokens = Callable[[str], int]
+
+
+class _Call(Table, kw_only=True):
+    id: Text | None = None
+    input_tokens: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None = None
+    text: Text | None = None
+    output_tokens: Annotated[int, Meta(ge=0, le=MOST_TOKENS)]
+    think_ms: Number | None = None
+    continues: str | UnsetType | None = UNSET
+    quotes: tuple[str, ...] | UnsetType = UNSET
+    after: tuple[str, ...] | UnsetType = UNSET
+    schema: dict[str, Any] | None = None
+
+
+class _Job(Table, kw_only=True):
+    kind: Text | None = field(name="class", default=None)
+    start_ms: Number | None = None
+    deadline_ms: Number | None = None
+    tenant: Text | None = None
+    system_tokens: Annotated[int, Meta(ge=0, le=MOST_TOKENS)] = 0
+    calls: tuple[_Call, ...]
 
 
 def read_jobs(path: Path, count_tokens: CountTokens | None) -> list[Job]:
@@ -45,14 +63,10 @@ def read_jobs(path: Path, count_tokens: CountTokens | None) -> list[Job]:
         line.
     """
     jobs = list[Job]()
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
-        if not line.strip():
-            continue
+    for number, entry in read_lines(_Job, path):
         where = f"{path}, line {number}"
         try:
-            jobs.append(_job(orjson.loads(line), count_tokens))
-        except orjson.JSONDecodeError as error:
-            raise ConfigError(f"{where}: not JSON ({error}): {line[:80]!r}") from error
+            jobs.append(_job(entry, count_tokens))
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         if (jobs[-1].start is None) != (jobs[0].start is None):
@@ -64,97 +78,53 @@ def read_jobs(path: Path, count_tokens: CountTokens | None) -> list[Job]:
     return sorted(jobs, key=lambda job: job.start or 0.0)
 
 
-def _job(fields: Any, count_tokens: CountTokens | None) -> Job:
-    _check_keys(fields, _JOB_KEYS, "a job")
-    listed = fields.get("calls")
-    if not isinstance(listed, list):
-        raise ConfigError(f"calls is {listed!r}; it must be a list of calls")
+def _job(entry: _Job, count_tokens: CountTokens | None) -> Job:
     places, calls = dict[str, int](), list[Call]()
-    for index, each in enumerate(listed):
+    for index, each in enumerate(entry.calls):
         calls.append(_call(each, index, places, count_tokens))
-        name = _text(each, "id")
-        if name in places:
-            raise ConfigError(f"two calls have the id {name!r}; give each another")
-        if name is not None:
-            places[name] = index
-    start = fields.get("start_ms")
+        if each.id in places:
+            raise ConfigError(f"two calls have the id {each.id!r}; give each another")
+        if each.id is not None:
+            places[each.id] = index
     return Job(
         calls=tuple(calls),
-        start=None if start is None else _number(fields, "start_ms", 0.0) / 1e3,
-        deadline=_number(fields, "deadline_ms", inf) / 1e3,
-        kind=_text(fields, "class") or "job",
-        tenant=_text(fields, "tenant"),
-        system_tokens=_whole(fields, "system_tokens", 0),
+        start=None if entry.start_ms is None else entry.start_ms / 1e3,
+        deadline=inf if entry.deadline_ms is None else entry.deadline_ms / 1e3,
+        kind=entry.kind or "job",
+        tenant=entry.tenant,
+        system_tokens=entry.system_tokens,
     )
 
 
-def _call(fields: Any, index: int, places: Mapping[str, int], count_tokens: CountTokens | None) -> Call:
-    _check_keys(fields, _CALL_KEYS, "a call")
-    text, schema = _text(fields, "text"), fields.get("schema")
-    if not (schema is None or isinstance(schema, dict)):
-        raise ConfigError(f"schema of call {index} is {schema!r}; it must be an object")
-    if text is not None and count_tokens is None:
-        raise ConfigError(
-            f"call {index} has a text, whose length only a tokenizer can tell: give --tokenizer, or "
-            "input_tokens in place of text"
-        )
+def _call(entry: _Call, index: int, places: Mapping[str, int], count_tokens: CountTokens | None) -> Call:
+    input_tokens = entry.input_tokens
+    if entry.text is not None:
+        if count_tokens is None:
+            raise ConfigError(
+                f"call {index} has a text, whose length only a tokenizer can tell: give --tokenizer, or "
+                "input_tokens in place of text"
+            )
+        input_tokens = max(1, count_tokens(entry.text))
+    if input_tokens is None:
+        raise ConfigError(f"call {index} lacks input_tokens; give them, or its text")
     call = Call(
-        input_tokens=_whole(fields, "input_tokens", None)
-        if text is None or count_tokens is None
-        else max(1, count_tokens(text)),
-        output_tokens=_whole(fields, "output_tokens", None),
-        think=_number(fields, "think_ms", 0.0) / 1e3,
-        quotes=_places(fields, "quotes", places),
-        after=_places(fields, "after", places),
-        text=text,
-        schema=schema,
+        input_tokens=input_tokens,
+        output_tokens=entry.output_tokens,
+        think=(entry.think_ms or 0.0) / 1e3,
+        quotes=tuple(_place(each, "quotes", places) for each in entry.quotes or ()),
+        after=tuple(_place(each, "after", places) for each in entry.after or ()),
+        text=entry.text,
+        schema=entry.schema,
     )
-    if "continues" in fields:
-        continued = fields["continues"]
-        return replace(call, continues=None if continued is None else _place(continued, "continues", places))
-    is_next = index > 0 and "quotes" not in fields and "after" not in fields
+    if entry.continues is not UNSET:
+        name = entry.continues
+        return replace(call, continues=None if name is None else _place(name, "continues", places))
+    is_next = index > 0 and entry.quotes is UNSET and entry.after is UNSET
     return replace(call, continues=index - 1) if is_next else call
 
 
-def _check_keys(fields: Any, known: frozenset[str], what: str) -> None:
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{what} must be an object, got {str(fields)[:80]!r}")
-    if unknown := sorted(fields.keys() - known):
-        raise ConfigError(f"{what} has no field {unknown[0]!r}; there are {', '.join(sorted(known))}")
-
-
-def _number(fields: Mapping[str, Any], name: str, default: float) -> float:
-    value = fields.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        raise ConfigError(f"{name} is {value!r}; it must be a number")
-    return float(value)
-
-
-def _whole(fields: Mapping[str, Any], name: str, default: int | None) -> int:
-    value = fields.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value > MOST_TOKENS:
-        raise ConfigError(f"{name} is {quoted(value)}; it must be a whole number of at most {MOST_TOKENS}")
-    return value
-
-
-def _text(fields: Mapping[str, Any], name: str) -> str | None:
-    value = fields.get(name)
-    if not (value is None or (isinstance(value, str) and value)):
-        raise ConfigError(f"{name} is {value!r}; it must be a text")
-    return value
-
-
-def _places(fields: Mapping[str, Any], name: str, places: Mapping[str, int]) -> tuple[int, ...]:
-    listed = fields.get(name, [])
-    if not isinstance(listed, list):
-        raise ConfigError(f"{name} is {listed!r}; it must be a list of ids")
-    return tuple(_place(each, name, places) for each in listed)
-
-
-def _place(name: Any, what: str, places: Mapping[str, int]) -> int:
-    if not isinstance(name, str) or name not in places:
+def _place(name: str, what: str, places: Mapping[str, int]) -> int:
+    if name not in places:
         known = ", ".join(map(repr, places)) or "none"
         raise ConfigError(
             f"{what} names call {name!r}, which does not come before it; before it are: {known}"

@@ -28,8 +28,7 @@ from onbeat.workload.lengths import Lengths, LogNormalLength, UniformLength, Zip
 from onbeat.workload.offered import OfferedLoad, Overlong, check_num_requests
 from onbeat.workload.sharegpt import read_sharegpt, sharegpt_load
 from onbeat.workload.slo_classes import SLOClass
-from onbeat.workload.slo_config import read_slo_config
-from onbeat.workload.slo_entries import built_in_slo
+from onbeat.workload.slo_config import built_in_slo, read_slo_config
 from onbeat.workload.trace import TIMED_KINDS, Trace, TraceKind, read_trace
 
 SharedName = Literal["random", "conversation", "zipf", "sharegpt", TraceKind, "jobs", JobKind]

@@ -13,13 +13,89 @@ they are::
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeVar
 
-from onbeat.core.errors import ConfigError, quoted
+from msgspec import Meta
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.hints import likely_meant
+from onbeat.core.slo import SLO, SLO_CLASSES
+from onbeat.files import read
+from onbeat.typed import Number, Table, Text
 from onbeat.workload.slo_classes import SLOClass, check_classes
-from onbeat.workload.slo_entries import OBJECTIVE_KEYS, read_entries, read_name, read_number, read_objectives
 
-_KEYS = ("name", "share", "weight", "tenant", "trace", *OBJECTIVE_KEYS)
+T = TypeVar("T")
+
+
+class Objectives(Table):
+    """Objectives as files state them; a load, a server and vLLM's plug-in share this."""
+
+    ttft_ms: Number | None = None
+    tbt_ms: Number | None = None
+    e2e_ms: Number | None = None
+
+    def slo(self) -> SLO:
+        """Return the objectives that are given.
+
+        Raises
+        ------
+        ConfigError : one is out of range.
+        """
+        given = {"ttft": self.ttft_ms, "tbt": self.tbt_ms, "e2e": self.e2e_ms}
+        return SLO(**{name: value / 1e3 for name, value in given.items() if value is not None})
+
+
+class ClassEntry(Objectives, kw_only=True):
+    """A class of objectives as files state it."""
+
+    name: Text
+
+    def class_slo(self) -> SLO:
+        """Return the objectives of the class: its own or, where it gives none, those built in for its name.
+
+        Raises
+        ------
+        ConfigError : an objective is out of range, or there are none.
+        """
+        own = self.slo()
+        return built_in_slo(self.name) if own.is_empty else own
+
+
+class _Class(ClassEntry, kw_only=True):
+    share: Number | None = None
+    weight: Number = 1.0
+    tenant: str | None = None
+    trace: str | None = None
+
+
+class _File(Table):
+    classes: Annotated[tuple[_Class, ...], Meta(min_length=1)]
+
+
+def read_classes(kind: type[T], path: Path) -> T:
+    """Return the content of a file with classes.
+
+    Raises
+    ------
+    ConfigError : as `files.read`; where a built-in class was probably meant, the message says so.
+    """
+    near = likely_meant(str(path), SLO_CLASSES)
+    return read(kind, path, hint=f"; did you mean the built-in class {near}?" if near else "")
+
+
+def built_in_slo(name: str) -> SLO:
+    """Return the objectives of a built-in class.
+
+    Raises
+    ------
+    ConfigError : there is none of that name.
+    """
+    if name not in SLO_CLASSES:
+        raise ConfigError(
+            f"class {name!r} has no objectives, and none are built in for it (only for "
+            f"{', '.join(SLO_CLASSES)}): give ttft_ms, tbt_ms, e2e_ms"
+        )
+    return SLO_CLASSES[name]
 
 
 def read_slo_config(path: Path) -> tuple[SLOClass, ...]:
@@ -29,33 +105,25 @@ def read_slo_config(path: Path) -> tuple[SLOClass, ...]:
     ------
     ConfigError : the file cannot be read, or a class is wrong; the message names it.
     """
-    content = read_entries(path)
-    entries = content.get("classes") if isinstance(content, dict) else None
-    if not isinstance(entries, list) or not entries or content.keys() != {"classes"}:
-        raise ConfigError(f"{path} must be 'classes:' and a list of {{{', '.join(_KEYS)}}}")
+    entries = read_classes(_File, path).classes
     try:
-        classes = tuple(_read_class(entry, path.parent, is_only=len(entries) == 1) for entry in entries)
+        classes = tuple(_slo_class(entry, path.parent, is_only=len(entries) == 1) for entry in entries)
         check_classes(classes)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return classes
 
 
-def _read_class(entry: Any, folder: Path, *, is_only: bool) -> SLOClass:
-    name = read_name(entry, _KEYS)
-    if "share" not in entry and not is_only:
-        raise ConfigError(f"class {name!r} has no share; give each of several classes one, adding up to 1")
-    tenant = entry.get("tenant")
-    if not (tenant is None or isinstance(tenant, str)):
-        raise ConfigError(f"the tenant of class {name!r} must be a name, got {quoted(tenant)}")
-    trace = entry.get("trace")
-    if not (trace is None or isinstance(trace, str)):
-        raise ConfigError(f"the trace of class {name!r} must be a file, got {quoted(trace)}")
+def _slo_class(entry: _Class, folder: Path, *, is_only: bool) -> SLOClass:
+    if entry.share is None and not is_only:
+        raise ConfigError(
+            f"class {entry.name!r} has no share; give each of several classes one, adding up to 1"
+        )
     return SLOClass(
-        name=name,
-        slo=read_objectives(name, entry),
-        share=read_number(name, "share", entry, default=1.0),
-        weight=read_number(name, "weight", entry, default=1.0),
-        tenant=tenant,
-        trace=None if trace is None else folder / trace,
+        name=entry.name,
+        slo=entry.class_slo(),
+        share=1.0 if entry.share is None else entry.share,
+        weight=entry.weight,
+        tenant=entry.tenant,
+        trace=None if entry.trace is None else folder / entry.trace,
     )

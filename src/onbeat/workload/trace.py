@@ -28,11 +28,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
-from onbeat.files import csv_rows, read_text
+from onbeat.files import csv_rows, json_lines, read_text
 from onbeat.workload.lengths import MOST_TOKENS
 
 TraceKind = Literal["azure", "mooncake", "burstgpt", "vidur", "lengths"]
@@ -102,7 +101,9 @@ def read_trace(path: Path, *, kind: TraceKind | None = None, columns: tuple[str,
     if not text.strip():
         raise ConfigError(f"{path}: the file is empty")
     records: Iterator[tuple[int, Mapping[str, Any]]] = (
-        _json_records(path, text) if text.lstrip().startswith("{") else csv_rows(path, text, rows="requests")
+        json_lines(dict[str, Any], path, text)
+        if text.lstrip().startswith("{")
+        else csv_rows(path, text, rows="requests")
     )
     line, first = next(records)
     found = _find_format(path, first, kind) if columns is None else _own_columns(path, first, columns)
@@ -137,19 +138,6 @@ def _checked_times(path: Path, lines: list[int], values: tuple[float | None, ...
             f"{lines[row - 1]}; sort the file by time"
         )
     return times
-
-
-def _json_records(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise ConfigError(f"{path}, line {number}: not JSON ({error}): {line[:80]!r}") from error
-        if not isinstance(record, dict):
-            raise ConfigError(f"{path}, line {number}: expected a JSON object, got {line[:80]!r}")
-        yield number, record
 
 
 def _find_format(path: Path, first: Mapping[str, Any], kind: TraceKind | None) -> _Format:

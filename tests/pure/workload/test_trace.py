@@ -119,8 +119,8 @@ def test_take_keeps_all_columns_together(tmp_path: Path) -> None:
         (AZURE + "yesterday,5,3\n", r"line 5: bad value .*yesterday"),
         (AZURE + "2023-11-16 18:17:06,-4,3\n", "line 5: a negative length"),
         (AZURE + "2023-11-16 18:17:06,4\n", "line 5: the header names 3 columns"),
-        (MOONCAKE_JSONL + "{broken\n", "line 4: not JSON"),
-        (MOONCAKE_JSONL + "[1]\n", "line 4: expected a JSON object"),
+        (MOONCAKE_JSONL + "{broken\n", "line 4 is not JSON"),
+        (MOONCAKE_JSONL + "[1]\n", r"line 4: it is \[1\]; it must be a mapping"),
         (MOONCAKE_JSONL + '{"timestamp": 3}\n', "line 4: bad value"),
     ],
 )
