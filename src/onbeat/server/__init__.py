@@ -14,7 +14,8 @@ The way of a request, and what holds for all of them:
 `chat_prompt`, `prompts`           messages to text; text to tokens, off the event loop
 `generation`                       the engine's deliveries to pieces of text; which requests are open
 `answer`                           sends the pieces, streamed or whole
-`answer_format`, `answer_report`   heads and events; usage, and how objectives were kept
+`pen`, `logprobs`, `pieces`        what all APIs' answers share; log-probabilities; JSON that may be long
+`answer_report`                    usage, and how objectives were kept
 `errors`, `openapi`, `telemetry`   statuses and bodies of errors; the description; the metrics
 `app`, `services`, `server_config` put together: the parts that routes share, what can be configured
 `run`, `engine_watch`              listen, drain, stop; whether the engine goes on

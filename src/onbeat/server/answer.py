@@ -5,32 +5,46 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Any
 
+from msgspec import UNSET, Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from onbeat.core.errors import InvalidRequest, OnbeatError, PromptTooLong, counted
 from onbeat.core.request import Request
-from onbeat.server.answer_format import EVENT_STREAM_HEADERS, AnswerFormat, Extras, WholeChoice
-from onbeat.server.answer_report import slo_report, usage_of, without_empty_details, worst_report
+from onbeat.server.answer_report import (
+    SLOReport,
+    TokenCounts,
+    counts_of,
+    counts_up_to,
+    slo_report,
+    usage_of,
+    worst_report,
+)
 from onbeat.server.choices import Choice, ChoiceDelta, TextOptions
 from onbeat.server.connection import FLOW
-from onbeat.server.errors import ClientGone, error_reply, predicted_ttft_header
+from onbeat.server.errors import ClientGone, ErrorReply, error_reply, predicted_ttft_header
 from onbeat.server.fair_threads import Turns
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.jobs import CallTicket
 from onbeat.server.middleware import HttpContext, context_of
-from onbeat.server.pieces import Piece, PiecesResponse
+from onbeat.server.pen import Extras, Pen, WholeChoice, event_bytes
+from onbeat.server.pieces import Piece, PiecesResponse, gathered
 from onbeat.server.server_config import MAX_ANSWER_PARTS, ServerConfig
 from onbeat.server.services import Services
 
 logger = logging.getLogger("onbeat.server")
 
+_EVENT_STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    # nginx would collect events otherwise
+    "x-accel-buffering": "no",
+}
 TOKEN_BYTES = 400
 ALTERNATIVE_BYTES = 80
 """What a token, and each alternative to it, takes in memory from its delivery until it is written."""
@@ -50,7 +64,7 @@ class AnswerResponse(Response):
     body : what the caller sent.
     requests : of the engine, one for each choice: `n` for each prompt, in their order.
     text_options : how tokens become text, and what tells its parts apart.
-    answer_format : the endpoint's.
+    pen : of the API.
     services : run the requests.
     ping : the event that says that a stream goes on; empty where the API has none.
 
@@ -64,7 +78,7 @@ class AnswerResponse(Response):
         body: GenerationRequest,
         requests: Sequence[Request],
         text_options: TextOptions,
-        answer_format: AnswerFormat,
+        pen: Pen,
         services: Services,
         *,
         ping: bytes = b"",
@@ -92,7 +106,7 @@ class AnswerResponse(Response):
         self._flow: FlowControl | None = None
         """Of its connection; None where nobody says whether that is read."""
         self._unread_seconds = 0.0
-        self._writer = _AnswerWriter(self._choices, body, answer_format, services.config)
+        self._writer = _AnswerWriter(self._choices, body, pen, services.config)
         self._jobs = services.jobs
         self._lifecycle = services.lifecycle
         self._slow_readers = services.slow_readers
@@ -122,7 +136,7 @@ class AnswerResponse(Response):
         context.max_tokens = [choice.request.sampling.max_tokens for choice in self._choices]
         try:
             if context.allowance is not None:
-                num_prompt_tokens = usage_of(self._choices)["prompt_tokens"]
+                num_prompt_tokens = counts_of(self._choices).prompt
                 context.allowance.take_answers(
                     num_prompt_tokens, context.max_tokens, is_stated=self._is_bounded
                 )
@@ -155,7 +169,7 @@ class AnswerResponse(Response):
     ) -> bytes:
         """Send the events of all deltas and return the last bytes of the stream."""
         first = await anext(deltas)
-        own = {**EVENT_STREAM_HEADERS, **self._prediction()}
+        own = {**_EVENT_STREAM_HEADERS, **self._prediction()}
         headers = [(name.encode(), value.encode()) for name, value in own.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         turns = Turns()
@@ -185,10 +199,7 @@ class AnswerResponse(Response):
         for choice in self._choices:
             self._writer.judge(choice)
             await turns.rest()
-        pieces = []
-        for piece in self._writer.whole():
-            pieces.append(piece)
-            await turns.rest()
+        pieces = await gathered(self._writer.whole())
         for choice in self._choices:
             while choice.prompt_logprobs:  # millions of numbers would take long to be forgotten at once
                 del choice.prompt_logprobs[-256:]
@@ -268,31 +279,31 @@ class _AnswerWriter:
         self,
         choices: Sequence[Choice],
         body: GenerationRequest,
-        answer_format: AnswerFormat,
+        pen: Pen,
         config: ServerConfig,
     ) -> None:
         self._choices = choices
-        self._format = answer_format
-        self.failed = answer_format.failed
+        self._pen = pen
         self._slo_mode = config.slo.mode
         self._has_usage_event = body.includes_usage
+        self._no_extras = Extras(usage=None if body.includes_usage else UNSET)
         self._has_usage_so_far = body.has_continuous_usage
         self._has_all_details = body.has_all_details or config.prompt_tokens_details
         self.ticket: CallTicket | None = None
         """Of a call of a job."""
         self._num_open = len(choices)
-        self._slo_reports: list[dict[str, Any]] = []
+        self._slo_reports: list[SLOReport] = []
         """Of the choices that have ended."""
-        num_columns = len(answer_format.columns([]))
+        num_columns = len(pen.columns([]))
         self._whole = [] if body.stream else [WholeChoice(choice, num_columns) for choice in choices]
 
     def add(self, delta: ChoiceDelta) -> None:
         """Add a delta to the whole answer."""
-        self._whole[delta.choice.index].add(delta, self._format.columns(delta.tokens))
+        self._whole[delta.choice.index].add(delta, self._pen.columns(delta.tokens))
 
-    def whole(self) -> Iterator[Piece]:
-        """Yield the answer as one object, in pieces."""
-        return self._format.whole(self._whole, self._final_extras())
+    def whole(self) -> Struct:
+        """Return the answer as one object."""
+        return self._pen.whole(self._whole, self._final_extras())
 
     def events(self, delta: ChoiceDelta) -> bytes:
         """Return the events of one delta, in the order in which they are sent."""
@@ -300,15 +311,20 @@ class _AnswerWriter:
             self._num_open -= 1
             self.judge(delta.choice)
         is_last = self._num_open == 0 and not self._has_usage_event
-        extras = Extras(
-            usage=self._usage([delta.choice], delta) if self._has_usage_so_far else None,
-            slo=self._slo_report() if is_last else None,
-        )
-        return self._format.events(delta, extras)
+        extras = self._no_extras
+        if self._has_usage_so_far:
+            extras = self._extras(counts_up_to(delta))
+        if is_last:
+            extras = extras._replace(slo=self._slo_report() or UNSET)
+        return event_bytes(self._pen.events(delta, extras))
 
     def end(self) -> bytes:
         """Return what comes behind the events of all deltas."""
-        return self._format.end(self._final_extras())
+        return event_bytes(self._pen.end(self._final_extras())) + self._pen.end_mark
+
+    def failed(self, reply: ErrorReply) -> bytes:
+        """Return the last bytes of a stream that an error ends."""
+        return event_bytes(self._pen.failed(reply)) + self._pen.end_mark
 
     def judge(self, choice: Choice) -> None:
         """Judge a choice that has ended: all of them at once could take long."""
@@ -316,13 +332,12 @@ class _AnswerWriter:
             self._slo_reports.append(report)
 
     def _final_extras(self) -> Extras:
-        return Extras(usage=self._usage(self._choices), slo=self._slo_report())
+        return self._extras(counts_of(self._choices))._replace(slo=self._slo_report() or UNSET)
 
-    def _usage(self, choices: Sequence[Choice], delta: ChoiceDelta | None = None) -> dict[str, Any]:
-        usage = usage_of(choices, delta)
-        return usage if self._has_all_details else without_empty_details(usage)
+    def _extras(self, counts: TokenCounts) -> Extras:
+        return Extras(counts, usage_of(counts, has_all_details=self._has_all_details))
 
-    def _slo_report(self) -> dict[str, Any] | None:
+    def _slo_report(self) -> SLOReport | None:
         """Return how the objectives were kept: those of the worst choice, and of the job if there is one."""
         worst = worst_report(self._slo_reports)
         return worst if self.ticket is None else self.ticket.report(worst)
@@ -336,9 +351,8 @@ def prediction_header(choices: Sequence[Choice]) -> Mapping[str, str]:
 
 def note_choices(choices: Sequence[Choice], context: HttpContext) -> None:
     """Tell the log of the request what has come of it."""
-    usage = usage_of(choices)
-    context.num_prompt_tokens = usage["prompt_tokens"]
-    context.num_output_tokens = usage["completion_tokens"]
+    counts = counts_of(choices)
+    context.num_prompt_tokens, context.num_output_tokens = counts.prompt, counts.output
     records = [choice.record for choice in choices if choice.record is not None]
     if firsts := [record.first_token for record in records if record.first_token is not None]:
         context.ttft = min(firsts) - context.arrival

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 from numpy.typing import NDArray
 
 from onbeat.core.slo import SLO, Fate, SLOMode
@@ -16,42 +18,116 @@ from onbeat.server.choices import Choice, ChoiceDelta
 from onbeat.server.errors import milliseconds
 
 
-def usage_of(choices: Sequence[Choice], delta: ChoiceDelta | None = None) -> dict[str, Any]:
-    """Return the usage of choices: each prompt counts once, however many choices it has.
+class TokenCounts(NamedTuple):
+    """The tokens of an answer."""
+
+    prompt: int
+    cached: int
+    output: int
+    reasoning: int
+    accepted: int
+    """Drafts that are in the answer; 0 without speculation."""
+    rejected: int
+
+
+def counts_of(choices: Sequence[Choice]) -> TokenCounts:
+    """Count the tokens of a request: each prompt counts once, however many choices it has."""
+    first_choices = {choice.prompt_index: choice for choice in reversed(choices)}.values()
+    num_accepted = sum(each.num_accepted_tokens for each in choices)
+    return TokenCounts(
+        prompt=sum(len(choice.request.prompt_token_ids) for choice in first_choices),
+        cached=sum(choice.num_cached_tokens for choice in first_choices),
+        output=sum(each.num_output_tokens for each in choices),
+        reasoning=sum(each.num_reasoning_tokens for each in choices),
+        accepted=num_accepted,
+        rejected=sum(each.num_drafted_tokens for each in choices) - num_accepted,
+    )
+
+
+def counts_up_to(delta: ChoiceDelta) -> TokenCounts:
+    """Count the tokens of one choice, its output up to a delta."""
+    return TokenCounts(
+        len(delta.choice.request.prompt_token_ids),
+        delta.choice.num_cached_tokens,
+        delta.num_output_tokens,
+        delta.num_reasoning_tokens,
+        delta.num_accepted_tokens,
+        delta.num_drafted_tokens - delta.num_accepted_tokens,
+    )
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+    accepted_prediction_tokens: Annotated[
+        int,
+        Meta(description="Of the completion tokens, those that were drafts; 0 without speculation"),
+    ]
+    rejected_prediction_tokens: Annotated[
+        int, Meta(description="Draft tokens that are not in the answer; they are not completion tokens")
+    ]
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+def usage_of(counts: TokenCounts, *, has_all_details: bool = True) -> Usage:
+    """Return the usage as completions tell it.
 
     Without speculation the prediction tokens are 0, as OpenAI's own answers have them.
 
     Parameters
     ----------
-    choices : of one request.
-    delta : of their only one, up to which its output counts; None counts all that there is.
+    has_all_details : whether details are there even where all of their numbers are 0.
     """
-    counted: Sequence[Choice | ChoiceDelta] = choices if delta is None else [delta]
-    first_choices = {choice.prompt_index: choice for choice in reversed(choices)}.values()
-    num_prompt = sum(len(choice.request.prompt_token_ids) for choice in first_choices)
-    num_cached = sum(choice.num_cached_tokens for choice in first_choices)
-    num_output = sum(each.num_output_tokens for each in counted)
-    num_drafted = sum(each.num_drafted_tokens for each in counted)
-    num_accepted = sum(each.num_accepted_tokens for each in counted)
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": {"cached_tokens": num_cached},
-        "completion_tokens_details": {
-            "reasoning_tokens": sum(each.num_reasoning_tokens for each in counted),
-            "accepted_prediction_tokens": num_accepted,
-            "rejected_prediction_tokens": num_drafted - num_accepted,
-        },
-    }
+    usage = Usage(counts.prompt, counts.output, counts.prompt + counts.output)
+    if has_all_details or counts.cached:
+        usage.prompt_tokens_details = PromptTokensDetails(counts.cached)
+    details = counts.reasoning, counts.accepted, counts.rejected
+    if has_all_details or any(details):
+        usage.completion_tokens_details = CompletionTokensDetails(*details)
+    return usage
 
 
-def without_empty_details(usage: dict[str, Any]) -> dict[str, Any]:
-    """Return a usage without the details of which all numbers are 0."""
-    return {key: value for key, value in usage.items() if not isinstance(value, dict) or any(value.values())}
+class JobState(Struct):
+    """How the job of a call stands after it."""
+
+    id: str
+    calls: int
+    elapsed_ms: float | None
+    in_calls_ms: float | None
+    remaining_ms: float | None
+    share_ms: float | None
+    replica: str | None
+    moved: str | None
+    """Why another replica than that of the call before it served the call; null if it was the same."""
+    met: bool | None
 
 
-def slo_report(choice: Choice, mode: SLOMode) -> dict[str, Any] | None:
+class SLOReport(Struct):
+    """How the objectives were kept; of several choices, by the worst."""
+
+    slo_class: str | None = field(name="class")
+    ttft_ms: float | None
+    engine_ttft_ms: float | None
+    predicted_ttft_ms: float | None
+    tbt_p99_ms: float | None = None
+    token_attainment: float | None = None
+    met: bool = False
+    relegated: bool = True
+    job: JobState | UnsetType = UNSET
+    """Only of a call of a job."""
+
+
+def slo_report(choice: Choice, mode: SLOMode) -> SLOReport | None:
     """Return how a finished choice fared, as the `slo` object of an answer. None without objectives.
 
     Times are those at which deliveries were handed to the connection; what the network adds is not in them.
@@ -63,7 +139,7 @@ def slo_report(choice: Choice, mode: SLOMode) -> dict[str, Any] | None:
     return None if choice.record is None else record_report(choice.record, mode)
 
 
-def record_report(record: RequestRecord, mode: SLOMode) -> dict[str, Any] | None:
+def record_report(record: RequestRecord, mode: SLOMode) -> SLOReport | None:
     """Return how a request fared whose record is complete. None without objectives.
 
     Parameters
@@ -75,29 +151,26 @@ def record_report(record: RequestRecord, mode: SLOMode) -> dict[str, Any] | None
         return None
     times = np.asarray(record.delivery_times, dtype=np.float64)
     gaps = np.diff(times)
-    return unjudged_report(record) | {
-        "tbt_p99_ms": milliseconds(float(np.percentile(gaps, GAP_PERCENTILE))) if len(gaps) else None,
-        "token_attainment": _token_attainment(record, gaps, slo, mode),
-        "met": bool(good_requests([record], mode=mode)[0]),
-        "relegated": record.fate is Fate.RELEGATED,
-    }
+    return msgspec.structs.replace(
+        unjudged_report(record),
+        tbt_p99_ms=milliseconds(float(np.percentile(gaps, GAP_PERCENTILE))) if len(gaps) else None,
+        token_attainment=_token_attainment(record, gaps, slo, mode),
+        met=bool(good_requests([record], mode=mode)[0]),
+        relegated=record.fate is Fate.RELEGATED,
+    )
 
 
-def unjudged_report(record: RequestRecord) -> dict[str, Any]:
+def unjudged_report(record: RequestRecord) -> SLOReport:
     """Return the same of a request that was best effort from its arrival on, as its job was late by then."""
-    return {
-        "class": record.request_class,
-        "ttft_ms": milliseconds(record.ttft),
-        "engine_ttft_ms": milliseconds(record.engine_ttft),
-        "tbt_p99_ms": None,
-        "token_attainment": None,
-        "met": False,
-        "predicted_ttft_ms": milliseconds(record.predicted_ttft),
-        "relegated": True,
-    }
+    return SLOReport(
+        record.request_class,
+        milliseconds(record.ttft),
+        milliseconds(record.engine_ttft),
+        milliseconds(record.predicted_ttft),
+    )
 
 
-def worst_report(reports: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def worst_report(reports: Sequence[SLOReport]) -> SLOReport | None:
     """Return the `slo` object of an answer: that of its worst choice. None without any.
 
     The worst is the first by: objectives not met, fewer tokens in time, later first token.
@@ -105,9 +178,9 @@ def worst_report(reports: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return min(reports, key=_goodness, default=None)
 
 
-def _goodness(report: dict[str, Any]) -> tuple[bool, float, float]:
-    attained, ttft = report["token_attainment"], report["ttft_ms"]
-    return report["met"], 1.0 if attained is None else attained, -(math.inf if ttft is None else ttft)
+def _goodness(report: SLOReport) -> tuple[bool, float, float]:
+    attained, ttft = report.token_attainment, report.ttft_ms
+    return report.met, 1.0 if attained is None else attained, -(math.inf if ttft is None else ttft)
 
 
 def _token_attainment(

@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi import APIRouter
+from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import replace
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.core.protocols import EngineInfo, Tokenizer
+from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Request as EngineRequest
 from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
-from onbeat.server.answer_format import (
-    CACHED_TOKENS,
-    LOWEST_LOGPROB,
-    AnswerHead,
-    ChunkTemplate,
-    Extras,
-    WholeChoice,
-    WholePart,
-    choice_end,
-    chunks_failed,
-    new_head,
-    whole_answer,
-)
-from onbeat.server.answer_models import ChatCompletion
+from onbeat.server.answer_report import SLOReport, Usage
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.chat_messages import ChatMessages, echoed_text
-from onbeat.server.chat_parts import event_delta, finish_reason, whole_message
 from onbeat.server.chat_prompt import KVTransferParams, continued_text, render_chat
-from onbeat.server.choices import ChoiceDelta, ShownToken, TextOptions
+from onbeat.server.choices import Choice, ChoiceDelta, ShownToken, TextOptions
 from onbeat.server.engine_requests import engine_requests
+from onbeat.server.errors import ErrorBody, ErrorReply
 from onbeat.server.generation_request import (
     GenerationRequest,
     as_server_has_it,
@@ -44,17 +31,85 @@ from onbeat.server.generation_request import (
     check_num_logprobs,
     encode_options,
 )
+from onbeat.server.logprobs import ChatLogprobs, LogprobWriter, PromptLogprobs, chat_logprobs
 from onbeat.server.middleware import context_of
 from onbeat.server.objectives import request_objectives
 from onbeat.server.openapi import generation_route
-from onbeat.server.pieces import Piece, json_inside
-from onbeat.server.prompt_scores import PromptLogprobsWriter
+from onbeat.server.pen import DONE, AnswerHead, Extras, Head, Part, WholeChoice, new_head
+from onbeat.server.pieces import json_inside, list_of, written
 from onbeat.server.prompts import PromptInput, check_token_ids
 from onbeat.server.reply import PromptEnd, ReplyPlan, plan_reply
-from onbeat.server.reply_fields import ThinkingFields, ToolFields, unread_variables
+from onbeat.server.reply_fields import ThinkingFields, ToolFields, ToolUse, unread_variables
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
 from onbeat.server.structured import grammar_of
+from onbeat.text.reply.events import CallStart, CallText, ContentText, ReasoningText
+
+
+class AnsweredFunction(Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: Annotated[str, Meta(description="JSON as the model wrote it; cut off where the answer was")]
+
+
+class AnsweredCall(Struct, kw_only=True):
+    index: Annotated[int, Meta(description="In streams: which call grows")] | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: AnsweredFunction
+
+
+class Delta(Struct):
+    """What a chunk adds to a message."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[AnsweredCall] | UnsetType = UNSET
+
+
+class ChunkChoice(Struct):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+
+
+class ChatChunk(Head, kw_only=True):
+    """An event of a stream."""
+
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    slo: SLOReport | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+
+
+class AnswerMessage(Struct):
+    role: str
+    # no null `refusal`: clients send the message back, and some make a field of their own out of it
+    content: Annotated[str | None, Meta(description="Null beside calls without text")]
+    reasoning: Annotated[str, Meta(description="What the model thought before")] | UnsetType = UNSET
+    reasoning_content: Annotated[str, Meta(description="The same, by its older name")] | UnsetType = UNSET
+    tool_calls: list[AnsweredCall] | UnsetType = UNSET
+
+
+class ChatChoice(Struct, kw_only=True):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    token_ids: list[int] | UnsetType = UNSET
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: int | str | None
+
+
+class ChatCompletion(Head, kw_only=True):
+    choices: list[ChatChoice]
+    usage: Usage | UnsetType | None = UNSET
+    slo: SLOReport | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatCompletionRequest(ToolFields, ThinkingFields, GenerationRequest):
@@ -120,7 +175,7 @@ def _check_chat(body: ChatCompletionRequest, config: ServerConfig, info: EngineI
 def chat_routes(services: Services) -> APIRouter:
     """Return the route of chat completions."""
     router = APIRouter()
-    writers, role = ChatWriters(services.tokenizer), services.config.response_role
+    role = services.config.response_role
 
     @router.post("/v1/chat/completions", **generation_route(ChatCompletionRequest, ChatCompletion))
     async def chat_completions(request: Request) -> Response:
@@ -129,7 +184,8 @@ def chat_routes(services: Services) -> APIRouter:
         body = as_server_has_it(await read_body(request, ChatCompletionRequest), services.config)
         head = new_head("chatcmpl", services.check_model(body.model))
         requests, options = await chat_requests(body, request, head, services)
-        return AnswerResponse(body, requests, options, ChatFormat(head, body, writers, role), services)
+        writer = services.logprobs[bool(body.return_tokens_as_token_ids)]
+        return AnswerResponse(body, requests, options, ChatPen(head, body, writer, role), services)
 
     return router
 
@@ -204,139 +260,144 @@ async def _encoded(
         return await services.encoder.encode(prompt, options, context_of(request.scope).caller)
 
 
-class TokenWriter:
-    """Writes log-probabilities of tokens.
+class ChatPen:
+    """Writes chat completions and their chunks.
 
     Parameters
     ----------
-    tokenizer : the model's.
-    as_ids : whether they are named by their ids.
+    head : what all chunks share.
+    body : says what the caller wants beside the text.
+    writer : of log-probabilities.
+    role : of the answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
-        self._tokenizer = tokenizer
-        self._as_ids = as_ids
-        self._around = lru_cache(CACHED_TOKENS)(self._spell)
-
-    def _spell(self, token_id: int) -> tuple[bytes, bytes]:
-        """Return what stands before and behind a token's log-probability."""
-        data = self._tokenizer.token_bytes(token_id)
-        text = f"token_id:{token_id}" if self._as_ids else self._tokenizer.token_text(token_id)
-        return (
-            b'{"token":%b,"logprob":' % orjson.dumps(text),
-            b',"bytes":%b' % orjson.dumps(list(data)),
-        )
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    def entry(self, token: ShownToken) -> bytes:
-        """Return a token of `logprobs.content`."""
-        values = token.known_logprobs
-        logprobs = [max(logprob, LOWEST_LOGPROB) for logprob in (values.logprob, *values.top_logprobs)]
-        numbers = json_inside(logprobs).split(b",")
-        around = map(self._around, (values.token_id, *values.top_token_ids))
-        own, *top = (
-            before + number + behind for (before, behind), number in zip(around, numbers, strict=True)
-        )
-        return own + b',"top_logprobs":[' + b"},".join(top) + (b"}]}" if top else b"]}")
-
-
-class ChatWriters:
-    """What writes log-probabilities in the answers of one server.
-
-    Parameters
-    ----------
-    tokenizer : the model's.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokens = TokenWriter(tokenizer)
-        self.token_ids = TokenWriter(tokenizer, as_ids=True)
-        self.prompts = PromptLogprobsWriter(tokenizer)
-
-
-class ChatFormat:
-    """Writes chat completions and their chunks."""
+    end_mark = DONE
 
     def __init__(
-        self, head: AnswerHead, body: ChatCompletionRequest, writers: ChatWriters, role: str
+        self, head: AnswerHead, body: ChatCompletionRequest, writer: LogprobWriter, role: str
     ) -> None:
         self._head = head
         self._has_logprobs = bool(body.logprobs)
         self._has_token_ids = bool(body.return_token_ids)
-        self._writer = writers.token_ids if body.return_tokens_as_token_ids else writers.tokens
-        self._prompts = writers.prompts
+        self._has_usage = body.includes_usage
+        self._writer = writer
         self._echo = echoed_text(body.messages, role) if body.echo else ""
         self._role = role
-        self._template = ChunkTemplate(head.fields("chat.completion.chunk"), has_usage=body.includes_usage)
-        self.end, self.failed = self._template.end, chunks_failed
+        self._chunk = ChatChunk(*head.fields("chat.completion.chunk"), choices=[])
         self._tool_use = body.tool_use
         self._started: set[int] = set()
 
     def columns(self, tokens: Sequence[ShownToken]) -> Sequence[bytes]:
-        return (b",".join(map(self._writer.entry, tokens)),) if self._has_logprobs else ()
+        return self._writer.chat_columns(tokens) if self._has_logprobs else ()
 
-    def events(self, delta: ChoiceDelta, extras: Extras) -> bytes:
-        index = delta.choice.index
-        if index in self._started:
-            return self._template.chunk(self._choice(delta), extras)
-        self._started.add(index)
-        start = self._start(delta, extras.usage)
-        if not (delta.text or delta.events) and delta.finish_reason is None:
-            return start
-        return start + self._template.chunk(self._choice(delta), extras)
-
-    def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Iterator[Piece]:
+    def events(self, delta: ChoiceDelta, extras: Extras) -> Iterator[Struct]:
+        choice, chunk = delta.choice, self._chunk
+        chunk.usage, chunk.slo = extras.usage, extras.slo
+        if choice.index not in self._started:
+            self._started.add(choice.index)
+            yield self._start(choice)
+            if not (delta.text or delta.events) and delta.finish_reason is None:
+                return
+        told = ChunkChoice(
+            choice.index, _delta(delta), chat_logprobs(self.columns(delta.tokens) if delta.tokens else ())
+        )
         if self._has_token_ids:
-            extras = replace(extras, prompt_token_ids=choices[0].choice.request.prompt_token_ids)
-        fields = self._head.fields("chat.completion")
-        tail = self._prompts.field(choices[0].choice.prompt_logprobs)
-        return whole_answer(fields, map(self._whole, choices), extras, tail)
+            told.token_ids = delta.token_ids
+        if delta.finish_reason is not None:
+            told.finish_reason = _finish_reason(delta, self._tool_use)
+            told.stop_reason = choice.stop_reason
+        chunk.choices = [told]
+        yield chunk
 
-    def _start(self, delta: ChoiceDelta, usage: dict[str, Any] | None) -> bytes:
+    def _start(self, choice: Choice) -> ChatChunk:
         """Return the chunk that names the role of a choice."""
-        choice = {
-            "index": delta.choice.index,
-            "delta": {"role": self._role, "content": self._echo},
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        if usage is not None:
-            usage = {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        ids = delta.choice.request.prompt_token_ids if self._has_token_ids else None
-        return self._template.chunk(orjson.dumps(choice), Extras(usage=usage, prompt_token_ids=ids))
-
-    def _choice(self, delta: ChoiceDelta) -> bytes:
-        if delta.events is not None:
-            content = event_delta(delta.events)
-        else:
-            content = b'{"content":' + orjson.dumps(delta.text) + b"}" if delta.text else b"{}"
-        parts: list[Piece] = [b'{"index":%d,"delta":' % delta.choice.index, content]
-        parts += _logprobs(self.columns(delta.tokens) if delta.tokens else ())
+        told = ChunkChoice(choice.index, Delta(role=self._role, content=self._echo))
+        start = replace(self._chunk, choices=[told], slo=UNSET)
+        if isinstance(start.usage, Usage):
+            num_prompt = start.usage.prompt_tokens
+            start.usage = replace(start.usage, completion_tokens=0, total_tokens=num_prompt)
         if self._has_token_ids:
-            parts += (b',"token_ids":', orjson.dumps(delta.token_ids))
-        return b"".join(parts) + choice_end(delta, finish_reason(delta, self._tool_use))
+            start.prompt_token_ids = choice.request.prompt_token_ids
+        return start
 
-    def _whole(self, finished: WholeChoice) -> Iterator[Piece]:
-        # no null `refusal`: clients send the message back, and some make a field of their own out of it
-        yield b'{"index":%d,"message":' % finished.choice.index
-        echo = [WholePart("content", bytearray(json_inside(self._echo)))] if self._echo else []
-        yield from whole_message(self._role, [*echo, *finished.parts])
-        yield from _logprobs(finished.columns)
+    def end(self, extras: Extras) -> Iterator[Struct]:
+        if self._has_usage:
+            chunk = self._chunk
+            chunk.choices, chunk.usage, chunk.slo = [], extras.usage, extras.slo
+            yield chunk
+
+    def failed(self, reply: ErrorReply) -> Iterator[Struct]:
+        yield ErrorBody(reply.error)
+
+    def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> ChatCompletion:
+        first = choices[0].choice
+        answer = ChatCompletion(
+            *self._head.fields("chat.completion"), choices=list_of(map(self._whole, choices))
+        )
+        answer.usage, answer.slo = extras.usage, extras.slo
+        answer.prompt_logprobs = self._writer.of_prompt(first.prompt_logprobs)
         if self._has_token_ids:
-            yield b',"token_ids":'
-            yield orjson.dumps(finished.choice.token_ids)
-        yield choice_end(finished, finish_reason(finished, self._tool_use))
+            answer.prompt_token_ids = first.request.prompt_token_ids
+        return answer
+
+    def _whole(self, finished: WholeChoice) -> ChatChoice:
+        choice = finished.choice
+        return ChatChoice(
+            index=choice.index,
+            message=_message(self._role, json_inside(self._echo), finished.parts),
+            logprobs=chat_logprobs(finished.columns),
+            token_ids=choice.token_ids if self._has_token_ids else UNSET,
+            finish_reason=_finish_reason(finished, self._tool_use),
+            stop_reason=choice.stop_reason,
+        )
 
 
-def _logprobs(columns: Sequence[Piece]) -> Iterator[Piece]:
-    """Yield the field `logprobs`."""
-    if not columns:
-        yield b',"logprobs":null'
-        return
-    (content,) = columns
-    yield b',"logprobs":{"content":['
-    yield content
-    yield b'],"refusal":null}'
+def _finish_reason(finished: ChoiceDelta | WholeChoice, use: ToolUse | None) -> Any:
+    """Return why a choice ended, in OpenAI's words, which tell a call that the model chose."""
+    reason = finished.finish_reason
+    has_chosen = use is not None and use.named is None and finished.choice.num_calls
+    return "tool_calls" if reason == "stop" and has_chosen else reason
+
+
+def _delta(delta: ChoiceDelta) -> Delta:
+    """Return what a chunk adds."""
+    if delta.events is None:
+        return Delta(content=delta.text or UNSET)
+    added, calls = Delta(), dict[int, AnsweredCall]()
+    for event in delta.events:
+        match event:
+            case ReasoningText(text=text):
+                added.reasoning = added.reasoning_content = (added.reasoning or "") + text
+            case ContentText(text=text):
+                added.content = (added.content or "") + text
+            case CallStart(index=index, call_id=call_id, name=name):
+                calls[index] = _call(call_id, name, "", index)
+            case CallText(index=index, text=text):
+                call = calls.setdefault(
+                    index, AnsweredCall(index=index, function=AnsweredFunction(arguments=""))
+                )
+                call.function.arguments += text
+    if calls:
+        added.tool_calls = list(calls.values())
+    return added
+
+
+def _message(role: str, echo: bytes, parts: Sequence[Part]) -> AnswerMessage:
+    """Return the message of a whole answer."""
+    calls = [part for part in parts if part.kind == "call"]
+    content = [part.text for part in parts if part.kind == "content"]
+    reasoning = [part.text for part in parts if part.kind == "reasoning"]
+    message = AnswerMessage(role, None)
+    if content or echo or not calls:
+        message.content = written(b'"', echo, *content, b'"')
+    if reasoning:
+        message.reasoning = message.reasoning_content = written(b'"', *reasoning, b'"')
+    if calls:
+        begun = [(part.known_call, part.json) for part in calls]
+        message.tool_calls = [_call(call.call_id, call.name, arguments) for call, arguments in begun]
+    return message
+
+
+def _call(call_id: str, name: str, arguments: str, index: int | UnsetType = UNSET) -> AnsweredCall:
+    function = AnsweredFunction(name=name, arguments=arguments)
+    return AnsweredCall(index=index, id=call_id, type="function", function=function)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from typing import Annotated, Any
 
-import orjson
 from fastapi import APIRouter
+from msgspec import UNSET, Raw, Struct, UnsetType
 from pydantic import Field, PlainValidator, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,22 +18,11 @@ from onbeat.core.errors import InvalidRequest, counted
 from onbeat.core.protocols import EngineInfo, Tokenizer
 from onbeat.core.request import TokenLogprobs
 from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
-from onbeat.server.answer_format import (
-    CACHED_TOKENS,
-    AnswerHead,
-    ChunkTemplate,
-    Extras,
-    WholeChoice,
-    choice_end,
-    chunks_failed,
-    new_head,
-    whole_answer,
-)
-from onbeat.server.answer_models import Completion
+from onbeat.server.answer_report import SLOReport, Usage
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.choices import Choice, ChoiceDelta, ShownToken
 from onbeat.server.engine_requests import engine_requests
-from onbeat.server.errors import unsupported
+from onbeat.server.errors import ErrorBody, ErrorReply, unsupported
 from onbeat.server.fields import OF_TEMPLATES
 from onbeat.server.generation_request import (
     GenerationRequest,
@@ -42,18 +31,20 @@ from onbeat.server.generation_request import (
     check_num_logprobs,
     encode_options,
 )
+from onbeat.server.logprobs import (
+    CompletionLogprobs,
+    Echo,
+    LogprobWriter,
+    PromptLogprobs,
+    joined,
+    text_logprobs,
+    token_offsets,
+)
 from onbeat.server.middleware import context_of
 from onbeat.server.objectives import request_objectives
 from onbeat.server.openapi import generation_route
-from onbeat.server.pieces import Piece, json_inside
-from onbeat.server.prompt_scores import (
-    Echo,
-    PromptLogprobsWriter,
-    columns_of,
-    echo_columns,
-    joined,
-    token_offsets,
-)
+from onbeat.server.pen import DONE, AnswerHead, Extras, Head, WholeChoice, new_head
+from onbeat.server.pieces import Piece, encode, json_inside, list_of, written
 from onbeat.server.prompts import TOKEN_ID_SCHEMA, EncodeOptions, PromptInput
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
@@ -90,6 +81,25 @@ def checked_prompts(value: Any, field: str = "prompt") -> list[PromptInput]:
     raise ValueError(
         f"{field} must be a string, an array of strings, token ids, or an array of token id arrays"
     )
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    token_ids: list[int] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+
+
+class Completion(Head, kw_only=True):
+    """A text completion, whole or an event of its stream."""
+
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    slo: SLOReport | UnsetType = UNSET
 
 
 class CompletionRequest(GenerationRequest):
@@ -153,8 +163,6 @@ def completion_routes(services: Services) -> APIRouter:
     """Return the route of text completions."""
     router = APIRouter()
     config, tokenizer = services.config, services.tokenizer
-    token_name = lru_cache(CACHED_TOKENS)(partial(_token_name, tokenizer))
-    writers = token_name, PromptLogprobsWriter(tokenizer)
 
     @router.post("/v1/completions", **generation_route(CompletionRequest, Completion))
     async def completions(request: Request) -> Response:
@@ -181,9 +189,10 @@ def completion_routes(services: Services) -> APIRouter:
                 echoes = await services.encoder.off_loop(
                     context.caller, sum(map(len, prompts)), lambda: list(map(echo, body.prompt, prompts))
                 )
-        answer_format = CompletionFormat(head, body, writers, echoes)
+        writer = services.logprobs[bool(body.return_tokens_as_token_ids)]
+        pen = CompletionPen(head, body, writer, echoes)
         text_options = replace(body.text_options, text_starts=tuple(len(echo.text) for echo in echoes))
-        return AnswerResponse(body, requests, text_options, answer_format, services)
+        return AnswerResponse(body, requests, text_options, pen, services)
 
     return router
 
@@ -205,81 +214,93 @@ def _echo(
     return Echo(text, token_ids, token_offsets(token_ids, text, tokenizer) if has_offsets else ())
 
 
-class CompletionFormat:
+class CompletionPen:
     """Writes text completions and their chunks.
 
     Parameters
     ----------
     head : what all chunks share.
     body : says what the caller wants beside the text.
-    writers : what names a token, and what writes the log-probabilities of prompts.
+    writer : of log-probabilities.
     echoes : for each prompt what goes before its answers, empty unless `echo`.
     """
 
+    end_mark = DONE
+
     def __init__(
-        self,
-        head: AnswerHead,
-        body: CompletionRequest,
-        writers: tuple[Callable[[int], str], PromptLogprobsWriter],
-        echoes: Sequence[Echo],
+        self, head: AnswerHead, body: CompletionRequest, writer: LogprobWriter, echoes: Sequence[Echo]
     ) -> None:
-        self._fields = head.fields("text_completion")
         self._has_logprobs = body.logprobs is not None
         self._has_token_ids = bool(body.return_token_ids)
-        token_name, self._prompt_logprobs = writers
-        self._token_name = "token_id:{}".format if body.return_tokens_as_token_ids else token_name
+        self._has_usage = body.includes_usage
+        self._writer = writer
         self._asks_prompt_logprobs = body.prompt_logprobs is not None
         self._echoes = echoes if body.echo else None
-        self._template = ChunkTemplate(self._fields, has_usage=body.includes_usage)
-        self.end, self.failed = self._template.end, chunks_failed
+        self._answer = Completion(*head.fields("text_completion"), choices=[])
         self._started: set[int] = set()
-        self._prompt_json: dict[int, bytes] = {}
+        self._prompt_json: dict[int, Any] = {}
 
     def columns(self, tokens: Sequence[ShownToken]) -> Sequence[bytes]:
         if not self._has_logprobs:
             return ()
         known = [token.known_logprobs for token in tokens]
-        return columns_of(known, [token.text_offset for token in tokens], self._token_name)
+        return self._writer.text_columns(known, [token.text_offset for token in tokens])
 
-    def events(self, delta: ChoiceDelta, extras: Extras) -> bytes:
-        choice, text, columns = delta.choice, delta.text, self.columns(delta.tokens)
-        is_first = choice.index not in self._started
-        if is_first:
+    def events(self, delta: ChoiceDelta, extras: Extras) -> Iterator[Struct]:
+        choice, columns = delta.choice, self.columns(delta.tokens)
+        told = CompletionChoice(choice.index, delta.text)
+        if self._has_token_ids:
+            told.token_ids = delta.token_ids
+        if choice.index not in self._started:
             self._started.add(choice.index)
             if self._echoes is not None:
-                text = self._echoes[choice.prompt_index].text + text
+                told.text = self._echoes[choice.prompt_index].text + delta.text
                 columns = joined(*self._echo_columns(choice.prompt_index, choice.prompt_logprobs), columns)
-        parts: list[Piece] = [b'{"index":%d,"text":' % choice.index, orjson.dumps(text)]
-        parts += _logprobs(columns)
-        if self._has_token_ids:
-            parts += (b',"token_ids":', orjson.dumps(delta.token_ids))
-            if is_first:
-                parts += (b',"prompt_token_ids":', self._prompt_token_ids(choice))
-        return self._template.chunk(b"".join(parts) + choice_end(delta), extras)
+            if self._has_token_ids:
+                told.prompt_token_ids = self._prompt_token_ids(choice)
+        told.logprobs = text_logprobs(columns)
+        if delta.finish_reason is not None:
+            told.finish_reason, told.stop_reason = delta.finish_reason, choice.stop_reason
+        yield self._with(extras, [told])
 
-    def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Iterator[Piece]:
+    def end(self, extras: Extras) -> Iterator[Struct]:
+        if self._has_usage:
+            yield self._with(extras, [])
+
+    def failed(self, reply: ErrorReply) -> Iterator[Struct]:
+        yield ErrorBody(reply.error)
+
+    def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Completion:
         # the first choice of a prompt has what is known of it
         firsts = (each.choice for each in choices if each.choice.prompt_logprobs is not None)
         scores = {choice.prompt_index: choice.prompt_logprobs for choice in firsts}
         wholes = (self._whole(each, scores.get(each.choice.prompt_index)) for each in choices)
-        return whole_answer(self._fields, wholes, extras)
+        return self._with(extras, list_of(chain.from_iterable(wholes)))
 
-    def _whole(self, finished: WholeChoice, scores: list[TokenLogprobs] | None) -> Iterator[Piece]:
-        choice, before = finished.choice, list[Sequence[Piece]]()
+    def _with(self, extras: Extras, choices: list[CompletionChoice]) -> Completion:
+        answer = self._answer
+        answer.choices, answer.usage, answer.slo = choices, extras.usage, extras.slo
+        return answer
+
+    def _whole(
+        self, finished: WholeChoice, scores: list[TokenLogprobs] | None
+    ) -> Iterator[CompletionChoice | None]:
+        """Yield a choice, and None while its echo is written."""
+        choice, has_ids, before = finished.choice, self._has_token_ids, list[Sequence[Piece]]()
         for part in self._echo_columns(choice.prompt_index, scores):
             before.append(part)
-            yield b""  # others have their turn
+            yield None
         echo = "" if self._echoes is None else self._echoes[choice.prompt_index].text
-        yield b'{"index":%d,"text":"%b' % (choice.index, json_inside(echo))
-        yield finished.text
-        yield b'"'
-        yield from _logprobs(joined(*before, finished.columns) if before else finished.columns)
-        yield b',"token_ids":'
-        yield orjson.dumps(choice.token_ids) if self._has_token_ids else b"null"
-        yield b',"prompt_token_ids":'
-        yield self._prompt_token_ids(choice) if self._has_token_ids else b"null"
-        yield from self._prompt_logprobs.field(scores if self._asks_prompt_logprobs else None)
-        yield choice_end(finished)
+        yield CompletionChoice(
+            choice.index,
+            written(b'"', json_inside(echo), finished.text, b'"'),
+            text_logprobs(joined(*before, finished.columns) if before else finished.columns),
+            choice.token_ids if has_ids else None,
+            self._prompt_token_ids(choice) if has_ids else None,
+            self._writer.of_prompt(scores if self._asks_prompt_logprobs else None),
+            finished.finish_reason,
+            choice.stop_reason,
+        )
 
     def _echo_columns(
         self, prompt_index: int, scores: list[TokenLogprobs] | None
@@ -287,35 +308,12 @@ class CompletionFormat:
         """Yield what goes before the columns of an answer, in parts."""
         if self._echoes is not None and self._has_logprobs:
             assert scores is not None, "they were asked for, and came with the first token"
-            yield from echo_columns(self._echoes[prompt_index], scores, self._token_name)
+            yield from self._writer.echo_columns(self._echoes[prompt_index], scores)
 
-    def _prompt_token_ids(self, choice: Choice) -> bytes:
+    def _prompt_token_ids(self, choice: Choice) -> Any:
         """Return the tokens of a choice's prompt, which it shares with others."""
         known = self._prompt_json.get(choice.prompt_index)
         if known is None:
-            known = orjson.dumps(choice.request.prompt_token_ids)
+            known = Raw(encode(choice.request.prompt_token_ids))
             self._prompt_json[choice.prompt_index] = known
         return known
-
-
-def _logprobs(columns: Sequence[Piece]) -> Iterator[Piece]:
-    """Yield the field `logprobs`."""
-    if not columns:
-        yield b',"logprobs":null'
-        return
-    names = (b"tokens", b"token_logprobs", b"top_logprobs", b"text_offset")
-    start = b',"logprobs":{"'
-    for name, column in zip(names, columns, strict=True):
-        yield start + name + b'":['
-        yield column
-        start = b'],"'
-    yield b"]}"
-
-
-def _token_name(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return a token's text; of one that is no whole characters its bytes, as OpenAI names it."""
-    data = tokenizer.token_bytes(token_id)
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + data.decode("ascii", errors="backslashreplace")

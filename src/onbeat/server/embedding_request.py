@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
+from msgspec import UNSET, Struct, UnsetType
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 from starlette.requests import Request as HttpRequest
@@ -16,8 +17,7 @@ from onbeat.core.errors import InvalidRequest, OnbeatError, PromptTooLong
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Request, SamplingParams, WholeRequest
 from onbeat.server.answer import cancelled_on_disconnect, note_choices
-from onbeat.server.answer_format import AnswerHead, new_head
-from onbeat.server.answer_report import slo_report, worst_report
+from onbeat.server.answer_report import SLOReport, slo_report, worst_report
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.choices import Choice, TextOptions
 from onbeat.server.errors import error_reply
@@ -26,12 +26,27 @@ from onbeat.server.generation import MOST_EMBEDDED
 from onbeat.server.generation_request import check_priority, truncate_to
 from onbeat.server.middleware import HttpContext, context_of
 from onbeat.server.objectives import ObjectiveFields, RequestObjectives, request_objectives
+from onbeat.server.pen import AnswerHead, new_head
 from onbeat.server.prompts import EncodeOptions, PromptInput
 from onbeat.server.server_config import MAX_INPUTS
 from onbeat.server.services import Services
 from onbeat.text.embedding import vector_of
 
 _NO_SAMPLING = SamplingParams(max_tokens=1)
+
+
+class EmbeddingUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class TextsAnswer(Struct):
+    """What answers about texts have in common."""
+
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    slo: SLOReport | UnsetType
 
 
 class TextsRequest(ObjectiveFields):
@@ -59,14 +74,9 @@ class Embedded:
 
     choices: Sequence[Choice]
     """One for each text, with its embedding."""
-    usage: dict[str, int]
-    slo: dict[str, Any] | None
-    """How the objectives were kept, by the worst text; None without any."""
-
-    @property
-    def rest(self) -> dict[str, Any]:
-        """What stands in an answer behind the data."""
-        return {"usage": self.usage} | ({} if self.slo is None else {"slo": self.slo})
+    usage: EmbeddingUsage
+    slo: SLOReport | UnsetType
+    """How the objectives were kept, by the worst text; unset without any."""
 
     def vectors(
         self, *, dimensions: int | None = None, normalize: bool = True
@@ -174,15 +184,15 @@ async def embed(
     finally:
         if choices:
             note_choices(choices, context)
-    reports = list[dict[str, Any]]()
+    reports = list[SLOReport]()
     for choice in choices:
         reports += filter(None, [slo_report(choice, services.config.slo.mode)])
         await turns.rest()
     num_tokens = sum(map(len, prompts))
     return Embedded(
         choices=choices,
-        usage={"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-        slo=worst_report(reports),
+        usage=EmbeddingUsage(num_tokens, num_tokens),
+        slo=worst_report(reports) or UNSET,
     )
 
 

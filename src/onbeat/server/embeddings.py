@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import orjson
 from fastapi import APIRouter
+from msgspec import Struct
 from numpy.typing import NDArray
 from pydantic import Field, PlainValidator, WithJsonSchema
 from starlette.requests import Request
@@ -16,13 +17,13 @@ from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.answer import cancelled_on_disconnect, prediction_header
-from onbeat.server.answer_format import AnswerHead
 from onbeat.server.body import WHOLE, Flag
 from onbeat.server.chat_messages import ChatMessages
 from onbeat.server.chat_prompt import render_chat
 from onbeat.server.completions import TOKEN_IDS_SCHEMA, checked_prompts
 from onbeat.server.embedding_request import (
     Embedded,
+    TextsAnswer,
     TextsRequest,
     check_texts,
     embed,
@@ -30,10 +31,10 @@ from onbeat.server.embedding_request import (
     read_texts,
 )
 from onbeat.server.errors import unsupported
-from onbeat.server.fair_threads import Turns
 from onbeat.server.middleware import context_of
-from onbeat.server.openapi import EmbeddingList, PooledList, embedding_route
-from onbeat.server.pieces import PiecesResponse
+from onbeat.server.openapi import embedding_route
+from onbeat.server.pen import AnswerHead
+from onbeat.server.pieces import PiecesResponse, gathered, list_of, written
 from onbeat.server.prompts import PromptInput
 from onbeat.server.services import Services
 
@@ -92,6 +93,21 @@ class PoolingRequest(EmbeddingRequest):
     """Only `embed`."""
 
 
+class Embedding(Struct, tag_field="object", tag="embedding"):
+    index: int
+    embedding: list[float] | str
+
+
+class Pooled(Struct, tag_field="object", tag="pooling"):
+    index: int
+    data: list[float] | str
+
+
+class EmbeddingList(TextsAnswer, kw_only=True, tag_field="object", tag="list"):
+    created: int
+    data: list[Embedding | Pooled]
+
+
 def embedding_routes(services: Services) -> APIRouter:
     """Return the routes of embeddings."""
     router = APIRouter()
@@ -101,16 +117,16 @@ def embedding_routes(services: Services) -> APIRouter:
         """Make vectors of texts."""
         body, head = await read_texts(request, EmbeddingRequest, services, prefix="embd")
         embedded = await _embedded(body, request, services)
-        return await _answer(embedded, body, ("embedding", "embedding"), head, services)
+        return await _answer(embedded, body, Embedding, head, services)
 
-    @router.post(POOLING_PATH, **embedding_route(PoolingRequest, PooledList))
+    @router.post(POOLING_PATH, **embedding_route(PoolingRequest, EmbeddingList))
     async def pooling(request: Request) -> Response:
         """Make vectors of texts, in vLLM's form."""
         body, head = await read_texts(request, PoolingRequest, services, prefix="pool")
         if body.task not in (None, "embed"):
             raise unsupported(f"Unsupported task: {quoted(body.task)}; this server has 'embed'", "task")
         embedded = await _embedded(body, request, services)
-        return await _answer(embedded, body, ("pooling", "data"), head, services)
+        return await _answer(embedded, body, Pooled, head, services)
 
     return router
 
@@ -149,23 +165,24 @@ async def _embedded(body: EmbeddingRequest, request: Request, services: Services
 
 
 async def _answer(
-    embedded: Embedded, body: EmbeddingRequest, names: tuple[str, str], head: AnswerHead, services: Services
+    embedded: Embedded,
+    body: EmbeddingRequest,
+    one: type[Embedding | Pooled],
+    head: AnswerHead,
+    services: Services,
 ) -> Response:
     """Return the answer, written in pieces, one for each embedding.
 
     Parameters
     ----------
-    names : what each is called, and the field that holds its numbers.
+    one : what holds an index and its numbers.
     """
-    pieces, turns = [b'{"object":"list","data":['], Turns()
-    start = b'{"object":"%b","index":%%d,"%b":' % (names[0].encode(), names[1].encode())
     write = partial(_base64, dtype=_numbers_type(body)) if body.encoding_format == "base64" else _numbers
     is_unit = body.normalize is not False and body.use_activation is not False
-    for index, vector in enumerate(embedded.vectors(dimensions=body.dimensions, normalize=is_unit)):
-        pieces.append(b"," * bool(index) + start % index + write(vector) + b"}")
-        await turns.rest()
-    told = {"id": head.completion_id, "created": head.created, "model": head.model}
-    pieces.append(b"]," + orjson.dumps({**told, **embedded.rest})[1:])
+    vectors = enumerate(embedded.vectors(dimensions=body.dimensions, normalize=is_unit))
+    data = list_of(one(index, written(write(vector))) for index, vector in vectors)
+    about = head.completion_id, head.model, embedded.usage, embedded.slo
+    pieces = await gathered(EmbeddingList(*about, created=head.created, data=data))
     return PiecesResponse(pieces, services.slow_readers, prediction_header(embedded.choices))
 
 

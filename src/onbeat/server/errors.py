@@ -27,9 +27,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-import orjson
+import msgspec
+from msgspec import UNSET, Struct, UnsetType, field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -114,13 +115,46 @@ _OTHER_APIS = {
 """Paths of other servers, with all below them -> what is asked for there, up to `not in this version`."""
 
 
+class Objectives(Struct):
+    """What a request was held to."""
+
+    ttft_ms: float | None
+    tbt_ms: float | None
+    e2e_ms: float | None
+    slo_class: str | None = field(name="class")
+
+
+class ErrorDetail(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    reason: str | UnsetType = UNSET
+    limit: str | UnsetType = UNSET
+    predicted_ttft_ms: float | UnsetType | None = UNSET
+    predicted_job_ms: float | UnsetType | None = UNSET
+    slo: Objectives | UnsetType = UNSET
+
+
+class ErrorBody(Struct):
+    """What every error looks like."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorBody(Struct):
+    """What every error of Anthropic's paths looks like; `error` has the fields of the others as well."""
+
+    error: ErrorDetail
+    type: Literal["error"] = "error"
+
+
 class ErrorReply(NamedTuple):
     """An error as a client sees it."""
 
     status: int
     code: str
-    body: bytes
-    """JSON: `{"error": {"message", "type", "param", "code"}}`, and what the kind of error adds."""
+    error: ErrorDetail
     headers: dict[str, str]
 
 
@@ -157,15 +191,14 @@ def error_reply(error: Exception) -> ErrorReply:
         case _:
             status, code = 500, "internal_error"
             message = "the server failed on this request"
-    return ErrorReply(status, code, error_body(status, message, code, param, details), headers)
+    return ErrorReply(status, code, _detail(status, message, code, param, details), headers)
 
 
 def _http_exception_reply(error: HTTPException) -> ErrorReply:
     code = HTTPStatus(error.status_code).name.lower()
     message = "this path has no such method" if error.status_code == 405 else str(error.detail)
-    return ErrorReply(
-        error.status_code, code, error_body(error.status_code, message, code), dict(error.headers or {})
-    )
+    status = error.status_code
+    return ErrorReply(status, code, _detail(status, message, code), dict(error.headers or {}))
 
 
 def too_large(max_bytes: int) -> ApiError:
@@ -209,7 +242,7 @@ def unattainable(error: SLOUnattainable, request: HasObjectives) -> ApiError:
     has_waited = error.code == "deadline_exceeded"
     predicted = error.predicted_ttft if math.isfinite(error.predicted_ttft) else None
     slo = request.slo
-    objectives = {f"{name}_ms": milliseconds(getattr(slo, name, None)) for name in ("ttft", "tbt", "e2e")}
+    ttft, tbt, e2e = (milliseconds(getattr(slo, name, None)) for name in ("ttft", "tbt", "e2e"))
     retry = NEVER_RETRY
     if error.retry_after is not None:
         # After a wait there is no estimate unless the engine gives one; clients then back off by themselves.
@@ -223,7 +256,7 @@ def unattainable(error: SLOUnattainable, request: HasObjectives) -> ApiError:
         details={
             "reason": _REASONS.get(error.code or "", _OUT_OF_REACH if retry is NEVER_RETRY else _LATE),
             "predicted_ttft_ms": milliseconds(predicted),
-            "slo": {**objectives, "class": request.slo_class},
+            "slo": Objectives(ttft, tbt, e2e, request.slo_class),
         },
     )
 
@@ -264,22 +297,25 @@ def milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e3, 3)
 
 
-def error_body(
+def error_body(status: int, message: str, code: str | None) -> bytes:
+    """Return the JSON of an error."""
+    return msgspec.json.encode(ErrorBody(_detail(status, message, code)))
+
+
+def _detail(
     status: int,
     message: str,
     code: str | None,
     param: str | None = None,
     details: Mapping[str, Any] | None = None,
-) -> bytes:
-    """Return the JSON of an error."""
+) -> ErrorDetail:
     if status >= 500:
         kind = "server_error"
     else:
         kind = "rate_limit_error" if status == 429 else "invalid_request_error"
     # A message may quote half a surrogate pair from the request, which JSON cannot carry.
     message = message.encode(errors="backslashreplace").decode()
-    error = {"message": message, "type": kind, "param": param, "code": code, **(details or {})}
-    return orjson.dumps({"error": error})
+    return ErrorDetail(message, kind, param, code, **(details or {}))
 
 
 _ANTHROPIC_PATH = "/v1/messages"
@@ -295,19 +331,18 @@ _ANTHROPIC_TYPES = {
 """Statuses -> what Anthropic's API calls such an error; others are the caller's mistake or ours."""
 
 
-def anthropic_error(reply: ErrorReply) -> bytes:
-    """Return the JSON of an error as Anthropic's API has it, with what ours tells beside."""
-    error = orjson.loads(reply.body)["error"]
+def anthropic_error(reply: ErrorReply) -> AnthropicErrorBody:
+    """Return an error as Anthropic's API has it, with what ours tells beside."""
     usual = "api_error" if reply.status >= 500 else "invalid_request_error"
-    error["type"] = _ANTHROPIC_TYPES.get(reply.status, usual)
-    return orjson.dumps({"type": "error", "error": error})
+    kind = _ANTHROPIC_TYPES.get(reply.status, usual)
+    return AnthropicErrorBody(msgspec.structs.replace(reply.error, type=kind))
 
 
 def error_response(error: Exception, path: str) -> Response:
     """Return the HTTP response that an exception becomes, in the form of the API that a path belongs to."""
     reply = error_reply(error)
-    body = anthropic_error(reply) if path.startswith(_ANTHROPIC_PATH) else reply.body
-    return Response(body, reply.status, reply.headers, "application/json")
+    body = anthropic_error(reply) if path.startswith(_ANTHROPIC_PATH) else ErrorBody(reply.error)
+    return Response(msgspec.json.encode(body), reply.status, reply.headers, "application/json")
 
 
 async def handle_error(request: Request, error: Exception) -> Response:

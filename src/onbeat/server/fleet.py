@@ -6,18 +6,18 @@ import math
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import orjson
 from fastapi import APIRouter, Depends, Request
+from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from onbeat.core.fleet import DRAIN_SECONDS, MOST_REPLICAS, ReplicaView, ScalingView
+from onbeat.core.fleet import DRAIN_SECONDS, MOST_REPLICAS, ReplicaLimits, ReplicaView, ScalingView
 from onbeat.core.protocols import FleetView
-from onbeat.server.answer_models import FleetStatus
 from onbeat.server.body import WHOLE, read_body
 from onbeat.server.errors import ApiError
 from onbeat.server.middleware import bearer_key
-from onbeat.server.openapi import error_answers, json_body
+from onbeat.server.openapi import answers, json_body
+from onbeat.server.pieces import json_response
 from onbeat.server.server_config import ServerConfig
 
 LONGEST_DRAIN_SECONDS = 24 * 3600.0
@@ -51,6 +51,38 @@ class RestartRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+class ReplicaState(Struct, kw_only=True):
+    replica: str
+    state: str
+    why: str
+    role: str
+    lives: int
+    requests: int
+    streaming: int
+    process_id: int | None
+    host: str
+    silence_seconds: float | None
+    limits: ReplicaLimits | None
+    load: dict[str, Any] | None
+
+
+class FleetScaling(Struct, kw_only=True):
+    policy: str
+    min: int
+    max: int
+    wanted: int
+    why: str
+    load_share: float | None
+    planned_share: float | None
+
+
+class FleetState(Struct):
+    ready: bool
+    requests_waiting: int
+    scaling: FleetScaling | None
+    replicas: list[ReplicaState]
+
+
 FLEET_BODIES = (DrainRequest, ScaleRequest, RestartRequest)
 
 
@@ -69,8 +101,8 @@ def fleet_routes(fleet: FleetView, config: ServerConfig) -> APIRouter:
         bearer_key(request.headers, config.fleet_keys, name="key of the fleet")
 
     router = APIRouter(prefix="/fleet", tags=["fleet"], dependencies=[Depends(check_caller)])
-    errors = error_answers(400, 401, 403, 413)
-    about: dict[str, Any] = {"methods": ["POST"], "response_model": FleetStatus, "responses": errors}
+    answered = answers(FleetState, 400, 401, 403, 413)
+    about: dict[str, Any] = {"methods": ["POST"], "responses": answered}
 
     async def show() -> Response:
         """Return how each replica stands."""
@@ -105,8 +137,7 @@ def fleet_routes(fleet: FleetView, config: ServerConfig) -> APIRouter:
         fleet.restart()
         return _state(fleet)
 
-    shown = error_answers(401, 403)
-    router.add_api_route("", show, methods=["GET"], response_model=FleetStatus, responses=shown)
+    router.add_api_route("", show, methods=["GET"], responses=answers(FleetState, 401, 403))
     for path, endpoint, model in (
         ("/drain", drain, json_body(DrainRequest)),
         ("/scale", scale, json_body(ScaleRequest)),
@@ -117,45 +148,39 @@ def fleet_routes(fleet: FleetView, config: ServerConfig) -> APIRouter:
 
 
 def _state(fleet: FleetView) -> Response:
-    body = {
-        "ready": fleet.is_ready,
-        "requests_waiting": fleet.num_waiting,
-        "scaling": _scaling(fleet.scaling),
-        "replicas": [_row(each) for each in fleet.replicas()],
-    }
-    return Response(orjson.dumps(body), media_type="application/json")
+    replicas = [_row(each) for each in fleet.replicas()]
+    return json_response(FleetState(fleet.is_ready, fleet.num_waiting, _scaling(fleet.scaling), replicas))
 
 
-def _scaling(view: ScalingView | None) -> dict[str, Any] | None:
+def _scaling(view: ScalingView | None) -> FleetScaling | None:
     if view is None:
         return None
-    return {
-        "policy": view.policy,
-        "min": view.least,
-        "max": view.most,
-        "wanted": view.num_wanted,
-        "why": view.why,
-        "load_share": view.share,
-        "planned_share": view.planned_share,
-    }
+    return FleetScaling(
+        policy=view.policy,
+        min=view.least,
+        max=view.most,
+        wanted=view.num_wanted,
+        why=view.why,
+        load_share=view.share,
+        planned_share=view.planned_share,
+    )
 
 
-def _row(view: ReplicaView) -> dict[str, Any]:
-    load, limits = view.load, view.limits
-    return {
-        "replica": view.replica,
-        "state": view.state,
-        "why": view.why,
-        "role": view.role,
-        "lives": view.num_lives,
-        "requests": view.num_outstanding,
-        "streaming": view.num_streaming,
-        "process_id": view.process_id,
-        "host": view.host,
-        "silence_seconds": view.silence,
-        "limits": None if limits is None else asdict(limits),
-        "load": None if load is None else _finite(asdict(load)),
-    }
+def _row(view: ReplicaView) -> ReplicaState:
+    return ReplicaState(
+        replica=view.replica,
+        state=view.state,
+        why=view.why,
+        role=view.role,
+        lives=view.num_lives,
+        requests=view.num_outstanding,
+        streaming=view.num_streaming,
+        process_id=view.process_id,
+        host=view.host,
+        silence_seconds=view.silence,
+        limits=view.limits,
+        load=None if view.load is None else _finite(asdict(view.load)),
+    )
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, ShedMode
 from onbeat.jobs.call import JobCall, JobEnd, JobReport
 from onbeat.jobs.table import JobTable, OpenCall
 from onbeat.metrics.counts import JobCounts
-from onbeat.server.answer_report import unjudged_report
+from onbeat.server.answer_report import JobState, SLOReport, unjudged_report
 from onbeat.server.choices import Choice
 from onbeat.server.errors import job_unattainable, milliseconds
 from onbeat.server.fields import refuse_unknown, validated
@@ -218,7 +218,7 @@ class CallTicket:
         """Hear that the call ended without its answer, or with a part of it."""
         self.close(JobEnd.REFUSED if isinstance(error, RequestRejected) else JobEnd.ABANDONED)
 
-    def report(self, of_call: dict[str, Any] | None) -> dict[str, Any]:
+    def report(self, of_call: SLOReport | None) -> SLOReport:
         """Return the object `slo` of the answer: that of the call, and how its job stands.
 
         Parameters
@@ -230,16 +230,15 @@ class CallTicket:
             record = self._choices[0].record
             assert record is not None, "it has ended"
             of_call = unjudged_report(record)
-        return of_call | {
-            "job": {
-                "id": job.job_id,
-                "calls": job.num_calls,
-                "elapsed_ms": milliseconds(job.elapsed),
-                "in_calls_ms": milliseconds(job.in_calls),
-                "remaining_ms": milliseconds(job.remaining) if math.isfinite(job.remaining) else None,
-                "share_ms": milliseconds(job.share),
-                "replica": job.replica,
-                "moved": job.moved,
-                "met": None if job.end is None else job.end is JobEnd.KEPT,
-            }
-        }
+        of_call.job = JobState(
+            id=job.job_id,
+            calls=job.num_calls,
+            elapsed_ms=milliseconds(job.elapsed),
+            in_calls_ms=milliseconds(job.in_calls),
+            remaining_ms=milliseconds(job.remaining) if math.isfinite(job.remaining) else None,
+            share_ms=milliseconds(job.share),
+            replica=job.replica,
+            moved=job.moved,
+            met=None if job.end is None else job.end is JobEnd.KEPT,
+        )
+        return of_call

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter
+from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.answer import AnswerResponse
-from onbeat.server.answer_format import AnswerHead, Extras, WholeChoice, WholePart, new_head
-from onbeat.server.answer_models import AnthropicErrorBody, AnthropicMessage, TokenCount
-from onbeat.server.answer_report import usage_of
+from onbeat.server.answer_report import SLOReport, TokenCounts, counts_up_to
 from onbeat.server.body import WHOLE, read_body
 from onbeat.server.chat import ChatCompletionRequest, chat_prompt, chat_requests
 from onbeat.server.choices import ChoiceDelta, ShownToken
-from onbeat.server.errors import ErrorReply, anthropic_error, unsupported
+from onbeat.server.errors import AnthropicErrorBody, ErrorReply, anthropic_error, unsupported
 from onbeat.server.generation_request import GenerationRequest, StopString
 from onbeat.server.middleware import context_of
 from onbeat.server.openapi import generation_route, tokenizer_route
-from onbeat.server.pieces import Piece
+from onbeat.server.pen import AnswerHead, Extras, Part, StreamedParts, WholeChoice, event_bytes, new_head
+from onbeat.server.pieces import json_response, list_of, written
 from onbeat.server.server_config import MAX_MESSAGES, MAX_STOP_STRINGS
 from onbeat.server.services import Services
-from onbeat.server.streamed_parts import StreamedParts, named_event
 from onbeat.server.translation import PlacedMessages, as_chat, function_tools, readable, text_field
 
 _BILLING = "x-anthropic-billing-header"
@@ -236,6 +235,64 @@ def _response_format(given: Any) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
+class Block(Struct):
+    """A part of a message."""
+
+    type: Literal["thinking", "text", "tool_use"]
+    signature: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    input: dict[str, Any] | UnsetType = UNSET
+
+
+class MessageDelta(Struct):
+    """What an event adds to a block, or to the message."""
+
+    type: str | UnsetType = UNSET
+    thinking: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    partial_json: str | UnsetType = UNSET
+    stop_reason: str | UnsetType = UNSET
+    stop_sequence: str | UnsetType | None = UNSET
+
+
+class AnthropicUsage(Struct):
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+class AnthropicMessage(Struct, kw_only=True):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    usage: AnthropicUsage
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None = None
+    stop_sequence: str | None = None
+    slo: SLOReport | UnsetType = UNSET
+    content: list[Block] = []
+
+
+class MessageEvent(Struct):
+    """An event of a stream; `type` says what it tells."""
+
+    type: str
+    message: AnthropicMessage | UnsetType = UNSET
+    index: int | UnsetType = UNSET
+    content_block: Block | UnsetType = UNSET
+    delta: MessageDelta | UnsetType = UNSET
+    usage: AnthropicUsage | UnsetType = UNSET
+    slo: SLOReport | UnsetType = UNSET
+
+
+class TokenCount(Struct):
+    input_tokens: int
+
+
 def message_routes(services: Services) -> APIRouter:
     """Return the routes of the Messages API."""
     router = APIRouter()
@@ -248,7 +305,7 @@ def message_routes(services: Services) -> APIRouter:
         head = new_head("msg", services.check_model(body.model), joint="_")
         async with _chat_of(body, request) as chat:
             requests, options = await chat_requests(chat, request, head, services)
-        return AnswerResponse(chat, requests, options, MessageFormat(head), services, ping=PING)
+        return AnswerResponse(chat, requests, options, MessagePen(head), services, ping=event_bytes([_PING]))
 
     @router.post(
         "/v1/messages/count_tokens", **tokenizer_route(CountTokensRequest, TokenCount, AnthropicErrorBody)
@@ -259,16 +316,16 @@ def message_routes(services: Services) -> APIRouter:
         services.check_model(body.model)
         async with _chat_of(body, request) as chat:
             prompt = await chat_prompt(chat, request, services)
-        return Response(orjson.dumps({"input_tokens": len(prompt)}), media_type="application/json")
+        return json_response(TokenCount(len(prompt)))
 
     return router
 
 
-PING = named_event("ping", {})
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+_PING = MessageEvent("ping")
 
 
-class MessageFormat:
+class MessagePen:
     """Writes one message.
 
     Parameters
@@ -276,91 +333,77 @@ class MessageFormat:
     head : its id and model.
     """
 
+    end_mark = b""
+
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
         self._parts: StreamedParts | None = None
 
-    def columns(self, tokens: Sequence[ShownToken]) -> Sequence[bytes]:  # noqa: ARG002 -- the format's
+    def columns(self, tokens: Sequence[ShownToken]) -> Sequence[bytes]:  # noqa: ARG002 -- the pen's
         """Return nothing: this API has no log-probabilities."""
         return ()
 
-    def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Iterator[Piece]:
+    def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> AnthropicMessage:
         (choice,) = choices
-        assert extras.usage is not None, "a whole answer has its usage"
-        fields = {**self._fields(extras.usage), **_ending(choice)}
-        if extras.slo is not None:
-            fields["slo"] = extras.slo
-        yield orjson.dumps(fields)[:-1] + b',"content":['
-        for index, part in enumerate(choice.parts or [WholePart("content", bytearray())]):
-            if index:
-                yield b","
-            yield from _block(part)
-        yield b"]}"
+        message = self._message(extras.counts)
+        message.stop_reason, message.stop_sequence = _ending(choice)
+        message.slo = extras.slo
+        message.content = list_of(map(_block, choice.parts or [Part("content", bytearray())]))
+        return message
 
-    def events(self, delta: ChoiceDelta, extras: Extras) -> bytes:  # noqa: ARG002 -- the last events have them
-        out = b""
+    def events(self, delta: ChoiceDelta, extras: Extras) -> Iterator[Struct]:  # noqa: ARG002 -- the last have them
         if self._parts is None:
             self._parts = StreamedParts(delta.choice, 0, self)
-            usage = {**usage_of([delta.choice], delta), "completion_tokens": 0}
-            start = {**self._fields(usage), "stop_reason": None, "stop_sequence": None, "content": []}
-            out = named_event("message_start", {"message": start})
-        return out + self._parts.take(delta, ())
+            counts = counts_up_to(delta)._replace(output=0)
+            yield MessageEvent("message_start", message=self._message(counts))
+        yield from self._parts.take(delta, ())
 
-    def end(self, extras: Extras) -> bytes:
+    def end(self, extras: Extras) -> Iterator[Struct]:
         assert self._parts is not None, "a stream begins with a delta"
-        assert extras.usage is not None, "the end of a stream has its usage"
-        fields: dict[str, Any] = {"delta": _ending(self._parts.whole), "usage": _usage(extras.usage)}
-        if extras.slo is not None:
-            fields["slo"] = extras.slo
-        return named_event("message_delta", fields) + named_event("message_stop", {})
+        reason, sequence = _ending(self._parts.whole)
+        ending, usage = MessageDelta(stop_reason=reason, stop_sequence=sequence), _usage(extras.counts)
+        yield MessageEvent("message_delta", delta=ending, usage=usage, slo=extras.slo)
+        yield MessageEvent("message_stop")
 
-    def failed(self, reply: ErrorReply) -> bytes:
-        return b"event: error\ndata: " + anthropic_error(reply) + b"\n\n"
+    def failed(self, reply: ErrorReply) -> Iterator[Struct]:
+        yield anthropic_error(reply)
 
-    def part_begins(self, index: int, part: WholePart) -> bytes:
-        block = orjson.Fragment(b"".join(_block(WholePart(part.kind, bytearray(), part.call))))
-        # Anthropic's streams have a ping behind the first of these.
-        return named_event("content_block_start", {"index": index, "content_block": block}) + PING * (
-            not index
-        )
+    def part_begins(self, index: int, part: Part) -> Iterator[Struct]:
+        block = _block(Part(part.kind, bytearray(), part.call))
+        yield MessageEvent("content_block_start", index=index, content_block=block)
+        if not index:  # Anthropic's streams have one here
+            yield _PING
 
-    def part_grows(self, index: int, part: WholePart, text: str, columns: Sequence[bytes]) -> bytes:  # noqa: ARG002
-        kind, name = {
-            "reasoning": ("thinking_delta", "thinking"),
-            "content": ("text_delta", "text"),
-            "call": ("input_json_delta", "partial_json"),
-        }[part.kind]
-        return named_event("content_block_delta", {"index": index, "delta": {"type": kind, name: text}})
+    def part_grows(self, index: int, part: Part, text: str, columns: Sequence[bytes]) -> Struct:  # noqa: ARG002
+        match part.kind:
+            case "reasoning":
+                delta = MessageDelta("thinking_delta", thinking=text)
+            case "content":
+                delta = MessageDelta("text_delta", text=text)
+            case "call":
+                delta = MessageDelta("input_json_delta", partial_json=text)
+        return MessageEvent("content_block_delta", index=index, delta=delta)
 
-    def part_ends(self, index: int, part: WholePart, *, is_whole: bool) -> bytes:  # noqa: ARG002 -- as the API has it
-        return named_event("content_block_stop", {"index": index})
+    def part_ends(self, index: int, part: Part, *, is_whole: bool) -> Iterator[Struct]:  # noqa: ARG002 -- as the API has it
+        yield MessageEvent("content_block_stop", index=index)
 
-    def _fields(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "id": self._head.completion_id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._head.model,
-            "usage": _usage(usage),
-        }
+    def _message(self, counts: TokenCounts | None) -> AnthropicMessage:
+        return AnthropicMessage(id=self._head.completion_id, model=self._head.model, usage=_usage(counts))
 
 
-def _block(part: WholePart) -> Iterator[Piece]:
-    if part.kind == "call":
-        assert part.call is not None
-        start = {"type": "tool_use", "id": part.call.call_id, "name": part.call.name}
-        yield orjson.dumps(start)[:-1] + b',"input":' + _input(part) + b"}"
-        return
-    yield (
-        b'{"type":"thinking","signature":"","thinking":"'
-        if part.kind == "reasoning"
-        else b'{"type":"text","text":"'
-    )
-    yield part.text
-    yield b'"}'
+def _block(part: Part) -> Block:
+    match part.kind:
+        case "call":
+            return Block(
+                "tool_use", id=part.known_call.call_id, name=part.known_call.name, input=_input(part)
+            )
+        case "reasoning":
+            return Block("thinking", signature="", thinking=part.json)
+        case "content":
+            return Block("text", text=part.json)
 
 
-def _input(part: WholePart) -> bytes:
+def _input(part: Part) -> Any:
     """Return the arguments of a call, which this API has as an object, cut off or not."""
     text = orjson.loads(b'"' + part.text + b'"')
     try:
@@ -368,24 +411,20 @@ def _input(part: WholePart) -> bytes:
     except orjson.JSONDecodeError:
         is_object = False
     # the name that Anthropic's documentation gives to what is no JSON
-    return (text or "{}").encode() if is_object else orjson.dumps({"INVALID_JSON": text})
+    return written((text or "{}").encode()) if is_object else {"INVALID_JSON": text}
 
 
-def _ending(choice: WholeChoice) -> dict[str, Any]:
+def _ending(choice: WholeChoice) -> tuple[Any, str | None]:
+    """Return why a message ended, and the stop sequence that ended it."""
     reason = _STOP_REASONS[choice.finish_reason or "stop"]
     stop = choice.choice.stop_reason
     if reason == "end_turn" and any(part.kind == "call" for part in choice.parts):
         reason = "tool_use"
     elif reason == "end_turn" and isinstance(stop, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-    return {"stop_reason": reason, "stop_sequence": None}
+        return "stop_sequence", stop
+    return reason, None
 
 
-def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    num_cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return {
-        "input_tokens": usage["prompt_tokens"] - num_cached,
-        "cache_read_input_tokens": num_cached,
-        "cache_creation_input_tokens": 0,
-        "output_tokens": usage["completion_tokens"],
-    }
+def _usage(counts: TokenCounts | None) -> AnthropicUsage:
+    assert counts is not None, "a whole answer and the end of a stream have them"
+    return AnthropicUsage(counts.prompt - counts.cached, counts.cached, 0, counts.output)

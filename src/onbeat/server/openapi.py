@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import FastAPI
-from fastapi.encoders import jsonable_encoder
 from fastapi.openapi.utils import get_openapi
+from msgspec import Struct
+from msgspec.json import schema_components
 from pydantic import BaseModel
-from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE
-from onbeat.server.answer_models import AnthropicErrorBody, ErrorBody, SLOReport
+from onbeat.server.errors import ErrorBody
 from onbeat.server.fields import HARMLESS, NO_OP_VALUES
 from onbeat.server.jobs import JOB_HEADERS, JobFields
 from onbeat.server.middleware import OPEN_PATHS
@@ -21,132 +21,55 @@ from onbeat.server.objectives import LONGEST_TENANT, RESUME_HEADER, TBT_HEADER, 
 from onbeat.server.prompts import TOKEN_ID_SCHEMA
 
 
-def embedding_route(body: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:
+def embedding_route(body: type[BaseModel], answer: type[Struct]) -> dict[str, Any]:
     """Return the description of an endpoint that embeds texts, as arguments of FastAPI's route."""
-    own = {"tags": ["embeddings"], "response_model_exclude_none": False}
-    described = generation_route(body, answer) | own
-    described["responses"] = {
-        status: told for status, told in described["responses"].items() if status != 200
-    }
-    return described
+    told = answers(answer, *_GENERATION_ERRORS)
+    return generation_route(body, answer) | {"tags": ["embeddings"], "responses": told}
 
 
-class EmbeddingUsage(BaseModel):
-    prompt_tokens: int
-    total_tokens: int
-
-
-class _Answer(BaseModel):
-    """What answers about texts have in common."""
-
-    id: str
-    model: str
-    usage: EmbeddingUsage
-    slo: SLOReport | None = None
-
-
-class _Listing(_Answer):
-    object: Literal["list"]
-    created: int
-
-
-class Embedding(BaseModel):
-    object: Literal["embedding"]
-    index: int
-    embedding: list[float] | str
-
-
-class EmbeddingList(_Listing):
-    data: list[Embedding]
-
-
-class Pooled(BaseModel):
-    object: Literal["pooling"]
-    index: int
-    data: list[float] | str
-
-
-class PooledList(_Listing):
-    data: list[Pooled]
-
-
-class RankedText(BaseModel):
-    text: str
-
-
-class RankedDocument(BaseModel):
-    index: int
-    relevance_score: float
-    document: RankedText | None = None
-
-
-class Ranking(_Answer):
-    results: list[RankedDocument]
-
-
-class Score(BaseModel):
-    object: Literal["score"]
-    index: int
-    score: float
-
-
-class ScoreList(_Listing):
-    data: list[Score]
-
-
-_COMPONENT = "#/components/schemas/{model}"
-_ERRORS: Sequence[tuple[type[BaseModel], JsonSchemaMode]] = [
-    (ErrorBody, "serialization"),
-    (AnthropicErrorBody, "serialization"),
-]
+_COMPONENT = "#/components/schemas/{name}"
+_GENERATION_ERRORS = (400, 401, 404, 413, 429, 500, 503, 504)
 _JOB_SCHEMAS: dict[str, Any] = JobFields.model_json_schema()["properties"]
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
     """Return the description of a body that a route parses by hand; `describe` adds its schema."""
-    schema = {"$ref": _COMPONENT.format(model=model.__name__)}
+    schema = {"$ref": _COMPONENT.format(name=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 _STREAM: dict[str, Any] = {
-    "description": "The whole answer, or with `stream` server-sent events",
-    "content": {
-        "text/event-stream": {
-            "schema": {
-                "type": "object",
-                "description": "One event; `data` is a chunk as JSON, an error body, or [DONE]",
-                "properties": {"data": {"type": "string"}},
-                "required": ["data"],
-            }
-        }
-    },
+    "type": "object",
+    "description": "One event; `data` is a chunk as JSON, an error body, or [DONE]",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
 }
 
 
 def generation_route(
-    body: type[BaseModel], answer: type[BaseModel], error: type[BaseModel] | None = None
+    body: type[BaseModel], answer: type[Struct], error: type[Struct] = ErrorBody
 ) -> dict[str, Any]:
     """Return the description of a completion endpoint, as arguments of FastAPI's route.
 
     Bodies are parsed by hand: FastAPI would accept NaN and answer mistakes with its own 422.
     """
-    errors = error_answers(400, 401, 404, 413, 429, 500, 503, 504, model=error)
+    told = answers(answer, *_GENERATION_ERRORS, error=error)
+    told[200]["description"] = "The whole answer, or with `stream` server-sent events"
+    told[200]["content"]["text/event-stream"] = {"schema": _STREAM}
     return {
         "tags": ["generation"],
-        "response_model": answer,
-        "responses": {200: _STREAM, **errors},
+        "responses": told,
         "openapi_extra": {**json_body(body), "parameters": _slo_headers()},
     }
 
 
 def tokenizer_route(
-    body: type[BaseModel], answer: type[BaseModel], error: type[BaseModel] | None = None
+    body: type[BaseModel], answer: type[Struct], error: type[Struct] = ErrorBody
 ) -> dict[str, Any]:
     """Return the description of an endpoint that makes tokens or text, and generates nothing."""
     return {
         "tags": ["tokenizer"],
-        "response_model": answer,
-        "responses": error_answers(400, 401, 404, 413, model=error),
+        "responses": answers(answer, 400, 401, 404, 413, error=error),
         "openapi_extra": json_body(body),
     }
 
@@ -179,13 +102,21 @@ def _job_headers() -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield header, f"The same as slo.job.{name}; the body counts before it", schema
 
 
-def describe(app: FastAPI, bodies: Iterable[type[BaseModel]], *, vocab_size: int, needs_key: bool) -> None:
+def describe(
+    app: FastAPI,
+    bodies: Iterable[type[BaseModel]],
+    told: Iterable[type[Struct]],
+    *,
+    vocab_size: int,
+    needs_key: bool,
+) -> None:
     """Let an application describe the bodies it parses by hand, and its API key.
 
     Parameters
     ----------
     app : changed in place.
     bodies : the models that `json_body` was called with.
+    told : what `answers` was called with.
     vocab_size : token ids are below.
     needs_key : whether the guarded paths need an API key.
     """
@@ -194,8 +125,7 @@ def describe(app: FastAPI, bodies: Iterable[type[BaseModel]], *, vocab_size: int
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes, servers=app.servers)
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-            errors = models_json_schema(_ERRORS, ref_template=_COMPONENT)[1]["$defs"]
-            schemas.update(jsonable_encoder(errors, exclude_none=True))  # as FastAPI writes its models
+            schemas.update(schema_components(told, ref_template=_COMPONENT)[1])
             schemas.update(_body_schemas(bodies))
             _bound_token_ids(schemas, vocab_size)
             for name in ("HTTPValidationError", "ValidationError"):
@@ -210,7 +140,9 @@ def describe(app: FastAPI, bodies: Iterable[type[BaseModel]], *, vocab_size: int
 def _body_schemas(bodies: Iterable[type[BaseModel]]) -> dict[str, Any]:
     schemas: dict[str, Any] = {}
     for model in bodies:
-        schema = deepcopy(model.model_json_schema(ref_template=_COMPONENT))  # it holds constants of ours
+        schema = deepcopy(
+            model.model_json_schema(ref_template=_COMPONENT.replace("name", "model"))
+        )  # it holds constants of ours
         schemas.update(schema.pop("$defs", {}))
         is_closed = schema.get("additionalProperties") is False
         for name in () if is_closed else HARMLESS - schema["properties"].keys():
@@ -255,13 +187,21 @@ _MEANINGS = {
 }
 
 
-def error_answers(*statuses: int, model: type[BaseModel] | None = None) -> dict[int | str, dict[str, Any]]:
-    """Return the documentation of error answers, which are of one of `_ERRORS` (None: OpenAI's).
+def answers(
+    answer: type[Struct], *statuses: int, error: type[Struct] = ErrorBody
+) -> dict[int | str, dict[str, Any]]:
+    """Return the description of an endpoint's answers by status: of 200, and of errors.
 
-    By the schema's name: for a model, FastAPI would make a validator for each status of each route.
+    By the schema's name, which `describe` adds: the class of an answer is what writes it.
     """
-    schema = {"$ref": _COMPONENT.format(model=(model or ErrorBody).__name__)}
-    return {
-        status: {"description": _MEANINGS[status], "content": {"application/json": {"schema": schema}}}
-        for status in statuses
-    }
+    return {200: _told("Successful Response", answer), **error_answers(*statuses, error=error)}
+
+
+def error_answers(*statuses: int, error: type[Struct] = ErrorBody) -> dict[int | str, dict[str, Any]]:
+    """Return the description of error answers by status."""
+    return {status: _told(_MEANINGS[status], error) for status in statuses}
+
+
+def _told(meaning: str, answer: type[Struct]) -> dict[str, Any]:
+    schema = {"$ref": _COMPONENT.format(name=answer.__name__)}
+    return {"description": meaning, "content": {"application/json": {"schema": schema}}}

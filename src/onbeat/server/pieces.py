@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import msgspec
 import orjson
+from msgspec import Raw, Struct
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -20,7 +22,6 @@ PIECE_VALUES = 2**14
 """Of a list, what is written at a time."""
 
 Piece = bytes | bytearray
-_T = TypeVar("_T")
 
 
 class PiecesResponse(Response):
@@ -73,18 +74,88 @@ def _bodies(pieces: Sequence[Piece]) -> Iterator[tuple[bytes, bool]]:
     yield bytes(gathered), True
 
 
+class Long:
+    """A JSON value that is there already, or is made piece by piece. It stands for any value of a Struct."""
+
+    __slots__ = ("pieces",)
+
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        self.pieces = pieces
+
+
+def written(*pieces: Piece) -> Any:
+    """Return a value of a Struct whose JSON is these pieces."""
+    return Long(pieces) if sum(map(len, pieces)) > PIECE_BYTES else Raw(b"".join(pieces))
+
+
+def _at_once(value: object) -> Raw:
+    assert isinstance(value, Long), "Structs hold nothing else that JSON lacks"
+    return Raw(b"".join(value.pieces))
+
+
+encode = msgspec.json.Encoder(enc_hook=_at_once).encode
+"""Makes JSON of a Struct."""
+
+
+def in_pieces(answer: Struct) -> Iterator[Piece]:
+    """Yield the JSON of an answer, each `Long` value of it piece by piece."""
+    values: list[Long] = []
+
+    def mark(value: Any) -> Raw:
+        values.append(value)
+        return Raw(b"\0")  # which no JSON has
+
+    first, *others = msgspec.json.encode(answer, enc_hook=mark).split(b"\0")
+    yield first
+    for value, rest in zip(values, others, strict=True):
+        yield from value.pieces
+        yield rest
+
+
+def list_of(answers: Iterable[Struct | None]) -> Any:
+    """Return a value of a Struct: a list that is made one after another; None lets others have their turn."""
+
+    def pieces() -> Iterator[Piece]:
+        start = b"["
+        for answer in answers:
+            if answer is None:
+                yield b""
+                continue
+            yield start
+            yield from in_pieces(answer)
+            start = b","
+        yield b"]" if start == b"," else b"[]"
+
+    return Long(pieces())
+
+
+def json_response(answer: Struct | Sequence[Struct]) -> Response:
+    """Return a short answer."""
+    return Response(encode(answer), media_type="application/json")
+
+
+async def gathered(answer: Struct) -> list[Piece]:
+    """Return the JSON of an answer in pieces; others have their turn while it is made."""
+    pieces, turns = list[Piece](), Turns()
+    for piece in in_pieces(answer):
+        pieces.append(piece)
+        await turns.rest()
+    return pieces
+
+
 def json_inside(value: str | Sequence[Any]) -> bytes:
     """Return what stands between the quotes of a text in JSON, or between the brackets of a list."""
     return orjson.dumps(value)[1:-1]
 
 
-def list_in_pieces(
-    values: Sequence[_T], inside: Callable[[Sequence[_T]], bytes] = json_inside
-) -> Iterator[bytes]:
-    """Yield the JSON of a list, given how the inside of a part of it is written."""
-    yield b"["
-    for start in range(0, len(values), PIECE_VALUES):
-        if start:
-            yield b","
-        yield inside(values[start : start + PIECE_VALUES])
-    yield b"]"
+def list_in_pieces(values: Sequence[Any], shown: Callable[[Any], object] | None = None) -> Any:
+    """Return a value of a Struct: a list, given how each of its values is shown."""
+
+    def pieces() -> Iterator[Piece]:
+        yield b"["
+        for start in range(0, len(values), PIECE_VALUES):
+            part = values[start : start + PIECE_VALUES]
+            yield (b"," if start else b"") + json_inside(part if shown is None else list(map(shown, part)))
+        yield b"]"
+
+    return Long(pieces())

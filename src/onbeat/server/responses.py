@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi import APIRouter
+from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -15,15 +15,15 @@ from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.answer import AnswerResponse
-from onbeat.server.answer_format import new_head
-from onbeat.server.answer_models import InputTokens, ModelResponse
 from onbeat.server.body import WHOLE, Flag, read_body
-from onbeat.server.chat import ChatCompletionRequest, TokenWriter, chat_prompt, chat_requests
+from onbeat.server.chat import ChatCompletionRequest, chat_prompt, chat_requests
 from onbeat.server.errors import ApiError, unsupported
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.middleware import context_of
 from onbeat.server.openapi import generation_route, tokenizer_route
-from onbeat.server.responses_format import ResponseFormat
+from onbeat.server.pen import new_head
+from onbeat.server.pieces import json_response
+from onbeat.server.response_pen import ModelResponse, ResponsePen
 from onbeat.server.server_config import MAX_MESSAGES
 from onbeat.server.services import Services
 from onbeat.server.translation import PlacedMessages, as_chat, function_tools, text_field, tool_choice_of
@@ -228,10 +228,15 @@ def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
+class InputTokens(Struct):
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
 def response_routes(services: Services) -> APIRouter:
     """Return the routes of the Responses API."""
     router = APIRouter()
-    writer = TokenWriter(services.tokenizer, as_ids=services.config.return_tokens_as_token_ids)
+    writer = services.logprobs[services.config.return_tokens_as_token_ids]
 
     @router.post("/v1/responses", **generation_route(ResponseRequest, ModelResponse))
     async def responses(request: Request) -> Response:
@@ -244,7 +249,7 @@ def response_routes(services: Services) -> APIRouter:
         context, shown, ids = context_of(request.scope), "", requests[0].prompt_token_ids
         if body.enable_response_messages:
             shown = await services.encoder.off_loop(context.caller, len(ids), lambda: writer.text(ids))
-        answer = AnswerResponse(chat, requests, options, ResponseFormat(head, body, writer, shown), services)
+        answer = AnswerResponse(chat, requests, options, ResponsePen(head, body, writer, shown), services)
         answer.prompt_field = body.prompt_field
         answer.repeated_size = context.num_body_bytes // 64
         return answer
@@ -256,8 +261,7 @@ def response_routes(services: Services) -> APIRouter:
         services.check_model(body.model)
         async with _chat_of(body, request) as chat:
             num_tokens = len(await chat_prompt(chat, request, services))
-        answer = {"object": "response.input_tokens", "input_tokens": num_tokens}
-        return Response(orjson.dumps(answer), media_type="application/json")
+        return json_response(InputTokens(num_tokens))
 
     @router.api_route("/v1/responses/{rest:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
     async def stored(rest: str) -> Response:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Annotated, Any
 
 import numpy as np
-import orjson
 from fastapi import APIRouter
+from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field, PlainValidator, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.answer import prediction_header
-from onbeat.server.answer_format import AnswerHead
 from onbeat.server.body import WHOLE, Flag
 from onbeat.server.embedding_request import (
     Embedded,
+    TextsAnswer,
     TextsRequest,
     check_texts,
     embed,
@@ -26,8 +26,8 @@ from onbeat.server.embedding_request import (
     read_texts,
 )
 from onbeat.server.fair_threads import Turns
-from onbeat.server.openapi import Ranking, ScoreList, embedding_route
-from onbeat.server.pieces import PiecesResponse
+from onbeat.server.openapi import embedding_route
+from onbeat.server.pieces import PiecesResponse, gathered, list_of
 from onbeat.server.services import Services
 from onbeat.text.embedding import vector_of
 
@@ -96,6 +96,30 @@ class ScoreRequest(TextsRequest):
         return name, [texts] if isinstance(texts, str) else texts
 
 
+class RankedText(Struct):
+    text: str
+
+
+class RankedDocument(Struct):
+    index: int
+    relevance_score: float
+    document: RankedText | UnsetType = UNSET
+
+
+class Ranking(TextsAnswer, kw_only=True):
+    results: list[RankedDocument]
+
+
+class Score(Struct, tag_field="object", tag="score"):
+    index: int
+    score: float
+
+
+class ScoreList(TextsAnswer, kw_only=True, tag_field="object", tag="list"):
+    created: int
+    data: list[Score]
+
+
 def score_routes(services: Services) -> APIRouter:
     """Return the routes of reranking and of scores."""
     router = APIRouter()
@@ -104,7 +128,9 @@ def score_routes(services: Services) -> APIRouter:
         """Order documents by how near they are to a query."""
         body, head = await read_texts(request, RerankRequest, services, prefix="score")
         embedded = await _embed(services, request, body, {"query": [body.query], "documents": body.documents})
-        return _answer(_ranking(body, head, await _cosines(embedded, 1)), embedded, services)
+        about = head.completion_id, head.model, embedded.usage, embedded.slo
+        results = list_of(_results(body, await _cosines(embedded, 1)))
+        return await _answer(Ranking(*about, results=results), embedded, services)
 
     async def score(request: Request) -> Response:
         """Tell how near texts are to one another."""
@@ -112,7 +138,9 @@ def score_routes(services: Services) -> APIRouter:
         sides = dict((body.side(_FIRST), body.side(_SECOND)))
         num_first = _num_first(sides)
         embedded = await _embed(services, request, body, sides)
-        return _answer(_scores(head, await _cosines(embedded, num_first)), embedded, services)
+        about = head.completion_id, head.model, embedded.usage, embedded.slo
+        data = list_of(Score(*each) for each in enumerate(await _cosines(embedded, num_first)))
+        return await _answer(ScoreList(*about, created=head.created, data=data), embedded, services)
 
     for path in RERANK_PATHS:
         router.add_api_route(path, rerank, methods=["POST"], **embedding_route(RerankRequest, Ranking))
@@ -161,23 +189,13 @@ async def _cosines(embedded: Embedded, num_first: int) -> list[float]:
     return cosines
 
 
-def _ranking(body: RerankRequest, head: AnswerHead, cosines: Sequence[float]) -> dict[str, Any]:
-    order = sorted(range(len(cosines)), key=lambda index: -cosines[index])[: body.top_n or None]
+def _results(body: RerankRequest, cosines: Sequence[float]) -> Iterator[RankedDocument]:
     shows = body.return_documents is not False
-    results = [
-        {"index": index, "relevance_score": cosines[index]}
-        | ({"document": {"text": body.documents[index]}} if shows else {})
-        for index in order
-    ]
-    return {"id": head.completion_id, "model": head.model, "results": results}
+    for index in sorted(range(len(cosines)), key=lambda index: -cosines[index])[: body.top_n or None]:
+        document = RankedText(body.documents[index]) if shows else UNSET
+        yield RankedDocument(index, cosines[index], document)
 
 
-def _scores(head: AnswerHead, cosines: Sequence[float]) -> dict[str, Any]:
-    data = [{"index": index, "object": "score", "score": cosine} for index, cosine in enumerate(cosines)]
-    fields = {key: value for key, value in head.fields("list").items() if key != "system_fingerprint"}
-    return fields | {"data": data}
-
-
-def _answer(content: dict[str, Any], embedded: Embedded, services: Services) -> Response:
-    written = orjson.dumps(content | embedded.rest)
-    return PiecesResponse([written], services.slow_readers, prediction_header(embedded.choices))
+async def _answer(answer: TextsAnswer, embedded: Embedded, services: Services) -> Response:
+    pieces = await gathered(answer)
+    return PiecesResponse(pieces, services.slow_readers, prediction_header(embedded.choices))

@@ -9,6 +9,7 @@ from onbeat.server.engine_watch import EngineWatch
 from onbeat.server.errors import ApiError
 from onbeat.server.generation import Generator, Lifecycle
 from onbeat.server.jobs import JobDesk
+from onbeat.server.logprobs import LogprobWriter
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.server_config import MAX_QUOTED, ServerConfig
 from onbeat.server.structured import GrammarDesk
@@ -36,6 +37,8 @@ class Services:
     generator: Generator
     watch: EngineWatch
     slow_readers: SlowReaders
+    logprobs: tuple[LogprobWriter, LogprobWriter]
+    """Write log-probabilities with tokens by their text, and by their ids."""
     created: int
     """Unix time at which the server started, seconds."""
 

@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
-import orjson
 from fastapi import APIRouter
+from msgspec import Struct
 from starlette.responses import Response
 
 from onbeat import __version__
 from onbeat.core.errors import EngineDead, Overloaded
 from onbeat.core.protocols import FleetView
-from onbeat.server.answer_models import EngineLoad, ModelCard, ModelList, VersionInfo
 from onbeat.server.errors import engine_hangs
-from onbeat.server.openapi import error_answers
+from onbeat.server.openapi import answers, error_answers
+from onbeat.server.pieces import json_response
 from onbeat.server.services import Services
+
+
+class EngineLoad(Struct):
+    server_load: int
+
+
+class VersionInfo(Struct):
+    version: str
+
+
+class ModelCard(Struct, kw_only=True):
+    """A model as both OpenAI's and Anthropic's clients read it."""
+
+    id: str
+    object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    display_name: str
+    created: int
+    created_at: str
+    owned_by: str = "onbeat"
+    root: str
+    max_model_len: int
+
+
+class ModelList(Struct, tag_field="object", tag="list"):
+    data: list[ModelCard]
+    first_id: str
+    last_id: str
+    has_more: bool = False
 
 
 def health_routes(services: Services) -> APIRouter:
@@ -39,18 +68,18 @@ def health_routes(services: Services) -> APIRouter:
 
     async def load() -> Response:
         """Return how many HTTP requests are generating."""
-        return _json({"server_load": services.lifecycle.num_open})
+        return json_response(EngineLoad(services.lifecycle.num_open))
 
     async def version() -> Response:
         """Return the server's version."""
-        return _json({"version": __version__})
+        return json_response(VersionInfo(__version__))
 
     for path, endpoint in (("/health", health), ("/ping", health), ("/ready", ready)):
         # HEAD is what load balancers probe with. Its own route: operation ids must differ.
         for method in ("GET", "HEAD"):
             router.add_api_route(path, endpoint, methods=[method], responses=empty, response_class=Response)
-    router.add_api_route("/load", load, methods=["GET"], response_model=EngineLoad)
-    router.add_api_route("/version", version, methods=["GET"], response_model=VersionInfo)
+    router.add_api_route("/load", load, methods=["GET"], responses=answers(EngineLoad))
+    router.add_api_route("/version", version, methods=["GET"], responses=answers(VersionInfo))
     return router
 
 
@@ -89,32 +118,25 @@ def model_routes(services: Services) -> APIRouter:
     """Return the routes that list what is served."""
     router = APIRouter(prefix="/v1/models", tags=["models"])
 
-    def card(name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            **dict.fromkeys(("object", "type"), "model"),
-            "display_name": name,
-            "created": services.created,
-            "created_at": f"{datetime.fromtimestamp(services.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
-            "owned_by": "onbeat",
-            "root": services.info.model_name,
-            "max_model_len": services.info.max_model_len,
-        }
+    def card(name: str) -> ModelCard:
+        return ModelCard(
+            id=name,
+            display_name=name,
+            created=services.created,
+            created_at=f"{datetime.fromtimestamp(services.created, UTC):%Y-%m-%dT%H:%M:%SZ}",
+            root=services.info.model_name,
+            max_model_len=services.info.max_model_len,
+        )
 
-    @router.get("", response_model=ModelList, responses=error_answers(401))
+    @router.get("", responses=answers(ModelList, 401))
     async def list_models() -> Response:
         """List the names under which the model answers, with OpenAI's fields and Anthropic's."""
         names = services.model_names
-        pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-        return _json({"object": "list", "data": list(map(card, names)), **pages})
+        return json_response(ModelList(list(map(card, names)), names[0], names[-1]))
 
-    @router.get("/{model:path}", response_model=ModelCard, responses=error_answers(400, 401, 404))
+    @router.get("/{model:path}", responses=answers(ModelCard, 400, 401, 404))
     async def retrieve_model(model: str) -> Response:
         """Describe one of them."""
-        return _json(card(services.check_model(model)))
+        return json_response(card(services.check_model(model)))
 
     return router
-
-
-def _json(value: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")

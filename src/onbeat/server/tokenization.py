@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi import APIRouter
+from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.answer import cancelled_on_disconnect
-from onbeat.server.answer_models import Detokenized, TokenizerInfo, Tokens
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.chat import ChatCompletionRequest
 from onbeat.server.chat_messages import ChatMessages
@@ -21,8 +19,8 @@ from onbeat.server.chat_prompt import render_chat
 from onbeat.server.completions import CompletionRequest
 from onbeat.server.generation_request import truncate_to
 from onbeat.server.middleware import context_of
-from onbeat.server.openapi import error_answers, tokenizer_route
-from onbeat.server.pieces import PiecesResponse, json_inside, list_in_pieces
+from onbeat.server.openapi import answers, tokenizer_route
+from onbeat.server.pieces import PiecesResponse, encode, in_pieces, json_response, list_in_pieces
 from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
 from onbeat.server.reply_fields import ThinkingFields, ToolFields
 from onbeat.server.services import Services
@@ -57,6 +55,27 @@ _OF_ANSWERS = ChatCompletionRequest.model_fields.keys() - TokenizeRequest.model_
 """What else the body of a chat may hold: it says how to answer, and changes nothing about the prompt."""
 
 
+class Tokens(Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Struct):
+    prompt: str
+
+
+class TokenizerInfo(Struct):
+    tokenizer_class: str
+    vocab_size: int
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    additional_special_tokens: list[str]
+    chat_template: str | None
+
+
 class DetokenizeRequest(BaseModel):
     """Tokens whose text is wanted."""
 
@@ -86,9 +105,10 @@ def tokenizer_routes(services: Services) -> APIRouter:
                 text = await render_chat(body, encoder, services.chat_template, services.reply_style, context)
             token_ids = await encoder.encode_text(text, options, caller)
             # written there, too: what a long list leaves behind takes as long to be freed
-            pieces = await encoder.off_loop(
-                caller, len(token_ids), lambda: list(_written(token_ids, body, services))
-            )
+            strings = list_in_pieces(token_ids, tokenizer.token_entry) if body.return_token_strs else None
+            num_tokens, most = len(token_ids), services.info.max_model_len
+            answer = Tokens(num_tokens, most, list_in_pieces(token_ids), strings)
+            pieces = await encoder.off_loop(caller, num_tokens, lambda: list(in_pieces(answer)))
         return PiecesResponse(pieces, services.slow_readers)
 
     @router.post("/detokenize", **tokenizer_route(DetokenizeRequest, Detokenized))
@@ -101,42 +121,26 @@ def tokenizer_routes(services: Services) -> APIRouter:
             written = await encoder.off_loop(
                 context_of(request.scope).caller,
                 len(body.tokens),
-                lambda: orjson.dumps({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}),
+                lambda: encode(Detokenized(tokenizer.decode(body.tokens, skip_special_tokens=False))),
             )
         return PiecesResponse([written], services.slow_readers)
 
-    @router.get(
-        "/tokenizer_info", tags=["tokenizer"], response_model=TokenizerInfo, responses=error_answers(401)
-    )
-    async def tokenizer_info() -> TokenizerInfo:
+    @router.get("/tokenizer_info", tags=["tokenizer"], responses=answers(TokenizerInfo, 401))
+    async def tokenizer_info() -> Response:
         """Describe the tokenizer."""
-        ends = tokenizer.eos_token_ids
-        return TokenizerInfo(
+        start, ends = tokenizer.bos_token_id, tokenizer.eos_token_ids
+        info = TokenizerInfo(
             tokenizer_class=type(tokenizer).__name__,
             vocab_size=tokenizer.vocab_size,
             model_max_length=services.info.max_model_len,
-            bos_token=None
-            if tokenizer.bos_token_id is None
-            else tokenizer.token_text(tokenizer.bos_token_id),
+            bos_token=None if start is None else tokenizer.token_text(start),
             eos_token=tokenizer.token_text(ends[0]) if ends else None,
             additional_special_tokens=list(map(tokenizer.token_text, sorted(tokenizer.special_token_ids))),
             chat_template=tokenizer.chat_template,
         )
+        return json_response(info)
 
     return router
-
-
-def _written(token_ids: Sequence[int], body: TokenizeRequest, services: Services) -> Iterator[bytes]:
-    """Yield the answer of /tokenize in pieces."""
-    entry = services.tokenizer.token_entry
-    yield b'{"count":%d,"max_model_len":%d,"tokens":' % (len(token_ids), services.info.max_model_len)
-    yield from list_in_pieces(token_ids)
-    yield b',"token_strs":'
-    if body.return_token_strs:
-        yield from list_in_pieces(token_ids, lambda part: json_inside(list(map(entry, part))))
-    else:
-        yield b"null"
-    yield b"}"
 
 
 def _encode_options(body: TokenizeRequest, max_model_len: int) -> EncodeOptions:

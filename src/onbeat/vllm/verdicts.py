@@ -10,6 +10,7 @@ from contextlib import suppress
 from math import inf, nan
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -76,8 +77,12 @@ class OpenRequest:
                 record.end = record.delivery_times[-1]
         reports = [record_report(record, self._mode) for record in self._records.values()]
         worst = worst_report([report for report in reports if report is not None])
-        self.has_met = None if worst is None else bool(worst["met"])
-        return worst
+        if worst is None:
+            self.has_met = None
+            return None
+        self.has_met = worst.met
+        shown: dict[str, Any] = msgspec.to_builtins(worst)
+        return shown
 
     def is_late(self, now: float) -> bool:
         """Whether its next token, or its end, is overdue."""

@@ -73,8 +73,8 @@ async def test_a_stream_is_judged_by_when_it_was_handed_over() -> None:
     assert (record.end, record.finish_reason) == (110.0, "length")
     report = record_report(record, "gap")
     assert report is not None
-    assert (report["ttft_ms"], report["engine_ttft_ms"], report["tbt_p99_ms"]) == (1000.0, 1000.0, 3000.0)
-    assert report["met"] is False
+    assert (report.ttft_ms, report.engine_ttft_ms, report.tbt_p99_ms) == (1000.0, 1000.0, 3000.0)
+    assert report.met is False
     assert counts.slo.recent(111.0).is_good.tolist() == [False]
 
 

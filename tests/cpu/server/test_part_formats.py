@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.request import Request, SamplingParams
-from onbeat.server.answer_format import AnswerFormat, AnswerHead, Extras, WholeChoice
-from onbeat.server.answer_report import usage_of
+from onbeat.server.answer_report import counts_of
 from onbeat.server.choices import Choice, ChoiceDelta
-from onbeat.server.messages import MessageFormat
+from onbeat.server.messages import MessagePen
+from onbeat.server.pen import AnswerHead, Extras, Pen, WholeChoice, event_bytes
+from onbeat.server.pieces import in_pieces
+from onbeat.server.response_pen import ResponsePen
 from onbeat.server.responses import ResponseRequest
-from onbeat.server.responses_format import ResponseFormat
 from onbeat.text.reply.events import CallEnd, CallStart, CallText, ContentText, ReasoningText, ReplyEvent
 
-HEAD = AnswerHead(completion_id="resp_7", created=1, model="m")
+HEAD = AnswerHead("resp_7", 1, "m")
 EVENTS: list[ReplyEvent] = [
     *(
         ReasoningText("hm"),
@@ -32,12 +33,12 @@ EVENTS: list[ReplyEvent] = [
 ]
 
 
-def responses() -> AnswerFormat:
-    return ResponseFormat(HEAD, ResponseRequest.model_validate({"input": "x"}), None)  # type: ignore[arg-type]
+def responses() -> Pen:
+    return ResponsePen(HEAD, ResponseRequest.model_validate({"input": "x"}), None)  # type: ignore[arg-type]
 
 
-def messages() -> AnswerFormat:
-    return MessageFormat(HEAD)
+def messages() -> Pen:
+    return MessagePen(HEAD)
 
 
 def deltas(groups: list[list[ReplyEvent]], finish: str) -> list[ChoiceDelta]:
@@ -49,17 +50,18 @@ def deltas(groups: list[list[ReplyEvent]], finish: str) -> list[ChoiceDelta]:
     ]
 
 
-def whole(answer: AnswerFormat, given: list[ChoiceDelta]) -> Any:
+def whole(answer: Pen, given: list[ChoiceDelta]) -> Any:
     choice = WholeChoice(given[0].choice, 0)
     for delta in given:
         choice.add(delta, ())
-    extras = Extras(usage=usage_of([given[0].choice]))
-    return orjson.loads(b"".join(answer.whole([choice], extras)))
+    extras = Extras(counts_of([given[0].choice]))
+    return orjson.loads(b"".join(in_pieces(answer.whole([choice], extras))))
 
 
-def streamed(answer: AnswerFormat, given: list[ChoiceDelta]) -> list[dict[str, Any]]:
-    extras = Extras(usage=usage_of([given[0].choice]))
-    data = b"".join(answer.events(delta, Extras()) for delta in given) + answer.end(extras)
+def streamed(answer: Pen, given: list[ChoiceDelta]) -> list[dict[str, Any]]:
+    extras = Extras(counts_of([given[0].choice]))
+    data = b"".join(event_bytes(answer.events(delta, Extras())) for delta in given)
+    data += event_bytes(answer.end(extras))
     return [
         orjson.loads(part.partition(b"\ndata: ")[2]) for part in data.removesuffix(b"\n\n").split(b"\n\n")
     ]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from onbeat.core.protocols import Delivery
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams
-from onbeat.server.answer_format import WholeChoice
 from onbeat.server.choices import Choice, ChoiceDelta, ChoiceText, TextOptions
+from onbeat.server.pen import WholeChoice
 from onbeat.text.reply.events import (
     CallEnd,
     CallStart,

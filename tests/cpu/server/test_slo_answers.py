@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -166,7 +167,8 @@ def report(*choices: Choice, mode: SLOMode = "stream") -> dict[str, Any]:
     reports = [slo_report(each, mode) for each in choices]
     result = worst_report([each for each in reports if each is not None])
     assert result is not None
-    return result
+    shown: dict[str, Any] = msgspec.to_builtins(result)
+    return shown
 
 
 def test_a_stream_may_use_its_slack_and_a_gap_may_not() -> None:

@@ -11,7 +11,7 @@ import pytest
 from onbeat import __version__
 from onbeat.core.request import Request, SamplingParams
 from onbeat.metrics.tracker import RequestTracker
-from onbeat.server.answer_report import usage_of
+from onbeat.server.answer_report import counts_up_to
 from onbeat.server.choices import Choice, TextOptions
 from onbeat.server.generation import Generator
 from tests.cpu.server.running import HELLO, Served, parse_events
@@ -264,6 +264,5 @@ async def test_continuous_usage_of_a_choice_counts_what_was_sent_of_it(engine: F
         async for delta in deltas:
             await asyncio.sleep(0.01)  # the others go on meanwhile
             num_sent[delta.choice.index] += len(delta.token_ids)
-            usage = usage_of([delta.choice], delta)
-            assert usage["completion_tokens"] == num_sent[delta.choice.index]
+            assert counts_up_to(delta).output == num_sent[delta.choice.index]
     assert num_sent == [16, 16]
