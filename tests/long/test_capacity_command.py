@@ -12,14 +12,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from onbeat.cli.args import INFEASIBLE
 from onbeat.cli.capacity_options import TBT, CapacityOptions, parse_vary
-from onbeat.cli.capacity_output import CapacityReport, capacity_rows, rich_tables, to_document
+from onbeat.cli.capacity_output import CapacityReport, capacity_result
 from onbeat.cli.main import COMMANDS, main
 from onbeat.core.errors import ConfigError
 from onbeat.planner.capacity import Capacity, Outcome
+from onbeat.report.result import Table
 from onbeat.report.sweep_charts import KEPT_TITLE
 
 MODEL = ["--model", "meta-llama/Llama-3.1-8B", "--device", "h100-sxm"]
@@ -77,16 +79,30 @@ def make_capacity(outcome: Outcome, rate: float, **labels: str) -> Capacity:
     )
 
 
+SETTINGS = {"flags": {"device": "h100-sxm"}, "load": {"num_requests": 900, "mean_output_tokens": 32.0}}
+
+
 def make_report(*capacities: Capacity, is_interrupted: bool = False) -> CapacityReport:
     return CapacityReport(
-        title="Capacity", lead="a load", settings={}, capacities=capacities, is_interrupted=is_interrupted
+        title="Capacity",
+        lead="a load",
+        settings=SETTINGS,
+        capacities=capacities,
+        is_interrupted=is_interrupted,
     )
 
 
+def table_of(report: CapacityReport) -> Table:
+    parts = [part for section in capacity_result(report).sections for part in section.parts]
+    return next(part for part in parts if isinstance(part, Table) and part.key == "cases")
+
+
 def test_each_outcome_has_its_words() -> None:
-    rows = capacity_rows([make_capacity(outcome, 10.0 * (outcome != "infeasible")) for outcome in Outcome])
-    assert [row[1] for row in rows] == ["10", "INFEASIBLE", "above 10", "at least 10"]
-    assert [row[2] for row in rows] == ["10 to 10.2", "-", "10 or more", "10 or more"]
+    report = make_report(*(make_capacity(outcome, 10.0 * (outcome != "infeasible")) for outcome in Outcome))
+    rows = table_of(report).cells
+    assert [row[1] for row in rows] == ["found", "INFEASIBLE", "none missed", "at least"]
+    assert [row[2] for row in rows] == ["10", "-", "10", "10"]
+    assert [row[3] for row in rows] == ["10 to 10.2", "-", "10 or more", "10 or more"]
 
 
 def test_the_best_case_serves_most_per_device() -> None:
@@ -99,14 +115,14 @@ def test_the_best_case_serves_most_per_device() -> None:
 
 
 def test_the_document_is_plain_json() -> None:
-    document = to_document(make_report(make_capacity(Outcome.UNBOUNDED, 4.0, tp="1"), is_interrupted=True))
-    saved = json.loads(json.dumps(document, allow_nan=False))
+    report = make_report(make_capacity(Outcome.UNBOUNDED, 4.0, tp="1"), is_interrupted=True)
+    saved = json.loads(orjson.dumps(capacity_result(report).document()))
     assert saved["interrupted"] is True
     assert saved["cases"][0]["request_rate_interval"] == [4.0, None]
 
 
 def test_a_report_without_cases_has_no_table() -> None:
-    assert rich_tables(make_report()) == []
+    assert table_of(make_report()).cells == []
 
 
 @pytest.fixture
@@ -132,7 +148,7 @@ def test_finds_the_capacity_of_a_real_model(saved: Any, capsys: pytest.CaptureFi
     assert 1 < case["request_rate"] < 200
     low, high = case["request_rate_interval"]
     assert low <= case["request_rate"] <= high
-    assert "capacity:" in capsys.readouterr().out
+    assert "requests/s and keep" in capsys.readouterr().out
 
 
 def test_compares_cases_and_writes_a_page(saved: Any, tmp_path: Path) -> None:

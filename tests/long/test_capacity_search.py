@@ -142,7 +142,7 @@ def test_an_interrupted_search_keeps_its_bracket() -> None:
     assert context.is_stop_wanted
     capacity = combine_repeats((), [repeat, None])
     assert capacity.outcome is Outcome.INTERRUPTED
-    assert capacity.as_dict()["outcome"] == "interrupted"
+    assert capacity.values["outcome"] == "interrupted"
 
 
 def test_a_case_that_did_not_run_is_interrupted() -> None:
@@ -161,8 +161,8 @@ def test_one_infeasible_repeat_makes_the_case_infeasible() -> None:
 
 def test_a_saved_capacity_has_plain_values() -> None:
     repeat = find_capacity(make_task(FakeCase(0.5), make_load(200), VidurObjective()), QuietContext())
-    saved = combine_repeats((("policy", "sarathi"),), [repeat]).as_dict()
+    saved = combine_repeats((("policy", "sarathi"),), [repeat]).values
     assert saved["case"] == {"policy": "sarathi"}
     assert saved["resolved"]["max_num_batched_tokens"] == 128
     assert saved["request_rate_per_gpu"] == saved["request_rate"] / 2
-    assert all(np.isfinite(trial["request_rate"]) for trial in saved["repeats"][0]["trials"])
+    assert all(np.isfinite(trial.rate) for trial in saved["repeats"][0].bracket.trials)

@@ -11,18 +11,16 @@ from onbeat.bench.bench_config import TargetConfig
 from onbeat.bench.bench_load import SHORT, Workload
 from onbeat.bench.client import Endpoint, StreamingClient, open_session
 from onbeat.bench.objectives import SendSLO, choose_transport
-from onbeat.bench.outcomes import summarise_groups
+from onbeat.bench.outcomes import group_errors, summarise_groups
 from onbeat.bench.payload import Api, PayloadBuilder
 from onbeat.bench.probe import ServerModels, choose_model, wait_until_ready
-from onbeat.bench.result import group_errors
 from onbeat.bench.runner import LoadOutcome, LoadPlan, LoadRunner
-from onbeat.bench.saved import error_keys
 from onbeat.bench.session import PromptFeed
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.settled_memory import settled_memory
 from onbeat.core.slo import SLO
 from onbeat.metrics.summary import SummaryOptions, summarise
-from onbeat.metrics.summary_keys import run_keys
+from onbeat.report.run import summary_values
 from onbeat.workload.prompts import PromptWriter, WordPool, tokenizer_pool
 from onbeat.workload.slo_classes import SLOClass
 
@@ -104,13 +102,13 @@ class LoadClient:
         summary = summarise(outcome.records, duration=outcome.duration, options=self._options)
         groups = summarise_groups(outcome.records, duration=outcome.duration, options=self._options)
         return {
-            **_chosen(run_keys(summary), KEYS),
+            **_chosen(summary_values(summary), KEYS),
             "num_short_answers": sum(
                 record.is_completed and record.num_output_tokens < record.max_tokens
                 for record in outcome.records
             ),
-            "short": _chosen(run_keys(groups[SHORT]), SHORT_KEYS) if SHORT in groups else None,
-            "errors": error_keys(group_errors(outcome.records)),
+            "short": _chosen(summary_values(groups[SHORT]), SHORT_KEYS) if SHORT in groups else None,
+            "errors": group_errors(outcome.records),
         }
 
     async def _offer(

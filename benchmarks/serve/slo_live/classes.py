@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 
 from benchmarks.serve.slo_live.load import Result
-from onbeat.bench.saved import result_keys
 from onbeat.core.slo import SLO
 from onbeat.workload.slo_classes import SLOClass
 
@@ -46,4 +45,4 @@ def classes_file(classes: Sequence[SLOClass]) -> Iterator[Path]:
 
 def of_classes(result: Result) -> dict[str, Any]:
     keys = ("offered", "good", "attainment", "p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms")
-    return {name: {key: own.get(key) for key in keys} for name, own in result_keys(result)["classes"].items()}
+    return {name: {key: own.get(key) for key in keys} for name, own in result.values["classes"].items()}

@@ -13,15 +13,14 @@ from onbeat.bench.bench_config import BenchConfig, TargetConfig
 from onbeat.bench.bench_load import BenchLoad, RunConfig
 from onbeat.bench.objectives import SendSLO
 from onbeat.bench.record import RequestRecord
-from onbeat.bench.result import BenchResult
-from onbeat.bench.saved import error_keys, result_keys
+from onbeat.bench.result import BenchRun
 from onbeat.bench.session import run_bench
 from onbeat.core.slo import SLO, SLOMode
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.summary import SummaryOptions
 from onbeat.workload.slo_classes import SLOClass
 
-Result = BenchResult
+Result = BenchRun
 
 # Prompts of 100 to 600 tokens, outputs of 20 to 100.
 CHAT = BenchLoad(input_len=350, random_range_ratio=5 / 7, output_len=60, random_output_range_ratio=2 / 3)
@@ -111,7 +110,7 @@ class Client:
             run_bench(bench, [run], tokenizer=None, progress=Quiet(), stop=asyncio.Event())
         )
         if failed := result.summary.counts.num_failed:
-            problem = f"{url}: {failed} requests failed: {error_keys(result.errors)}"
+            problem = f"{url}: {failed} requests failed: {result.errors}"
             if failed > MAX_FAILED_SHARE * load.num_requests:
                 raise SystemExit(problem)
             print(f"warning: {problem}", flush=True)
@@ -131,7 +130,7 @@ class Scores:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        saved = result_keys(self.result)
+        saved = self.result.values
         counts = ("offered", "completed", "rejected", "expired", "failed")
         shares = ("good", "attainment", "attainment_admitted")
         latencies = ("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms", "max_itl_ms")

@@ -10,15 +10,12 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
-from rich.text import Text
 
 from onbeat.bench.saved import SETTINGS, SavedRequests, SavedRun
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.distribution import Array, bootstrap_draws, percentile
 from onbeat.metrics.summary import LatencyStatistic
-from onbeat.report.table import number
+from onbeat.report.result import Column, Table
 
 Difference = Literal["better", "worse", "no clear difference", ""]
 
@@ -178,21 +175,26 @@ def _groups(requests: SavedRequests | None, metric: str) -> list[Array]:
 
 def comparison_table(comparison: Comparison, names: tuple[str, str]) -> Table:
     """Return the numbers of two runs side by side, and under them what their intervals leave out."""
-    table = Table(
-        box=SIMPLE_HEAD,
-        title=Text(comparison.title) if comparison.title else None,
-        title_justify="left",
-        pad_edge=False,
+    rows = [
+        {
+            "name": row.name,
+            "baseline": row.baseline,
+            "candidate": row.candidate,
+            "ratio": row.ratio,
+            "interval": row.interval,
+            "verdict": row.verdict,
+        }
+        for row in comparison.rows
+    ]
+    columns = (
+        Column("name", "", str),
+        *map(Column, ("baseline", "candidate"), names),
+        Column("ratio", "ratio", "{:.3f}".format),
+        Column("interval", "95 % interval", lambda ends: f"{ends[0]:.3f} .. {ends[1]:.3f}"),
+        Column("verdict", "verdict", str),
     )
-    if any(row.interval is not None for row in comparison.rows):
-        table.caption, table.caption_justify = INTERVAL_NOTE, "left"
-    table.add_column("")
-    for name in (*names, "ratio", "95 % interval"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict")
-    for row in comparison.rows:
-        interval = "-" if row.interval is None else f"{row.interval[0]:.3f} .. {row.interval[1]:.3f}"
-        style = {"better": "green", "worse": "red"}.get(row.verdict, "")
-        cells = (row.name, number(row.baseline), number(row.candidate), f"{row.ratio:.3f}", interval)
-        table.add_row(*cells, Text(row.verdict, style=style))
-    return table
+    has_intervals = any(row.interval is not None for row in comparison.rows)
+    colours = {"better": "green", "worse": "red"}
+    return Table(
+        comparison.title, columns, rows, caption=INTERVAL_NOTE if has_intervals else "", colours=colours
+    )

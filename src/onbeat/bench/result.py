@@ -4,31 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from datetime import datetime
 from math import inf
+from typing import Any
 
 import numpy as np
 
 from onbeat.bench.bench_config import BenchConfig
-from onbeat.bench.bench_load import RunConfig
+from onbeat.bench.bench_load import BenchLoad, RunConfig
 from onbeat.bench.outcomes import (
-    RefusalAdvice,
-    ResponseTimes,
-    VerdictSummary,
-    compare_verdicts,
-    refusal_advice,
+    group_errors,
+    objective_facts,
     response_times,
     summarise_groups,
+    verdict_facts,
 )
 from onbeat.bench.record import RequestRecord, Status
 from onbeat.bench.runner import LoadOutcome
+from onbeat.bench.saved import SETTINGS
 from onbeat.bench.speculation import measured_drafts
+from onbeat.core.options import values_of
 from onbeat.metrics.distribution import describe, percentile
-from onbeat.metrics.jobs import JobSummary
-from onbeat.metrics.summary import RunSummary, summarise, ttft, with_expired
-from onbeat.report.drafts import MeasuredDrafts
-from onbeat.report.result import SCHEDULED, ClientTimes, ErrorGroup, Level, RunHeader, RunResult
+from onbeat.metrics.jobs import JobSummary, lines_of_jobs
+from onbeat.metrics.summary import RunSummary, gaps, summarise, ttft, with_expired
+from onbeat.report.result import Column, Fact, Facts, Table
+from onbeat.report.run import SCHEDULED, Level, Run, RunHeader, latency_values, summary_values
+from onbeat.report.run_report import GROUP_COLUMNS
 
 LATE_CLIENT_SECONDS = 5e-3
 """What an idle machine's timers and event loop may take; nobody can mend it."""
@@ -39,35 +41,10 @@ That is the time between two requests: the load is then not the one that was ask
 objective: requests miss it that the server served in time. Without an objective it is the TTFT itself.
 So 7 ms are nothing at one request per second within a second, and much within 50 ms.
 """
+PROMPT_COLUMNS = (Column("group", "prompts", str), *GROUP_COLUMNS, Column("max_itl_ms", "TBT max"))
+_OWN_KEYS = frozenset({*SETTINGS, "tokenizer", "salt", "trace", "sweep_rate", "sweep_concurrency"})
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchResult(RunResult[RequestRecord]):
-    """One measured run."""
-
-    bench: BenchConfig
-    run: RunConfig
-    client: ClientTimes
-    drafts: MeasuredDrafts | None
-    response_times: ResponseTimes
-    class_response_times: Mapping[str, ResponseTimes]
-    """By the name of the class of objectives."""
-    advice: RefusalAdvice
-    verdicts: VerdictSummary | None
-    """None where the server gave none."""
-    groups: Mapping[str, RunSummary]
-    """By the name of the group of prompts; empty where the data set has one kind."""
-    jobs: Mapping[str, JobSummary]
-    """By the kind of job; empty where requests stand for themselves."""
-    slo_sent: str
-    """How the server was told of objectives."""
-    num_interrupted_requests: int
-    prompt_length_source: str
-    """Who measured the prompts."""
-    token_count_source: str | None
-    """Where output counts come from, joined if there are several; None of no answer."""
-    tokens_per_chunk: float | None
-    """Output tokens of a delivery; None without one."""
+BenchRun = Run[RequestRecord]
 
 
 def build_result(  # noqa: PLR0913 - what was run, and what is known of it besides
@@ -79,7 +56,7 @@ def build_result(  # noqa: PLR0913 - what was run, and what is known of it besid
     length_source: str,
     slo_sent: str = "none",
     jobs: Mapping[str, JobSummary] | None = None,
-) -> BenchResult:
+) -> BenchRun:
     """Return the result of a finished (or interrupted) run.
 
     Parameters
@@ -95,9 +72,16 @@ def build_result(  # noqa: PLR0913 - what was run, and what is known of it besid
     options = bench.summary
     expired = [record for record in records if record.status is Status.EXPIRED]
     summary = with_expired(summarise(records, duration=outcome.duration, options=options), expired)
-    client = _client_times(records, bench)
+    queue_times = np.array([record.client_queue_time for record in records])
+    lags_ms = np.array([record.dispatch_lag for record in records]) * 1e3
+    most_lag_ms = percentile(lags_ms, 99) if lags_ms.size else None
     source = _token_count_source(records)
-    return BenchResult(
+    groups = summarise_groups(records, duration=outcome.duration, options=options)
+    of_groups = {name: summary_values(own) | {"classes": {}} for name, own in groups.items()}
+    times = response_times(records, options)
+    verdicts = Facts("Verdicts of the server", verdict_facts(records, options), key="server_verdicts")
+    lateness = "client lateness P99 (ms)" if run.load.timing else ""
+    return Run(
         title=run.title,
         series=run.series,
         header=_header(bench, run, model),
@@ -107,26 +91,42 @@ def build_result(  # noqa: PLR0913 - what was run, and what is known of it besid
         is_interrupted=outcome.interrupted,
         records=records,
         start=outcome.start,
-        warnings=tuple(_warnings(records, client, summary, counted=source, planned=length_source)),
-        client=client,
-        drafts=measured_drafts(outcome.drafts, records),
+        num_interrupted_requests=len(outcome.records) - len(records),
+        warnings=tuple(_warnings(records, most_lag_ms, summary, counted=source, planned=length_source)),
         errors=group_errors(records),
-        bench=bench,
-        run=run,
-        response_times=response_times(records, options),
-        class_response_times={
-            name: response_times([each for each in records if each.request_class == name], options)
+        client_queue=describe(queue_times, options.percentiles),
+        settings=_settings(bench, run.load) | {"slo_sent": slo_sent},
+        facts=[
+            Fact("max_dispatch_lag_ms", float(lags_ms.max()) if lags_ms.size else None),
+            Fact("p99_dispatch_lag_ms", most_lag_ms, lateness),
+        ],
+        parts=[
+            Facts("Objectives", objective_facts(summary, times, records)),
+            verdicts,
+            Facts("Speculation", measured_drafts(outcome.drafts, records)),
+            Table(
+                "Prompts (times in ms)",
+                PROMPT_COLUMNS,
+                [{"group": name, **own} for name, own in of_groups.items()],
+            ),
+        ],
+        lines=list(lines_of_jobs(jobs or {})),
+        of_classes={
+            name: latency_values(
+                response_times([each for each in records if each.request_class == name], options)
+            )
             for name in summary.classes
         },
-        advice=refusal_advice(records),
-        verdicts=compare_verdicts(records, options),
-        groups=summarise_groups(records, duration=outcome.duration, options=options),
-        jobs=jobs or {},
-        slo_sent=slo_sent,
-        num_interrupted_requests=len(outcome.records) - len(records),
-        prompt_length_source=length_source,
-        token_count_source=source,
-        tokens_per_chunk=_tokens_per_chunk(records),
+        details={
+            **latency_values(times),
+            "server_verdicts": verdicts.values or None,
+            "groups": of_groups,
+            "prompt_length_source": length_source,
+            "token_count_source": source,
+            "tokens_per_chunk": _tokens_per_chunk(records),
+            "errors_by_cause": group_errors(records),
+            **({"jobs": {kind: own.keys() for kind, own in jobs.items()}} if jobs else {}),
+        },
     )
 
 
@@ -147,14 +147,65 @@ def _header(bench: BenchConfig, run: RunConfig, model: str) -> RunHeader:
     )
 
 
-def _client_times(records: Sequence[RequestRecord], bench: BenchConfig) -> ClientTimes:
-    queue_times = np.array([record.client_queue_time for record in records])
-    lags = np.array([record.dispatch_lag for record in records])
-    return ClientTimes(
-        queue=describe(queue_times, bench.summary.percentiles),
-        max_dispatch_lag_ms=float(lags.max()) * 1e3 if lags.size else None,
-        p99_dispatch_lag_ms=percentile(lags, 99) * 1e3 if lags.size else None,
-    )
+def _settings(bench: BenchConfig, load: BenchLoad) -> dict[str, Any]:
+    """Return what a run was made with, as a file has it."""
+    return {
+        "tokenizer_id": None if load.tokenizer is None else str(load.tokenizer),
+        **bench.metadata,
+        "dataset_path": None if load.dataset_path is None else str(load.dataset_path),
+        "load": {
+            # By their flags and in their units, those that have no key of their own.
+            each.key: value * 1e3 if each.option.unit == "ms" and value is not None else value
+            for each, value in values_of(load).items()
+            if each.key not in _OWN_KEYS
+        },
+        "seed": load.seed,
+        "salt": load.salt,
+        "goodput_objectives_ms": {
+            name: seconds * 1e3 for name, seconds in (bench.summary.objectives or {}).items()
+        },
+    }
+
+
+def request_columns(run: BenchRun) -> dict[str, Any]:
+    """Return the per-request columns of --save-detailed; times in seconds, starts relative to the run's.
+
+    A request that did not complete has None for its latencies.
+    """
+    records = run.records
+    return {
+        "input_lens": [record.num_prompt_tokens for record in records],
+        "output_lens": [record.num_output_tokens for record in records],
+        "ttfts": [ttft(record) if record.is_completed else None for record in records],
+        "itls": [gaps(record).tolist() for record in records],
+        "latencies": [
+            record.delivery_times[-1] - record.arrival if record.is_completed else None for record in records
+        ],
+        "start_times": [record.arrival - run.start for record in records],
+        "queue_times": [record.client_queue_time for record in records],
+        "end_times": [record.end - run.start for record in records],
+        "statuses": [record.status.value for record in records],
+        "request_classes": [record.request_class for record in records],
+        "tenants": [record.tenant for record in records],
+        "job_ids": [None if record.job is None else record.job.job_id for record in records],
+        "request_groups": [record.group for record in records],
+        "verdicts": [None if record.verdict is None else asdict(record.verdict) for record in records],
+        "predicted_ttfts": [record.predicted_ttft for record in records],
+        "generated_texts": [record.text for record in records],
+        "errors": [f"{record.cause}: {record.detail}" if record.cause else "" for record in records],
+    }
+
+
+def default_file_name(bench: BenchConfig, runs: Sequence[BenchRun]) -> str:
+    """Return the name of a result file: {label}-{rate}qps[-concurrencyN]-{model}-{datetime}.json."""
+    first = runs[0].header
+    label = bench.label or bench.backend
+    model = first.model_id.rstrip("/").rsplit("/", maxsplit=1)[-1]
+    if len(runs) > 1:
+        return f"{label}-sweep-{model}-{first.date}.json"
+    concurrency = first.level.max_concurrency
+    suffix = "" if concurrency is None else f"-concurrency{concurrency}"
+    return f"{label}-{first.level.saved_rate}qps{suffix}-{model}-{first.date}.json"
 
 
 def _token_count_source(records: Sequence[RequestRecord]) -> str | None:
@@ -169,22 +220,9 @@ def _tokens_per_chunk(records: Sequence[RequestRecord]) -> float | None:
     return num_tokens / num_chunks if num_chunks else None
 
 
-def group_errors(records: Sequence[RequestRecord]) -> tuple[ErrorGroup, ...]:
-    """Return failures and rejections grouped by cause, the most frequent first, each with an example."""
-    groups: dict[tuple[str, str], list[RequestRecord]] = {}
-    for record in records:
-        if record.cause is not None:
-            groups.setdefault((record.status.value, record.cause), []).append(record)
-    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
-    return tuple(
-        ErrorGroup(status=status, cause=cause, count=len(members), example=members[0].detail)
-        for (status, cause), members in ordered
-    )
-
-
 def _warnings(
     records: Sequence[RequestRecord],
-    client: ClientTimes,
+    lag_ms: float | None,
     summary: RunSummary,
     *,
     counted: str | None,
@@ -194,10 +232,11 @@ def _warnings(
 
     Parameters
     ----------
+    lag_ms : 99th percentile of the client's own delays.
     counted : where output counts come from.
     planned : who measured the prompts.
     """
-    if late := _late_client(records, client, summary):
+    if late := _late_client(records, lag_ms, summary):
         yield late
     if hopeless := _hopeless_ttft(records):
         yield hopeless
@@ -209,9 +248,8 @@ def _warnings(
         yield "prompt lengths are planned by estimate: give --tokenizer for exact ones"
 
 
-def _late_client(records: Sequence[RequestRecord], client: ClientTimes, summary: RunSummary) -> str | None:
+def _late_client(records: Sequence[RequestRecord], lag_ms: float | None, summary: RunSummary) -> str | None:
     """Say that the client was late where that matters, and beside what; None elsewhere."""
-    lag_ms = client.p99_dispatch_lag_ms
     if lag_ms is None or lag_ms <= LATE_CLIENT_SECONDS * 1e3:
         return None
     arrivals = [record.arrival for record in records]

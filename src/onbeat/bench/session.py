@@ -19,7 +19,7 @@ from onbeat.bench.objectives import choose_transport
 from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.probe import choose_model, server_pool, wait_until_ready
 from onbeat.bench.record import RequestRecord, Status
-from onbeat.bench.result import BenchResult, build_result
+from onbeat.bench.result import BenchRun, build_result
 from onbeat.bench.runner import LoadOutcome, LoadPlan, LoadRunner, OfferedRequest
 from onbeat.bench.speculation import drafts_since, look_at_drafts
 from onbeat.core.errors import ConfigError
@@ -176,7 +176,7 @@ class Progress(Protocol):
 
     def on_request(self, record: RequestRecord) -> None: ...
 
-    def on_result(self, result: BenchResult) -> None: ...
+    def on_result(self, result: BenchRun) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +197,7 @@ async def run_bench(
     tokenizer: Tokenizer | None,
     progress: Progress,
     stop: asyncio.Event,
-) -> list[BenchResult]:
+) -> list[BenchRun]:
     """Do the runs one after another; when `stop` is set, return what has been measured.
 
     Raises
@@ -206,7 +206,7 @@ async def run_bench(
     """
     async with open_session(bench.target.request_timeout) as session:
         server = await _probe(session, bench, tokenizer, progress)
-        results: list[BenchResult] = []
+        results: list[BenchRun] = []
         for position, run in enumerate(runs):
             if stop.is_set():
                 break
@@ -262,7 +262,7 @@ async def _run(
     server: _Server,
     progress: Progress,
     stop: asyncio.Event,
-) -> BenchResult:
+) -> BenchRun:
     load = run.load.named()
     # Every run of a sweep has its own words: else the second would find the first one's prefixes cached.
     tools = PromptTools(

@@ -14,8 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from onbeat.bench.bench_config import TargetConfig
 from onbeat.bench.probe import PROBE_TIMEOUT
 from onbeat.bench.record import RequestRecord
-from onbeat.report.drafts import MeasuredDrafts
 from onbeat.report.live_state import Window
+from onbeat.report.result import Fact
+from onbeat.report.units import whole_percent
 
 _VLLM = "vllm:spec_decode_num_"
 """How vLLM's counters of drafts begin."""
@@ -104,8 +105,10 @@ async def drafts_since(
     return None if before is None or after is None else after.since(before)
 
 
-def measured_drafts(counts: DraftCounts | None, records: Sequence[RequestRecord]) -> MeasuredDrafts | None:
-    """Return what is known of the drafts of a run; None without drafts, or where the server was started anew.
+def measured_drafts(counts: DraftCounts | None, records: Sequence[RequestRecord]) -> list[Fact]:
+    """Return what is known of the drafts of a run, under the keys of `vllm bench serve`.
+
+    Nothing without drafts, or where the server was started anew.
 
     Parameters
     ----------
@@ -116,15 +119,27 @@ def measured_drafts(counts: DraftCounts | None, records: Sequence[RequestRecord]
     if counts is None:
         num_drafted = sum(record.num_drafted_tokens for record in records)
         num_accepted = sum(record.num_accepted_tokens for record in records)
-        drafts = MeasuredDrafts(
-            num_drafted_tokens=num_drafted, num_accepted_tokens=num_accepted, source="usage"
-        )
     else:
-        drafts = MeasuredDrafts(
-            num_drafted_tokens=counts.num_drafted_tokens,
-            num_accepted_tokens=counts.num_accepted_tokens,
-            source="metrics",
-            num_drafts=counts.num_drafts if counts.num_drafts > 0 else None,
-            accepted_at=counts.accepted_at,
-        )
-    return drafts if drafts.num_drafted_tokens > 0 else None
+        num_drafted, num_accepted = counts.num_drafted_tokens, counts.num_accepted_tokens
+    if num_drafted <= 0:
+        return []
+    facts = [
+        Fact("spec_decode_draft_tokens", num_drafted, "draft tokens verified"),
+        Fact("spec_decode_accepted_tokens", num_accepted),
+        Fact("spec_decode_acceptance_rate", 100 * num_accepted / num_drafted, "accepted", "{:.1f}%".format),
+        Fact("spec_decode_source", "usage" if counts is None else "metrics"),
+    ]
+    if counts is None or counts.num_drafts <= 0:
+        return facts
+    rates = [accepted / counts.num_drafts for accepted in counts.accepted_at]
+    return [
+        *facts,
+        Fact("spec_decode_num_drafts", counts.num_drafts, "verifications"),
+        Fact("spec_decode_acceptance_length", 1 + num_accepted / counts.num_drafts, "tokens each"),
+        Fact(
+            "spec_decode_per_position_acceptance_rates",
+            rates,
+            "accepted by position" if rates else "",
+            lambda own: " / ".join(map(whole_percent, own)),
+        ),
+    ]

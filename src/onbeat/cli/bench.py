@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from onbeat.cli.args import FAILED, INTERRUPTED, natural
-from onbeat.cli.outputs import check_writable, result_console, save_all, shown_settings
+from onbeat.cli.outputs import check_writable, deliver, result_console, shown_settings
 
 if TYPE_CHECKING:
     from onbeat.bench.bench_config import BenchConfig
     from onbeat.bench.bench_load import RunConfig
-    from onbeat.bench.result import BenchResult
+    from onbeat.bench.result import BenchRun
     from onbeat.cli.bench_progress import BenchProgress
     from onbeat.cli.bench_settings import OutputOptions
     from onbeat.core.protocols import Tokenizer
@@ -83,16 +82,13 @@ def _serve(args: argparse.Namespace) -> int:
     if not results:
         console.print("interrupted before anything was measured")
         return INTERRUPTED
-    try:
-        shown = shown_settings(args, hidden=("bench_command", "header"))  # headers may carry keys
-        _save(output, bench, results, shown, console)
-    finally:
-        _show(output, results)
+    shown = shown_settings(args, hidden=("bench_command", "header"))  # headers may carry keys
+    _deliver(output, bench, results, shown, console)
     code = _exit_code(results)
     return _check(promise, results[0]) if promise is not None and code == 0 else code
 
 
-def _check(promise: Promise, result: BenchResult) -> int:
+def _check(promise: Promise, result: BenchRun) -> int:
     """Say whether a promise was kept; return the exit code."""
     from onbeat.bench.promise import check_promise, compare_pace
 
@@ -107,7 +103,7 @@ def _check(promise: Promise, result: BenchResult) -> int:
     return 0 if kept.is_kept else BROKEN
 
 
-def _exit_code(results: list[BenchResult]) -> int:
+def _exit_code(results: list[BenchRun]) -> int:
     """Return 130 of an interrupted bench, 1 where nothing but failures came of a run, else 0.
 
     A run whose requests were all refused is a measurement; one whose requests all failed is none.
@@ -128,7 +124,7 @@ def _load_tokenizer(path: Path | None) -> Tokenizer | None:
 
 async def _measure(
     bench: BenchConfig, runs: list[RunConfig], tokenizer: Tokenizer | None, progress: BenchProgress
-) -> list[BenchResult]:
+) -> list[BenchRun]:
     """Measure; Ctrl-C ends the current run early and keeps what it has measured, if anything."""
     from onbeat.bench.session import run_bench
 
@@ -149,37 +145,6 @@ async def _measure(
         return []
 
 
-def _show(output: OutputOptions, results: list[BenchResult]) -> None:
-    from onbeat.bench.outcome_table import outcome_tables
-    from onbeat.bench.result import group_errors
-    from onbeat.metrics.jobs import lines_of_jobs
-    from onbeat.report.breakdown import breakdown_tables, worst_decile_line
-    from onbeat.report.result import merge_texts
-    from onbeat.report.table import error_table, run_tables, sweep_table
-
-    console = result_console()
-    if len(results) == 1:
-        tables = run_tables(results[0], output.table_metrics(), output.percentiles())
-        breakdown = breakdown_tables(results[0].summary.breakdown)
-        for table in (*tables, *outcome_tables(results[0]), *breakdown):
-            console.print(table)
-    else:
-        console.print(sweep_table(results))
-        errors = group_errors([record for result in results for record in result.records])
-        if errors:
-            console.print(error_table(errors))
-    for result in results:
-        if line := worst_decile_line(result.summary.breakdown):
-            title = f"{result.title}: " if len(results) > 1 else ""
-            console.print(title + line, markup=False, highlight=False)
-        for line in lines_of_jobs(result.jobs):
-            console.print(line, markup=False, highlight=False)
-    for warning in merge_texts(results):
-        console.print(f"note: {warning}", markup=False, highlight=False)
-    if any(result.is_interrupted for result in results):
-        console.print("interrupted: this is a partial result", style="bold yellow")
-
-
 def _check_outputs(output: OutputOptions) -> None:
     """Find out before the load whether its results can be saved."""
     named = None
@@ -188,33 +153,32 @@ def _check_outputs(output: OutputOptions) -> None:
     check_writable({"--json": output.json, "--report": output.report, "--result-dir": named})
 
 
-def _save(
+def _deliver(
     output: OutputOptions,
     bench: BenchConfig,
-    results: list[BenchResult],
+    runs: list[BenchRun],
     settings: dict[str, Any],
     console: Console,
 ) -> None:
-    from onbeat.bench.saved import default_file_name, to_document
-    from onbeat.report.result import write_document
+    from onbeat.bench.result import default_file_name, request_columns
+    from onbeat.report.result import save
+    from onbeat.report.run_report import runs_result
 
-    document = to_document(results, detailed=output.save_detailed)
+    if output.save_detailed:
+        runs = [replace(run, details={**run.details, **request_columns(run)}) for run in runs]
+    result = runs_result(
+        runs,
+        kind="bench",
+        percentiles=output.percentiles(),
+        metrics=output.table_metrics(),
+        settings=settings,
+    )
     paths = [output.json]
     if output.saves_under_name:
-        name = output.result_filename or default_file_name(bench, results)
+        name = output.result_filename or default_file_name(bench, runs)
         paths.append((output.result_dir or Path()) / name)
-    save = partial(write_document, document=document, append=output.append_result)
-    writers: dict[Path | None, Callable[[Path], None]] = dict.fromkeys(paths, save)
-    writers[output.report] = partial(_report, output=output, results=results, settings=settings)
-    save_all(writers, console)
-
-
-def _report(path: Path, output: OutputOptions, results: list[BenchResult], settings: dict[str, Any]) -> None:
-    from onbeat.bench.outcome_table import outcome_notes
-    from onbeat.report.run_report import write_report
-
-    noted = [replace(result, remarks=tuple(outcome_notes(result))) for result in results]
-    write_report(path, noted, percentiles=output.percentiles(), settings=settings)
+    write = partial(save, result, append=output.append_result)
+    deliver(result, console, report=output.report, others=dict.fromkeys(paths, write))
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -222,16 +186,18 @@ def _compare(args: argparse.Namespace) -> int:
 
     from onbeat.bench.compare import compare, comparison_table
     from onbeat.bench.saved import read_runs
+    from onbeat.report.result import say, show_parts
 
     baselines, candidates = read_runs(args.baseline), read_runs(args.candidate)
     comparisons = compare(baselines, candidates, np.random.default_rng(args.seed))
+    names = (args.baseline.stem, args.candidate.stem)
     console = result_console()
     for comparison in comparisons:
-        console.print(comparison_table(comparison, (args.baseline.stem, args.candidate.stem)))
-        for difference in comparison.differences:
-            console.print(f"note: settings differ: {difference}", markup=False, highlight=False)
+        show_parts([comparison_table(comparison, names)], console)
+        say(console, (f"note: settings differ: {difference}" for difference in comparison.differences))
     if not any(row.interval for comparison in comparisons for row in comparison.rows):
-        console.print(
-            "note: intervals and verdicts need both results saved by bench serve with --save-detailed"
+        say(
+            console,
+            ["note: intervals and verdicts need both results saved by bench serve with --save-detailed"],
         )
     return 0

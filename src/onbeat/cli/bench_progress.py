@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from onbeat.bench.bench_load import RunConfig
 from onbeat.bench.record import RequestRecord
-from onbeat.bench.result import BenchResult
+from onbeat.bench.result import BenchRun
 
 
 class BenchProgress:
@@ -67,6 +67,6 @@ class BenchProgress:
             self._bar.update(self._task, note=f"{self._num_not_completed} not completed ({record.cause})")
         self._bar.advance(self._task)
 
-    def on_result(self, result: BenchResult) -> None:
+    def on_result(self, result: BenchRun) -> None:
         rate = result.summary.counts.output_throughput
         self._bar.update(self._task, note=f"{rate:,.0f} output tok/s")

@@ -13,13 +13,9 @@ from onbeat.core.extras import require
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from onbeat.cli.capacity_output import CapacityReport
     from onbeat.cli.capacity_plan import PlannedCase
     from onbeat.planner.cases import Labels
     from onbeat.planner.frontier import FrontierPoint
-
-SHORT_LOAD = 30.0
-"""Seconds: the delays that objectives limit take some of them to build up."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,12 +32,11 @@ def run(args: argparse.Namespace) -> int:
     """Search; returns the exit code."""
     require("scipy", extra="plan", purpose="onbeat capacity")
     from onbeat.cli.capacity_options import CapacityOptions
-    from onbeat.cli.capacity_output import CapacityReport, to_document, write_page
+    from onbeat.cli.capacity_output import CapacityReport, capacity_result
     from onbeat.cli.capacity_plan import plan_cases
     from onbeat.cli.capacity_run import search, search_options, sweep
     from onbeat.cli.options import read_options
-    from onbeat.cli.outputs import check_writable, save_all
-    from onbeat.report.result import write_document
+    from onbeat.cli.outputs import check_writable, deliver
 
     console = Console(stderr=True, highlight=False)
     options = read_options(args, CapacityOptions)
@@ -66,60 +61,10 @@ def run(args: argparse.Namespace) -> int:
         share=next((getattr(each.objective, "share", None) for each in planned), None),
         is_interrupted=is_stopped,
     )
-    _show(report)
-    writers = {
-        output.json: lambda path: write_document(path, to_document(report)),
-        output.report: lambda path: write_page(path, report),
-    }
-    save_all(writers, console)
+    deliver(capacity_result(report), console, json=output.json, report=output.report)
     if is_stopped:
         return INTERRUPTED
     return INFEASIBLE if report.is_infeasible else 0
-
-
-def _show(report: CapacityReport) -> None:
-    from onbeat.cli.capacity_output import INTERRUPTED_NOTE, rich_tables
-    from onbeat.cli.outputs import result_console
-    from onbeat.planner.capacity import Outcome
-    from onbeat.planner.cases import case_name
-    from onbeat.report.units import significant
-
-    console = result_console()
-    for table in rich_tables(report):
-        console.print(table)
-    for each in report.capacities:
-        if each.outcome is Outcome.UNBOUNDED:
-            console.print(
-                f"note: {case_name(each.labels)}: no rate missed the objective, so the load is too short to "
-                "saturate it; raise --num-prompts",
-                markup=False,
-            )
-    for warning in dict.fromkeys(each.beyond for each in report.capacities if each.beyond):
-        console.print(f"note: {warning}", markup=False, soft_wrap=True)
-    highest = max((each.rate for each in report.capacities), default=0.0)
-    if highest and report.num_requests / highest < SHORT_LOAD:
-        console.print(
-            f"note: at {significant(highest, 4)} requests/s the load lasts "
-            f"{report.num_requests / highest:.0f} s, in which queues hardly grow; raise --num-prompts for "
-            "the rate that can be kept up",
-            markup=False,
-            soft_wrap=True,
-        )
-    if report.is_infeasible:
-        reasons = [each.reason for each in report.capacities] or [point.error for point in report.points]
-        console.print(f"INFEASIBLE: {reasons[0]}", markup=False, soft_wrap=True)
-    best = report.best
-    if best is not None:
-        values = (best.rate, *best.interval, best.rate_per_device)
-        rate, low, high, per_gpu = (significant(value, 4) for value in values)
-        console.print(
-            f"capacity: {rate} requests/s ({low} to {high}) on {best.num_devices} GPU(s), {per_gpu} per GPU, "
-            f"{case_name(best.labels)}",
-            markup=False,
-            soft_wrap=True,
-        )
-    if report.is_interrupted:
-        console.print(INTERRUPTED_NOTE, style="bold yellow")
 
 
 def _what(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> str:

@@ -1,21 +1,16 @@
-"""The result of a capacity search as tables, a file and a page."""
+"""What `onbeat capacity` found: tables, figures, and the answer in a sentence."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
-from pathlib import Path
+from math import inf, isfinite
 from typing import Any
 
-from rich.table import Table
-
-from onbeat import __version__
-from onbeat.cli.capacity_answer import answer_of, facts_of
+from onbeat.cli.answers import COST, LIMIT, LOAD, OBJECTIVE, cost_text, gpus_text, limit_text, state_text
 from onbeat.cli.outputs import is_given
-from onbeat.metrics.summary import LatencyStatistic
-from onbeat.planner.capacity import Capacity, Outcome
+from onbeat.core.errors import ConfigError
+from onbeat.planner.capacity import TIGHTER, Capacity, Outcome
 from onbeat.planner.cases import Labels, case_name
 from onbeat.planner.charts import (
     axes_of,
@@ -24,26 +19,47 @@ from onbeat.planner.charts import (
     frontier_figures,
     search_figures,
 )
-from onbeat.planner.frontier import FrontierPoint, point_keys
-from onbeat.report.page import Page, answer, folded, notes, table
-from onbeat.report.run_report import settings_section
+from onbeat.planner.frontier import FrontierPoint
+from onbeat.planner.prices import Price, Prices
+from onbeat.report.plot import Figure
+from onbeat.report.result import Column, Lines, Plots, Result, Section, Table
 from onbeat.report.sweep_charts import group_by_load
-from onbeat.report.table import filled_table, percent
-from onbeat.report.units import significant
+from onbeat.report.units import NOTHING, exact_percent, significant
 
-SCHEMA_VERSION = 1
-INTERRUPTED_NOTE = "interrupted: this is a partial result"
+SHORT_LOAD = 30.0
+"""Seconds: the delays that objectives limit take some of them to build up."""
+_OUTCOMES = {
+    Outcome.FOUND: "found",
+    Outcome.INFEASIBLE: "INFEASIBLE",
+    Outcome.UNBOUNDED: "none missed",
+    Outcome.INTERRUPTED: "at least",
+}
 
-CAPACITY_HEADER = ("case", "requests/s", "interval", "GPUs", "per GPU", "what limits it")
-FRONTIER_HEADER = (
-    *("case", "level", "tokens/s per GPU", "requests/s", "TPOT P50 (ms)", "TBT P99 (ms)", "TTFT P50 (ms)"),
-    *("TTFT P99 (ms)", "good"),
+
+def _rate(value: float) -> str:
+    return significant(value, 4) if value else NOTHING
+
+
+def _interval(ends: tuple[float, float]) -> str:
+    low, high = ends
+    if not low and high in (0, inf):  # none was found
+        return NOTHING
+    return f"{_rate(low)} to {_rate(high)}" if isfinite(high) else f"{_rate(low)} or more"
+
+
+CASE_COLUMNS = (
+    *(Column("name", "case", str), Column("outcome", "search", _OUTCOMES.__getitem__)),
+    *(Column("request_rate", "requests/s", _rate), Column("request_rate_interval", "interval", _interval)),
+    *(Column("num_gpus", "GPUs"), Column("request_rate_per_gpu", "per GPU", _rate)),
+    Column("reason", "what limits it", str),
 )
-FRONTIER_LATENCIES = (
-    *(LatencyStatistic("tpot", "median"), LatencyStatistic("itl", "p99")),
-    *(LatencyStatistic("ttft", "median"), LatencyStatistic("ttft", "p99")),
+FRONTIER_COLUMNS = (
+    *(Column("name", "case", str), Column("level", "level", str)),
+    *(Column("output_throughput_per_gpu", "tokens/s per GPU"), Column("request_throughput", "requests/s")),
+    *(Column("median_tpot_ms", "TPOT P50 (ms)"), Column("p99_itl_ms", "TBT P99 (ms)")),
+    *(Column("median_ttft_ms", "TTFT P50 (ms)"), Column("p99_ttft_ms", "TTFT P99 (ms)")),
+    *(Column("attainment", "good", exact_percent), Column("error", "why not", str)),
 )
-"""Of the columns before the last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +80,6 @@ class CapacityReport:
     is_interrupted: bool = False
 
     @property
-    def num_requests(self) -> int:
-        """Requests of a run."""
-        return int(self.settings["load"]["num_requests"])
-
-    @property
     def best(self) -> Capacity | None:
         """The case with the highest rate per device; None where none has a capacity."""
         found = [each for each in self.capacities if each.outcome is Outcome.FOUND]
@@ -83,115 +94,142 @@ class CapacityReport:
         return no_capacity and not any(point.run for point in self.points)
 
 
-def capacity_rows(capacities: Sequence[Capacity]) -> list[tuple[str, ...]]:
-    """Return the cells of the table of capacities, as `CAPACITY_HEADER` names them."""
-    return [
-        (
-            case_name(each.labels),
-            _rate_text(each),
-            _interval_text(each),
-            str(each.num_devices or "-"),
-            significant(each.rate_per_device, 4) if each.rate else "-",
-            each.reason,
-        )
-        for each in capacities
-    ]
+def capacity_result(report: CapacityReport) -> Result:
+    """Return what is shown and saved."""
+    sections = [Section("", [Plots(search_figures(report.capacities), per_row=2)])]
+    cases = Table("Capacity", CASE_COLUMNS, [each.values for each in report.capacities], key="cases")
+    figures = Plots(_capacity_figures(report.capacities), per_row=2)
+    title = "Cases" if len(report.capacities) > 1 else "The numbers"
+    sections.append(Section(title, [cases, figures], is_folded=True))
+    loads = group_by_load(report.points, lambda point: point.level.request_rate is None)
+    for load, points in loads.items():
+        plots = Plots(frontier_figures(points, report.share), per_row=2)
+        sections.append(Section(f"Latency and throughput: {load}", [plots], is_folded=True))
+    rows = [point.values for point in report.points]
+    columns = FRONTIER_COLUMNS if any(row["error"] for row in rows) else FRONTIER_COLUMNS[:-1]
+    runs = Table("", columns, rows, key="frontier")
+    sections.append(Section("Latency and throughput", [runs], is_folded=True))
+    sections.append(Section("How it was found", [Lines([f"{report.lead}."])], "page"))
+    return Result(
+        kind="capacity",
+        title=report.title,
+        answer=[answer_of(report)],
+        follows=facts_of(report),
+        sections=sections,
+        warnings=list(_warnings(report)),
+        settings={name: each for name, each in report.settings.get("flags", {}).items() if is_given(each)},
+        values={"settings": report.settings},
+        is_interrupted=report.is_interrupted,
+    )
 
 
-def frontier_rows(points: Sequence[FrontierPoint]) -> list[tuple[str, ...]]:
-    """Return the cells of the table of runs, as `FRONTIER_HEADER` names them."""
-    rows = []
-    for point in points:
-        run = point.run
-        if run is None:
-            rows.append((point.series, point.level.name, point.error, *[""] * (len(FRONTIER_HEADER) - 3)))
-            continue
-        values = [latency.of(run.summary) for latency in FRONTIER_LATENCIES]
-        rows.append(
-            (
-                point.series,
-                point.level.name,
-                f"{run.output_throughput_per_gpu:,.0f}",
-                f"{run.summary.counts.request_throughput:.3f}",
-                *("-" if value is None else f"{value:,.1f}" for value in values),
-                percent(run.summary.score.attainment),
-            )
-        )
-    return rows
-
-
-def rich_tables(report: CapacityReport) -> list[Table]:
-    """Return what the terminal shows."""
-    tables = []
-    for title, header, rows, last_left in (
-        ("Capacity", CAPACITY_HEADER, capacity_rows(report.capacities), len(CAPACITY_HEADER) - 1),
-        ("Latency and throughput", FRONTIER_HEADER, frontier_rows(report.points), 0),
-    ):
-        if rows:
-            tables.append(filled_table(title, header, rows, texts=(0, last_left), overflow="fold"))
-    return tables
-
-
-def to_document(report: CapacityReport) -> dict[str, Any]:
-    """Return what is saved."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "kind": "capacity",
-        "onbeat_version": __version__,
-        "interrupted": report.is_interrupted,
-        "settings": report.settings,
-        "cases": [each.as_dict() for each in report.capacities],
-        "frontier": [
-            {"case": dict(point.labels), "error": point.error or None, **point_keys(point)}
-            for point in report.points
-        ],
-    }
-
-
-def write_page(path: Path, report: CapacityReport) -> None:
-    """Write one self-contained page.
-
-    Raises
-    ------
-    ConfigError : the file cannot be written.
-    """
-    page = Page()
-    body = answer(report.title, answer_of(report), facts_of(report))
-    body += notes([INTERRUPTED_NOTE] if report.is_interrupted else [])
-    body += page.grid(search_figures(report.capacities), per_row=2)
-    if report.capacities:
-        cases = table(CAPACITY_HEADER, capacity_rows(report.capacities), texts=(len(CAPACITY_HEADER) - 1,))
-        cases += page.grid(_capacity_figures(report.capacities), per_row=2)
-        body += folded("Cases", cases) if len(report.capacities) > 1 else folded("The numbers", cases)
-    if report.points:
-        loads = group_by_load(report.points, lambda point: point.level.request_rate is None)
-        for load, points in loads.items():
-            figures = page.grid(frontier_figures(points, report.share), per_row=2)
-            body += folded(f"Latency and throughput: {load}", figures)
-        body += folded("All runs", table(FRONTIER_HEADER, frontier_rows(report.points)))
-    body += f"<h2>How it was found</h2>\n<p class='lead'>{html.escape(report.lead)}.</p>\n"
-    flags = {name: value for name, value in report.settings.get("flags", {}).items() if is_given(value)}
-    page.write(path, report.title, body + settings_section(flags))
-
-
-def _capacity_figures(capacities: Sequence[Capacity]) -> list[Any]:
+def _capacity_figures(capacities: Sequence[Capacity]) -> list[Figure | None]:
     # A rate that nothing limited says how far the search went; beside it no other could be seen.
     bounded = [each for each in capacities if each.outcome is not Outcome.UNBOUNDED]
     axes = axes_of([each.labels for each in bounded])
     return [capacity_figure(bounded), *(capacity_over_figure(bounded, axis) for axis in axes)]
 
 
-def _rate_text(each: Capacity) -> str:
-    if each.outcome is Outcome.INFEASIBLE:
-        return "INFEASIBLE"
-    if not each.rate:
-        return "-"
-    prefix = {Outcome.FOUND: "", Outcome.UNBOUNDED: "above ", Outcome.INTERRUPTED: "at least "}[each.outcome]
-    return f"{prefix}{significant(each.rate, 4)}"
+def _warnings(report: CapacityReport) -> Iterator[str]:
+    for each in report.capacities:
+        if each.outcome is Outcome.UNBOUNDED:
+            yield (
+                f"{case_name(each.labels)}: no rate missed the objective, so the load is too short to "
+                "saturate it; raise --num-prompts"
+            )
+    yield from dict.fromkeys(each.beyond for each in report.capacities if each.beyond)
+    highest = max((each.rate for each in report.capacities), default=0.0)
+    if highest and (seconds := report.settings["load"]["num_requests"] / highest) < SHORT_LOAD:
+        yield (
+            f"at {significant(highest, 4)} requests/s the load lasts {seconds:.0f} s, in which queues hardly "
+            "grow; raise --num-prompts for the rate that can be kept up"
+        )
 
 
-def _interval_text(each: Capacity) -> str:
-    if each.outcome is Outcome.INFEASIBLE or not each.rate:
-        return "-"
-    low, high = (significant(end, 4) for end in each.interval)
-    return f"{low} to {high}" if isfinite(each.interval[1]) else f"{low} or more"
+def answer_of(report: CapacityReport) -> str:
+    """Return the answer in a sentence or two."""
+    best = report.best or max(report.capacities, key=lambda each: each.rate_per_device, default=None)
+    if best is None:
+        runs = [point.run for point in report.points if point.run is not None]
+        if not runs:
+            why = f": {report.points[0].error}" if report.points else ""
+            return f"INFEASIBLE: nothing that was asked for can run{why}."
+        fastest = max(runs, key=lambda run: run.output_throughput_per_gpu)
+        most = f"{fastest.output_throughput_per_gpu:,.0f} output tokens/s per GPU"
+        return f"The most is {most}, with {fastest.level} ({fastest.series})."
+    if best.outcome is Outcome.INFEASIBLE:
+        return f"INFEASIBLE: no rate keeps the objective: {best.reason}."
+    price = price_of(report, best)
+    usd = "" if price is None else f"; ${price.usd_per_hour * best.num_devices:,.2f} an hour"
+    gpus = gpus_text(device_of(report, best), best.num_devices)
+    serve = "serves" if best.num_devices == 1 else "serve"
+    rate = {Outcome.UNBOUNDED: "more than ", Outcome.INTERRUPTED: "at least "}.get(best.outcome, "")
+    promise = report.promises.get(best.labels, "")
+    kept = f" and {_third_person(promise) if best.num_devices == 1 else promise}" if promise else ""
+    which = "" if len(report.capacities) == 1 else f" The best of {len(report.capacities)} cases: "
+    which += case_name(best.labels) + "." if which else ""
+    return f"{gpus} {serve} {rate}{significant(best.rate)} requests/s{kept}{usd}.{which}"
+
+
+def _third_person(promise: str) -> str:
+    verb, _, rest = promise.partition(" ")
+    return f"{verb}s {rest}"
+
+
+def facts_of(report: CapacityReport) -> list[tuple[str, str]]:
+    """Return what follows from the best case, as (question, answer); nothing where none has a capacity."""
+    best = report.best
+    if best is None:
+        return []
+    facts = [(COST, _cost(report, best))]
+    asides = list(best.asides)
+    if asides:
+        facts.append((LIMIT, limit_text(asides[0].rate, asides[0].verdict)))
+    beyond = [aside for aside in asides[1:] if aside.objectives == 1]
+    if beyond:
+        most = beyond[-1]
+        facts.append(
+            (LOAD, f"At {significant(most.rate)} requests/s on the same GPUs, {state_text(most.verdict)}.")
+        )
+    facts.append((OBJECTIVE, _tighter(report, best)))
+    return facts
+
+
+def _tighter(report: CapacityReport, best: Capacity) -> str:
+    for aside in best.asides:
+        if aside.objectives == TIGHTER:
+            return f"With objectives half as long, {state_text(aside.verdict)} at the same rate."
+    own = dict(best.labels)
+    tbt = own.pop("slo_tbt_ms", None)
+    others = [
+        (float(limit), each.rate)
+        for each in report.capacities
+        if tbt is not None and (labels := dict(each.labels)) and (limit := labels.pop("slo_tbt_ms"))
+        if labels == own
+    ]
+    if len(others) > 1:
+        words = [f"{significant(rate)} requests/s within {limit:g} ms" for limit, rate in sorted(others)]
+        return f"The highest rate by the time between tokens: {', '.join(words)}."
+    return "Nothing was searched. --vary slo-tbt-ms=25,50 compares objectives."
+
+
+def _cost(report: CapacityReport, best: Capacity) -> str:
+    device, price = device_of(report, best), price_of(report, best)
+    if price is None:
+        return f"No price of {device} is known."
+    tokens = best.rate * float(report.settings["load"]["mean_output_tokens"])
+    source = ", ".join(filter(None, (price.source, price.date)))
+    return f"{cost_text(price.usd_per_hour * best.num_devices, tokens)} Price of a GPU: {source}."
+
+
+def device_of(report: CapacityReport, each: Capacity) -> str:
+    """Return the device of a case."""
+    return dict(each.labels).get("device", str(report.settings["flags"]["device"]))
+
+
+def price_of(report: CapacityReport, each: Capacity) -> Price | None:
+    """Return the price of a GPU; None where the table has none."""
+    try:
+        return Prices().of(device_of(report, each))
+    except ConfigError:
+        return None

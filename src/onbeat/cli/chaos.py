@@ -23,7 +23,7 @@ from onbeat.cli.outputs import check_writable, result_console
 from onbeat.cli.top_source import server_root
 from onbeat.core.errors import ConfigError, counted
 from onbeat.core.options import check, option, part
-from onbeat.report.table import filled_table
+from onbeat.report.result import Column, filled_table
 
 VIOLATED = 3
 MOST_SHOWN = 20
@@ -109,8 +109,8 @@ async def _first_model(session: aiohttp.ClientSession, root: str) -> str:
 def _report(result: ChaosRun, console: Console) -> int:
     found = counts(result.exchanges)
     rows = [(str(found[end]), end.value, meaning) for end, meaning in _MEANING.items() if found[end]]
-    columns = ("requests", "ended", "meaning")
-    console.print(filled_table("", columns, rows, texts=(1, 2), box=None, pad_edge=False))
+    columns = (Column("", "requests"), Column("", "ended", str), Column("", "meaning", str))
+    console.print(filled_table(columns, rows))
     if result.kills:
         failed = sum(code != 0 for _, code in result.kills)
         console.print(

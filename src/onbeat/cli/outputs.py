@@ -6,13 +6,17 @@ import argparse
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import option
+
+if TYPE_CHECKING:
+    from onbeat.report.result import Result
 
 
 class _Results(Console):
@@ -91,6 +95,33 @@ def _try(path: Path) -> None:
     path.open("ab").close()
     if not is_there:
         path.unlink()
+
+
+def deliver(
+    result: Result,
+    console: Console,
+    *,
+    json: Path | None = None,
+    report: Path | None = None,
+    others: Mapping[Path | None, Callable[[Path], None]] | None = None,
+) -> None:
+    """Show a result and save it.
+
+    Parameters
+    ----------
+    console : names each file that was written.
+    json, report : where its numbers and its page go; None goes nowhere.
+    others : further files, as in `save_all`.
+
+    Raises
+    ------
+    ConfigError : a file could not be written.
+    """
+    from onbeat.report.page import write_page
+    from onbeat.report.result import save, show
+
+    show(result, result_console())
+    save_all({json: partial(save, result), report: partial(write_page, result), **(others or {})}, console)
 
 
 def save_all(writers: Mapping[Path | None, Callable[[Path], None]], console: Console) -> None:

@@ -11,6 +11,9 @@ from onbeat.cli.args import INFEASIBLE, INTERRUPTED
 from onbeat.core.extras import require
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from onbeat.cli.plan_options import PlanOptions
     from onbeat.cli.plan_output import PlanReport
 
@@ -26,11 +29,11 @@ def run(args: argparse.Namespace) -> int:
     """Plan; returns the exit code."""
     require("scipy", extra="plan", purpose="onbeat plan")
     from onbeat.cli.options import read_options
-    from onbeat.cli.outputs import check_writable, save_all
-    from onbeat.cli.plan_files import not_served, plan_page, save_plan, to_document
+    from onbeat.cli.outputs import check_writable, deliver
+    from onbeat.cli.plan_files import not_served, save_plan
     from onbeat.cli.plan_options import PlanOptions, PlanOutput
+    from onbeat.cli.plan_output import plan_result
     from onbeat.planner.plan_task import PlanInterrupted
-    from onbeat.report.result import write_document
 
     console = Console(stderr=True, highlight=False)
     options, output = read_options(args, PlanOptions), read_options(args, PlanOutput)
@@ -41,16 +44,12 @@ def run(args: argparse.Namespace) -> int:
     except PlanInterrupted as error:
         console.print(str(error), markup=False)
         return INTERRUPTED
-    _show(report)
-    writers = {
-        own.json: lambda path: write_document(path, to_document(report)),
-        own.report: lambda path: plan_page(path, report),
-    }
+    others: dict[Path | None, Callable[[Path], None]] = {}
     if report.plan.best is not None:
-        writers[output.output] = lambda path: save_plan(path, report)
+        others[output.output] = lambda path: save_plan(path, report)
         if note := not_served(report.base):
             console.print(f"warning: {note}", markup=False, soft_wrap=True)
-    save_all(writers, console)
+    deliver(plan_result(report), console, json=own.json, report=own.report, others=others)
     return INFEASIBLE if report.plan.best is None else 0
 
 
@@ -86,16 +85,3 @@ def _plan(args: argparse.Namespace, options: PlanOptions, console: Console, *, i
         planner = Planner(task=task, jobs=options.jobs, progress=progress)
         plan = planner.plan([rate_unit(unit, buckets) for unit in units], left_out)
     return PlanReport(args=args, base=base, task=task, plan=plan, prices=prices)
-
-
-def _show(report: PlanReport) -> None:
-    from onbeat.cli.outputs import result_console
-    from onbeat.cli.plan_output import conclusions, plan_tables, warnings_of
-
-    console = result_console()
-    for table in plan_tables(report):
-        console.print(table)
-    for line in conclusions(report):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    for line in warnings_of(report):
-        console.print(f"warning: {line}", markup=False, highlight=False, soft_wrap=True)

@@ -1,9 +1,8 @@
-"""The files of a plan: what a server and a load test take, the result as JSON, and a page."""
+"""The file of a plan: what a server and a load test take."""
 
 from __future__ import annotations
 
 import argparse
-import html
 import os
 from math import isfinite
 from pathlib import Path
@@ -11,41 +10,17 @@ from typing import Any
 
 from onbeat import __version__
 from onbeat.cli.options import read_options
-from onbeat.cli.outputs import shown_settings
-from onbeat.cli.plan_answer import answer_of, facts_of
-from onbeat.cli.plan_output import (
-    FAILED_HEADER,
-    FLEET_HEADER,
-    FLEET_LEGEND,
-    UNIT_HEADER,
-    PlanReport,
-    conclusions,
-    failed_rows,
-    fleet_rows,
-    unit_rows,
-    warnings_of,
-)
+from onbeat.cli.plan_output import PlanReport
 from onbeat.core.kinds import ReplicaGroup
 from onbeat.core.options import changed, settings_of
 from onbeat.core.slo import SLO_CLASSES
-from onbeat.planner.plan_charts import (
-    bucket_figure,
-    cost_figure,
-    mix_figure,
-    objective_figure,
-    units_figure,
-    use_figure,
-)
 from onbeat.planner.plan_file import digest_of, digest_of_classes, write_plan
 from onbeat.planner.plan_task import Fleet, PlanTask
-from onbeat.report.page import Page, answer, folded, notes, table
-from onbeat.report.run_report import settings_section
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 from onbeat.simulator.settings import AUTO, ReplicaSettings
 from onbeat.simulator.setup import described_times
 from onbeat.workload.load import Load
 
-SCHEMA_VERSION = 1
 _SERVE_FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp32": {"dtype": "float32"},
@@ -179,87 +154,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def to_document(report: PlanReport) -> dict[str, Any]:
-    """Return what `--json` saves."""
-    plan = report.plan
-
-    def entry(fleet: Fleet) -> dict[str, Any]:
-        return {
-            "fleet": {unit.name: count for unit, count in fleet.parts},
-            "pools": None if fleet.pools is None else str(fleet.pools),
-            "usd_per_hour": fleet.usd_per_hour,
-            "watts": fleet.watts,
-            "is_kept": fleet.is_kept,
-            "attainment": fleet.attainment,
-            "by_class": fleet.by_class,
-            "capacity": fleet.capacity,
-            "binds": fleet.binds,
-            "busy": fleet.busy,
-            "runs": [run.as_dict() for run in fleet.runs],
-        }
-
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "kind": "plan",
-        "onbeat_version": __version__,
-        "promise": {
-            "request_rate": plan.rate,
-            "attainment": report.task.objective.share,
-            "text": report.promise,
-        },
-        "best": None if plan.best is None else entry(plan.best),
-        "alternatives": [entry(fleet) for fleet in plan.alternatives],
-        "failed": [entry(fleet) for fleet in plan.failed],
-        "units": {each.unit.name: each.rate(plan.buckets) for each in plan.units},
-        "left_out": plan.left_out,
-        "costs_by_estimate": [
-            {"objectives_times": each.scale, "usd_per_hour": each.usd_per_hour, "fleet": each.fleet}
-            for each in plan.costs
-        ],
-        "cost_bound": plan.cost_bound,
-        "is_exhausted": plan.is_exhausted,
-        "warnings": warnings_of(report),
-        "infeasible": plan.infeasible or None,
-        "nearest": list(plan.nearest),
-    }
-
-
-def plan_page(path: Path, report: PlanReport) -> None:
-    """Write one self-contained page.
-
-    Raises
-    ------
-    ConfigError : the file cannot be written.
-    """
-    plan = report.plan
-    page = Page()
-    body = answer(report.title, answer_of(report), facts_of(report))
-    body += notes([f"Warning: {line}" for line in warnings_of(report)])
-    figures = [objective_figure(plan, *_shown_objective(report)), cost_figure(plan)]
-    body += page.grid(figures, per_row=2)
-    lines = "".join(f"<p>{html.escape(line)}</p>" for line in conclusions(report))
-    body += folded("What the search says", lines)
-    if plan.best is not None:
-        kept = table(FLEET_HEADER, fleet_rows(plan), texts=(8,)) + f"<p>{FLEET_LEGEND}</p>"
-        kept += page.grid([mix_figure(plan), use_figure(plan)], per_row=2)
-        body += folded("Fleets that keep the promise", kept)
-    if plan.failed:
-        failed = table(FAILED_HEADER, failed_rows(plan), texts=(2,))
-        body += folded("Fleets that do not keep it", failed)
-    alone = table(UNIT_HEADER, unit_rows(plan), texts=(4,)) + page.grid([units_figure(plan)], per_row=2)
-    body += folded("Kinds of replica, alone", alone)
-    body += folded("The load", page.grid([bucket_figure(plan)], per_row=2))
-    body += f"<h2>How it was found</h2>\n<p class='lead'>{html.escape(report.lead)}.</p>\n"
-    flags = shown_settings(report.args, hidden=("json", "report", "config", "output"))
-    page.write(path, report.title, body + settings_section(flags))
-
-
-def _shown_objective(report: PlanReport) -> tuple[float | None, str]:
-    """Return the objective that an axis shows: the TBT of the only class, else its TTFT, else none."""
-    classes = report.task.load.classes
-    if len(classes) != 1:
-        return None, ""
-    slo = classes[0].slo
-    return (slo.tbt, "TBT") if slo.tbt is not None else (slo.ttft, "TTFT")

@@ -1,33 +1,39 @@
-"""The result of a plan as tables and sentences."""
+"""What `onbeat plan` found: tables, figures, sentences, and the answer."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
-from rich.table import Table
-
+from onbeat.cli.answers import COST, LIMIT, LOAD, OBJECTIVE, cost_text, gpus_text, promise_text
+from onbeat.cli.outputs import shown_settings
+from onbeat.planner.plan_charts import (
+    bucket_figure,
+    cost_figure,
+    mix_figure,
+    objective_figure,
+    units_figure,
+    use_figure,
+)
 from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask
 from onbeat.planner.prices import Prices
 from onbeat.planner.units import device_text
 from onbeat.report.objectives import classes_text
-from onbeat.report.table import filled_table
+from onbeat.report.result import Column, Lines, Part, Plots, Result, Section, Table
 from onbeat.report.units import significant
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import POOL_BANDWIDTH
 
-FLEET_HEADER = (
-    *("fleet", "$/h", "watts", "in time", "95 % interval", "most requests/s", "95 % interval"),
-    *("headroom", "limit", "busy"),
-)
+HALF = 0.5
+"""Times the objectives."""
 FLEET_LEGEND = (
     "Watts: what the GPUs draw at most. In time: requests that keep their objectives. Most requests/s: up to "
     "here the fleet keeps the promise. Limit: what more load makes late first. Busy: share of the time in a "
     "step."
 )
-UNIT_HEADER = ("replica", "$/h", "requests/s", "per $/h", "why not")
-FAILED_HEADER = ("fleet", "$/h", "why not")
 LEAST_HEADROOM = 0.1
 """Of the promised rate: with less, errors of predicted step times break the promise (docs/plan.md)."""
 ROOM_CURE = "more --repeats narrow the interval, and a higher --headroom plans with room"
@@ -75,67 +81,182 @@ class PlanReport:
         )
 
 
-# ---- tables and sentences ----
-
-
-def fleet_row(fleet: Fleet, rate: float) -> tuple[str, ...]:
-    """Return the cells of a fleet that keeps the promise, as `FLEET_HEADER` names them."""
-    attainment, capacity = fleet.attainment, fleet.capacity
-    return (
-        fleet.name,
-        f"{fleet.usd_per_hour:.2f}",
-        f"{fleet.watts:,.0f}",
-        "-" if attainment is None else f"{attainment[0] * 100:.1f} %",
-        "-" if attainment is None else f"{attainment[1] * 100:.1f} to {attainment[2] * 100:.1f}",
-        "-" if capacity is None else significant(capacity[0]),
-        "-" if capacity is None else _range(capacity[1], capacity[2]),
-        "-" if capacity is None else f"{(capacity[0] / rate - 1) * 100:+.0f} %",
-        LIMITS[fleet.binds][0] if fleet.binds else "-",
-        ", ".join(f"{share * 100:.0f} %" for share in fleet.busy.values()),
-    )
+# ---- tables ----
 
 
 def _range(low: float, high: float) -> str:
     return f"{significant(low)} " + (f"to {significant(high)}" if isfinite(high) else "or more")
 
 
-def fleet_rows(plan: FleetPlan) -> list[tuple[str, ...]]:
-    """Return the rows of the fleets that keep the promise, the chosen one first."""
-    shown = [] if plan.best is None else [plan.best, *plan.alternatives]
-    return [fleet_row(fleet, plan.rate) for fleet in shown]
+def _ends(share: tuple[float, float, float]) -> str:
+    return f"{share[1] * 100:.1f} to {share[2] * 100:.1f}"
 
 
-def unit_rows(plan: FleetPlan) -> list[tuple[str, ...]]:
-    """Return the rows of the kinds of replica."""
-    rows: list[tuple[str, ...]] = []
+FLEET_COLUMNS = (
+    *(Column("name", "fleet", str), Column("usd_per_hour", "$/h", "{:.2f}".format)),
+    *(Column("watts", "watts", "{:,.0f}".format), Column("attainment", "in time", lambda s: f"{s[0]:.1%}")),
+    *(Column("attainment", "95 % interval", _ends),),
+    *(Column("capacity", "most requests/s", lambda rates: significant(rates[0])),),
+    *(Column("capacity", "95 % interval", lambda rates: _range(*rates[1:])),),
+    *(Column("headroom", "headroom", "{:+.0%}".format), Column("limit", "limit", str)),
+    *(Column("busy", "busy", lambda own: ", ".join(f"{share:.0%}" for share in own.values())),),
+)
+FAILED_COLUMNS = (
+    *(Column("name", "fleet", str), Column("usd_per_hour", "$/h", "{:.2f}".format)),
+    *(Column("reason", "why not", str),),
+)
+UNIT_COLUMNS = (
+    *(Column("name", "replica", str), Column("usd_per_hour", "$/h", "{:.2f}".format)),
+    *(Column("request_rate", "requests/s", significant), Column("per_usd", "per $/h", significant)),
+    *(Column("why_not", "why not", str),),
+)
+
+
+def fleet_values(fleet: Fleet, rate: float) -> dict[str, Any]:
+    """Return a fleet as a file has it.
+
+    Parameters
+    ----------
+    rate : promised, requests per second.
+    """
+    return {
+        "name": fleet.name,
+        "fleet": {unit.name: count for unit, count in fleet.parts},
+        "pools": None if fleet.pools is None else str(fleet.pools),
+        "usd_per_hour": fleet.usd_per_hour,
+        "watts": fleet.watts,
+        "is_kept": fleet.is_kept,
+        "attainment": fleet.attainment,
+        "by_class": fleet.by_class,
+        "capacity": fleet.capacity,
+        "headroom": None if fleet.capacity is None else fleet.capacity[0] / rate - 1,
+        "binds": fleet.binds,
+        "limit": LIMITS[fleet.binds][0] if fleet.binds else None,
+        "busy": fleet.busy,
+        "reason": fleet.reason,
+        "runs": fleet.runs,
+    }
+
+
+def unit_values(plan: FleetPlan) -> Iterator[dict[str, Any]]:
+    """Yield the kinds of replica, alone; those that take no part say why."""
     for each in plan.units:
         rate, cost = each.rate(plan.buckets), each.unit.usd_per_hour
-        rows.append((each.unit.name, f"{cost:.2f}", significant(rate), significant(rate / cost), ""))
-    return rows + [(name, "", "", "", why) for name, why in plan.left_out.items()]
+        yield {"name": each.unit.name, "usd_per_hour": cost, "request_rate": rate, "per_usd": rate / cost}
+    for name, why in plan.left_out.items():
+        yield {"name": name, "why_not": why}
 
 
-def failed_rows(plan: FleetPlan) -> list[tuple[str, ...]]:
-    """Return the rows of the dearest fleets that do not keep the promise."""
-    nearest = sorted(plan.failed, key=lambda fleet: -fleet.usd_per_hour)[:MOST_FAILED]
-    return [(fleet.name, f"{fleet.usd_per_hour:.2f}", fleet.reason) for fleet in nearest]
-
-
-def plan_tables(report: PlanReport) -> list[Table]:
-    """Return what the terminal shows."""
+def plan_result(report: PlanReport) -> Result:
+    """Return what is shown and saved."""
     plan = report.plan
-    tables = []
-    for title, header, rows, texts in (
-        ("Kinds of replica, alone", UNIT_HEADER, unit_rows(plan), (0, 4)),
-        ("Fleets that do not keep the promise", FAILED_HEADER, failed_rows(plan), (0, 2)),
-        ("Fleets that keep the promise", FLEET_HEADER, fleet_rows(plan), (0, 8)),
-    ):
-        if not rows:
-            continue
-        shown = filled_table(title, header, rows, texts=texts, overflow="fold")
-        if header is FLEET_HEADER:
-            shown.caption, shown.caption_justify = FLEET_LEGEND, "left"
-        tables.append(shown)
-    return tables
+    fleets = [] if plan.best is None else [plan.best, *plan.alternatives]
+    kept, failed = ([fleet_values(each, plan.rate) for each in own] for own in (fleets, plan.failed))
+    dearest = sorted(failed, key=lambda fleet: -fleet["usd_per_hour"])[:MOST_FAILED]
+    units = Table("", UNIT_COLUMNS, list(unit_values(plan)), key="units")
+    keeping = Table("", FLEET_COLUMNS, kept, caption=FLEET_LEGEND)
+    costs = Plots([objective_figure(plan, *_shown_objective(report)), cost_figure(plan)], per_row=2)
+    mixes = Plots([mix_figure(plan), use_figure(plan)], per_row=2)
+    folded: dict[str, list[Part]] = {
+        "Kinds of replica, alone": [units, Plots([units_figure(plan)], per_row=2)],
+        "Fleets that do not keep the promise": [Table("", FAILED_COLUMNS, dearest)],
+        "Fleets that keep the promise": [keeping, mixes],
+        "What the search says": [Lines(conclusions(report))],
+        "The load": [Plots([bucket_figure(plan)], per_row=2)],
+    }
+    return Result(
+        kind="plan",
+        title=report.title,
+        answer=[answer_of(report)],
+        follows=facts_of(report),
+        sections=[
+            Section("", [costs]),
+            *(Section(title, parts, is_folded=True) for title, parts in folded.items()),
+            Section("How it was found", [Lines([f"{report.lead}."])], "page"),
+        ],
+        warnings=warnings_of(report),
+        settings=shown_settings(report.args, hidden=("json", "report", "config", "output")),
+        values=_values(report, kept, failed),
+    )
+
+
+def _values(
+    report: PlanReport, kept: list[dict[str, Any]], failed: list[dict[str, Any]]
+) -> Mapping[str, Any]:
+    plan, share = report.plan, report.task.objective.share
+    return {
+        "promise": {"request_rate": plan.rate, "attainment": share, "text": report.promise},
+        "best": kept[0] if kept else None,
+        "alternatives": kept[1:],
+        "failed": failed,
+        "costs_by_estimate": plan.costs,
+        "cost_bound": plan.cost_bound,
+        "is_exhausted": plan.is_exhausted,
+        "warnings": warnings_of(report),
+        "infeasible": plan.infeasible or None,
+        "nearest": plan.nearest,
+    }
+
+
+def _shown_objective(report: PlanReport) -> tuple[float | None, str]:
+    """Return the objective that an axis shows: the TBT of the only class, else its TTFT, else none."""
+    classes = report.task.load.classes
+    if len(classes) != 1:
+        return None, ""
+    slo = classes[0].slo
+    return (slo.tbt, "TBT") if slo.tbt is not None else (slo.ttft, "TTFT")
+
+
+# ---- sentences ----
+
+
+def answer_of(report: PlanReport) -> str:
+    """Return the answer in a sentence."""
+    plan, task = report.plan, report.task
+    promise = promise_text(task.objective, {each.name: each.slo for each in task.load.classes})
+    if plan.best is None:
+        return f"No fleet of these GPUs can serve {plan.rate:g} requests/s and {promise}: {plan.infeasible}."
+    gpus = " and ".join(
+        gpus_text(unit.device, unit.num_devices * count)
+        + (f" ({count} replicas of {unit.num_devices})" if unit.num_devices > 1 and count > 1 else "")
+        for unit, count in plan.best.parts
+    )
+    is_one = plan.best.num_replicas == 1 and plan.best.parts[0][0].num_devices == 1
+    verb, _, rest = promise.partition(" ")
+    serve, keep = ("serves", f"{verb}s") if is_one else ("serve", verb)
+    cost = f"${plan.best.usd_per_hour:,.2f} an hour"
+    return f"{gpus} {serve} {plan.rate:g} requests/s and {keep} {rest}; {cost}."
+
+
+def facts_of(report: PlanReport) -> list[tuple[str, str]]:
+    """Return what follows, as (question, answer); of no fleet, what could be kept instead."""
+    plan, best = report.plan, report.plan.best
+    if best is None:
+        return [("What could be kept", "; or ".join(plan.nearest) + ".")] if plan.nearest else []
+    tokens = plan.rate * float(report.task.load.num_output_tokens.mean())
+    cost = f"{cost_text(best.usd_per_hour, tokens)} The GPUs draw at most {best.watts:,.0f} watts."
+    facts = [(COST, cost), (LIMIT, limit_of(best, plan.rate))]
+    doubled = plan.doubled
+    facts.append(
+        (
+            LOAD,
+            f"{2 * plan.rate:g} requests/s cost about ${doubled.usd_per_hour:,.2f} an hour: {doubled.fleet}. "
+            "This is estimated, not simulated."
+            if doubled
+            else "The GPUs that were offered do not serve twice the load, by the estimates.",
+        )
+    )
+    half = next((each for each in plan.costs if each.scale == HALF), None)
+    facts.append(
+        (
+            OBJECTIVE,
+            f"With objectives half as long, the fleet costs about ${half.usd_per_hour:,.2f} an hour: "
+            f"{half.fleet}. This is estimated, not simulated."
+            if half
+            else "No fleet of these GPUs keeps objectives half as long, by the estimates.",
+        )
+    )
+    return facts
 
 
 def conclusions(report: PlanReport) -> list[str]:

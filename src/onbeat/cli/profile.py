@@ -219,8 +219,10 @@ def _say_what_was_cut(
 
 
 def _finish(args: argparse.Namespace, result: ProfileResult) -> int:
-    from onbeat.cli.profile_output import print_summary, write_report
+    from onbeat.cli.profile_output import profile_result
     from onbeat.perfmodel.profile_file import profile_path, profiles_dir, write_profile
+    from onbeat.report.page import write_page
+    from onbeat.report.result import show
 
     path = args.output or profile_path(profiles_dir(), result.profile.key)
     try:
@@ -228,6 +230,7 @@ def _finish(args: argparse.Namespace, result: ProfileResult) -> int:
     except OSError as error:
         raise ConfigError(f"cannot write the profile {path}: {error.strerror}; give --output FILE") from error
     report = args.report or path.with_suffix(".html")
-    write_report(report, result)
-    print_summary(result_console(highlight=False, soft_wrap=True), result, profile=path, report=report)
+    shown = profile_result(result, [f"profile: {path}", f"plot: {report}"])
+    write_page(shown, report)
+    show(shown, result_console())
     return 0

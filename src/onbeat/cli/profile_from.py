@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onbeat import __version__
 from onbeat.cli.options import milliseconds
@@ -20,12 +20,15 @@ from onbeat.perfmodel.device_spec import CPU, known_device
 from onbeat.perfmodel.precision import BYTES, precision_by_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from onbeat.perfmodel.fitted import FitTarget
     from onbeat.perfmodel.logged_step import StepOrigin, StepStream, StepTimes
     from onbeat.perfmodel.profile import Profile, ProfileKey
-    from onbeat.perfmodel.stream_fit import StreamFit
+    from onbeat.perfmodel.stream_fit import KindErrors, StreamFit
+    from onbeat.report.result import Result, Table
 
 _recorded = partial(option, group="steps of another engine")
 
@@ -92,9 +95,11 @@ class FromOptions:
 
 def run_from(args: argparse.Namespace, options: FromOptions, console: Console) -> int:
     """Fit recorded steps, write the profile and show how good it is."""
+    from onbeat.cli.outputs import result_console
     from onbeat.perfmodel.logged_step import step_times
     from onbeat.perfmodel.profile_file import profile_path, profiles_dir, write_profile
     from onbeat.perfmodel.stream_fit import fit_stream
+    from onbeat.report.result import show
 
     stream = _read(args, options, console)
     timed = step_times(stream.steps)
@@ -107,7 +112,7 @@ def run_from(args: argparse.Namespace, options: FromOptions, console: Console) -
         write_profile(path, profile)
     except OSError as error:
         raise ConfigError(f"cannot write the profile {path}: {error.strerror}; give --output FILE") from error
-    _show(profile, stream, timed, found)
+    show(_result(profile, stream, timed, found), result_console())
     print(f"profile: {path}")
     print(f"use it: --step-time fitted --profile {path} --model {model} --device {device}")
     return 0
@@ -233,37 +238,37 @@ def _steps_ahead(key: ProfileKey, options: FromOptions, origin: StepOrigin) -> i
     return find_engine(key.backend).steps_ahead if key.backend in ENGINES else 0
 
 
-def _show(profile: Profile, stream: StepStream, timed: StepTimes, found: StreamFit) -> None:
-    from onbeat.cli.outputs import result_console
+def _result(profile: Profile, stream: StepStream, timed: StepTimes, found: StreamFit) -> Result:
+    from onbeat.report.result import Lines, Result, Section
 
-    key, fitted, out = profile.key, profile.fitted, result_console(highlight=False, soft_wrap=True)
+    key, fitted, server = profile.key, profile.fitted, profile.server
     version = f" {key.engine_version}" if key.engine_version else ""
     idle = f", {stream.num_heartbeats:,} heartbeats" if stream.num_heartbeats else ""
     lost = f", {stream.num_lost:,} steps lost" if stream.num_lost else ""
-    out.print(
+    about = [
         f"{key.model} ({key.precision.weights}) on {key.parallelism.num_devices} x {key.device_name}, "
         f"{key.backend}{version}: {len(stream.steps):,} steps{idle}{lost}",
-        markup=False,
-    )
-    out.print(f"step times: {timed.basis}", markup=False)
+        f"step times: {timed.basis}",
+    ]
     if found.num_exceptions:
-        out.print(f"left out of the fit: {found.num_exceptions:,} steps, 3 times off what is usual")
-    out.print(error_table(f"Fitted by {fitted.method}: error on held-back steps", found.errors))
-    server = profile.server
-    out.print(
+        about.append(f"left out of the fit: {found.num_exceptions:,} steps, 3 times off what is usual")
+    beside = (
         f"beside steps: {1e3 * server.request_seconds:.1f} ms for each request; {server.steps_ahead} steps "
         "planned ahead"
     )
-    out.print(f"steps seen: {fitted.shape_range.describe()}", markup=False)
+    table = error_table(f"Fitted by {fitted.method}: error on held-back steps", found.errors)
+    lines = Lines([beside, f"steps seen: {fitted.shape_range.describe()}"])
+    return Result(kind="profile", title=about[0], sections=[Section("", [Lines(about), table, lines])])
 
 
-def error_table(title: str, errors: Any) -> Any:
-    """Return errors by kind of step, for the terminal."""
-    from onbeat.report.table import filled_table
+def error_table(title: str, errors: Sequence[KindErrors]) -> Table:
+    """Return errors by kind of step."""
+    from onbeat.report.result import Column, Table
+    from onbeat.report.units import exact_percent
 
-    columns = ("steps", "number", "median error", "P90", "bias")
-    rows = [
-        (each.kind, f"{each.num_steps:,}", f"{each.p50:.1%}", f"{each.p90:.1%}", f"{each.bias:+.1%}")
-        for each in errors
-    ]
-    return filled_table(title, columns, rows, box=None, pad_edge=False)
+    columns = (
+        *(Column("kind", "steps", str), Column("num_steps", "number")),
+        *(Column("p50", "median error", exact_percent), Column("p90", "P90", exact_percent)),
+        Column("bias", "bias", "{:+.1%}".format),
+    )
+    return Table(title, columns, [asdict(each) for each in errors], key="errors")

@@ -2,66 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from onbeat.cli.profile_drafts import DRAFT_HEADER, draft_figure, draft_rows
+from onbeat.core.errors import counted
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.profile import MeasuredStep
 from onbeat.perfmodel.utilisation import StepOperations, flops_utilisation, memory_bandwidth_utilisation
-from onbeat.report.page import Page, heading, notes, table
-from onbeat.report.plot import Figure, Trace, axis, figure, trace
-from onbeat.report.table import filled_table
+from onbeat.report.plot import COLOURS, Figure, Trace, axis, figure, trace
+from onbeat.report.result import Column, Lines, Part, Plots, Result, Section, Table
+from onbeat.report.units import exact_percent, whole_percent
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from onbeat.engine.profiling.profiler import ProfileResult
 
 FIGURE_HEIGHT = 380
-Row = tuple[str, ...]
+_ERRORS = tuple(
+    Column(name, title, exact_percent)
+    for name, title in zip(("p50", "p90", "p95", "mean"), ("P50", "P90", "P95", "mean"), strict=True)
+)
+ERROR_COLUMNS = (Column("steps", "steps", str), Column("number", "number"), *_ERRORS)
+STEP_COLUMNS = (
+    *(Column("step", "step", str), Column("measured_ms", "measured ms", "{:.1f}".format)),
+    *(Column("predicted_ms", "predicted ms", "{:.1f}".format), Column("mbu", "MBU", whole_percent)),
+    *(Column("mfu", "MFU", whole_percent),),
+)
+DRAFT_COLUMNS = (
+    *(Column("decodes", "decodes"), Column("drafts_each", "drafts each", "{:g}".format)),
+    *(Column("context", "context"), Column("measured_ms", "measured ms", "{:.1f}".format)),
+    *(Column("predicted_ms", "predicted ms", "{:.1f}".format),),
+    *(Column("ratio", "of a step with none", "{:.2f}x".format),),
+)
 
 
-def print_summary(console: Console, result: ProfileResult, *, profile: Path, report: Path) -> None:
-    """Print errors, limits and typical steps."""
-    console.print(_title(result), markup=False)
-    for header, rows in (
-        (ERROR_HEADER, error_rows(result)),
-        (STEP_HEADER, typical_rows(result)),
-        (DRAFT_HEADER, draft_rows(result)),
-    ):
-        console.print(filled_table("", header, rows, box=None, pad_edge=False))
-    console.print(limits_line(result), markup=False)
-    console.print(f"profile: {profile}\nplot: {report}", markup=False, soft_wrap=True)
+def profile_result(result: ProfileResult, files: Sequence[str] = ()) -> Result:
+    """Return errors, typical steps and plots of a profile.
 
-
-def write_report(path: Path, result: ProfileResult) -> None:
-    """Write the page with the plot.
-
-    Raises
-    ------
-    ConfigError : the file cannot be written.
+    Parameters
+    ----------
+    files : where it is, in sentences for a terminal.
     """
-    page = Page()
     errors = result.profile.fitted.errors
-    tiles = [
-        (f"error at {name}", f"{value:.1%}")
-        for name, value in (("P50", errors.p50), ("P90", errors.p90), ("P95", errors.p95))
+    tiles = [(f"error at {name.upper()}", f"{getattr(errors, name):.1%}") for name in ("p50", "p90", "p95")]
+    drafts = draft_rows(result)
+    plots = Plots([_scatter(result), _error_figure(result), draft_figure(drafts)])
+    parts: list[Part] = [
+        plots,
+        Table("Errors", ERROR_COLUMNS, error_rows(result), key="errors"),
+        Table("Typical steps", STEP_COLUMNS, typical_rows(result), key="steps"),
+        Table("Steps that verify drafts", DRAFT_COLUMNS, drafts, key="drafts"),
+        Lines([limits_line(result)]),
     ]
-    body = heading("Step times", _title(result), tiles)
-    body += page.grid([_scatter(result), _error_figure(result), draft_figure(result)])
-    body += table(ERROR_HEADER, error_rows(result)) + table(STEP_HEADER, typical_rows(result))
-    body += table(DRAFT_HEADER, draft_rows(result))
-    body += notes([limits_line(result)], kind="note plain")
-    page.write(path, "onbeat profile", body)
+    return Result(
+        kind="profile",
+        title="Step times",
+        lead=_title(result),
+        tiles=tiles,
+        sections=[
+            Section("", [Lines([_title(result)])], "terminal"),
+            Section("", parts),
+            Section("", [Lines(files)], "terminal"),
+        ],
+    )
 
 
-ERROR_HEADER = ("steps", "number", "P50", "P90", "P95", "mean")
-
-
-def error_rows(result: ProfileResult) -> list[Row]:
+def error_rows(result: ProfileResult) -> list[dict[str, Any]]:
     """Return the errors: of fitted steps, and of held-back ones, also by what they are made of."""
+    from onbeat.perfmodel.fit_errors import FitErrors
+
     kinds = {
         "held back": list(result.held_back),
         "held back, to 100 ms": [step for step in result.held_back if step.seconds <= 0.1],
@@ -69,27 +78,29 @@ def error_rows(result: ProfileResult) -> list[Row]:
         "held back, with drafts": [step for step in result.held_back if step.shape.num_draft_tokens],
         "fitted": list(result.fitted_steps),
     }
-    return [(name, str(len(steps)), *_errors(result, steps)) for name, steps in kinds.items() if steps]
+    rows = []
+    for name, steps in kinds.items():
+        if steps:
+            predicted = result.target.predict(result.profile.fitted, steps)
+            errors = FitErrors.of(predicted, [step.seconds for step in steps])
+            rows.append({"steps": name, "number": len(steps), **asdict(errors)})
+    return rows
 
 
-STEP_HEADER = ("step", "measured ms", "predicted ms", "MBU", "MFU")
-
-
-def typical_rows(result: ProfileResult) -> list[Row]:
+def typical_rows(result: ProfileResult) -> list[dict[str, Any]]:
     """Return what some plain and some mixed steps took and reached."""
     operations = StepOperations(result.target.model, result.target.precision)
-    device = result.target.device
-    dtype = result.target.precision.compute
-    rows: list[Row] = []
-    for step in _typical(result.fitted_steps):
-        shape, seconds = step.shape, step.seconds
-        predicted = float(result.target.predict(result.profile.fitted, [step])[0])
-        mbu = memory_bandwidth_utilisation(operations, shape, seconds, device)
-        mfu = flops_utilisation(operations, shape, seconds, device, dtype)
-        rows.append(
-            (describe(shape), f"{seconds * 1e3:.1f}", f"{predicted * 1e3:.1f}", f"{mbu:.0%}", f"{mfu:.0%}")
-        )
-    return rows
+    device, dtype = result.target.device, result.target.precision.compute
+    return [
+        {
+            "step": describe(step.shape),
+            "measured_ms": step.seconds * 1e3,
+            "predicted_ms": _predicted(result, [step], 1e3)[0],
+            "mbu": memory_bandwidth_utilisation(operations, step.shape, step.seconds, device),
+            "mfu": flops_utilisation(operations, step.shape, step.seconds, device, dtype),
+        }
+        for step in _typical(result.fitted_steps)
+    ]
 
 
 def describe(shape: BatchShape) -> str:
@@ -97,12 +108,12 @@ def describe(shape: BatchShape) -> str:
     parts = []
     if shape.num_decodes:
         context = shape.decode_context_tokens // shape.num_decodes
-        drafts = f" with {_number(shape.num_draft_tokens, 'draft')}" if shape.num_draft_tokens else ""
-        parts.append(f"{_number(shape.num_decodes, 'decode')} at {context:,} tokens{drafts}")
+        drafts = f" with {counted(shape.num_draft_tokens, 'draft', ',')}" if shape.num_draft_tokens else ""
+        parts.append(f"{counted(shape.num_decodes, 'decode', ',')} at {context:,} tokens{drafts}")
     if shape.num_chunks:
         tokens = shape.num_chunk_tokens
         after = f" after {shape.chunk_cached_tokens:,}" if shape.chunk_cached_tokens else ""
-        parts.append(f"{_number(shape.num_chunks, 'chunk')} of {tokens:,} tokens{after}")
+        parts.append(f"{counted(shape.num_chunks, 'chunk', ',')} of {tokens:,} tokens{after}")
     return ", ".join(parts)
 
 
@@ -123,14 +134,6 @@ def _title(result: ProfileResult) -> str:
         f"{key.model} on {key.device_name} ({key.threads} threads, {key.precision.compute}): "
         f"{len(result.profile.steps)} batches, fitted by {result.profile.fitted.method}"
     )
-
-
-def _errors(result: ProfileResult, steps: Sequence[MeasuredStep]) -> Row:
-    from onbeat.perfmodel.fit_errors import FitErrors
-
-    predicted = result.target.predict(result.profile.fitted, steps)
-    errors = FitErrors.of(predicted, [step.seconds for step in steps])
-    return tuple(f"{value:.1%}" for value in (errors.p50, errors.p90, errors.p95, errors.mean))
 
 
 def _typical(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
@@ -202,5 +205,51 @@ def _predicted(result: ProfileResult, steps: Sequence[MeasuredStep], unit: float
     return [float(seconds) * unit for seconds in result.target.predict(result.profile.fitted, steps)]
 
 
-def _number(number: int, word: str) -> str:
-    return f"{number:,} {word}" + ("" if number == 1 else "s")
+# ---- steps that verify drafts ----
+
+
+def draft_rows(result: ProfileResult) -> list[dict[str, Any]]:
+    """Return the measured steps in which all decodes verify drafts, those of fewest rows first.
+
+    `without_ms` is what the fit says of the same rows without their drafts.
+    """
+    steps = [
+        step
+        for step in result.fitted_steps
+        if not step.shape.num_chunks and 0 < step.shape.num_decodes == step.shape.num_verify_rows
+    ]
+    steps.sort(key=lambda step: (step.shape.num_decodes, step.shape.num_draft_tokens))
+    plain = [MeasuredStep(_without_drafts(step.shape), step.seconds) for step in steps]
+    predicted, without = (_predicted(result, part, 1e3) for part in (steps, plain))
+    return [
+        {
+            "decodes": step.shape.num_decodes,
+            "drafts_each": step.shape.num_draft_tokens / step.shape.num_decodes,
+            "context": step.shape.decode_context_tokens // step.shape.num_decodes,
+            "measured_ms": step.seconds * 1e3,
+            "predicted_ms": with_drafts,
+            "without_ms": bare,
+            "ratio": step.seconds * 1e3 / bare,
+        }
+        for step, with_drafts, bare in zip(steps, predicted, without, strict=True)
+    ]
+
+
+def draft_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Return how step time grows with the drafts of each row: measured, and as the fit has it."""
+    data: list[Trace] = []
+    for number in dict.fromkeys(row["decodes"] for row in rows):
+        own = [row for row in rows if row["decodes"] == number]
+        xs = [0, *(row["drafts_each"] for row in own)]
+        measured = [1.0, *(row["ratio"] for row in own)]
+        fitted = [1.0, *(row["predicted_ms"] / row["without_ms"] for row in own)]
+        look = {"color": COLOURS[len(data) // 2 % len(COLOURS)]}
+        name = counted(number, "decode")
+        data.append(trace(f"{name}, measured", xs, measured, "markers", marker=look))
+        data.append(trace(f"{name}, predicted", xs, fitted, line=look))
+    axes = "drafts of each decode", "times a step with none"
+    return figure("Steps that verify drafts", data, *axes, height=FIGURE_HEIGHT)
+
+
+def _without_drafts(shape: BatchShape) -> BatchShape:
+    return BatchShape.of_decodes(shape.num_decodes, shape.decode_context_tokens - shape.num_draft_tokens)

@@ -14,17 +14,12 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.options import option
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from onbeat.cli.replay_steps import StepsReplay
     from onbeat.core.step_time import StepTimeModel
+    from onbeat.perfmodel.logged_step import StepOrigin
+    from onbeat.perfmodel.predictor import Predictor
     from onbeat.recording.log import RecordHeader
     from onbeat.recording.reader import Recording
-    from onbeat.scheduler.scheduler_config import SchedulerConfig
-    from onbeat.simulator.replay.decisions import ReplayResult
-    from onbeat.simulator.replay.fleet_replay import FleetReplay
-    from onbeat.simulator.replay.forecast import Forecast
-    from onbeat.simulator.replay.report import ReplayReport
+    from onbeat.report.result import Result
 
 
 _option = partial(option, group="options")
@@ -92,30 +87,28 @@ def run(args: argparse.Namespace) -> int:
     """Replay; return 0 where the decisions are identical."""
     from rich.console import Console
 
-    from onbeat.cli.outputs import check_writable, result_console
-    from onbeat.cli.replay_steps import replay_steps
+    from onbeat.cli.outputs import check_writable, deliver
     from onbeat.recording.reader import Recording
 
     check_writable({"--json": args.json})
     options = read_options(args, ReplayOptions)
-    console = result_console(highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False)
     if (args.file is None) == (options.steps is None):
         raise ConfigError(
             "there is nothing to replay: give a FILE of `onbeat serve --record`, or --steps FILE"
         )
     if options.steps is not None:
-        _save(options, replay_steps(options.steps, options))
-        return 0
-    if _is_of_fleet(args.file):
-        return _replay_fleet(console, options, args.file)
-    with Console(stderr=True).status(f"replaying {args.file}"):  # seen on a terminal only
-        recording = Recording(args.file, allow_partial=options.allow_partial)
-        report = _replay(options, recording)
-    _show(console, report)
-    _save(options, report)
-    if report.is_interrupted:
+        result, is_identical = _replay_steps(options.steps, options), True
+    elif _is_of_fleet(args.file):
+        result, is_identical = _replay_fleet(options, args.file)
+    else:
+        with console.status(f"replaying {args.file}"):  # seen on a terminal only
+            recording = Recording(args.file, allow_partial=options.allow_partial)
+            result, is_identical = _replay(options, recording)
+    deliver(result, console, json=options.json)
+    if result.is_interrupted:
         return INTERRUPTED
-    return 0 if report.identity.is_identical else FAILED
+    return 0 if is_identical else FAILED
 
 
 def _is_of_fleet(path: Path) -> bool:
@@ -125,8 +118,9 @@ def _is_of_fleet(path: Path) -> bool:
     return header is not None and header.get("file") == FILE_KIND
 
 
-def _replay_fleet(console: Console, options: ReplayOptions, path: Path) -> int:
-    """Replay the record of a fleet; return 0 where the decisions are identical."""
+def _replay_fleet(options: ReplayOptions, path: Path) -> tuple[Result, bool]:
+    """Replay the record of a fleet; also return whether the decisions are identical."""
+    from onbeat.cli.replay_output import fleet_result
     from onbeat.recording.fleet_log import FleetRecording
     from onbeat.simulator.replay.fleet_replay import replay_fleet
 
@@ -137,83 +131,70 @@ def _replay_fleet(console: Console, options: ReplayOptions, path: Path) -> int:
         )
     recording = FleetRecording(path, allow_partial=options.allow_partial)
     found = replay_fleet(recording)
-    version = recording.header.get("onbeat_version")
-    console.print(f"{path}: a fleet behind router {found.router}, recorded by onbeat {version}", markup=False)
-    if (difference := found.difference) is None:
-        console.print(f"decisions: identical in {found.num_calls:,} calls, {found.num_actions:,} actions")
-    else:
-        console.print(
-            f"decisions: DIFFERENT at line {difference.line} ({difference.event}), after "
-            f"{found.num_calls - 1:,} calls:\n  recorded: {difference.recorded}\n"
-            f"  replayed: {difference.replayed}",
-            markup=False,
-        )
-    for name, counts in (("events", found.events), ("actions", found.actions)):
-        console.print(f"{name}: " + ", ".join(f"{kind} {num:,}" for kind, num in sorted(counts.items())))
-    if not found.is_complete:
-        console.print("note: the record is cut short")
-    _save(options, found)
-    return 0 if found.is_identical else FAILED
+    return fleet_result(recording, found), found.is_identical
 
 
-def _replay(options: ReplayOptions, recording: Recording) -> ReplayReport:
+def _replay(options: ReplayOptions, recording: Recording) -> tuple[Result, bool]:
+    """Replay the record of a replica; also return whether the decisions are identical."""
+    from onbeat.cli.replay_output import replay_result
     from onbeat.simulator.replay.decisions import Replay, scheduler_config
-    from onbeat.simulator.replay.forecast import forecast_with_recorded_times
+    from onbeat.simulator.replay.forecast import Forecast, forecast_with_model, forecast_with_recorded_times
     from onbeat.simulator.replay.history import read_history
-    from onbeat.simulator.replay.model import learning_model
-    from onbeat.simulator.replay.report import ReplayReport
 
     config = scheduler_config(recording.header)
     notes = []
     if not recording.is_complete:
         notes.append(f"the record is cut short: this is of its first {recording.num_calls:,} calls")
-    own_model = None
+    own_model, predicted = _models(options, recording.header, notes)
+    history = read_history(recording)
+    replay = Replay(recording, own_model)
+    forecasts: dict[str, Forecast] = {}
+    is_interrupted = False
     try:
-        own_model = learning_model(recording.header)
+        replay.run()
+        forecasts["recorded step times"] = forecast_with_recorded_times(recording, history, config)
+        if predicted is not None:
+            name, model = predicted
+            overhead = history.host_overhead if options.host_overhead is None else options.host_overhead
+            forecasts[name] = forecast_with_model(recording, history, config, model, host_overhead=overhead)
+    except ConfigError as error:  # the decisions are compared all the same
+        notes.append(f"latencies are not compared: {error}")
+    except KeyboardInterrupt:
+        is_interrupted = True
+        notes.append(
+            f"interrupted: this is a partial result, {replay.result.num_calls:,} of "
+            f"{recording.num_calls:,} "
+            f"calls and {len(forecasts)} simulations"
+        )
+    found = replay_result(
+        recording, history, replay.result, forecasts, notes=notes, is_interrupted=is_interrupted
+    )
+    return found, replay.result.is_identical
+
+
+def _models(
+    options: ReplayOptions, header: RecordHeader, notes: list[str]
+) -> tuple[StepTimeModel | None, tuple[str, StepTimeModel] | None]:
+    """Return the model that the scheduler had, and what predicts steps, with its name.
+
+    Parameters
+    ----------
+    notes : say why one is None.
+    """
+    from onbeat.simulator.replay.model import learning_model
+
+    own_model, predicted = None, None
+    try:
+        own_model = learning_model(header)
     except ConfigError as error:
         notes.append(f"replayed without the step-time model that the scheduler told its steps to: {error}")
-    predicted = None
     try:  # before the long work: a flag may be wrong
-        predicted = _step_time_model(options, recording.header)
+        predicted = _step_time_model(options, header)
     except ConfigError as error:
         if options.names_a_model:
             raise
         notes.append(f"not simulated with predicted step times: {error}")
-    history = read_history(recording)
-    replay = Replay(recording, own_model)
-    report = ReplayReport(recording, history, replay.result, notes=notes)
-    try:
-        replay.run()
-        report.forecasts["recorded step times"] = forecast_with_recorded_times(recording, history, config)
-        _add_forecast(report, options, predicted, config)
-    except ConfigError as error:  # the decisions are compared all the same
-        notes.append(f"latencies are not compared: {error}")
-    except KeyboardInterrupt:
-        report.is_interrupted = True
-        notes.append(
-            f"interrupted: this is a partial result, {replay.result.num_calls:,} of "
-            f"{recording.num_calls:,} "
-            f"calls and {len(report.forecasts)} simulations"
-        )
-    return report
-
-
-def _add_forecast(
-    report: ReplayReport,
-    options: ReplayOptions,
-    predicted: tuple[str, StepTimeModel] | None,
-    config: SchedulerConfig,
-) -> None:
-    """Simulate with predicted step times, if there is what predicts them."""
-    from onbeat.simulator.replay.forecast import forecast_with_model
-
-    if predicted is not None:
-        name, model = predicted
-        history = report.history
-        overhead = history.host_overhead if options.host_overhead is None else options.host_overhead
-        report.forecasts[name] = forecast_with_model(
-            report.recording, history, config, model, host_overhead=overhead
-        )
+    return own_model, predicted
 
 
 def _step_time_model(options: ReplayOptions, header: RecordHeader) -> tuple[str, StepTimeModel]:
@@ -235,66 +216,52 @@ def _step_time_name(options: ReplayOptions, header: RecordHeader) -> str:
     return f"{'roofline' if own['fitted'] is None else 'fitted'} (the engine's own)"
 
 
-def _show(console: Console, report: ReplayReport) -> None:
-    header = report.recording.header
-    engine = header.engine
-    console.print(
-        f"{report.recording.path}: {engine.get('model_name')} on {engine.get('device')}, policy "
-        f"{header.scheduler['policy']}, recorded {header.created} by onbeat {header.onbeat_version}",
-        markup=False,
-    )
-    _show_identity(console, report.identity)
-    console.print(f"host overhead: {report.history.host_overhead * 1e3:.2f} ms a step")
-    for name, forecast in report.forecasts.items():
-        _show_forecast(console, name, forecast)
-    for note in report.notes:
-        console.print(f"note: {note}", markup=False)
+def _replay_steps(path: Path, options: ReplayOptions) -> Result:
+    """Predict each step of a file.
+
+    Raises
+    ------
+    ConfigError : the file cannot be read, or the flags name no model of its steps.
+    """
+    from onbeat.cli.replay_output import steps_result
+    from onbeat.perfmodel.logged_step import step_times
+    from onbeat.simulator.replay.recorded_steps import read_steps
+
+    if options.host_overhead is not None:
+        raise ConfigError("--host-overhead-ms is for simulated steps; with --steps leave it out")
+    stream = read_steps(path)
+    return steps_result(path, _model_of_steps(path, options, stream.origin), step_times(stream.steps))
 
 
-def _show_identity(console: Console, identity: ReplayResult) -> None:
-    found = identity.difference
-    if found is None:
-        console.print(
-            f"decisions: identical in {identity.num_steps:,} steps, {identity.num_rows:,} rows "
-            f"({identity.num_requests:,} requests, {identity.num_preemptions:,} preemptions, "
-            f"{identity.num_prefix_hits:,} prompt tokens from the prefix cache, "
-            f"{identity.num_rejected:,} rejected, {identity.num_expired:,} expired, "
-            f"{identity.num_aborted:,} aborted, {identity.num_failed:,} failed)"
+def _model_of_steps(path: Path, options: ReplayOptions, origin: StepOrigin) -> Predictor:
+    """Return what predicts: a profile's fit, or what the flags name, of the recorded model where none do."""
+    from onbeat.perfmodel.device_spec import find_device
+    from onbeat.perfmodel.model_spec import find_model_spec
+    from onbeat.perfmodel.models import make_step_time_model
+    from onbeat.perfmodel.parallelism import Parallelism
+    from onbeat.perfmodel.precision import precision_by_weights
+    from onbeat.perfmodel.profile_file import read_profile
+
+    model, device = options.model or origin.model, options.device or origin.device
+    precision = precision_by_weights(origin.dtype or "bf16")
+    parallelism = Parallelism(tensor=origin.tensor_parallel or 1, pipeline=origin.pipeline_parallel or 1)
+    profile = options.profile
+    kind = options.step_time or ("roofline" if profile is None else "fitted")
+    if kind == "fitted" and profile is not None:
+        key = read_profile(profile).key
+        # A profile has the name of its model alone; the steps may say where its configuration is.
+        model, device = model or key.model, options.device or key.device
+        precision, parallelism = key.precision, key.parallelism
+    if model is None or device is None:
+        raise ConfigError(
+            f"{path} does not name the model and device of its steps; give --profile FILE, or --model "
+            "and --device"
         )
-        if identity.num_predictions:
-            console.print(f"predicted step times: identical in {identity.num_predictions:,} steps")
-        return
-    where = "" if found.step_id is None else f", step {found.step_id}"
-    console.print(
-        f"decisions: DIFFERENT at call {found.call_index}{where}, after {identity.num_steps:,} steps: "
-        f"{found.what}\n  recorded: {found.recorded}\n  replayed: {found.replayed}",
-        markup=False,
+    return make_step_time_model(
+        kind,
+        model=find_model_spec(model),
+        device=find_device(device),
+        parallelism=parallelism,
+        precision=precision,
+        profile=profile,
     )
-
-
-def _show_forecast(console: Console, name: str, forecast: Forecast) -> None:
-    from onbeat.report.table import filled_table
-    from onbeat.simulator.replay.forecast import COMPARED
-
-    columns = ("Metric", "Measured (ms)", "Simulated (ms)", "Error")
-    rows = [
-        (
-            f"{COMPARED[error.metric]} P{error.percentile:g}",
-            f"{error.measured * 1e3:,.2f}",
-            f"{error.simulated * 1e3:,.2f}",
-            f"{error.relative_error:+.1%}",
-        )
-        for error in forecast.errors
-    ]
-    console.print(filled_table(f"Simulated with {name}", columns, rows))
-    steps = f"{forecast.num_steps:,} steps simulated, {forecast.num_recorded_steps:,} recorded"
-    if forecast.num_matched_steps is not None:
-        steps += f", {forecast.num_matched_steps:,} with the very same batch"
-    console.print(f"{forecast.num_requests:,} requests that ran to their end; {steps}")
-
-
-def _save(options: ReplayOptions, found: ReplayReport | FleetReplay | StepsReplay) -> None:
-    from onbeat.report.result import write_document
-
-    if options.json is not None:
-        write_document(options.json, found.as_json())

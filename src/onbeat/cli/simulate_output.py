@@ -1,27 +1,27 @@
-"""What `onbeat simulate` shows and saves of a run."""
+"""What `onbeat simulate` found, in the form in which measured runs are shown and saved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import datetime
 from math import inf
 from typing import Any
 
 from onbeat.core.errors import counted
 from onbeat.core.step import BatchShape
-from onbeat.metrics.jobs import JobSummary, summarise_jobs
+from onbeat.metrics.attainment import count_missed
+from onbeat.metrics.jobs import JobSummary, lines_of_jobs, summarise_jobs
 from onbeat.metrics.record import RequestRecord
-from onbeat.metrics.summary import GroupSummary, SummaryOptions, summarise
-from onbeat.metrics.summary_keys import milliseconds, run_keys
+from onbeat.metrics.summary import SummaryOptions, summarise
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.speculative import draft_pass
 from onbeat.perfmodel.utilisation import StepOperations
-from onbeat.report.drafts import SimulatedDrafts
-from onbeat.report.result import SCHEDULED, Level, MachineSummary, RunHeader, RunResult
+from onbeat.report.result import Fact, Facts
+from onbeat.report.run import SCHEDULED, Level, Run, RunHeader
+from onbeat.report.units import exact_percent, significant, whole_percent
 from onbeat.simulator.idle import IdleReplica
-from onbeat.simulator.outcomes import GroupOutcomes, RunOutcomes, tell_outcomes
-from onbeat.simulator.result import FleetSize, SimulationResult
+from onbeat.simulator.outcomes import RunOutcomes, tell_outcomes
+from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import Simulation
 from onbeat.simulator.virtual_clients import call_times
@@ -29,28 +29,16 @@ from onbeat.workload.job_load import job_outcomes
 from onbeat.workload.lanes import LANES
 from onbeat.workload.offered import OfferedLoad
 
+_MISSED = {
+    "refused": "were refused or ended in the queue",
+    "TTFT": "had a late first token (TTFT)",
+    "TBT": "had late tokens after the first (TBT)",
+    "E2E": "ended late (E2E)",
+}
+"""By what `count_missed` says."""
+_NO_OBJECTIVE = "No objective was given: --slo-ttft-ms and --slo-tbt-ms set one."
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedRun(RunResult[RequestRecord]):
-    """One simulated run, and what it was made with."""
-
-    settings: ReplicaSettings
-    simulation: Simulation
-    outcomes: RunOutcomes
-    num_replicas: int
-    num_interrupted_requests: int
-    num_overlong: int
-    """Requests left out because they are longer than the model takes."""
-    machine: MachineSummary
-    drafts: SimulatedDrafts | None
-    decisions: Mapping[str, int]
-    """What a fleet decided how often; empty where there is none."""
-    replica_seconds: float | None
-    """For which the replicas of a fleet were held, their starts included; None without."""
-    jobs: Mapping[str, JobSummary]
-    """By kind; empty where the load has none."""
-    sizes: Sequence[FleetSize]
-    """Of a fleet that changes its own size."""
+SimulatedRun = Run[RequestRecord]
 
 
 def as_run(
@@ -67,29 +55,32 @@ def as_run(
     summary = summarise(result.records, duration=max(result.duration, 1e-9), options=options)
     idle = IdleReplica.of(simulation.step_time, simulation.config)
     outcomes = tell_outcomes(summary, result.records, idle)
-    machine = _machine(simulation, result)
-    return SimulatedRun(
+    machine = Facts("Replicas", _machine_facts(simulation, result))
+    drafts = Facts("Speculation", _draft_facts(simulation, result), key="speculation")
+    jobs = _jobs(load, result)
+    return Run(
         header=_header(settings, simulation, load, result, label),
         summary=outcomes.summary,
         num_gpus=simulation.num_devices,
         timing_origin=SCHEDULED,
         is_interrupted=not result.is_complete,
         records=result.records,
-        warnings=(*_warnings(simulation, load, machine, outcomes), *filter(None, [result.beyond])),
-        machine=machine,
-        drafts=_drafts(simulation, result),
-        settings=settings,
-        simulation=simulation,
-        outcomes=outcomes,
-        num_replicas=len(result.replicas),
-        num_interrupted_requests=0
-        if result.is_complete  # calls of jobs may never have come
-        else result.num_requests - len(result.records),
-        num_overlong=load.num_skipped,
-        decisions=result.decisions,
-        replica_seconds=result.replica_seconds,
-        jobs=_jobs(load, result),
-        sizes=result.sizes,
+        # Calls of jobs may never have come.
+        num_interrupted_requests=0 if result.is_complete else result.num_requests - len(result.records),
+        warnings=(*_warnings(simulation, load, result, outcomes), *filter(None, [result.beyond])),
+        facts=[Fact(name, value) for name, value in outcomes.whole.values.items()],
+        parts=[machine, drafts] if drafts.facts else [machine],
+        lines=[*lines_of_jobs(jobs), *_fleet_lines(result)],
+        settings=_settings(settings, simulation, result),
+        of_classes={name: own.values for name, own in outcomes.classes.items()},
+        details={
+            "speculation": drafts.values or None,
+            "num_overlong": load.num_skipped,
+            **({"jobs": {kind: own.keys() for kind, own in jobs.items()}} if jobs else {}),
+            "fleet_decisions": dict(result.decisions) or None,
+            "replica_seconds": result.replica_seconds,
+            "fleet_sizes": [each._asdict() for each in result.sizes] or None,
+        },
     )
 
 
@@ -122,42 +113,67 @@ def _header(
     )
 
 
-def _machine(simulation: Simulation, result: SimulationResult) -> MachineSummary:
+def _settings(settings: ReplicaSettings, simulation: Simulation, result: SimulationResult) -> dict[str, Any]:
+    """Return what was simulated, as a file has it."""
+    limits, fleet = simulation.config.scheduler, settings.fleet
+    names = ("dtype", "step_time", "engine", "step_noise", "guided_share", "seed")
+    names_of_limits = (
+        *("policy", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks", "block_size"),
+        *("shed_order", "max_num_queued_reqs", "max_num_queued_tokens", "max_queue_seconds"),
+    )
+    return {
+        "device": simulation.device.id,
+        "tensor_parallel_size": simulation.parallelism.tensor,
+        "pipeline_parallel_size": settings.pipeline_parallel,
+        "replicas": len(result.replicas),
+        "kinds": list(map(str, fleet.kinds)),
+        "router": simulation.config.router,
+        "shed": settings.shed.value,
+        **{name: getattr(limits, name) for name in names_of_limits},
+        **{name: getattr(settings, name) for name in names},
+    }
+
+
+def _machine_facts(simulation: Simulation, result: SimulationResult) -> list[Fact]:
+    """Return what the replicas did."""
     busy = sum(replica.busy_seconds for replica in result.replicas)
+    bubbles = sum(replica.bubble_seconds for replica in result.replicas)
     mbu, mfu = _utilisation(simulation, result, busy)
     held = result.replica_seconds if result.is_complete else None  # known once all have been given back
-    return MachineSummary(
-        num_steps=result.num_steps,
-        mean_step=_ratio(busy, result.num_steps),
-        num_preemptions=result.num_preemptions,
-        prefix_cache_hit_rate=_ratio(result.num_prefix_hits, result.num_prefix_queries),
-        kv_cache_peak_usage=max(
-            # A replica that had not run when Ctrl-C came has no blocks.
-            (each.peak_used_blocks / each.num_blocks for each in result.replicas if each.num_blocks),
-            default=None,
-        ),
-        replica_busy_share=_ratio(busy, result.duration * len(result.replicas) if held is None else held),
-        pipeline_bubble_seconds=sum(replica.bubble_seconds for replica in result.replicas),
-        mbu=mbu,
-        mfu=mfu,
-        wall_seconds=result.wall_seconds,
-    )
+    whole = result.duration * len(result.replicas) if held is None else held
+    # A replica that had not run when Ctrl-C came has no blocks.
+    used = [each.peak_used_blocks / each.num_blocks for each in result.replicas if each.num_blocks]
+    mean_step, hits = _ratio(busy * 1e3, result.num_steps), result.num_prefix_hits
+    hit_rate = _ratio(hits, result.num_prefix_queries)
+    return [
+        Fact("num_steps", result.num_steps, "steps"),
+        Fact("mean_step_ms", mean_step, "mean step (ms)", "{:.2f}".format),
+        Fact("replica_busy_share", _ratio(busy, whole), "replicas busy", whole_percent),
+        Fact("pipeline_bubble_seconds", bubbles, "pipeline bubbles (s)" if bubbles else ""),
+        Fact("mbu", mbu, "memory bandwidth used while busy (MBU)", whole_percent),
+        Fact("mfu", mfu, "arithmetic used while busy (MFU)", whole_percent),
+        Fact("num_preemptions", result.num_preemptions, "preemptions"),
+        Fact("prefix_cache_hit_rate", hit_rate, "prompt tokens from the prefix cache", exact_percent),
+        Fact("kv_cache_peak_usage", max(used, default=None), "KV cache at its fullest", whole_percent),
+        Fact("wall_seconds", result.wall_seconds, "simulated in (s)"),
+    ]
 
 
-def _drafts(simulation: Simulation, result: SimulationResult) -> SimulatedDrafts | None:
-    """Return what was speculated and what became of it; None where nothing was."""
+def _draft_facts(simulation: Simulation, result: SimulationResult) -> list[Fact]:
+    """Return what was speculated and what became of it; nothing where nothing was."""
     config, counts = simulation.config.scheduler.speculation, result.drafts
     if config is None or counts is None:
-        return None
-    return SimulatedDrafts(
-        num_speculative_tokens=config.num_speculative_tokens,
-        draft_length=config.draft_length,
-        num_drafted_tokens=counts.num_drafted,
-        num_accepted_tokens=counts.num_accepted,
-        accepted_share=_ratio(counts.num_accepted, counts.num_drafted),
-        verifying_share=_ratio(counts.num_verify_rows, counts.num_rows),
-        tokens_per_decode=counts.tokens_per_row,
-    )
+        return []
+    most, share = config.num_speculative_tokens, _ratio(counts.num_verify_rows, counts.num_rows)
+    return [
+        Fact("num_speculative_tokens", most, "drafts of a row, at most"),
+        Fact("draft_length", config.draft_length, "length of drafts", str),
+        Fact("num_drafted_tokens", counts.num_drafted, "draft tokens verified"),
+        Fact("num_accepted_tokens", counts.num_accepted),
+        Fact("accepted_share", _ratio(counts.num_accepted, counts.num_drafted), "accepted", exact_percent),
+        Fact("verifying_share", share, "decode rows with drafts", exact_percent),
+        Fact("tokens_per_decode", counts.tokens_per_row, "tokens of a decode row"),
+    ]
 
 
 def _utilisation(
@@ -199,13 +215,13 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _warnings(
-    simulation: Simulation, load: OfferedLoad, machine: MachineSummary, outcomes: RunOutcomes
+    simulation: Simulation, load: OfferedLoad, result: SimulationResult, outcomes: RunOutcomes
 ) -> Iterator[str]:
     if load.num_skipped:
         longest = simulation.config.scheduler.max_model_len
         yield f"left out {counted(load.num_skipped, 'request', ',')} longer than {longest:,} tokens"
-    if machine.num_preemptions:
-        preemptions = counted(machine.num_preemptions, "preemption", ",")
+    if result.num_preemptions:
+        preemptions = counted(result.num_preemptions, "preemption", ",")
         yield f"{preemptions}: the KV cache ran full, and prompts were computed again"
     num_relegated, num_expired = outcomes.whole.num_relegated, outcomes.summary.counts.num_expired
     if num_relegated or num_expired:
@@ -216,90 +232,43 @@ def _warnings(
         yield f"even an idle machine would miss the objectives of {infeasible}"
 
 
-def result_keys(run: SimulatedRun) -> dict[str, Any]:
-    """Return what is saved of a run: keys of `onbeat bench serve`, and those of a simulation."""
-    keys = _header_keys(run) | run_keys(run.summary) | _outcome_keys(run.summary, run.outcomes.whole)
-    for name, own in keys["classes"].items():
-        own |= _outcome_keys(run.summary.classes[name], run.outcomes.classes[name])
-    return keys | {
-        "interrupted": run.is_interrupted,
-        "num_interrupted_requests": run.num_interrupted_requests,
-        "timing_origin": run.timing_origin,
-        "num_gpus": run.num_gpus,
-        "output_throughput_per_gpu": run.point.output_throughput_per_gpu,
-        **_machine_keys(run),
-    }
+def _fleet_lines(result: SimulationResult) -> Iterator[str]:
+    """Say what a fleet decided how often, and how its size changed."""
+    if result.decisions:
+        decided = ", ".join(f"{what} {num:,}" for what, num in sorted(result.decisions.items()))
+        yield f"fleet decisions: {decided}"
+    if result.sizes and result.replica_seconds is not None:
+        numbers = [each.num_replicas for each in result.sizes]
+        yield (
+            f"fleet size: {min(numbers)} to {max(numbers)} replicas, {counted(len(numbers) - 1, 'change')}, "
+            f"{result.replica_seconds / 3600:,.2f} replica-hours"
+        )
 
 
-def _header_keys(run: SimulatedRun) -> dict[str, Any]:
-    header, settings, limits = run.header, run.settings, run.simulation.config.scheduler
-    return {
-        "date": header.date,
-        "backend": header.backend,
-        "label": header.label,
-        "model_id": header.model_id,
-        "device": run.simulation.device.id,
-        "dtype": settings.dtype,
-        "tensor_parallel_size": run.simulation.parallelism.tensor,
-        "pipeline_parallel_size": settings.pipeline_parallel,
-        "replicas": run.num_replicas,
-        **({"kinds": list(map(str, settings.fleet.kinds))} if settings.fleet.kinds else {}),
-        "router": run.simulation.config.router,
-        "policy": limits.policy,
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "max_model_len": limits.max_model_len,
-        "num_blocks": limits.num_blocks,
-        "block_size": limits.block_size,
-        "step_time": settings.step_time,
-        "engine": settings.engine,
-        "step_noise": settings.step_noise,
-        **({"guided_share": settings.guided_share} if settings.guided_share else {}),
-        "shed": settings.shed.value,
-        "shed_order": limits.shed_order,
-        "max_num_queued_reqs": limits.max_num_queued_reqs,
-        "max_num_queued_tokens": limits.max_num_queued_tokens,
-        "max_queue_seconds": limits.max_queue_seconds,
-        "num_prompts": header.num_prompts,
-        "request_rate": header.level.saved_rate,
-        "burstiness": header.burstiness,
-        "max_concurrency": header.level.max_concurrency,
-        "arrivals": header.arrivals,
-        "dataset_name": header.dataset_name,
-        "title": run.title,
-        "series": run.series,
-        "seed": settings.seed,
-    }
+def answer_of(run: SimulatedRun) -> list[str]:
+    """Return in a sentence or two how many requests were in time at which load, and what others missed."""
+    score, load = run.summary.score.own, _load(run.header.level)
+    counts = run.summary.counts
+    if not score.num_offered:
+        done = [f"{counts.num_completed:,} of {counts.num_offered:,} requests were completed, {load}."]
+        # The deadline of a job is its objective.
+        return done if "jobs" in run.details else [*done, _NO_OBJECTIVE]
+    if num_free := counts.num_offered - score.num_offered:
+        load = f"beside {num_free:,} without any, {load} in all"
+    if score.num_good == score.num_offered:
+        return [f"All {score.num_offered:,} requests kept their objectives, {load}."]
+    missed = count_missed(run.records, mode=run.summary.score.slo_mode)
+    *most, last = (f"{num:,} {_MISSED[what]}" for what, num in missed.most_common())
+    share = score.num_good / score.num_offered * 100
+    kept = f"{score.num_good:,} of {score.num_offered:,} requests ({share:.1f} %) kept their objectives"
+    return [
+        f"{kept}, {load}.",
+        f"Of the others, {' and '.join(filter(None, (', '.join(most), last)))}.",
+    ]
 
 
-def _outcome_keys(summary: GroupSummary, outcomes: GroupOutcomes) -> dict[str, Any]:
-    return {
-        "expired": summary.counts.num_expired,
-        "relegated": outcomes.num_relegated,
-        "admitted": summary.counts.num_admitted,
-        "attainment_admitted": summary.attainment_admitted,
-        "hopeless": outcomes.num_infeasible,
-        "median_predicted_ttft_error": outcomes.median_predicted_ttft_error,
-    }
-
-
-def _machine_keys(run: SimulatedRun) -> dict[str, Any]:
-    machine = run.machine
-    return {
-        "num_steps": machine.num_steps,
-        "mean_step_ms": milliseconds(machine.mean_step),
-        "num_preemptions": machine.num_preemptions,
-        "prefix_cache_hit_rate": machine.prefix_cache_hit_rate,
-        "kv_cache_peak_usage": machine.kv_cache_peak_usage,
-        "replica_busy_share": machine.replica_busy_share,
-        "pipeline_bubble_seconds": machine.pipeline_bubble_seconds,
-        "speculation": None if run.drafts is None else run.drafts.keys(),
-        "wall_seconds": machine.wall_seconds,
-        "num_overlong": run.num_overlong,
-        **({"jobs": {kind: own.keys() for kind, own in run.jobs.items()}} if run.jobs else {}),
-        "fleet_decisions": dict(run.decisions) or None,
-        "replica_seconds": run.replica_seconds,
-        "fleet_sizes": [each._asdict() for each in run.sizes] or None,
-        "mbu": machine.mbu,
-        "mfu": machine.mfu,
-    }
+def _load(level: Level) -> str:
+    most = "" if level.max_concurrency is None else f"at most {level.max_concurrency:,} open at a time"
+    if level.is_closed:
+        return most or "all sent at once"
+    return f"at {significant(level.request_rate)} requests/s" + (f" and {most}" if most else "")

@@ -12,7 +12,7 @@ TPOT     $(t_m - t_1) / (n - 1)$, one per request      ``tpot``; left out where 
 E2E      $t_m - a$                                     ``e2el``
 =======  ============================================  =============================================
 
-Times are seconds inside; fields and keys that end in ``_ms`` are milliseconds. `summary_keys` says under
+Times are seconds inside; fields and keys that end in ``_ms`` are milliseconds. `report.run` says under
 which keys a summary is saved.
 """
 

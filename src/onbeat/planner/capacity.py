@@ -13,7 +13,7 @@ import numpy as np
 from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.distribution import LEVEL, student_half_width
-from onbeat.planner.cases import Case, Labels
+from onbeat.planner.cases import Case, Labels, case_name
 from onbeat.planner.objective import Objective, Verdict
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import Bracket, SearchOptions, Stopped, search_rate
@@ -128,37 +128,20 @@ class Capacity:
         ]
         return max(kept, key=lambda trial: trial.rate).verdict.beyond if kept else ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the keys of a saved result."""
+    @property
+    def values(self) -> dict[str, Any]:
+        """As a file has it."""
         return {
+            "name": case_name(self.labels),
             "case": dict(self.labels),
-            "outcome": str(self.outcome),
+            "outcome": self.outcome,
             "request_rate": self.rate,
-            "request_rate_interval": [None if end == inf else end for end in self.interval],
+            "request_rate_interval": self.interval,
             "num_gpus": self.num_devices,
             "request_rate_per_gpu": self.rate_per_device,
             "reason": self.reason,
             "resolved": next((repeat.details for repeat in self.repeats if repeat.details), {}),
-            "repeats": [
-                {
-                    "low": bracket.low,
-                    "high": None if bracket.high == inf else bracket.high,
-                    "is_finished": bracket.is_finished,
-                    "trials": [
-                        {"request_rate": trial.rate, **trial.verdict.as_dict()} for trial in bracket.trials
-                    ],
-                    "asides": [
-                        {
-                            "request_rate": aside.rate,
-                            "objectives_times": aside.objectives,
-                            **aside.verdict.as_dict(),
-                        }
-                        for aside in repeat.asides
-                    ],
-                }
-                for repeat in self.repeats
-                if (bracket := repeat.bracket) is not None
-            ],
+            "repeats": self.repeats,
         }
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -104,9 +103,6 @@ class FleetRun:
     """Virtual seconds."""
     beyond: str = ""
     """See `SimulationResult.beyond`."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def run_fleet(task: FleetTask, context: TaskContext) -> FleetRun | None:

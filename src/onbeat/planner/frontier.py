@@ -8,12 +8,11 @@ from typing import Any
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLOMode
 from onbeat.metrics.summary import SummaryOptions, summarise
-from onbeat.metrics.summary_keys import run_keys
 from onbeat.planner.cases import Case, Labels, case_name
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import Stopped
 from onbeat.planner.trial import simulate_trial
-from onbeat.report.result import TradeoffPoint
+from onbeat.report.run import TradeoffPoint, summary_values
 from onbeat.workload.offered import OfferedLoad
 
 
@@ -63,6 +62,25 @@ class FrontierPoint:
     def series(self) -> str:
         return case_name(self.labels)
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """As a file has it, under the keys of a load test; without numbers where the case cannot run."""
+        about: dict[str, Any] = {"name": self.series, "case": dict(self.labels), "level": self.level.name}
+        about |= {"error": self.error or None}
+        if self.run is None:
+            return about
+        rate = self.level.request_rate
+        return (
+            about
+            | summary_values(self.run.summary)
+            | {
+                "request_rate": "inf" if rate is None else rate,
+                "max_concurrency": self.level.concurrency,
+                "num_gpus": self.run.num_gpus,
+                "output_throughput_per_gpu": self.run.output_throughput_per_gpu,
+            }
+        )
+
 
 def run_level(task: LevelTask, context: TaskContext) -> FrontierPoint | None:
     """Run one level of one case; a worker of `parallel.run_tasks`. None where it was stopped."""
@@ -91,16 +109,3 @@ def run_level(task: LevelTask, context: TaskContext) -> FrontierPoint | None:
     point = FrontierPoint(labels=labels, level=level, run=run)
     context.report(point)
     return point
-
-
-def point_keys(point: FrontierPoint) -> dict[str, Any]:
-    """Return what is saved of a run, under the keys of a load test; {} of a case that cannot run."""
-    if point.run is None:
-        return {}
-    rate = point.level.request_rate
-    return run_keys(point.run.summary) | {
-        "request_rate": "inf" if rate is None else rate,
-        "max_concurrency": point.level.concurrency,
-        "num_gpus": point.run.num_gpus,
-        "output_throughput_per_gpu": point.run.output_throughput_per_gpu,
-    }

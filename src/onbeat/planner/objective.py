@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import floor, inf
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.result import SimulationResult
@@ -64,14 +64,6 @@ class Verdict:
     measures: tuple[Measure, ...] = ()
     beyond: str = ""
     """See `SimulationResult.beyond`."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the keys of a saved result."""
-        return {
-            "is_met": self.is_met,
-            "reason": self.reason,
-            "measures": {measure.name: measure.value for measure in self.measures},
-        }
 
 
 def verdict_of(measures: tuple[Measure, ...]) -> Verdict:

@@ -1,8 +1,8 @@
-"""Who pays where not all requests are good (`metrics.breakdown`), as a sentence and rows of tables."""
+"""Who pays where not all requests are good (`metrics.breakdown`): a sentence, tables and a figure."""
 
 from __future__ import annotations
 
-from rich.table import Table
+from collections.abc import Mapping
 
 from onbeat.metrics.breakdown import Breakdown, GroupOutcome, TenantOutcome
 from onbeat.report.plot import (
@@ -14,16 +14,40 @@ from onbeat.report.plot import (
     axis,
     figure,
     trace,
+    with_limits,
 )
-from onbeat.report.table import number, rows_table
-from onbeat.report.table import percent as exact_percent
-from onbeat.report.units import duration, percent, short
+from onbeat.report.result import Beside, Column, Lines, Plots, Section, Table
+from onbeat.report.run import outcome_values
+from onbeat.report.units import duration, exact_percent, percent, short
 
-DECILES_TITLE = "Objectives by length of prompt"
-TENANTS_TITLE = "Objectives by tenant"
-_OUTCOME_COLUMNS = ("requests", "good", "longest wait", "TTFT P50")
-DECILE_COLUMNS = ("prompt tokens", *_OUTCOME_COLUMNS)
-TENANT_COLUMNS = ("tenant", "prompt tokens", *_OUTCOME_COLUMNS)
+SPAN = Column("span", "prompt tokens", str)
+OUTCOMES = (
+    *(Column("offered", "requests"), Column("attainment", "good", exact_percent)),
+    *(Column("longest_wait_ms", "longest wait"), Column("median_ttft_ms", "TTFT P50")),
+)
+
+
+def breakdown_sections(breakdown: Breakdown, limits: Mapping[float, str]) -> list[Section]:
+    """Return what is said of one run; nothing where there are no two groups to compare.
+
+    Parameters
+    ----------
+    limits : of TTFT, ms, each with the classes that have it.
+    """
+    sections = []
+    if line := worst_decile_line(breakdown):
+        drawn = with_limits(decile_figure(breakdown), limits, unit=1e3, axis="y2")
+        rows = [{"span": prompt_span(own), **outcome_values(own)} for own in breakdown.deciles]
+        beside = Beside([Plots([drawn], per_row=1), Table("", (SPAN, *OUTCOMES), rows)])
+        sections.append(Section("Objectives by length of prompt (times in ms)", [beside, Lines([line])]))
+    if len(breakdown.tenants) > 1:
+        tenants = [
+            {"tenant": _tenant_name(own), "span": prompt_span(own.outcome), **outcome_values(own.outcome)}
+            for own in breakdown.tenants
+        ]
+        columns = (Column("tenant", "tenant", str), SPAN, *OUTCOMES)
+        sections.append(Section("Objectives by tenant (times in ms)", [Table("", columns, tenants)]))
+    return sections
 
 
 def worst_decile_line(breakdown: Breakdown) -> str | None:
@@ -39,44 +63,10 @@ def worst_decile_line(breakdown: Breakdown) -> str | None:
     )
 
 
-def decile_rows(breakdown: Breakdown) -> list[tuple[str, ...]]:
-    """Return one row a decile of prompt length, as `DECILE_COLUMNS` names it; none of fewer than two."""
-    deciles = breakdown.deciles
-    return [(prompt_span(own), *_cells(own)) for own in deciles if len(deciles) > 1]
-
-
-def tenant_rows(breakdown: Breakdown) -> list[tuple[str, ...]]:
-    """Return one row a tenant, as `TENANT_COLUMNS` names it; none of fewer than two."""
-    tenants = breakdown.tenants
-    return [
-        (_tenant_name(own), prompt_span(own.outcome), *_cells(own.outcome))
-        for own in tenants
-        if len(tenants) > 1
-    ]
-
-
-def breakdown_tables(breakdown: Breakdown) -> list[Table]:
-    """Return the tables of one run for a terminal; none where there is nothing to compare."""
-    sections = (
-        (DECILES_TITLE, DECILE_COLUMNS, decile_rows(breakdown)),
-        (TENANTS_TITLE, TENANT_COLUMNS, tenant_rows(breakdown)),
-    )
-    return [rows_table(f"{title} (times in ms)", columns, rows) for title, columns, rows in sections if rows]
-
-
 def prompt_span(own: GroupOutcome) -> str:
     """Return the lengths of the prompts of a group, in words."""
     shortest, longest = own.min_prompt_tokens, own.max_prompt_tokens
     return f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
-
-
-def _cells(own: GroupOutcome) -> tuple[str, ...]:
-    return (
-        number(own.num_offered),
-        exact_percent(own.attainment),
-        number(own.longest_wait * 1e3),
-        number(None if own.median_ttft is None else own.median_ttft * 1e3),
-    )
 
 
 def _tenant_name(own: TenantOutcome) -> str:

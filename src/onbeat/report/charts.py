@@ -28,7 +28,7 @@ from onbeat.report.plot import (
     trace,
     with_limits,
 )
-from onbeat.report.result import AnyResult, ReportedRequest
+from onbeat.report.run import AnyRun, ReportedRequest
 
 VISIBLE_SECONDS = 1e-3
 """A shorter wait is too thin to draw."""
@@ -43,7 +43,7 @@ TIME = "seconds since start"
 CDF_LEVELS = np.concatenate([np.linspace(0, 90, 91), np.linspace(90.5, 99, 18), np.linspace(99.1, 100, 10)])
 
 
-def cdf_figure(results: Sequence[AnyResult], metric: str, title: str) -> Figure | None:
+def cdf_figure(results: Sequence[AnyRun], metric: str, title: str) -> Figure | None:
     """Return the cumulative distribution of a metric, one curve a run; None where no run has a value."""
     curves = []
     hover = "%{y:.1f} % within %{x:.1f} ms"
@@ -79,7 +79,7 @@ def cdf_figure(results: Sequence[AnyResult], metric: str, title: str) -> Figure 
     return figure(title, [*curves, *lines], ms, share, height=320, showlegend=is_several, annotations=names)
 
 
-def timeline_figure(result: AnyResult, num_runs: int = 1) -> Figure | None:
+def timeline_figure(result: AnyRun, num_runs: int = 1) -> Figure | None:
     """Return a Gantt chart: each request's wait in the client, wait for the first token, and stream.
 
     Parameters
@@ -130,7 +130,7 @@ def _share_of(most: int, num_runs: int) -> int:
     return max(50, min(most, MANY_RUNS * most // num_runs))
 
 
-def gaps_figure(result: AnyResult, num_runs: int = 1) -> Figure | None:
+def gaps_figure(result: AnyRun, num_runs: int = 1) -> Figure | None:
     """Return the gaps between deliveries over time: the points, and median and P99 of each time slice.
 
     Parameters
@@ -160,7 +160,7 @@ def _percentile(gap_ms: Array, level: int) -> float | None:
     return rounded([np.percentile(gap_ms, level)])[0] if gap_ms.size else None
 
 
-def _gap_series(result: AnyResult) -> tuple[Array, Array]:
+def _gap_series(result: AnyRun) -> tuple[Array, Array]:
     """Return when each gap ended (seconds since start) and how long it was (ms)."""
     done = [
         np.asarray(r.delivery_times) for r in result.records if r.is_completed and len(r.delivery_times) > 1
@@ -180,7 +180,7 @@ def _most_telling(times: Array, gap_ms: Array, most: int) -> NDArray[np.int64]:
     return np.union1d(longest, others)
 
 
-def load_figure(result: AnyResult) -> Figure | None:
+def load_figure(result: AnyRun) -> Figure | None:
     """Return open requests and output tokens per second over time."""
     records = [record for record in result.records if record.is_completed]
     if not records:

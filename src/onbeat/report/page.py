@@ -1,11 +1,12 @@
-"""A self-contained HTML page: it loads nothing, so it can be mailed and archived."""
+"""A result as a self-contained HTML page: it loads nothing, so it can be mailed and archived."""
 
 from __future__ import annotations
 
 import base64
 import gzip
 import html
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ import orjson
 
 from onbeat.core.errors import ConfigError
 from onbeat.report.plot import Figure
+from onbeat.report.result import INTERRUPTED, Beside, Column, Facts, Lines, Part, Plots, Result, Table
 
 # Nothing may be fetched, whatever a library inside the page would like to do.
 CONTENT_POLICY = (
@@ -24,36 +26,42 @@ PLOTLY = "plotly-basic-4.1.1.min.js.gz"
 """The library of the charts, its makers' bundle with bars and lines alone (MIT; the licence is beside it)."""
 _LONG_TEXT = 30
 """Characters; shorter texts stay on one line."""
+_WIDTHS = {1: "stack", 2: "grid wide", 3: "grid"}
+_WORDS = (
+    "TTFT: arrival to first delivery. TBT: every gap between deliveries. TPOT: last minus first delivery, "
+    "divided by output tokens less one. E2E: arrival to last delivery. Percentiles interpolate linearly."
+)
 
 
-class Page:
+def write_page(result: Result, path: Path) -> None:
+    """Write the page of a result.
+
+    Raises
+    ------
+    ConfigError : the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_Page().render(result), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+class _Page:
     """Collects figures while the body is written, and puts page and data together."""
 
     def __init__(self) -> None:
         self._figures: list[Figure] = []
 
-    def card(self, figure: Figure | None) -> str:
-        """Return a place for a figure; nothing if there is none."""
-        if figure is None:
-            return ""
-        self._figures.append(figure)
-        place = f'<div data-figure="{len(self._figures) - 1}"></div>'
-        return f'<div class="card"><h3>{html.escape(figure["title"])}</h3>{place}</div>\n'
-
-    def grid(self, figures: Sequence[Figure | None], *, per_row: Literal[2, 3] = 3) -> str:
-        """Return places for figures side by side, at most so many in a row."""
-        name = "grid" if per_row == 3 else "grid wide"
-        return f'<div class="{name}">{"".join(map(self.card, figures))}</div>\n'
-
-    def render(self, title: str, body: str) -> str:
-        """Return the whole page around a body made of HTML."""
+    def render(self, result: Result) -> str:
         assets = files("onbeat.report") / "assets"
+        body = self._body(result)
         figures = orjson.dumps(self._figures, option=orjson.OPT_SERIALIZE_NUMPY)
         return (
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{html.escape(title)}</title>\n"
+            f"<title>{html.escape(result.title)}</title>\n"
             f"<style>\n{(assets / 'report.css').read_text()}</style>\n</head>\n"
             f"<body>\n<main>\n{body}</main>\n"
             # Packed: a page is mailed and kept, and this is most of it.
@@ -63,79 +71,87 @@ class Page:
             "</body>\n</html>\n"
         )
 
-    def write(self, path: Path, title: str, body: str) -> None:
-        """Write the page.
-
-        Raises
-        ------
-        ConfigError : the file cannot be written.
-        """
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(self.render(title, body), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def heading(title: str, lead: str, tiles: Sequence[tuple[str, str]] = ()) -> str:
-    """Return the head of a page: a title, a line about what was done, and numbers as (name, value)."""
-    cells = "".join(
-        f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
-        for name, value in tiles
-    )
-    return (
-        f'<h1>{html.escape(title)}</h1>\n<p class="lead">{html.escape(lead)}</p>\n'
-        f'<div class="tiles">{cells}</div>\n'
-    )
-
-
-def answer(title: str, sentence: str, facts: Sequence[tuple[str, str]]) -> str:
-    """Return the head of a page that answers a question: the answer, and what follows as (question, text)."""
-    cells = "".join(
-        f'<div class="card"><h3>{html.escape(question)}</h3><p>{html.escape(text)}</p></div>\n'
-        for question, text in facts
-    )
-    return (
-        f'<h1>{html.escape(title)}</h1>\n<p class="answer">{html.escape(sentence)}</p>\n'
-        f'<div class="grid wide facts">{cells}</div>\n'
-    )
-
-
-def folded(title: str, body: str) -> str:
-    """Return a part of a page that a click opens; printed, it is open."""
-    return f"<details><summary>{html.escape(title)}</summary>\n{body}</details>\n"
-
-
-def notes(texts: Sequence[str], kind: Literal["note", "note plain"] = "note") -> str:
-    """Return a box with warnings, or one with plain facts; nothing if there are none."""
-    if not texts:
-        return ""
-    return f'<div class="{kind}">' + "".join(f"<p>{html.escape(text)}</p>" for text in texts) + "</div>\n"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Sequence[int] = ()) -> str:
-    """Return a table; an all-empty header is left out.
-
-    Parameters
-    ----------
-    texts : columns besides the first that hold text, which starts at the left; numbers end at the right.
-        Long texts become several lines.
-    """
-
-    def start(column: int, cell: str) -> str:
-        if column not in texts:
-            return ""
-        return ' class="left long"' if len(cell) > _LONG_TEXT else ' class="left"'
-
-    def line(tag: str, cells: Sequence[str]) -> str:
-        return "".join(
-            f"<{tag}{start(column, cell)}>{html.escape(cell)}</{tag}>" for column, cell in enumerate(cells)
+    def _body(self, result: Result) -> str:
+        body = f"<h1>{html.escape(result.title)}</h1>\n"
+        body += _paragraphs([" ".join(result.answer)] if result.answer else [], "answer")
+        body += _paragraphs([result.lead] if result.lead else [], "lead")
+        tiles = (
+            f"<b>{html.escape(value)}</b><span>{html.escape(name)}</span>" for name, value in result.tiles
+        )
+        body += _box("tiles", (f'<div class="tile">{each}</div>' for each in tiles))
+        cards = ((question, _paragraphs([text])) for question, text in result.follows)
+        body += _box("grid wide facts", (_card(text, title=question) for question, text in cards))
+        interrupted = [INTERRUPTED] if result.is_interrupted else []
+        body += _box("note", [_paragraphs([*interrupted, *result.warnings])])
+        for section in result.sections:
+            content = "" if section.where == "terminal" else "".join(map(self._part, section.parts))
+            if content and section.is_folded:
+                title = html.escape(section.title)
+                body += f"<details><summary>{title}</summary>\n{content}</details>\n"
+            elif content:
+                body += (section.title and f"<h2>{html.escape(section.title)}</h2>\n") + content
+        shown = (
+            (name, value if isinstance(value, str) else json.dumps(value, default=str))
+            for name, value in result.settings.items()
+        )
+        settings = _table([Column("", "", str)] * 2, [*map(list, shown)])
+        return (
+            f"{body}<details><summary>All settings</summary>{settings}</details>\n<footer>{_WORDS}</footer>\n"
         )
 
-    head = line("th", header)
-    lines = "".join(f"<tr>{line('td', row)}</tr>\n" for row in rows)
-    named = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
-    return f'<div class="card scroll"><table>{named}<tbody>{lines}</tbody></table></div>\n'
+    def _part(self, part: Part) -> str:
+        match part:
+            case Plots(figures=figures, per_row=per_row):
+                return _box(_WIDTHS[per_row], map(self._place, figures))
+            case Lines(lines=lines):
+                return _paragraphs(lines)
+            case Facts(title=title, rows=rows) if rows:
+                return _table([Column("", title, str), Column("", "")], rows)
+            case Table(columns=columns, cells=cells) if cells:
+                caption = _paragraphs([part.caption] if part.caption else [], "lead")
+                return _table(columns, cells, part.title) + caption
+            case Beside(parts=(first, *others)):
+                return _box("grid wide", [self._part(first), _box("stack", map(self._part, others))])
+        return ""
+
+    def _place(self, figure: Figure | None) -> str:
+        if figure is None:
+            return ""
+        self._figures.append(figure)
+        return _card(f'<div data-figure="{len(self._figures) - 1}"></div>', title=figure["title"])
+
+
+def _card(content: str, title: str) -> str:
+    return f'<div class="card"><h3>{html.escape(title)}</h3>{content}</div>\n'
+
+
+def _box(kind: str, contents: Iterable[str]) -> str:
+    """Return a box around what there is; nothing around nothing."""
+    content = "".join(contents)
+    return f'<div class="{kind}">{content}</div>\n' if content else ""
+
+
+def _paragraphs(texts: Iterable[str], kind: Literal["", "answer", "lead"] = "") -> str:
+    begin = f'<p class="{kind}">' if kind else "<p>"
+    return "".join(f"{begin}{html.escape(text)}</p>\n" for text in texts)
+
+
+def _table(columns: Sequence[Column], rows: Sequence[Sequence[str]], title: str = "") -> str:
+    """Return a table; an all-empty header is left out. Long texts become several lines."""
+    name = f"<h3>{html.escape(title)}</h3>" if title else ""
+
+    def line(tag: str, cells: Iterable[str]) -> str:
+        found = ""
+        for place, (column, cell) in enumerate(zip(columns, cells, strict=True)):
+            is_text = place and column.show is str
+            kind = (' class="left long"' if len(cell) > _LONG_TEXT else ' class="left"') if is_text else ""
+            found += f"<{tag}{kind}>{html.escape(cell)}</{tag}>"
+        return f"<tr>{found}</tr>"
+
+    titles = [column.title for column in columns]
+    head = f"<thead>{line('th', titles)}</thead>" if any(titles) else ""
+    lines = "\n".join(line("td", row) for row in rows)
+    return f'<div class="card scroll">{name}<table>{head}<tbody>{lines}</tbody></table></div>\n'
 
 
 def _packed(packed: bytes) -> str:

@@ -1,214 +1,181 @@
-"""One run, measured or simulated, as tables, charts and files show it."""
+"""What a command found, described once: a terminal, a page and a file show it each in their way."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import orjson
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
 
+from onbeat import __version__
 from onbeat.core.errors import ConfigError
-from onbeat.metrics.distribution import Distribution
-from onbeat.metrics.summary import MeasuredRequest, RunSummary
-from onbeat.report.drafts import Drafts
+from onbeat.report.plot import Figure
+from onbeat.report.units import NOTHING, number
 
-SCHEDULED = "scheduled arrival"
-"""`timing_origin` of a run whose latencies start at the planned arrival."""
-CLIENT_QUEUE = "client_queue_time"
-"""Name, among latencies, of the wait in a client."""
-
-
-class ReportedRequest(MeasuredRequest, Protocol):
-    """One request as the charts see it."""
-
-    @property
-    def client_queue_time(self) -> float:
-        """Time from the arrival to the send, seconds; 0 where nothing holds requests back."""
-        ...
+SCHEMA = 2
+"""Of the files of results; version 1 had `schema_version`, and no `kind`."""
+INTERRUPTED = "interrupted: this is a partial result"
+Show = Callable[[Any], str]
 
 
-R = TypeVar("R", bound=ReportedRequest, covariant=True)
+class Fact(NamedTuple):
+    """One number or word."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
-    """How hard a load presses."""
-
-    request_rate: float
-    """Requests per second; infinite where no clock sends them."""
-    max_concurrency: int | None
-    """Most requests open at once; None sets no limit."""
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether requests are sent as others end, not by the clock."""
-        return math.isinf(self.request_rate)
-
-    @property
-    def name(self) -> str:
-        """What sets a run of a sweep apart: the rate of an open loop, else the concurrency."""
-        return f"c={self.max_concurrency}" if self.is_closed else f"{self.request_rate:g}/s"
-
-    @property
-    def saved_rate(self) -> float | str:
-        """The rate as files have it."""
-        return "inf" if self.is_closed else self.request_rate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunHeader:
-    """What was run: the model, the load, and when."""
-
-    model_id: str
-    backend: str
-    label: str | None
-    date: str
-    """Local time: YYYYMMDD-HHMMSS."""
-    dataset_name: str
-    num_prompts: int
-    arrivals: str
-    """Kind of arrivals; `closed loop` and `all at once` have none."""
-    burstiness: float | None
-    """Of gamma arrivals; None where nobody set it."""
-    level: Level
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientTimes:
-    """How long the load client itself held requests back."""
-
-    queue: Distribution
-    """From the arrival to the send."""
-    max_dispatch_lag_ms: float | None
-    """Of the queue time without the wait for a slot; None without a request."""
-    p99_dispatch_lag_ms: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineSummary:
-    """What the replicas of a simulated run did."""
-
-    num_steps: int
-    mean_step: float | None
-    """Seconds; None without a step."""
-    num_preemptions: int
-    prefix_cache_hit_rate: float | None
-    """Share of the prompt tokens that the prefix cache held; None where none was looked up."""
-    kv_cache_peak_usage: float | None
-    """Share of the blocks of the replica that was fullest."""
-    replica_busy_share: float | None
-    pipeline_bubble_seconds: float
-    mbu: float | None
-    """Memory bandwidth utilisation of the busy time, a share; None where nothing ran."""
-    mfu: float | None
-    """The same of the arithmetic."""
-    wall_seconds: float
-    """How long the simulation took."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorGroup:
-    """Failures and rejections of one cause."""
-
-    status: str
-    cause: str
-    count: int
-    example: str | None
-    """What exactly happened to one of them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TradeoffPoint:
-    """A run as one point of throughput against latency."""
-
-    series: str
-    """Points of one series are joined by a line."""
-    level: str
-    """What sets it apart in its series."""
-    load: float
-    """Requests per second, or of a closed loop requests that are open at once."""
-    is_closed: bool
-    summary: RunSummary
-    num_gpus: int
-
-    @property
-    def output_throughput_per_gpu(self) -> float:
-        """Output tokens per second and GPU."""
-        return self.summary.counts.output_throughput / self.num_gpus
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult(Generic[R]):
-    """One run: its numbers, and the requests behind them."""
-
+    key: str
+    """In a file, with the unit at its end: `median_ttft_ms`."""
+    value: Any
     title: str = ""
-    """What sets it apart in a table of several runs."""
-    series: str = ""
-    """Runs of one series are joined by a line."""
-    header: RunHeader
-    summary: RunSummary
-    num_gpus: int
-    timing_origin: str
-    """Where latencies start: `SCHEDULED`, or `send`."""
-    is_interrupted: bool
-    records: Sequence[R] = ()
-    """Requests that ended by themselves, by index."""
-    start: float = 0.0
-    """On the clock of the records, seconds."""
-    warnings: tuple[str, ...] = ()
-    """What makes its numbers less than they look."""
-    remarks: tuple[str, ...] = ()
-    """Plain facts beside them."""
-    client: ClientTimes | None = None
-    """Of a measured run."""
-    machine: MachineSummary | None = None
-    """Of a simulated run."""
-    drafts: Drafts | None = None
-    """None where nothing was speculated."""
-    errors: tuple[ErrorGroup, ...] = ()
-    """The most frequent cause first."""
+    """Of its row; empty where files alone have it."""
+    show: Show = number
+
+
+class Column(NamedTuple):
+    """One column of a table; one that is shown by `str` holds text."""
+
+    key: str
+    title: str
+    show: Show = number
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts below each other; those without a value are not shown."""
+
+    title: str
+    facts: Sequence[Fact]
+    key: str = ""
+    """Under which a file has them; empty for its top."""
 
     @property
-    def point(self) -> TradeoffPoint:
-        """The run as a point of throughput against latency."""
-        level = self.header.level
-        return TradeoffPoint(
-            series=self.series,
-            level=level.name,
-            is_closed=level.is_closed,
-            load=(level.max_concurrency or math.inf) if level.is_closed else level.request_rate,
-            summary=self.summary,
-            num_gpus=self.num_gpus,
-        )
+    def values(self) -> dict[str, Any]:
+        """As a file has them."""
+        return {fact.key: fact.value for fact in self.facts}
 
     @property
-    def latencies(self) -> Mapping[str, Distribution]:
-        """By metric; of a measured run with `CLIENT_QUEUE`."""
-        if self.client is None:
-            return self.summary.latencies
-        return {**self.summary.latencies, CLIENT_QUEUE: self.client.queue}
+    def rows(self) -> list[tuple[str, str]]:
+        """As they are shown: (title, value)."""
+        return [
+            (each.title, each.show(each.value))
+            for each in self.facts
+            if each.title and each.value is not None
+        ]
 
 
-AnyResult = RunResult[ReportedRequest]
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Columns over what a file has of each row."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Mapping[str, Any]]
+    key: str = ""
+    """Under which a file has the rows; empty where it has them elsewhere."""
+    caption: str = ""
+    colours: Mapping[str, str] = field(default_factory=dict)
+    """Of cells on a terminal, by what they say."""
+
+    @property
+    def cells(self) -> list[list[str]]:
+        """As they are shown."""
+        return [[_cell(row.get(key), show) for key, _, show in self.columns] for row in self.rows]
 
 
-def merge_texts(results: Sequence[AnyResult], kind: str = "warnings") -> list[str]:
-    """Return each `warnings` or `remarks` once, with the runs that it is about unless it is about all."""
-    about: dict[str, list[str]] = {}
-    for result in results:
-        for text in getattr(result, kind):
-            about.setdefault(text, []).append(result.title)
-    return [
-        text if len(titles) == len(results) else f"{text} ({', '.join(titles)})"
-        for text, titles in about.items()
-    ]
+def _cell(value: Any, show: Show) -> str:
+    if value is None:
+        return "" if show is str else NOTHING
+    return show(value)
 
 
-def write_document(path: Path, document: dict[str, Any], *, append: bool = False) -> None:
-    """Write a result file.
+@dataclass(frozen=True, slots=True)
+class Plots:
+    """Figures side by side, on a page alone."""
+
+    figures: Sequence[Figure | None]
+    per_row: Literal[1, 2, 3] = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """Sentences."""
+
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The first part at the left of a page, and the others at its right, below each other."""
+
+    parts: Sequence[Part]
+
+
+Part = Facts | Table | Plots | Lines | Beside
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Parts under a title."""
+
+    title: str
+    parts: Sequence[Part]
+    where: Literal["everywhere", "page", "terminal"] = "everywhere"
+    is_folded: bool = False
+    """Whether a click opens it on a page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Everything that a command found, in the order in which it is read."""
+
+    kind: str
+    """Which command: `simulation`, `bench`, `capacity`, `plan`, `replay` or `profile`."""
+    title: str
+    lead: str = ""
+    """What was done, in a line."""
+    answer: Sequence[str] = ()
+    """The result in a sentence or two: a page begins with them, a terminal ends with them."""
+    follows: Sequence[tuple[str, str]] = ()
+    """What follows from it, as (question, text)."""
+    tiles: Sequence[tuple[str, str]] = ()
+    """Numbers that stand out on a page, as (name, value)."""
+    sections: Sequence[Section] = ()
+    warnings: Sequence[str] = ()
+    """What makes it less than it looks."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What it was made with, for the end of a page."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """What a file has beside the facts and tables."""
+    is_interrupted: bool = False
+
+    def document(self) -> dict[str, Any]:
+        """Return what a file has."""
+        about = {"schema": SCHEMA, "kind": self.kind, "onbeat_version": __version__}
+        found = about | {"interrupted": self.is_interrupted, **self.values}
+        for part in self._parts():
+            if isinstance(part, Facts) and part.facts:
+                found |= {part.key: part.values} if part.key else part.values
+            elif isinstance(part, Table) and part.key:
+                found[part.key] = list(part.rows)
+        return found
+
+    def _parts(self) -> Iterator[Part]:
+        for section in self.sections:
+            for part in section.parts:
+                yield from part.parts if isinstance(part, Beside) else [part]
+
+
+def save(result: Result, path: Path, *, append: bool = False) -> None:
+    """Write the file of a result; see `write_document`."""
+    write_document(path, result.document(), append=append)
+
+
+def write_document(path: Path, document: Mapping[str, Any], *, append: bool = False) -> None:
+    """Write a file of JSON.
 
     Parameters
     ----------
@@ -218,12 +185,71 @@ def write_document(path: Path, document: dict[str, Any], *, append: bool = False
     ------
     ConfigError : the file cannot be written.
     """
-    content = orjson.dumps(
-        document, option=orjson.OPT_SERIALIZE_NUMPY | (0 if append else orjson.OPT_INDENT_2)
-    )
+    option = orjson.OPT_SERIALIZE_NUMPY | (0 if append else orjson.OPT_INDENT_2)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab" if append else "wb") as file:
-            file.write(content + b"\n")
+            file.write(orjson.dumps(document, option=option) + b"\n")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def show(result: Result, console: Console) -> None:
+    """Print tables and sentences, and the answer at the end."""
+    for section in result.sections:
+        if section.where != "page":
+            show_parts(section.parts, console, title=section.title)
+    say(console, [f"note: {warning}" for warning in result.warnings])
+    if result.is_interrupted:
+        console.print(INTERRUPTED, style="bold yellow")
+    say(console, result.answer)
+
+
+def show_parts(parts: Iterable[Part], console: Console, *, title: str = "") -> None:
+    """Print parts.
+
+    Parameters
+    ----------
+    title : of tables that have none.
+    """
+    for part in parts:
+        match part:
+            case Beside(parts=own):
+                show_parts(own, console, title=title)
+            case Lines(lines=lines):
+                say(console, lines)
+            case Facts(rows=rows) if rows:
+                _head(part.title or title, console)
+                columns = (Column("", "", str), Column("", ""))
+                console.print(filled_table(columns, rows, show_header=False))
+            case Table(rows=rows) if rows:
+                _head(part.title or title, console)
+                console.print(filled_table(part.columns, part.cells, part.colours))
+                say(console, [part.caption] if part.caption else [])
+
+
+def _head(title: str, console: Console) -> None:
+    """Print the title of a table: over it, as it may be longer."""
+    if title:
+        console.print(title, style="table.title", markup=False, highlight=False, soft_wrap=True)
+
+
+def say(console: Console, lines: Iterable[str]) -> None:
+    """Print sentences as they are."""
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def filled_table(
+    columns: Sequence[Column],
+    rows: Iterable[Sequence[str]],
+    colours: Mapping[str, str] | None = None,
+    **look: Any,
+) -> RichTable:
+    """Return a table for a terminal: text starts at the left, and numbers end at the right."""
+    table, styles = RichTable(box=SIMPLE_HEAD, **look), colours or {}
+    for column in columns:
+        table.add_column(column.title, justify="left" if column.show is str else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell, styles.get(cell, "")) for cell in row))  # names are not markup
+    return table

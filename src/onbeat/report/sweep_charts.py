@@ -26,7 +26,7 @@ from onbeat.report.plot import (
     trace,
     with_limits,
 )
-from onbeat.report.result import TradeoffPoint
+from onbeat.report.run import TradeoffPoint
 
 KEPT_TITLE = "Share of requests within their objectives"
 GOODPUT_TITLE = "Goodput"

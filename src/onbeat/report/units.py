@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 BARS = "▁▂▃▄▅▆▇█"
 NOTHING = "-"
+
+
+def number(value: Any, digits: int = 1) -> str:
+    """Return a number with fewer digits the larger it is; `-` for None."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, int):
+        return f"{value:,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}f}" if abs(value) >= 10 else f"{value:.{digits + 1}f}"
+
+
+def exact_percent(share: float | None, digits: int = 1) -> str:
+    """Return a share in percent with so many digits after the point; `-` for None."""
+    return NOTHING if share is None else f"{share:.{digits}%}"
+
+
+def whole_percent(share: float | None) -> str:
+    """Return a share in whole percents; `-` for None."""
+    return exact_percent(share, 0)
 
 
 def short(value: float | None) -> str:

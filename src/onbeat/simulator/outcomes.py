@@ -23,6 +23,15 @@ class GroupOutcomes:
     median_predicted_ttft_error: float | None
     """Median of |predicted - actual| / actual TTFT; None where nothing was predicted."""
 
+    @property
+    def values(self) -> dict[str, float | None]:
+        """As a file has them."""
+        return {
+            "relegated": self.num_relegated,
+            "hopeless": self.num_infeasible,
+            "median_predicted_ttft_error": self.median_predicted_ttft_error,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcomes:

@@ -9,7 +9,7 @@ from typing import Any
 from onbeat.bench.bench_config import BenchConfig, TargetConfig
 from onbeat.bench.bench_load import BenchLoad, RunConfig
 from onbeat.bench.record import RequestRecord
-from onbeat.bench.result import BenchResult
+from onbeat.bench.result import BenchRun
 from onbeat.bench.session import run_bench
 from tests.fake_openai import FakeOpenAI, serving
 
@@ -33,7 +33,7 @@ class Watcher:
         if self.num_ended == self._stop_after:
             self.stop.set()
 
-    def on_result(self, result: BenchResult) -> None: ...
+    def on_result(self, result: BenchRun) -> None: ...
 
 
 async def measure(
@@ -46,7 +46,7 @@ async def measure(
     target: dict[str, Any] | None = None,
     watcher: Watcher | None = None,
     **bench_options: Any,
-) -> BenchResult:
+) -> BenchRun:
     """Measure one run of small requests, or of a data set; `bench_options` go to `BenchConfig`."""
     watcher = watcher or Watcher()
     asked = {"input_len": 12, "output_len": 6} if dataset is None else dataset

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from onbeat.bench.bench_load import BenchLoad
-from onbeat.bench.saved import result_keys
 from onbeat.core.slo import SLO
 from onbeat.workload.slo_classes import SLOClass
 from tests.cpu.bench.background import SMALL, Background, bench, load
@@ -35,7 +34,7 @@ async def test_an_embedding_has_one_delivery_and_is_held_to_its_ttft() -> None:
         "tight": 0.0,
         "loose": 1.0,
     }
-    saved = result_keys(result)
+    saved = result.values
     assert saved["median_ttft_ms"] == pytest.approx(saved["median_e2el_ms"])
     assert saved["median_ttft_ms"] >= 50
     assert saved["server_verdicts"]["only_server_met"] == 4
@@ -49,7 +48,7 @@ async def test_what_goes_wrong_is_named(fault: str, cause: str) -> None:
     fake = FakeOpenAI(fail_every=2, fault=fault)
     result = await measure(fake, BenchLoad(), num_prompts=4, target={"api": "embeddings"})
     (group,) = result.errors
-    assert (group.cause, group.count) == (cause, 2)
+    assert (group["cause"], group["count"]) == (cause, 2)
     assert result.summary.counts.num_completed == 2
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from onbeat.bench.bench_load import BenchLoad
-from onbeat.bench.saved import result_keys
 from onbeat.core.slo import SLO
 from onbeat.workload.slo_classes import SLOClass
 from tests.cpu.bench.measure import measure
@@ -35,7 +34,7 @@ async def test_onbeat_is_told_class_and_objectives_of_each_request() -> None:
     assert all("slo" not in body for body in fake.bodies[:2])  # warm-up promises nothing
     tenants = [headers.get("x-llm-d-inference-fairness-id") for headers in fake.headers[2:]]
     assert tenants == ["team a" if body["slo"]["class"] == "tight" else None for body in measured]
-    assert result.slo_sent == "body"
+    assert result.values["slo_sent"] == "body"
     assert result.summary.score.attainment == 1.0
 
 
@@ -46,7 +45,7 @@ async def test_other_servers_are_not_told(send: str) -> None:
     result = await measure(fake, CLOSED, num_prompts=4, slo_classes=CLASSES, send_slo=send)
 
     assert all("slo" not in body for body in fake.bodies)
-    assert result.slo_sent == "none"
+    assert result.values["slo_sent"] == "none"
     assert result.summary.score.attainment == 1.0
 
 
@@ -71,7 +70,7 @@ async def test_the_verdict_of_the_last_chunk_is_kept_and_compared() -> None:
     result = await measure(fake, CLOSED, num_prompts=4, slo_classes=CLASSES)
 
     assert [record.verdict is not None for record in result.records] == [True] * 4
-    verdicts = result_keys(result)["server_verdicts"]
+    verdicts = result.values["server_verdicts"]
     assert (verdicts["agreement"], verdicts["only_client_good"], verdicts["relegated"]) == (0.0, 4, 4)
     assert verdicts["median_server_ttft_ms"] == pytest.approx(1.5)
     assert verdicts["median_predicted_ttft_error"] == pytest.approx(1.0)
@@ -91,7 +90,7 @@ async def test_refusals_are_no_failures_and_are_sent_once(faults: dict[str, Any]
     fake = FakeOpenAI(fail_every=2, **faults)
 
     result = await measure(fake, CLOSED, num_prompts=10, slo_classes=CLASSES)
-    summary = result_keys(result)
+    summary = result.values
 
     assert fake.num_completions == 10  # Retry-After or not: shed load is not offered twice
     assert (summary["completed"], summary[key], summary["failed"]) == (5, 5, 0)
@@ -110,6 +109,6 @@ async def test_groups_of_a_mixed_load_are_told_apart() -> None:
 
     result = await measure(fake, CLOSED, num_prompts=8, dataset=dataset)
 
-    groups = result_keys(result)["groups"]
+    groups = result.values["groups"]
     assert {name: own["total_input_tokens"] for name, own in groups.items()} == {"long": 80, "short": 30}
     assert groups["short"]["p50_ttft_ms"] is not None

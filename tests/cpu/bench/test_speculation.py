@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from onbeat.bench.bench_load import BenchLoad
-from onbeat.bench.saved import result_keys
 from tests.cpu.bench.measure import measure
 from tests.fake_openai import FakeOpenAI
 
@@ -31,7 +30,7 @@ async def test_counters_are_read_before_and_after_the_run() -> None:
         metrics=[exposition(10, 40, (10, 5)), exposition(30, 120, (26, 13, 1))], details=DETAILS
     )
     result = await measure(fake, BenchLoad(max_concurrency=4))
-    summary = result_keys(result)
+    summary = result.values
     assert (summary["spec_decode_num_drafts"], summary["spec_decode_draft_tokens"]) == (20, 80)
     assert summary["spec_decode_acceptance_length"] == 1 + 25 / 20
     assert summary["spec_decode_acceptance_rate"] == pytest.approx(100 * 25 / 80)
@@ -42,11 +41,11 @@ async def test_counters_are_read_before_and_after_the_run() -> None:
 async def test_usage_stands_in_for_metrics(metrics: list[str]) -> None:
     fake = FakeOpenAI(details=DETAILS, metrics=metrics)
     result = await measure(fake, BenchLoad(max_concurrency=4))
-    assert result_keys(result)["spec_decode_draft_tokens"] == 4 * len(result.records)
-    assert result_keys(result)["spec_decode_acceptance_rate"] == 75.0
-    assert result_keys(result)["spec_decode_source"] == "usage"
+    assert result.values["spec_decode_draft_tokens"] == 4 * len(result.records)
+    assert result.values["spec_decode_acceptance_rate"] == 75.0
+    assert result.values["spec_decode_source"] == "usage"
 
 
 async def test_a_server_that_does_not_speculate_has_no_acceptance() -> None:
     result = await measure(FakeOpenAI(), BenchLoad(max_concurrency=4))
-    assert not [key for key in result_keys(result) if key.startswith("spec_decode")]
+    assert not [key for key in result.values if key.startswith("spec_decode")]

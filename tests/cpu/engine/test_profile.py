@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onbeat.cli.profile_drafts import DRAFT_HEADER, draft_figure, draft_rows
+from onbeat.cli.profile_output import draft_figure, draft_rows, profile_result
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
@@ -348,8 +348,8 @@ def test_a_profile_is_measured_fitted_and_read_again(loaded, tmp_path):
         step.shape.num_verify_rows == step.shape.num_sequences > 0 for step in result.fitted_steps
     )
     assert len(rows) == num_verifying > 0
-    assert all(len(row) == len(DRAFT_HEADER) for row in rows)
-    traces = draft_figure(result)["data"]
+    assert len(profile_result(result).document()["drafts"]) == num_verifying
+    traces = draft_figure(rows)["data"]
     assert sum(len(trace["x"]) - 1 for trace in traces if trace["mode"] == "markers") == num_verifying
     path = tmp_path / "p.json"
     write_profile(path, profile)

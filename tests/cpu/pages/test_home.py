@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from onbeat.bench.bench_load import BenchLoad
-from onbeat.cli.capacity_output import write_page
+from onbeat.cli.capacity_output import capacity_result
 from onbeat.core.errors import SLOUnattainable
-from onbeat.report.run_report import write_report
+from onbeat.report.page import write_page
 from tests.cpu.pages.browser import open_tab
 from tests.cpu.pages.chatting import LAST, ask, needs_browser
 from tests.cpu.server.predicting_engine import PredictingEngine
 from tests.cpu.server.running import Served, serving
+from tests.pure.bench.results import result_of
 from tests.pure.bench.test_report import with_classes
 from tests.pure.cli.test_answers import found, page_report
 
@@ -109,13 +110,9 @@ WIDE = """[...document.querySelectorAll('h1, h2, h3, p, summary, .tile, .card:no
 @needs_browser
 async def test_no_text_of_a_report_is_cut_on_screens_and_paper(tmp_path: Path) -> None:
     levels = [BenchLoad(request_rate=float(rate)) for rate in (1, 4)]
-    write_page(tmp_path / "capacity.html", page_report(found(policy="prefill-first"), found(policy="slo")))
-    write_report(
-        tmp_path / "sweep.html",
-        [with_classes(2.0, load) for load in levels],
-        percentiles=(50, 99),
-        settings={},
-    )
+    cases = page_report(found(policy="prefill-first"), found(policy="slo"))
+    write_page(capacity_result(cases), tmp_path / "capacity.html")
+    write_page(result_of(*(with_classes(2.0, load) for load in levels)), tmp_path / "sweep.html")
     async with open_tab("about:blank#") as tab:
         for page in ("capacity", "sweep"):
             for width in (1280, 390):

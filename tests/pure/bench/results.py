@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,11 @@ import numpy as np
 from onbeat.bench.bench_config import BenchConfig, TargetConfig
 from onbeat.bench.bench_load import BenchLoad, RunConfig
 from onbeat.bench.record import RequestRecord, Status, TokenCountSource
-from onbeat.bench.result import BenchResult, build_result
+from onbeat.bench.result import BenchRun, build_result, request_columns
 from onbeat.bench.runner import LoadOutcome
 from onbeat.metrics.summary import SummaryOptions
+from onbeat.report.result import Result
+from onbeat.report.run_report import runs_result
 
 START = 100.0
 
@@ -64,7 +67,7 @@ def make_result(
     model: str = "org/model",
     bench: dict[str, Any] | None = None,
     **run_options: Any,
-) -> BenchResult:
+) -> BenchRun:
     records = make_records(30) if records is None else records
     options: dict[str, Any] = {"target": TargetConfig(), "summary": SummaryOptions(objectives={"ttft": 0.2})}
     load = replace(load or BenchLoad(max_concurrency=4), num_prompts=len(records))
@@ -74,3 +77,14 @@ def make_result(
     return build_result(
         BenchConfig(**(options | (bench or {}))), run, outcome, model=model, length_source="tokenizer"
     )
+
+
+def result_of(*runs: BenchRun, percentiles: Sequence[float] = (50.0, 90.0, 99.0)) -> Result:
+    return runs_result(runs, kind="bench", percentiles=percentiles, settings={"num_prompts": 30})
+
+
+def document_of(*runs: BenchRun, detailed: bool = False) -> dict[str, Any]:
+    """What is saved of runs."""
+    if detailed:
+        runs = tuple(replace(run, details={**run.details, **request_columns(run)}) for run in runs)
+    return result_of(*runs).document()

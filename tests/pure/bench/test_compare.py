@@ -11,13 +11,14 @@ from rich.console import Console
 
 from onbeat.bench.bench_load import BenchLoad
 from onbeat.bench.compare import Comparison, Row, compare, comparison_table
-from onbeat.bench.saved import SavedRun, read_runs, to_document
+from onbeat.bench.saved import SavedRun, read_runs
 from onbeat.core.errors import ConfigError
-from tests.pure.bench.results import failure, make_records, make_result
+from onbeat.report.result import show_parts
+from tests.pure.bench.results import document_of, failure, make_records, make_result
 
 
 def saved(path: Path, *results: Any, detailed: bool = True) -> list[SavedRun]:
-    path.write_bytes(orjson.dumps(to_document(list(results), detailed=detailed)))
+    path.write_bytes(orjson.dumps(document_of(*results, detailed=detailed)))
     return read_runs(path)
 
 
@@ -96,7 +97,7 @@ def test_a_level_that_comes_twice_is_compared_in_order(tmp_path: Path) -> None:
 
 def test_results_that_were_added_a_line_each_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    documents = [to_document([make_result(title=name)], detailed=False) for name in ("first", "second")]
+    documents = [document_of(make_result(title=name)) for name in ("first", "second")]
     path.write_bytes(b"\n".join(map(orjson.dumps, documents)) + b"\n")
 
     assert [run.title for run in read_runs(path)] == ["first", "second"]
@@ -135,7 +136,7 @@ def test_the_table_has_a_row_per_number(tmp_path: Path) -> None:
     runs = saved(tmp_path / "a.json", make_result())
     [comparison] = quickly(runs, runs)
 
-    assert comparison_table(comparison, ("a", "b")).row_count == len(comparison.rows)
+    assert len(comparison_table(comparison, ("a", "b")).cells) == len(comparison.rows)
 
 
 @pytest.mark.parametrize("detailed", [True, False])
@@ -144,7 +145,7 @@ def test_the_printed_table_says_what_its_intervals_leave_out(tmp_path: Path, det
     [comparison] = quickly(runs, runs)
     console = Console(width=160)
     with console.capture() as printed:
-        console.print(comparison_table(comparison, ("a", "b")))
+        show_parts([comparison_table(comparison, ("a", "b"))], console)
 
     words = " ".join(printed.get().split())
     assert (

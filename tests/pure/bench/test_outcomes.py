@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from onbeat.bench.client import refusal
-from onbeat.bench.outcome_table import outcome_notes, outcome_tables
 from onbeat.bench.record import RequestRecord, ServerVerdict, Status
-from onbeat.bench.result import BenchResult
-from onbeat.bench.saved import result_keys
+from onbeat.bench.result import BenchRun
 from onbeat.core.slo import SLO
-from tests.pure.bench.results import failure, make_records, make_result
+from onbeat.report.page import write_page
+from onbeat.report.result import show
+from tests.pure.bench.results import failure, make_records, make_result, result_of
 
 EASY, HARD = SLO(ttft=10.0, tbt=1.0), SLO(ttft=0.001)
 
@@ -37,10 +38,9 @@ def refused(index: int, seconds: float, status: Status, **fields: Any) -> Reques
     return record
 
 
-def shown(result: BenchResult) -> str:
+def shown(result: BenchRun) -> str:
     console = Console(width=160, record=True, file=io.StringIO())
-    for table in outcome_tables(result):
-        console.print(table)
+    show(result_of(result), console)
     return console.export_text()
 
 
@@ -52,7 +52,7 @@ def test_refused_expired_and_failed_requests_are_counted_apart() -> None:
         refused(8, 0.5, Status.EXPIRED),
         failure(9),
     ]
-    summary = result_keys(make_result(records))
+    summary = make_result(records).values
 
     counts = [summary[key] for key in ("offered", "completed", "rejected", "expired", "failed", "admitted")]
     assert counts == [10, 6, 2, 1, 1, 8]
@@ -67,7 +67,7 @@ def test_refused_expired_and_failed_requests_are_counted_apart() -> None:
 
 def test_each_class_has_its_own_counts() -> None:
     records = [*answered(4, hard=1), refused(4, 0.01, Status.REJECTED)]
-    classes = result_keys(make_result(records))["classes"]
+    classes = make_result(records).values["classes"]
 
     assert (classes["easy"]["rejected"], classes["easy"]["attainment_admitted"]) == (1, 1.0)
     assert classes["easy"]["attainment"] == pytest.approx(3 / 4)
@@ -83,7 +83,7 @@ def test_the_verdict_of_the_server_is_held_against_our_own() -> None:
             predicted_ttft=0.05,
             is_relegated=position == 3,
         )
-    verdicts = result_keys(make_result(records))["server_verdicts"]
+    verdicts = make_result(records).values["server_verdicts"]
 
     assert (verdicts["requests"], verdicts["agreement"], verdicts["met"]) == (4, 0.5, 0.75)
     assert (verdicts["only_client_good"], verdicts["only_server_met"], verdicts["relegated"]) == (1, 1, 1)
@@ -92,7 +92,7 @@ def test_the_verdict_of_the_server_is_held_against_our_own() -> None:
 
 
 def test_without_verdicts_nothing_is_said_of_them() -> None:
-    assert result_keys(make_result(answered(3)))["server_verdicts"] is None
+    assert make_result(answered(3)).values["server_verdicts"] is None
 
 
 def test_a_verdict_with_odd_fields_is_read_as_far_as_it_goes() -> None:
@@ -105,23 +105,25 @@ def test_groups_of_prompts_have_latencies_of_their_own() -> None:
     records = answered(8)
     for record in records:
         record.group = "long" if record.index % 4 == 3 else "short"
-    groups = result_keys(make_result(records))["groups"]
+    groups = make_result(records).values["groups"]
 
     assert {name: own["offered"] for name, own in groups.items()} == {"long": 2, "short": 6}
     assert groups["short"]["attainment"] == 1.0
     assert groups["long"]["p99_ttft_ms"] is not None
 
 
-def test_tables_and_notes_show_what_became_of_requests() -> None:
+def test_terminal_and_page_show_what_became_of_requests(tmp_path: Path) -> None:
     records = [*answered(4), refused(4, 0.004, Status.REJECTED, predicted_ttft=2.0)]
     records[0].group = "short"
     records[0].verdict = ServerVerdict(is_met=True, ttft=0.05)
     result = make_result(records)
 
-    text, notes = shown(result), " ".join(outcome_notes(result))
+    path = tmp_path / "page.html"
+    write_page(result_of(result), path)
+    text, page = shown(result), path.read_text()
     for wanted in ("4 of 5", "100.0%", "4.00 / 4.00 / 4.00", "100.0% of 1", "short"):
         assert wanted in text
-        assert wanted in notes
+        assert wanted in page
 
 
 def test_what_was_said_is_not_said_again() -> None:
@@ -131,7 +133,7 @@ def test_what_was_said_is_not_said_again() -> None:
     text = shown(make_result(records))
 
     assert "100.0% of 4" in text
-    for once in ("objectives met", "met by the server", "error of the predicted"):
+    for once in ("of admitted", "met by the server", "error of the predicted"):
         assert once not in text
     records[0].verdict = ServerVerdict(is_met=False, ttft=0.05, predicted_ttft=0.06)
     text = shown(make_result(records))
@@ -144,7 +146,7 @@ def test_refused_requests_are_as_long_as_those_that_the_server_counted() -> None
     records = [*answered(10), *(refused(index, 0.01, Status.REJECTED) for index in range(10, 20))]
     for record in records[:10]:
         record.num_prompt_tokens += 11
-    summary = result_keys(make_result(records))
+    summary = make_result(records).values
 
     (only,) = summary["attainment_by_prompt_decile"]
     assert (only["max_prompt_tokens"], only["offered"], only["attainment"]) == (12, 20, 0.5)
@@ -154,8 +156,7 @@ def test_refused_requests_are_as_long_as_those_that_the_server_counted() -> None
 def test_a_run_without_objectives_has_no_such_table() -> None:
     result = make_result(make_records(3), bench={})
 
-    assert outcome_tables(result) == []
-    assert outcome_notes(result) == []
+    assert "Objectives" not in shown(result)
 
 
 @pytest.mark.parametrize(

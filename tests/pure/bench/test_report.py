@@ -13,13 +13,13 @@ import orjson
 import pytest
 
 from onbeat.bench.bench_load import BenchLoad
-from onbeat.bench.result import BenchResult
+from onbeat.bench.result import BenchRun
 from onbeat.core.slo import SLO
 from onbeat.metrics.summary import LatencyStatistic, SummaryOptions
 from onbeat.report import charts, sweep_charts
-from onbeat.report.run_report import describe_load, write_report
-from onbeat.report.table import latency_columns
-from tests.pure.bench.results import failure, make_records, make_result
+from onbeat.report.page import write_page
+from onbeat.report.run_report import latency_columns
+from tests.pure.bench.results import failure, make_records, make_result, result_of
 
 MEAN_TPOT = LatencyStatistic("tpot", "mean")
 
@@ -57,13 +57,13 @@ class Page(HTMLParser):
             self.text += data
 
 
-def page_of(tmp_path: Path, results: list[BenchResult]) -> Page:
+def page_of(tmp_path: Path, results: list[BenchRun]) -> Page:
     path = tmp_path / "report.html"
-    write_report(path, results, percentiles=(50, 99), settings={"num_prompts": 30})
+    write_page(result_of(*results), path)
     return Page(path.read_text())
 
 
-def sweep() -> list[BenchResult]:
+def sweep() -> list[BenchRun]:
     return [
         make_result(
             make_records(20, slowdown=level), load=BenchLoad(max_concurrency=level), title=f"c={level}"
@@ -92,17 +92,15 @@ def test_lines_of_gaps_have_holes_where_no_token_came() -> None:
         assert len(line["x"]) == len(line["y"])
 
 
-def test_plain_facts_are_no_warnings(tmp_path: Path) -> None:
-    result = replace(make_result(), warnings=("too late",), remarks=("all of 30",))
+def test_warnings_stand_in_a_box(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    write_report(path, [result], percentiles=(50,), settings={})
-    boxes = dict(re.findall(r'<div class="(note[^"]*)"><p>(.*?)</p></div>', path.read_text()))
-    assert boxes == {"note": "too late", "note plain": "all of 30"}
+    write_page(result_of(replace(make_result(), warnings=("too late",))), path)
+    assert re.findall(r'<div class="(note[^"]*)"><p>(.*?)</p>', path.read_text()) == [("note", "too late")]
 
 
 def test_plotly_is_there_once(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    write_report(path, sweep(), percentiles=(50,), settings={})
+    write_page(result_of(*sweep()), path)
     text = path.read_text()
 
     [packed] = re.findall(r'id="plotly">([^<]*)<', text)
@@ -167,7 +165,7 @@ def test_a_run_with_objectives_shows_who_pays(tmp_path: Path) -> None:
     assert [each["title"] for each in sweep_page.figures].count(figure["title"]) == 2
 
 
-def with_classes(slowdown: float = 1.0, load: BenchLoad | None = None) -> BenchResult:
+def with_classes(slowdown: float = 1.0, load: BenchLoad | None = None) -> BenchRun:
     records = make_records(40, slowdown=slowdown)
     for place, record in enumerate(records):
         record.request_class = ("chat", "batch")[place % 2]
@@ -237,7 +235,7 @@ def test_kept_requests_are_drawn_over_the_load(is_closed: bool) -> None:
 def test_a_page_of_many_runs_can_still_be_mailed(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     runs = [make_result(make_records(900), title=f"run {place}") for place in range(24)]
-    write_report(path, runs, percentiles=(50,), settings={})
+    write_page(result_of(*runs), path)
     assert path.stat().st_size < 1_000_000
 
 
@@ -306,7 +304,7 @@ def test_throughput_is_per_gpu_where_there_are_several(num_gpus: int, title: str
     ("percentiles", "columns"), [((50, 99), "mean std p50 p99 max"), ((90,), "mean median std p90 max")]
 )
 def test_the_median_is_shown_once(percentiles: tuple[float, ...], columns: str) -> None:
-    assert latency_columns(percentiles) == columns.split()
+    assert [column.key for column in latency_columns(percentiles)] == ["", *columns.split()]
 
 
 def test_gaps_of_a_run_of_months_are_drawn() -> None:
@@ -352,4 +350,4 @@ def test_timeline_shows_waits_streams_and_losses() -> None:
     ],
 )
 def test_loads_in_words(load: BenchLoad, words: str) -> None:
-    assert describe_load(make_result(load=load).header) == words
+    assert make_result(load=load).header.load == words

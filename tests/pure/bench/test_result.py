@@ -11,12 +11,13 @@ import pytest
 from onbeat.bench.bench_config import BenchConfig, TargetConfig
 from onbeat.bench.bench_load import BenchLoad
 from onbeat.bench.record import RequestRecord, Status
-from onbeat.bench.saved import default_file_name, to_document
+from onbeat.bench.result import default_file_name
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.metrics.summary import SummaryOptions
-from onbeat.report.result import merge_texts, write_document
-from tests.pure.bench.results import START, failure, make_records, make_result
+from onbeat.report.result import write_document
+from onbeat.report.run_report import merge_texts
+from tests.pure.bench.results import START, document_of, failure, make_records, make_result
 
 # What `vllm bench serve` writes, less what only its own servers and audio models have.
 KEYS_OF_VLLM = {
@@ -58,12 +59,17 @@ DETAILS_OF_VLLM = {
     "errors",
 }
 OWN_KEYS = {
-    "schema_version",
+    "schema",
+    "kind",
+    "onbeat_version",
     "rejected",
     "attainment",
     "goodput",
     "offered",
     "classes",
+    "good",
+    "offered_with_slo",
+    "slo_mode",
     "arrivals",
     "dataset_name",
     "dataset_path",
@@ -109,14 +115,14 @@ OWN_KEYS = {
 
 
 def test_keys_of_a_saved_result() -> None:
-    document = to_document([make_result()], detailed=False)
+    document = document_of(make_result())
 
     assert set(document) == KEYS_OF_VLLM | OWN_KEYS
 
 
 def test_details_add_one_entry_a_request() -> None:
     result = make_result([*make_records(3), failure(3)])
-    document = to_document([result], detailed=True)
+    document = document_of(result, detailed=True)
 
     added = set(document) - KEYS_OF_VLLM - OWN_KEYS
     assert added == DETAILS_OF_VLLM | {
@@ -132,14 +138,14 @@ def test_details_add_one_entry_a_request() -> None:
 
 
 def test_metadata_stands_beside_the_other_keys() -> None:
-    document = to_document([make_result(bench={"metadata": {"commit": "abc"}})], detailed=False)
+    document = document_of(make_result(bench={"metadata": {"commit": "abc"}}))
 
     assert document["commit"] == "abc"
 
 
 def test_several_runs_are_saved_as_one_document() -> None:
     runs = [make_result(title="a"), make_result(title="b", interrupted=True)]
-    document = to_document(runs, detailed=False)
+    document = document_of(*runs)
 
     assert [run["title"] for run in document["runs"]] == ["a", "b"]
     assert document["interrupted"] is True
@@ -160,7 +166,7 @@ def test_errors_are_grouped_most_frequent_first() -> None:
     records = [*make_records(2), failure(2, status=Status.REJECTED), failure(3), failure(4, detail="later")]
     groups = make_result(records).errors
 
-    assert [(group.status, group.count, group.example) for group in groups] == [
+    assert [(group["status"], group["count"], group["example"]) for group in groups] == [
         ("failed", 2, "boom"),
         ("rejected", 1, "boom"),
     ]
@@ -189,7 +195,7 @@ def test_a_client_is_warned_of_where_its_lateness_matters(
     options = {"summary": SummaryOptions(objectives=objectives)}
     late = make_result(records, load=BenchLoad(request_rate=1 / gap), title="late", bench=options)
 
-    assert late.client.p99_dispatch_lag_ms == pytest.approx(lag * 1e3)
+    assert late.values["p99_dispatch_lag_ms"] == pytest.approx(lag * 1e3)
     assert [f"more than 5 % of {what}" in warning for warning in late.warnings] == ([True] if what else [])
     assert merge_texts([late, make_result(title="fine")]) == [f"{text} (late)" for text in late.warnings]
 

@@ -11,13 +11,12 @@ import pytest
 from rich.console import Console
 
 from onbeat.bench.record import RequestRecord
+from onbeat.bench.result import BenchRun
 from onbeat.bench.speculation import DraftCounts, drafts_of_state, drafts_of_vllm, measured_drafts
 from onbeat.core.step import DraftStats
-from onbeat.metrics.summary import METRICS
-from onbeat.report.drafts import SimulatedDrafts
-from onbeat.report.run_report import write_report
-from onbeat.report.table import draft_rows, run_tables, sweep_table
-from tests.pure.bench.results import make_records, make_result
+from onbeat.report.page import write_page
+from onbeat.report.result import Facts, show
+from tests.pure.bench.results import make_records, make_result, result_of
 from tests.pure.metrics.fake_server import FakeServer
 
 VLLM = """
@@ -43,11 +42,9 @@ def with_usage(records: list[RequestRecord]) -> list[RequestRecord]:
     return records
 
 
-def shown(*tables: Any) -> str:
+def shown(*runs: BenchRun) -> str:
     file = StringIO()
-    console = Console(width=120, file=file)
-    for table in tables:
-        console.print(table)
+    show(result_of(*runs), Console(width=160, file=file))
     return file.getvalue()
 
 
@@ -75,9 +72,7 @@ def test_a_run_has_what_was_counted_since_its_start() -> None:
 
 
 def keys_of(counts: DraftCounts | None, records: list[RequestRecord]) -> dict[str, Any]:
-    drafts = measured_drafts(counts, records)
-    assert drafts is not None
-    return drafts.keys()
+    return Facts("", measured_drafts(counts, records)).values
 
 
 def test_keys_are_vllms() -> None:
@@ -104,39 +99,18 @@ def test_usage_says_what_it_can_where_there_are_no_metrics() -> None:
 @pytest.mark.parametrize("counts", [None, ALL.since(ALL), EARLIER.since(ALL)])
 def test_a_run_without_drafts_has_nothing_of_them(counts: DraftCounts | None) -> None:
     """Nor has one in which the server was started anew."""
-    assert measured_drafts(counts, make_records(3)) is None
-    assert draft_rows(make_result()) == []
+    assert measured_drafts(counts, make_records(3)) == []
 
 
-def test_a_simulation_shows_what_it_planned() -> None:
-    drafts = SimulatedDrafts(
-        num_speculative_tokens=5,
-        draft_length="adaptive",
-        num_drafted_tokens=12_000,
-        num_accepted_tokens=7_200,
-        accepted_share=0.6,
-        verifying_share=0.25,
-        tokens_per_decode=1.45,
-    )
-    assert dict(drafts.rows()) == {
-        "drafts of a row": "adaptive, at most 5",
-        "draft tokens verified": "12,000",
-        "accepted": "60.0%",
-        "decode rows with drafts": "25.0%",
-        "tokens of a decode row": "1.45",
-    }
-    unused = replace(drafts, num_drafted_tokens=0, accepted_share=None, verifying_share=None)
-    assert dict(unused.rows())["accepted"] == "-"
-
-
-def test_tables_and_report_show_it_where_it_is(tmp_path: Path) -> None:
-    result = replace(make_result(with_usage(make_records(3))), drafts=measured_drafts(NEW, []))
-    text = shown(*run_tables(result, METRICS, (50.0, 99.0)))
+def test_terminal_and_page_show_it_where_it_is(tmp_path: Path) -> None:
+    drafts = Facts("Speculation", measured_drafts(NEW, []))
+    result = replace(make_result(with_usage(make_records(3))), parts=[drafts])
+    text = shown(result)
     for part in ("Speculation", "66.7%", "3.00", "100% / 60% / 40%"):
         assert part in text
-    write_report(tmp_path / "report.html", [result], percentiles=(50.0,), settings={})
+    write_page(result_of(result), tmp_path / "report.html")
     assert "<th>Speculation</th>" in (tmp_path / "report.html").read_text()
     plain = make_result()
-    assert "Speculation" not in shown(*run_tables(plain, METRICS, (50.0,)))
-    assert "accepted %" in shown(sweep_table([result, plain]))
-    assert "accepted %" not in shown(sweep_table([plain, plain]))
+    assert "Speculation" not in shown(plain)
+    assert "accepted %" in shown(result, plain)
+    assert "accepted %" not in shown(plain, plain)

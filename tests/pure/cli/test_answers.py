@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.cli import plan_answer
+from onbeat.cli import plan_output
 from onbeat.cli.answers import limit_text, promise_text, state_text
-from onbeat.cli.capacity_answer import answer_of, facts_of
-from onbeat.cli.capacity_output import CapacityReport, write_page
-from onbeat.cli.plan_output import FLEET_HEADER, FLEET_LEGEND, conclusions, fleet_row, plan_tables
+from onbeat.cli.capacity_output import CapacityReport, answer_of, capacity_result, facts_of
+from onbeat.cli.plan_output import FLEET_LEGEND, conclusions, plan_result
 from onbeat.core.options import change
 from onbeat.core.slo import SLO
 from onbeat.planner.capacity import Aside, Capacity, Outcome, Repeat
@@ -21,6 +20,8 @@ from onbeat.planner.objectives import parse_objective
 from onbeat.planner.plan_task import CostAt
 from onbeat.planner.search import Bracket, Trial
 from onbeat.planner.units import Unit, device_text
+from onbeat.report.page import write_page
+from onbeat.report.result import Table
 from tests.pure.cli.test_plan_warnings import fleet_of, report_of
 from tests.pure.planner.test_units import BASE
 
@@ -60,7 +61,10 @@ def page_report(*capacities: Capacity) -> CapacityReport:
     return CapacityReport(
         title="Capacity",
         lead="a load",
-        settings={"flags": {"device": "h100-sxm"}, "load": {"mean_output_tokens": 200.0}},
+        settings={
+            "flags": {"device": "h100-sxm"},
+            "load": {"mean_output_tokens": 200.0, "num_requests": 150},
+        },
         capacities=capacities,
         promises={each.labels: PROMISE for each in capacities},
         share=0.99,
@@ -83,7 +87,7 @@ def test_a_capacity_answers_before_it_explains(tmp_path: Path) -> None:
     assert facts["If the load doubles"].endswith("on the same GPUs, 61 % of the answers are in time.")
     assert facts["If the objective tightens"].startswith("With objectives half as long, 80 %")
     path = tmp_path / "page.html"
-    write_page(path, report)
+    write_page(capacity_result(report), path)
     text = path.read_text()
     assert text.index(answer) < text.index("What it costs") < text.index("<details>")
     assert len(text) < 1_000_000
@@ -102,7 +106,7 @@ def test_the_share_is_drawn_over_the_rate_with_the_promise_and_the_capacity() ->
 def test_a_case_that_cannot_keep_it_says_so() -> None:
     none = replace(found(), outcome=Outcome.INFEASIBLE, rate=0.0, repeats=(), reason="too slow")
     report = page_report(none)
-    assert answer_of(report) == "No rate keeps the objective: too slow."
+    assert answer_of(report) == "INFEASIBLE: no rate keeps the objective: too slow."
     assert facts_of(report) == []
     several = page_report(found(policy="slo"), replace(found(policy="orca"), rate=3.0))
     assert answer_of(several).endswith("The best of 2 cases: policy slo.")
@@ -130,9 +134,9 @@ def test_a_plan_answers_before_it_explains() -> None:
     report = report_of(fleet_of([12.0], [0.97]))
     assert (
         " serve 10 requests/s and keep 90 % of the answers within 1 s to the first token; $2.00 an hour."
-        in (plan_answer.answer_of(report))
+        in (plan_output.answer_of(report))
     )
-    facts = dict(plan_answer.facts_of(report))
+    facts = dict(plan_output.facts_of(report))
     assert facts["What limits it"] == (
         "The fleet keeps the promise up to 12 requests/s, 20 % more than asked for. "
         "Beyond that, most late requests miss the time to the first token (TTFT)."
@@ -140,7 +144,7 @@ def test_a_plan_answers_before_it_explains() -> None:
     assert facts["If the load doubles"].startswith("The GPUs that were offered do not serve twice")
     costs = (CostAt(scale=0.5, usd_per_hour=6.88, fleet="1 \u00d7 H100-SXM"),)
     plan = replace(report.plan, costs=costs, doubled=replace(costs[0], scale=1.0))
-    facts = dict(plan_answer.facts_of(replace(report, plan=plan)))
+    facts = dict(plan_output.facts_of(replace(report, plan=plan)))
     assert facts["If the load doubles"].startswith(
         "20 requests/s cost about $6.88 an hour: 1 \u00d7 H100-SXM."
     )
@@ -162,9 +166,8 @@ def test_a_plan_is_told_in_plain_words() -> None:
         "The fleet keeps the promise up to 13.7 requests/s, 37 % more than asked for. Beyond that, most late "
         "requests miss the time to the first token (TTFT).",
     ]
-    table = plan_tables(report)[-1]
-    assert [*FLEET_HEADER] == [column.header for column in table.columns]
-    assert table.caption == FLEET_LEGEND
-    row = dict(zip(FLEET_HEADER, fleet_row(best, 10.0), strict=True))
+    parts = [part for section in plan_result(report).sections for part in section.parts]
+    (table,) = (part for part in parts if isinstance(part, Table) and part.caption == FLEET_LEGEND)
+    row = dict(zip((column.title for column in table.columns), table.cells[0], strict=True))
     assert (row["fleet"], row["limit"]) == ("3 \u00d7 (2 L4)", "first token")
     assert device_text("/my/gpu.yaml") == "/my/gpu.yaml"

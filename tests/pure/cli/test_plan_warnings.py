@@ -43,7 +43,7 @@ def report_of(best: Fleet | None) -> PlanReport:
         cost_bound=0.0,
         is_exhausted=True,
     )
-    return PlanReport(args=argparse.Namespace(), base=BASE, task=task, plan=plan, prices=Prices())
+    return PlanReport(args=argparse.Namespace(model="m"), base=BASE, task=task, plan=plan, prices=Prices())
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_says_how_many_had_no_objectives(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_summary_has_the_keys_of_a_measured_run(tmp_path: Path) -> None:
     found = summary_of(tmp_path, "--slo-ttft-ms", "500", "--slo-tbt-ms", "50")
-    assert found["schema_version"] == 1
+    assert (found["schema"], found["kind"]) == (2, "simulation")
     assert found["backend"] == "simulation"
     assert found["interrupted"] is False
     assert found["completed"] == found["num_prompts"] == 12

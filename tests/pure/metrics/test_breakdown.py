@@ -22,7 +22,7 @@ from onbeat.metrics.breakdown import (
 )
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import SummaryOptions, summarise
-from onbeat.metrics.summary_keys import run_keys
+from onbeat.report.run import summary_values
 
 PROMISE = SLO(ttft=1.0)
 
@@ -136,7 +136,7 @@ def test_requests_without_objectives_belong_to_nobody() -> None:
     records = [record(size) for size in range(1, 11)]
     free = [record(10 * size, 99.0, slo=None, tenant="a") for size in range(1, 20)]
     assert deciles(free + records) == deciles(records)
-    summary = run_keys(summarise(free, duration=1.0))
+    summary = summary_values(summarise(free, duration=1.0))
     assert (summary["attainment_by_prompt_decile"], summary["attainment_by_tenant"]) == ([], [])
     assert summary["worst_decile"] is None
 
@@ -164,7 +164,7 @@ def test_nobody_is_told_apart_where_nobody_is_named() -> None:
 
 def test_keys_of_a_result_are_in_milliseconds() -> None:
     records = [record(size, 2.0 if size == 7 else 0.25, tenant="ab"[size % 2]) for size in range(1, 11)]
-    summary = run_keys(summarise(records, duration=1.0))
+    summary = summary_values(summarise(records, duration=1.0))
     assert summary["worst_decile"] == summary["attainment_by_prompt_decile"][6]
     assert summary["worst_decile"] == {
         "min_prompt_tokens": 7,
@@ -183,7 +183,9 @@ def test_keys_of_a_result_are_in_milliseconds() -> None:
 
 def test_objectives_of_the_run_count_where_requests_have_none() -> None:
     records = [record(size, 0.1 * size, slo=None) for size in range(1, 11)]
-    summary = run_keys(summarise(records, duration=1.0, options=SummaryOptions(objectives={"ttft": 0.95})))
+    summary = summary_values(
+        summarise(records, duration=1.0, options=SummaryOptions(objectives={"ttft": 0.95}))
+    )
     assert [own["good"] for own in summary["attainment_by_prompt_decile"]] == [1] * 9 + [0]
     assert summary["worst_decile"]["max_prompt_tokens"] == 10
 

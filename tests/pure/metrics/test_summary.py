@@ -27,7 +27,7 @@ from onbeat.metrics.summary import (
     peak_output_rate,
     summarise,
 )
-from onbeat.metrics.summary_keys import run_keys
+from onbeat.report.run import summary_values
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Measured:
 
 def summary_of(requests: Sequence[Measured], **options: Any) -> dict[str, Any]:
     """The numbers under the keys of a saved result."""
-    return run_keys(summarise(requests, **options))
+    return summary_values(summarise(requests, **options))
 
 
 def lost(arrival: float, *, rejected: bool = False) -> Measured:

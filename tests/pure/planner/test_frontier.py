@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from math import inf
+from pathlib import Path
 
-import orjson
 import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.planner.charts import axes_of, capacity_figure, capacity_over_figure, frontier_figures
 from onbeat.planner.frontier import FrontierPoint, Level, LevelTask, run_level
-from onbeat.report.page import Page
-from onbeat.report.result import TradeoffPoint
+from onbeat.report.page import write_page
+from onbeat.report.result import Plots, Result, Section
+from onbeat.report.run import TradeoffPoint
 from tests.pure.planner.fakes import FakeCase, QuietContext, make_load
 
 CASE = FakeCase(0.01, 1e-5, max_num_seqs=64, token_budget=512, labels=(("policy", "sarathi"),))
@@ -109,7 +110,7 @@ def test_lines_show_capacity_over_a_numeric_setting() -> None:
     assert capacity_over_figure(CAPACITIES, "policy") is None
 
 
-def test_figures_fit_a_page() -> None:
+def test_figures_fit_a_page(tmp_path: Path) -> None:
     points = run_levels([Level(concurrency=1), Level(concurrency=4)])
     figures = frontier_figures(points)
     assert [figure["title"] for figure in figures] == [
@@ -122,6 +123,7 @@ def test_figures_fit_a_page() -> None:
         "Median TTFT against request rate",
         "P99 TBT against request rate",
     ]
-    page = Page()
-    assert 'data-figure="1"' in page.grid(figures + open_loop)
-    assert orjson.dumps(figures, option=orjson.OPT_SERIALIZE_NUMPY)
+    page = tmp_path / "page.html"
+    sections = [Section("Frontier", [Plots(figures + open_loop)])]
+    write_page(Result(kind="capacity", title="Capacity", sections=sections), page)
+    assert 'data-figure="1"' in page.read_text()

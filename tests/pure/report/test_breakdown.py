@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from onbeat.metrics.breakdown import Breakdown, GroupOutcome, TenantOutcome
-from onbeat.report.breakdown import decile_figure, decile_rows, tenant_rows, worst_decile_line
+from onbeat.report.breakdown import breakdown_sections, decile_figure, worst_decile_line
+from onbeat.report.result import Beside, Table
 
 
 def group(shortest: int, longest: int, **fields: Any) -> GroupOutcome:
@@ -47,18 +48,27 @@ def test_one_line_says_who_pays(worst: GroupOutcome, line: str) -> None:
     assert worst_decile_line(breakdown(group(1, 9), worst)) == line
 
 
+def cells(own: Breakdown) -> list[list[list[str]]]:
+    """Those of each table."""
+    parts = [part for section in breakdown_sections(own, {}) for part in section.parts]
+    parts = [each for part in parts for each in (part.parts if isinstance(part, Beside) else [part])]
+    return [part.cells for part in parts if isinstance(part, Table)]
+
+
 def test_rows_have_numbers_for_people() -> None:
     first = group(1, 9, num_offered=1000, num_good=997, longest_wait=0.94, median_ttft=0.08425)
-    assert decile_rows(breakdown(first, group(2_735, 7_436))) == [
-        ("1 to 9", "1,000", "99.7%", "940.0", "84.2"),
-        ("2,735 to 7,436", "200", "39.0%", "232,400", "-"),
+    assert cells(breakdown(first, group(2_735, 7_436))) == [
+        [
+            ["1 to 9", "1,000", "99.7%", "940.0", "84.2"],
+            ["2,735 to 7,436", "200", "39.0%", "232,400", "-"],
+        ]
     ]
 
 
 def test_tenants_without_a_name_and_in_company_are_told_apart() -> None:
-    rows = tenant_rows(breakdown(tenants=(tenant("a", 1), tenant(None, 1), tenant(None, 1_200))))
+    (rows,) = cells(breakdown(tenants=(tenant("a", 1), tenant(None, 1), tenant(None, 1_200))))
     assert [row[0] for row in rows] == ["a", "(nobody named)", "(1,200 others)"]
-    assert rows[0][1:] == ("1 to 9", "200", "39.0%", "232,400", "-")
+    assert rows[0][1:] == ["1 to 9", "200", "39.0%", "232,400", "-"]
 
 
 @pytest.mark.parametrize("deciles", [(), (group(64, 64),)])
@@ -66,4 +76,4 @@ def test_nothing_is_shown_where_there_is_nothing_to_compare(deciles: tuple[Group
     alone = breakdown(*deciles, tenants=(tenant("a", 1),))
     assert worst_decile_line(alone) is None
     assert decile_figure(alone) is None
-    assert decile_rows(alone) == tenant_rows(alone) == []
+    assert breakdown_sections(alone, {}) == []

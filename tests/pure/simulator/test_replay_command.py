@@ -63,7 +63,7 @@ def test_a_model_and_a_device_give_predicted_step_times(
     assert main(["replay", str(path), *flags, "--json", str(found)]) == 0
     assert "Simulated with roofline" in capsys.readouterr().out
     result = json.loads(found.read_text())
-    assert result["schema_version"] == 1
+    assert (result["schema"], result["kind"]) == (2, "replay")
     assert result["identity"]["is_identical"] is True
     assert result["identity"]["difference"] is None
     assert set(result["forecasts"]) == {"recorded step times", "roofline"}

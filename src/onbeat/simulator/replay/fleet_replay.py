@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,20 +37,6 @@ class FleetReplay:
     def is_identical(self) -> bool:
         """Whether all decisions were made again."""
         return self.difference is None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything that was found."""
-        difference = None if self.difference is None else dataclasses.asdict(self.difference)
-        return {
-            "router": self.router,
-            "is_identical": self.is_identical,
-            "is_complete": self.is_complete,
-            "num_calls": self.num_calls,
-            "num_actions": self.num_actions,
-            "events": dict(self.events),
-            "actions": dict(self.actions),
-            "difference": difference,
-        }
 
 
 @dataclass(frozen=True, slots=True)
