@@ -29,7 +29,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .DELETE_ON_ERROR:
 # A second installer in the same environment would break it.
 .NOTPARALLEL:
-.PHONY: help serve test test-all test-triton test-wheel test-vllm ablate check lint types imports format flags size model clean
+.PHONY: help serve test test-all test-triton test-wheel test-vllm ablate check lint types imports format flags metrics size model clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -82,6 +82,9 @@ format: .venv/.dev ## Format the code and mend what the linter can
 flags: .venv/.serve ## Write docs/flags.md from what the commands declare
 	$(BIN)/python scripts/flags > docs/flags.md
 	$(BIN)/python scripts/fields > docs/compatibility.md
+
+metrics: .venv/.serve ## Write the tables of docs/metrics.md from what the counts declare
+	$(BIN)/python scripts/metrics
 
 size: .venv/bin/python ## Hold packages to their budgets of lines (scripts/budgets.toml)
 	@$(BIN)/python scripts/size

@@ -164,7 +164,7 @@ class ServerCounts:
     @property
     @shown("log_lines_dropped_total")
     def num_dropped_lines(self) -> int:
-        """Lines that its output did not take."""
+        """Lines of the server's own process that its output did not take."""
         return num_dropped_lines()
 
     def count_refused_connection(self, reason: str) -> None:
@@ -271,10 +271,10 @@ class RunCounts:
     prediction_error: Histogram = histogram(
         "step_prediction_error_ratio", "|predicted - actual| / actual of a step", ERROR_RATIOS
     )
-    mbu: Histogram = histogram("step_mbu", "memory bandwidth utilisation of a step", SHARES)
-    mfu: Histogram = histogram("step_mfu", "model FLOP utilisation of a step", SHARES)
-    last_mbu: float | None = gauge("step_mbu_ratio", "the same of the last step", default=None)
-    last_mfu: float | None = gauge("step_mfu_ratio", "the same of the last step", default=None)
+    mbu: Histogram = histogram("step_mbu", "memory bandwidth utilisation (MBU) of a step", SHARES)
+    mfu: Histogram = histogram("step_mfu", "model FLOP utilisation (MFU) of a step", SHARES)
+    last_mbu: float | None = gauge("step_mbu_ratio", "MBU of the last step", default=None)
+    last_mfu: float | None = gauge("step_mfu_ratio", "MFU of the last step", default=None)
     schedule: Histogram = histogram("planner_seconds", "planning one step, on the host", HOST_SECONDS)
     update: Histogram = histogram(
         "update_seconds", "taking in the results of one step, on the host", HOST_SECONDS

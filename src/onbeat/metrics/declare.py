@@ -80,7 +80,11 @@ def shown(name: str, *labels: str) -> Callable[[FunctionT], FunctionT]:
     def note(function: FunctionT) -> FunctionT:
         text = (function.__doc__ or "").partition("\n")[0].removesuffix(".")
         kind: Kind = "counter" if name.endswith("_total") else "gauge"
-        setattr(function, _METRIC, Metric(name, text[:1].lower() + text[1:], kind, labels))
+        setattr(
+            function,
+            _METRIC,
+            Metric(name, text if text[1:2].isupper() else text[:1].lower() + text[1:], kind, labels),
+        )
         return function
 
     return note

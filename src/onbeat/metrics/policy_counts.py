@@ -17,7 +17,9 @@ class PolicyCounts:
 
     num_chunk_tokens: int = counter("chunk_tokens_total", "prompt tokens that steps have computed")
     budget: Histogram = histogram(
-        "step_budget_seconds", "time that the policy allowed a step; none where nothing bound it", GAP_SECONDS
+        "step_budget_seconds",
+        "time that the policy allowed a step; steps that nothing bound are not in it",
+        GAP_SECONDS,
     )
     num_over_budget: int = counter("steps_over_budget_total", "steps that took longer than their budget")
     slack: Histogram = histogram(

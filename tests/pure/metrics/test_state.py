@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -97,6 +98,13 @@ def test_who_shows_the_state_asks_for_what_is_there(file: str) -> None:
     asked = {"".join(found) for found in re.findall(patterns[file.rpartition(".")[2]], text)}
     assert len(asked) > 12
     assert asked <= state_schema()["properties"].keys()
+
+
+def test_the_tables_of_the_page_are_as_declared() -> None:
+    page = Path(__file__).parents[3] / "docs/metrics.md"
+    written = runpy.run_path(str(page.parents[1] / "scripts/metrics"))["page"]()
+    assert page.read_text() == written, "run `make metrics`"
+    assert [metric.name for metric, _ in ALL if f"`onbeat_{metric.name}" not in written] == []
 
 
 def test_a_number_is_declared_once() -> None:
