@@ -116,6 +116,8 @@ def convert(kind: type[T], content: Any, where: str, *, hint: str = "") -> T:
         raise ConfigError(f"{where}{error}{hint}") from error
     except (ConfigError, RecursionError) as error:
         raise ConfigError(f"{where}: {error}{hint}") from error
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: {quoted(error.object)} has half of a character{hint}") from error
     except msgspec.ValidationError as error:
         raise _fault(kind, error, content, where, hint) from error
     return found

@@ -100,7 +100,7 @@ def test_a_model_by_position_and_a_file(file: Path, tmp_path: Path) -> None:
         ("speculative-config: ngram\n", "the speculative config is not JSON"),
         ("speculative-config: {metod: ngram}\n", "unknown key 'metod'"),
         ("speculative-config: {method: {name: ngram}}\n", "method is {'name': 'ngram'}; it must be a text"),
-        ("speculative-config: {method: 2026-01-01}\n", "values must be texts, numbers or booleans"),
+        ("speculative-config: {method: 2026-01-01}\n", "unknown speculative method '2026-01-01'"),
         ("host:\n", "'host' is None"),
         ("a: b: c\n", "cannot read the configuration file"),
         ("config: other.yaml\n", "cannot name another"),

@@ -226,7 +226,7 @@ def test_a_fitted_profile_is_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda content: content["steps"][3].__setitem__(-1, float("nan")), "steps[3] is ["),
+        (lambda content: content["steps"][3].__setitem__(-1, float("nan")), "steps[3][15] is nan"),
         (lambda content: content["steps"][3].__setitem__(-1, 0.0), "a time above 0. Run `onbeat profile"),
         (lambda content: content.update(schema_version=9), "has schema version 9"),
         (lambda content: content["key"].update(model="Llama-2-7b-hf"), "is of model 'Llama-2-7b-hf', not"),
@@ -234,14 +234,14 @@ def test_a_fitted_profile_is_used(tmp_path: Path) -> None:
         (lambda content: content["key"]["precision"].update(weights="int8"), "of precision 'int8 weights"),
         (lambda content: content["key"]["parallelism"].update(tensor=2), "of parallelism 'TP 2, PP 1', not"),
         (lambda content: content["fit"]["parameters"].popitem(), "run `onbeat profile MODEL` again"),
-        (lambda content: content["fit"].update(ratios=[]), "ratios is []; it must be a list of numbers"),
-        (lambda content: content["fit"]["parameters"].update(gemm_efficiency=-1), "holds the number -1"),
+        (lambda content: content["fit"].update(ratios=[]), "fit.ratios is []"),
+        (lambda content: content["fit"]["parameters"].update(gemm_efficiency=-1), "gemm_efficiency is -1"),
         (lambda content: content["fit"]["parameters"].update(gemm_efficiency=0), "gemm_efficiency is 0"),
         (
             lambda content: content["fit"]["parameters"].update(step_seconds=10**400),
             "has 300 digits or more",
         ),
-        (lambda content: content["fit"]["parameters"].update(step_seconds=1e299), "holds the number 1e+299"),
+        (lambda content: content["fit"]["parameters"].update(step_seconds=1e299), "step_seconds is 1e+299"),
     ],
     ids=[
         "nan",

@@ -9,7 +9,7 @@ import pytest
 
 from onbeat.cli.args import find_command, parse
 from onbeat.cli.main import build_parser
-from onbeat.cli.vllm_flags import ForeignFlag, foreign_flags
+from onbeat.cli.vllm_flags import NO_MEDIA, ForeignFlag, foreign_flags
 from tests.many_cases import each_case
 
 FOREIGN_FLAGS, MISSING_FLAGS, _ = foreign_flags()
@@ -124,7 +124,7 @@ def test_each_foreign_flag_is_taken_where_it_asks_for_nothing(
     flag: ForeignFlag, place: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = flag.flags.split()[place]
-    harmless = ["{}"] if callable(flag.values) else list(flag.values) or ["some"]
+    harmless = ["{}"] if flag.values == NO_MEDIA else list(flag.values) or ["some"]
     for value in [None] if flag.takes == 0 else harmless:
         given = serve("my.gguf", *([name] if value is None else [f"{name}={value}"]))
         assert given.ignored == [f"ignored: {name} ({flag.why})"]
