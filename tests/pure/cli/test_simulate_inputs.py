@@ -117,7 +117,7 @@ def test_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture
             AZURE + AZURE_LINES[0] + "2023-11-16 18:15:51.5,900000,9\n",
             "the first is on line 3: prompt 900000",
         ),
-        ('{"timestamp": 0, "input_le\n', "line 1: not JSON"),
+        ('{"timestamp": 0, "input_le\n', "line 1 is not JSON"),
         (
             '{"timestamp": -5, "input_length": 9, "output_length": 2, "hash_ids": [1]}\n',
             "line 1: the time is -0.005 s; times must be finite and not negative",
