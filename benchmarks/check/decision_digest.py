@@ -48,10 +48,10 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.observer import SimulationObserver, StepsWanted
 from onbeat.simulator.replica_core import make_scheduler
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import build_simulation
+from onbeat.simulator.resolve import resolve
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.arrivals import poisson_arrivals
 from onbeat.workload.offered import OfferedLoad
@@ -60,7 +60,7 @@ from onbeat.workload.trace import Trace, read_trace
 
 NUM_REQUESTS = 400
 SETTINGS = make(
-    ReplicaSettings,
+    Deployment,
     max_queue_seconds=0.0,  # digests are of who runs when, of all requests
     model="meta-llama/Llama-3.1-8B",
     device="a100-80-sxm",
@@ -218,7 +218,7 @@ def make_load(trace: Trace, case: Case, max_model_len: int) -> OfferedLoad:
 def simulated(policy: str, case: Case, trace: Trace) -> Digest:
     """Run a case; return what was decided."""
     digest = Digest()
-    simulation = build_simulation(change(SETTINGS, policy=policy, **case.changes))
+    simulation = resolve(change(SETTINGS, policy=policy, **case.changes))
     load = make_load(trace, case, simulation.config.scheduler.max_model_len)
     observer: SimulationObserver = EveryStep()
     with listening(digest, case.change):
@@ -245,7 +245,7 @@ def called(policy: str) -> Digest:
         max_num_batched_tokens=256 if POLICIES[policy].whole_prompts else 48,
         policy=policy,
     )
-    model = StillModel(build_simulation(SETTINGS).step_time)
+    model = StillModel(resolve(SETTINGS).step_time)
     scheduler = make_scheduler(config, model)
     in_flight: deque[SchedulerOutput] = deque()
     now, num_added = 0.0, 0

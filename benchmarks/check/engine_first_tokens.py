@@ -20,8 +20,8 @@ import numpy as np
 
 from benchmarks.check.engine_versions import Load, read_loads
 from onbeat.scheduler.scheduler_config import SchedulerLimits
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import build_simulation
+from onbeat.simulator.deployment import Deployment
+from onbeat.simulator.resolve import resolve
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
 
@@ -45,7 +45,7 @@ class Simulated(NamedTuple):
 
 
 def simulated(load: Load, *, request_overhead: float | None = None) -> Simulated:
-    """Run a load through one replica; `request_overhead` as `ReplicaSettings` takes it."""
+    """Run a load through one replica; `request_overhead` as `Deployment` takes it."""
     users = USERS[load.name]
     num = int(load.rate * SECONDS) + 3 * users
     blocks = -(-load.input_tokens // SERVER.block_size)
@@ -57,7 +57,7 @@ def simulated(load: Load, *, request_overhead: float | None = None) -> Simulated
         block_ids=[[blocks * (row % users) + block for block in range(blocks)] for row in range(num)],
         block_size=SERVER.block_size,
     )
-    settings = ReplicaSettings(
+    settings = Deployment(
         model=load.model,
         device=load.device,
         tensor_parallel=load.tensor,
@@ -65,7 +65,7 @@ def simulated(load: Load, *, request_overhead: float | None = None) -> Simulated
         limits=SERVER,
         request_overhead=request_overhead,
     )
-    simulation = build_simulation(settings)
+    simulation = resolve(settings)
     records = simulate(offered, simulation.config, simulation.step_time).records[2 * users :]
     ttft = float(np.mean([record.ttft for record in records]))
     latency = float(np.mean([record.end - record.arrival for record in records]))

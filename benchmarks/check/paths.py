@@ -27,9 +27,9 @@ from onbeat.core.step import ModelRunnerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.replica_core import make_scheduler
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import build_for_load, build_simulation
+from onbeat.simulator.resolve import resolve, resolve_for
 from onbeat.simulator.simulate import simulate
 
 SOURCES = f"{Path(onbeat.__file__).parent}/"
@@ -91,9 +91,9 @@ def run_step(scheduler: Scheduler, model: StepTimeModel, now: float) -> float:
     return end
 
 
-def one_request(settings: ReplicaSettings) -> Counter[str]:
+def one_request(settings: Deployment) -> Counter[str]:
     load = onbeat.Load(input_len=256, output_len=8, request_rate=1.0, num_prompts=1).offered()
-    simulation, offered = build_for_load(settings, lambda _: load)
+    simulation, offered = resolve_for(settings, load, ())
     simulate(offered, simulation.config, simulation.step_time)  # imports what it needs
     return count(lambda: simulate(offered, simulation.config, simulation.step_time))
 
@@ -106,8 +106,8 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["sarathi", "slo"])
     args = parser.parse_args()
     for policy in args.policies:
-        settings = make(ReplicaSettings, model="mistralai/Mistral-7B-v0.3", device="h100-sxm", policy=policy)
-        found = replica_calls(policy, build_simulation(settings).step_time)
+        settings = make(Deployment, model="mistralai/Mistral-7B-v0.3", device="h100-sxm", policy=policy)
+        found = replica_calls(policy, resolve(settings).step_time)
         for name, functions in {**found, "request": one_request(settings)}.items():
             print(f"{policy} {name}: {functions.total()} functions in {len(functions)} files")
             for path in sorted(functions) if args.files else ():

@@ -33,9 +33,9 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.replica_core import make_scheduler
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import build_simulation
+from onbeat.simulator.resolve import resolve
 
 NUM_STEPS = 400
 NUM_WARM_UP_STEPS = 300
@@ -197,11 +197,11 @@ class Bench:
             self._add()
 
 
-def measure(case: Case, settings: ReplicaSettings, num_runs: int) -> Cost:
+def measure(case: Case, settings: Deployment, num_runs: int) -> Cost:
     """Return what a case costs."""
     runs = []
     for _ in range(num_runs):
-        step_time = build_simulation(settings).step_time  # it learns: each run begins with the same
+        step_time = resolve(settings).step_time  # it learns: each run begins with the same
         with settled_memory():  # as an engine process does
             runs.append(Bench(case, step_time).run())
     schedule, update, add, load = (
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="of each case")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    settings = ReplicaSettings(model="mistralai/Mistral-7B-v0.3", device="a100-80-sxm")
+    settings = Deployment(model="mistralai/Mistral-7B-v0.3", device="a100-80-sxm")
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}; microseconds")
     print(
         f"{'policy':14} {'state':>12} {'running':>7} {'waiting':>7} {'schedule':>8} {'p99':>6} {'update':>7} "

@@ -41,9 +41,9 @@ from onbeat.engine.process import EngineLink, _serve
 from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights.dummy import DummyCheckpoint
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.replica_core import make_scheduler
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import build_simulation
+from onbeat.simulator.resolve import resolve
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 
 MAX_ROWS, MAX_LEN, MAX_TOKENS, CONTEXT, NUM_STEPS = 128, 2048, 512, 512, 300
@@ -135,9 +135,7 @@ def loop_us(rows: int, temperature: float) -> dict[str, float]:
         max_model_len=MAX_LEN,
         max_num_batched_tokens=MAX_TOKENS,
     )
-    step_time = build_simulation(
-        ReplicaSettings(model="meta-llama/Llama-3.1-8B", device="h100-sxm")
-    ).step_time
+    step_time = resolve(Deployment(model="meta-llama/Llama-3.1-8B", device="h100-sxm")).step_time
     scheduler = make_scheduler(config, step_time)
     core = EngineCore(scheduler, ThreadExecutor(make_runner()), max_in_flight_steps=2, judges=[laps])
     for row in range(rows):

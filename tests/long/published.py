@@ -19,9 +19,9 @@ from onbeat.planner.grid import ReplicaCase
 from onbeat.planner.objectives import SarathiObjective
 from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions
+from onbeat.simulator.deployment import Deployment
+from onbeat.simulator.resolve import resolve
 from onbeat.simulator.result import SimulationResult
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.arrivals import poisson_arrivals
 from onbeat.workload.offered import OfferedLoad
@@ -29,8 +29,8 @@ from onbeat.workload.offered import OfferedLoad
 Tokens = NDArray[np.int64]
 
 A100 = "a100-80-sxm"
-MISTRAL = make(ReplicaSettings, model="mistralai/Mistral-7B-v0.1", device=A100, max_model_len=8192)
-YI = make(ReplicaSettings, model="01-ai/Yi-34B-200K", device=A100, tensor_parallel=2, max_model_len=8192)
+MISTRAL = make(Deployment, model="mistralai/Mistral-7B-v0.1", device=A100, max_model_len=8192)
+YI = make(Deployment, model="01-ai/Yi-34B-200K", device=A100, tensor_parallel=2, max_model_len=8192)
 
 
 def shared_data() -> Path:
@@ -73,7 +73,7 @@ class Server:
     budget: int
 
     @property
-    def settings(self) -> ReplicaSettings:
+    def settings(self) -> Deployment:
         return change(
             MISTRAL,
             policy=self.policy,
@@ -114,8 +114,8 @@ NUM_IDLE_REQUESTS = 50
 RATE_TOLERANCE = 1.1
 
 
-def run(load: OfferedLoad, settings: ReplicaSettings) -> SimulationResult:
-    simulation = build_simulation(settings)
+def run(load: OfferedLoad, settings: Deployment) -> SimulationResult:
+    simulation = resolve(settings)
     return simulate(load, simulation.config, simulation.step_time)
 
 
@@ -131,19 +131,19 @@ def orca_load(lengths: str, seed: int, num_requests: int) -> OfferedLoad:
     )
 
 
-def latency(load: OfferedLoad, settings: ReplicaSettings) -> float:
+def latency(load: OfferedLoad, settings: Deployment) -> float:
     """Return the median of latency per output token, seconds."""
     records = run(load, settings).records
     return float(np.median([record.e2e / record.num_output_tokens for record in records]))
 
 
-def most_latency(load: OfferedLoad, settings: ReplicaSettings) -> float:
+def most_latency(load: OfferedLoad, settings: Deployment) -> float:
     """Return 5 times what a load's first requests take, each alone on the machine."""
     alone = load.at_rate(0.01).take(np.arange(NUM_IDLE_REQUESTS))
     return LATENCY_FACTOR * latency(alone, settings)
 
 
-def rate_at_latency(load: OfferedLoad, settings: ReplicaSettings) -> float:
+def rate_at_latency(load: OfferedLoad, settings: Deployment) -> float:
     """Return the highest rate that keeps the latency (`keeps_latency`), at most 10 % too low."""
     limit = most_latency(load, settings)
     low, high = 0.1, 50.0
@@ -154,6 +154,6 @@ def rate_at_latency(load: OfferedLoad, settings: ReplicaSettings) -> float:
     return low
 
 
-def keeps_latency(load: OfferedLoad, settings: ReplicaSettings, rate: float) -> bool:
+def keeps_latency(load: OfferedLoad, settings: Deployment, rate: float) -> bool:
     """Return whether the normalised latency at a rate is within 5 times the idle machine's."""
     return latency(load.at_rate(rate), settings) <= most_latency(load, settings)

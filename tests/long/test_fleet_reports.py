@@ -8,8 +8,8 @@ import numpy as np
 
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import build_simulation
+from onbeat.simulator.deployment import Deployment
+from onbeat.simulator.resolve import resolve
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.arrivals import poisson_arrivals
 from onbeat.workload.offered import OfferedLoad
@@ -28,7 +28,7 @@ def test_an_overloaded_fleet_reports_to_the_end() -> None:
         arrivals=poisson_arrivals(320, rate=1.0, rng=np.random.default_rng(0)),
     )
     load = load.with_classes([SLOClass(name="all", slo=SLO(ttft=0.6, tbt=0.06))], seed=0).at_rate(8.0)
-    replica = make(ReplicaSettings, model="meta-llama/Llama-3.2-3B", device="l4", replicas=2)
-    simulation = build_simulation(replica)
+    replica = make(Deployment, model="meta-llama/Llama-3.2-3B", device="l4", replicas=2)
+    simulation = resolve(replica)
     result = simulate(load, simulation.config, simulation.step_time)
     assert len(result.records) == 320

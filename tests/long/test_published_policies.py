@@ -16,8 +16,8 @@ from onbeat.core.step import BatchShape
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.distribution import percentile
 from onbeat.metrics.summary import collect_samples
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import build_simulation
+from onbeat.simulator.deployment import Deployment
+from onbeat.simulator.resolve import resolve
 from onbeat.workload.arrivals import poisson_arrivals
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
@@ -105,11 +105,11 @@ class TestStall:
         assert min(record.end for record in records[:32]) > records[32].delivery_times[0]
         return max(float(np.diff(record.delivery_times).max()) for record in records[:32])
 
-    def settings(self, policy: str, budget: int) -> ReplicaSettings:
+    def settings(self, policy: str, budget: int) -> Deployment:
         return change(YI, max_model_len=16384, max_num_seqs=64, policy=policy, max_num_batched_tokens=budget)
 
     def seconds(self, shape: BatchShape) -> float:
-        return build_simulation(self.settings("sarathi", self.BUDGET)).step_time.step_time(shape)
+        return resolve(self.settings("sarathi", self.BUDGET)).step_time.step_time(shape)
 
     def test_prefill_first_stops_the_decodes_for_the_whole_prompt(self):
         prompt = BatchShape()
@@ -135,14 +135,14 @@ class TestOrca:
     """Yu et al., OSDI 2022: a model of GPT-3's size, normalised latency within 5 times the idle one."""
 
     GPT3 = make(
-        ReplicaSettings,
+        Deployment,
         model="facebook/opt-175b",
         device="a100-40-sxm",
         tensor_parallel=16,
         max_model_len=2048,
     )
 
-    def settings(self, policy: str, max_num_seqs: int) -> ReplicaSettings:
+    def settings(self, policy: str, max_num_seqs: int) -> Deployment:
         return change(self.GPT3, policy=policy, max_num_seqs=max_num_seqs)
 
     def test_serves_five_times_the_rate_of_request_level_batching(self):
@@ -162,7 +162,7 @@ def test_paged_memory_serves_more_than_a_reservation_of_the_declared_length():
     """Kwon et al., SOSP 2023: OPT-13B on an A100-40G, answers of up to 2,048 tokens may be asked for."""
     load = chat_load(250, max_tokens=2048)
     base = make(
-        ReplicaSettings,
+        Deployment,
         model="facebook/opt-13b",
         device="a100-40-sxm",
         max_model_len=2048,
@@ -191,7 +191,7 @@ def test_bursts_of_a_recorded_trace_cost_attainment():
     rate = recorded.rate
     assert rate is not None
     arrivals = poisson_arrivals(len(trace), rate=rate, rng=np.random.default_rng(0))
-    settings = ReplicaSettings(model="meta-llama/Llama-3.1-8B", device="h100-sxm")
+    settings = Deployment(model="meta-llama/Llama-3.1-8B", device="h100-sxm")
     bursts, poisson = (
         float(good_requests(run(load, settings).records).mean())
         for load in (recorded, recorded.with_arrivals(arrivals))

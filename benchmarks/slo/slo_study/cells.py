@@ -10,13 +10,13 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.options import change, make
 from onbeat.core.slo import SLO, SLO_MODES, SLOMode
 from onbeat.scheduler.replica.policies import POLICIES
-from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.deployment import Deployment
 from onbeat.workload.slo_classes import SLOClass
 
 
-def _set_up(model: str, device: str, **others: int) -> ReplicaSettings:
+def _set_up(model: str, device: str, **others: int) -> Deployment:
     set_up = {"max_num_seqs": 256, "max_queue_seconds": 0.0, **others}
-    return make(ReplicaSettings, model=model, device=device, **set_up)
+    return make(Deployment, model=model, device=device, **set_up)
 
 
 SET_UPS = {
@@ -183,7 +183,7 @@ def is_blind(name: str) -> bool:
     return split_policy(name)[0] in _BLIND
 
 
-def settings_of(set_up: str, policy: str) -> ReplicaSettings:
+def settings_of(set_up: str, policy: str) -> Deployment:
     """Return the replica of a set-up under a policy."""
     name, budget = split_policy(policy)
     return change(SET_UPS[set_up], policy=name, max_num_batched_tokens=budget)

@@ -22,10 +22,10 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.deliveries import Collector
+from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.fleet_loop import run_alone
 from onbeat.simulator.replica import make_replica
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import Simulation, build_simulation
+from onbeat.simulator.resolve import Resolved, resolve
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.simulator.virtual_clients import Clients
 from onbeat.workload.offered import OfferedLoad
@@ -270,8 +270,8 @@ class Runner:
     limit : the longest request that is offered, tokens; the same for all policies of a set-up.
     """
 
-    def __init__(self, settings: ReplicaSettings, workload: str, limit: int) -> None:
-        self.simulation = build_simulation(settings)
+    def __init__(self, settings: Deployment, workload: str, limit: int) -> None:
+        self.simulation = resolve(settings)
         self._workload = workload
         self._limit = limit
 
@@ -317,7 +317,7 @@ class Runner:
         return {question: score(each, records) for question, each in scored.items()}
 
 
-def config_of(simulation: Simulation, mode: SLOMode) -> SimulationConfig:
+def config_of(simulation: Resolved, mode: SLOMode) -> SimulationConfig:
     """Return a configuration in which what cannot be kept becomes best effort."""
     scheduler = replace(simulation.config.scheduler, slo_mode=mode)
     return replace(simulation.config, scheduler=scheduler, shed=ShedMode.RELEGATE)
@@ -327,7 +327,7 @@ def config_of(simulation: Simulation, mode: SLOMode) -> SimulationConfig:
 def longest_request(set_up: str) -> int:
     """Return the longest request that a set-up takes under any policy, in tokens."""
     settings = change(SET_UPS[set_up], policy="sarathi", max_num_batched_tokens=None)
-    return build_simulation(settings).config.scheduler.max_model_len
+    return resolve(settings).config.scheduler.max_model_len
 
 
 def timed(run: Callable[[], Mapping[Question, Score]]) -> tuple[Mapping[Question, Score], float]:

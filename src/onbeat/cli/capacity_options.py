@@ -15,7 +15,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.hints import likely_meant
 from onbeat.core.options import changed, option, part, settings_of
 from onbeat.planner.frontier import Level
-from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.deployment import Deployment
 
 _capacity = partial(option, group="capacity")
 _comparison = partial(option, group="comparison")
@@ -23,7 +23,7 @@ _comparison = partial(option, group="comparison")
 TBT = "slo_tbt_ms"
 """The TBT objective: it changes the load and the objective, not the replica."""
 
-_SETTINGS = {setting.name: setting for setting in settings_of(ReplicaSettings)}
+_SETTINGS = {setting.name: setting for setting in settings_of(Deployment)}
 VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
     **{
         flag: (name, partial(read_value, _SETTINGS[name]))

@@ -19,8 +19,8 @@ from onbeat.planner.grid import ReplicaCase, settings_grid
 from onbeat.planner.objective import Objective
 from onbeat.planner.objectives import parse_objective
 from onbeat.scheduler.replica.token_budget import mean_decode_context
-from onbeat.simulator.settings import AUTO, ReplicaSettings
-from onbeat.simulator.setup import Simulation, build_simulation, decode_context, what_binds
+from onbeat.simulator.deployment import AUTO, Deployment
+from onbeat.simulator.resolve import Resolved, decode_context, resolve, step_times_text, what_binds
 from onbeat.workload.load import Load, tightest_tbt
 from onbeat.workload.offered import LongerThanContext, OfferedLoad
 
@@ -43,8 +43,8 @@ class PlannedCase:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Draft:
     labels: Labels
-    settings: ReplicaSettings
-    simulation: Simulation | None
+    settings: Deployment
+    simulation: Resolved | None
     error: str = ""
 
 
@@ -90,7 +90,9 @@ def plan_cases(args: argparse.Namespace, options: CapacityOptions) -> list[Plann
                     case=case,
                     objective=objective,
                     loads=loads,
-                    step_times="" if draft.simulation is None else draft.simulation.step_times,
+                    step_times=""
+                    if draft.simulation is None
+                    else step_times_text(draft.settings, draft.simulation.errors),
                     error=draft.error or _too_short(draft, loads),
                 )
             )
@@ -112,7 +114,7 @@ def _objective(options: CapacityOptions, tbt: float | None, mode: SLOMode) -> Ob
     return parse_objective(options.objective or "sarathi", tbt=tbt, mode=mode)
 
 
-def _draft_cases(base: ReplicaSettings, axes: dict[str, list[Any]]) -> list[_Draft]:
+def _draft_cases(base: Deployment, axes: dict[str, list[Any]]) -> list[_Draft]:
     """Build each configuration once: bad input comes to light before anything runs."""
     drafts, refusals = [], []
     for labels, settings in settings_grid(base, axes):
@@ -120,7 +122,7 @@ def _draft_cases(base: ReplicaSettings, axes: dict[str, list[Any]]) -> list[_Dra
         is_auto = settings.limits.max_num_batched_tokens == AUTO
         trial = change(settings, max_num_batched_tokens=None) if is_auto else settings
         try:
-            drafts.append(_Draft(labels=labels, settings=settings, simulation=build_simulation(trial)))
+            drafts.append(_Draft(labels=labels, settings=settings, simulation=resolve(trial)))
         except ConfigError as error:
             drafts.append(_Draft(labels=labels, settings=settings, simulation=None, error=str(error)))
             if not _fits_with_plenty_of_memory(trial):
@@ -130,9 +132,9 @@ def _draft_cases(base: ReplicaSettings, axes: dict[str, list[Any]]) -> list[_Dra
     return drafts
 
 
-def _fits_with_plenty_of_memory(settings: ReplicaSettings) -> bool:
+def _fits_with_plenty_of_memory(settings: Deployment) -> bool:
     try:
-        build_simulation(replace(settings, num_blocks=_PLENTY_OF_BLOCKS))
+        resolve(replace(settings, num_blocks=_PLENTY_OF_BLOCKS))
     except ConfigError:
         return False
     return True

@@ -61,7 +61,7 @@ def _plan(args: argparse.Namespace, options: PlanOptions, console: Console, *, i
     from onbeat.planner.fleet_plan import Planner
     from onbeat.planner.prices import Prices
     from onbeat.planner.units import choices_of, longest_request, make_units, rate_unit
-    from onbeat.simulator.setup import what_binds
+    from onbeat.simulator.resolve import what_binds
     from onbeat.workload.offered import LongerThanContext
 
     available = parse_gpus(options.gpus)

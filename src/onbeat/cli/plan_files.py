@@ -17,8 +17,8 @@ from onbeat.core.slo import SLO_CLASSES
 from onbeat.planner.plan_file import digest_of, digest_of_classes, write_plan
 from onbeat.planner.plan_task import Fleet, PlanTask
 from onbeat.scheduler.scheduler_config import SchedulerLimits
-from onbeat.simulator.settings import AUTO, ReplicaSettings
-from onbeat.simulator.setup import described_times
+from onbeat.simulator.deployment import AUTO, Deployment
+from onbeat.simulator.resolve import step_times_text
 from onbeat.workload.load import Load
 
 _SERVE_FORMATS: dict[str, dict[str, Any]] = {
@@ -75,7 +75,7 @@ def serve_settings(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
     return settings | {"fleet": served | {"kinds": list(map(str, kinds))}}
 
 
-def not_served(base: ReplicaSettings) -> str:
+def not_served(base: Deployment) -> str:
     """Return what a server does not do as it was simulated: its number formats; empty where it does all."""
     kv = "fp32" if base.dtype == "fp32" else "bf16"
     formats = [] if base.dtype in _SERVE_FORMATS else [f"weights in {base.dtype}"]
@@ -122,7 +122,7 @@ def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
         "kv-cache-dtype": report.base.kv_cache_dtype,
         "gpu-memory-utilization": report.base.gpu_memory_utilization,
         **({"note": note} if (note := not_served(report.base)) else {}),
-        "step-times": described_times(report.base),
+        "step-times": step_times_text(report.base),
         "host-overhead-ms": _plain(report.base.host_overhead * 1e3),
         "trace-sha256": None if file is None else digest_of(file),
         **({} if classes is None else {"classes-sha256": digest_of_classes(classes)}),

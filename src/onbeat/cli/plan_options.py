@@ -19,7 +19,7 @@ from onbeat.perfmodel.device_spec import find_device
 from onbeat.planner.objectives import parse_objective
 from onbeat.planner.plan_task import PlanTask
 from onbeat.planner.share_objectives import AttainmentObjective
-from onbeat.simulator.settings import AUTO, ReplicaSettings
+from onbeat.simulator.deployment import AUTO, Deployment
 from onbeat.workload.load import Load
 from onbeat.workload.offered import OfferedLoad
 
@@ -113,14 +113,16 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="requests/s that the fleet must serve; the same as --request-rate",
     )
-    add_options(parser, ReplicaSettings, only=asked_settings())
+    find_group(parser, "model and devices")
+    add_options(parser, Deployment, only=asked_settings())
+    find_group(parser, "data set")
     add_options(parser, Load)
     add_options(parser, PlanOutput)
 
 
 def asked_settings() -> list[str]:
     """Return the settings of replicas that the command has flags for."""
-    return [setting.name for setting in settings_of(ReplicaSettings) if setting.name not in _NOT_ASKED]
+    return [setting.name for setting in settings_of(Deployment) if setting.name not in _NOT_ASKED]
 
 
 def parse_gpus(text: str) -> dict[str, float]:
@@ -159,14 +161,14 @@ def parse_degrees(text: str) -> list[int]:
     return sorted(int(word) for word in words)
 
 
-def base_settings(args: argparse.Namespace, device: str) -> ReplicaSettings:
+def base_settings(args: argparse.Namespace, device: str) -> Deployment:
     """Return what all units have in common.
 
     Raises
     ------
     ConfigError : a setting that is out of range, or a token budget that is to be chosen for one replica.
     """
-    base = read_options(args, ReplicaSettings, device=device, seed=args.seed)
+    base = read_options(args, Deployment, device=device, seed=args.seed)
     if base.limits.max_num_batched_tokens == AUTO:
         raise ConfigError(
             "--max-num-batched-tokens auto chooses the budget of one replica, but a plan tries several: "

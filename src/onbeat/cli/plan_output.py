@@ -24,8 +24,8 @@ from onbeat.planner.units import device_text
 from onbeat.report.objectives import classes_text
 from onbeat.report.result import Column, Lines, Part, Plots, Result, Section, Table
 from onbeat.report.units import significant
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import POOL_BANDWIDTH
+from onbeat.simulator.deployment import Deployment
+from onbeat.simulator.resolve import POOL_BANDWIDTH
 
 HALF = 0.5
 """Times the objectives."""
@@ -53,7 +53,7 @@ class PlanReport:
     """Everything that a run of the command found."""
 
     args: argparse.Namespace
-    base: ReplicaSettings
+    base: Deployment
     """What all units have in common."""
     task: PlanTask
     plan: FleetPlan

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from onbeat.simulator.settings import ReplicaSettings
-    from onbeat.simulator.setup import Simulation
+    from onbeat.simulator.deployment import Deployment
+    from onbeat.simulator.resolve import Resolved
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,20 +36,15 @@ def run(args: argparse.Namespace) -> int:
     from onbeat.metrics.records_file import write_records
     from onbeat.metrics.summary import SummaryOptions
     from onbeat.report.run_report import runs_result
-    from onbeat.simulator.setup import build_for_load
-    from onbeat.workload.load import Load, tightest_tbt
+    from onbeat.simulator.resolve import resolve_for
+    from onbeat.workload.load import Load
 
     console = Console(stderr=True, highlight=False)
     settings = replica_settings(args)
     asked = read_options(args, Load)
     options = read_options(args, SimulateOptions)
     check_writable(options.files)
-    classes = asked.classes()
-    simulation, load = build_for_load(
-        settings,
-        lambda longest: asked.offered(classes, max_model_len=longest, overlong=settings.overlong),
-        tbt=tightest_tbt(classes),
-    )
+    simulation, load = resolve_for(settings, asked, asked.classes())
     console.print(_describe(settings, simulation), markup=False, soft_wrap=True)
     result = run_simulation(
         simulation,
@@ -80,7 +75,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.is_complete else INTERRUPTED
 
 
-def _describe(settings: ReplicaSettings, simulation: Simulation) -> str:
+def _describe(settings: Deployment, simulation: Resolved) -> str:
+    from onbeat.simulator.resolve import step_times_text
+
     limits, model = simulation.config.scheduler, simulation.model
     parallel = f"TP {settings.tensor_parallel}" + (
         f" PP {settings.pipeline_parallel}" if settings.pipeline_parallel > 1 else ""
@@ -95,5 +92,5 @@ def _describe(settings: ReplicaSettings, simulation: Simulation) -> str:
         f"{model.name} ({settings.dtype}) on {where}: policy {limits.policy}, "
         f"{limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} requests a step, KV cache of "
         f"{kv_tokens:,} tokens a replica, requests up to {limits.max_model_len:,} tokens; step times: "
-        f"{simulation.step_times}"
+        f"{step_times_text(settings, simulation.errors)}"
     )

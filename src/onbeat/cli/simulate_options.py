@@ -13,9 +13,9 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.options import option
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.speculation.speculative_config import SpeculativeConfig
+from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.draft_acceptance import DEFAULT_RATE, Acceptance
 from onbeat.simulator.replay.recorded_drafts import read_acceptance
-from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.speculation import SpeculationSettings
 from onbeat.workload.load import Load
 
@@ -46,12 +46,14 @@ class SimulateOptions:
 def add_simulation_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what is simulated and under which load: all flags that `simulate` and `capacity` share."""
     add_config_flag(parser)
-    add_options(parser, ReplicaSettings)
+    find_group(parser, "model and devices")  # the first in --help
+    add_options(parser, Deployment)
     add_speculation_arguments(parser)
+    find_group(parser, "data set")
     add_options(parser, Load)
 
 
-def replica_settings(args: argparse.Namespace) -> ReplicaSettings:
+def replica_settings(args: argparse.Namespace) -> Deployment:
     """Return what the flags ask for.
 
     Raises
@@ -60,7 +62,7 @@ def replica_settings(args: argparse.Namespace) -> ReplicaSettings:
     """
     return read_options(
         args,
-        ReplicaSettings,
+        Deployment,
         seed=args.seed,
         max_concurrency=args.max_concurrency,
         speculation=speculation_settings(args),

@@ -19,11 +19,11 @@ from onbeat.perfmodel.utilisation import StepOperations
 from onbeat.report.result import Fact, Facts
 from onbeat.report.run import SCHEDULED, Level, Run, RunHeader
 from onbeat.report.units import exact_percent, significant, whole_percent
+from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.idle import IdleReplica
 from onbeat.simulator.outcomes import RunOutcomes, tell_outcomes
+from onbeat.simulator.resolve import Resolved
 from onbeat.simulator.result import SimulationResult
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import Simulation
 from onbeat.simulator.virtual_clients import call_times
 from onbeat.workload.job_load import job_outcomes
 from onbeat.workload.lanes import LANES
@@ -42,8 +42,8 @@ SimulatedRun = Run[RequestRecord]
 
 
 def as_run(
-    settings: ReplicaSettings,
-    simulation: Simulation,
+    settings: Deployment,
+    simulation: Resolved,
     load: OfferedLoad,
     result: SimulationResult,
     *,
@@ -92,8 +92,8 @@ def _jobs(load: OfferedLoad, result: SimulationResult) -> dict[str, JobSummary]:
 
 
 def _header(
-    settings: ReplicaSettings,
-    simulation: Simulation,
+    settings: Deployment,
+    simulation: Resolved,
     load: OfferedLoad,
     result: SimulationResult,
     label: str | None,
@@ -113,7 +113,7 @@ def _header(
     )
 
 
-def _settings(settings: ReplicaSettings, simulation: Simulation, result: SimulationResult) -> dict[str, Any]:
+def _settings(settings: Deployment, simulation: Resolved, result: SimulationResult) -> dict[str, Any]:
     """Return what was simulated, as a file has it."""
     limits, fleet = simulation.config.scheduler, settings.fleet
     names = ("dtype", "step_time", "engine", "step_noise", "guided_share", "seed")
@@ -134,7 +134,7 @@ def _settings(settings: ReplicaSettings, simulation: Simulation, result: Simulat
     }
 
 
-def _machine_facts(simulation: Simulation, result: SimulationResult) -> list[Fact]:
+def _machine_facts(simulation: Resolved, result: SimulationResult) -> list[Fact]:
     """Return what the replicas did."""
     busy = sum(replica.busy_seconds for replica in result.replicas)
     bubbles = sum(replica.bubble_seconds for replica in result.replicas)
@@ -159,7 +159,7 @@ def _machine_facts(simulation: Simulation, result: SimulationResult) -> list[Fac
     ]
 
 
-def _draft_facts(simulation: Simulation, result: SimulationResult) -> list[Fact]:
+def _draft_facts(simulation: Resolved, result: SimulationResult) -> list[Fact]:
     """Return what was speculated and what became of it; nothing where nothing was."""
     config, counts = simulation.config.scheduler.speculation, result.drafts
     if config is None or counts is None:
@@ -177,7 +177,7 @@ def _draft_facts(simulation: Simulation, result: SimulationResult) -> list[Fact]
 
 
 def _utilisation(
-    simulation: Simulation, result: SimulationResult, busy: float
+    simulation: Resolved, result: SimulationResult, busy: float
 ) -> tuple[float | None, float | None]:
     """Return MBU and MFU of the busy time, against the device's specification (`perfmodel.utilisation`)."""
     if not (result.num_steps and busy):
@@ -206,7 +206,7 @@ def _utilisation(
     )
 
 
-def _operations(simulation: Simulation, model: ModelSpec) -> StepOperations:
+def _operations(simulation: Resolved, model: ModelSpec) -> StepOperations:
     return StepOperations(model, simulation.precision, simulation.parallelism)
 
 
@@ -215,7 +215,7 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _warnings(
-    simulation: Simulation, load: OfferedLoad, result: SimulationResult, outcomes: RunOutcomes
+    simulation: Resolved, load: OfferedLoad, result: SimulationResult, outcomes: RunOutcomes
 ) -> Iterator[str]:
     if load.num_skipped:
         longest = simulation.config.scheduler.max_model_len

@@ -18,8 +18,8 @@ from onbeat.metrics.timeline import Timeline, open_timeline
 from onbeat.recording.fleet_log import fleet_record, plain
 from onbeat.simulator.observer import Progress as OnProgress
 from onbeat.simulator.observer import StepsWanted
+from onbeat.simulator.resolve import Resolved
 from onbeat.simulator.result import SimulationResult
-from onbeat.simulator.setup import Simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.simulator.virtual_fleet import fleet_rules
@@ -27,7 +27,7 @@ from onbeat.workload.offered import OfferedLoad
 
 
 def run_simulation(
-    simulation: Simulation,
+    simulation: Resolved,
     load: OfferedLoad,
     *,
     console: Console,

@@ -27,7 +27,7 @@ ENGINE_SIGMA = 0.10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deployment:
+class StepTimeQuery:
     """What step times are asked of."""
 
     target: FitTarget
@@ -76,7 +76,7 @@ def make_step_time_model(  # noqa: PLR0913 - a kind, and what it is asked of
         parallelism=parallelism or Parallelism(),
         precision=precision or Precision(),
     )
-    return STEP_TIME_MODELS[kind](Deployment(target=target, profile=profile, engine=engine))
+    return STEP_TIME_MODELS[kind](StepTimeQuery(target=target, profile=profile, engine=engine))
 
 
 def require_step_time(kind: str) -> str:
@@ -124,16 +124,16 @@ def fitted_predictor(
     )
 
 
-def _roofline(deployment: Deployment) -> Predictor:
-    if deployment.profile is not None:
+def _roofline(query: StepTimeQuery) -> Predictor:
+    if query.profile is not None:
         raise ConfigError(
-            f"the roofline takes no profile (got {deployment.profile}): leave it out, or choose "
+            f"the roofline takes no profile (got {query.profile}): leave it out, or choose "
             "--step-time fitted, which calibrates the roofline by it"
         )
-    at = deployment.target
-    if deployment.engine is None:
+    at = query.target
+    if query.engine is None:
         return roofline_predictor(at)
-    engine = find_engine(deployment.engine)
+    engine = find_engine(query.engine)
     return Predictor(
         make_engine_roofline(engine, at),
         ResidualModel.log_normal(ENGINE_SIGMA),
@@ -141,14 +141,14 @@ def _roofline(deployment: Deployment) -> Predictor:
     )
 
 
-def _fitted(deployment: Deployment) -> Predictor:
-    path = deployment.profile
+def _fitted(query: StepTimeQuery) -> Predictor:
+    path = query.profile
     if path is None:
         raise ConfigError(
             "the step-time model fitted needs a profile: --profile FILE, written by `onbeat profile MODEL`"
         )
     profile = read_profile(path)
-    asked, precision = deployment.target, profile.key.precision
+    asked, precision = query.target, profile.key.precision
     check_profile(
         profile,
         path,
@@ -161,7 +161,7 @@ def _fitted(deployment: Deployment) -> Predictor:
     return fitted_predictor(profile.fitted, target, server=profile.server)
 
 
-STEP_TIME_MODELS: dict[str, Callable[[Deployment], Predictor]] = {
+STEP_TIME_MODELS: dict[str, Callable[[StepTimeQuery], Predictor]] = {
     "roofline": _roofline,
     "fitted": _fitted,
 }

@@ -21,8 +21,8 @@ from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.trial import ObjectiveMissed, simulate_trial
 from onbeat.planner.units import Unit, longest_request
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
+from onbeat.simulator.resolve import resolve
 from onbeat.simulator.result import SimulationResult
-from onbeat.simulator.setup import build_simulation
 from onbeat.workload.offered import OfferedLoad
 
 ROUTER = "slo"
@@ -48,9 +48,9 @@ class FleetCase:
         if self.pools is not None:
             ((unit, _),) = self.parts
             apart = change(unit.settings, router=ROUTER, disaggregate=self.pools)
-            simulation = build_simulation(apart)
+            simulation = resolve(apart)
             return BuiltCase(simulation.config, simulation.step_time, simulation.num_devices)
-        built = [(build_simulation(unit.settings), count) for unit, count in self.ordered()]
+        built = [(resolve(unit.settings), count) for unit, count in self.ordered()]
         first = built[0][0]
         kinds = tuple(simulation.kind for simulation, count in built for _ in range(count))
         fleet = FleetConfig(replicas=len(kinds), router=ROUTER)

@@ -12,8 +12,8 @@ from onbeat.core.options import change
 from onbeat.core.slo import DEFAULT_SHED_ORDER
 from onbeat.planner.cases import BuiltCase, Labels
 from onbeat.scheduler.replica.policies import composition
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import build_simulation
+from onbeat.simulator.deployment import Deployment
+from onbeat.simulator.resolve import resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,22 +22,20 @@ class ReplicaCase:
 
     Parameters
     ----------
-    tbt, context_tokens : of an automatic token budget (`build_simulation`).
+    tbt, context_tokens : of an automatic token budget (`resolve`).
     """
 
-    settings: ReplicaSettings
+    settings: Deployment
     labels: Labels = ()
     tbt: float | None = None
     context_tokens: int | None = None
 
     def build(self) -> BuiltCase:
-        simulation = build_simulation(self.settings, tbt=self.tbt, context_tokens=self.context_tokens)
+        simulation = resolve(self.settings, tbt=self.tbt, context_tokens=self.context_tokens)
         return BuiltCase(simulation.config, simulation.step_time, simulation.num_devices)
 
 
-def settings_grid(
-    base: ReplicaSettings, axes: Mapping[str, Sequence[Any]]
-) -> list[tuple[Labels, ReplicaSettings]]:
+def settings_grid(base: Deployment, axes: Mapping[str, Sequence[Any]]) -> list[tuple[Labels, Deployment]]:
     """Return every combination of some settings, in the order of the axes, the last one fastest.
 
     A token budget is for chunked prompts, an order of shedding for the policy that sheds by it: where
@@ -46,7 +44,7 @@ def settings_grid(
     Parameters
     ----------
     base : the settings that stay.
-    axes : setting of `ReplicaSettings` or its limits -> its values, at least one each.
+    axes : setting of `Deployment` or its limits -> its values, at least one each.
 
     Raises
     ------
@@ -55,7 +53,7 @@ def settings_grid(
     for name, values in axes.items():
         if not values:
             raise ConfigError(f"the axis {name} has no values; give at least one")
-    cases: dict[Labels, ReplicaSettings] = {}
+    cases: dict[Labels, Deployment] = {}
     for values in product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
         unused = _choices_without(chosen["policy"]) if len(axes.get("policy", ())) > 1 else {}

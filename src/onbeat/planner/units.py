@@ -25,9 +25,9 @@ from onbeat.perfmodel.memory import Choices
 from onbeat.planner.buckets import Bucket
 from onbeat.planner.prices import Prices
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.idle import IdleReplica
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import build_simulation
+from onbeat.simulator.resolve import resolve
 from onbeat.workload.offered import OfferedLoad
 
 Array = NDArray[np.float64]
@@ -48,7 +48,7 @@ def device_text(device: str) -> str:
 class Unit:
     """One replica on some devices of a type."""
 
-    settings: ReplicaSettings
+    settings: Deployment
     usd_per_hour: float
     """Of all its devices."""
     watts: float
@@ -102,7 +102,7 @@ class RatedUnit:
 
 
 def make_units(
-    base: ReplicaSettings,
+    base: Deployment,
     *,
     devices: Sequence[str],
     tensor_parallel: Sequence[int],
@@ -132,7 +132,7 @@ def make_units(
                 left_out[unit.name] = f"only {available[device]:g} {device_text(device)} were offered"
                 continue
             try:
-                build_simulation(settings, choices=choices_of(available[device]))
+                resolve(settings, choices=choices_of(available[device]))
             except ConfigError as error:
                 errors.append(error)
                 left_out[unit.name] = str(error)
@@ -155,7 +155,7 @@ def _claimed(rated: RatedUnit) -> Array:
 
 def share_in_time(unit: Unit, load: OfferedLoad) -> float:
     """Return the share of requests whose objectives a unit keeps that has nothing else to do."""
-    simulation = build_simulation(unit.settings)
+    simulation = resolve(unit.settings)
     idle = IdleReplica.of(simulation.step_time, simulation.config)
     rows = zip(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist(), strict=True)
     late = sum(
@@ -167,7 +167,7 @@ def share_in_time(unit: Unit, load: OfferedLoad) -> float:
 
 def rate_unit(unit: Unit, buckets: Sequence[Bucket]) -> RatedUnit:
     """Return a unit with its steady rates."""
-    simulation = build_simulation(unit.settings)
+    simulation = resolve(unit.settings)
     scheduler, host = simulation.config.scheduler, simulation.config.host_overhead
     idle = IdleReplica.of(simulation.step_time, simulation.config)
     rates = [
@@ -182,7 +182,7 @@ def rate_unit(unit: Unit, buckets: Sequence[Bucket]) -> RatedUnit:
 @cache
 def longest_request(unit: Unit) -> int:
     """Return the longest request that a unit takes, tokens."""
-    return build_simulation(unit.settings).config.scheduler.max_model_len
+    return resolve(unit.settings).config.scheduler.max_model_len
 
 
 def _can_serve(idle: IdleReplica, scheduler: SchedulerConfig, bucket: Bucket) -> bool:

@@ -9,11 +9,11 @@ from typing import Any
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
+from onbeat.simulator.deployment import Deployment
+from onbeat.simulator.resolve import resolve_for
 from onbeat.simulator.result import SimulationResult
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import build_for_load
 from onbeat.simulator.simulate import simulate as simulate_load
-from onbeat.workload.load import Load, tightest_tbt
+from onbeat.workload.load import Load
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 
@@ -37,7 +37,7 @@ def simulate(
     load : requests from elsewhere, such as `onbeat.Load`; either this or `trace`.
     slo : objectives of the requests, for their records and for an automatic token budget; `load` may bring
         classes of its own instead.
-    **settings : of `onbeat.simulator.settings.ReplicaSettings` and its limits: `policy`, `replicas`,
+    **settings : of `onbeat.simulator.deployment.Deployment` and its limits: `policy`, `replicas`,
         `router`, `tensor_parallel`, `max_num_seqs`, `max_num_batched_tokens`, `max_concurrency` and others.
 
     Returns
@@ -61,7 +61,7 @@ def simulate(
     """
     if (trace is None) == (load is None):
         raise ConfigError("give requests once: trace=FILE or load=onbeat.Load(...)")
-    replica = make(ReplicaSettings, model=model, device=device, **settings)
+    deployment = make(Deployment, model=model, device=device, **settings)
 
     asked = Load(trace=Path(trace or ""), arrivals="replay") if load is None else load
     if slo is not None:
@@ -69,10 +69,5 @@ def simulate(
     else:
         classes = () if isinstance(asked, OfferedLoad) else asked.classes()
 
-    def offered(longest: int) -> OfferedLoad:
-        if isinstance(asked, Load):
-            return asked.offered(classes, max_model_len=longest, overlong=replica.overlong)
-        return asked.with_classes(classes, seed=replica.seed) if classes else asked
-
-    simulation, requests = build_for_load(replica, offered, tbt=tightest_tbt(classes))
-    return simulate_load(requests, simulation.config, simulation.step_time)
+    resolved, offered = resolve_for(deployment, asked, classes)
+    return simulate_load(offered, resolved.config, resolved.step_time)

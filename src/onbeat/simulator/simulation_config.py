@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite
-from typing import Literal, NamedTuple, get_args
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import DRAIN_SECONDS
-from onbeat.core.slo import ShedMode
 from onbeat.core.step_time import StepTimeModel
 from onbeat.jobs.call import Split, beside_later
-from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.cluster.scaling import make_policy
 from onbeat.scheduler.replica.policies import composition
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.draft_acceptance import Acceptance
+from onbeat.simulator.fleet_terms import FleetTerms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,44 +41,6 @@ class KVLink:
             raise ConfigError(f"latency of the KV link is {self.latency:g} s; it must be 0 or more")
 
 
-ChangeKind = Literal["kill", "drain", "restart", "scale"]
-CHANGE_KINDS: tuple[ChangeKind, ...] = get_args(ChangeKind)
-
-
-class FleetChange(NamedTuple):
-    """Something that happens to a fleet, whose decisions about it are simulated, too."""
-
-    when: float
-    """Virtual seconds."""
-    kind: ChangeKind
-    """`kill`: a replica dies, with all that it has. `drain`: it ends what runs there, and stops. `restart`:
-    it drains and starts again. `scale`: there are to be so many replicas."""
-    number: int
-    """Of the replica, or replicas."""
-
-    def __str__(self) -> str:
-        return f"{self.when:g} {self.kind} {self.number}"
-
-
-def parse_change(text: str) -> FleetChange:
-    """Read a change of a fleet as `30 kill 0` or `90 scale 4`: when (seconds), what, and which or how many.
-
-    Raises
-    ------
-    ConfigError : it is written otherwise.
-    """
-    parts = text.split()
-    if len(parts) == 3 and parts[1] in CHANGE_KINDS:
-        try:
-            return FleetChange(float(parts[0]), parts[1], int(parts[2]))
-        except ValueError:
-            pass
-    raise ConfigError(
-        f"{text!r} is no change of a fleet: write seconds, one of {', '.join(CHANGE_KINDS)}, and the number "
-        "of the replica (with scale, of all), as in '30 kill 0' or '90 scale 4'"
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaKind:
     """What one replica of a mixed fleet is."""
@@ -96,58 +55,22 @@ class ReplicaKind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetTimes:
-    """How long what a simulated fleet does takes, seconds."""
-
-    start: float = 10.0
-    """From the decision to start a replica until it takes requests; those at time 0 are there at once."""
-    drain: float = DRAIN_SECONDS
-    """What runs on a replica that drains may take so long."""
-    report: float = 0.002
-    """Until what a replica reports is heard of."""
-
-    def __post_init__(self) -> None:
-        for name in ("start", "drain", "report"):
-            value = getattr(self, name)
-            if not (isfinite(value) and value >= 0):
-                raise ConfigError(f"fleet time {name} is {value:g} s; it must be a finite time, 0 or more")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationConfig:
+class SimulationConfig(FleetTerms):
     """Replicas behind a router, of which the first may compute prompts for the others.
 
     Raises
     ------
-    ConfigError : an unknown router, a count below 1, a negative overhead or noise, a pipeline whose degree
-        is not the scheduler's number of micro-batches, or parts of a fleet that do not go together.
+    ConfigError : an unknown router, a pipeline whose degree is not the scheduler's number of micro-batches,
+        or parts of a fleet that do not go together; see `FleetTerms`.
     """
 
     scheduler: SchedulerConfig
     """Limits of one replica."""
-    fleet: FleetConfig = field(default_factory=FleetConfig)
-    """How many replicas there are, and who decides where requests go; its kinds are named in `kinds`."""
-    host_overhead: float = 0.0
-    """Added to each step, seconds: what the host does between two steps while the device waits."""
     request_overhead: float = 0.0
     """Seconds from a request's arrival until its replica's scheduler hears of it: what its server does first,
     for any number of requests at once."""
     pipeline: int = 1
     """Pipeline stages of a replica, each with an equal share of a step."""
-    seed: int = 0
-    """Of the `random` router, the noise, and the acceptance of drafts."""
-    max_concurrency: int | None = None
-    """Most requests that the clients have under way; the next is sent when one ends. None sets no limit."""
-    declared_max_tokens: int | None = None
-    """Output limit that every request declares, and that a policy with reservations sets memory aside for,
-    while its output ends at the load's own length; a longer output is its own limit. None: the limit is
-    exactly the output length."""
-    shed: ShedMode = ShedMode.RELEGATE
-    """What every request asks for where its TTFT objective is predicted to be missed."""
-    guided_share: float = 0.0
-    """Of requests, that are under a grammar; each of their rows takes a step a little longer."""
-    step_noise: float = 0.0
-    """Standard deviation of the logarithm of what each step takes, over what is predicted (its mean is 1)."""
     steps_ahead: int = 0
     """1: a step is planned when the one before it starts, so that a request joins a step later than it could
     if planning took no time; 0: when the one before it ends."""
@@ -157,28 +80,19 @@ class SimulationConfig:
     """Over which requests go on elsewhere with their KV; None: they end where they began."""
     job_split: Split = beside_later
     """What a call of a job may take of the time that its job has left."""
-    fleet_changes: tuple[FleetChange, ...] = ()
-    fleet_times: FleetTimes = field(default_factory=FleetTimes)
     kinds: tuple[ReplicaKind, ...] = ()
     """What the replicas are where they differ, the first first; further ones, as replicas are added, are like
     the last. Empty: all are as `scheduler` says."""
 
     def __post_init__(self) -> None:
+        FleetTerms.__post_init__(self)
         check_move_rule(self.fleet.move_rule, moves=self.kv_link is not None, cure="give a kv_link")
-        for name in ("pipeline", "max_concurrency", "declared_max_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
-        for name in ("host_overhead", "request_overhead"):
-            value = getattr(self, name)
-            if not (isfinite(value) and value >= 0):
-                raise ConfigError(f"{name} is {value:g} s; it must be a finite time, 0 or more")
-        if not 0 <= self.step_noise <= 10:
+        if self.pipeline < 1:
+            raise ConfigError(f"pipeline is {self.pipeline}; it must be at least 1")
+        if not (isfinite(self.request_overhead) and self.request_overhead >= 0):
             raise ConfigError(
-                f"step_noise is {self.step_noise:g}; it must be a number from 0 to 10, such as 0.05"
+                f"request_overhead is {self.request_overhead:g} s; it must be a finite time, 0 or more"
             )
-        if not 0 <= self.guided_share <= 1:
-            raise ConfigError(f"guided_share is {self.guided_share:g}; it must be from 0 to 1")
         if self.steps_ahead not in ((0, 1) if self.pipeline == 1 else (0,)):
             raise ConfigError(
                 f"steps_ahead is {self.steps_ahead}; it must be 0 or 1, and 0 with pipeline stages"
@@ -217,9 +131,6 @@ class SimulationConfig:
         return not self.is_of_one and self.router == "slo"
 
     def _check_fleet(self) -> None:
-        for change in self.fleet_changes:
-            if not (isfinite(change.when) and change.when >= 0 and change.number >= 0):
-                raise ConfigError(f"{change} is impossible: numbers and times are 0 or more")
         if self.fleet.num_prefill:
             self._check_pools()
         comes_and_goes = bool(self.fleet_changes) or self.fleet.autoscale is not None

@@ -40,9 +40,10 @@ from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.replica.policies import composition
 from onbeat.simulator.deliveries import REFUSALS, count_singles, refuse
 from onbeat.simulator.fleet_loop import COPY, HEAR, MOVE, TICK, FleetLoop, Member
+from onbeat.simulator.fleet_terms import FleetChange
 from onbeat.simulator.lives import Lives, MakeReplica, Reports
 from onbeat.simulator.result import FleetSize
-from onbeat.simulator.simulation_config import FleetChange, KVLink, ReplicaKind, SimulationConfig
+from onbeat.simulator.simulation_config import KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
 from onbeat.simulator.virtual_moves import VirtualMoves
 
@@ -60,7 +61,7 @@ def wants_reports(config: SimulationConfig, router: Router) -> bool:
 def fleet_rules(config: SimulationConfig) -> FleetRules:
     """Return how the fleet of a simulation treats its replicas."""
     return config.fleet.rules(
-        drain_seconds=config.fleet_times.drain, max_wait_seconds=config.scheduler.max_queue_seconds
+        drain_seconds=config.fleet_times.drain_seconds, max_wait_seconds=config.scheduler.max_queue_seconds
     )
 
 
@@ -99,8 +100,9 @@ class VirtualFleet:
         self._fleet = Fleet(router, fleet_rules(config), on_decision=on_decision)
         self._dispatcher = EventDispatcher(self._fleet.on_event, self)
         self._is_reported = wants_reports(config, router)
+        times = config.fleet_times
         self.lives = Lives(
-            loop, self, kinds, make_replica, start_seconds=config.fleet_times.start, on_ready=self._on_ready
+            loop, self, kinds, make_replica, start_seconds=times.start_seconds, on_ready=self._on_ready
         )
         self.decisions: Counter[str] = Counter()
         self.sizes: list[FleetSize] = []
@@ -113,7 +115,7 @@ class VirtualFleet:
         self._may_tick = False
         """Whether the fleet may want another tick than the next."""
         self._reports = Reports(
-            loop, self.lives.replicas, seconds=config.fleet_times.report, hear=self._dispatcher.dispatch
+            loop, self.lives.replicas, seconds=times.report_seconds, hear=self._dispatcher.dispatch
         )
         self._moves = None if config.kv_link is None else self._make_moves(loop, config.kv_link)
         self._next_copy = inf
@@ -125,7 +127,7 @@ class VirtualFleet:
             self.lives.replicas,
             link,
             block_size=self.lives.kind(0).scheduler.block_size,
-            message_seconds=self._config.fleet_times.report,
+            message_seconds=self._config.fleet_times.report_seconds,
             memory_bandwidth=lambda number: self.lives.kind(number).memory_bandwidth,
             answer=self._hear_of,
             call=loop.call,
@@ -243,7 +245,8 @@ class VirtualFleet:
         elif change.kind == "kill":
             self._kill(change.number, now)
         else:
-            self._tell(DrainAsked(name, self._config.fleet_times.drain, change.kind == "restart"), now)
+            seconds = self._config.fleet_times.drain_seconds
+            self._tell(DrainAsked(name, seconds, change.kind == "restart"), now)
 
     def _kill(self, number: int, now: float) -> None:
         member = self._loop.members[number]

@@ -24,15 +24,15 @@ from onbeat.metrics.summary import SummaryOptions
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.slo_defaults import SLODefaults
-from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.deployment import Deployment
 from onbeat.workload.load import Load
 from tests.pure.cli.test_args import sub_parser
 
 ROOT = Path(__file__).parents[3]
 DECLARED = {
     ("serve",): (EngineConfig, ServerConfig, SLODefaults, SLO),
-    ("simulate",): (ReplicaSettings, Load, SummaryOptions),
-    ("capacity",): (ReplicaSettings, Load),
+    ("simulate",): (Deployment, Load, SummaryOptions),
+    ("capacity",): (Deployment, Load),
     ("bench", "serve"): (BenchOptions, SummaryOptions),
     ("replay",): (ReplayOptions,),
 }
@@ -105,8 +105,8 @@ def test_what_serve_and_simulate_share_has_the_same_default() -> None:
         if not simulate[flag].required and serve[flag].default != simulate[flag].default
     }
     assert differ == {"--dtype"}  # a virtual device has no type of its own that `auto` could mean
-    assert make(EngineConfig, model=None).limits == make(ReplicaSettings, model="m", device="d").limits
-    assert SLODefaults().shed == make(ReplicaSettings, model="m", device="d").shed == ShedMode.RELEGATE
+    assert make(EngineConfig, model=None).limits == make(Deployment, model="m", device="d").limits
+    assert SLODefaults().shed == make(Deployment, model="m", device="d").shed == ShedMode.RELEGATE
     assert SLODefaults().mode == SummaryOptions().slo_mode == SchedulerLimits().slo_mode
 
 

@@ -17,7 +17,7 @@ from onbeat.cli.simulate_options import add_simulation_arguments, replica_settin
 from onbeat.core.slo import ShedMode
 from onbeat.metrics.summary import SummaryOptions
 from onbeat.scheduler.scheduler_config import DEFAULT_POLICY
-from onbeat.simulator.setup import build_simulation
+from onbeat.simulator.resolve import resolve
 from tests.pure.cli.simulating import DATA, MODEL, error_of, simulate, summary_of
 
 
@@ -308,7 +308,7 @@ def test_what_is_scored_is_what_is_planned_for() -> None:
     args = parser.parse_args([*MODEL, *flags])
     settings = replica_settings(args)
     assert (settings.limits.slo_mode, settings.shed) == ("gap", ShedMode.REJECT)
-    config = build_simulation(settings).config
+    config = resolve(settings).config
     assert (config.scheduler.slo_mode, config.scheduler.max_num_queued_tokens) == ("gap", 9000)
     assert (config.shed, config.scheduler.shed_order) == (ShedMode.REJECT, "longest-wait")
     assert read_options(args, SummaryOptions).slo_mode == "gap"

@@ -11,10 +11,10 @@ from onbeat.core.options import change, make
 from onbeat.planner.capacity import service_rate
 from onbeat.planner.cases import case_name
 from onbeat.planner.grid import ReplicaCase, settings_grid
-from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.deployment import Deployment
 from tests.pure.planner.fakes import FakeCase, make_load
 
-BASE = ReplicaSettings(model="meta-llama/Llama-3.1-8B", device="h100-sxm")
+BASE = Deployment(model="meta-llama/Llama-3.1-8B", device="h100-sxm")
 
 
 def test_holds_every_combination_in_order() -> None:
@@ -89,7 +89,7 @@ def test_an_automatic_budget_follows_the_objective() -> None:
     budgets = []
     for tbt in (0.02, 0.05):
         settings = make(
-            ReplicaSettings,
+            Deployment,
             model=BASE.model,
             device=BASE.device,
             max_num_seqs=64,

@@ -18,7 +18,7 @@ from onbeat.planner.mix_search import MixSearch, Parts, everything, unservable
 from onbeat.planner.plan_task import Fleet, PlanTask, Progress, interval_of
 from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.units import RatedUnit, Unit
-from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.deployment import Deployment
 from tests.examples import examples
 from tests.pure.planner.test_units import load_of
 
@@ -26,7 +26,7 @@ RATE = 10.0
 
 
 def unit(device: str, cost: float, rates: list[float], *, tensor: int = 1) -> RatedUnit:
-    replica = make(ReplicaSettings, model="Llama-3.2-1B", device=device, tensor_parallel=tensor)
+    replica = make(Deployment, model="Llama-3.2-1B", device=device, tensor_parallel=tensor)
     return RatedUnit(unit=Unit(settings=replica, usd_per_hour=cost, watts=100.0), rates=np.array(rates))
 
 

@@ -13,11 +13,11 @@ from onbeat.core.slo import SLO
 from onbeat.planner.buckets import buckets_of, rows_of
 from onbeat.planner.prices import Prices
 from onbeat.planner.units import RatedUnit, make_units, rate_unit, without_dominated
-from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.deployment import Deployment
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 
-BASE = make(ReplicaSettings, model="meta-llama/Llama-3.1-8B", device="h100-sxm")
+BASE = make(Deployment, model="meta-llama/Llama-3.1-8B", device="h100-sxm")
 
 
 def load_of(sizes: list[tuple[int, int]], *slos: SLO) -> OfferedLoad:
@@ -75,7 +75,7 @@ def test_units_that_serve_no_more_for_their_money_are_left_out() -> None:
 
 
 def test_what_cannot_be_a_unit_says_why() -> None:
-    large = make(ReplicaSettings, model="meta-llama/Llama-3.1-70B", device="l4")
+    large = make(Deployment, model="meta-llama/Llama-3.1-70B", device="l4")
     units, left_out = make_units(
         large, devices=["l4"], tensor_parallel=[1, 8, 16], available={"l4": 8}, prices=Prices()
     )

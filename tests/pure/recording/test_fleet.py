@@ -13,9 +13,9 @@ import pytest
 from onbeat.cli.main import main
 from onbeat.core.errors import ConfigError
 from onbeat.recording.fleet_log import FleetRecording, fleet_record
+from onbeat.simulator.fleet_terms import FleetChange, FleetTimes
 from onbeat.simulator.replay.fleet_replay import replay_fleet
 from onbeat.simulator.simulate import simulate
-from onbeat.simulator.simulation_config import FleetChange, FleetTimes
 from tests.pure.simulator.loads import linear_time, make_config, random_load
 
 CHANGES = (
@@ -38,10 +38,14 @@ def recorded(router: str, num_requests: int = 200) -> bytes:
         router=router,
         seed=5,
         fleet_changes=CHANGES,
-        fleet_times=FleetTimes(start=1.0, drain=1.0),
+        fleet_times=FleetTimes(start_seconds=1.0, drain_seconds=1.0),
     )
     load = random_load(num_requests, rate=num_requests / 5, seed=3)
-    names = {"router": router, "seed": config.seed, "fleet": {"drain_seconds": config.fleet_times.drain}}
+    names = {
+        "router": router,
+        "seed": config.seed,
+        "fleet": {"drain_seconds": config.fleet_times.drain_seconds},
+    }
     with TemporaryDirectory() as folder:
         path = Path(folder) / "fleet.record"
         with fleet_record(path, names) as on_decision:

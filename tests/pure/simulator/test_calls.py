@@ -13,7 +13,7 @@ from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
-from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.slo_classes import SLOClass
 from tests.pure.simulator.loads import linear_time, make_config, random_load
@@ -64,7 +64,7 @@ def test_a_request_costs_no_more_calls_than_it_did(policy, objectives, most):
 
 @pytest.mark.parametrize(("policy", "most"), [("sarathi", 30), ("slo", 40)])
 def test_a_request_goes_through_no_more_files_than_it_did(policy, most):
-    settings = make(ReplicaSettings, model="mistralai/Mistral-7B-v0.3", device="h100-sxm", policy=policy)
+    settings = make(Deployment, model="mistralai/Mistral-7B-v0.3", device="h100-sxm", policy=policy)
     assert len(one_request(settings)) <= most
 
 

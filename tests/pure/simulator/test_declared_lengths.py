@@ -16,8 +16,8 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import make
 from onbeat.scheduler.replica.policies import POLICIES
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import build_simulation
+from onbeat.simulator.deployment import Deployment
+from onbeat.simulator.resolve import resolve
 from onbeat.simulator.simulate import simulate
 from tests.examples import examples
 from tests.pure.simulator.loads import StepByStep, Watching, linear_time, make_config, make_load, random_load
@@ -111,15 +111,15 @@ def test_in_a_pipeline():
     ]
 
 
-def settings_with(**changes) -> ReplicaSettings:
-    return make(ReplicaSettings, model="meta-llama/Llama-3.1-8B", device="h100-sxm", **changes)
+def settings_with(**changes) -> Deployment:
+    return make(Deployment, model="meta-llama/Llama-3.1-8B", device="h100-sxm", **changes)
 
 
 def test_two_pools_hand_over_requests_that_stop_early():
     load = make_load([100] * 3, [1, 2, 30], [0.0, 0.5, 1.0])
     records = []
     for declared in (None, 500):
-        simulation = build_simulation(
+        simulation = resolve(
             settings_with(
                 max_model_len=1024,
                 declared_max_tokens=declared,
@@ -144,7 +144,7 @@ def test_command_line_reaches_the_simulation(command):
     args = parser.parse_args(
         ["--model", "meta-llama/Llama-3.1-8B", "--device", "h100-sxm", "--declared-max-tokens", "2048"]
     )
-    assert build_simulation(replica_settings(args)).config.declared_max_tokens == 2048
+    assert resolve(replica_settings(args)).config.declared_max_tokens == 2048
 
 
 def test_it_must_be_a_number_of_tokens():

@@ -14,8 +14,9 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes
 from onbeat.core.slo import SLO, Fate
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+from onbeat.simulator.fleet_terms import FleetChange, FleetTimes
 from onbeat.simulator.simulate import simulate
-from onbeat.simulator.simulation_config import FleetChange, FleetTimes, KVLink, ReplicaKind, SimulationConfig
+from onbeat.simulator.simulation_config import KVLink, ReplicaKind, SimulationConfig
 from onbeat.workload.slo_classes import SLOClass
 from tests.examples import examples
 from tests.pure.simulator.loads import (
@@ -278,7 +279,7 @@ class TestInvariants:
             move_rule=move_rule,
             kv_link=KVLink(bytes_per_token=1, bandwidth=bandwidth),
             fleet_changes=tuple(changes),
-            fleet_times=FleetTimes(start=2.0, drain=8.0),
+            fleet_times=FleetTimes(start_seconds=2.0, drain_seconds=8.0),
         )
         config = make_config(**_all_alike(config)) if not num_prefill else config
         result = run(random_load(40, rate=2.0, seed=seed), config)

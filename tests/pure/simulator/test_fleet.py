@@ -13,9 +13,10 @@ from onbeat.core.slo import SLO, ShedMode
 from onbeat.recording.fleet_log import FleetRecording, fleet_record, plain
 from onbeat.scheduler.cluster.events import Delivered, Joined, Lost, Refuse, Refused, Send
 from onbeat.scheduler.cluster.scaling import ScaleBounds
+from onbeat.simulator.fleet_terms import FleetChange, FleetTimes
 from onbeat.simulator.replay.fleet_replay import replay_fleet
 from onbeat.simulator.simulate import simulate
-from onbeat.simulator.simulation_config import FleetChange, FleetTimes, ReplicaKind
+from onbeat.simulator.simulation_config import ReplicaKind
 from onbeat.simulator.virtual_fleet import fleet_rules
 from onbeat.workload.slo_classes import SLOClass
 from tests.pure.simulator.loads import ShapeTime, linear_time, make_config, make_load, random_load
@@ -92,7 +93,10 @@ def test_the_same_requests_are_refused_whoever_listens(router):
 
 def test_streams_go_on_behind_their_tokens_when_their_replica_dies():
     config = make_config(
-        replicas=2, router="round-robin", fleet_changes=(kill(3.5, 0),), fleet_times=FleetTimes(start=2.0)
+        replicas=2,
+        router="round-robin",
+        fleet_changes=(kill(3.5, 0),),
+        fleet_times=FleetTimes(start_seconds=2.0),
     )
     result = simulate(make_load([8] * 2, [6] * 2, [0.0, 0.0]), config, SECOND)
     moved, stayed = result.records
@@ -143,7 +147,7 @@ def test_what_a_replica_refuses_is_not_taken_from_it():
 
 
 def test_with_one_replica_streams_wait_for_its_restart():
-    config = make_config(fleet_changes=(kill(2.0, 0),), fleet_times=FleetTimes(start=5.0))
+    config = make_config(fleet_changes=(kill(2.0, 0),), fleet_times=FleetTimes(start_seconds=5.0))
     [record] = simulate(make_load([8], [4], [0.0]), config, SECOND).records
     assert list(record.delivery_times) == [1, 2, 8.5, 9.5]  # half a second, and five to start
 
@@ -159,7 +163,7 @@ def test_the_tokens_of_a_run_of_steps_stay_with_those_who_had_them():
 
 def test_three_deaths_in_a_minute_keep_a_replica_down():
     changes = (kill(1.0, 0), kill(4.0, 0), kill(8.0, 0))
-    config = make_config(replicas=2, fleet_changes=changes, fleet_times=FleetTimes(start=1.0))
+    config = make_config(replicas=2, fleet_changes=changes, fleet_times=FleetTimes(start_seconds=1.0))
     result = simulate(random_load(300, rate=10.0, seed=1), config, ShapeTime(lambda shape: 0.1))
     assert result.num_completed == 300
     assert not any(each.replica == "0" and each.arrival > 8.0 for each in result.records)
@@ -178,7 +182,10 @@ def test_a_request_dies_with_its_third_replica():
 def test_a_drain_loses_nothing_and_a_rolling_restart_neither():
     changes = (FleetChange(5.0, "restart", 0), FleetChange(30.0, "restart", 1), FleetChange(60.0, "drain", 2))
     config = make_config(
-        replicas=3, fleet_changes=changes, fleet_times=FleetTimes(start=3.0, drain=4.0), router="slo"
+        replicas=3,
+        fleet_changes=changes,
+        fleet_times=FleetTimes(start_seconds=3.0, drain_seconds=4.0),
+        router="slo",
     )
     result = simulate(random_load(900, rate=10.0, seed=1), config, ShapeTime(lambda shape: 0.2))
     assert result.num_completed == 900
@@ -190,7 +197,9 @@ def test_a_drain_loses_nothing_and_a_rolling_restart_neither():
 
 def test_a_fleet_grows_and_shrinks():
     changes = (FleetChange(5.0, "scale", 4), FleetChange(40.0, "scale", 1))
-    config = make_config(fleet_changes=changes, router="least-outstanding", fleet_times=FleetTimes(start=5.0))
+    config = make_config(
+        fleet_changes=changes, router="least-outstanding", fleet_times=FleetTimes(start_seconds=5.0)
+    )
     result = simulate(random_load(200, rate=2.5, seed=1), config, ShapeTime(lambda shape: 0.2))
     assert result.num_completed == 200
     of = {name: [each.arrival for each in result.records if each.replica == name] for name in "0123"}
@@ -201,7 +210,9 @@ def test_a_fleet_grows_and_shrinks():
 
 def test_a_replica_that_is_stopped_while_it_starts_and_started_again_takes_its_whole_time():
     changes = (FleetChange(1.0, "scale", 2), FleetChange(3.0, "scale", 1), FleetChange(4.0, "scale", 2))
-    config = make_config(fleet_changes=changes, router="least-outstanding", fleet_times=FleetTimes(start=5.0))
+    config = make_config(
+        fleet_changes=changes, router="least-outstanding", fleet_times=FleetTimes(start_seconds=5.0)
+    )
     joined = []
 
     def hear(event, now, actions):
@@ -261,7 +272,7 @@ def test_whatever_happens_everybody_ends_with_all_tokens_or_is_told(router, chan
         replicas=3,
         router=router,
         fleet_changes=tuple(changes),
-        fleet_times=FleetTimes(start=1.0, drain=drain),
+        fleet_times=FleetTimes(start_seconds=1.0, drain_seconds=drain),
         policy="slo",
     )
     load = random_load(60, rate=6.0, seed=seed)
@@ -287,7 +298,7 @@ def test_impossible_changes_are_refused():
     with pytest.raises(ConfigError, match="numbers and times are 0 or more"):
         make_config(fleet_changes=(kill(-1.0, 0),))
     with pytest.raises(ConfigError, match="fleet time start"):
-        FleetTimes(start=-1.0)
+        FleetTimes(start_seconds=-1.0)
 
 
 def test_a_fleet_that_scales_itself_follows_a_load_and_its_decisions_are_made_again(tmp_path):
@@ -302,7 +313,7 @@ def test_a_fleet_that_scales_itself_follows_a_load_and_its_decisions_are_made_ag
         router="slo",
         autoscale=ScaleBounds(0, 3),
         scale_down_seconds=60.0,
-        fleet_times=FleetTimes(start=5.0),
+        fleet_times=FleetTimes(start_seconds=5.0),
     )
     path = tmp_path / "fleet.gz"
     about = {"router": "slo", "fleet": plain(fleet_rules(config))}

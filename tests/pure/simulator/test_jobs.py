@@ -10,9 +10,9 @@ import pytest
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.metrics.jobs import JobSummary, summarise_jobs
+from onbeat.simulator.deployment import Deployment
+from onbeat.simulator.resolve import resolve
 from onbeat.simulator.result import SimulationResult
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.virtual_clients import call_times
 from onbeat.workload.job import Call, Job
@@ -25,7 +25,7 @@ FIRST = Call(input_tokens=320, output_tokens=32)
 
 def run(load: OfferedLoad, **settings: object) -> SimulationResult:
     own = {"model": "meta-llama/Llama-3.1-8B", "device": "a100-80-sxm", **settings}
-    simulation = build_simulation(make(ReplicaSettings, **own))
+    simulation = resolve(make(Deployment, **own))
     return simulate(load, simulation.config, simulation.step_time)
 
 

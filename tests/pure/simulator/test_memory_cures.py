@@ -18,8 +18,8 @@ from onbeat.perfmodel.device_spec import device_ids
 from onbeat.perfmodel.memory import Choices
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import BYTES
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import build_for_load, build_simulation
+from onbeat.simulator.deployment import Deployment
+from onbeat.simulator.resolve import resolve, resolve_for
 from onbeat.simulator.speculation import SpeculationSettings
 from tests.examples import examples
 from tests.pure.planner.test_units import load_of
@@ -37,8 +37,8 @@ GPUS = tuple(device for device in device_ids() if device != "cpu")
 FLAGS = {"--tp": "tensor_parallel", "--pp": "pipeline_parallel", "--dtype": "dtype"}
 
 
-def settings_of(model: str = "Llama-3.1-8B", device: str = "l4", **values: Any) -> ReplicaSettings:
-    return make(ReplicaSettings, model=model, device=device, **values)
+def settings_of(model: str = "Llama-3.1-8B", device: str = "l4", **values: Any) -> Deployment:
+    return make(Deployment, model=model, device=device, **values)
 
 
 def cures_of(message: str) -> list[dict[str, Any]]:
@@ -55,9 +55,9 @@ def cures_of(message: str) -> list[dict[str, Any]]:
     return named
 
 
-def fits(settings: ReplicaSettings, **changes: Any) -> bool:
+def fits(settings: Deployment, **changes: Any) -> bool:
     try:
-        build_simulation(change(settings, **changes))
+        resolve(change(settings, **changes))
     except ConfigError:
         return False
     return True
@@ -78,7 +78,7 @@ def test_every_cure_works_and_a_smaller_one_does_not_exist(
     longest = round(spec.max_position_embeddings * length) if isinstance(length, float) else length
     settings = settings_of(model, device, max_model_len=longest, dtype=dtype, tensor_parallel=tensor)
     try:
-        build_simulation(settings)
+        resolve(settings)
     except DoesNotFit as error:
         message = str(error)
     except ConfigError:
@@ -115,7 +115,7 @@ def test_every_cure_works_and_a_smaller_one_does_not_exist(
 
 def test_the_least_degree_is_named_and_no_format_that_the_device_lacks() -> None:
     with pytest.raises(DoesNotFit) as caught:
-        build_simulation(settings_of("opt-30b", "a100-40-sxm"))
+        resolve(settings_of("opt-30b", "a100-40-sxm"))
     assert cures_of(str(caught.value)) == [
         {"tensor_parallel": 2},
         {"pipeline_parallel": 2},
@@ -125,13 +125,13 @@ def test_the_least_degree_is_named_and_no_format_that_the_device_lacks() -> None
 
 def test_what_no_single_change_does_is_named_together() -> None:
     with pytest.raises(DoesNotFit) as caught:
-        build_simulation(
+        resolve(
             settings_of("Llama-3.1-405B", "l4", dtype="bf16"), choices=Choices(pipeline=None, most_devices=16)
         )
     (cure,) = cures_of(str(caught.value))
     assert cure == {"tensor_parallel": 16, "dtype": "int4"}
     with pytest.raises(DoesNotFit, match="No degree and no format"):
-        build_simulation(settings_of("Llama-3.1-405B"), choices=Choices(pipeline=None, most_devices=8))
+        resolve(settings_of("Llama-3.1-405B"), choices=Choices(pipeline=None, most_devices=8))
 
 
 def test_a_draft_model_that_does_not_fit_beside_its_target_is_cured_likewise() -> None:
@@ -139,7 +139,7 @@ def test_a_draft_model_that_does_not_fit_beside_its_target_is_cured_likewise() -
     settings = settings_of(speculation=drafts)
     assert fits(settings, speculation=None)
     with pytest.raises(DoesNotFit, match="the draft model does not fit") as caught:
-        build_simulation(settings)
+        resolve(settings)
     cures = cures_of(str(caught.value))
     assert cures
     assert all(fits(settings, **cure) for cure in cures)
@@ -163,7 +163,7 @@ def test_a_context_says_whether_flag_model_or_memory_binds_it(
 ) -> None:
     load = load_of([(100, 10), (length, 10)])
     with pytest.raises(ConfigError, match=message):
-        build_for_load(settings_of(**values), lambda longest: load.check_lengths(longest, overlong="error"))
+        resolve_for(settings_of(**values), load, ())
 
 
 @pytest.mark.parametrize("command", ["capacity --device h100-sxm", "plan --gpus h100-sxm=1 --rate 0.1"])
@@ -182,8 +182,8 @@ def test_a_search_for_hardware_that_is_too_small_ends_as_infeasible(
 def test_a_cache_of_few_blocks_says_how_many_would_do() -> None:
     few = settings_of("Llama-3.1-8B", "h100-sxm", max_model_len=1300, num_blocks=68)
     with pytest.raises(ConfigError) as caught:
-        build_simulation(few)
+        resolve(few)
     named = re.search(r"(\d+) blocks \(--num-blocks", str(caught.value))
     assert named is not None
 
-    assert build_simulation(change(few, num_blocks=int(named[1]))).config.max_model_len == 1300
+    assert resolve(change(few, num_blocks=int(named[1]))).config.max_model_len == 1300

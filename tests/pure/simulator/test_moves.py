@@ -13,14 +13,9 @@ import pytest
 from onbeat.core.handover import MoveVerb
 from onbeat.scheduler.cluster.events import Answered, FleetAction, MoveStep
 from onbeat.scheduler.scheduler_config import SchedulerConfig
+from onbeat.simulator.fleet_terms import FleetChange, FleetTimes
 from onbeat.simulator.simulate import simulate
-from onbeat.simulator.simulation_config import (
-    FleetChange,
-    FleetTimes,
-    KVLink,
-    ReplicaKind,
-    SimulationConfig,
-)
+from onbeat.simulator.simulation_config import KVLink, ReplicaKind, SimulationConfig
 from tests.pure.simulator.loads import (
     ShapeTime,
     StepByStep,
@@ -70,7 +65,7 @@ def test_the_time_that_a_stream_stands_still_does_not_grow_with_its_length(num_p
     config = fleet_of(
         bandwidth=1_000.0,
         fleet_changes=(FleetChange(1.0, "drain", 0),),
-        fleet_times=FleetTimes(drain=60.0),
+        fleet_times=FleetTimes(drain_seconds=60.0),
     )
     load = make_load([num_prompt_tokens, 100], [1500, 1500], [0.0, 0.0])
     gap, steps = gap_of_the_move(load, config)
@@ -84,7 +79,8 @@ def test_the_time_that_a_stream_stands_still_does_not_grow_with_its_length(num_p
 def test_a_copy_slows_its_source_down_at_once_whether_steps_are_taken_together_or_not():
     """Answers are heard of late, so that the source is in a run of steps when the copy begins."""
     config = fleet_of(
-        fleet_changes=(FleetChange(1.0, "drain", 0),), fleet_times=FleetTimes(drain=60.0, report=0.1)
+        fleet_changes=(FleetChange(1.0, "drain", 0),),
+        fleet_times=FleetTimes(drain_seconds=60.0, report_seconds=0.1),
     )
     step_time = ShapeTime(lambda shape: STEP)
     kind = ReplicaKind(scheduler=config.scheduler, step_time=step_time, memory_bandwidth=1e5)
@@ -97,14 +93,18 @@ def test_a_copy_slows_its_source_down_at_once_whether_steps_are_taken_together_o
 
 def test_a_drain_without_time_leaves_no_room_kept_elsewhere():
     """The move begins and is given up at one instant, in which the source stops."""
-    config = fleet_of(fleet_changes=(FleetChange(1.0, "drain", 0),), fleet_times=FleetTimes(drain=0.0))
+    config = fleet_of(
+        fleet_changes=(FleetChange(1.0, "drain", 0),), fleet_times=FleetTimes(drain_seconds=0.0)
+    )
     result = simulate(make_load([100] * 2, [400] * 2, [0.0, 0.0]), config, ShapeTime(lambda shape: STEP))
     assert result.num_completed == 2
     assert [each.num_leaked_blocks for each in result.replicas] == [0, 0]
 
 
 def test_a_drain_moves_what_runs_and_ends_at_once():
-    config = fleet_of(fleet_changes=(FleetChange(2.0, "drain", 0),), fleet_times=FleetTimes(drain=60.0))
+    config = fleet_of(
+        fleet_changes=(FleetChange(2.0, "drain", 0),), fleet_times=FleetTimes(drain_seconds=60.0)
+    )
     load = make_load([100] * 12, [400] * 12, [0.05 * number for number in range(12)])
     stops: list[float] = []
 
@@ -120,7 +120,9 @@ def test_a_drain_moves_what_runs_and_ends_at_once():
 
 
 def test_without_a_link_streams_end_where_they_are():
-    config = fleet_of(fleet_changes=(FleetChange(2.0, "drain", 0),), fleet_times=FleetTimes(drain=60.0))
+    config = fleet_of(
+        fleet_changes=(FleetChange(2.0, "drain", 0),), fleet_times=FleetTimes(drain_seconds=60.0)
+    )
     config = replace(config, kv_link=None)
     load = make_load([100] * 6, [400] * 6, [0.05 * number for number in range(6)])
     result = simulate(load, config, ShapeTime(lambda shape: STEP))
@@ -145,7 +147,7 @@ def test_one_replica_owns_each_request_and_each_copy_moves_what_it_was_asked_for
         bandwidth=2_000.0,
         limits={"num_blocks": 48, "max_model_len": 256, "max_num_seqs": 8},
         fleet_changes=(FleetChange(3.0, "restart", 0), FleetChange(9.0, "restart", 1)),
-        fleet_times=FleetTimes(start=2.0),
+        fleet_times=FleetTimes(start_seconds=2.0),
     )
     copied: dict[str, int] = {}
 

@@ -13,10 +13,10 @@ from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.scheduler_config import DraftLength, SpeculationConfig
+from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.draft_acceptance import Acceptance, KnownDrafts
 from onbeat.simulator.replica_core import AskedRow, CatchUp
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import build_simulation
+from onbeat.simulator.resolve import resolve
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import KVLink, ReplicaKind
 from onbeat.simulator.speculation import SpeculationSettings
@@ -253,15 +253,15 @@ def test_drafts_wait_until_the_prompt_has_been_read() -> None:
 # --- from what a person says ------------------------------------------------------------------------------
 
 
-def settings_of(**changes) -> ReplicaSettings:
+def settings_of(**changes) -> Deployment:
     values = {"model": "meta-llama/Llama-3.1-8B", "device": "h100-sxm"}
-    return make(ReplicaSettings, **(values | changes))
+    return make(Deployment, **(values | changes))
 
 
 def test_a_draft_model_takes_time_and_memory() -> None:
-    plain = build_simulation(settings_of())
+    plain = resolve(settings_of())
     drafts = SpeculationSettings(num_speculative_tokens=4, draft_model="meta-llama/Llama-3.2-1B")
-    simulation = build_simulation(settings_of(speculation=drafts))
+    simulation = resolve(settings_of(speculation=drafts))
     speculation = simulation.config.scheduler.speculation
     assert speculation is not None
     assert speculation.runs_model
@@ -276,7 +276,7 @@ def test_a_draft_model_takes_time_and_memory() -> None:
 def test_a_pool_for_prompts_drafts_nothing() -> None:
     pools = PoolSizes(prefill=1, decode=1)
     drafts = SpeculationSettings(num_speculative_tokens=4)
-    simulation = build_simulation(settings_of(policy="sarathi", disaggregate=pools, speculation=drafts))
+    simulation = resolve(settings_of(policy="sarathi", disaggregate=pools, speculation=drafts))
     prefill, decode = simulation.config.kinds
     assert prefill.scheduler.speculation is None
     assert decode.scheduler.speculation is not None
@@ -293,6 +293,4 @@ def test_a_pool_for_prompts_drafts_nothing() -> None:
 )
 def test_what_cannot_be_is_refused(changes, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_simulation(
-            settings_of(speculation=SpeculationSettings(**({"num_speculative_tokens": 4} | changes)))
-        )
+        resolve(settings_of(speculation=SpeculationSettings(**({"num_speculative_tokens": 4} | changes))))

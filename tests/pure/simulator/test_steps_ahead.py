@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import build_simulation
+from onbeat.simulator.deployment import Deployment
+from onbeat.simulator.resolve import resolve
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import SimulationConfig
 from tests.pure.simulator.loads import ShapeTime, StepByStep, linear_time, make_config, make_load, random_load
@@ -74,12 +74,12 @@ def test_a_request_refused_when_it_is_seen_is_closed():
 
 
 def test_the_engine_says_how_far_ahead_it_plans():
-    settings = ReplicaSettings(model="Llama-3.1-8B", device="h100-sxm", engine="vllm")
-    assert build_simulation(settings).config.steps_ahead == 1
-    plain = ReplicaSettings(model="Llama-3.1-8B", device="h100-sxm")
-    assert build_simulation(plain).config.steps_ahead == 0
-    stages = ReplicaSettings(model="Llama-3.1-8B", device="h100-sxm", engine="vllm", pipeline_parallel=2)
-    assert build_simulation(stages).config.steps_ahead == 0
+    settings = Deployment(model="Llama-3.1-8B", device="h100-sxm", engine="vllm")
+    assert resolve(settings).config.steps_ahead == 1
+    plain = Deployment(model="Llama-3.1-8B", device="h100-sxm")
+    assert resolve(plain).config.steps_ahead == 0
+    stages = Deployment(model="Llama-3.1-8B", device="h100-sxm", engine="vllm", pipeline_parallel=2)
+    assert resolve(stages).config.steps_ahead == 0
 
 
 def test_more_steps_ahead_are_refused():

@@ -24,8 +24,8 @@ from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.device_spec import known_device
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET
 from onbeat.scheduler.scheduler_config import SchedulerLimits
-from onbeat.simulator.settings import ReplicaSettings
-from onbeat.simulator.setup import build_simulation
+from onbeat.simulator.deployment import Deployment
+from onbeat.simulator.resolve import resolve
 
 CUDA = DeviceConfig(Device("cuda"), BFLOAT16, num_threads=1)
 CPU = DeviceConfig(Device("cpu"), BFLOAT16, num_threads=1)
@@ -168,5 +168,5 @@ def test_a_data_sheet_bounds_the_largest_step_as_in_simulations(
     settled = load.prepare_model(config(limits=SchedulerLimits(**limits))).limits
     assert settled.max_num_batched_tokens == num_tokens
     if num_tokens in (1280, 7808):
-        settings = ReplicaSettings(model="Llama-3.1-8B", device=known_device(name) or "")
-        assert build_simulation(settings).kind.scheduler.max_num_batched_tokens == num_tokens
+        settings = Deployment(model="Llama-3.1-8B", device=known_device(name) or "")
+        assert resolve(settings).kind.scheduler.max_num_batched_tokens == num_tokens

@@ -1,4 +1,4 @@
-"""What a person names of a simulation: model, device, policy, limits, replicas."""
+"""What a person names of a simulation: model, device, policy, limits, replicas. `resolve` says what it is."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import DRAIN_SECONDS
 from onbeat.core.options import check, option, part
-from onbeat.core.slo import ShedMode, shed_option
 from onbeat.perfmodel.device_spec import CPU, find_device
 from onbeat.perfmodel.engines import ENGINE_FORM, ENGINES, NO_ENGINE, require_engine
 from onbeat.perfmodel.models import STEP_TIME_MODELS, require_step_time
-from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.scheduler_config import SchedulerLimits
-from onbeat.simulator.simulation_config import FleetChange, parse_change
+from onbeat.simulator.fleet_terms import FleetTerms
 from onbeat.simulator.speculation import SpeculationSettings
 from onbeat.workload.offered import Overlong
 
@@ -36,8 +33,8 @@ def _known_device(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSettings:
-    """One configuration to simulate. None means: from the model and the memory."""
+class Deployment(FleetTerms):
+    """What a person names of a simulation. None means: from the model and the memory."""
 
     model: str = _hardware(
         help="a known model such as meta-llama/Llama-3.1-8B, or the path of a config.json or its directory"
@@ -71,7 +68,6 @@ class ReplicaSettings:
     num_blocks: int | None = _hardware(
         None, at_least=1, metavar="N", help="KV blocks of a replica (default: what the memory holds)"
     )
-    fleet: FleetConfig = part(FleetConfig)
     kv_bandwidth: float | None = _fleet(
         None,
         flag="--kv-transfer-gbps",
@@ -87,33 +83,7 @@ class ReplicaSettings:
         metavar="MS",
         help="latency of that link",
     )
-    fleet_changes: tuple[FleetChange, ...] = _fleet(
-        (),
-        parse=parse_change,
-        metavar="CHANGE",
-        help="what happens to replicas; 30 kill 0: replica 0 dies in second 30; restart and drain likewise; "
-        "90 scale 4: from second 90 on, 4 replicas are wanted",
-    )
-    start_seconds: float = _fleet(
-        10.0,
-        flag="--replica-start-seconds",
-        metavar="SECONDS",
-        help="time until a replica that starts during the run is ready",
-    )
-    drain_seconds: float = _fleet(
-        DRAIN_SECONDS,
-        flag="--drain-seconds",
-        metavar="SECONDS",
-        help="time that requests have on a replica that drains",
-    )
     limits: SchedulerLimits = part(SchedulerLimits)
-    declared_max_tokens: int | None = option(
-        None,
-        group="scheduler",
-        metavar="TOKENS",
-        help="output limit of every request, for policies that reserve memory for it (default: its output)",
-    )
-    shed: ShedMode = shed_option()
     step_time: str = _step(
         "roofline",
         metavar="KIND",
@@ -130,13 +100,6 @@ class ReplicaSettings:
         help=f"simulate a whole engine: {', '.join(ENGINES)}; vllm@0.12: as of that version; FILE.yaml: your "
         "own terms",
     )
-    host_overhead: float = _step(
-        0.0,
-        flag="--host-overhead-ms",
-        unit="ms",
-        metavar="MS",
-        help="host time added to every step: planning, sampling, messages",
-    )
     request_overhead: float | None = _step(
         None,
         flag="--request-overhead-ms",
@@ -145,24 +108,15 @@ class ReplicaSettings:
         help="server time added to each first token, such as tokenizing (default: from the profile or "
         "--engine, else 0)",
     )
-    step_noise: float = _step(
-        0.0,
-        metavar="SIGMA",
-        help="multiply each step's time by a log-normal factor of mean 1; 0.05: by about 5%",
-    )
-    guided_share: float = _step(
-        0.0, metavar="SHARE", help="share of requests whose answers must match a grammar"
-    )
     overlong: Overlong = option(
         "error", group="data set", help="what to do with requests that do not fit the context"
     )
-    seed: int = 0
-    max_concurrency: int | None = None
     speculation: SpeculationSettings | None = None
     """None plans no drafts."""
 
     def __post_init__(self) -> None:
-        check(self, ReplicaSettings)
+        FleetTerms.__post_init__(self)
+        check(self, Deployment)
         hands_over = self.kv_bandwidth is not None or self.fleet.disaggregate is not None
         check_move_rule(self.fleet.move_rule, moves=hands_over, cure="give --kv-transfer-gbps")
         if self.kv_latency and not hands_over:

@@ -1,0 +1,323 @@
+"""From what a person names of a simulation to what it is: once, and in one direction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from onbeat.core.errors import ConfigError, DoesNotFit
+from onbeat.core.kinds import as_settings
+from onbeat.core.options import change
+from onbeat.core.step_time import StepTimeModel
+from onbeat.perfmodel.device_spec import DeviceSpec, find_device
+from onbeat.perfmodel.engines import NO_ENGINE, described_terms
+from onbeat.perfmodel.fit_errors import FitErrors
+from onbeat.perfmodel.memory import Change, Choices, KVCapacity, kv_capacity, what_fits
+from onbeat.perfmodel.model_sizes import ModelSpec
+from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.perfmodel.models import make_step_time_model
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import Precision, narrower_formats, precision_by_weights
+from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.speculative import SpeculativeStepTime
+from onbeat.scheduler.cluster.fleet_config import FleetConfig
+from onbeat.scheduler.replica.policies import composition, largest_step, settle
+from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET, choose_token_budget, mean_decode_context
+from onbeat.scheduler.scheduler_config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits
+from onbeat.simulator.deployment import AUTO, Deployment
+from onbeat.simulator.draft_acceptance import Acceptance
+from onbeat.simulator.fleet_terms import FleetTerms
+from onbeat.simulator.simulation_config import KVLink, ReplicaKind, SimulationConfig
+from onbeat.simulator.speculation import beside_draft_model
+from onbeat.workload.load import Load, tightest_tbt
+from onbeat.workload.offered import LongerThanContext, OfferedLoad
+from onbeat.workload.slo_classes import SLOClass
+
+POOL_BANDWIDTH = 200e9 / 8
+"""Bytes per second between replicas that compute prompts and those that generate, unless somebody says
+otherwise: an InfiniBand HDR link."""
+CHOICES = Choices()
+"""What `simulate` and `capacity` let their users change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """What a deployment is, without any names: what `simulate` takes beside a load, and what reports say."""
+
+    config: SimulationConfig
+    step_time: StepTimeModel
+    errors: FitErrors | None
+    """Of the step times on held-back steps; None where they were fitted to none."""
+    model: ModelSpec
+    draft: ModelSpec | None
+    """What makes drafts, where a model does."""
+    device: DeviceSpec
+    parallelism: Parallelism
+    precision: Precision
+    memory: KVCapacity | None
+    """None where the number of blocks was given."""
+    num_devices: int
+
+    @property
+    def kind(self) -> ReplicaKind:
+        """What one replica is, of the first kind."""
+        return ReplicaKind(
+            scheduler=self.config.scheduler,
+            step_time=self.step_time,
+            device=self.device.id,
+            memory_bandwidth=self.device.memory_bandwidth * self.parallelism.num_devices,
+        )
+
+
+def resolve(
+    deployment: Deployment,
+    *,
+    tbt: float | None = None,
+    context_tokens: int | None = None,
+    choices: Choices = CHOICES,
+) -> Resolved:
+    """Return what a deployment is.
+
+    Parameters
+    ----------
+    tbt : objective that an automatic token budget keeps, seconds.
+    context_tokens : mean context of the decodes beside which an automatic budget must do, tokens; None is
+        half the longest request.
+    choices : what may be changed where the model does not fit, and its flags.
+
+    Raises
+    ------
+    DoesNotFit : memory holds no model and request of this size; the message says what was tried and fits.
+    ConfigError : an unknown name, or sizes that do not fit together.
+    """
+    if deployment.fleet.kinds:
+        return _resolve_kinds(deployment, tbt=tbt, context_tokens=context_tokens)
+    try:
+        return _resolve(deployment, tbt, context_tokens)
+    except DoesNotFit as error:
+
+        def attempt(to: Change) -> None:
+            own = {"tensor_parallel": to.tensor, "pipeline_parallel": to.pipeline, "dtype": to.weights}
+            _resolve(change(deployment, **own), tbt, context_tokens)
+
+        now = Change(deployment.tensor_parallel, deployment.pipeline_parallel, deployment.dtype)
+        choices = replace(choices, formats=narrower_formats(deployment.dtype))
+        cure = what_fits(now, find_model_spec(deployment.model), choices, attempt)
+        raise DoesNotFit(f"{error}. {cure}") from None
+
+
+def _resolve(said: Deployment, tbt: float | None, context_tokens: int | None) -> Resolved:
+    """Resolve a deployment of equal replicas, from its names to its numbers."""
+    limits, drafts = said.limits, said.speculation
+    model, device = find_model_spec(said.model), find_device(said.device)
+    draft = None if drafts is None else drafts.draft_spec(model)
+    parallelism = Parallelism(tensor=said.tensor_parallel, pipeline=said.pipeline_parallel)
+    kv = None if said.kv_cache_dtype == AUTO else said.kv_cache_dtype
+    precision = precision_by_weights(said.dtype, kv=kv, computes=device.peak_flops)
+    engine = None if said.engine == NO_ENGINE else said.engine
+
+    def predict(kind: str, model: ModelSpec, profile: Path | None = None) -> Predictor:
+        return make_step_time_model(
+            kind,
+            model=model,
+            device=device,
+            parallelism=parallelism,
+            precision=precision,
+            profile=profile,
+            engine=engine,
+        )
+
+    def holds(model: ModelSpec) -> KVCapacity:
+        return kv_capacity(
+            model,
+            device,
+            parallelism=parallelism,
+            precision=precision,
+            block_size=limits.block_size,
+            max_num_batched_tokens=_largest_step(limits, target_time),
+            gpu_memory_utilization=said.gpu_memory_utilization,
+            least_tokens=least,
+        )
+
+    target_time = predict(said.step_time, model, said.profile)
+    # A draft model has a roofline: what is measured, if anything is, is the target.
+    step_time: StepTimeModel = target_time
+    if draft is not None:
+        step_time = SpeculativeStepTime(target_time, predict("roofline", draft))
+    # What the KV cache must hold: the longest request, where somebody said how long that is.
+    least = min(limits.max_model_len or 1, model.max_position_embeddings)
+    memory, num_blocks = None, said.num_blocks
+    if num_blocks is None:
+        memory = holds(model) if draft is None else beside_draft_model(holds(model), holds(draft), least)
+        num_blocks = memory.num_blocks
+
+    def budget(longest: int) -> int:
+        """Return the largest that keeps the objective (Sarathi-Serve, OSDI 2024, section 4.3)."""
+        if tbt is None:
+            raise ConfigError(
+                "--max-num-batched-tokens auto chooses the largest step that keeps the TBT objective, but "
+                "there is none; give --slo-tbt-ms"
+            )
+        return choose_token_budget(
+            step_time,
+            tbt=tbt - said.host_overhead,
+            max_num_seqs=limits.max_num_seqs,
+            context_tokens=context_tokens or longest // 2,
+        )
+
+    server = target_time.server
+    config = SimulationConfig(
+        **{each.name: getattr(said, each.name) for each in fields(FleetTerms)},
+        scheduler=settle(
+            limits,
+            num_blocks=num_blocks,
+            model_len=model.max_position_embeddings,
+            choose_budget=budget,
+            model=target_time,
+            num_micro_batches=said.pipeline_parallel,
+            speculation=None if drafts is None else drafts.for_scheduler(),
+        ),
+        request_overhead=server.request_seconds if said.request_overhead is None else said.request_overhead,
+        pipeline=said.pipeline_parallel,
+        # None through stages, where vLLM refuses it too.
+        steps_ahead=0 if said.pipeline_parallel > 1 else server.steps_ahead,
+        acceptance=Acceptance() if drafts is None else drafts.acceptance,
+        kv_link=_link(said, model, precision),
+    )
+    resolved = Resolved(
+        config=config,
+        step_time=step_time,
+        errors=target_time.errors,
+        model=model,
+        draft=draft,
+        device=device,
+        parallelism=parallelism,
+        precision=precision,
+        memory=memory,
+        num_devices=said.fleet.most_replicas * parallelism.num_devices,
+    )
+    if config.kv_link is None:
+        return resolved
+    return replace(resolved, config=replace(config, kinds=_without_drafts(said, (resolved.kind,))))
+
+
+def _resolve_kinds(said: Deployment, *, tbt: float | None, context_tokens: int | None) -> Resolved:
+    """Resolve a fleet of several kinds; what is said of one replica is said of the first."""
+    alone = replace(said, fleet=FleetConfig(), kv_bandwidth=None, kv_latency=0.0)
+    of_kind = Choices(tensor="tp of that kind")
+    built = [
+        resolve(
+            change(alone, **as_settings(each, "device", "tensor_parallel", "policy")),
+            tbt=tbt,
+            context_tokens=context_tokens,
+            choices=of_kind,
+        )
+        for each in said.fleet.kinds
+    ]
+    first, counts = built[0], [each.replicas for each in said.fleet.kinds]
+    kinds = tuple(each.kind for each, count in zip(built, counts, strict=True) for _ in range(count))
+    config = replace(
+        first.config,
+        fleet=said.fleet,
+        kv_link=_link(said, first.model, first.precision),
+        kinds=_without_drafts(said, kinds),
+    )
+    num_devices = sum(each.num_devices * count for each, count in zip(built, counts, strict=True))
+    return replace(first, config=config, num_devices=num_devices)
+
+
+def _link(said: Deployment, model: ModelSpec, precision: Precision) -> KVLink | None:
+    """Return what lies between the replicas; None where requests do not go on elsewhere with their KV."""
+    if said.kv_bandwidth is None and said.fleet.disaggregate is None:
+        return None
+    return KVLink(
+        bytes_per_token=model.kv_bytes_per_token(precision),
+        bandwidth=said.kv_bandwidth or POOL_BANDWIDTH,
+        latency=said.kv_latency,
+    )
+
+
+def _without_drafts(said: Deployment, kinds: tuple[ReplicaKind, ...]) -> tuple[ReplicaKind, ...]:
+    """Return what the replicas are; those that compute prompts plan no drafts.
+
+    A prompt's first token is nearly all that its replica delivers: there is nothing to draft.
+    """
+    pools = said.fleet.disaggregate
+    if pools is None or said.speculation is None:
+        return kinds
+    kinds += (kinds[-1],) * (pools.prefill + 1 - len(kinds))
+    prefill = [replace(each, scheduler=replace(each.scheduler, speculation=None)) for each in kinds]
+    return (*prefill[: pools.prefill], *kinds[pools.prefill :])
+
+
+def _largest_step(limits: SchedulerLimits, step_time: StepTimeModel) -> int:
+    """Return the tokens of the largest step, for the memory of its activations."""
+    if isinstance(limits.max_num_batched_tokens, int):
+        return limits.max_num_batched_tokens
+    if composition(limits.policy or DEFAULT_POLICY).is_bound_by_time:
+        return largest_step(step_time, limits.max_num_seqs)
+    return LARGEST_BUDGET
+
+
+def resolve_for(
+    deployment: Deployment, asked: Load | OfferedLoad, classes: Sequence[SLOClass]
+) -> tuple[Resolved, OfferedLoad]:
+    """Return what a deployment is, and the load that it gets.
+
+    An automatic token budget is chosen beside decodes with the load's own mean context, as far as a full
+    batch has KV memory for it.
+
+    Parameters
+    ----------
+    classes : of objectives, the tightest TBT of which an automatic token budget keeps; none leaves an offered
+        load with its own.
+
+    Raises
+    ------
+    ConfigError : see `resolve` and `Load.offered`.
+    """
+    tbt = tightest_tbt(classes)
+    is_auto = deployment.limits.max_num_batched_tokens == AUTO
+    first = change(deployment, max_num_batched_tokens=None) if is_auto else deployment
+    resolved = resolve(first, tbt=tbt)
+    longest, overlong = resolved.config.max_model_len, deployment.overlong
+    try:
+        if isinstance(asked, Load):
+            load = asked.offered(classes, max_model_len=longest, overlong=overlong)
+        else:
+            load = asked.check_lengths(longest, overlong=overlong)
+            load = load.with_classes(classes, seed=deployment.seed) if classes else load
+    except LongerThanContext as error:
+        raise what_binds(first, error) from None
+    if not is_auto:
+        return resolved, load
+    context = decode_context(load, resolved.config.scheduler)
+    return resolve(deployment, tbt=tbt, context_tokens=context), load
+
+
+def what_binds(deployment: Deployment, error: LongerThanContext, choices: Choices = CHOICES) -> ConfigError:
+    """Return why a replica's context is too short for a load: what was given, the model, or memory."""
+    longest = find_model_spec(deployment.model).max_position_embeddings
+    if error.num_tokens > longest:
+        return ConfigError(f"{error}. The model was made for {longest} tokens")
+    given = deployment.limits.max_model_len
+    try:
+        resolve(change(deployment, max_model_len=error.num_tokens), choices=choices)
+    except ConfigError as cause:
+        return type(cause)(f"{error}. A longer context: {cause}")
+    return ConfigError(f"{error}. --max-model-len is {given}; give --max-model-len {error.num_tokens}")
+
+
+def decode_context(load: OfferedLoad, limits: SchedulerConfig) -> int:
+    """Return the mean context of a decode: the load's, or what a full batch has KV memory for."""
+    context = mean_decode_context(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist())
+    return max(1, min(context, limits.num_blocks * limits.block_size // limits.max_num_seqs))
+
+
+def step_times_text(deployment: Deployment, errors: FitErrors | None = None) -> str:
+    """Return what predicts step times, from which version of an engine on its terms hold, and the error."""
+    name = deployment.step_time
+    if deployment.engine != NO_ENGINE:
+        name += f" of {described_terms(deployment.engine)}"
+    return name if errors is None else f"{name}, fitted to measured steps (relative error: {errors})"
