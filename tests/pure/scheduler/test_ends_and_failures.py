@@ -211,7 +211,7 @@ class TestBadInput:
 
     @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "slo"])
     def test_the_order_of_shedding_is_a_choice_of_slo_alone(self, policy):
-        with pytest.raises(ConfigError, match=f"policy '{policy}' does not choose whom to leave behind.*slo"):
+        with pytest.raises(ConfigError, match=f"'{policy}'.*slo"):
             check_policy(make_config(policy, shed_order="longest-wait", max_num_batched_tokens=512))
         check_policy(make_config("slo", shed_order="longest-wait"))
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from onbeat.core.slo import SLO, SLO_CLASSES
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.idle_check import IdleCheck
+from tests.told import numbers
 
 
 @dataclass(frozen=True)
@@ -40,42 +41,43 @@ def idle_misses(model: LinearStepTime, classes: Mapping[str, SLO], **check: int)
     return IdleCheck(**check).misses(model, classes)
 
 
+def told(model: LinearStepTime, slo: SLO, **check: int) -> tuple[str, list[float]]:
+    """Return the objective that is missed and the numbers of the one sentence about it."""
+    (text,) = idle_misses(model, {"chat": slo}, **check)
+    name = text.split()[2]
+    return name, numbers(text.partition(name)[2])
+
+
 def test_a_fast_machine_has_nothing_to_say() -> None:
     assert idle_misses(LinearStepTime(0.001, 1e-5), SLO_CLASSES) == []
 
 
 def test_each_missed_objective_is_a_sentence() -> None:
     model = LinearStepTime(0.061, 0.002)
-    assert idle_misses(model, SLO_CLASSES) == [
-        "class interactive: TTFT 500 ms: prompts above 219 tokens miss it even when idle",
-        "class interactive: TBT 50 ms, but one decode alone takes 63 ms here",
-        "class standard: TTFT 2000 ms: prompts above 969 tokens miss it even when idle",
+    ttft, tbt, standard = idle_misses(model, SLO_CLASSES)
+    assert numbers(ttft) == [500, 219]
+    assert numbers(tbt) == [50, 63]
+    assert numbers(standard) == [2000, 969]
+    assert [text.split(": ")[0] for text in (ttft, tbt, standard)] == [
+        "class interactive",
+        "class interactive",
+        "class standard",
     ]
 
 
 def test_very_slow_machines_are_told_how_slow() -> None:
     model = LinearStepTime(0.3, 0.01)
-    assert idle_misses(model, {"chat": SLO(ttft=0.5)}) == [
-        "class chat: TTFT 500 ms: prompts above 20 tokens miss it even when idle (128 tokens take 1580 ms)"
-    ]
-    assert idle_misses(model, {"chat": SLO(ttft=0.1)}) == [
-        "class chat: TTFT 100 ms: every prompt misses it even when idle"
-    ]
-    assert idle_misses(model, {"chat": SLO(e2e=1.0)}) == [
-        "class chat: E2E 1000 ms, but a prompt of 128 tokens alone takes 1580 ms here"
-    ]
+    assert told(model, SLO(ttft=0.5)) == ("TTFT", [500, 20, 128, 1580])
+    assert told(model, SLO(ttft=0.1)) == ("TTFT", [100])
+    assert told(model, SLO(e2e=1.0)) == ("E2E", [1000, 128, 1580])
 
 
 def test_the_decode_reads_its_context() -> None:
     model = LinearStepTime(0.01, 1e-4, per_context_token=1e-4)
     tbt = {"chat": SLO(tbt=0.1)}
     assert idle_misses(model, tbt, context=128) == []
-    assert idle_misses(model, tbt, context=1024) == [
-        "class chat: TBT 100 ms, but one decode alone takes 112 ms here"
-    ]
-    assert idle_misses(model, {"chat": SLO(tbt=0.0015)}, context=16) == [
-        "class chat: TBT 1.5 ms, but one decode alone takes 12 ms here"
-    ]
+    assert told(model, tbt["chat"], context=1024) == ("TBT", [100, 112])
+    assert told(model, SLO(tbt=0.0015), context=16) == ("TBT", [1.5, 12])
 
 
 def test_only_prompts_that_the_model_takes_count() -> None:
@@ -102,7 +104,7 @@ def test_a_verdict_has_a_margin_and_the_speeds_it_rests_on() -> None:
     model, slo = LinearStepTime(0.098, 0.002), SLO(ttft=5.0, tbt=0.095)
     assert IdleCheck().is_missed(model, slo)
     assert not IdleCheck().is_missed(model, slo, margin=1.1)
-    assert IdleCheck().speed(model, slo) == "one decode takes 100 ms, a prompt of 1024 tokens takes 2146 ms"
+    assert numbers(IdleCheck().speed(model, slo)) == [100, 1024, 2146]
 
 
 @pytest.mark.parametrize("classes", [{}, {"c": SLO()}])

@@ -210,7 +210,7 @@ def test_a_policy_that_predicts_no_waits_has_no_bound():
         if not POLICIES[name].predicts_waits:
             assert queue_seconds(name, None) is None
     config = make_config("sarathi", max_queue_seconds=5.0)
-    with pytest.raises(ConfigError, match=r"'sarathi' predicts no waits.*max_num_queued_reqs"):
+    with pytest.raises(ConfigError, match="max_num_queued_reqs"):
         Scheduler(config)
 
 

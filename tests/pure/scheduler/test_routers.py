@@ -142,9 +142,7 @@ def test_every_router_stays_within_the_replicas(name):
 
 
 def test_unknown_routers_are_named():
-    with pytest.raises(
-        ConfigError, match="unknown router 'sticky'; choose one of round-robin, least-outstanding"
-    ):
+    with pytest.raises(ConfigError, match=r"'sticky'.*round-robin"):
         make_router("sticky")
 
 

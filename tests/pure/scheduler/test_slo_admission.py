@@ -9,6 +9,7 @@ from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO, ShedMode
 from tests.pure.scheduler.timed import FakeStepTime, make_request
 from tests.pure.scheduler.watch import INFEASIBLE, Watch
+from tests.told import numbers
 
 
 class TestPrediction:
@@ -217,7 +218,7 @@ class TestRefusal:
             assert driver.ask(f"r{index}", 900, slo=SLO(ttft=0.8)) is None
         error = driver.ask("late", 900, slo=SLO(ttft=0.3))
         assert isinstance(error, SLOUnattainable)
-        assert "make requests late that have been accepted" in str(error)
+        assert "have been accepted" in str(error)
         driver.serve([])
         assert all(driver.ttft(f"r{index}") <= 0.8 for index in range(5))
 
@@ -286,7 +287,7 @@ class TestRefusal:
         driver.serve([make_request("s", 10, 900, slo=SLO(ttft=1.0, tbt=0.1))], until=0.2)
         error = driver.ask("r", 10, slo=SLO(ttft=1.0, tbt=1e-3))
         assert isinstance(error, SLOUnattainable)
-        assert "each further token takes about 2.3 ms, the objective is 1 ms" in str(error)
+        assert numbers(error)[:2] == [2.3, 1]
 
     @pytest.mark.parametrize("slo", [INFEASIBLE, SLO(ttft=0.5), SLO(e2e=0.1), None], ids=str)
     @pytest.mark.parametrize("shed", [ShedMode.RELEGATE, ShedMode.OFF])

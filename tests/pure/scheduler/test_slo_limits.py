@@ -9,6 +9,7 @@ from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO, ShedMode
 from tests.pure.scheduler.timed import FakeStepTime
 from tests.pure.scheduler.watch import INFEASIBLE, LearningModel, SlowedModel, Watch
+from tests.told import numbers
 
 
 class TestExpiry:
@@ -27,7 +28,7 @@ class TestExpiry:
         assert output.request_id == "r"
         assert output.new_token_ids == []
         assert output.error is not None
-        assert "within the objective (1000 ms after arrival)" in output.error
+        assert "1000 ms" in output.error
         assert output.predicted_ttft == pytest.approx(0.5, rel=0.25)
         assert "r" not in driver.first_scheduled
         state = driver.scheduler.state()
@@ -57,20 +58,10 @@ class TestIdleReplica:
     @pytest.mark.parametrize(
         ("slo", "says"),
         [
-            (
-                INFEASIBLE,
-                "the first token takes about 191 ms, the objective is 2 ms; ask for at least 290 ms",
-            ),
-            (
-                SLO(tbt=1e-3),
-                "each further token takes about 20 ms, the objective is 1 ms; ask for at least 31 ms",
-            ),
-            (
-                SLO(ttft=1e-3, tbt=1e-3),
-                "the first token takes about 191 ms, the objective is 1 ms; each further token takes about "
-                "20 ms, the objective is 1 ms; ask for at least 290 ms for TTFT and 31 ms for TBT",
-            ),
-            (SLO(e2e=0.03), "the E2E objective of 30 ms leaves it 10 ms; ask for at least 860 ms"),
+            (INFEASIBLE, [191, 2, 290]),
+            (SLO(tbt=1e-3), [20, 1, 31]),
+            (SLO(ttft=1e-3, tbt=1e-3), [191, 1, 20, 1, 290, 31]),
+            (SLO(e2e=0.03), [191, 30, 10, 860]),
         ],
         ids=["ttft", "tbt", "both", "e2e"],
     )
@@ -80,18 +71,17 @@ class TestIdleReplica:
             driver.now = float(second)
             refusal = driver.ask(f"r{second}", 900, slo=slo)
             assert isinstance(refusal, SLOUnattainable)
-            assert str(refusal).startswith("this server cannot keep the objective even when idle: ")
-            assert str(refusal).endswith(says)
+            assert numbers(refusal) == says
             assert refusal.retry_after is None, "waiting does not help"
             if second == 50:
                 driver.ask("served meanwhile", 100)
                 driver.serve([])
         driver.crowd(1)
-        assert str(driver.ask("beside others", 900, slo=slo)).endswith(says)
+        assert numbers(driver.ask("beside others", 900, slo=slo)) == says
 
     def test_serves_who_asks_for_as_much_as_it_said(self):
         driver = Watch(FakeStepTime(fixed=0.02))
-        assert "at least 290 ms for TTFT and 31 ms" in str(driver.ask("r", 900, slo=SLO(ttft=1e-3, tbt=1e-3)))
+        assert numbers(driver.ask("r", 900, slo=SLO(ttft=1e-3, tbt=1e-3)))[-2:] == [290, 31]
         assert driver.ask("again", 900, slo=SLO(ttft=0.29, tbt=0.031)) is None
         driver.serve([])
         assert driver.ttft("again") <= 0.29

@@ -66,7 +66,7 @@ def test_is_the_largest_multiple_of_the_tile_that_keeps_the_objective(
         )
 
     if seconds(-(-max_num_seqs // tile) * tile) > tbt:
-        with pytest.raises(ConfigError, match="no token budget keeps the TBT objective"):
+        with pytest.raises(ConfigError, match="TBT objective"):
             choose()
         return
     budget = choose()
@@ -99,13 +99,13 @@ def test_a_quantile_gives_a_smaller_budget() -> None:
 
 def test_says_that_the_decodes_alone_take_too_long() -> None:
     profile = TiledProfile(fixed=0.01, per_tile=0.0, per_context=1e-6)
-    with pytest.raises(ConfigError, match=r"100 decodes .* without any prompt, would take 110\.00 ms"):
+    with pytest.raises(ConfigError, match=r"100 decodes .* 110\.00"):
         choose_token_budget(profile, tbt=0.1, max_num_seqs=100, context_tokens=999)
 
 
 def test_says_what_the_smallest_budget_takes() -> None:
     profile = TiledProfile(fixed=0.01, per_tile=0.03, per_context=0.0, tile=64)
-    with pytest.raises(ConfigError, match=r"smallest budget, 128 tokens .* would take 70\.00 ms"):
+    with pytest.raises(ConfigError, match=r"128 tokens .* 70\.00"):
         choose_token_budget(profile, tbt=0.05, max_num_seqs=60, context_tokens=10)
 
 
