@@ -33,7 +33,7 @@ def test_each_replica_gets_a_device_of_its_own(device, num_replicas, devices):
 
 @pytest.mark.usefixtures("four_devices")
 def test_too_few_devices_are_said_with_what_fits():
-    with pytest.raises(ConfigError, match=r"need 5 CUDA .* are 4; give --replicas 4, "):
+    with pytest.raises(ConfigError, match=r"5 CUDA.*--replicas 4"):
         share_devices("cuda", 5)
 
 
@@ -67,7 +67,7 @@ async def test_processes_see_their_own_devices_and_a_replica_too_many_says_so(tm
     async with fleet_of(2, launcher=launcher, make_build=make_build) as client:
         await until(lambda: all(is_ready(client, each) for each in ("r0", "r1")))
         assert {path.read_text() for path in tmp_path.iterdir()} == {"4", "6"}
-        with pytest.raises(InvalidRequest, match=r"at most 2 have room here \(CUDA devices: 2\)"):
+        with pytest.raises(InvalidRequest, match="CUDA devices: 2"):
             client.scale(3)
         client.controller.scale(3)  # as where one that drains still has its devices
         await until(lambda: "r2 has got no CUDA device" in caplog.text)

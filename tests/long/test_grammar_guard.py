@@ -142,7 +142,7 @@ def test_a_process_that_ends_is_replaced(guard: GrammarGuard) -> None:
     assert limited._process is not None
     limited._process.kill()
     verdict = guard.check(regex_grammar("killed"))
-    assert "ended its process (exit code -9)" in str(verdict.problem)
+    assert "exit code -9" in str(verdict.problem)
     assert guard.check(regex_grammar("killed")).problem is None, "it was not at fault"
 
 
@@ -151,7 +151,7 @@ def test_what_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     guard = GrammarGuard(BytesTokenizer(), VOCAB_SIZE)  # type: ignore[arg-type]
     verdict = guard.check(json_grammar({"enum": list(range(9000))}))
     guard.close()
-    assert "takes more than 1e-05 s of processor time" in str(verdict.problem)
+    assert "1e-05 s" in str(verdict.problem)
     assert verdict.code == "grammar_too_complex"
 
 

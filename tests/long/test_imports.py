@@ -120,6 +120,6 @@ def test_planning_commands_name_the_missing_extra(command: str) -> None:
     code = f"{without}sys.exit(main({ARGUMENTS[command]}))"
     run = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 2, run.stderr
-    assert run.stderr == (
-        f"onbeat: error: onbeat {command} needs 'scipy', which is not installed: pip install 'onbeat[plan]'\n"
-    )
+    (line,) = run.stderr.splitlines()
+    assert f"onbeat {command} " in line
+    assert line.endswith("'onbeat[plan]'")

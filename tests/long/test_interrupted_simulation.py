@@ -30,7 +30,7 @@ def test_ctrl_c_leaves_a_partial_result(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "interrupted: this is a partial result" in out
+    assert "partial result" in out
     found = json.loads(path.read_text())
     assert found["interrupted"] is True
     assert 0 < found["completed"] < 200_000

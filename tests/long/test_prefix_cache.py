@@ -62,7 +62,7 @@ def test_loads_without_ids_share_nothing():
 
 def test_blocks_that_do_not_fit_together_are_refused():
     load = make_load([64], [4], block_ids=((1, 2),), block_size=48)
-    with pytest.raises(ConfigError, match="blocks of 48 tokens, but KV blocks have 32"):
+    with pytest.raises(ConfigError, match=r"48 .* 32"):
         cached_tokens(load, block_size=32)
 
 

@@ -57,9 +57,7 @@ def test_renders_as_in_this_process(template: TemplateProcess) -> None:
     indirect=True,
 )
 def test_memory_and_time_are_bounded(template: TemplateProcess) -> None:
-    with pytest.raises(
-        InvalidRequest, match=r"takes (too much memory|more than 0\.5 s)|cannot fit|too large"
-    ):
+    with pytest.raises(InvalidRequest, match=r"memory|0\.5 s|fit|large"):
         template.render({"greedy": True, "n": 10**10})
     assert template.render({"greedy": False}) == "fine"
 
@@ -71,7 +69,7 @@ def test_memory_and_time_are_bounded(template: TemplateProcess) -> None:
 )
 def test_time_is_bounded_and_the_next_chat_is_rendered(template: TemplateProcess) -> None:
     start = time.process_time()
-    with pytest.raises(InvalidRequest, match=r"takes more than 0\.5 s of processor time"):
+    with pytest.raises(InvalidRequest, match=r"0\.5 s "):
         template.render({"greedy": True})
     assert time.process_time() - start < 1, "this process waits and does nothing"
     assert template.render({"greedy": False}) == "fine"
@@ -102,7 +100,7 @@ def test_a_process_that_is_gone_is_replaced(template: TemplateProcess) -> None:
     process = template._process._process
     assert process is not None
     process.kill()
-    with pytest.raises(InvalidRequest, match=r"ended its process \(exit code -9\)"):
+    with pytest.raises(InvalidRequest, match="exit code -9"):
         template.render({"a": 1})
     assert template.render({"a": 2}) == "2"
 

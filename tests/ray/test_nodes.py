@@ -35,13 +35,13 @@ async def test_a_replica_without_a_place_is_given_up(on_ray, caplog) -> None:
         await until(lambda: client.counts.lost["r1"] == 1, timeout=20)
         assert state_of(client, "r0") == "ready"
         client.scale(1)
-    assert "r1 waits for a place: it needs 64 CPU on one node" in caplog.text
-    assert "r1 has got no place in 5 s (--start-timeout)" in caplog.text
+    assert "it needs 64 CPU" in caplog.text
+    assert "no place in 5 s" in caplog.text
 
 
 async def test_the_first_replica_without_a_place_ends_the_start(on_ray) -> None:
     client = fleet_of(1, launcher=on_ray.launcher(num_cpus=64, start_timeout=3))
-    with pytest.raises(EngineDead, match="r0 has got no place in 3 s"):
+    with pytest.raises(EngineDead, match=r"r0 .* 3 s"):
         await client.start()
 
 
@@ -69,7 +69,7 @@ def _sleep_for_ever(_on_progress):
 async def test_a_replica_that_never_gets_ready_is_given_up(on_ray) -> None:
     client = fleet_of(1, make_build=lambda _replica, _life: _sleep_for_ever)
     client.controller.processes.start_timeout = 4.0
-    with pytest.raises(EngineDead, match="r0 has not got ready and has said nothing for 4 s"):
+    with pytest.raises(EngineDead, match=r"r0 .* for 4 s"):
         await client.start()
 
 
