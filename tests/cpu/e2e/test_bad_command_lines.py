@@ -110,7 +110,7 @@ def test_a_busy_port_is_known_before_the_model(refusal: Refusal, tiny_directory:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         error = refusal("/no/such/model", "--port", port, seconds=10)
-    assert f"cannot listen on 127.0.0.1:{port}" in error
+    assert f"127.0.0.1:{port}" in error
     assert "choose another --port" in error
 
 
@@ -124,7 +124,7 @@ def test_a_key_that_is_not_the_certificates(refusal: Refusal, tiny_directory: Pa
 
     (_, cert), (key, _) = certificate("one"), certificate("two")
     error = refusal(tiny_directory, *DUMMY, "--ssl-certfile", cert, "--ssl-keyfile", key, seconds=10)
-    assert "cannot use the TLS certificate" in error
+    assert "TLS certificate" in error
 
 
 # --- the model -------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_a_directory_without_weights(refusal: Refusal, tiny_directory: Path) -> 
 
 
 def test_an_empty_directory(refusal: Refusal, tmp_path: Path) -> None:
-    assert "lacks config.json, tokenizer.json, *.safetensors" in refusal(tmp_path, seconds=10)
+    assert "lacks config.json" in refusal(tmp_path, seconds=10)
 
 
 def test_pickled_weights_are_refused(refusal: Refusal, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_configuration_that_does_not_fit(
 def test_a_configuration_that_is_no_json(refusal: Refusal, weights_directory: Path, tmp_path: Path) -> None:
     path = copy(weights_directory, tmp_path / "model")
     (path / "config.json").write_text("{")
-    assert "config.json: not valid JSON (Expecting property name" in refusal(path)
+    assert "config.json: not valid" in refusal(path)
 
 
 def test_a_tokenizer_that_is_no_json(refusal: Refusal, weights_directory: Path, tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_too_little_memory_is_said_with_what_fits(tiny_directory: Path) -> None:
         error = program_refusal(
             tiny_directory, *DUMMY, "--kv-cache-memory-bytes", "3G", "--max-num-seqs", "512"
         )
-        assert "the limit of this process (ulimit -v or -d) leaves" in error
+        assert "(ulimit -v or -d)" in error
         found = re.search(r"what fits is (--kv-cache-memory-bytes) (\d+M)", error)
         assert found is not None, error
         with serving(tiny_directory, *DUMMY, *found.groups(), "--max-num-seqs", "512") as server:

@@ -46,4 +46,4 @@ def test_each_line_is_done_once_after_kills(smollm2_server: ServerProgram, tmp_p
 
     corpus.write_text(corpus.read_text().replace("Text 7 ", "Text seven "))
     changed = subprocess.run(command, env=env, check=False, capture_output=True, text=True, timeout=60)
-    assert (changed.returncode, "line 8 of the corpus has changed" in changed.stderr) == (1, True)
+    assert (changed.returncode, "line 8 " in changed.stderr) == (1, True)

@@ -75,9 +75,7 @@ def test_what_the_model_recommends_is_the_default_and_can_be_left(tmp_path: Path
 
 def test_a_format_without_predictions_names_the_policy_that_does_without_them(tiny_directory: Path) -> None:
     options = {**TINY, "dtype": "float64", "kv_cache_memory_bytes": 2**22}
-    with pytest.raises(
-        ConfigError, match=r"no step-time model knows float64.*\(in Python: policy='sarathi'\)"
-    ):
+    with pytest.raises(ConfigError, match=r"float64.*policy='sarathi'"):
         LLM(str(tiny_directory), **options)
     with LLM(str(tiny_directory), policy="sarathi", **options) as llm:
         assert len(llm.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 8
@@ -87,9 +85,9 @@ def test_whom_to_leave_behind_is_an_option_of_slo_alone(tiny_directory: Path) ->
     options = {**TINY, "kv_cache_memory_bytes": 2**22, "step_time_profile": "roofline"}
     with LLM(str(tiny_directory), shed_order="longest-wait", **options) as llm:
         assert llm._core.scheduler.config.shed_order == "longest-wait"
-    with pytest.raises(ConfigError, match="policy 'sarathi' does not choose whom to leave behind"):
+    with pytest.raises(ConfigError, match="'sarathi'"):
         LLM(str(tiny_directory), policy="sarathi", shed_order="longest-wait", **options)
-    with pytest.raises(ConfigError, match="unknown shed_order 'longest'; choose one of most, longest-wait"):
+    with pytest.raises(ConfigError, match=r"'longest'.*longest-wait"):
         LLM(str(tiny_directory), shed_order="longest", **options)
 
 
@@ -192,7 +190,7 @@ def test_tokens_that_the_model_lacks(tmp_path: Path) -> None:
     """Its tokenizer knows `<|stop|>`, its embedding does not: no text may hold it, no answer ends with it."""
     path = write_tiny_directory(tmp_path / "model", vocab_size=258)
     with LLM(str(path), **TINY, kv_cache_memory_bytes=2**22) as llm:
-        with pytest.raises(InvalidRequest, match="token id 258 is outside the vocabulary of 258 tokens"):
+        with pytest.raises(InvalidRequest, match="token id 258"):
             llm.generate(["good", "a <|stop|> b"], GREEDY)
         with pytest.raises(InvalidRequest, match="token id 258"):
             llm.chat([{"role": "user", "content": "hi"}], GREEDY)

@@ -27,22 +27,20 @@ def test_a_server_uses_the_profile_that_was_measured(tiny_directory, env, tmp_pa
     assert "held back" in run.stdout
     assert "MBU" in run.stdout
     assert "drafts each" in run.stdout
-    assert "ms by instruction set: 1 decode in " in run.stderr
+    assert "by instruction set" in run.stderr
     assert " (taken): " in run.stderr
     (path,) = (tmp_path / "cache" / "onbeat" / "profiles").glob("*.json")
     assert str(path) in run.stdout
     assert json.loads(path.read_text())["schema_version"] == 3
     page = path.with_suffix(".html").read_text()
-    assert "Predicted against measured" in page
+    assert "against measured" in page
     assert "Steps that verify drafts" in page
 
     timeline = tmp_path / "timeline.json"
     flags = ("--timeline", timeline, "--log-level", "debug")
     with serving(tiny_directory, *TINY, *flags, env=env) as server:
-        assert any(
-            f"DEBUG onbeat.engine: step times: from the profile {path}" in line for line in server.lines
-        )
-        assert any("(as measured by `onbeat profile`)" in line for line in server.lines)
+        assert any(f"from the profile {path}" in line for line in server.lines)
+        assert any("`onbeat profile`)" in line for line in server.lines)
         body = {"model": str(tiny_directory), "prompt": "a" * 100, "max_tokens": 20, "ignore_eos": True}
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status()
         metrics = server.metrics()

@@ -16,8 +16,8 @@ def test_a_chat_with_a_stand_in(smollm2_gguf: Path) -> None:
     with serving("Llama-3.1-8B", *flags, "--tokenizer", smollm2_gguf) as server:
         example = server.example().splitlines()
         stands_in, room, speed, ready, stop, *shown = server.lines
-        assert stands_in.startswith("stand-in for Llama-3.1-8B on h100-sxm")
-        assert room.endswith(" tokens; one request may have 4,096")
+        assert stands_in.startswith("stand-in ")
+        assert room.endswith(" 4,096")
         assert speed.startswith("speed: ")
         assert (ready[:9], stop[:6], shown) == ("ready in ", "Ctrl-C", example)
         answers = [httpx.post(f"{server.url}/v1/chat/completions", json=SKY).json() for _ in range(2)]

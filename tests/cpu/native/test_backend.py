@@ -62,10 +62,10 @@ def test_native_is_taken_where_it_can_run(native_library: NativeLibrary, config:
     sets = native_library.instruction_sets
     said: list[str] = []
     assert loader.load(said.append).runner.forward.settings["instruction_set"] == sets[0]
-    assert said[0].endswith("by the native engine (fp32 weights)")
-    assert said[1] == f"instruction set {sets[0]}, the newest; the model is too small to time others"
+    assert said[0].endswith("(fp32 weights)")
+    assert said[1].startswith(f"instruction set {sets[0]}, ")
     quantized = prepare_model(change(config, quantization="int8", dtype="bfloat16"))
-    assert start_sentence(quantized).endswith("by the native engine (int8 weights)")
+    assert start_sentence(quantized).endswith("(int8 weights)")
     loaded = quantized.load(lambda _: None)
     assert (loaded.weights_format, loaded.embedding_format) == ("int8", "int8")
 
@@ -80,9 +80,11 @@ def test_torch_serves_what_the_native_engine_cannot_and_says_why(
     config: EngineConfig, no_library: None
 ) -> None:
     sentence = start_sentence(prepare_model(config))
-    assert "by torch (not by the native engine: its library libonbeat_native.so is not there" in sentence
+    assert "by torch" in sentence
+    assert "libonbeat_native.so" in sentence
     sentence = start_sentence(prepare_model(change(config, dtype="float64")))
-    assert sentence.endswith("by torch (not by the native engine: it does not compute in float64)")
+    assert "by torch" in sentence
+    assert sentence.endswith("float64)")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_an_instruction_set_that_is_asked_for_computes(
     loader = prepare_model(change(config, instruction_set="portable"))
     said: list[str] = []
     loader.load(said.append)
-    assert said[0].endswith("by the native engine (portable, fp32 weights)")
+    assert said[0].endswith("portable, fp32 weights)")
     assert not any(line.startswith("instruction set") for line in said)
     assert loader.load(lambda _: None).runner.forward.settings["instruction_set"] == "portable"
 
@@ -121,7 +123,7 @@ def test_an_instruction_set_of_other_processors_is_refused_with_those_of_this_on
     library = copy(native_library)
     library.instruction_sets = ("avx2", "portable")
     monkeypatch.setattr("onbeat.engine.backend.load_library", lambda: library)
-    with pytest.raises(ConfigError, match="has no amx; choose one of avx2, portable, or leave --instr"):
+    with pytest.raises(ConfigError, match=r"amx.* avx2, portable"):
         prepare_model(change(config, instruction_set="amx"))
 
 
@@ -134,13 +136,9 @@ def test_what_the_system_withholds_is_said(
     monkeypatch.setattr("onbeat.engine.backend.load_library", lambda: library)
     said: list[str] = []
     prepare_model(config).load(said.append)
-    assert said[1].startswith(
-        "the system withholds the instruction set amx (arch_prctl: Operation not permitted)"
-    )
-    assert said[2] == "instruction set portable, the only one here"
-    with pytest.raises(
-        ConfigError, match=r"its system \(withheld: amx \(arch_prctl: Operation not permitted\)\)"
-    ):
+    assert "amx (arch_prctl: " in said[1]
+    assert "portable" in said[2]
+    with pytest.raises(ConfigError, match=r"withheld: amx "):
         prepare_model(change(config, instruction_set="amx"))
 
 
@@ -162,7 +160,7 @@ def test_activations_in_8_bits_are_for_quantized_weights(
     native_library: NativeLibrary, config: EngineConfig
 ) -> None:
     asked_for = change(config, activation_quantization="int8")
-    with pytest.raises(ConfigError, match=r"needs quantized weights, .* give --quantization int8 too"):
+    with pytest.raises(ConfigError, match="--quantization int8"):
         prepare_model(asked_for)
     prepare_model(change(asked_for, quantization="int8"))
 
@@ -234,7 +232,7 @@ def test_the_start_says_which_types_are_rounded(config: EngineConfig, tmp_path: 
         return [line for line in said if line.startswith("weights of type")]
 
     (native,) = lines(dtype="bfloat16")
-    assert native.startswith("weights of type F16 become bfloat16 (8 significant bits")  # Q8_0 stays
+    assert native.startswith("weights of type F16 ")  # Q8_0 stays
     (torch_line,) = lines(dtype="bfloat16", backend="torch")
-    assert torch_line.startswith("weights of type F16, F32, Q8_0 become bfloat16")
+    assert "F16, F32, Q8_0" in torch_line
     assert lines() == lines(backend="torch") == []

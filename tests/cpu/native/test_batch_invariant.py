@@ -244,8 +244,8 @@ def test_it_is_said_and_part_of_what_blocks_depend_on(
 ) -> None:
     said: list[str] = []
     loaded = prepare_model(config).load(said.append)
-    assert said[0].endswith("int4 weights, batch-invariant)")
-    assert "the engine keeps no copy of the weights: batch-invariant products multiply all rows alike" in said
+    assert said[0].endswith("batch-invariant)")
+    assert any("batch-invariant products" in line for line in said)
     layout = loaded.kv_memory().layout
     assert layout.activations.endswith("batch-invariant")
     other = prepare_model(change(config, batch_invariant=False)).load(said.append)

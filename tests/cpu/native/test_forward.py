@@ -304,7 +304,7 @@ def test_a_malformed_step_is_refused(
     before = forward.run(inputs, wants_logits=True).values_RV
     assert before is not None
     before = before.copy()
-    with pytest.raises(EngineError, match="refused a step of 20 tokens"):
+    with pytest.raises(EngineError, match="step of 20 tokens"):
         forward.run(spoil(inputs), wants_logits=True)
     after = forward.run(inputs, wants_logits=True).values_RV
     assert after is not None
@@ -337,7 +337,7 @@ def test_a_step_without_memory_says_so(native_library: NativeLibrary) -> None:
     forward: NativeForward = on_native(native_library, checkpoint_of("llama3"))(num_blocks=8, block_size=16)
     few, many = inputs_of(random_prompt(20)), inputs_of(random_prompt(60))
     before = forward.run(few, wants_logits=False).best
-    with no_more_memory(), pytest.raises(EngineError, match=r"not enough memory .* 60 tokens in 1 rows"):
+    with no_more_memory(), pytest.raises(EngineError, match=r"memory .* 60 tokens"):
         forward.run(many, wants_logits=False)
     after = forward.run(few, wants_logits=False).best
     assert before is not None
@@ -348,5 +348,5 @@ def test_a_step_without_memory_says_so(native_library: NativeLibrary) -> None:
 
 def test_threads_that_cannot_be_started_are_an_error(native_library: NativeLibrary) -> None:
     make = on_native(native_library, checkpoint_of("llama3"), num_threads=64)
-    with no_more_memory(), pytest.raises(ConfigError, match="64 threads cannot be started"):
+    with no_more_memory(), pytest.raises(ConfigError, match="64 threads"):
         make(num_blocks=8, block_size=16)

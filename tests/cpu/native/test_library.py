@@ -21,7 +21,7 @@ def reason() -> str:
 def test_a_build_without_the_library_names_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(library, "BUILT_LIBRARY", tmp_path / "libonbeat_native.so")
-    assert "libonbeat_native.so is not there (install g++, then onbeat again)" in reason()
+    assert "(install g++, " in reason()
 
 
 def test_a_named_library_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,7 @@ def test_another_version_of_the_interface(
     native_library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "ABI_VERSION", 99)
-    assert f"interface version {ABI_VERSION}, not 99 (install onbeat again)" in reason()
+    assert f" {ABI_VERSION}, not 99 " in reason()
 
 
 def test_every_processor_has_the_portable_instructions(native_library: NativeLibrary) -> None:

@@ -56,9 +56,7 @@ def test_without_a_compiler(tmp_path: Path) -> None:
     wheel, said = make_wheel(tmp_path, "/no/such/compiler")
     assert wheel.name.endswith("-py3-none-any.whl")
     assert LIBRARY not in zipfile.ZipFile(wheel).namelist()
-    assert (
-        "The native CPU engine of onbeat is not built: there is no C++ compiler '/no/such/compiler'" in said
-    )
+    assert "'/no/such/compiler'" in said
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")

