@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.hints import likely_meant
@@ -361,6 +362,24 @@ def key_headers() -> dict[str, str]:
     """Return the header with the API's key, which is in $OPENAI_API_KEY; nothing without one."""
     key = os.environ.get("OPENAI_API_KEY")
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def server_root(url: str) -> str:
+    """Return a server's address from what a person gives for it: a host and port, or one of its URLs.
+
+    Raises
+    ------
+    ConfigError : it is no address.
+    """
+    full = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(full)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or parts.query or parts.fragment:
+        raise ConfigError(f"{url!r} is no address of a server; give one such as http://127.0.0.1:8000")
+    return full.rstrip("/").removesuffix("/state").removesuffix("/metrics").removesuffix("/v1").rstrip("/")
 
 
 def print_error(message: str) -> None:

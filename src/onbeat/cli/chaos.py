@@ -17,10 +17,9 @@ from onbeat.bench.chaos import TIMEOUT, Chaos, ChaosPlan, ChaosRun
 from onbeat.bench.client import why_no_answer
 from onbeat.bench.history import End, ObservedAnswer, Violation, counts, save, violations
 from onbeat.bench.probe import choose_model, read_models
-from onbeat.cli.args import key_headers
+from onbeat.cli.args import key_headers, server_root
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.outputs import check_writable, result_console
-from onbeat.cli.top_source import server_root
 from onbeat.core.errors import ConfigError, counted
 from onbeat.core.options import check, option, part
 from onbeat.report.result import Column, filled_table

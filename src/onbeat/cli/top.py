@@ -6,20 +6,22 @@ import argparse
 import asyncio
 import math
 import time
-from typing import TYPE_CHECKING
+from contextlib import suppress
 
-from rich.console import Console, RenderableType
+import aiohttp
+import orjson
+from rich.console import Console
 from rich.live import Live
 
-from onbeat.cli.args import checked
+from onbeat.bench.client import why_no_answer
+from onbeat.cli.args import checked, server_root
 from onbeat.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from onbeat.cli.top_source import StateSource
-    from onbeat.report.live_state import State
+from onbeat.report.live_frame import live_frame
+from onbeat.report.live_state import State, StateHistory
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 SHORTEST_INTERVAL = 0.1
+TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 
 
 def _interval(text: str) -> float:
@@ -47,8 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Watch until interrupted; return the exit code."""
-    from onbeat.cli.top_source import server_root
-
     root = server_root(args.url)
     console = Console(highlight=False)
     is_single = args.once or not console.is_terminal
@@ -57,50 +57,50 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(console: Console, root: str, api_key: str | None, interval: float | None) -> None:
-    from onbeat.cli.top_source import open_source
-
-    async with open_source(root, api_key) as source:
-        screen = _Screen(root)
-        screen.take(await source.fetch(), has_engine=await source.has_engine())
-        if interval is None:
-            console.print(screen.frame())
-        else:
-            await _watch(console, source, screen, interval)
-
-
-async def _watch(console: Console, source: StateSource, screen: _Screen, interval: float) -> None:
     """Draw a frame for each look at the server, for ever; a server that is away may come back."""
-    with Live(screen.frame(), console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            await asyncio.sleep(interval)
-            try:
-                screen.take(await source.fetch(), has_engine=await source.has_engine())
-            except ConfigError as error:
-                screen.miss(error)
-            live.update(screen.frame(), refresh=True)
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    history = StateHistory()
+    async with aiohttp.ClientSession(headers=headers, timeout=TIMEOUT) as session:
+        history.add(await fetch_state(session, f"{root}/state"))
+        if interval is None:
+            console.print(live_frame(history, url=root))
+            return
+        seen_at = time.localtime()
+        with Live(live_frame(history, url=root), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                await asyncio.sleep(interval)
+                note = ""
+                try:
+                    history.add(await fetch_state(session, f"{root}/state"))
+                    seen_at = time.localtime()
+                except ConfigError as error:
+                    note = f"Out of date since {time.strftime('%H:%M:%S', seen_at)}, trying again: {error}"
+                live.update(live_frame(history, url=root, note=note), refresh=True)
 
 
-class _Screen:
-    """What is drawn: the last good look at the server, and since when there was none."""
+async def fetch_state(session: aiohttp.ClientSession, url: str) -> State:
+    """Return the state of a server as it is.
 
-    def __init__(self, root: str) -> None:
-        from onbeat.report.live_state import StateHistory
-
-        self._root = root
-        self._history: StateHistory = StateHistory()
-        self._seen_at = 0.0
-        self._note = ""
-
-    def take(self, state: State, *, has_engine: bool) -> None:
-        self._history.add(state)
-        self._seen_at = time.time()
-        self._note = "" if has_engine else "No replica takes requests at present: GET /ready says why."
-
-    def miss(self, error: ConfigError) -> None:
-        since = time.strftime("%H:%M:%S", time.localtime(self._seen_at))
-        self._note = f"Out of date since {since}, trying again: {error}"
-
-    def frame(self) -> RenderableType:
-        from onbeat.report.live_frame import live_frame
-
-        return live_frame(self._history, url=self._root, note=self._note)
+    Raises
+    ------
+    ConfigError : no answer, one of a server that is not well, or one that no onbeat server gives.
+    """
+    try:
+        async with session.get(url) as response:
+            status, body = response.status, await response.read()
+    except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        raise ConfigError(
+            f"no server answers at {url} ({why_no_answer(error)}); start one with `onbeat serve`, "
+            "or name another: `onbeat top URL`"
+        ) from error
+    if status in (401, 403):
+        raise ConfigError(f"{url} answers HTTP {status}: give its key with --api-key")
+    if status >= 500:
+        raise ConfigError(f"{url} answers HTTP {status}; see that server's log")
+    if status == 200:
+        with suppress(ValueError):
+            state = orjson.loads(body)
+            if isinstance(state, dict) and "server_info" in state:
+                return state
+    what = f"it answers HTTP {status}" if status != 200 else "it answers without server_info"
+    raise ConfigError(f"{url} is no onbeat server: {what}; give the address of one")

@@ -58,10 +58,10 @@ def gauge(name: str, text: str, *labels: str, default: float | None = 0) -> Any:
     return field(default_factory=dict, metadata=own) if labels else field(default=default, metadata=own)
 
 
-def histogram(name: str, text: str, bounds: Sequence[float]) -> Any:
-    """Declare a field that counts values by size."""
-    own = {_METRIC: Metric(name, text, "histogram")}
-    return field(default_factory=partial(Histogram, bounds), metadata=own)
+def histogram(name: str, text: str, bounds: Sequence[float], *labels: str) -> Any:
+    """Declare a field that counts values by size; with labels it is a mapping."""
+    own = {_METRIC: Metric(name, text, "histogram", labels)}
+    return field(default_factory=dict if labels else partial(Histogram, bounds), metadata=own)
 
 
 def info(name: str, text: str, *labels: str) -> Any:

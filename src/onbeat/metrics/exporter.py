@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import orjson
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.process_collector import ProcessCollector
@@ -19,17 +18,10 @@ from onbeat import __version__
 from onbeat.core.protocols import EngineClient, FleetView
 from onbeat.metrics.counts import EngineCounts, RunCounts, ServerCounts
 from onbeat.metrics.declare import VLLM, Labels, Metric, by_label, declared, gauge, info, samples
+from onbeat.metrics.families import families
 from onbeat.metrics.fleet_counts import FleetCounts, FleetGauges
 from onbeat.metrics.slo_counts import RecentObjectives
 from onbeat.metrics.speculation_counts import SpeculationCounts
-
-_FAMILIES: dict[str, type[Any]] = {
-    "counter": CounterMetricFamily,
-    "gauge": GaugeMetricFamily,
-    "histogram": HistogramMetricFamily,
-    "info": GaugeMetricFamily,
-}
-
 
 ALIASES = {
     own: VLLM + theirs
@@ -181,19 +173,11 @@ class MetricsExporter(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Yield all metrics as they stand."""
-        families: dict[str, Any] = {}
-        for metric, outer, value in self._samples():
-            for name, inside in self._names(metric, outer):
-                if (family := families.get(name)) is None:
-                    labels = [*(label for label, _ in inside), *metric.labels]
-                    families[name] = family = _FAMILIES[metric.kind](name, metric.text, labels=labels)
-                before = [word for _, word in inside]
-                for words, own in by_label(metric, value):
-                    if metric.kind == "histogram":
-                        family.add_metric([*before, *words], own.cumulative(), own.sum)
-                    else:
-                        family.add_metric([*before, *words], own)
-        yield from families.values()
+        yield from families(
+            (name, metric, inside, value)
+            for metric, outer, value in self._samples()
+            for name, inside in self._names(metric, outer)
+        )
 
     def _names(self, metric: Metric, outer: Labels) -> Iterator[tuple[str, Labels]]:
         """Yield the names of a metric in `/metrics`, and the labels before its own."""

@@ -9,7 +9,8 @@ the client in llm-d's router. It names no model server, so a pool of another kin
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
@@ -17,14 +18,15 @@ from typing import Any
 import msgspec
 import orjson
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 
-from onbeat.metrics.families import counters, gauges, histograms
+from onbeat.metrics.declare import counter, gauge, histogram, samples
+from onbeat.metrics.families import families
 from onbeat.metrics.histogram import ERROR_RATIOS, Histogram
 from onbeat.predict.latency import Features, LatencyModel, Measured
 
@@ -33,6 +35,7 @@ MODEL_TYPE = "lightgbm"
 prediction of this kind alone; of the others it computes with what it has fetched."""
 MAX_BULK = 10_000
 MAX_BODY_BYTES = 2**24
+_LABELS = ("pool", "latency")
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -53,6 +56,30 @@ class _Wrong(Exception):
         self.status = status
 
 
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """What was predicted and measured."""
+
+    predictions: Mapping[str, int] = counter("predictions_total", "predictions", "pool")
+    measured: Mapping[tuple[str, str], int] = counter(
+        "predict_measured_total", "measured latencies", *_LABELS
+    )
+    bias: Mapping[tuple[str, str], float] = gauge(
+        "predict_bias_ratio", "typical measured / predicted, as the profile alone predicts", *_LABELS
+    )
+    drift: Mapping[tuple[str, str], float] = gauge(
+        "predict_drift", "1 while measured latencies have left what the profile alone predicts", *_LABELS
+    )
+    coverage: Mapping[tuple[str, str], float] = gauge(
+        "predict_coverage_ratio",
+        "share of latencies within what was predicted; should be the quantile",
+        *_LABELS,
+    )
+    errors: Mapping[tuple[str, str], Histogram] = histogram(
+        "predict_error_ratio", "|predicted - measured| / measured latency", ERROR_RATIOS, *_LABELS
+    )
+
+
 class PredictionService(Collector):
     """Answers for all pools, and counts: a Prometheus collector.
 
@@ -65,10 +92,7 @@ class PredictionService(Collector):
     def __init__(self, pools: Mapping[str, LatencyModel], quantile: float | None) -> None:
         self.pools, self.quantile = dict(pools), quantile
         self._started = datetime.now(UTC).isoformat()
-        self._errors: dict[tuple[str, ...], Histogram] = {}
-        for name in pools:
-            for metric in ("ttft", "tpot"):
-                self._errors[name, metric] = Histogram(ERROR_RATIOS)
+        self._errors = {(name, each): Histogram(ERROR_RATIOS) for name in pools for each in ("ttft", "tpot")}
         self._num_predicted = dict.fromkeys(pools, 0)
         self._about = {
             "model_type": MODEL_TYPE,
@@ -112,42 +136,21 @@ class PredictionService(Collector):
         """Return how many measured requests each latency of a pool has had."""
         return {name: term.num_measured for name, term in self.pools[pool].terms.items()}
 
-    def collect(self) -> list[Metric]:
+    def collect(self) -> Iterable[Family]:
         """Return the metrics as they stand."""
         terms = {
             (pool, name): term for pool, model in self.pools.items() for name, term in model.terms.items()
         }
-        measured = {key: term.num_measured for key, term in terms.items()}
         seen = {key: term for key, term in terms.items() if term.num_measured}
-        labels = ("pool", "latency")
-        return [
-            counters("onbeat_predictions", "Predictions", "pool", self._num_predicted),
-            counters("onbeat_predict_measured", "Measured latencies", labels, measured),
-            gauges(
-                "onbeat_predict_bias_ratio",
-                "Typical measured / predicted, as the profile alone predicts",
-                labels,
-                {key: term.drift.ratio for key, term in seen.items()},
-            ),
-            gauges(
-                "onbeat_predict_drift",
-                "1 while measured latencies have left what the profile alone predicts",
-                labels,
-                {key: float(term.drift.is_alarming) for key, term in seen.items()},
-            ),
-            gauges(
-                "onbeat_predict_coverage_ratio",
-                "Share of measured latencies within what was predicted; it should be the quantile",
-                labels,
-                {key: term.num_within / term.num_measured for key, term in seen.items()},
-            ),
-            histograms(
-                "onbeat_predict_error_ratio",
-                "Distance of the predicted from the measured latency, as a share of the measured",
-                labels,
-                self._errors,
-            ),
-        ]
+        counts = _Counts(
+            predictions=self._num_predicted,
+            measured={key: term.num_measured for key, term in terms.items()},
+            bias={key: term.drift.ratio for key, term in seen.items()},
+            drift={key: float(term.drift.is_alarming) for key, term in seen.items()},
+            coverage={key: term.num_within / term.num_measured for key, term in seen.items()},
+            errors=self._errors,
+        )
+        return families((f"onbeat_{each.name}", each, outer, value) for each, outer, value in samples(counts))
 
     def forget(self, pool: str) -> int:
         """Forget what a pool has learnt; return how many measured latencies that were."""

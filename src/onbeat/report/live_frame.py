@@ -45,6 +45,8 @@ def live_frame(history: StateHistory, *, url: str, note: str = "") -> Renderable
     parts += [*_drafts(recent), *_grammars(recent, longer), *_decisions(recent)]
     if any(history.step_seconds):
         parts += [gap, *_history(history)]
+    if not note and recent.value("engine_alive") == 0:
+        note = "No replica takes requests at present: GET /ready says why."
     foot = Text(note, style="bold red") if note else Text(_footnote(recent, longer), style="dim")
     return Group(*parts, Rule(style="dim"), foot)
 

@@ -9,19 +9,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class StateServer:
-    """Answers /ready, and every other path alike, until stopped.
+    """Answers every path alike, until stopped.
 
     Attributes
     ----------
     text, status : of the state.
-    health : status of /ready.
     paths, keys : what was asked for, and with which Authorization header.
     """
 
     def __init__(self, text: str, *, status: int = 200) -> None:
         self.text = text
         self.status = status
-        self.health = 200
         self.paths: list[str] = []
         self.keys: list[str | None] = []
         self._server: ThreadingHTTPServer | None = None
@@ -39,9 +37,8 @@ class StateServer:
             def do_GET(self) -> None:
                 shown.paths.append(self.path)
                 shown.keys.append(self.headers["Authorization"])
-                is_probe = self.path == "/ready"
-                body = b"" if is_probe else shown.text.encode()
-                self.send_response(shown.health if is_probe else shown.status)
+                body = shown.text.encode()
+                self.send_response(shown.status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
