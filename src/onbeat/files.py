@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from onbeat.core.errors import ConfigError, quoted
+from onbeat.core.errors import ConfigError
 from onbeat.typed import NotJSON, convert, decode
 
 T = TypeVar("T")
@@ -151,13 +151,7 @@ def parse_object(text: str, what: str, hint: str = "") -> dict[str, Any]:
     ------
     ConfigError : it is none; the message begins with `what` and ends with `hint`.
     """
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{what} is not JSON ({error}): {quoted(text)}{hint}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{what} must be a JSON object, got {quoted(text)}{hint}")
-    return content
+    return decode(dict[str, Any], text, what, hint=hint)
 
 
 def _yaml(text: str) -> Any:

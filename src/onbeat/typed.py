@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from math import inf
 from typing import Annotated, Any, TypeVar
@@ -121,6 +121,22 @@ def convert(kind: type[T], content: Any, where: str, *, hint: str = "") -> T:
     except msgspec.ValidationError as error:
         raise _fault(kind, error, content, where, hint) from error
     return found
+
+
+def take(kind: Any, table: Mapping[str, Any], key: str, where: str, *, hint: str = "") -> Any:
+    """Return what stands under a key of a mapping, as a value of a type; None where nothing or null does.
+
+    Parameters
+    ----------
+    where : the mapping is from, for errors: `config.json`.
+    hint : as for `decode`.
+
+    Raises
+    ------
+    ConfigError : as for `decode`.
+    """
+    value = table.get(key)
+    return None if value is None else convert(dict[str, kind], {key: value}, where, hint=hint)[key]
 
 
 def revive(kind: type[T], content: Any, where: str) -> T:

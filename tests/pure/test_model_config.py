@@ -224,7 +224,7 @@ def test_the_documents_list_the_families_that_run() -> None:
         ({"sliding_window": 4096}, "sliding_window"),
         ({"rope_interleaved": True}, "rope_interleaved"),
         ({"hidden_size": None}, "lacks hidden_size"),
-        ({"hidden_size": "4096"}, "hidden_size is '4096'; it must be a positive whole number"),
+        ({"hidden_size": "4096"}, "hidden_size is '4096'; it must be a whole number of at least 1"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most"),
         ({"num_key_value_heads": 5}, "32 attention heads, which is no multiple of its 5"),

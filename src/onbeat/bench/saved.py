@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
+import msgspec
 
 from onbeat.core.errors import ConfigError
-from onbeat.files import read_bytes
+from onbeat.files import json_lines, read_text
 from onbeat.metrics.summary import METRICS, LatencyStatistic
+from onbeat.typed import NotJSON, Number, convert, decode, take
 
 SETTINGS = (
     *("backend", "model_id", "dataset_name", "dataset_path", "num_prompts", "request_rate", "burstiness"),
@@ -35,7 +36,7 @@ class SavedRequests:
     gaps: Sequence[Sequence[float]]
     latencies: Sequence[float | None]
     """E2E."""
-    num_output_tokens: Sequence[int]
+    num_output_tokens: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,30 +63,27 @@ def read_runs(path: Path) -> list[SavedRun]:
     ------
     ConfigError : the file is missing or not a result, or a key holds what it cannot.
     """
-    try:
-        documents = _documents(read_bytes(path))
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
-    runs: list[Any] = []
-    for document in documents:
-        own = document.get("runs", [document]) if isinstance(document, dict) else None
+    runs: list[dict[str, Any]] = []
+    for document in _documents(path):
+        own = document.get("runs", [document])
         if not isinstance(own, list) or not own or not all(map(_is_run, own)):
             raise ConfigError(f"{path}: not a result of `bench serve`; save one with --json FILE")
         runs += own
-    return [_Reader(path, run).read() for run in runs]
+    return [_saved_run(run, str(path)) for run in runs]
 
 
-def _documents(content: bytes) -> list[Any]:
+def _documents(path: Path) -> list[dict[str, Any]]:
     """Return what a file holds: one document, or one a line (`--append-result`)."""
+    text = read_text(path)
     try:
-        return [orjson.loads(content)]
-    except orjson.JSONDecodeError:
+        return [decode(dict[str, Any], text, str(path))]
+    except NotJSON as error:
         try:
-            documents = [orjson.loads(line) for line in content.splitlines()]
-        except orjson.JSONDecodeError:
+            documents = [document for _, document in json_lines(dict[str, Any], path, text)]
+        except ConfigError:
             documents = []
         if not documents:
-            raise  # the error of the whole says more than that of a line
+            raise error from None  # the error of the whole says more than that of a line
         return documents
 
 
@@ -93,58 +91,50 @@ def _is_run(run: Any) -> bool:
     return isinstance(run, dict) and "output_throughput" in run
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Reads one run of a file."""
+class _Columns(msgspec.Struct):
+    """Of `SavedRequests`."""
 
-    path: Path
-    run: dict[str, Any]
+    ttfts: tuple[Number | None, ...]
+    itls: tuple[tuple[Number, ...], ...]
+    latencies: tuple[Number | None, ...]
+    output_lens: tuple[Number, ...]
 
-    def read(self) -> SavedRun:
-        throughputs = {key: self._number(key) for key in THROUGHPUTS}
-        latencies = {found: self._number(key) for key in self.run if (found := _latency_of(key)) is not None}
-        return SavedRun(
-            title=str(self.run.get("title") or ""),
-            settings={name: self.run[name] for name in SETTINGS if name in self.run} | self._groups(),
-            throughputs={name: value for name, value in throughputs.items() if value is not None},
-            latencies_ms={found: value for found, value in latencies.items() if value is not None},
-            requests=self._requests(),
-        )
 
-    def _groups(self) -> dict[str, Any]:
-        groups = {group: self.run.get(group) for group in SETTING_GROUPS}
-        return {
+def _saved_run(run: dict[str, Any], where: str) -> SavedRun:
+    groups = {group: run.get(group) for group in SETTING_GROUPS}
+    throughputs = {key: take(Number, run, key, where) for key in THROUGHPUTS}
+    latencies = {
+        found: take(Number, run, key, where) for key in run if (found := _latency_of(key)) is not None
+    }
+    return SavedRun(
+        title=str(run.get("title") or ""),
+        settings={name: run[name] for name in SETTINGS if name in run}
+        | {
             f"{group}.{name}": value
             for group, own in groups.items()
             if isinstance(own, dict)
             for name, value in own.items()
-        }
+        },
+        throughputs={name: value for name, value in throughputs.items() if value is not None},
+        latencies_ms={found: value for found, value in latencies.items() if value is not None},
+        requests=_saved_requests(run, where),
+    )
 
-    def _number(self, key: str) -> float | None:
-        value = self.run.get(key)
-        if not _is_number_or_none(value):
-            raise self._error(key, "a number or null")
-        return value
 
-    def _requests(self) -> SavedRequests | None:
-        if not all(key in self.run for key in _COLUMNS):
-            return None
-        for key, (is_right, expected) in _COLUMNS.items():
-            column = self.run[key]
-            if not isinstance(column, list) or not all(map(is_right, column)):
-                raise self._error(key, f"a list with {expected} a request")
-        ttfts, own_gaps, latencies, num_output_tokens = (self.run[key] for key in _COLUMNS)
-        sizes = {key: len(self.run[key]) for key in _COLUMNS}
-        if len(set(sizes.values())) > 1:
-            counted = ", ".join(f"{key} {size}" for key, size in sizes.items())
-            raise ConfigError(f"{self.path}: the columns must have one entry a request; they have {counted}")
-        return SavedRequests(
-            ttfts=ttfts, gaps=own_gaps, latencies=latencies, num_output_tokens=num_output_tokens
-        )
-
-    def _error(self, key: str, expected: str) -> ConfigError:
-        shown = repr(self.run[key])
-        return ConfigError(f"{self.path}: {key} must be {expected}, got {shown[:80]}")
+def _saved_requests(run: dict[str, Any], where: str) -> SavedRequests | None:
+    if any(field not in run for field in _Columns.__struct_fields__):
+        return None
+    columns = convert(_Columns, run, where)
+    sizes = {name: len(getattr(columns, name)) for name in _Columns.__struct_fields__}
+    if len(set(sizes.values())) > 1:
+        counted = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(f"{where}: the columns must have one entry a request; they have {counted}")
+    return SavedRequests(
+        ttfts=columns.ttfts,
+        gaps=columns.itls,
+        latencies=columns.latencies,
+        num_output_tokens=columns.output_lens,
+    )
 
 
 def _latency_of(key: str) -> LatencyStatistic | None:
@@ -152,24 +142,3 @@ def _latency_of(key: str) -> LatencyStatistic | None:
     statistic, _, rest = key.partition("_")
     metric = rest.removesuffix("_ms")
     return LatencyStatistic(metric, statistic) if metric in METRICS and rest.endswith("_ms") else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_number_or_none(value: Any) -> bool:
-    return value is None or _is_number(value)
-
-
-def _is_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_number, value))
-
-
-_COLUMNS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "ttfts": (_is_number_or_none, "a number or null"),
-    "itls": (_is_numbers, "a list of numbers"),
-    "latencies": (_is_number_or_none, "a number or null"),
-    "output_lens": (_is_number, "a number"),
-}
-"""Of `SavedRequests`, in the order of its fields: what an entry must be, and how to say so."""

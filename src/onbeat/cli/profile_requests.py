@@ -5,16 +5,24 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from statistics import median
-from typing import Any
+
+import msgspec
 
 from onbeat.core.errors import ConfigError, counted
 from onbeat.core.step import BatchShape
 from onbeat.files import read
 from onbeat.perfmodel.predictor import Predictor
+from onbeat.typed import Number
 
 FEWEST = 5
-_COLUMNS = ("start_times", "end_times", "ttfts", "input_lens")
 _MADE_BY = "`onbeat bench serve --max-concurrency 1 --save-detailed --json FILE` makes one"
+
+
+class _Requests(msgspec.Struct):
+    start_times: tuple[Number | None, ...]
+    end_times: tuple[Number | None, ...]
+    ttfts: tuple[Number | None, ...]
+    input_lens: tuple[Number | None, ...]
 
 
 def request_seconds(path: Path, model: Predictor) -> float:
@@ -31,8 +39,15 @@ def request_seconds(path: Path, model: Predictor) -> float:
     ------
     ConfigError : the file cannot be read, has no requests, or too few that were alone.
     """
-    columns = [_column(read(dict[str, Any], path, "the requests"), name, path) for name in _COLUMNS]
-    rows = sorted(row for row in zip(*columns, strict=True) if None not in row)
+    saved = read(_Requests, path, "the requests", hint=f"; {_MADE_BY}")
+    columns = (saved.start_times, saved.end_times, saved.ttfts, saved.input_lens)
+    if len(set(map(len, columns))) > 1:
+        raise ConfigError(f"{path} has columns of different lengths for its requests; {_MADE_BY}")
+    rows = sorted(
+        (start, end, ttft, num_tokens)
+        for start, end, ttft, num_tokens in zip(*columns, strict=True)
+        if start is not None and end is not None and ttft is not None and num_tokens is not None
+    )
     longest = math.inf if model.shape_range is None else model.shape_range.num_new_tokens
     found: list[float] = []
     busy_until = -math.inf
@@ -49,13 +64,3 @@ def request_seconds(path: Path, model: Predictor) -> float:
             f"tokens; at least {FEWEST} are needed: {_MADE_BY}"
         )
     return max(0.0, median(found))
-
-
-def _column(values: dict[str, Any], name: str, path: Path) -> list[float | None]:
-    column = values.get(name)
-    is_numbers = isinstance(column, list) and all(
-        each is None or (isinstance(each, int | float) and math.isfinite(each)) for each in column
-    )
-    if not is_numbers or len(column) != len(values.get(_COLUMNS[0]) or ()):  # type: ignore[arg-type]
-        raise ConfigError(f"{path} has no list of numbers {name!r} for its requests; {_MADE_BY}")
-    return column  # type: ignore[return-value]

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from onbeat.core.errors import ConfigError, quoted
+from msgspec import Meta
+
+from onbeat.core.errors import ConfigError
+from onbeat.typed import take
 
 FULL, LINEAR = "full_attention", "linear_attention"
 
 
 _LARGEST = 2**26
 """Of any size of a model, such as its context; a list of its layers would take memory and time."""
+_Size = Annotated[int, Meta(ge=0, le=_LARGEST)]
 
 
 class SizeReader:
@@ -33,15 +37,8 @@ class SizeReader:
         ConfigError : it is no whole number of at least 0, or there is none and no default.
         """
         for key in keys:
-            value = self.config.get(key)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
-                raise ConfigError(
-                    f"model {self._name}: {key} is {quoted(value)}; it must be a whole number, 0 or more, "
-                    f"and at most {_LARGEST}"
-                )
-            return value
+            if (value := take(_Size, self.config, key, f"model {self._name}")) is not None:
+                return int(value)
         if default is None:
             raise ConfigError(f"model {self._name}: the configuration lacks {' or '.join(keys)}")
         return default

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import asdict
 from tokenizers import AddedToken, Tokenizer
 
-from onbeat.core.errors import ConfigError, ModelLoadError, quoted
+from onbeat.core.errors import ConfigError, ModelLoadError
 from onbeat.files import read
 from onbeat.text.gguf_tokenizer import set_sequence_marks
-
-_TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+from onbeat.typed import Whole, take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +44,8 @@ def read_hf_directory(path: Path) -> HfTokenizerFiles:
     config = _read_json(path / "tokenizer_config.json")
     named = {**_read_json(path / "special_tokens_map.json"), **config}
     _add_config_tokens(backend, _config_tokens(config))
-    bos = _token_id(backend, named.get("bos_token"))
-    eos = _token_id(backend, named.get("eos_token"))
+    bos = _token_id(backend, named, "bos_token")
+    eos = _token_id(backend, named, "eos_token")
     _apply_mark_flags(backend, named)
     ends = ([] if eos is None else [eos]) + _model_eos_ids(path)
     return HfTokenizerFiles(
@@ -82,31 +83,45 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return read(dict[str, Any], path)
     except ConfigError as error:
-        raise ModelLoadError(f"{error}; fetch the file again") from error
+        raise ModelLoadError(f"{error}{_HINT}") from error
+
+
+class _AddedToken(Struct):
+    content: str
+    lstrip: bool | UnsetType = UNSET
+    rstrip: bool | UnsetType = UNSET
+    normalized: bool | UnsetType = UNSET
+    single_word: bool | UnsetType = UNSET
+    special: bool | UnsetType = UNSET
+
+
+class _Content(Struct):
+    content: str | None = None
+
+
+class _Template(Struct):
+    name: str
+    template: str | None = None
+
+
+_TOKEN_ID = Annotated[int, Meta(ge=0, lt=10**9)]
+_HINT = "; fetch the file again"
+
+
+def _take(kind: Any, table: dict[str, Any], key: str, file: str | Path = "tokenizer_config.json") -> Any:
+    try:
+        return take(kind, table, key, str(file), hint=_HINT)
+    except ConfigError as error:
+        raise ModelLoadError(str(error)) from error
 
 
 def _config_tokens(config: dict[str, Any]) -> dict[int, AddedToken]:
     """Return tokenizer_config.json's own tokens, by id."""
-    listed = config.get("added_tokens_decoder") or {}
-    if not isinstance(listed, dict):
-        raise _wrong("added_tokens_decoder", listed, "an object of tokens by id")
-    tokens = {}
-    for key, fields in listed.items():
-        if not (key.isascii() and key.isdecimal() and len(key) < 10):
-            raise _wrong("a key of added_tokens_decoder", key, "a token id")
-        if not (isinstance(fields, dict) and isinstance(fields.get("content"), str)):
-            raise _wrong(f"added_tokens_decoder.{key}", fields, "an object with a text as its content")
-        options = {flag: fields[flag] for flag in _TOKEN_FLAGS if flag in fields}
-        if not all(isinstance(value, bool) for value in options.values()):
-            raise _wrong(f"added_tokens_decoder.{key}", options, "flags that are true or false")
-        tokens[int(key)] = AddedToken(fields["content"], **options)
-    return tokens
-
-
-def _wrong(
-    name: str, value: Any, expected: str, file: str | Path = "tokenizer_config.json"
-) -> ModelLoadError:
-    return ModelLoadError(f"{file}: {name} is {quoted(value)}, not {expected}; fetch the file again")
+    listed = _take(dict[_TOKEN_ID, _AddedToken], config, "added_tokens_decoder") or {}
+    return {
+        token_id: AddedToken(**{key: each for key, each in asdict(token).items() if each is not UNSET})
+        for token_id, token in listed.items()
+    }
 
 
 def _add_config_tokens(backend: Tokenizer, tokens: dict[int, AddedToken]) -> None:
@@ -122,11 +137,10 @@ def _add_config_tokens(backend: Tokenizer, tokens: dict[int, AddedToken]) -> Non
             )
 
 
-def _token_id(backend: Tokenizer, token: Any) -> int | None:
+def _token_id(backend: Tokenizer, config: dict[str, Any], key: str) -> int | None:
     """Return the id of a token that is given by its name, or by an object with its name as `content`."""
-    name = token.get("content") if isinstance(token, dict) else token
-    if name is not None and not isinstance(name, str):
-        raise _wrong("a special token", token, "a text, or an object with a text as its content")
+    token = _take(str | _Content, config, key)
+    name = token.content if isinstance(token, _Content) else token
     return None if name is None else backend.token_to_id(name)
 
 
@@ -136,7 +150,7 @@ def _apply_mark_flags(backend: Tokenizer, config: dict[str, Any]) -> None:
         return
     marks: dict[str, tuple[str, int] | None] = {"bos": None, "eos": None}
     for mark in marks:
-        token_id = _token_id(backend, config.get(f"{mark}_token"))
+        token_id = _token_id(backend, config, f"{mark}_token")
         if config.get(f"add_{mark}_token") and token_id is not None:
             marks[mark] = (str(backend.id_to_token(token_id)), token_id)
     set_sequence_marks(backend, **marks)
@@ -144,15 +158,9 @@ def _apply_mark_flags(backend: Tokenizer, config: dict[str, Any]) -> None:
 
 def _model_eos_ids(path: Path) -> list[int]:
     generation = path / "generation_config.json"
-    content = _read_json(generation if generation.is_file() else path / "config.json")
-    ids = content.get("eos_token_id")
-    if ids is None:
-        return []
-    ids = ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-        file = generation if generation.is_file() else path / "config.json"
-        raise _wrong("eos_token_id", content["eos_token_id"], "a token id, or a list of them", file)
-    return ids
+    file = generation if generation.is_file() else path / "config.json"
+    ids = _take(Whole | list[Whole], _read_json(file), "eos_token_id", file)
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
@@ -163,11 +171,7 @@ def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
             return file.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"cannot read {file}: {error}; fetch the file again") from error
-    template = config.get("chat_template")
+    template: str | list[_Template] | None = _take(str | list[_Template], config, "chat_template")
     if isinstance(template, list):
-        if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in template):
-            raise _wrong("chat_template", template, "a text, or a list of objects with name and template")
-        template = {entry["name"]: entry.get("template") for entry in template}.get("default")
-    if template is not None and not isinstance(template, str):
-        raise _wrong("chat_template", template, "a text, or a list of objects with name and template")
+        return {each.name: each.template for each in template}.get("default")
     return template

@@ -86,7 +86,7 @@ def test_custom_prompts(server: Background, tmp_path: Path) -> None:
         (["--metric-percentiles", "99,x"], "--metric-percentiles takes numbers"),
         (["--percentile-metrics", "ttft,foo"], "unknown metric 'foo'"),
         (["--extra-body", "{"], "--extra-body is not JSON"),
-        (["--extra-body", "[]"], "must be a JSON object"),
+        (["--extra-body", "[]"], "must be a mapping"),
         (["--header", "novalue"], "--header takes KEY=VALUE"),
         (["--sweep-concurrency", "1,0"], "whole numbers of at least 1"),
         (["--sweep-concurrency", "1,2", "--request-rate", "3"], "leave out --request-rate"),

@@ -122,7 +122,7 @@ def test_sweeps_without_a_common_level_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "line 1: not JSON"), ("[]", "not a result"), ('{"runs": [{"a": 1}]}', "not a result")],
+    [("{", "is not JSON"), ("[]", "must be a mapping"), ('{"runs": [{"a": 1}]}', "not a result")],
 )
 def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "x.json"

@@ -98,7 +98,7 @@ def test_a_model_by_position_and_a_file(file: Path, tmp_path: Path) -> None:
         ("speculative-config:\n", "'speculative-config' is None; this flag takes a mapping or its JSON"),
         ("speculative-config: [{method: ngram}]\n", "this flag takes a mapping or its JSON"),
         ("speculative-config: ngram\n", "the speculative config is not JSON"),
-        ("speculative-config: {metod: ngram}\n", "unknown key 'metod'"),
+        ("speculative-config: {metod: ngram}\n", "unknown field 'metod': did you mean method"),
         ("speculative-config: {method: {name: ngram}}\n", "method is {'name': 'ngram'}; it must be a text"),
         ("speculative-config: {method: 2026-01-01}\n", "unknown speculative method '2026-01-01'"),
         ("host:\n", "'host' is None"),

@@ -161,7 +161,7 @@ def test_unknown_model_names_near_ones():
         ({"num_hidden_layers": 0}, "num_layers is 0"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
         ({"num_attention_heads": 0}, "num_heads is 0; it must be at least 1"),
-        ({"intermediate_size": -1}, "intermediate_size is -1; it must be a whole number, 0 or more"),
+        ({"intermediate_size": -1}, "intermediate_size is -1; it must be a whole number of at least 0"),
         ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; .* at most 67108864"),
         ({"hidden_size": 10**400}, "hidden_size is 1000.*; .* at most 67108864"),
     ],

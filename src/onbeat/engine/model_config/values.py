@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from onbeat.core.errors import ModelLoadError
+from msgspec import Meta
+
+from onbeat.core.errors import ConfigError, ModelLoadError
+from onbeat.typed import Count, Positive, Size, take
 
 _MAX_LAYERS = 4096
 
@@ -38,46 +41,28 @@ class Values:
 
     def size(self, key: str, default: int | None = None) -> int:
         """Return a positive whole number."""
-        value = self._required(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(key, value, "a positive whole number")
-        return value
+        return int(self._take(Size, key, default))
 
     def num_layers(self, key: str) -> int:
         """Return the depth of a model, within reason: a damaged value must not cost all memory."""
-        value = self.size(key)
-        if value > _MAX_LAYERS:
-            raise self.wrong(key, value, f"at most {_MAX_LAYERS}")
-        return value
+        return int(self._take(Annotated[int, Meta(ge=1, le=_MAX_LAYERS)], key, None))
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a positive number."""
-        value = self._required(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self.wrong(key, value, "a positive number")
-        return float(value)
+        return float(self._take(Positive, key, default))
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """Return a list of positive numbers."""
-        value = self._required(key, None)
-        if not isinstance(value, list):
-            raise self.wrong(key, value, "a list of numbers")
-        return tuple(Values({key: item}, source=self._source).number(key) for item in value)
+        return tuple(self._take(list[Positive], key, None))
 
     def flag(self, key: str, *, default: bool) -> bool:
         """Return true or false."""
-        value = self._required(key, default)
-        if not isinstance(value, bool):
-            raise self.wrong(key, value, "true or false")
-        return value
+        return bool(self._take(bool, key, default))
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         """Return one token id or a list of them as a tuple; empty where there is none."""
-        value = self.raw(key)
-        ids = [] if value is None else value if isinstance(value, Sequence) else [value]
-        if isinstance(value, str) or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-            raise self.wrong(key, value, "a token id or a list of them")
-        return tuple(ids)
+        found = self._take(Count | list[Count], key, [])
+        return tuple(found) if isinstance(found, list) else (found,)
 
     def refuse_unless(self, key: str, *neutral: Any) -> None:
         """Raise where a value is set that changes the output in a way onbeat does not compute."""
@@ -94,12 +79,13 @@ class Values:
         """Return the error for a value of the wrong kind."""
         return ModelLoadError(f"{self._source}: {self._prefix + key} is {value!r}; it must be {wanted}")
 
-    def _required(self, key: str, default: Any) -> Any:
-        value = self.raw(key)
-        if value is None:
-            value = default
-        if value is None:
+    def _take(self, kind: Any, key: str, default: Any) -> Any:
+        try:
+            value = take(kind, self._table, self._prefix + key, self._source)
+        except ConfigError as error:
+            raise ModelLoadError(str(error)) from error
+        if value is None and default is None:
             raise ModelLoadError(
                 f"{self._source} lacks {self._prefix + key}; the model cannot be built without it"
             )
-        return value
+        return default if value is None else value

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
+import msgspec
+
 from onbeat.core.errors import ConfigError
-from onbeat.core.hints import likely_meant
 from onbeat.files import parse_object
-from onbeat.scheduler.scheduler_config import DRAFT_LENGTHS, DraftLength, SpeculationConfig
+from onbeat.scheduler.scheduler_config import DraftLength, SpeculationConfig
+from onbeat.typed import Size, Table, Text, convert
 
 Method = Literal["ngram", "draft-model", "grammar"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -29,8 +31,6 @@ _OWN_KEYS: Mapping[str, tuple[str, ...]] = {
     "draft-model": ("model",),
     "grammar": (),
 }
-_ALL_KEYS = (*_COMMON_KEYS, *(key for keys in _OWN_KEYS.values() for key in keys))
-_TEXT_KEYS = frozenset({"method", "draft_length", "model"})
 _NEEDS_TRAINED_HEADS = ("eagle", "medusa", "mtp", "mlp_speculator", "dflash", "dspark")
 """Methods of vLLM, or parts of their names, whose drafts come from weights trained for one target."""
 
@@ -58,14 +58,6 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(_unknown_method(self.method))
-        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
-        if self.draft_length not in DRAFT_LENGTHS:
-            raise ConfigError(
-                f"unknown draft_length {self.draft_length!r}; choose one of {', '.join(DRAFT_LENGTHS)}"
-            )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 f"prompt_lookup_min ({self.prompt_lookup_min}) is above prompt_lookup_max "
@@ -107,6 +99,15 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     return read_speculative_config(parse_object(text, "the speculative config", hint))
 
 
+class _Given(Table):
+    method: str | None = None
+    num_speculative_tokens: Size | None = None
+    draft_length: DraftLength | None = None
+    prompt_lookup_max: Size | None = None
+    prompt_lookup_min: Size | None = None
+    model: Text | None = None
+
+
 def read_speculative_config(content: Mapping[str, Any]) -> SpeculativeConfig:
     """Read a configuration from vLLM's keys; what is left out has defaults.
 
@@ -116,9 +117,8 @@ def read_speculative_config(content: Mapping[str, Any]) -> SpeculativeConfig:
     ------
     ConfigError : a key or method is unknown, does not belong to the method, or has an impossible value.
     """
-    given = {key: value for key, value in content.items() if value is not None}
-    for key, value in given.items():
-        _check_key(key, value)
+    stated = convert(_Given, dict(content), "the speculative config")
+    given = {key: value for key, value in msgspec.structs.asdict(stated).items() if value is not None}
     method = _method(given)
     for key in given:
         if key not in (*_COMMON_KEYS, *_OWN_KEYS[method]):
@@ -132,19 +132,6 @@ def read_speculative_config(content: Mapping[str, Any]) -> SpeculativeConfig:
     if "prompt_lookup_max" not in options and "prompt_lookup_min" in options:
         options["prompt_lookup_max"] = max(DEFAULT_LOOKUP_MAX, options["prompt_lookup_min"])
     return SpeculativeConfig(**options)
-
-
-def _check_key(key: str, value: object) -> None:
-    """Refuse a key that there is not, and a value of another type than the key's."""
-    if key not in _ALL_KEYS:
-        near = likely_meant(str(key), _ALL_KEYS)
-        cure = f"did you mean {near!r}?" if near else f"known are {', '.join(_ALL_KEYS)}"
-        raise ConfigError(f"unknown key {key!r} in the speculative config; {cure}")
-    if key in _TEXT_KEYS:
-        if not isinstance(value, str):
-            raise ConfigError(f"{key} is {value!r}; it must be a text")
-    elif not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"{key} is {value!r}; it must be a whole number")
 
 
 def _method(given: Mapping[str, Any]) -> Method:
