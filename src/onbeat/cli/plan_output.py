@@ -27,6 +27,8 @@ from onbeat.report.units import significant
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.resolve import POOL_BANDWIDTH
 
+SHORT_RUN = 30.0
+"""Seconds."""
 HALF = 0.5
 """Times the objectives."""
 FLEET_LEGEND = (
@@ -174,7 +176,7 @@ def plan_result(report: PlanReport) -> Result:
             *(Section(title, parts, is_folded=True) for title, parts in folded.items()),
             Section("How it was found", [Lines([f"{report.lead}."])], "page"),
         ],
-        warnings=warnings_of(report),
+        warnings=[*_short_run(report), *warnings_of(report)],
         settings=shown_settings(report.args, hidden=("json", "report", "config", "output")),
         values=_values(report, kept, failed),
     )
@@ -308,12 +310,6 @@ def conclusions(report: PlanReport) -> list[str]:
         else f"Cheaper mixes are left that nobody simulated, from ${plan.cost_bound:.2f} an hour on; "
         "raise --candidates to try them."
     )
-    seconds = len(report.task.runs[0]) / plan.rate
-    if seconds < 30:
-        lines.append(
-            f"note: at {plan.rate:g} requests/s a run lasts {seconds:.0f} s, in which queues hardly grow; "
-            "raise --num-prompts"
-        )
     return lines
 
 
@@ -327,6 +323,18 @@ def warnings_of(report: PlanReport) -> list[str]:
         *beyond[:1],
         *_scarce(best, report.plan.rate),
         *_unsure(best, report.plan.rate, report.task.objective.share),
+    ]
+
+
+def _short_run(report: PlanReport) -> list[str]:
+    """Say that runs are too short for queues to grow, if they are."""
+    rate = report.plan.rate
+    seconds = len(report.task.runs[0]) / rate
+    if report.plan.best is None or seconds >= SHORT_RUN:
+        return []
+    return [
+        f"at {rate:g} requests/s a run lasts {seconds:.0f} s, in which queues hardly grow; "
+        "raise --num-prompts"
     ]
 
 

@@ -119,7 +119,7 @@ def units_figure(plan: FleetPlan) -> Figure | None:
     """Return what each kind of replica serves for its money, alone."""
     rows = {each.unit.name: each.rate(plan.buckets) / each.unit.usd_per_hour for each in plan.units}
     what = "requests/s for a dollar an hour"
-    return _bars("Kinds of replica, alone", rows, COLOURS[3], f"%{{x:.3g}} {what}", what)
+    return _bars("What each serves for its money", rows, COLOURS[3], f"%{{x:.3g}} {what}", what)
 
 
 def _bars(title: str, rows: dict[str, float], colour: str, hover: str, x: Any) -> Figure | None:

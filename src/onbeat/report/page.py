@@ -110,8 +110,8 @@ class _Page:
             case Table(columns=columns, cells=cells) if cells:
                 caption = _paragraphs([part.caption] if part.caption else [], "lead")
                 return _table(columns, cells, part.title) + caption
-            case Beside(parts=(first, *others)):
-                return _box("grid wide", [self._part(first), _box("stack", map(self._part, others))])
+            case Beside(parts=parts):
+                return _box("columns", map(self._part, parts))
         return ""
 
     def _place(self, figure: Figure | None) -> str:

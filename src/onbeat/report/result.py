@@ -109,7 +109,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """The first part at the left of a page, and the others at its right, below each other."""
+    """Parts in two columns of a page."""
 
     parts: Sequence[Part]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from onbeat.metrics.distribution import percentile_name
@@ -149,13 +150,15 @@ def _run_sections(run: AnyRun, metrics: Sequence[str], percentiles: Sequence[flo
     rows = [{"": METRIC_TITLES[name], **run.latencies[name].statistics_ms} for name in metrics]
     classes = [{"class": name, **run.values["classes"][name]} for name in run.summary.classes]
     numbers = Facts("", [*run_facts(run.summary), *run.facts])
-    parts = Beside([numbers, Table("Latency (ms)", columns, rows), *run.parts])
+    own = [part for part in run.parts if isinstance(part, Facts)]
+    parts = Beside([numbers, Table("Latency (ms)", columns, rows), *own])
     of_classes = Table("", CLASS_COLUMNS, classes if len(classes) > 1 else [])
     curves = [charts.cdf_figure([run], metric, title) for metric, title in CDF_TITLES.items()]
     return [
         Section("Numbers", [parts]),
         Section("Not completed", [Table("", ERROR_COLUMNS, run.errors)]),
         Section("Classes of objectives (times in ms)", [of_classes]),
+        *(Section(part.title, [replace(part, title="")]) for part in run.parts if isinstance(part, Table)),
         *breakdown_sections(run.summary.breakdown, limits_of(run.summary, "ttft")),
         Section("", [Lines(run.lines)]),
         Section("Distributions", [Plots(curves)]),
