@@ -14,8 +14,8 @@ from onbeat.bench.objectives import SendSLO, choose_transport
 from onbeat.bench.outcomes import group_errors, summarise_groups
 from onbeat.bench.payload import Api, PayloadBuilder
 from onbeat.bench.probe import ServerModels, choose_model, wait_until_ready
-from onbeat.bench.runner import LoadOutcome, LoadPlan, LoadRunner
-from onbeat.bench.session import PromptFeed
+from onbeat.bench.runner import LoadOutcome
+from onbeat.bench.session import RequestOffer
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.settled_memory import settled_memory
 from onbeat.core.slo import SLO
@@ -133,11 +133,11 @@ class LoadClient:
             if self._classes:
                 load = workload.load.with_classes(self._classes, seed=self._seed)
                 workload = replace(workload, load=load)
-            feed = PromptFeed(workload, limit=limit)
-            await feed.fill()
-            plan = LoadPlan(offsets=None, max_concurrency=concurrency)
+            offer = RequestOffer(workload, concurrency)
+            if limit is None:
+                await offer.prepare()
             with settled_memory():
-                return await LoadRunner(client.send, plan).run(feed, asyncio.Event())
+                return await offer.run(client.send, lambda _record: None, asyncio.Event(), limit=limit)
 
 
 def _chosen(values: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:

@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 
 from onbeat.bench.bench_config import BenchConfig
 from onbeat.bench.bench_load import BenchLoad, PromptTools
-from onbeat.bench.payload import Conversation, Message, Prompt
+from onbeat.bench.payload import Conversation, Message
 from onbeat.bench.record import JobOfCall, RequestRecord, Status
-from onbeat.bench.runner import LoadOutcome, until_stopped
+from onbeat.bench.runner import LoadOutcome, LoadRunner, OnEnd, Send
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.jobs import CallTimes, JobSummary, summarise_jobs
 from onbeat.workload.job import Call, Job
 from onbeat.workload.job_load import job_outcomes
 from onbeat.workload.offered import JobRows, OfferedLoad
 from onbeat.workload.prompts import PromptWriter
-
-SendPrompt = Callable[[Prompt, RequestRecord], Awaitable[RequestRecord]]
 
 
 @dataclass(slots=True)
@@ -44,72 +41,89 @@ class _OpenJob:
         return self.start + self.job.deadline
 
 
-class JobRunner:
-    """Sends the calls of jobs, each once.
+class JobOffer:
+    """Jobs, as `onbeat simulate` makes them of the same flags. Each call is sent once.
 
     A call that does not come to its end ends its job, and so does the deadline: no other call is sent.
     Prompts contain the answers that the server gave, so that its prefix cache finds them.
 
     Parameters
     ----------
-    send : sends one call and fills in its record, with the text of the answer; must not raise.
     load : the calls as rows; `arrivals` has the start of each job, None begins them as slots come free.
     writer : makes the words of inputs.
     max_concurrency : most calls open at once; None sets no limit.
-    on_end : called after each call that ended by itself (for progress).
     keeps_text : whether answers stay in the records.
     """
 
-    def __init__(  # noqa: PLR0913 - what is sent, how, and who hears of it
+    needs_answers = True
+
+    def __init__(
         self,
-        send: SendPrompt,
         load: OfferedLoad,
         writer: PromptWriter,
         *,
         max_concurrency: int | None = None,
-        on_end: Callable[[RequestRecord], None] = lambda _record: None,
         keeps_text: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         assert load.jobs is not None
-        self._send, self._load, self._rows, self._writer = send, load, load.jobs, writer
-        self._slots = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
-        self._on_end, self._keeps_text, self._clock = on_end, keeps_text, clock
-        self._records: list[RequestRecord] = []
-        # not those of another run with the same words: a server may still know these
-        name = hashlib.blake2b(f"{writer.salt}/{time.time_ns()}".encode(), digest_size=8).hexdigest()
-        self._name = name
+        self._load, self._rows, self._writer = load, load.jobs, writer
+        self._max_concurrency, self._keeps_text = max_concurrency, keeps_text
+        self.num_prompts, self.num_requests = len(load.jobs.jobs), len(load)
 
-    async def run(self, stop: asyncio.Event, *, limit: int | None = None) -> LoadOutcome:
-        """Send all jobs, or the first so many; when `stop` is set, cancel what is open."""
-        return await until_stopped(partial(self._offer, limit), self._records, stop, self._clock)
+    @classmethod
+    def make(cls, bench: BenchConfig, load: BenchLoad, tools: PromptTools) -> JobOffer:
+        """Return the jobs of a run."""
+        offered = load.offered(bench.slo_classes, count_tokens=tools.count_tokens)
+        if not offered.num_output_tokens.all():
+            raise ConfigError(
+                "a job of this load has a call that embeds a text (output_tokens 0), and bench sends none; "
+                "leave such calls out, or simulate the load"
+            )
+        return cls(offered, tools.writer, max_concurrency=load.max_concurrency, keeps_text=bench.keep_text)
 
-    async def _offer(self, limit: int | None, start: float) -> None:
+    async def prepare(self) -> None:
+        """Do nothing: the words of a job are made as it begins, ahead of its calls."""
+
+    async def run(
+        self,
+        send: Send,
+        on_end: OnEnd,
+        stop: asyncio.Event,
+        *,
+        limit: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> LoadOutcome:
+        """Send the jobs, or the first so many."""
         starts = self._load.arrivals
-        async with asyncio.TaskGroup() as group:
-            for number, first in enumerate(self._rows.firsts[:limit].tolist()):
-                if starts is not None:
-                    due = start + float(starts[first])
-                    await asyncio.sleep(max(0.0, due - self._clock()))
-                elif self._slots is not None:
-                    await self._slots.acquire()  # a closed loop: a job begins where a call could be sent
-                    self._slots.release()
-                    due = self._clock()
-                else:
-                    due = start
-                group.create_task(self._job(number, due))
-                await asyncio.sleep(0)
+        runner = LoadRunner(
+            send,
+            offsets=None if starts is None else starts[self._rows.firsts],
+            max_concurrency=self._max_concurrency,
+            on_end=on_end,
+            clock=clock,
+        )
+        # not the ids of another run with the same words: a server may still know these
+        name = hashlib.blake2b(f"{self._writer.salt}/{time.time_ns()}".encode(), digest_size=8).hexdigest()
 
-    async def _job(self, number: int, start: float) -> None:
-        job = self._rows.jobs[number]
-        loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[bool]] = [loop.create_future() for _ in job.calls]
-        state = _OpenJob(number, job, f"{self._name}-{number}", start, futures)
-        async with asyncio.TaskGroup() as group:
-            for index in range(len(job.calls)):
-                group.create_task(self._call(state, index))
+        async def numbers() -> AsyncIterator[int]:
+            for number in range(self.num_prompts)[:limit]:
+                yield number
 
-    async def _call(self, state: _OpenJob, index: int) -> None:
+        async def begin(number: int, start: float) -> None:
+            job, loop = self._rows.jobs[number], asyncio.get_running_loop()
+            ended: list[asyncio.Future[bool]] = [loop.create_future() for _ in job.calls]
+            state = _OpenJob(number, job, f"{name}-{number}", start, ended)
+            async with asyncio.TaskGroup() as group:
+                for index in range(len(job.calls)):
+                    group.create_task(self._call(runner, state, index))
+
+        return await runner.run(numbers(), begin, stop)
+
+    def jobs(self, records: Sequence[RequestRecord]) -> Mapping[str, JobSummary]:
+        """Return what became of each kind of job."""
+        return summarise(self._rows, records)
+
+    async def _call(self, runner: LoadRunner, state: _OpenJob, index: int) -> None:
         call, ended = state.job.calls[index], state.ended[index]
         own = self._own_text(state, index)
         if not all([await state.ended[each] for each in call.needs]):
@@ -119,26 +133,15 @@ class JobRunner:
         if due > state.deadline:
             ended.set_result(False)
             return
-        await asyncio.sleep(max(0.0, due - self._clock()))
+        await asyncio.sleep(max(0.0, due - runner.clock()))
         talk = self._talk(state, call, own)
         record = self._record(state, index, due)
-        if self._slots is None:
-            await self._exchange(Conversation(talk, call.schema), record)
-        else:
-            asked = self._clock()
-            async with self._slots:
-                record.slot_wait = self._clock() - asked
-                await self._exchange(Conversation(talk, call.schema), record)
+        await runner.serve(Conversation(talk, call.schema), record)
         state.ends[index] = record.end
         state.talks[index] = (*talk, Message("assistant", record.text or ""))
         if not self._keeps_text:
             record.text = None
         ended.set_result(record.is_completed)
-
-    async def _exchange(self, prompt: Conversation, record: RequestRecord) -> None:
-        self._records.append(record)
-        await self._send(prompt, record)
-        self._on_end(record)
 
     def _own_text(self, state: _OpenJob, index: int) -> str:
         call = state.job.calls[index]
@@ -166,57 +169,6 @@ class JobRunner:
                 state.job_id, job.deadline, job.calls_left[index] if job.says_calls_left else None, job.kind
             )
         return record
-
-
-class JobOffer:
-    """Jobs, as `onbeat simulate` makes them of the same flags."""
-
-    needs_answers = True
-
-    def __init__(
-        self, load: OfferedLoad, writer: PromptWriter, *, max_concurrency: int | None, keeps_text: bool
-    ) -> None:
-        assert load.jobs is not None
-        self._load, self._rows, self._writer = load, load.jobs, writer
-        self._max_concurrency, self._keeps_text = max_concurrency, keeps_text
-        self.num_prompts, self.num_requests = len(load.jobs.jobs), len(load)
-
-    @classmethod
-    def make(cls, bench: BenchConfig, load: BenchLoad, tools: PromptTools) -> JobOffer:
-        """Return the jobs of a run."""
-        offered = load.offered(bench.slo_classes, count_tokens=tools.count_tokens)
-        if not offered.num_output_tokens.all():
-            raise ConfigError(
-                "a job of this load has a call that embeds a text (output_tokens 0), and bench sends none; "
-                "leave such calls out, or simulate the load"
-            )
-        return cls(offered, tools.writer, max_concurrency=load.max_concurrency, keeps_text=bench.keep_text)
-
-    async def prepare(self) -> None:
-        """Do nothing: the words of a job are made as it begins, ahead of its calls."""
-
-    async def run(
-        self,
-        send: SendPrompt,
-        on_end: Callable[[RequestRecord], None],
-        stop: asyncio.Event,
-        *,
-        limit: int | None = None,
-    ) -> LoadOutcome:
-        """Send the jobs, or the first so many."""
-        runner = JobRunner(
-            send,
-            self._load,
-            self._writer,
-            max_concurrency=self._max_concurrency,
-            on_end=on_end,
-            keeps_text=self._keeps_text,
-        )
-        return await runner.run(stop, limit=limit)
-
-    def jobs(self, records: Sequence[RequestRecord]) -> Mapping[str, JobSummary]:
-        """Return what became of each kind of job."""
-        return summarise(self._rows, records)
 
 
 def summarise(rows: JobRows, records: Sequence[RequestRecord]) -> Mapping[str, JobSummary]:

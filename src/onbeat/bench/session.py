@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import aiohttp
 
 from onbeat.bench.bench_config import BenchConfig
 from onbeat.bench.bench_load import TEXT_DATASETS, BenchLoad, PromptTools, RunConfig, Workload, workload_of
 from onbeat.bench.client import CountTokens, Endpoint, StreamingClient, open_session
-from onbeat.bench.jobs import JobOffer, SendPrompt
+from onbeat.bench.jobs import JobOffer
 from onbeat.bench.objectives import choose_transport
 from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.probe import choose_model, server_pool, wait_until_ready
 from onbeat.bench.record import RequestRecord, Status
 from onbeat.bench.result import BenchRun, build_result
-from onbeat.bench.runner import LoadOutcome, LoadPlan, LoadRunner, OfferedRequest
+from onbeat.bench.runner import LoadOutcome, LoadRunner, OnEnd, Send
 from onbeat.bench.speculation import drafts_since, look_at_drafts
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
@@ -30,6 +30,13 @@ from onbeat.workload.load import JOB_LOADS
 from onbeat.workload.prompts import PromptWriter, WordPool, estimated_pool, tokenizer_pool
 
 BATCH = 64
+
+
+class PlannedRequest(NamedTuple):
+    """A prompt on its way to the server, and the record that goes with it."""
+
+    prompt: str
+    record: RequestRecord
 
 
 class PromptFeed:
@@ -54,7 +61,7 @@ class PromptFeed:
         self._workload = workload
         self._lookahead = lookahead
         self._indices: Iterator[int] = iter(range(len(workload) if limit is None else limit))
-        self._ready: deque[OfferedRequest] = deque()
+        self._ready: deque[PlannedRequest] = deque()
         self._is_exhausted = False
         self._lock = asyncio.Lock()
         self._refill: asyncio.Task[None] | None = None
@@ -67,7 +74,7 @@ class PromptFeed:
     def __aiter__(self) -> PromptFeed:
         return self
 
-    async def __anext__(self) -> OfferedRequest:
+    async def __anext__(self) -> PlannedRequest:
         while not self._ready:
             if self._is_exhausted:
                 raise StopAsyncIteration
@@ -84,14 +91,14 @@ class PromptFeed:
             self._is_exhausted = len(batch) < BATCH
             self._ready.extend(batch)
 
-    def _make(self, indices: list[int]) -> list[OfferedRequest]:
+    def _make(self, indices: list[int]) -> list[PlannedRequest]:
         return [self._offer(index) for index in indices]
 
-    def _offer(self, index: int) -> OfferedRequest:
+    def _offer(self, index: int) -> PlannedRequest:
         workload = self._workload
         record = RequestRecord.of(workload.load, index)
         record.group = None if workload.groups is None else workload.groups[index]
-        return OfferedRequest(workload.prompts.text(index), record)
+        return PlannedRequest(workload.prompts.text(index), record)
 
 
 class Offer(Protocol):
@@ -110,8 +117,8 @@ class Offer(Protocol):
 
     async def run(
         self,
-        send: SendPrompt,
-        on_end: Callable[[RequestRecord], None],
+        send: Send,
+        on_end: OnEnd,
         stop: asyncio.Event,
         *,
         limit: int | None = None,
@@ -129,8 +136,8 @@ class RequestOffer:
 
     needs_answers = False
 
-    def __init__(self, workload: Workload, plan: LoadPlan) -> None:
-        self._workload, self._plan = workload, plan
+    def __init__(self, workload: Workload, max_concurrency: int | None) -> None:
+        self._workload, self._max_concurrency = workload, max_concurrency
         self.num_prompts = self.num_requests = len(workload)
         self._feed: PromptFeed | None = None
 
@@ -138,7 +145,7 @@ class RequestOffer:
     def make(cls, bench: BenchConfig, load: BenchLoad, tools: PromptTools) -> RequestOffer:
         """Return the requests of a run."""
         workload = workload_of(load, bench.slo_classes, tools)
-        return cls(workload, LoadPlan(workload.load.arrivals, load.max_concurrency))
+        return cls(workload, load.max_concurrency)
 
     async def prepare(self) -> None:
         """Make the first prompts."""
@@ -147,8 +154,8 @@ class RequestOffer:
 
     async def run(
         self,
-        send: SendPrompt,
-        on_end: Callable[[RequestRecord], None],
+        send: Send,
+        on_end: OnEnd,
         stop: asyncio.Event,
         *,
         limit: int | None = None,
@@ -158,7 +165,14 @@ class RequestOffer:
         if feed is None:
             free = replace(self._workload.load, classes=(), class_ids=None)
             feed = PromptFeed(replace(self._workload, load=free), limit=limit)
-        return await LoadRunner(send, self._plan, on_end=on_end).run(feed, stop)
+        offsets = self._workload.load.arrivals
+        runner = LoadRunner(send, offsets=offsets, max_concurrency=self._max_concurrency, on_end=on_end)
+
+        async def begin(planned: PlannedRequest, due: float) -> None:
+            planned.record.scheduled = None if offsets is None else due
+            await runner.serve(*planned)
+
+        return await runner.run(feed, begin, stop)
 
     def jobs(self, records: Sequence[RequestRecord]) -> Mapping[str, JobSummary]:  # noqa: ARG002
         """Return nothing."""
@@ -305,7 +319,7 @@ async def _warm_up(
     bench: BenchConfig,
     load: BenchLoad,
     make: type[JobOffer | RequestOffer],
-    send: SendPrompt,
+    send: Send,
     tools: PromptTools,
     stop: asyncio.Event,
 ) -> None:

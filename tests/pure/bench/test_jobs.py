@@ -12,7 +12,7 @@ import pytest
 
 from onbeat.bench.bench_config import BenchConfig, TargetConfig
 from onbeat.bench.bench_load import BenchLoad, PromptTools
-from onbeat.bench.jobs import JobOffer, JobRunner, summarise
+from onbeat.bench.jobs import JobOffer, summarise
 from onbeat.bench.objectives import SLOTransport
 from onbeat.bench.payload import Conversation, PayloadBuilder, Prompt
 from onbeat.bench.record import JobOfCall, RequestRecord, Status
@@ -61,8 +61,8 @@ async def run(
 ) -> list[RequestRecord]:
     load = job_load("jobs", jobs, None if starts is None else np.array(starts))
     clock = asyncio.get_running_loop().time
-    runner = JobRunner(server.send, load, WRITER, clock=clock, **options)
-    outcome = await runner.run(asyncio.Event())
+    offer = JobOffer(load, WRITER, **options)
+    outcome = await offer.run(server.send, lambda _record: None, asyncio.Event(), clock=clock)
     assert load.jobs is not None
     server.kinds = summarise(load.jobs, outcome.records)  # type: ignore[attr-defined]
     return sorted(outcome.records, key=lambda record: record.index)
