@@ -48,7 +48,7 @@ from onbeat.core.fleet import ReplicaId
 from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.build import build_engine
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.hub.stand_in import find_stand_in
+from onbeat.hub.resolve import find_stand_in
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.scheduler.cluster.membership import DEATHS_WINDOW

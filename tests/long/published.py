@@ -15,7 +15,7 @@ from onbeat.core.options import change, make
 from onbeat.metrics.distribution import percentile
 from onbeat.metrics.summary import collect_samples
 from onbeat.planner.capacity import CapacityTask, find_capacity
-from onbeat.planner.grid import ReplicaCase
+from onbeat.planner.cases import ReplicaCase
 from onbeat.planner.objectives import SarathiObjective
 from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions

@@ -10,11 +10,11 @@ import pytest
 
 from onbeat.core.slo import SLO
 from onbeat.planner.capacity import CapacityTask, Outcome, combine_repeats, find_capacity
+from onbeat.planner.cases import run_trial
 from onbeat.planner.objective import Allowance, Measure, Objective, Verdict, verdict_of
 from onbeat.planner.objectives import SarathiObjective, VidurObjective, scheduling_delays
 from onbeat.planner.search import SearchOptions
 from onbeat.planner.share_objectives import AttainmentObjective
-from onbeat.planner.trial import run_trial
 from onbeat.simulator.result import SimulationResult
 from onbeat.workload.offered import OfferedLoad
 from tests.pure.planner.fakes import FakeCase, QuietContext, make_load

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.hub.fetch import fetch_known_model
 from onbeat.hub.files import FetchStatus, no_progress
 from onbeat.hub.known import KNOWN_MODELS, cached_file, models_dir
+from onbeat.hub.resolve import fetch_known_model
 from tests.long.wheels import make_known_model
 from tests.waiting import patience
 

@@ -14,8 +14,7 @@ from onbeat.cli.simulate_options import replica_settings
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import change, changed
 from onbeat.core.slo import SLOMode
-from onbeat.planner.cases import Labels
-from onbeat.planner.grid import ReplicaCase, settings_grid
+from onbeat.planner.cases import Labels, ReplicaCase, settings_grid
 from onbeat.planner.objective import Objective
 from onbeat.planner.objectives import parse_objective
 from onbeat.scheduler.replica.token_budget import mean_decode_context

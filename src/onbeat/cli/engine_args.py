@@ -62,8 +62,7 @@ def find_model(args: argparse.Namespace) -> ModelFiles:
     ConfigError : a revision is given of what has none.
     """
     from onbeat.cli.models import show_progress
-    from onbeat.hub.resolve import resolve_model
-    from onbeat.hub.stand_in import find_stand_in
+    from onbeat.hub.resolve import find_stand_in, resolve_model
 
     with show_progress() as progress:
         if args.load_format == "stand-in":

@@ -15,7 +15,7 @@ from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.speculation.speculative_config import SpeculativeConfig
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.draft_acceptance import DEFAULT_RATE, Acceptance
-from onbeat.simulator.replay.recorded_drafts import read_acceptance
+from onbeat.simulator.replay.history import read_acceptance
 from onbeat.simulator.speculation import SpeculationSettings
 from onbeat.workload.load import Load
 

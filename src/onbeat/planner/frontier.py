@@ -8,10 +8,9 @@ from typing import Any
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLOMode
 from onbeat.metrics.summary import SummaryOptions, summarise
-from onbeat.planner.cases import Case, Labels, case_name
+from onbeat.planner.cases import Case, Labels, case_name, simulate_trial
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import Stopped
-from onbeat.planner.trial import simulate_trial
 from onbeat.report.run import TradeoffPoint, summary_values
 from onbeat.workload.offered import OfferedLoad
 

@@ -43,7 +43,7 @@ from onbeat.server.reply_fields import ThinkingFields, ToolFields, ToolUse, unre
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
 from onbeat.server.structured import grammar_of
-from onbeat.text.reply.events import CallStart, CallText, ContentText, ReasoningText
+from onbeat.text.reply.calls import CallStart, CallText, ContentText, ReasoningText
 
 
 class AnsweredFunction(Struct, kw_only=True):

@@ -11,7 +11,7 @@ from onbeat.core.protocols import Delivery, Tokenizer
 from onbeat.core.request import FinishReason, Placement, Request, RequestOutput, TokenLogprobs, overdue_error
 from onbeat.core.slo import Fate
 from onbeat.metrics.record import RequestRecord
-from onbeat.text.reply.events import CallStart, ContentText, MarkToken, ReplyEvent, ReplyReader
+from onbeat.text.reply.calls import CallStart, ContentText, MarkToken, ReplyEvent, ReplyReader
 from onbeat.text.stream import TextDelta, TextStream, holds_text
 
 

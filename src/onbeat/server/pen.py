@@ -18,7 +18,7 @@ from onbeat.server.answer_report import SLOReport, TokenCounts, Usage
 from onbeat.server.choices import Choice, ChoiceDelta, ShownToken
 from onbeat.server.errors import ErrorReply
 from onbeat.server.pieces import encode, json_inside, written
-from onbeat.text.reply.events import CallEnd, CallStart, CallText, ContentText, ReasoningText, ReplyEvent
+from onbeat.text.reply.calls import CallEnd, CallStart, CallText, ContentText, ReasoningText, ReplyEvent
 
 DONE = b"data: [DONE]\n\n"
 

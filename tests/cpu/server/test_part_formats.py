@@ -18,7 +18,7 @@ from onbeat.server.pen import AnswerHead, Extras, Pen, WholeChoice, event_bytes
 from onbeat.server.pieces import in_pieces
 from onbeat.server.response_pen import ResponsePen
 from onbeat.server.responses import ResponseRequest
-from onbeat.text.reply.events import CallEnd, CallStart, CallText, ContentText, ReasoningText, ReplyEvent
+from onbeat.text.reply.calls import CallEnd, CallStart, CallText, ContentText, ReasoningText, ReplyEvent
 
 HEAD = AnswerHead("resp_7", 1, "m")
 EVENTS: list[ReplyEvent] = [

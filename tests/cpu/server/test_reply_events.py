@@ -8,7 +8,7 @@ from onbeat.core.protocols import Delivery
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams
 from onbeat.server.choices import Choice, ChoiceDelta, ChoiceText, TextOptions
 from onbeat.server.pen import WholeChoice
-from onbeat.text.reply.events import (
+from onbeat.text.reply.calls import (
     CallEnd,
     CallStart,
     CallText,

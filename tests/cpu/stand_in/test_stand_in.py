@@ -23,7 +23,7 @@ from onbeat.engine.llm import LLM
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.stand_in.forward import StandInForward, StandInSampler
-from onbeat.hub.stand_in import find_stand_in
+from onbeat.hub.resolve import find_stand_in
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model

@@ -9,8 +9,7 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import change, make
 from onbeat.planner.capacity import service_rate
-from onbeat.planner.cases import case_name
-from onbeat.planner.grid import ReplicaCase, settings_grid
+from onbeat.planner.cases import ReplicaCase, case_name, settings_grid
 from onbeat.simulator.deployment import Deployment
 from tests.pure.planner.fakes import FakeCase, make_load
 

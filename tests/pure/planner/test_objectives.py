@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.metrics.distribution import percentile
+from onbeat.planner.cases import MissCounter, ObjectiveMissed
 from onbeat.planner.objective import Objective, allowed_above
 from onbeat.planner.objectives import OBJECTIVES, SarathiObjective, VidurObjective, parse_objective
 from onbeat.planner.share_objectives import AttainmentObjective, DistServeObjective
-from onbeat.planner.trial import MissCounter, ObjectiveMissed
 from tests.pure.planner.fakes import make_load, make_record, make_result
 
 

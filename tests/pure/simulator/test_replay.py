@@ -31,8 +31,14 @@ from onbeat.simulator.replay.forecast import (
     forecast_with_recorded_times,
     step_cycles,
 )
-from onbeat.simulator.replay.history import RecordedRequest, RecordedStep, RunHistory, read_history
-from onbeat.simulator.replay.recorded_drafts import measured_acceptance, read_acceptance
+from onbeat.simulator.replay.history import (
+    RecordedRequest,
+    RecordedStep,
+    RunHistory,
+    measured_acceptance,
+    read_acceptance,
+    read_history,
+)
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.slo_classes import check_classes
 from tests.pure.recording.recorded import RecordedRun, make_header, start_run

@@ -17,9 +17,8 @@ from onbeat.metrics.summary import collect_samples
 from onbeat.recording.reader import Recording
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.observer import StepsWanted
-from onbeat.simulator.replay.history import RecordedRequest, RecordedStep, RunHistory
+from onbeat.simulator.replay.history import RecordedRequest, RecordedStep, RunHistory, measured_acceptance
 from onbeat.simulator.replay.model import learning_model
-from onbeat.simulator.replay.recorded_drafts import measured_acceptance
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import SimulationConfig

@@ -14,7 +14,7 @@ from onbeat.text.grammar.translate import closed, renamed
 from onbeat.text.reply.body import to_json
 from onbeat.text.reply.families import Family
 from onbeat.text.reply.parser import ReplyStyle
-from onbeat.text.reply.schemas import merged, types_of
+from onbeat.text.reply.xml_calls import merged, types_of
 
 _COMMON = r"""
 TEXT_: /(.|\n)+/

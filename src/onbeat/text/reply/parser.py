@@ -9,8 +9,7 @@ from functools import cached_property
 
 from onbeat.core.protocols import Tokenizer
 from onbeat.text.reply.body import SPACE, Body, end_of_space
-from onbeat.text.reply.calls import Calls, Tools
-from onbeat.text.reply.events import ContentText, MarkToken, ReasoningText, ReplyEvent
+from onbeat.text.reply.calls import Calls, ContentText, MarkToken, ReasoningText, ReplyEvent, Tools
 from onbeat.text.reply.families import Family, ReasoningMarks
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count, groupby
 from typing import Any
 
-from onbeat.text.reply.events import (
+from onbeat.text.reply.calls import (
     CallEnd,
     CallStart,
     CallText,

@@ -13,11 +13,11 @@ from onbeat.core.errors import InvalidRequest
 from onbeat.core.request import Grammar
 from onbeat.text.grammar.compiler import GrammarCompiler, Vocabulary
 from onbeat.text.grammar.source import json_grammar, lark_grammar
-from onbeat.text.reply.events import CallStart, CallText, ContentText, MarkToken
+from onbeat.text.reply.calls import CallStart, CallText, ContentText, MarkToken
 from onbeat.text.reply.families import FAMILIES, REASONING
 from onbeat.text.reply.grammar import WantedCalls, answer_grammar
 from onbeat.text.reply.parser import ReplyOptions, ReplyParser, ReplyStyle
-from onbeat.text.reply.schemas import types_of
+from onbeat.text.reply.xml_calls import types_of
 from tests.fakes_engine import ByteTokenizer
 from tests.pure.text.reply.reading import Read, merged
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.text.reply.events import (
+from onbeat.text.reply.calls import (
     CallEnd,
     CallStart,
     CallText,

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from onbeat.text.reply.events import MarkToken, ReplyEvent
+from onbeat.text.reply.calls import MarkToken, ReplyEvent
 from onbeat.text.reply.families import FAMILIES, REASONING
 from onbeat.text.reply.parser import ReplyParser, ReplyStyle
 from onbeat.text.stream import TextStream
