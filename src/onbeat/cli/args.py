@@ -326,22 +326,6 @@ def numbers(flag: str, text: str) -> list[float]:
     return listed(flag, text, float, "numbers")
 
 
-MOST_REPEATS = 1000
-"""Far more than an interval gains by: each has a load of its own in memory."""
-
-
-def require_repeats(repeats: int) -> None:
-    """Raise ConfigError unless so many repeats can be made."""
-    if not 1 <= repeats <= MOST_REPEATS:
-        raise ConfigError(f"--repeats is {repeats}; it must be at least 1 and at most {MOST_REPEATS}")
-
-
-def require_jobs(jobs: int) -> None:
-    """Raise ConfigError unless this many processes can work."""
-    if jobs < 1:
-        raise ConfigError(f"--jobs is {jobs}; it must be at least 1")
-
-
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 

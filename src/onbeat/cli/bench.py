@@ -66,7 +66,7 @@ def _serve(args: argparse.Namespace) -> int:
     options = read_options(args, BenchOptions)
     promise = None
     if options.check_plan is not None:
-        from onbeat.cli.bench_promise import with_planned_load
+        from onbeat.cli.bench_settings import with_planned_load
         from onbeat.planner.plan_file import read_promise
 
         promise = read_promise(options.check_plan)

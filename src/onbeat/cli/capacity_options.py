@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from onbeat.cli.args import LEVELS, RATES, listed, require_jobs, require_repeats
+from onbeat.cli.args import LEVELS, RATES, listed
 from onbeat.cli.options import milliseconds, read_value
-from onbeat.cli.outputs import ResultOptions
+from onbeat.cli.outputs import ResultOptions, StudyOptions
 from onbeat.core.errors import ConfigError
 from onbeat.core.hints import likely_meant
 from onbeat.core.options import changed, option, part, settings_of
@@ -54,8 +54,7 @@ class CapacityOptions:
         "a sweep",
     )
     tolerance: float = _capacity(0.025, metavar="SHARE", help="stop the search at a bracket of this width")
-    repeats: int = _capacity(3, metavar="N", help="searches for each case, each with its own seed")
-    jobs: int = _capacity(1, metavar="N", help="processes to use")
+    study: StudyOptions = part(StudyOptions)
     vary: tuple[str, ...] = _comparison(
         (),
         many="append",
@@ -71,8 +70,6 @@ class CapacityOptions:
     output: ResultOptions = part(ResultOptions)
 
     def __post_init__(self) -> None:
-        require_jobs(self.jobs)
-        require_repeats(self.repeats)
         for each in changed(self) if self.is_sweep and self.objective is None else ():
             if each.name in {"tolerance", "repeats"}:
                 raise ConfigError(

@@ -72,7 +72,7 @@ def plan_cases(args: argparse.Namespace, options: CapacityOptions) -> list[Plann
         own = workload if tbt_ms is None else change(workload, tbt=tbt_ms / 1e3)
         tbt = tightest_tbt(own.classes())
         objective = _objective(options, tbt, args.slo_mode)
-        loads = _loads(own, options.repeats, drafts)
+        loads = _loads(own, options.study.repeats, drafts)
         if objective is not None:
             _require_rate(loads[0])
             objective.allowances(loads[0])  # refuses a load that it cannot judge

@@ -87,7 +87,7 @@ def search(
             run_tasks(
                 find_capacity,
                 tasks,
-                jobs=options.jobs,
+                jobs=options.study.jobs,
                 on_event=progress.on_event,
                 on_result=progress.on_result,
             )
@@ -121,7 +121,11 @@ def sweep(
     labels = [task.case.labels for task in tasks]
     with CapacityProgress(console, labels, is_quiet=options.output.disable_tqdm) as progress:
         results = run_tasks(
-            run_level, tasks, jobs=options.jobs, on_event=progress.on_event, on_result=progress.on_result
+            run_level,
+            tasks,
+            jobs=options.study.jobs,
+            on_event=progress.on_event,
+            on_result=progress.on_result,
         )
     errors = {each.case.labels: each.error for each in planned}
     points = [

@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.options import option
+from onbeat.core.options import check, option
 
 if TYPE_CHECKING:
     from onbeat.report.result import Result
+
+
+MOST_REPEATS = 1000
+"""Far more than an interval gains by: each has a load of its own in memory."""
 
 
 class _Results(Console):
@@ -46,6 +50,25 @@ def shown_settings(args: argparse.Namespace, *, hidden: Collection[str] = ()) ->
         if name not in hidden and is_given(value)
         if isinstance(value, (str, int, float, list, Path))
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyOptions:
+    """How often a study simulates each of its cases, and by how many processes."""
+
+    repeats: int = option(
+        3,
+        metavar="N",
+        group="study",
+        at_least=1,
+        help="runs of each case, each with its own seed",
+    )
+    jobs: int = option(1, metavar="N", group="study", at_least=1, help="processes to use")
+
+    def __post_init__(self) -> None:
+        check(self, StudyOptions)
+        if self.repeats > MOST_REPEATS:
+            raise ConfigError(f"repeats is {self.repeats}; it must be at most {MOST_REPEATS}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

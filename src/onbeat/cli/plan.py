@@ -82,6 +82,6 @@ def _plan(args: argparse.Namespace, options: PlanOptions, console: Console, *, i
         raise what_binds(unit.settings, error, choices_of(available[unit.device])) from None
     with show_progress(console, is_quiet=is_quiet) as progress:
         buckets = buckets_of(task.load)
-        planner = Planner(task=task, jobs=options.jobs, progress=progress)
+        planner = Planner(task=task, jobs=options.study.jobs, progress=progress)
         plan = planner.plan([rate_unit(unit, buckets) for unit in units], left_out)
     return PlanReport(args=args, base=base, task=task, plan=plan, prices=prices)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from onbeat.cli.args import add_config_flag, checked, require_jobs, require_repeats
+from onbeat.cli.args import add_config_flag, checked
 from onbeat.cli.options import add_options, find_group, number, read_options
-from onbeat.cli.outputs import ResultOptions
+from onbeat.cli.outputs import ResultOptions, StudyOptions
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import option, part, settings_of
 from onbeat.perfmodel.device_spec import find_device
@@ -73,13 +73,10 @@ class PlanOptions:
         "predictions",
     )
     """Per cent."""
-    repeats: int = _option(3, metavar="N", help="simulated runs of each fleet, each with its own seed")
     candidates: int = _option(16, metavar="N", help="most mixes of units to simulate")
-    jobs: int = _option(1, metavar="N", help="processes to use")
+    study: StudyOptions = part(StudyOptions)
 
     def __post_init__(self) -> None:
-        require_jobs(self.jobs)
-        require_repeats(self.repeats)
         if self.candidates < 1:
             raise ConfigError(f"--candidates is {self.candidates}; it must be at least 1")
         if not 0 <= self.headroom < inf:
@@ -213,7 +210,7 @@ def plan_task(
         _load(replace(options, seed=options.seed + repeat), size).offered(
             max_model_len=max_model_len, overlong=args.overlong
         )
-        for repeat in range(planned.repeats)
+        for repeat in range(planned.study.repeats)
     ]
     if loads[0].jobs is not None:
         raise ConfigError(
@@ -221,7 +218,7 @@ def plan_task(
             "calls of jobs; ask onbeat capacity what a fleet serves of them"
         )
     runs = tuple(
-        _window(load, needed_rate, size, repeat / max(1, planned.repeats - 1))
+        _window(load, needed_rate, size, repeat / max(1, planned.study.repeats - 1))
         for repeat, load in enumerate(loads)
     )
     needed = round(LEAST_MISSES / max(1 - objective.share, 1e-3))

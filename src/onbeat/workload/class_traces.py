@@ -1,4 +1,4 @@
-"""Several recorded workloads in one load: classes whose requests are as long as those of a trace.
+"""Which requests of a load have which class, and how long those are whose class has a trace of its own.
 
 Lengths are drawn from the class's own trace, any request as likely as any other, so a class keeps its
 distribution and not its order; when requests come is the load's.
@@ -12,10 +12,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
-from onbeat.workload.slo_classes import ClassIds, SLOClass
+from onbeat.workload.slo_classes import SLOClass, check_classes
 from onbeat.workload.trace import read_trace
 
 Lengths = NDArray[np.int64]
+ClassIds = NDArray[np.int16] | NDArray[np.int32]
+
+
+def assign_classes(num_requests: int, classes: Sequence[SLOClass], rng: np.random.Generator) -> ClassIds:
+    """Return the class of each request: the exact shares, in random order.
+
+    Counts are the shares' whole parts; requests left over go to the largest remainders, so that a short run
+    too has the mix it was asked for.
+    """
+    check_classes(classes)
+    if not classes:
+        raise ConfigError("there are no classes to assign: give at least one")
+    wanted = np.array([each.share for each in classes]) * num_requests
+    counts = np.floor(wanted).astype(np.int64)
+    left = num_requests - int(counts.sum())
+    counts[np.argsort(counts - wanted, kind="stable")[:left]] += 1
+    class_ids = np.repeat(np.arange(len(classes), dtype=np.int16), counts)
+    rng.shuffle(class_ids)
+    return class_ids
 
 
 def lengths_by_class(

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
-from onbeat.workload.class_traces import have_traces, lengths_by_class
+from onbeat.workload.class_traces import ClassIds, assign_classes, have_traces, lengths_by_class
 from onbeat.workload.job import Job
-from onbeat.workload.slo_classes import ClassIds, SLOClass, assign_classes, check_classes
+from onbeat.workload.slo_classes import SLOClass, check_classes
 
 Overlong = Literal["error", "skip"]
 MOST_REQUESTS = 10**8

@@ -9,13 +9,8 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
-
-ClassIds = NDArray[np.int16] | NDArray[np.int32]
 
 SHARE_TOLERANCE = 1e-6
 
@@ -74,21 +69,3 @@ def check_classes(classes: Sequence[SLOClass]) -> None:
     if classes and abs(total - 1) > SHARE_TOLERANCE:
         shares = ", ".join(f"{each.name} {each.share:g}" for each in classes)
         raise ConfigError(f"the shares of the classes must add up to 1, got {total:g} ({shares})")
-
-
-def assign_classes(num_requests: int, classes: Sequence[SLOClass], rng: np.random.Generator) -> ClassIds:
-    """Return the class of each request: the exact shares, in random order.
-
-    Counts are the shares' whole parts; requests left over go to the largest remainders, so that a short run
-    too has the mix it was asked for.
-    """
-    check_classes(classes)
-    if not classes:
-        raise ConfigError("there are no classes to assign: give at least one")
-    wanted = np.array([each.share for each in classes]) * num_requests
-    counts = np.floor(wanted).astype(np.int64)
-    left = num_requests - int(counts.sum())
-    counts[np.argsort(counts - wanted, kind="stable")[:left]] += 1
-    class_ids = np.repeat(np.arange(len(classes), dtype=np.int16), counts)
-    rng.shuffle(class_ids)
-    return class_ids
