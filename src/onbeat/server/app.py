@@ -15,36 +15,17 @@ from starlette.middleware.cors import CORSMiddleware
 from onbeat import __version__
 from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.protocols import EngineClient, FleetView, Tokenizer
-from onbeat.server.chat import ChatChunk, ChatCompletion, ChatCompletionRequest, chat_routes
-from onbeat.server.completions import Completion, CompletionRequest, completion_routes
-from onbeat.server.embeddings import (
-    POOLING_PATH,
-    EmbeddingList,
-    EmbeddingRequest,
-    PoolingRequest,
-    embedding_routes,
-)
+from onbeat.server.chat import chat_routes
+from onbeat.server.completions import completion_routes
+from onbeat.server.embeddings import POOLING_PATH, embedding_routes
 from onbeat.server.engine_watch import EngineWatch, garbage_kept, tidy
-from onbeat.server.errors import (
-    IGNORED_FIELDS_HEADER,
-    PREDICTED_TTFT_HEADER,
-    AnthropicErrorBody,
-    ErrorBody,
-    handle_error,
-)
-from onbeat.server.fleet import FLEET_BODIES, FleetState, fleet_routes
+from onbeat.server.errors import IGNORED_FIELDS_HEADER, PREDICTED_TTFT_HEADER, handle_error
+from onbeat.server.fleet import fleet_routes
 from onbeat.server.generation import Generator, Lifecycle
 from onbeat.server.home import home_routes
 from onbeat.server.jobs import JobDesk
 from onbeat.server.logprobs import LogprobWriter
-from onbeat.server.messages import (
-    AnthropicMessage,
-    CountTokensRequest,
-    MessageEvent,
-    MessageRequest,
-    TokenCount,
-    message_routes,
-)
+from onbeat.server.messages import message_routes
 from onbeat.server.middleware import (
     DOCS_FILES,
     OPEN_PATHS,
@@ -59,31 +40,15 @@ from onbeat.server.openapi import describe
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.rate_limits import RATE_HEADERS, RateLimits
 from onbeat.server.reply import reply_style
-from onbeat.server.response_pen import ModelResponse, ResponseEvent
-from onbeat.server.responses import InputTokens, ResponseRequest, response_routes
-from onbeat.server.scores import (
-    RERANK_PATHS,
-    SCORE_PATHS,
-    Ranking,
-    RerankRequest,
-    ScoreList,
-    ScoreRequest,
-    score_routes,
-)
+from onbeat.server.responses import response_routes
+from onbeat.server.scores import RERANK_PATHS, SCORE_PATHS, score_routes
 from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
 from onbeat.server.slo_defaults import NO_LIMITS
-from onbeat.server.status import EngineLoad, ModelList, VersionInfo, health_routes, model_routes
+from onbeat.server.status import health_routes, model_routes
 from onbeat.server.structured import GrammarDesk
 from onbeat.server.telemetry import Telemetry
-from onbeat.server.tokenization import (
-    Detokenized,
-    DetokenizeRequest,
-    TokenizeRequest,
-    TokenizerInfo,
-    Tokens,
-    tokenizer_routes,
-)
+from onbeat.server.tokenization import tokenizer_routes
 from onbeat.server.unread import SlowReaders
 from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.grammar.guard import GrammarGuard
@@ -96,17 +61,6 @@ ENDPOINTS = OPEN_PATHS | {
     *("/fleet", "/fleet/drain", "/fleet/scale", "/fleet/restart"),
 }
 """The paths that the log and the metrics tell apart."""
-REQUEST_BODIES = (
-    *(ChatCompletionRequest, CompletionRequest, ResponseRequest, MessageRequest),
-    *(CountTokensRequest, TokenizeRequest, DetokenizeRequest),
-    *(EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest),
-)
-ANSWERS = (
-    *(ErrorBody, AnthropicErrorBody, ChatCompletion, ChatChunk, Completion),
-    *(ModelResponse, ResponseEvent, InputTokens, AnthropicMessage, MessageEvent, TokenCount),
-    *(EmbeddingList, Ranking, ScoreList, Tokens, Detokenized, TokenizerInfo),
-    *(ModelList, EngineLoad, VersionInfo, FleetState),
-)
 EXPOSED_HEADERS = (
     *("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms", "x-should-retry"),
     *(PREDICTED_TTFT_HEADER, IGNORED_FIELDS_HEADER, *RATE_HEADERS),
@@ -193,7 +147,7 @@ def create_app(
     app.state.fleet = fleet
     app.state.telemetry = telemetry
     app.state.warm_up = services.grammars.warm_up
-    for router in (
+    routes = [
         chat_routes(services),
         completion_routes(services),
         response_routes(services),
@@ -203,15 +157,13 @@ def create_app(
         tokenizer_routes(services),
         model_routes(services),
         health_routes(services),
-        home_routes(),
         *([] if fleet is None else [fleet_routes(fleet, config)]),
-        telemetry.routes(),
-    ):
+    ]
+    for router in (*routes, home_routes(), telemetry.routes()):
         app.include_router(router)
     for kind in (OnbeatError, HTTPException):
         app.add_exception_handler(kind, handle_error)
-    bodies = (*REQUEST_BODIES, *FLEET_BODIES)
-    describe(app, bodies, ANSWERS, vocab_size=info.vocab_size, needs_key=bool(config.api_keys))
+    describe(app, routes, vocab_size=info.vocab_size, needs_key=bool(config.api_keys))
     _add_middleware(app, config, telemetry)
     return app
 

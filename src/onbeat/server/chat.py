@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 from pydantic import Field
@@ -34,7 +33,7 @@ from onbeat.server.generation_request import (
 from onbeat.server.logprobs import ChatLogprobs, LogprobWriter, PromptLogprobs, chat_logprobs
 from onbeat.server.middleware import context_of
 from onbeat.server.objectives import request_objectives
-from onbeat.server.openapi import generation_route
+from onbeat.server.openapi import Routes
 from onbeat.server.pen import DONE, AnswerHead, Extras, Head, Part, WholeChoice, new_head
 from onbeat.server.pieces import json_inside, list_of, written
 from onbeat.server.prompts import PromptInput, check_token_ids
@@ -172,12 +171,14 @@ def _check_chat(body: ChatCompletionRequest, config: ServerConfig, info: EngineI
         )
 
 
-def chat_routes(services: Services) -> APIRouter:
+def chat_routes(services: Services) -> Routes:
     """Return the route of chat completions."""
-    router = APIRouter()
+    router = Routes()
     role = services.config.response_role
 
-    @router.post("/v1/chat/completions", **generation_route(ChatCompletionRequest, ChatCompletion))
+    @router.post(
+        "/v1/chat/completions", **router.generating(ChatCompletionRequest, ChatCompletion, ChatChunk)
+    )
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
         services.lifecycle.check_open()

@@ -8,7 +8,6 @@ from functools import partial
 from itertools import chain
 from typing import Annotated, Any
 
-from fastapi import APIRouter
 from msgspec import UNSET, Raw, Struct, UnsetType
 from pydantic import Field, PlainValidator, WithJsonSchema
 from starlette.requests import Request
@@ -42,7 +41,7 @@ from onbeat.server.logprobs import (
 )
 from onbeat.server.middleware import context_of
 from onbeat.server.objectives import request_objectives
-from onbeat.server.openapi import generation_route
+from onbeat.server.openapi import Routes
 from onbeat.server.pen import DONE, AnswerHead, Extras, Head, WholeChoice, new_head
 from onbeat.server.pieces import Piece, encode, json_inside, list_of, written
 from onbeat.server.prompts import TOKEN_ID_SCHEMA, EncodeOptions, PromptInput
@@ -159,12 +158,12 @@ def _check_completion(body: CompletionRequest, config: ServerConfig, info: Engin
         )
 
 
-def completion_routes(services: Services) -> APIRouter:
+def completion_routes(services: Services) -> Routes:
     """Return the route of text completions."""
-    router = APIRouter()
+    router = Routes()
     config, tokenizer = services.config, services.tokenizer
 
-    @router.post("/v1/completions", **generation_route(CompletionRequest, Completion))
+    @router.post("/v1/completions", **router.generating(CompletionRequest, Completion, Completion))
     async def completions(request: Request) -> Response:
         """Go on writing a text."""
         services.lifecycle.check_open()

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
-from fastapi import APIRouter
 from msgspec import Struct
 from numpy.typing import NDArray
 from pydantic import Field, PlainValidator, WithJsonSchema
@@ -32,7 +31,7 @@ from onbeat.server.embedding_request import (
 )
 from onbeat.server.errors import unsupported
 from onbeat.server.middleware import context_of
-from onbeat.server.openapi import embedding_route
+from onbeat.server.openapi import Routes
 from onbeat.server.pen import AnswerHead
 from onbeat.server.pieces import PiecesResponse, gathered, list_of, written
 from onbeat.server.prompts import PromptInput
@@ -108,18 +107,18 @@ class EmbeddingList(TextsAnswer, kw_only=True, tag_field="object", tag="list"):
     data: list[Embedding | Pooled]
 
 
-def embedding_routes(services: Services) -> APIRouter:
+def embedding_routes(services: Services) -> Routes:
     """Return the routes of embeddings."""
-    router = APIRouter()
+    router = Routes()
 
-    @router.post("/v1/embeddings", **embedding_route(EmbeddingRequest, EmbeddingList))
+    @router.post("/v1/embeddings", **router.embedding(EmbeddingRequest, EmbeddingList))
     async def embeddings(request: Request) -> Response:
         """Make vectors of texts."""
         body, head = await read_texts(request, EmbeddingRequest, services, prefix="embd")
         embedded = await _embedded(body, request, services)
         return await _answer(embedded, body, Embedding, head, services)
 
-    @router.post(POOLING_PATH, **embedding_route(PoolingRequest, EmbeddingList))
+    @router.post(POOLING_PATH, **router.embedding(PoolingRequest, EmbeddingList))
     async def pooling(request: Request) -> Response:
         """Make vectors of texts, in vLLM's form."""
         body, head = await read_texts(request, PoolingRequest, services, prefix="pool")

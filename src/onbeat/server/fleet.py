@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
@@ -16,7 +16,7 @@ from onbeat.core.protocols import FleetView
 from onbeat.server.body import WHOLE, read_body
 from onbeat.server.errors import ApiError
 from onbeat.server.middleware import bearer_key
-from onbeat.server.openapi import answers, json_body
+from onbeat.server.openapi import Routes
 from onbeat.server.pieces import json_response
 from onbeat.server.server_config import ServerConfig
 
@@ -83,10 +83,7 @@ class FleetState(Struct):
     replicas: list[ReplicaState]
 
 
-FLEET_BODIES = (DrainRequest, ScaleRequest, RestartRequest)
-
-
-def fleet_routes(fleet: FleetView, config: ServerConfig) -> APIRouter:
+def fleet_routes(fleet: FleetView, config: ServerConfig) -> Routes:
     """Return the routes under /fleet. Each needs a key, also where the rest of the server needs none."""
 
     def check_caller(request: Request) -> None:
@@ -100,9 +97,7 @@ def fleet_routes(fleet: FleetView, config: ServerConfig) -> APIRouter:
             )
         bearer_key(request.headers, config.fleet_keys, name="key of the fleet")
 
-    router = APIRouter(prefix="/fleet", tags=["fleet"], dependencies=[Depends(check_caller)])
-    answered = answers(FleetState, 400, 401, 403, 413)
-    about: dict[str, Any] = {"methods": ["POST"], "responses": answered}
+    router = Routes(prefix="/fleet", dependencies=[Depends(check_caller)])
 
     async def show() -> Response:
         """Return how each replica stands."""
@@ -137,13 +132,16 @@ def fleet_routes(fleet: FleetView, config: ServerConfig) -> APIRouter:
         fleet.restart()
         return _state(fleet)
 
-    router.add_api_route("", show, methods=["GET"], responses=answers(FleetState, 401, 403))
-    for path, endpoint, model in (
-        ("/drain", drain, json_body(DrainRequest)),
-        ("/scale", scale, json_body(ScaleRequest)),
-        ("/restart", restart, json_body(RestartRequest)),
-    ):
-        router.add_api_route(path, endpoint, **about, openapi_extra=model)
+    shown = router.telling(FleetState, 401, 403)
+    router.add_api_route("", show, methods=["GET"], tags=["fleet"], responses=shown)
+    bodies = {
+        "/drain": (drain, DrainRequest),
+        "/scale": (scale, ScaleRequest),
+        "/restart": (restart, RestartRequest),
+    }
+    for path, (endpoint, body) in bodies.items():
+        about = router.taking(body, FleetState, tag="fleet", statuses=(400, 401, 403, 413))
+        router.add_api_route(path, endpoint, methods=["POST"], **about)
     return router
 
 

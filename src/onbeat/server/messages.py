@@ -7,7 +7,6 @@ from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any, Literal
 
 import orjson
-from fastapi import APIRouter
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field
 from starlette.requests import Request
@@ -22,7 +21,7 @@ from onbeat.server.choices import ChoiceDelta, ShownToken
 from onbeat.server.errors import AnthropicErrorBody, ErrorReply, anthropic_error, unsupported
 from onbeat.server.generation_request import GenerationRequest, StopString
 from onbeat.server.middleware import context_of
-from onbeat.server.openapi import generation_route, tokenizer_route
+from onbeat.server.openapi import Routes
 from onbeat.server.pen import AnswerHead, Extras, Part, StreamedParts, WholeChoice, event_bytes, new_head
 from onbeat.server.pieces import json_response, list_of, written
 from onbeat.server.server_config import MAX_MESSAGES, MAX_STOP_STRINGS
@@ -293,11 +292,14 @@ class TokenCount(Struct):
     input_tokens: int
 
 
-def message_routes(services: Services) -> APIRouter:
+def message_routes(services: Services) -> Routes:
     """Return the routes of the Messages API."""
-    router = APIRouter()
+    router = Routes()
 
-    @router.post("/v1/messages", **generation_route(MessageRequest, AnthropicMessage, AnthropicErrorBody))
+    @router.post(
+        "/v1/messages",
+        **router.generating(MessageRequest, AnthropicMessage, MessageEvent, AnthropicErrorBody),
+    )
     async def messages(request: Request) -> Response:
         """Answer with a message."""
         services.lifecycle.check_open()
@@ -308,7 +310,7 @@ def message_routes(services: Services) -> APIRouter:
         return AnswerResponse(chat, requests, options, MessagePen(head), services, ping=event_bytes([_PING]))
 
     @router.post(
-        "/v1/messages/count_tokens", **tokenizer_route(CountTokensRequest, TokenCount, AnthropicErrorBody)
+        "/v1/messages/count_tokens", **router.taking(CountTokensRequest, TokenCount, AnthropicErrorBody)
     )
     async def count_tokens(request: Request) -> Response:
         """Return how many tokens the prompt of a message has."""

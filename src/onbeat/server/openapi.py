@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.openapi.utils import get_openapi
 from msgspec import Struct
 from msgspec.json import schema_components
@@ -20,24 +20,11 @@ from onbeat.server.middleware import OPEN_PATHS
 from onbeat.server.objectives import LONGEST_TENANT, RESUME_HEADER, TBT_HEADER, TENANT_HEADER, TTFT_HEADER
 from onbeat.server.prompts import TOKEN_ID_SCHEMA
 
-
-def embedding_route(body: type[BaseModel], answer: type[Struct]) -> dict[str, Any]:
-    """Return the description of an endpoint that embeds texts, as arguments of FastAPI's route."""
-    told = answers(answer, *_GENERATION_ERRORS)
-    return generation_route(body, answer) | {"tags": ["embeddings"], "responses": told}
-
-
 _COMPONENT = "#/components/schemas/{name}"
-_GENERATION_ERRORS = (400, 401, 404, 413, 429, 500, 503, 504)
 _JOB_SCHEMAS: dict[str, Any] = JobFields.model_json_schema()["properties"]
 
 
-def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the description of a body that a route parses by hand; `describe` adds its schema."""
-    schema = {"$ref": _COMPONENT.format(name=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
+_ALL_ERRORS = (400, 401, 404, 413, 429, 500, 503, 504)
 _STREAM: dict[str, Any] = {
     "type": "object",
     "description": "One event; `data` is a chunk as JSON, an error body, or [DONE]",
@@ -46,32 +33,65 @@ _STREAM: dict[str, Any] = {
 }
 
 
-def generation_route(
-    body: type[BaseModel], answer: type[Struct], error: type[Struct] = ErrorBody
-) -> dict[str, Any]:
-    """Return the description of a completion endpoint, as arguments of FastAPI's route.
+class Routes(APIRouter):
+    """Routes that read their bodies and write their answers themselves, and what describes both.
 
-    Bodies are parsed by hand: FastAPI would accept NaN and answer mistakes with its own 422.
+    FastAPI would accept NaN, and answer mistakes with its own 422.
+
+    Attributes
+    ----------
+    bodies, answers : the classes whose schemas `describe` adds.
     """
-    told = answers(answer, *_GENERATION_ERRORS, error=error)
-    told[200]["description"] = "The whole answer, or with `stream` server-sent events"
-    told[200]["content"]["text/event-stream"] = {"schema": _STREAM}
-    return {
-        "tags": ["generation"],
-        "responses": told,
-        "openapi_extra": {**json_body(body), "parameters": _slo_headers()},
-    }
 
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self.bodies: list[type[BaseModel]] = []
+        self.answers: list[type[Struct]] = []
 
-def tokenizer_route(
-    body: type[BaseModel], answer: type[Struct], error: type[Struct] = ErrorBody
-) -> dict[str, Any]:
-    """Return the description of an endpoint that makes tokens or text, and generates nothing."""
-    return {
-        "tags": ["tokenizer"],
-        "responses": answers(answer, 400, 401, 404, 413, error=error),
-        "openapi_extra": json_body(body),
-    }
+    def generating(
+        self,
+        body: type[BaseModel],
+        answer: type[Struct],
+        event: type[Struct],
+        error: type[Struct] = ErrorBody,
+    ) -> dict[str, Any]:
+        """Return the description of an endpoint that generates, as arguments of FastAPI's route."""
+        about = self.taking(body, answer, error, tag="generation", statuses=_ALL_ERRORS)
+        self.answers.append(event)
+        told = about["responses"][200]
+        told["description"] = "The whole answer, or with `stream` server-sent events"
+        told["content"]["text/event-stream"] = {"schema": _STREAM}
+        about["openapi_extra"]["parameters"] = _slo_headers()
+        return about
+
+    def embedding(self, body: type[BaseModel], answer: type[Struct]) -> dict[str, Any]:
+        """Return the same of one that embeds texts."""
+        about = self.taking(body, answer, tag="embeddings", statuses=_ALL_ERRORS)
+        about["openapi_extra"]["parameters"] = _slo_headers()
+        return about
+
+    def taking(
+        self,
+        body: type[BaseModel],
+        answer: type[Struct],
+        error: type[Struct] = ErrorBody,
+        *,
+        tag: str = "tokenizer",
+        statuses: Iterable[int] = (400, 401, 404, 413),
+    ) -> dict[str, Any]:
+        """Return the same of any other one that takes a body."""
+        self.bodies.append(body)
+        taken = {"requestBody": {"required": True, "content": _json(body)}}
+        told = self.telling(answer, *statuses, error=error)
+        return {"tags": [tag], "responses": told, "openapi_extra": taken}
+
+    def telling(
+        self, answer: type[Struct], *statuses: int, error: type[Struct] = ErrorBody
+    ) -> dict[int | str, dict[str, Any]]:
+        """Return the description of answers by status: of 200, and of errors."""
+        self.answers += (answer, error)
+        told = {"description": "Successful Response", "content": _json(answer)}
+        return {200: told, **error_answers(*statuses, error=error)}
 
 
 def _slo_headers() -> list[dict[str, Any]]:
@@ -102,21 +122,13 @@ def _job_headers() -> Iterator[tuple[str, str, dict[str, Any]]]:
         yield header, f"The same as slo.job.{name}; the body counts before it", schema
 
 
-def describe(
-    app: FastAPI,
-    bodies: Iterable[type[BaseModel]],
-    told: Iterable[type[Struct]],
-    *,
-    vocab_size: int,
-    needs_key: bool,
-) -> None:
+def describe(app: FastAPI, routes: Sequence[Routes], *, vocab_size: int, needs_key: bool) -> None:
     """Let an application describe the bodies it parses by hand, and its API key.
 
     Parameters
     ----------
     app : changed in place.
-    bodies : the models that `json_body` was called with.
-    told : what `answers` was called with.
+    routes : with the classes of bodies and answers.
     vocab_size : token ids are below.
     needs_key : whether the guarded paths need an API key.
     """
@@ -125,8 +137,9 @@ def describe(
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes, servers=app.servers)
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-            schemas.update(schema_components(told, ref_template=_COMPONENT)[1])
-            schemas.update(_body_schemas(bodies))
+            answers = dict.fromkeys(each for group in routes for each in group.answers)
+            schemas.update(schema_components(answers, ref_template=_COMPONENT)[1])
+            schemas.update(_body_schemas(each for group in routes for each in group.bodies))
             _bound_token_ids(schemas, vocab_size)
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)  # FastAPI's 422, which this server never sends
@@ -140,9 +153,8 @@ def describe(
 def _body_schemas(bodies: Iterable[type[BaseModel]]) -> dict[str, Any]:
     schemas: dict[str, Any] = {}
     for model in bodies:
-        schema = deepcopy(
-            model.model_json_schema(ref_template=_COMPONENT.replace("name", "model"))
-        )  # it holds constants of ours
+        template = _COMPONENT.replace("name", "model")
+        schema = deepcopy(model.model_json_schema(ref_template=template))  # it holds constants of ours
         schemas.update(schema.pop("$defs", {}))
         is_closed = schema.get("additionalProperties") is False
         for name in () if is_closed else HARMLESS - schema["properties"].keys():
@@ -187,21 +199,11 @@ _MEANINGS = {
 }
 
 
-def answers(
-    answer: type[Struct], *statuses: int, error: type[Struct] = ErrorBody
-) -> dict[int | str, dict[str, Any]]:
-    """Return the description of an endpoint's answers by status: of 200, and of errors.
-
-    By the schema's name, which `describe` adds: the class of an answer is what writes it.
-    """
-    return {200: _told("Successful Response", answer), **error_answers(*statuses, error=error)}
-
-
 def error_answers(*statuses: int, error: type[Struct] = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """Return the description of error answers by status."""
-    return {status: _told(_MEANINGS[status], error) for status in statuses}
+    return {status: {"description": _MEANINGS[status], "content": _json(error)} for status in statuses}
 
 
-def _told(meaning: str, answer: type[Struct]) -> dict[str, Any]:
-    schema = {"$ref": _COMPONENT.format(name=answer.__name__)}
-    return {"description": meaning, "content": {"application/json": {"schema": schema}}}
+def _json(kind: type[BaseModel | Struct]) -> dict[str, Any]:
+    """Return the description of JSON by the name of its schema: FastAPI would make validators of a class."""
+    return {"application/json": {"schema": {"$ref": _COMPONENT.format(name=kind.__name__)}}}

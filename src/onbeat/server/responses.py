@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
 from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
@@ -20,10 +19,10 @@ from onbeat.server.chat import ChatCompletionRequest, chat_prompt, chat_requests
 from onbeat.server.errors import ApiError, unsupported
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.middleware import context_of
-from onbeat.server.openapi import generation_route, tokenizer_route
+from onbeat.server.openapi import Routes
 from onbeat.server.pen import new_head
 from onbeat.server.pieces import json_response
-from onbeat.server.response_pen import ModelResponse, ResponsePen
+from onbeat.server.response_pen import ModelResponse, ResponseEvent, ResponsePen
 from onbeat.server.server_config import MAX_MESSAGES
 from onbeat.server.services import Services
 from onbeat.server.translation import PlacedMessages, as_chat, function_tools, text_field, tool_choice_of
@@ -233,12 +232,12 @@ class InputTokens(Struct):
     object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
-def response_routes(services: Services) -> APIRouter:
+def response_routes(services: Services) -> Routes:
     """Return the routes of the Responses API."""
-    router = APIRouter()
+    router = Routes()
     writer = services.logprobs[services.config.return_tokens_as_token_ids]
 
-    @router.post("/v1/responses", **generation_route(ResponseRequest, ModelResponse))
+    @router.post("/v1/responses", **router.generating(ResponseRequest, ModelResponse, ResponseEvent))
     async def responses(request: Request) -> Response:
         """Answer with a response, which is not stored."""
         services.lifecycle.check_open()
@@ -254,7 +253,7 @@ def response_routes(services: Services) -> APIRouter:
         answer.repeated_size = context.num_body_bytes // 64
         return answer
 
-    @router.post("/v1/responses/input_tokens", **tokenizer_route(ResponseRequest, InputTokens))
+    @router.post("/v1/responses/input_tokens", **router.taking(ResponseRequest, InputTokens))
     async def input_tokens(request: Request) -> Response:
         """Return how many tokens the prompt of a response has."""
         body = await read_body(request, ResponseRequest)

@@ -7,7 +7,6 @@ from itertools import cycle
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import APIRouter
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import Field, PlainValidator, WithJsonSchema
 from starlette.requests import Request
@@ -26,7 +25,7 @@ from onbeat.server.embedding_request import (
     read_texts,
 )
 from onbeat.server.fair_threads import Turns
-from onbeat.server.openapi import embedding_route
+from onbeat.server.openapi import Routes
 from onbeat.server.pieces import PiecesResponse, gathered, list_of
 from onbeat.server.services import Services
 from onbeat.text.embedding import vector_of
@@ -120,9 +119,9 @@ class ScoreList(TextsAnswer, kw_only=True, tag_field="object", tag="list"):
     data: list[Score]
 
 
-def score_routes(services: Services) -> APIRouter:
+def score_routes(services: Services) -> Routes:
     """Return the routes of reranking and of scores."""
-    router = APIRouter()
+    router = Routes()
 
     async def rerank(request: Request) -> Response:
         """Order documents by how near they are to a query."""
@@ -143,9 +142,9 @@ def score_routes(services: Services) -> APIRouter:
         return await _answer(ScoreList(*about, created=head.created, data=data), embedded, services)
 
     for path in RERANK_PATHS:
-        router.add_api_route(path, rerank, methods=["POST"], **embedding_route(RerankRequest, Ranking))
+        router.add_api_route(path, rerank, methods=["POST"], **router.embedding(RerankRequest, Ranking))
     for path in SCORE_PATHS:
-        router.add_api_route(path, score, methods=["POST"], **embedding_route(ScoreRequest, ScoreList))
+        router.add_api_route(path, score, methods=["POST"], **router.embedding(ScoreRequest, ScoreList))
     return router
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from fastapi import APIRouter
 from msgspec import Struct
 from starlette.responses import Response
 
@@ -13,7 +12,7 @@ from onbeat import __version__
 from onbeat.core.errors import EngineDead, Overloaded
 from onbeat.core.protocols import FleetView
 from onbeat.server.errors import engine_hangs
-from onbeat.server.openapi import answers, error_answers
+from onbeat.server.openapi import Routes, error_answers
 from onbeat.server.pieces import json_response
 from onbeat.server.services import Services
 
@@ -47,9 +46,9 @@ class ModelList(Struct, tag_field="object", tag="list"):
     has_more: bool = False
 
 
-def health_routes(services: Services) -> APIRouter:
+def health_routes(services: Services) -> Routes:
     """Return the routes of health, readiness, load and version."""
-    router = APIRouter(tags=["health"])
+    router = Routes(tags=["health"])
     empty: dict[int | str, dict[str, Any]] = {200: {"description": "Yes; no body"}, **error_answers(503)}
 
     async def health() -> Response:
@@ -78,8 +77,8 @@ def health_routes(services: Services) -> APIRouter:
         # HEAD is what load balancers probe with. Its own route: operation ids must differ.
         for method in ("GET", "HEAD"):
             router.add_api_route(path, endpoint, methods=[method], responses=empty, response_class=Response)
-    router.add_api_route("/load", load, methods=["GET"], responses=answers(EngineLoad))
-    router.add_api_route("/version", version, methods=["GET"], responses=answers(VersionInfo))
+    router.add_api_route("/load", load, methods=["GET"], responses=router.telling(EngineLoad))
+    router.add_api_route("/version", version, methods=["GET"], responses=router.telling(VersionInfo))
     return router
 
 
@@ -114,9 +113,9 @@ def _all_down(fleet: FleetView | None) -> Exception:
     return Overloaded(message, code="no_replica", retry_after=seconds)
 
 
-def model_routes(services: Services) -> APIRouter:
+def model_routes(services: Services) -> Routes:
     """Return the routes that list what is served."""
-    router = APIRouter(prefix="/v1/models", tags=["models"])
+    router = Routes(prefix="/v1/models", tags=["models"])
 
     def card(name: str) -> ModelCard:
         return ModelCard(
@@ -128,13 +127,13 @@ def model_routes(services: Services) -> APIRouter:
             max_model_len=services.info.max_model_len,
         )
 
-    @router.get("", responses=answers(ModelList, 401))
+    @router.get("", responses=router.telling(ModelList, 401))
     async def list_models() -> Response:
         """List the names under which the model answers, with OpenAI's fields and Anthropic's."""
         names = services.model_names
         return json_response(ModelList(list(map(card, names)), names[0], names[-1]))
 
-    @router.get("/{model:path}", responses=answers(ModelCard, 400, 401, 404))
+    @router.get("/{model:path}", responses=router.telling(ModelCard, 400, 401, 404))
     async def retrieve_model(model: str) -> Response:
         """Describe one of them."""
         return json_response(card(services.check_model(model)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
 from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
@@ -19,7 +18,7 @@ from onbeat.server.chat_prompt import render_chat
 from onbeat.server.completions import CompletionRequest
 from onbeat.server.generation_request import truncate_to
 from onbeat.server.middleware import context_of
-from onbeat.server.openapi import answers, tokenizer_route
+from onbeat.server.openapi import Routes
 from onbeat.server.pieces import PiecesResponse, encode, in_pieces, json_response, list_in_pieces
 from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
 from onbeat.server.reply_fields import ThinkingFields, ToolFields
@@ -85,12 +84,12 @@ class DetokenizeRequest(BaseModel):
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
-def tokenizer_routes(services: Services) -> APIRouter:
+def tokenizer_routes(services: Services) -> Routes:
     """Return the routes of the tokenizer."""
-    router = APIRouter()
+    router = Routes()
     encoder, tokenizer = services.encoder, services.tokenizer
 
-    @router.post("/tokenize", **tokenizer_route(TokenizeRequest, Tokens))
+    @router.post("/tokenize", **router.taking(TokenizeRequest, Tokens))
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a text or chat."""
         body = await read_body(request, TokenizeRequest, unused=_OF_ANSWERS)
@@ -111,7 +110,7 @@ def tokenizer_routes(services: Services) -> APIRouter:
             pieces = await encoder.off_loop(caller, num_tokens, lambda: list(in_pieces(answer)))
         return PiecesResponse(pieces, services.slow_readers)
 
-    @router.post("/detokenize", **tokenizer_route(DetokenizeRequest, Detokenized))
+    @router.post("/detokenize", **router.taking(DetokenizeRequest, Detokenized))
     async def detokenize(request: Request) -> Response:
         """Return the text of tokens, special ones included."""
         body = await read_body(request, DetokenizeRequest)
@@ -125,7 +124,7 @@ def tokenizer_routes(services: Services) -> APIRouter:
             )
         return PiecesResponse([written], services.slow_readers)
 
-    @router.get("/tokenizer_info", tags=["tokenizer"], responses=answers(TokenizerInfo, 401))
+    @router.get("/tokenizer_info", tags=["tokenizer"], responses=router.telling(TokenizerInfo, 401))
     async def tokenizer_info() -> Response:
         """Describe the tokenizer."""
         start, ends = tokenizer.bos_token_id, tokenizer.eos_token_ids
