@@ -48,15 +48,22 @@ class RequestRejected(OnbeatError):
 
     Parameters
     ----------
-    message : what is wrong, the value, what to do.
+    message : what is wrong, the value, what to do; `{field}` in it stands for `field`.
     param : the request field at fault, as the API spells it.
     code : short machine-readable code of the API's error body.
+    field : the path of a field that another API may call otherwise; None is `param`.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, field: str | None = None
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.code = code
+        self.field = field
+
+    def __str__(self) -> str:
+        return str(self.args[0]).replace("{field}", self.field or self.param or "", 1)
 
 
 class InvalidRequest(RequestRejected):

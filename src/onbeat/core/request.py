@@ -105,11 +105,8 @@ class SamplingParams:
             name = "top_p" if self.top_p == 0 else "repetition_penalty"
             raise InvalidRequest(f"{name} is 0; it must be greater than 0", param=name, code="invalid_value")
         if self.min_tokens > self.max_tokens:
-            raise InvalidRequest(
-                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})",
-                param="min_tokens",
-                code="invalid_value",
-            )
+            text = f"min_tokens ({self.min_tokens}) is above {{field}} ({self.max_tokens})"
+            raise InvalidRequest(text, param="min_tokens", code="invalid_value", field="max_tokens")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Check that `min_tokens` leaves a token of a vocabulary to sample.

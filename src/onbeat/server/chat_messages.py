@@ -70,7 +70,7 @@ class ChatMessage(BaseModel):
 def _within_count(value: Any) -> Any:
     """Count before anything is made of a message."""
     if value == []:
-        raise ValueError("messages is empty; send at least one message")
+        raise ValueError("{field} is empty; send at least one message")
     num_messages = len(value) if isinstance(value, list) else 0
     if 0 < num_messages <= MAX_MESSAGES:
         contents = [message.get("content") for message in value if isinstance(message, dict)]
@@ -78,7 +78,7 @@ def _within_count(value: Any) -> Any:
         num_messages += sum(len(content) for content in contents if isinstance(content, list))
     if num_messages > MAX_MESSAGES:
         raise ValueError(
-            f"messages holds {num_messages} messages, parts of contents and calls; at most {MAX_MESSAGES} "
+            f"{{field}} holds {num_messages} messages, parts of contents and calls; at most {MAX_MESSAGES} "
             "are taken. Join some"
         )
     return value
@@ -136,7 +136,7 @@ class MessageReader:
         """
         for field, cure in _LACKED.items():
             if getattr(message, field):
-                raise unsupported(f"{where}.{field} is not supported; {cure}", f"{where}.{field}")
+                raise unsupported(f"{{field}} is not supported; {cure}", f"{where}.{field}")
         calls = message.tool_calls or ()
         reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
         is_result = message.role == "tool"
@@ -193,7 +193,7 @@ def echoed_text(messages: Sequence[ChatMessage], role: str) -> str:
 
 def _content_text(content: str | list[str | dict[str, Any]] | None, where: str) -> str:
     if content is None:
-        raise InvalidRequest(f"{where} is missing; send text", param=where)
+        raise InvalidRequest("{field} is missing; send text", param=where)
     if isinstance(content, str):
         return content
     return "\n".join(_part_text(part, f"{where}[{i}]") for i, part in enumerate(content))
@@ -205,10 +205,10 @@ def _part_text(part: str | dict[str, Any], where: str) -> str:
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise unsupported(
-            f"{where}.type is {str(kind)[:50]!r}; this server takes parts of type 'text' only",
+            f"{{field}} is {str(kind)[:50]!r}; this server takes parts of type 'text' only",
             f"{where}.type",
         )
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):
-        raise InvalidRequest(f"{where} is not of the form {{'type': 'text', 'text': '...'}}", param=where)
+        raise InvalidRequest("{field} is not of the form {'type': 'text', 'text': '...'}", param=where)
     return text

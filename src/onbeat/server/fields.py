@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -163,7 +164,7 @@ def ignorable(unknown: Collection[str], honoured: Collection[str], *, where: str
     """
     if len(unknown) > _MOST_UNKNOWN:
         raise InvalidRequest(
-            f"{len(unknown)} fields are unknown{f' in {where[:-1]}' if where else ''}; at most "
+            f"{len(unknown)} fields are unknown{' in {field}' if where else ''}; at most "
             f"{_MOST_UNKNOWN} are ignored. Leave them out",
             param=where[:-1] or None,
             code="unknown_parameter",
@@ -175,7 +176,7 @@ def ignorable(unknown: Collection[str], honoured: Collection[str], *, where: str
         if near := meant or near_match(name.lower(), honoured, likeness=_LIKENESS):
             path = (where + name)[:MAX_QUOTED]
             raise InvalidRequest(
-                f"unknown field {path!r}; did you mean {near!r}?", param=path, code="unknown_parameter"
+                f"unknown field '{{field}}'; did you mean {near!r}?", param=path, code="unknown_parameter"
             )
     return [(where + name)[:MAX_QUOTED] for name in unknown]
 
@@ -229,7 +230,7 @@ def refuse_unknown(value: Mapping[str, Any], known: Collection[str], *, where: s
             near = near_match(key, known)
             cure = f"did you mean {near!r}?" if near else f"known are {', '.join(sorted(known)) or 'none'}"
             name = (where + key)[:MAX_QUOTED]
-            raise InvalidRequest(f"unknown field {name!r}; {cure}", param=name, code="unknown_parameter")
+            raise InvalidRequest(f"unknown field '{{field}}'; {cure}", param=name, code="unknown_parameter")
 
 
 def with_one_unknown(value: Any, known: Collection[str]) -> Any:
@@ -274,30 +275,23 @@ def validated(model: type[_Model], fields: dict[str, Any], ignored: list[str]) -
 def _first_error(error: ValidationError) -> InvalidRequest:
     first, *others = _of_meant_member(error.errors(include_url=False))
     location = [part[:MAX_QUOTED] if isinstance(part, str) else part for part in first["loc"]]
-    field = _param(location)
+    param, field = _param(location), _dotted(location)
     if first["type"] == "missing":
-        name = _dotted(location)
-        return InvalidRequest(f"{name} is missing", param=name, code="missing_required_parameter")
+        return InvalidRequest("{field} is missing", param=field, code="missing_required_parameter")
     if first["type"] == "extra_forbidden":
-        name = _dotted(location)
-        name = name[:MAX_QUOTED]
-        return InvalidRequest(f"unknown field {name!r}; leave it out", param=name, code="unknown_parameter")
+        name = field[:MAX_QUOTED]
+        return InvalidRequest("unknown field '{field}'; leave it out", param=name, code="unknown_parameter")
+    wrong = partial(InvalidRequest, param=param, code="invalid_value", field=field)
     if first["type"] == "value_error":
-        return InvalidRequest(str(first["ctx"]["error"]), param=field, code="invalid_value")
+        return wrong(str(first["ctx"]["error"]))
     if first["type"] == "int_type" and _is_beyond_64_bits(first["input"]):
-        return InvalidRequest(
-            f"{_dotted(location)} is a number of more than 64 bits; send a smaller one",
-            param=field,
-            code="invalid_value",
-        )
+        return wrong("{field} is a number of more than 64 bits; send a smaller one")
     causes = [part for part in (first, *others) if part["loc"][:1] == first["loc"][:1]]
     told = [cause for cause in causes if cause["type"] not in ("missing", "extra_forbidden")]
     reasons = [_JSON_WORDS.get(cause["type"], cause["msg"]) for cause in told]
     reason = re.sub(r"\b[A-Z][a-z]+ should", "it should", " or ".join(dict.fromkeys(reasons)))
     reason = reason.replace(" after validation", "")
-    return InvalidRequest(
-        f"{_dotted(location)} is {quoted(first['input'])}; {reason}", param=field, code="invalid_value"
-    )
+    return wrong(f"{{field}} is {quoted(first['input'])}; {reason}")
 
 
 def _of_meant_member(errors: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

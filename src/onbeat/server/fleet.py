@@ -134,7 +134,7 @@ def fleet_routes(fleet: FleetView, config: ServerConfig) -> Routes:
 
     shown = router.telling(FleetState, 401, 403)
     router.add_api_route("", show, methods=["GET"], tags=["fleet"], responses=shown)
-    bodies = {
+    bodies: dict[str, tuple[Any, type[BaseModel]]] = {
         "/drain": (drain, DrainRequest),
         "/scale": (scale, ScaleRequest),
         "/restart": (restart, RestartRequest),

@@ -98,16 +98,16 @@ class MessageRequest(CountTokensRequest):
 _CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
 
 
-_NAMES = (
-    (r"^stop\b", "stop_sequences"),
-    (r"^user\b", "metadata.user_id"),
-    (r"response_format(\.json_schema)?\b", "output_config.format"),
-    (r"reasoning_effort\b", "output_config.effort"),
-    (r"(tools\[\d+\])\.function\.parameters\b", r"\1.input_schema"),
-    (r"(tools\[\d+\])\.function\b", r"\1"),
-    (r"tool_choice\.function\b", "tool_choice"),
-    (r"continue_final_message\b", "messages"),
-)
+_NAMES = {
+    "user": "metadata.user_id",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "tools[].function.parameters": "tools[].input_schema",
+    "tools[].function": "tools[]",
+    "tool_choice.function": "tool_choice",
+    "continue_final_message": "messages",
+}
 """Of fields, in place of a chat's."""
 
 

@@ -247,7 +247,7 @@ def _weight(
         most = max(usual, 1.0)
     if stated is not None and stated > most:
         raise InvalidRequest(
-            f"slo.weight is {stated:g}; this caller may state at most {most:g}. State less, or have the "
+            f"{{field}} is {stated:g}; this caller may state at most {most:g}. State less, or have the "
             "server's owner give its API key or its class more (--slo-classes)",
             param="slo.weight",
             code="invalid_value",

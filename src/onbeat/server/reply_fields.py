@@ -262,7 +262,7 @@ class ThinkingFields(BaseModel):
         stated = {switch for switch in switches if switch is not None}
         if len(stated) > 1:
             raise InvalidRequest(
-                "some fields ask for reasoning and others for none; send reasoning_effort alone", param=EFFORT
+                "some fields ask for reasoning and others for none; send {field} alone", param=EFFORT
             )
         return {
             **({} if effort is None else {EFFORT: effort}),

@@ -29,14 +29,18 @@ from onbeat.server.translation import PlacedMessages, as_chat, function_tools, t
 
 _LOGPROBS = "message.output_text.logprobs"
 _TAKEN_INCLUDES = (_LOGPROBS, "reasoning.encrypted_content")
-_NAMES = (
-    (r"^messages\b", "input"),
-    (r"(max_completion_tokens|max_tokens)\b", "max_output_tokens"),
-    (r"response_format(\.json_schema)?\b", "text.format"),
-    (r"reasoning_effort\b", "reasoning.effort"),
-    (r"tool_choice\.(function|allowed_tools)\b", "tool_choice"),
-    (r"((tool_choice\.)?tools\[\d+\])\.function\b", r"\1"),
-)
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "tool_choice.function": "tool_choice",
+    "tool_choice.allowed_tools.tools[].function": "tool_choice.tools[]",
+    "tool_choice.allowed_tools": "tool_choice",
+    "tools[].function": "tools[]",
+}
 """Of fields, in place of a chat's."""
 _NO_STATE = "this server keeps no responses; send the earlier items again in input"
 

@@ -141,8 +141,9 @@ def grammar_of(body: StructureFields) -> Constraint | None:
     if len(found) > 1:
         first, second, *_ = found
         raise InvalidRequest(
-            f"{first.field} and {second.field} both constrain the answer; send one of them",
+            f"{{field}} and {second.field} both constrain the answer; send one of them",
             param=second.field,
+            field=first.field,
         )
     return found[0] if found else None
 
@@ -168,7 +169,7 @@ def _of_response_format(given: ResponseFormat | None) -> Iterator[Constraint]:
 def _structural_tag(given: ResponseFormat, name: str) -> Constraint:
     if given.format is not None:
         raise unsupported(
-            f"{name}.format is not supported by this server; send structures and triggers", f"{name}.format"
+            "{field} is not supported by this server; send structures and triggers", f"{name}.format"
         )
     for field in ("structures", "triggers"):
         if getattr(given, field) is None:
@@ -285,7 +286,7 @@ def _white_space(pattern: str | None) -> str:
 
 
 def _missing(field: str, why: str) -> InvalidRequest:
-    return InvalidRequest(f"{field} is missing, but {why}", param=field, code="missing_required_parameter")
+    return InvalidRequest(f"{{field}} is missing, but {why}", param=field, code="missing_required_parameter")
 
 
 class GrammarDesk:
@@ -336,17 +337,17 @@ class GrammarDesk:
             grammar = await self._threads.run(caller, 1, constraint.make)
         except RecursionError as error:
             raise InvalidRequest(
-                f"{field}: the schema is nested deeper than {MOST_LEVELS} levels; flatten it",
+                f"{{field}}: the schema is nested deeper than {MOST_LEVELS} levels; flatten it",
                 param=field,
                 code="grammar_too_complex",
             ) from error
         except RequestRejected as error:
-            raise InvalidRequest(f"{field}: {error}", param=field, code=error.code) from error
+            raise InvalidRequest(f"{{field}}: {error}", param=field, code=error.code) from error
         verdict = self._guard.known(grammar)
         if verdict is None:
             size = MOST_SHORT_WORK + len(grammar.text)
             verdict = await self._threads.run(caller, size, lambda: self._guard.check(grammar))
         if verdict.problem is not None:
-            raise InvalidRequest(f"{field}: {verdict.problem}", param=field, code=verdict.code)
+            raise InvalidRequest(f"{{field}}: {verdict.problem}", param=field, code=verdict.code)
         context.ignored_fields += [f"{field}.{keyword}" for keyword in verdict.ignored]
         context.grammar = replace(grammar, field=field, seconds=verdict.seconds)

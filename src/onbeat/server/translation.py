@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -22,12 +21,13 @@ from onbeat.server.objectives import metadata_objectives
 PlacedMessages = list[tuple[str, dict[str, Any]]]
 """The messages of a chat, each with the place that it has in the request of another API."""
 
-Names = Sequence[tuple[str, str]]
-"""Patterns of a chat's fields, and what another API calls them."""
+Names = Mapping[str, str]
+"""Paths of a chat's fields, without positions, and what another API calls them. The first one counts that a
+path begins with; one that ends in a dot is always only the beginning."""
 _UNSHOWN = ("prompt_logprobs", "return_token_ids")
 """What chats answer and no other API has a place for."""
 _NO_TEXT = ("image", "document", "search_result", "tool_reference")
-_OF_METADATA: Names = ((r"slo\.job\.(?=\w)", "metadata.slo_job_"), (r"slo\.(?=\w)", "metadata.slo_"))
+_OF_METADATA: Names = {"slo.job.": "metadata.slo_job_", "slo.": "metadata.slo_"}
 
 
 @asynccontextmanager
@@ -60,11 +60,11 @@ async def as_chat(
     given = {name: value for name, value in fields.items() if value is not None}
     given["messages"] = [message for _, message in messages]
     if body.slo is None and (stated := metadata_objectives(metadata)) is not None:
-        given["slo"], names = stated, (*names, *_OF_METADATA)
+        given["slo"], names = stated, {**names, **_OF_METADATA}
     both = body.model_fields_set & GenerationRequest.model_fields.keys()
     shared = {name: value for name in both if (value := getattr(body, name)) is not None}
     ignored += [name for name in _UNSHOWN if shared.pop(name, False) is not False]
-    own_words = partial(_in_own_words, names, [where for where, _ in messages])
+    called = partial(_called, names, [where for where, _ in messages])
     num_ignored = len(ignored)
     try:
         kept, _ = check_fields(given, ChatCompletionRequest.model_fields)
@@ -73,30 +73,29 @@ async def as_chat(
         await turns.rest()
         yield chat.model_copy(update=shared)
     except RequestRejected as error:
-        error.args = (own_words(str(error)),)
-        error.param = None if error.param is None else own_words(error.param)
+        error.field, error.param = (each and called(each) for each in (error.field, error.param))
         raise
     finally:
-        ignored[num_ignored:] = map(own_words, ignored[num_ignored:])
+        ignored[num_ignored:] = map(called, ignored[num_ignored:])
 
 
-def _in_own_words(names: Names, places: Sequence[str], text: str) -> str:
-    """Return an error, or the path of a field, with the names of another API in place of a chat's.
+def _called(names: Names, places: Sequence[str], path: str) -> str:
+    """Return what another API calls the field that has a path in a chat.
 
     Parameters
     ----------
     names : of the API.
     places : of each message of the chat, in its request.
     """
-
-    def place(found: re.Match[str]) -> str:
-        index = int(found[1])
-        return places[index] if index < len(places) else found[0]  # words of the caller's
-
-    text = re.sub(r"\bmessages\[([0-9]{1,9})\]", place, text)
-    for pattern, name in names:
-        text = re.sub(rf"(?<![\w.]){pattern}", name, text)
-    return text
+    head, bracket, rest = path.partition("[")
+    position, _, rest = rest.partition("]")
+    if head == "messages" and position.isdecimal():
+        return places[int(position)] + rest
+    plain = f"{head}[]{rest}" if bracket else path
+    for known, public in names.items():
+        if known == plain or plain.startswith((f"{known}.", f"{known}[") if known[-1] != "." else known):
+            return (public + plain.removeprefix(known)).replace("[]", f"[{position}]", 1)
+    return path
 
 
 def readable(block: Any, left_out: list[str]) -> Any:
