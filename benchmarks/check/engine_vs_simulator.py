@@ -33,11 +33,10 @@ import numpy as np
 from onbeat.core.options import change, make
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step_time import StepTimeModel
-from onbeat.engine.build import build_engine
 from onbeat.engine.core import EngineCore
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.load import prepare_model
 from onbeat.engine.profiling.profiler import FULL, profile_model
+from onbeat.engine.start import build_engine, prepare
 from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.profile_file import write_profile
@@ -182,7 +181,7 @@ def compare(
 
 def make_profile(config: EngineConfig, path: Path) -> None:
     """Do what `onbeat profile` does."""
-    profile = profile_model(prepare_model(config).load(lambda _: None), FULL).profile
+    profile = profile_model(prepare(config).load(lambda _: None), FULL).profile
     write_profile(path, profile)
     print(f"profile: {profile.fitted.method} fit, {profile.fitted.errors}", flush=True)
 

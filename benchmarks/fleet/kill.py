@@ -46,8 +46,8 @@ from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.cluster.start import open_fleet
 from onbeat.core.fleet import ReplicaId
 from onbeat.core.request import Request, SamplingParams
-from onbeat.engine.build import build_engine
 from onbeat.engine.engine_config import EngineConfig
+from onbeat.engine.start import build_engine
 from onbeat.hub.resolve import find_stand_in
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.fleet_config import FleetConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.gpu_check.ceilings import graph_milliseconds, milliseconds
 from benchmarks.gpu_check.operator_bench import BF16, BLOCK_SIZE, MAX_LEN, SHAPES, Bench, check_all, compare
 from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, note
-from onbeat.engine.cuda.backend import fast_kernels
+from onbeat.engine.backends.torch import fast_kernels
 from onbeat.engine.torch.kernels import ChunkRows, DecodeRows
 from onbeat.engine.torch.kv import LayerKVCache
 

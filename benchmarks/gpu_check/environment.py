@@ -32,7 +32,7 @@ MODULES = (
     "onbeat.cli.main",
     "onbeat.cli.serve",
     "onbeat.server.app",
-    "onbeat.engine.build",
+    "onbeat.engine.start",
     "onbeat.bench.runner",
 )
 OPERATORS = ("aten.mm.dtype", "aten.rms_norm", "aten._scaled_dot_product_efficient_attention")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.gpu_check.models import CONFIGS
 from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, expect, note, seconds_left
-from onbeat.engine.cuda.backend import fast_kernels
+from onbeat.engine.backends.torch import fast_kernels
 from onbeat.engine.model_config import ModelConfig, inverse_frequencies, model_config_from_hf
 from onbeat.engine.torch.kernels import GraphKernels, KernelSizes, LayerSpec, Norm
 from onbeat.engine.torch.kv import LayerKVCache

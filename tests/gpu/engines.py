@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from onbeat.core.request import TokenLogprobs
-from onbeat.engine.cuda.backend import fast_kernels
+from onbeat.engine.backends.torch import fast_kernels
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, piece_sizes
 from onbeat.engine.draw import Logits

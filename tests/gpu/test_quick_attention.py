@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed: make test-triton")
 
-from onbeat.engine.cuda.backend import fast_kernels
+from onbeat.engine.backends.torch import fast_kernels
 from onbeat.engine.cuda.flashinfer_attention import (
     FlashInfer,
     PlanBuffers,

@@ -76,7 +76,7 @@ assert code in (0, None), code
 
 
 def test_an_engine_with_a_profile_does_without_scipy() -> None:
-    assert "scipy" not in modules_after("import onbeat.engine.build")
+    assert "scipy" not in modules_after("import onbeat.engine.start")
 
 
 def test_importing_onbeat_loads_only_the_standard_library() -> None:

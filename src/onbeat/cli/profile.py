@@ -24,7 +24,7 @@ from onbeat.engine.engine_config import EngineConfig
 from onbeat.hub.files import ModelFiles
 
 if TYPE_CHECKING:
-    from onbeat.engine.load import LoadedModel
+    from onbeat.engine.loaded_model import LoadedModel
     from onbeat.engine.profiling.profiler import ProfileResult, ProfileSettings
 
 
@@ -143,10 +143,10 @@ def measured_engine(args: argparse.Namespace, model: ModelFiles) -> EngineConfig
 
 
 def _measure(args: argparse.Namespace, console: Console) -> ProfileResult:
-    from onbeat.engine.load import prepare_model
     from onbeat.engine.profiling.profiler import FULL, profile_model
+    from onbeat.engine.start import prepare
 
-    loaded = prepare_model(measured_engine(args, find_model(args))).load(
+    loaded = prepare(measured_engine(args, find_model(args))).load(
         lambda text: console.print(text, markup=False)
     )
     _say_what_sets_give(loaded, console)

@@ -171,7 +171,7 @@ def _build_engine(
     config: EngineConfig, on_progress: Callable[[str], None], *, log_level: str
 ) -> tuple[EngineCore, EngineInfo]:
     """Build the engine, and log as the server does; what computes is imported in its process alone."""
-    from onbeat.engine.build import build_engine
+    from onbeat.engine.start import build_engine
 
     _set_up_logging(log_level)
     return build_engine(config, on_progress)

@@ -14,10 +14,10 @@ from onbeat.core.errors import EngineError, InvalidRequest
 from onbeat.core.options import make
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
-from onbeat.engine.build import build_engine
 from onbeat.engine.core import EngineCore
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.speculation.speculative_config import read_speculative_config
+from onbeat.engine.start import build_engine
 from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.hub.resolve import find_stand_in, resolve_model
 from onbeat.text.chat_template import load_chat_template

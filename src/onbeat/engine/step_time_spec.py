@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +15,6 @@ from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import MachineLimits, ProfileKey
-
-if TYPE_CHECKING:
-    from onbeat.engine.load import LoadedModel
 
 FORMATS = {FLOAT32: "fp32", BFLOAT16: "bf16"}
 """Step-time models know no float64, which is for tests of exactness."""
@@ -84,33 +80,6 @@ def by_data_sheet(config: ModelConfig, name: str, device: DeviceConfig) -> Predi
     return StepTimeDescription(
         model=model_spec_of(config, name), device=sheet, precision=precision
     ).predictor()
-
-
-def profile_key_of(loaded: LoadedModel, precision: Precision) -> ProfileKey:
-    """Return what a profile of this engine holds for."""
-    device = loaded.device
-    is_cpu = device.device.type == "cpu"
-    name, settings = device_name(device), loaded.runner.forward.settings
-    return ProfileKey(
-        model=loaded.name,
-        device="cpu" if is_cpu else known_device(name) or "cuda",
-        device_name=name,
-        precision=precision,
-        threads=device.num_threads if is_cpu else 1,
-        backend=settings["backend"],
-        instruction_set=_what_computes(settings),
-    )
-
-
-def _what_computes(settings: Mapping[str, str]) -> str | None:
-    """Return the instruction set, and what else of the settings changes the times of its steps."""
-    name = settings.get("instruction_set")
-    if name is not None and "weights_copy" in settings:
-        name += f" with a copy of the weights {settings['weights_copy']}"
-    if name is not None and "batch_invariant" in settings:
-        name += " (batch-invariant)"
-    graphs = settings.get("graphs", "cuda").partition(",")[0]
-    return name if graphs == "cuda" else f"graphs: {graphs}"
 
 
 def device_spec_of(key: ProfileKey, limits: MachineLimits | None) -> DeviceSpec:

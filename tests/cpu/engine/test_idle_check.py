@@ -8,8 +8,8 @@ import pytest
 
 from onbeat.core.options import change, make
 from onbeat.core.slo import SLO
-from onbeat.engine.build import build_engine
 from onbeat.engine.engine_config import EngineConfig
+from onbeat.engine.start import build_engine
 from onbeat.hub.resolve import resolve_model
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 

@@ -23,7 +23,7 @@ from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.executor import PendingStep
-from onbeat.engine.load import LoadedModel, prepare_model
+from onbeat.engine.loaded_model import LoadedModel, profile_key_of
 from onbeat.engine.native.library import NotLoaded, load_library
 from onbeat.engine.profiling.batches import (
     BatchLimits,
@@ -38,7 +38,8 @@ from onbeat.engine.profiling.campaign import Campaign
 from onbeat.engine.profiling.limits import cpu_limits
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.profiling.profiler import ProfileSettings, limits_of, profile_model
-from onbeat.engine.step_time_spec import model_spec_of, profile_key_of
+from onbeat.engine.start import prepare
+from onbeat.engine.step_time_spec import model_spec_of
 from onbeat.engine.torch.weights import LayerProducts
 from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.best_fit import fit_best
@@ -64,7 +65,7 @@ def load(directory: Path, **changes: Any) -> LoadedModel:
         "threads": 1,
         "dtype": "float32",
     } | changes
-    return prepare_model(make(EngineConfig, model=files, load_format="dummy", **options)).load(lambda _: None)
+    return prepare(make(EngineConfig, model=files, load_format="dummy", **options)).load(lambda _: None)
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,11 @@ import torch
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import change, make
 from onbeat.core.request import Request, SamplingParams
-from onbeat.engine.build import build_engine
+from onbeat.engine.backends.base import CheckpointBackend
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.load import ModelLoader, prepare_model
+from onbeat.engine.memory import Footprint
 from onbeat.engine.native.library import VARIABLE, NativeLibrary
+from onbeat.engine.start import ModelLoader, build_engine, prepare
 from onbeat.hub.resolve import resolve_model
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 from tests.cpu.native.test_forward import first_logits, relative_error
@@ -51,6 +52,12 @@ def threads_of_torch() -> Any:
     torch.set_num_threads(before)
 
 
+def needs(config: EngineConfig) -> Footprint:
+    backend = prepare(config).backend
+    assert isinstance(backend, CheckpointBackend)
+    return backend.needs(16)
+
+
 def start_sentence(loader: ModelLoader) -> str:
     said: list[str] = []
     loader.load(said.append)
@@ -58,20 +65,20 @@ def start_sentence(loader: ModelLoader) -> str:
 
 
 def test_native_is_taken_where_it_can_run(native_library: NativeLibrary, config: EngineConfig) -> None:
-    loader = prepare_model(config)
+    loader = prepare(config)
     sets = native_library.instruction_sets
     said: list[str] = []
     assert loader.load(said.append).runner.forward.settings["instruction_set"] == sets[0]
     assert said[0].endswith("(fp32 weights)")
     assert said[1].startswith(f"instruction set {sets[0]}, ")
-    quantized = prepare_model(change(config, quantization="int8", dtype="bfloat16"))
+    quantized = prepare(change(config, quantization="int8", dtype="bfloat16"))
     assert start_sentence(quantized).endswith("(int8 weights)")
     loaded = quantized.load(lambda _: None)
     assert (loaded.weights_format, loaded.embedding_format) == ("int8", "int8")
 
 
 def test_torch_is_taken_where_it_is_asked_for(config: EngineConfig) -> None:
-    loader = prepare_model(change(config, backend="torch"))
+    loader = prepare(change(config, backend="torch"))
     assert start_sentence(loader).endswith("by torch (as asked for)")
     assert loader.load(lambda _: None).runner.forward.settings["backend"] == "torch"
 
@@ -79,10 +86,10 @@ def test_torch_is_taken_where_it_is_asked_for(config: EngineConfig) -> None:
 def test_torch_serves_what_the_native_engine_cannot_and_says_why(
     config: EngineConfig, no_library: None
 ) -> None:
-    sentence = start_sentence(prepare_model(config))
+    sentence = start_sentence(prepare(config))
     assert "by torch" in sentence
     assert "libonbeat_native.so" in sentence
-    sentence = start_sentence(prepare_model(change(config, dtype="float64")))
+    sentence = start_sentence(prepare(change(config, dtype="float64")))
     assert "by torch" in sentence
     assert sentence.endswith("float64)")
 
@@ -103,13 +110,13 @@ def test_what_cannot_be_had_is_refused(
     config: EngineConfig, no_library: None, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        prepare_model(change(config, **changes))
+        prepare(change(config, **changes))
 
 
 def test_an_instruction_set_that_is_asked_for_computes(
     native_library: NativeLibrary, config: EngineConfig
 ) -> None:
-    loader = prepare_model(change(config, instruction_set="portable"))
+    loader = prepare(change(config, instruction_set="portable"))
     said: list[str] = []
     loader.load(said.append)
     assert said[0].endswith("portable, fp32 weights)")
@@ -122,9 +129,9 @@ def test_an_instruction_set_of_other_processors_is_refused_with_those_of_this_on
 ) -> None:
     library = copy(native_library)
     library.instruction_sets = ("avx2", "portable")
-    monkeypatch.setattr("onbeat.engine.backend.load_library", lambda: library)
+    monkeypatch.setattr("onbeat.engine.backends.table.load_library", lambda: library)
     with pytest.raises(ConfigError, match=r"amx.* avx2, portable"):
-        prepare_model(change(config, instruction_set="amx"))
+        prepare(change(config, instruction_set="amx"))
 
 
 def test_what_the_system_withholds_is_said(
@@ -133,13 +140,13 @@ def test_what_the_system_withholds_is_said(
     library = copy(native_library)
     library.instruction_sets = ("portable",)
     library.withheld = "amx (arch_prctl: Operation not permitted)"
-    monkeypatch.setattr("onbeat.engine.backend.load_library", lambda: library)
+    monkeypatch.setattr("onbeat.engine.backends.table.load_library", lambda: library)
     said: list[str] = []
-    prepare_model(config).load(said.append)
+    prepare(config).load(said.append)
     assert "amx (arch_prctl: " in said[1]
     assert "portable" in said[2]
     with pytest.raises(ConfigError, match=r"withheld: amx "):
-        prepare_model(change(config, instruction_set="amx"))
+        prepare(change(config, instruction_set="amx"))
 
 
 @pytest.mark.parametrize(
@@ -161,8 +168,8 @@ def test_activations_in_8_bits_are_for_quantized_weights(
 ) -> None:
     asked_for = change(config, activation_quantization="int8")
     with pytest.raises(ConfigError, match="--quantization int8"):
-        prepare_model(asked_for)
-    prepare_model(change(asked_for, quantization="int8"))
+        prepare(asked_for)
+    prepare(change(asked_for, quantization="int8"))
 
 
 def test_activations_are_quantized_unless_told_otherwise(
@@ -171,15 +178,14 @@ def test_activations_are_quantized_unless_told_otherwise(
     logits = []
     for way in ("auto", "none"):
         changed = change(config, quantization="int8", activation_quantization=way)
-        forward = prepare_model(changed).load(lambda _: None).runner.forward
+        forward = prepare(changed).load(lambda _: None).runner.forward
         logits.append(first_logits(lambda forward=forward, **_: forward, lengths=(9,)))
     assert 1e-4 < relative_error(*logits) < 0.05
 
 
 def test_quantized_weights_leave_more_memory(native_library: NativeLibrary, config: EngineConfig) -> None:
     plain, int8 = (
-        prepare_model(change(config, quantization=quantization)).backend.weight_bytes()
-        for quantization in ("none", "int8")
+        needs(change(config, quantization=quantization)).weight_bytes for quantization in ("none", "int8")
     )
     assert int8 < 0.4 * plain
 
@@ -188,10 +194,7 @@ def test_narrow_heads_are_counted_with_their_padding(
     native_library: NativeLibrary, config: EngineConfig
 ) -> None:
     """The model's heads are 8 wide."""
-    native, on_torch = (
-        prepare_model(change(config, backend=backend)).backend.kv_cache_spec(16).block_bytes
-        for backend in ("native", "torch")
-    )
+    native, on_torch = (needs(change(config, backend=backend)).block_bytes for backend in ("native", "torch"))
     assert native == 2 * on_torch
 
 
@@ -228,7 +231,7 @@ def test_the_start_says_which_types_are_rounded(config: EngineConfig, tmp_path: 
 
     def lines(**changes: Any) -> list[str]:
         said: list[str] = []
-        prepare_model(change(config, model=files, load_format="auto", **changes)).load(said.append)
+        prepare(change(config, model=files, load_format="auto", **changes)).load(said.append)
         return [line for line in said if line.startswith("weights of type")]
 
     (native,) = lines(dtype="bfloat16")

@@ -15,10 +15,9 @@ import transformers
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import change, make
 from onbeat.core.request import Request, SamplingParams
-from onbeat.engine.build import build_engine
 from onbeat.engine.engine_config import ActivationQuantization, EngineConfig
-from onbeat.engine.load import prepare_model
 from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.start import build_engine, prepare
 from onbeat.engine.weights import Checkpoint, open_checkpoint
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import MakeForward, on_native
@@ -236,17 +235,17 @@ def test_what_cannot_be_kept_is_refused(
     native_library: NativeLibrary, config: EngineConfig, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        prepare_model(change(config, **changes))
+        prepare(change(config, **changes))
 
 
 def test_it_is_said_and_part_of_what_blocks_depend_on(
     native_library: NativeLibrary, config: EngineConfig
 ) -> None:
     said: list[str] = []
-    loaded = prepare_model(config).load(said.append)
+    loaded = prepare(config).load(said.append)
     assert said[0].endswith("batch-invariant)")
     assert any("batch-invariant products" in line for line in said)
     layout = loaded.kv_memory().layout
     assert layout.activations.endswith("batch-invariant")
-    other = prepare_model(change(config, batch_invariant=False)).load(said.append)
+    other = prepare(change(config, batch_invariant=False)).load(said.append)
     assert other.kv_memory().layout.activations != layout.activations

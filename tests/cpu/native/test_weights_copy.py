@@ -14,7 +14,7 @@ from onbeat.core.errors import EngineError, ModelLoadError
 from onbeat.core.options import change, make
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.load import LoadedModel, prepare_model
+from onbeat.engine.loaded_model import LoadedModel, profile_key_of
 from onbeat.engine.native import set_timer, weights_copy
 from onbeat.engine.native.forward import NativeForward, NativeModel, NativeOptions
 from onbeat.engine.native.instruction_sets import SetTimes, StepKind
@@ -30,7 +30,8 @@ from onbeat.engine.native.weights_copy import (
     time_copy,
     why_no_copy,
 )
-from onbeat.engine.step_time_spec import precision_of, profile_key_of
+from onbeat.engine.start import prepare
+from onbeat.engine.step_time_spec import precision_of
 from onbeat.engine.torch.types import numpy_dtype
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import on_native, pack
@@ -180,7 +181,7 @@ def start(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(set_timer, "_LEAST_BYTES", 0)
     monkeypatch.setattr(
-        "onbeat.engine.backend.choose_instruction_set",
+        "onbeat.engine.backends.native.choose_instruction_set",
         lambda *_, **__: (native_library.instruction_sets[0], "as made up"),
     )
 
@@ -193,7 +194,7 @@ def start(
 
         monkeypatch.setattr(weights_copy, "time_copy", measure)
         said: list[str] = []
-        return prepare_model(change(config, **changes)).load(said.append), said
+        return prepare(change(config, **changes)).load(said.append), said
 
     return run
 
@@ -269,7 +270,7 @@ def test_another_set_may_be_quicker_without(
     start: Start, native_library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "onbeat.engine.backend.choose_instruction_set", lambda *_, **__: ("portable", "as made up")
+        "onbeat.engine.backends.native.choose_instruction_set", lambda *_, **__: ("portable", "as made up")
     )
     loaded, said = start(0.5)
     assert forward_of(loaded).settings["instruction_set"] == "portable"

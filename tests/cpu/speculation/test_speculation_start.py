@@ -13,13 +13,13 @@ import torch
 from onbeat import LLM, SamplingParams
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
-from onbeat.engine.build import build_engine
+from onbeat.engine.backends.base import CheckpointBackend
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.load import prepare_model
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.speculation.build import first_difference
 from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.speculative_config import read_speculative_config
+from onbeat.engine.start import build_engine, prepare
 from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.recording.reader import Recording
@@ -112,7 +112,7 @@ def test_what_cannot_be_is_refused_before_weights_are_read(
     if isinstance(speculative, str):
         speculative = draft_model(folder, speculative)
     with pytest.raises(ConfigError, match=message):
-        prepare_model(config_of(folder, speculative, **options))
+        prepare(config_of(folder, speculative, **options))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_cannot_be_is_refused_before_weights_are_read(
 )
 def test_the_start_says_what_drafts(folder: Path, method: str, what: str) -> None:
     said: list[str] = []
-    prepare_model(config_of(folder, {"method": method, "num_speculative_tokens": 5})).load(said.append)
+    prepare(config_of(folder, {"method": method, "num_speculative_tokens": 5})).load(said.append)
     assert (
         f"speculative decoding by {what}: drafts of a request in a step: "
         "as many as the load makes worthwhile, at most 5; no weights or KV cache of its own"
@@ -133,9 +133,9 @@ def test_the_start_says_what_drafts(folder: Path, method: str, what: str) -> Non
 
 def test_a_draft_models_memory_is_said_and_counted(folder: Path) -> None:
     said: list[str] = []
-    plain = prepare_model(config_of(folder, None, backend="torch"))
+    plain = prepare(config_of(folder, None, backend="torch"))
     fixed = draft_model(folder, "draft", draft_length="fixed")
-    drafted = prepare_model(config_of(folder, fixed, backend="torch"))
+    drafted = prepare(config_of(folder, fixed, backend="torch"))
     # One layer beside four: of the same memory a fifth is the draft model's.
     assert drafted.limits.num_blocks == plain.limits.num_blocks * 4 // 5
     loaded = drafted.load(said.append)
@@ -146,16 +146,19 @@ def test_a_draft_models_memory_is_said_and_counted(folder: Path) -> None:
     assert loaded.proposer is not None
     own = loaded.proposer.backend
     assert own is not None
-    assert own.kv_cache_spec(16).block_bytes * 4 == drafted.backend.kv_cache_spec(16).block_bytes
-    assert own.weight_bytes() > 0
+    assert isinstance(drafted.backend, CheckpointBackend)
+    assert own.needs(16).block_bytes * 4 == drafted.backend.needs(16).block_bytes
+    assert own.needs(16).weight_bytes > 0
 
 
 def test_memory_that_holds_no_block_of_both_is_refused(folder: Path) -> None:
-    block_bytes = prepare_model(config_of(folder, None)).backend.kv_cache_spec(16).block_bytes
+    backend = prepare(config_of(folder, None)).backend
+    assert isinstance(backend, CheckpointBackend)
+    block_bytes = backend.needs(16).block_bytes
     options: dict[str, Any] = {"kv_cache_memory_bytes": block_bytes, "max_model_len": 16}
-    assert prepare_model(config_of(folder, None, **options)).limits.num_blocks == 1
+    assert prepare(config_of(folder, None, **options)).limits.num_blocks == 1
     with pytest.raises(ConfigError, match="give the KV cache more memory"):
-        prepare_model(config_of(folder, draft_model(folder, "draft"), **options))
+        prepare(config_of(folder, draft_model(folder, "draft"), **options))
 
 
 def generate(folder: Path, speculative: dict[str, Any] | None, **options: Any) -> list[list[int]]:
@@ -194,7 +197,7 @@ def test_drafts_of_another_size_of_vocabulary_or_context(
 
 def test_quantized_drafts(folder: Path, native_library: NativeLibrary) -> None:
     speculative = METHODS["draft-model"](folder)
-    loader = prepare_model(config_of(folder, speculative, quantization="int8", backend="native"))
+    loader = prepare(config_of(folder, speculative, quantization="int8", backend="native"))
     assert loader.proposer is not None
     assert "int8 weights" in loader.proposer.description
     expected = generate(folder, None, quantization="int8")

@@ -7,7 +7,7 @@ from statistics import median_low
 
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.engine.load import LoadedModel
+from onbeat.engine.loaded_model import LoadedModel
 from onbeat.engine.profiling.batches import TIMES_AT_ONCE, BatchRow, MeasuredBatch
 from onbeat.engine.profiling.measure import StepTimer
 from onbeat.perfmodel.profile import MeasuredStep

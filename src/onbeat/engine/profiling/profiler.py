@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from onbeat import __version__
 from onbeat.core.errors import ConfigError
-from onbeat.engine.load import LoadedModel
+from onbeat.engine.loaded_model import LoadedModel, profile_key_of
 from onbeat.engine.profiling.batches import (
     BatchLimits,
     MeasuredBatch,
@@ -21,7 +21,7 @@ from onbeat.engine.profiling.batches import (
 from onbeat.engine.profiling.campaign import Campaign, OnRun
 from onbeat.engine.profiling.limits import best_limits, cpu_limits
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
-from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of, precision_of, profile_key_of
+from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of, precision_of
 from onbeat.perfmodel.best_fit import fit_best
 from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FitTarget
 from onbeat.perfmodel.profile import MachineLimits, MeasuredStep, Profile

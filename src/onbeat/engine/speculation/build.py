@@ -14,7 +14,7 @@ No drafts of its own: what is left is text that grammars prescribe, which any pr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, ModelLoadError
 from onbeat.core.protocols import Tokenizer
-from onbeat.engine.backend import Backend, choose_backend
-from onbeat.engine.device import DeviceConfig
+from onbeat.engine.backends.base import Backend, CheckpointBackend
+from onbeat.engine.backends.table import choose_backend, open_weights
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.input_batch import InputBatch
@@ -233,17 +233,6 @@ def first_difference(one: Tokenizer, other: Tokenizer) -> int | None:
     return None
 
 
-OpenWeights = Callable[[EngineConfig], Checkpoint]
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The model that drafts are for."""
-
-    config: ModelConfig
-    device: DeviceConfig
-
-
 class ProposerBuilder(Protocol):
     """A proposer that may be built."""
 
@@ -253,7 +242,7 @@ class ProposerBuilder(Protocol):
         ...
 
     @property
-    def backend(self) -> Backend | None:
+    def backend(self) -> CheckpointBackend | None:
         """Of the model that proposes, which has as many KV blocks as the target; None where none does."""
         ...
 
@@ -303,7 +292,7 @@ class DraftModelBuilder:
 
     name: str
     checkpoint: Checkpoint
-    backend: Backend
+    backend: CheckpointBackend
 
     @property
     def description(self) -> str:
@@ -317,7 +306,7 @@ class DraftModelBuilder:
 
     def build(self, forward: ForwardPass, limits: SchedulerConfig) -> Proposer:
         # What it decides is of interest for the model that it drafts for, which was told.
-        draft = self.backend.build(limits, on_progress=lambda _: None)
+        draft, _ = self.backend.build(limits, lambda _: None)
         _warm_up(draft, limits)
         return DraftModelProposer(
             draft,
@@ -328,14 +317,8 @@ class DraftModelBuilder:
         )
 
 
-def choose_proposer(
-    config: EngineConfig, target: Target, open_weights: OpenWeights
-) -> ProposerBuilder | None:
+def choose_proposer(config: EngineConfig, target: Backend) -> ProposerBuilder | None:
     """Look at what is to propose drafts; None where nothing is.
-
-    Parameters
-    ----------
-    open_weights : opens the model of a configuration.
 
     Raises
     ------
@@ -349,7 +332,7 @@ def choose_proposer(
         return NgramBuilder(speculative)
     if speculative.method == "grammar":
         return GrammarBuilder()
-    return _choose_draft_model(speculative, config, target, open_weights)
+    return _choose_draft_model(speculative, config, target)
 
 
 def _warm_up(forward: ForwardPass, limits: SchedulerConfig) -> None:
@@ -370,7 +353,7 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def _choose_draft_model(
-    speculative: SpeculativeConfig, config: EngineConfig, target: Target, open_weights: OpenWeights
+    speculative: SpeculativeConfig, config: EngineConfig, target: Backend
 ) -> DraftModelBuilder:
     assert speculative.model is not None, "the configuration has checked it"
     try:
@@ -379,7 +362,7 @@ def _choose_draft_model(
         checkpoint = open_weights(draft)
     except ModelLoadError as error:
         raise ModelLoadError(f"the draft model cannot be loaded: {error}") from error
-    size, target_size = num_parameters(checkpoint.config), num_parameters(target.config)
+    size, target_size = num_parameters(checkpoint.config), num_parameters(target.model)
     if size > target_size:
         raise ConfigError(
             f"the draft model {files.name} has {size / 1e6:.1f} million parameters, more than the "

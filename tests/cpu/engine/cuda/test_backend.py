@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine import load, step_time_spec
-from onbeat.engine.backend import choose_backend
+from onbeat.engine import memory, start, step_time_spec
+from onbeat.engine.backends import torch as cuda_backend
+from onbeat.engine.backends.table import choose_backend
+from onbeat.engine.backends.torch import CudaBackend, TorchBackend
 from onbeat.engine.container import FreeMemory
-from onbeat.engine.cuda import backend as cuda_backend
-from onbeat.engine.cuda.backend import CudaBackend
 from onbeat.engine.device import Device, DeviceConfig
 from onbeat.engine.dtypes import BFLOAT16, FLOAT32
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.model_config import Experts, ModelConfig, RopeConfig
-from onbeat.engine.torch.backend import TorchBackend
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.perfmodel.device_spec import known_device
@@ -162,10 +161,10 @@ def test_a_data_sheet_bounds_the_largest_step_as_in_simulations(
     hopper: None, monkeypatch: pytest.MonkeyPatch, name: str, limits: dict[str, Any], num_tokens: int
 ) -> None:
     monkeypatch.setattr(step_time_spec, "device_name", lambda _: name)
-    monkeypatch.setattr(load, "detect_device", lambda *_: CUDA)
-    monkeypatch.setattr(load, "open_weights", lambda _: DummyCheckpoint(LLAMA_8B))
-    monkeypatch.setattr(load, "free_memory", lambda _: FreeMemory(70 * 2**30, "the device cuda"))
-    settled = load.prepare_model(config(limits=SchedulerLimits(**limits))).limits
+    monkeypatch.setattr(start, "detect_device", lambda *_: CUDA)
+    monkeypatch.setattr(start, "open_weights", lambda _: DummyCheckpoint(LLAMA_8B))
+    monkeypatch.setattr(memory, "free_memory", lambda _: FreeMemory(70 * 2**30, "the device cuda"))
+    settled = start.prepare(config(limits=SchedulerLimits(**limits))).limits
     assert settled.max_num_batched_tokens == num_tokens
     if num_tokens in (1280, 7808):
         settings = Deployment(model="Llama-3.1-8B", device=known_device(name) or "")

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.cuda.backend import CudaBackend
+from onbeat.engine.backends.base import Room
+from onbeat.engine.backends.torch import CudaBackend, TorchBackend
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import EagerGraphs, GraphKey
 from onbeat.engine.cuda.memory import MeasuredMemory, largest_steps
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.torch.backend import TorchBackend
 from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights import DummyCheckpoint
 from onbeat.hub.files import ModelFiles
@@ -133,15 +134,16 @@ def test_a_backend_measures_then_builds_what_fits(monkeypatch: pytest.MonkeyPatc
         asked.append(num_blocks)
         return replace(limits, num_blocks=40)
 
-    fitting = backend.fit_limits(limits, settle, None, on_progress=said.append)
+    fitting = backend.fit_measured(limits, Room(0, settle, None), said.append)
     assert fitting.num_blocks == 40
-    block_bytes = backend.kv_cache_spec(16).block_bytes
+    block_bytes = backend.needs(16).block_bytes
     rest = 0.9 * memory.total - (memory.total - memory.free) - (memory.peak - memory.reserved)
     assert asked[0] * block_bytes == pytest.approx(rest, rel=0.01)
     assert said == [
         "the largest steps take 2.0 GiB beside 20.0 GiB of 80.0 GiB of the GPU's memory, as measured"
     ]
-    forward = backend.build(fitting, on_progress=said.append)
+    forward, _ = backend.build(fitting, said.append)
+    assert isinstance(forward, CudaForward)
     assert forward.options.num_blocks == 40
     assert len(said) == 1
     memory.free = 7 * GIB
@@ -151,7 +153,7 @@ def test_a_backend_measures_then_builds_what_fits(monkeypatch: pytest.MonkeyPatc
 
 def test_steps_captured_in_pieces_count_as_graphs_and_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     Memory(monkeypatch)
-    monkeypatch.setattr("onbeat.engine.cuda.backend.CudaGraphs", lambda _: EagerGraphs())
+    monkeypatch.setattr("onbeat.engine.backends.torch.CudaGraphs", lambda _: EagerGraphs())
     limits = SchedulerConfig(
         policy="sarathi", num_blocks=64, max_model_len=200, max_num_seqs=8, max_num_batched_tokens=200
     )
@@ -166,14 +168,14 @@ def test_steps_captured_in_pieces_count_as_graphs_and_serve(monkeypatch: pytest.
         config = EngineConfig(model=model, cuda_graph_pieces=pieces)
         device = DeviceConfig(CPU, FLOAT32, num_threads=1)
         backend = CudaBackend(DummyCheckpoint(TINY), device, config, ReferenceKernels)
-        backend.fit_limits(limits, settle, None, on_progress=lambda _: None)
-        forward = backend.build(limits, on_progress=lambda _: None)
+        forward, _ = backend.build(limits, lambda _: None, Room(0, settle, None))
+        assert isinstance(forward, CudaForward)
     # 16, 32, 64, 128 and 192 tokens
-    taken = (asked[0] - asked[1]) * backend.kv_cache_spec(16).block_bytes
+    taken = (asked[0] - asked[1]) * backend.needs(16).block_bytes
     assert taken == pytest.approx(5 * (24 << 20), rel=0.01)
     assert forward.settings["graphs"] == "none and pieces, up to 8 rows"
     replayed: list[GraphKey] = []
-    monkeypatch.setattr(forward._graphs, "replay", replayed.append)
+    monkeypatch.setattr(cast(Any, forward)._graphs, "replay", replayed.append)
     forward.run(largest_steps(replace(limits, max_num_batched_tokens=20))[0], wants_logits=True)
     assert replayed == [GraphKey(32, piece) for piece in range(TINY.num_layers + 1)]
 
@@ -184,7 +186,7 @@ def test_the_steps_of_a_draft_model_are_measured_too(monkeypatch: pytest.MonkeyP
     config = EngineConfig(model=ModelFiles(kind="hf", path=Path("/nowhere"), name="tiny"), enforce_eager=True)
     device, checkpoint = DeviceConfig(CPU, FLOAT32, num_threads=1), DummyCheckpoint(TINY)
     backend, other = (CudaBackend(checkpoint, device, config, ReferenceKernels) for _ in range(2))
-    draft = other if is_same else TorchBackend(checkpoint, device, "as asked for")
+    draft = other if is_same else TorchBackend("tiny", checkpoint, device, "as asked for")
     limits = SchedulerConfig(
         policy="sarathi", num_blocks=64, max_model_len=200, max_num_seqs=8, max_num_batched_tokens=300
     )
@@ -195,7 +197,9 @@ def test_the_steps_of_a_draft_model_are_measured_too(monkeypatch: pytest.MonkeyP
         return limits
 
     for each in (None, draft):
-        backend.fit_limits(limits, settle, each, on_progress=lambda _: None)
-    taken = (asked[0] - 2 * asked[1]) * backend.kv_cache_spec(16).block_bytes  # a block of each model
+        backend.fit_measured(limits, Room(0, settle, each), lambda _: None)
+    taken = (asked[0] - 2 * asked[1]) * backend.needs(16).block_bytes  # a block of each model
     # The weights of the one count as used by then; of the other nothing is measured.
-    assert taken == pytest.approx(2 * GIB + (64 << 20) if is_same else draft.weight_bytes(), abs=1 << 20)
+    assert taken == pytest.approx(
+        2 * GIB + (64 << 20) if is_same else draft.needs(16).weight_bytes, abs=1 << 20
+    )

@@ -1,4 +1,4 @@
-"""When the GPU engine serves a model, and how it is made."""
+"""The engines on torch as backends: the reference, and when the GPU engine serves a model."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from importlib.util import find_spec
 
 import torch
 
-from onbeat.engine.backend import Backend, SettleLimits
+from onbeat.engine.backends.base import CheckpointBackend, Room
 from onbeat.engine.cuda.forward import CudaForward, CudaOptions, kernel_sizes
 from onbeat.engine.cuda.graphs import CudaGraphs, EagerGraphs, Graphs, graph_sizes, piece_sizes
 from onbeat.engine.cuda.memory import MeasuredMemory, bytes_above, largest_steps, measure
 from onbeat.engine.device import DeviceConfig, compute_capability
 from onbeat.engine.dtypes import BFLOAT16
 from onbeat.engine.engine_config import EngineConfig
+from onbeat.engine.forward import ForwardPass
 from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.memory import Footprint
 from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.progress import Detail
+from onbeat.engine.progress import Detail, OnProgress
+from onbeat.engine.torch.forward import TorchForward
 from onbeat.engine.torch.kernels import ChunkBackend, GraphKernels, KernelSizes
 from onbeat.engine.torch.types import torch_device, torch_dtype
 from onbeat.engine.torch.weights import TorchWeights, load_weights
@@ -71,7 +74,42 @@ def fast_kernels(sizes: KernelSizes, chunk_backend: ChunkBackend = "fa2") -> Gra
     return FastKernels(sizes, chunk_backend=chunk_backend)
 
 
-class CudaBackend:
+class TorchBackend(CheckpointBackend):
+    """The model in torch operators: any device and type.
+
+    Parameters
+    ----------
+    name, checkpoint, device : what runs where.
+    reason : why torch.
+    """
+
+    def __init__(self, name: str, checkpoint: Checkpoint, device: DeviceConfig, reason: str) -> None:
+        self.name, self.model = name, checkpoint.config
+        self.checkpoint, self.device = checkpoint, device
+        self.description = f"by torch ({reason})"
+
+    def needs(self, block_size: int) -> Footprint:
+        """Return the memory of weights and KV in the device's type."""
+        dtype = self.device.dtype
+        kv_cache = KVCacheSpec.of_model(self.model, dtype=dtype, block_size=block_size)
+        numbers = sum(map(math.prod, parameter_shapes(self.model).values()))
+        return Footprint.of(self.model, kv_cache, numbers * dtype.itemsize)
+
+    def build(
+        self,
+        limits: SchedulerConfig,
+        say: OnProgress,  # noqa: ARG002
+        room: Room | None = None,  # noqa: ARG002
+    ) -> tuple[ForwardPass, SchedulerConfig]:
+        """Load the weights and make the KV cache."""
+        torch.set_num_threads(self.device.num_threads)
+        dtype, device = torch_dtype(self.device.dtype), torch_device(self.device.device)
+        weights = load_weights(self.checkpoint, dtype, device)
+        forward = TorchForward(weights, num_blocks=limits.num_blocks, block_size=limits.block_size)
+        return forward, limits
+
+
+class CudaBackend(TorchBackend):
     """The GPU engine; see `Backend`.
 
     Parameters
@@ -81,8 +119,7 @@ class CudaBackend:
     make_kernels : makes the operators.
     """
 
-    weights_format: str | None = None
-    embedding_format: str | None = None
+    has_graphs = True
 
     def __init__(
         self,
@@ -91,8 +128,7 @@ class CudaBackend:
         config: EngineConfig,
         make_kernels: MakeKernels,
     ) -> None:
-        self._checkpoint = checkpoint
-        self._device = device
+        super().__init__(config.model.name, checkpoint, device, "")
         self._torch_device = torch_device(device.device)
         self._config = config
         self._make_kernels = make_kernels
@@ -105,35 +141,26 @@ class CudaBackend:
         pieces = ", steps with prompts in pieces" if self._has_pieces else ""
         self.description = f"by the GPU engine ({graphs}{pieces})"
 
-    def weight_bytes(self) -> int:
-        shapes = parameter_shapes(self._checkpoint.config)
-        return sum(map(math.prod, shapes.values())) * self._device.dtype.itemsize
+    def fit_measured(self, limits: SchedulerConfig, room: Room, say: OnProgress) -> SchedulerConfig:
+        """Load the weights, measure what the largest steps take, and give the rest to the KV cache.
 
-    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        return KVCacheSpec.of_model(self._checkpoint.config, dtype=self._device.dtype, block_size=block_size)
-
-    def fit_limits(
-        self,
-        limits: SchedulerConfig,
-        settle: SettleLimits,
-        draft: Backend | None,
-        *,
-        on_progress: Callable[[str], None],
-    ) -> SchedulerConfig:
-        """Load the weights, measure what the largest steps take, and give the rest to the KV cache."""
-        draft_bytes = draft_block_bytes = 0
-        if draft is not None:
-            draft_bytes = draft.weight_bytes()
-            if isinstance(draft, CudaBackend):
+        Parameters
+        ----------
+        limits : an estimate.
+        """
+        block_bytes, draft_bytes = self.needs(limits.block_size).block_bytes, 0
+        if room.draft is not None:
+            draft = room.draft.needs(limits.block_size)
+            block_bytes, draft_bytes = block_bytes + draft.block_bytes, draft.weight_bytes
+            if isinstance(room.draft, CudaBackend):
                 # It verifies nothing.
-                draft_bytes = draft._measured(replace(limits, speculation=None)).still_bytes
-            draft_block_bytes = draft.kv_cache_spec(limits.block_size).block_bytes
+                draft_bytes = room.draft._measured(replace(limits, speculation=None)).still_bytes
         measured = self._measured(limits)
-        on_progress(Detail(measured))
-        return settle(
+        say(Detail(measured))
+        return room.settle(
             measured.num_blocks(
                 self._utilization,
-                block_bytes=self.kv_cache_spec(limits.block_size).block_bytes + draft_block_bytes,
+                block_bytes=block_bytes,
                 other_bytes=draft_bytes,
                 wanted=None if self._config.kv_cache_memory_bytes is None else limits.num_blocks,
             )
@@ -148,7 +175,7 @@ class CudaBackend:
             self._torch_device,
             lambda num_blocks: self._make(limits, num_blocks, EagerGraphs()),
             largest_steps(limits),
-            block_bytes=self.kv_cache_spec(limits.block_size).block_bytes,
+            block_bytes=self.needs(limits.block_size).block_bytes,
             num_graphs=0 if self._is_eager else len(captured),
         )
 
@@ -156,23 +183,23 @@ class CudaBackend:
         return piece_sizes(limits.max_num_batched_tokens) if self._has_pieces else ()
 
     def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:
-        # Until it is measured.
+        """Return an estimate, until it is measured."""
         return int((spare_bytes - step_bytes) * self._utilization)
 
     def build(
-        self,
-        limits: SchedulerConfig,
-        *,
-        on_progress: Callable[[str], None],  # noqa: ARG002
-        spare_bytes: int = 0,  # noqa: ARG002
-    ) -> CudaForward:
+        self, limits: SchedulerConfig, say: OnProgress, room: Room | None = None
+    ) -> tuple[ForwardPass, SchedulerConfig]:
+        """Load the weights, measure memory, and capture the graphs."""
+        if room is not None:
+            limits = self.fit_measured(limits, room, say)
         self._prepare()
         graphs = EagerGraphs() if self._is_eager else CudaGraphs(self._torch_device)
-        return self._make(limits, limits.num_blocks, graphs)
+        return self._make(limits, limits.num_blocks, graphs), limits
 
-    def tell_excess(self, on_progress: Callable[[str], None]) -> None:
+    def tell_excess(self, say: OnProgress) -> None:
+        """Say it; see `Backend.tell_excess`."""
         if (excess := bytes_above(self._torch_device, self._utilization)) > 0:
-            on_progress(
+            say(
                 f"the GPU engine took {excess / 2**20:.0f} MiB more than its share of the memory: its graphs "
                 "are larger than was planned for"
             )
@@ -183,7 +210,7 @@ class CudaBackend:
             return
         # Threads of torch would wait for their next work at full speed, on cores that other processes need.
         torch.set_num_threads(1)
-        self._weights = load_weights(self._checkpoint, torch_dtype(self._device.dtype), self._torch_device)
+        self._weights = load_weights(self.checkpoint, torch_dtype(self.device.dtype), self._torch_device)
 
     def _make(self, limits: SchedulerConfig, num_blocks: int, graphs: Graphs) -> CudaForward:
         options = CudaOptions(

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from onbeat.core.errors import ConfigError, DoesNotFit
 from onbeat.core.protocols import Tokenizer
-from onbeat.core.step import BatchShape
+from onbeat.core.step_time import StepTimeModel
+from onbeat.engine.backends.base import Backend, CheckpointBackend, Room, SettleLimits
 from onbeat.engine.device import CPU, DeviceConfig
 from onbeat.engine.dtypes import DTYPES
 from onbeat.engine.engine_config import EngineConfig, MemoryShare, native_settings
-from onbeat.engine.load import LoadedModel, say_limits
+from onbeat.engine.forward import ForwardPass
 from onbeat.engine.model_config import ModelConfig, RopeConfig
-from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.progress import OnProgress
+from onbeat.engine.speculation.verifier import TokenSampler
 from onbeat.engine.stand_in.forward import StandInForward, StandInSampler
-from onbeat.engine.step_time_source import StepTime
 from onbeat.engine.step_time_spec import model_spec_of, precision_of
-from onbeat.engine.step_watch import StepWatch
 from onbeat.engine.weights import read_model_config
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import KNOWN_MODELS
@@ -31,8 +28,7 @@ from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import roofline_predictor
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.utilisation import StepOperations
-from onbeat.scheduler.replica.policies import composition, largest_step, settle
+from onbeat.scheduler.replica.policies import composition, largest_step
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET
 from onbeat.scheduler.scheduler_config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits
 from onbeat.text.tokenizer import load_tokenizer
@@ -52,111 +48,83 @@ _PROCESS_BYTES = 128 << 20
 """Of a stand-in: its interpreter and tokenizer, as measured; its KV is a number a token."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StandInLoader:
-    """Everything that can be refused has been; see `engine.load.ModelLoader`."""
-
-    name: str
-    description: StepTimeDescription
-    """What it stands in for."""
-    device: DeviceConfig
-    """Where the stand-in itself runs, and the type that it stands in for."""
-    limits: SchedulerConfig
-    tokenizer_path: Path
-
-    @property
-    def deployment(self) -> str:
-        """What it stands in for, in words."""
-        tensor = self.description.parallelism.tensor
-        devices = self.description.device.id if tensor == 1 else f"{tensor} x {self.description.device.id}"
-        return f"{self.description.model.name} on {devices}"
-
-    def step_seconds(self) -> Callable[[BatchShape], float]:
-        """Return how long a step takes."""
-        return roofline_predictor(self.description).step_time
-
-    def load(self, on_progress: OnProgress) -> LoadedModel:
-        """Make the KV cache, and run a first step."""
-        tokenizer = load_tokenizer(self.tokenizer_path)
-        limits = self.limits
-        on_progress(
-            f"stand-in for {self.deployment} ({self.description.precision}): steps take their "
-            f"predicted time, answers mean nothing; tokenizer of {self.tokenizer_path}"
-        )
-        say_limits(limits, on_progress)
-        config = _model_config(self.description.model, tokenizer)
-        forward = StandInForward(
-            config,
-            ordinary_ids=_ordinary_ids(tokenizer),
-            step_seconds=self.step_seconds(),
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            settings={"backend": "stand-in", "stands_in_for": self.deployment},
-        )
-        runner = ModelRunner.within(limits, forward, StandInSampler())
-        runner.warm_up()
-        return LoadedModel(
-            name=self.name,
-            config=config,
-            device=self.device,
-            limits=limits,
-            runner=runner,
-            weights_format=None,
-            embedding_format=None,
-            stands_in_for=self.description,
-        )
-
-
-def stand_in_step_time(source: str, loaded: LoadedModel, on_progress: OnProgress) -> StepTime:
-    """Return what predicts a stand-in's steps: the roofline that they follow, which learns all the same.
+class StandInBackend(Backend):
+    """No model: steps take the time that the roofline predicts for another device.
 
     Parameters
     ----------
-    source : of `SOURCES`.
-    """
-    if source == "none":
-        on_progress("step times: not predicted")
-        return StepTime(None, None)
-    what = loaded.stands_in_for
-    assert what is not None
-    model, tensor = what.predictor(), what.parallelism.tensor
-    watch = StepWatch(
-        StepOperations(what.model, what.precision),
-        memory_bandwidth=tensor * what.device.memory_bandwidth,
-        peak_flops=tensor * what.device.peak(what.precision.compute),
-        drift=lambda: model.drift,
-        was_measured=False,
-    )
-    return StepTime(model, watch, what)
-
-
-def prepare_stand_in(config: EngineConfig) -> StandInLoader:
-    """Look at what the stand-in is for, and at the limits.
+    config : what it stands in for, and the limits.
 
     Raises
     ------
     ConfigError : the model, the device or a number format is not known, something does not go together, or
         the machine has no memory for so many.
     """
-    _check(config)
-    _check_memory(config.memory_share)
-    device = find_device(config.device)
-    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
-    precision = _precision(dtype)
-    device.peak(precision.compute)
-    description = StepTimeDescription(
-        model=sizes_of(config.model),
-        device=device,
-        parallelism=Parallelism(tensor=config.tensor_parallel_size),
-        precision=precision,
-    )
-    return StandInLoader(
-        name=config.model.name,
-        description=description,
-        device=DeviceConfig(CPU, DTYPES[dtype], num_threads=1),
-        limits=_limits(config, description),
-        tokenizer_path=config.model.path,
-    )
+
+    description = "by a stand-in"
+
+    def __init__(self, config: EngineConfig) -> None:
+        _check(config)
+        _check_memory(config.memory_share)
+        dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+        device, precision = find_device(config.device), _precision(dtype)
+        device.peak(precision.compute)
+        self.name = config.model.name
+        self.stands_in_for = self._what = StepTimeDescription(
+            model=sizes_of(config.model),
+            device=device,
+            parallelism=Parallelism(tensor=config.tensor_parallel_size),
+            precision=precision,
+        )
+        self.device = DeviceConfig(CPU, DTYPES[dtype], num_threads=1)
+        self._tokenizer_path = config.model.path
+        self._tokenizer = load_tokenizer(config.model.path)
+        self.model = _model_config(self._what.model, self._tokenizer)
+        tensor = self._what.parallelism.tensor
+        devices = device.id if tensor == 1 else f"{tensor} x {device.id}"
+        self.deployment = f"{self._what.model.name} on {devices}"
+        """What it stands in for, in words."""
+
+    def headline(self) -> str:
+        """Say what it stands in for, and that answers mean nothing."""
+        return (
+            f"stand-in for {self.deployment} ({self._what.precision}): steps take their predicted time, "
+            f"answers mean nothing; tokenizer of {self._tokenizer_path}"
+        )
+
+    def ahead(self) -> StepTimeModel:
+        """Return what steps will take."""
+        return self._what.predictor()
+
+    def fit(
+        self,
+        config: EngineConfig,
+        settle: SettleLimits,
+        draft: CheckpointBackend | None = None,  # noqa: ARG002 -- which `_check` refuses
+    ) -> tuple[SchedulerConfig, int]:
+        """Decide what the user left open, as the memory of the other device allows."""
+        return settle(_num_blocks(config, self._what)), 0
+
+    def build(
+        self,
+        limits: SchedulerConfig,
+        say: OnProgress,  # noqa: ARG002
+        room: Room | None = None,  # noqa: ARG002
+    ) -> tuple[ForwardPass, SchedulerConfig]:
+        """Make the KV cache."""
+        forward = StandInForward(
+            self.model,
+            ordinary_ids=_ordinary_ids(self._tokenizer),
+            step_seconds=roofline_predictor(self._what).step_time,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            settings={"backend": "stand-in", "stands_in_for": self.deployment},
+        )
+        return forward, limits
+
+    def sampler(self) -> TokenSampler:
+        """Return what takes the tokens that the stand-in makes up."""
+        return StandInSampler()
 
 
 def _check_memory(share: MemoryShare | None) -> None:
@@ -201,25 +169,17 @@ def _check(config: EngineConfig) -> None:
         )
 
 
-def _limits(config: EngineConfig, description: StepTimeDescription) -> SchedulerConfig:
-    """Decide what the user left open, as the device's memory allows."""
-    limits, kv_bytes = config.limits, config.kv_cache_memory_bytes
-    model, size = description.model, limits.block_size
+def _num_blocks(config: EngineConfig, description: StepTimeDescription) -> int:
+    limits, kv_bytes, model = config.limits, config.kv_cache_memory_bytes, description.model
     if kv_bytes is None:
-        num_blocks = _blocks_that_fit(limits, description, config.gpu_memory_utilization)
-    else:
-        block_bytes = int(model.kv_bytes_per_token(description.precision) * size)
-        num_blocks = kv_bytes // block_bytes
-        if num_blocks < 1:
-            raise ConfigError(
-                f"{kv_bytes} bytes of KV cache hold no block: one of {size} tokens of {model.name} takes "
-                f"{block_bytes} bytes; give the KV cache more memory"
-            )
-    longest = limits.max_model_len or model.max_position_embeddings
-    num_blocks = min(num_blocks, limits.max_num_seqs * -(-longest // size))
-    return settle(
-        limits, num_blocks=num_blocks, model_len=model.max_position_embeddings, model=description.predictor()
-    )
+        return _blocks_that_fit(limits, description, config.gpu_memory_utilization)
+    block_bytes = int(model.kv_bytes_per_token(description.precision) * limits.block_size)
+    if kv_bytes < block_bytes:
+        raise ConfigError(
+            f"{kv_bytes} bytes of KV cache hold no block: one of {limits.block_size} tokens of {model.name} "
+            f"takes {block_bytes} bytes; give the KV cache more memory"
+        )
+    return kv_bytes // block_bytes
 
 
 def _blocks_that_fit(limits: SchedulerLimits, what: StepTimeDescription, utilization: float) -> int:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.busy import OthersMeter
-from onbeat.engine.load import LoadedModel
+from onbeat.engine.loaded_model import LoadedModel, profile_key_of
 from onbeat.engine.profiling.first_look import time_both
 from onbeat.engine.profiling.profiler import QUICK, limits_of, profile_model
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.speculation.build import DraftModelBuilder
-from onbeat.engine.step_time_spec import device_spec_of, model_spec_of, precision_of, profile_key_of
+from onbeat.engine.step_time_spec import device_spec_of, model_spec_of, precision_of
 from onbeat.engine.step_watch import StepWatch
 from onbeat.perfmodel.description import AnyDescription, SpeculativeDescription, StepTimeDescription
 from onbeat.perfmodel.fitted import FittedModel
@@ -57,6 +57,8 @@ def choose_step_time(source: str, loaded: LoadedModel, on_progress: OnProgress) 
     if source == "none":
         on_progress("step times: not predicted")
         return StepTime(None, None)
+    if loaded.stands_in_for is not None:
+        return _of_stand_in(loaded.stands_in_for)
     precision = precision_of(loaded.device.dtype, loaded.weights_format, loaded.embedding_format)
     if precision is None:
         reason = f"no step-time model knows {loaded.device.dtype.name}"
@@ -65,6 +67,19 @@ def choose_step_time(source: str, loaded: LoadedModel, on_progress: OnProgress) 
         on_progress(f"step times: not predicted, {reason}")
         return StepTime(None, None)
     return _Chooser(loaded, precision, on_progress).choose(source)
+
+
+def _of_stand_in(what: StepTimeDescription) -> StepTime:
+    """Return the roofline that the steps of a stand-in follow; it learns all the same."""
+    model, tensor = what.predictor(), what.parallelism.tensor
+    watch = StepWatch(
+        StepOperations(what.model, what.precision),
+        memory_bandwidth=tensor * what.device.memory_bandwidth,
+        peak_flops=tensor * what.device.peak(what.precision.compute),
+        drift=lambda: model.drift,
+        was_measured=False,
+    )
+    return StepTime(model, watch, what)
 
 
 class _Chooser:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.backend import Backend
 from onbeat.engine.container import FreeMemory
 from onbeat.engine.device import Device, free_memory
+from onbeat.engine.engine_config import MemoryShare
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.weights import parameter_shapes
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET
-from onbeat.scheduler.scheduler_config import SchedulerLimits
+from onbeat.scheduler.scheduler_config import SchedulerConfig, SchedulerLimits
 
 _START_BYTES = 160 * 2**20
 """What the engine takes while it starts, then gives back: most of it an array that no cache holds."""
@@ -42,8 +42,8 @@ class Footprint:
     """Of each row that samples, about."""
 
     @classmethod
-    def of(cls, config: ModelConfig, backend: Backend, draft: Backend | None, block_size: int) -> Footprint:
-        """Return what a model will take; `draft`: of the model that proposes drafts, if one does."""
+    def of(cls, config: ModelConfig, kv_cache: KVCacheSpec, weight_bytes: int) -> Footprint:
+        """Return what a model takes whose KV cache and weights take so much."""
         largest = max(math.prod(shape) for shape in parameter_shapes(config).values())
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         experts = config.experts
@@ -51,13 +51,18 @@ class Footprint:
         width = 0 if experts is None else experts.num_per_token * experts.intermediate_size
         numbers = 3 * config.hidden_size + 2 * heads + 2 * max(config.intermediate_size, width)
         return cls(
-            kv_cache=backend.kv_cache_spec(block_size),
-            draft_block_bytes=0 if draft is None else draft.kv_cache_spec(block_size).block_bytes,
-            weight_bytes=backend.weight_bytes() + (0 if draft is None else draft.weight_bytes()),
+            kv_cache=kv_cache,
+            draft_block_bytes=0,
+            weight_bytes=weight_bytes,
             load_bytes=largest * _FLOAT_BYTES,
             token_bytes=numbers * _FLOAT_BYTES,
             row_bytes=2 * config.vocab_size * _FLOAT_BYTES,  # logits and probabilities
         )
+
+    def beside(self, draft: Footprint) -> Footprint:
+        """Return what both models take, of which the other proposes drafts for this one."""
+        weight_bytes = self.weight_bytes + draft.weight_bytes
+        return replace(self, draft_block_bytes=draft.block_bytes, weight_bytes=weight_bytes)
 
     @property
     def block_bytes(self) -> int:
@@ -142,6 +147,55 @@ class Footprint:
         """Return what loading the model or the largest step takes, whichever is more."""
         step = num_tokens * self.token_bytes + num_rows * self.row_bytes
         return max(_START_BYTES, self.load_bytes, step)
+
+
+def free_for(share: MemoryShare | None, device: Device) -> FreeMemory:
+    """Return how much memory an engine may take: what is free, or its share of that."""
+    free = free_memory(device)
+    if share is None or device.type != "cpu":
+        return free
+    own = FreeMemory(
+        share.total_bytes // share.num_shares,
+        f"this machine, shared by {share.num_shares} replicas,",
+        share.num_shares,
+    )
+    return min(own, free)
+
+
+def fit(
+    kv_cache_bytes: int | None,
+    limits: SchedulerLimits,
+    free: FreeMemory,
+    footprint: Footprint,
+    settle: Callable[[int], SchedulerConfig],
+    default_kv_bytes: Callable[[int, int], int],
+) -> tuple[SchedulerConfig, int]:
+    """Decide what the user left open, from the memory that the model takes and the memory there is.
+
+    Parameters
+    ----------
+    kv_cache_bytes : that the user gave, if any.
+    settle : from a number of KV blocks to limits.
+    default_kv_bytes : from the bytes that the weights leave and those that steps take to the KV cache's.
+
+    Returns
+    -------
+    tuple
+        The limits, and the bytes that are left beside all that they let the engine take.
+
+    Raises
+    ------
+    ConfigError : what the user gave cannot be kept.
+    """
+    footprint.check_weights(free, kv_cache_bytes=kv_cache_bytes or 0)
+    default = default_kv_bytes(free.num_bytes - footprint.weight_bytes, footprint.step_bytes(limits))
+    settled = settle(footprint.num_blocks_in(kv_cache_bytes or default))
+    return settled, footprint.check_fits(
+        free,
+        num_blocks=settled.num_blocks,
+        num_tokens=settled.max_num_batched_tokens,
+        num_rows=settled.max_num_seqs,
+    )
 
 
 @contextmanager

@@ -1,63 +1,45 @@
-"""From a configuration to a running engine: model, step-time model, scheduler, step loop."""
+"""From a configuration to a running engine: backend, limits, model, step times, step loop."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Protocol
 
 from onbeat import __version__
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import EngineInfo
+from onbeat.core.step_time import StepTimeModel
+from onbeat.engine.backends.base import Backend, Room, SettleLimits
+from onbeat.engine.backends.stand_in import StandInBackend
+from onbeat.engine.backends.table import choose_backend, open_weights
 from onbeat.engine.core import EngineCore
-from onbeat.engine.device import DeviceConfig
+from onbeat.engine.device import detect_device
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.executor import ThreadExecutor
-from onbeat.engine.footprint import short_memory_in_words
 from onbeat.engine.grammar_port import GrammarPort
-from onbeat.engine.load import LoadedModel, prepare_model
+from onbeat.engine.loaded_model import LoadedModel
+from onbeat.engine.memory import short_memory_in_words
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.objective_watch import ObjectiveWatch
 from onbeat.engine.pooling import choose_pooling
-from onbeat.engine.progress import OnProgress
-from onbeat.engine.stand_in.load import prepare_stand_in, stand_in_step_time
-from onbeat.engine.step_time_source import StepTime, choose_step_time
+from onbeat.engine.progress import Detail, OnProgress
+from onbeat.engine.speculation.build import ProposerBuilder, choose_proposer
 from onbeat.engine.step_time_spec import precision_of
+from onbeat.engine.step_times import StepTime, choose_step_time
 from onbeat.engine.weights.digests import unchanged
 from onbeat.recording.log import RecordHeader
 from onbeat.recording.writer import create_record
 from onbeat.scheduler.replica.idle_check import IdleCheck
-from onbeat.scheduler.replica.policies import composition
+from onbeat.scheduler.replica.policies import composition, settle
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.text.sampling_defaults import sampling_defaults
 
 _SWITCH_SECONDS = 2e-4
 """Between threads of the interpreter: at its 5 ms one that plans would hold up another that launches."""
-
-
-class Loader(Protocol):
-    """Has refused whatever can be, and loaded nothing large."""
-
-    @property
-    def device(self) -> DeviceConfig: ...
-
-    @property
-    def limits(self) -> SchedulerConfig: ...
-
-    def load(self, on_progress: OnProgress) -> LoadedModel: ...
-
-
-_ChooseStepTime = Callable[[str, LoadedModel, OnProgress], StepTime]
-SOURCES: Mapping[str, tuple[Callable[[EngineConfig], Loader], _ChooseStepTime]] = {
-    "auto": (prepare_model, choose_step_time),
-    "dummy": (prepare_model, choose_step_time),
-    "stand-in": (prepare_stand_in, stand_in_step_time),
-}
-"""Load format -> where the model comes from, and what predicts its steps."""
 
 
 def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineCore, EngineInfo]:
@@ -67,17 +49,16 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     ------
     ConfigError : the model cannot be loaded, or limits and memory do not go together.
     """
-    prepare, predict = SOURCES[config.load_format]
     with unchanged(config.model) as digests:
         loader = prepare(config)
         _check_predictions(config, loader)
         chosen = config.generation_config, config.override_generation_config
         defaults = sampling_defaults(config.model.path, *chosen)
         start_record = create_record(config.record) if config.record else None
-        with short_memory_in_words(loader.device.device):
+        with short_memory_in_words(loader.backend.device.device):
             loaded = loader.load(on_progress)
             loaded = replace(loaded, limits=replace(loaded.limits, window_tokens=config.window_tokens))
-            step_time = predict(config.step_time_profile, loaded, on_progress)
+            step_time = choose_step_time(config.step_time_profile, loaded, on_progress)
     objectives = _watch_objectives(config, loaded, step_time, on_progress)
     if defaults:
         values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
@@ -124,13 +105,13 @@ def _close(runner: ModelRunner) -> None:
     runner.forward.close()
 
 
-def _check_predictions(config: EngineConfig, loader: Loader) -> None:
+def _check_predictions(config: EngineConfig, loader: ModelLoader) -> None:
     """Say before the weights are read that something will lack the step times that it plans with."""
     why, cure = None, ""
     if config.step_time_profile == "none":
         why, cure = "the step-time profile is 'none'", "leave --step-time-profile out, or "
-    elif precision_of(loader.device.dtype) is None:
-        dtype = loader.device.dtype.name
+    elif precision_of(loader.backend.device.dtype) is None:
+        dtype = loader.backend.device.dtype.name
         why, cure = f"no step-time model knows {dtype}", "choose another --dtype, or "
     if why is None:
         return
@@ -202,4 +183,124 @@ def _record_header(loaded: LoadedModel, info: EngineInfo, *, max_in_flight_steps
         scheduler=asdict(loaded.limits),
         engine=engine,
         max_in_flight_steps=max_in_flight_steps,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoader:
+    """Everything that can be refused has been, and nothing large is loaded."""
+
+    config: EngineConfig
+    backend: Backend
+    proposer: ProposerBuilder | None
+    limits: SchedulerConfig
+    spare_bytes: int
+    """Memory that is left beside all that the engine needs."""
+    settle: SettleLimits
+
+    def load(self, say: OnProgress) -> LoadedModel:
+        """Load the weights, make the KV cache, and run a first step.
+
+        Raises
+        ------
+        ConfigError : a weight is missing or cannot be read.
+        """
+        backend, proposer = self.backend, None
+        say(backend.headline())
+        for line in backend.remarks(self.config):
+            say(line)
+        draft = None if self.proposer is None else self.proposer.backend
+        forward, limits = backend.build(self.limits, say, Room(self.spare_bytes, self.settle, draft))
+        if self.proposer is not None:
+            say(_describe_proposer(self.proposer, limits))
+            proposer = self.proposer.build(forward, limits)
+        _say_limits(limits, say)
+        runner = ModelRunner.within(limits, forward, backend.sampler(), proposer)
+        say(Detail("warming up"))
+        runner.warm_up()
+        backend.tell_excess(say)
+        return LoadedModel(
+            name=backend.name,
+            config=forward.config,
+            device=backend.device,
+            limits=limits,
+            runner=runner,
+            weights_format=backend.weights_format,
+            embedding_format=backend.embedding_format,
+            proposer=self.proposer,
+            stands_in_for=backend.stands_in_for,
+        )
+
+
+def prepare(config: EngineConfig) -> ModelLoader:
+    """Choose a backend, and fit the limits to the memory that it has.
+
+    Raises
+    ------
+    ConfigError : the model cannot be loaded, or limits and memory do not go together.
+    """
+    backend = _choose(config)
+    proposer = choose_proposer(config, backend)
+    settle = partial(_settle, config, backend.model.max_position_embeddings, backend.ahead())
+    limits, spare_bytes = backend.fit(config, settle, None if proposer is None else proposer.backend)
+    return ModelLoader(config, backend, proposer, limits, spare_bytes, settle)
+
+
+def _choose(config: EngineConfig) -> Backend:
+    if config.load_format == "stand-in":
+        return StandInBackend(config)
+    device = detect_device(config.device, config.dtype, config.threads)
+    checkpoint = open_weights(config)
+    choose_pooling(config.pooling, checkpoint.config)
+    return choose_backend(config, checkpoint, device)
+
+
+def _say_limits(limits: SchedulerConfig, say: OnProgress) -> None:
+    """Say how much room there is, and by which rules it is used."""
+    say(
+        f"KV cache: room for {limits.num_blocks * limits.block_size:,} tokens; one request may have "
+        f"{limits.max_model_len:,}"
+    )
+    say(
+        Detail(
+            f"{limits.num_blocks} blocks of {limits.block_size} tokens, policy {limits.policy}, "
+            f"{limits.max_num_batched_tokens} tokens a step"
+        )
+    )
+
+
+def _settle(
+    config: EngineConfig, model_len: int, step_time: StepTimeModel | None, num_blocks: int
+) -> SchedulerConfig:
+    """Return limits that go with a number of KV blocks, or with fewer.
+
+    Parameters
+    ----------
+    step_time : derives how many tokens the largest step has; None where nothing is known of the device yet.
+    """
+    limits = config.limits
+    wanted_len = limits.max_model_len or model_len
+    return settle(
+        limits,
+        # More blocks than every slot can fill would be memory for nothing.
+        num_blocks=min(num_blocks, limits.max_num_seqs * -(-wanted_len // limits.block_size)),
+        model_len=model_len,
+        model=step_time,
+        speculation=None if config.speculative is None else config.speculative.for_scheduler(),
+    )
+
+
+def _describe_proposer(proposer: ProposerBuilder, limits: SchedulerConfig) -> str:
+    """Say what proposes drafts, how many, and what memory it takes of its own."""
+    assert limits.speculation is not None
+    most = limits.speculation.num_speculative_tokens
+    length = {"adaptive": f"as many as the load makes worthwhile, at most {most}", "fixed": f"always {most}"}
+    memory = "no weights or KV cache of its own"
+    if (backend := proposer.backend) is not None:
+        needs = backend.needs(limits.block_size)
+        kv_bytes = limits.num_blocks * needs.block_bytes
+        memory = f"{needs.weight_bytes / 2**20:.0f} MiB of weights and {kv_bytes / 2**20:.0f} MiB of KV cache"
+    return (
+        f"speculative decoding by {proposer.description}: drafts of a request in a step: "
+        f"{length[limits.speculation.draft_length]}; {memory}"
     )

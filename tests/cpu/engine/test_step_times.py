@@ -17,15 +17,14 @@ from onbeat.core.options import change, make
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape, StepStats
-from onbeat.engine.build import build_engine
 from onbeat.engine.busy import Others, OthersMeter
 from onbeat.engine.engine_config import EngineConfig
-from onbeat.engine.load import prepare_model
 from onbeat.engine.profiling.batches import MeasuredBatch
 from onbeat.engine.profiling.measure import StepTimer
 from onbeat.engine.profiling.profiler import ProfileSettings, profile_model
 from onbeat.engine.progress import Detail
-from onbeat.engine.step_time_source import choose_step_time
+from onbeat.engine.start import build_engine, prepare
+from onbeat.engine.step_times import choose_step_time
 from onbeat.engine.step_watch import StepWatch
 from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.correction import Drift
@@ -55,7 +54,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def profile(config: EngineConfig) -> Profile:
-    return profile_model(prepare_model(config).load(lambda _: None), SHORT).profile
+    return profile_model(prepare(config).load(lambda _: None), SHORT).profile
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +134,7 @@ def test_a_decode_that_takes_long_is_all_that_a_start_waits_for(config, monkeypa
 
 
 def test_what_was_timed_at_the_start_leaves_nothing_behind(config):
-    loaded = prepare_model(config).load(lambda _: None)
+    loaded = prepare(config).load(lambda _: None)
     chosen = choose_step_time("auto", loaded, lambda _: None)
     assert chosen.description is not None
     (decode, prompt) = chosen.description.paces
@@ -345,7 +344,7 @@ def test_what_was_only_computed_cannot_drift(caplog):
 
 
 def test_predicting_and_judging_a_step_costs_microseconds(config):
-    loaded = prepare_model(config).load(lambda _: None)
+    loaded = prepare(config).load(lambda _: None)
     chosen = choose_step_time("roofline", loaded, lambda _: None)
     assert chosen.model is not None
     assert chosen.watch is not None

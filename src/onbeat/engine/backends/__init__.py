@@ -1,0 +1,1 @@
+"""What computes the steps of an engine: native, torch (plain or on a GPU), or a stand-in."""

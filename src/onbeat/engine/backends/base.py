@@ -1,0 +1,162 @@
+"""What computes an engine's steps, as its start sees it. A new kind is one file, and one entry in a table."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, Protocol
+
+from onbeat.core.step_time import StepTimeModel
+from onbeat.engine.device import DeviceConfig, missed_gpu, thread_advice
+from onbeat.engine.engine_config import DEFAULT_GPU_UTILIZATION, EngineConfig
+from onbeat.engine.forward import ForwardPass
+from onbeat.engine.kv_cache import modest_kv_bytes
+from onbeat.engine.memory import Footprint, fit, free_for
+from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.progress import OnProgress
+from onbeat.engine.sampler import Sampler
+from onbeat.engine.speculation.verifier import TokenSampler
+from onbeat.engine.step_time_spec import by_data_sheet
+from onbeat.engine.weights import Checkpoint
+from onbeat.engine.weights.rounding import loading_remarks
+from onbeat.perfmodel.description import StepTimeDescription
+from onbeat.scheduler.scheduler_config import SchedulerConfig
+
+SettleLimits = Callable[[int], SchedulerConfig]
+"""From a number of KV blocks to limits that go with it."""
+
+
+class Room(NamedTuple):
+    """What the start of an engine leaves to the backend that serves."""
+
+    spare_bytes: int
+    """Memory beside weights, KV cache and what steps need."""
+    settle: SettleLimits
+    """For a backend that finds out itself how many blocks there can be."""
+    draft: CheckpointBackend | None
+    """Of the model that makes drafts, which will be built with the same limits."""
+
+
+class Backend(Protocol):
+    """How one model becomes a forward pass on one device.
+
+    One that is made has refused all that can be refused, and has loaded nothing large.
+    """
+
+    name: str
+    """The model's."""
+    model: ModelConfig
+    device: DeviceConfig
+    description: str
+    """What runs, and why it and not another, for people."""
+    weights_format: str | None = None
+    """Number format of most weights; None where they are of the device's type."""
+    embedding_format: str | None = None
+    """Of the LM head, likewise."""
+    stands_in_for: StepTimeDescription | None = None
+    """What takes its time elsewhere; None where the model runs here."""
+
+    def build(
+        self, limits: SchedulerConfig, say: OnProgress, room: Room | None = None
+    ) -> tuple[ForwardPass, SchedulerConfig]:
+        """Load the weights and make the KV cache; return limits that go with it.
+
+        Parameters
+        ----------
+        limits : of what steps may be planned, and of the KV cache.
+        say : told what was decided on the way.
+        room : None for a model that makes drafts: its limits stay as they are.
+
+        Raises
+        ------
+        ConfigError : a weight cannot be read, or memory is short.
+        """
+        ...
+
+    def headline(self) -> str:
+        """Say what is about to be loaded."""
+        device = self.device
+        return (
+            f"loading {self.name} ({self.model.architecture}) in {device.dtype.name} on {device.device} with "
+            f"{device.num_threads} threads, {self.description}"
+        )
+
+    def ahead(self) -> StepTimeModel | None:
+        """Return step times that are known before anything is loaded: they bound the largest step."""
+        return by_data_sheet(self.model, self.name, self.device)
+
+    def fit(
+        self, config: EngineConfig, settle: SettleLimits, draft: CheckpointBackend | None = None
+    ) -> tuple[SchedulerConfig, int]:
+        """Return limits that go with the memory there is, and the bytes that are left beside all of it.
+
+        Raises
+        ------
+        ConfigError : what the user gave cannot be kept.
+        """
+        ...
+
+    def sampler(self) -> TokenSampler:
+        """Return what chooses tokens on the host."""
+        return Sampler(self.model.vocab_size)
+
+    def remarks(self, config: EngineConfig) -> Iterator[str]:  # noqa: ARG002
+        """Yield lines on what is rounded or left out, and on options that change nothing here."""
+        return iter(())
+
+    def tell_excess(self, say: OnProgress) -> None:  # noqa: ARG002
+        """Say by how much more memory was taken than may be, once all is there, a draft model included."""
+        return
+
+
+class CheckpointBackend(Backend):
+    """One that reads the weights of a checkpoint."""
+
+    checkpoint: Checkpoint
+    has_graphs: bool = False
+
+    @abstractmethod
+    def needs(self, block_size: int) -> Footprint:
+        """Return the memory that the model takes, as calculated."""
+
+    def fit(
+        self, config: EngineConfig, settle: SettleLimits, draft: CheckpointBackend | None = None
+    ) -> tuple[SchedulerConfig, int]:
+        """Calculate them from `needs`; see `Backend.fit`."""
+        block_size = config.limits.block_size
+        footprint = self.needs(block_size)
+        if draft is not None:
+            footprint = footprint.beside(draft.needs(block_size))
+        free = free_for(config.memory_share, self.device.device)
+        return fit(
+            config.kv_cache_memory_bytes, config.limits, free, footprint, settle, self.default_kv_bytes
+        )
+
+    def default_kv_bytes(self, spare_bytes: int, step_bytes: int) -> int:  # noqa: ARG002
+        """Return what the KV cache takes where the user gives no size.
+
+        Parameters
+        ----------
+        spare_bytes : that the weights leave.
+        step_bytes : of those, what the largest steps take, about.
+        """
+        return modest_kv_bytes(spare_bytes)
+
+    def plain_names(self) -> Iterable[str]:
+        """Return the parameters of matrices that it keeps as plain numbers."""
+        return self.checkpoint.names()
+
+    def remarks(self, config: EngineConfig) -> Iterator[str]:
+        """Yield them; see `Backend.remarks`."""
+        if (advice := thread_advice(self.device)) is not None:
+            yield advice
+        yield from loading_remarks(self.checkpoint, self.plain_names(), self.device.dtype)
+        if config.device == "auto" and (lacks := missed_gpu()) is not None:
+            yield lacks
+        if self.has_graphs:
+            return
+        if config.gpu_memory_utilization != DEFAULT_GPU_UTILIZATION:
+            yield "ignored: --gpu-memory-utilization (this engine's KV cache has --kv-cache-memory-bytes)"
+        for name in ("enforce_eager", "cuda_graph_pieces"):
+            if getattr(config, name):
+                yield f"ignored: --{name.replace('_', '-')} (this engine has no CUDA graphs)"

@@ -1,0 +1,156 @@
+"""The native CPU engine as a backend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from onbeat.core.errors import ConfigError, ModelLoadError
+from onbeat.engine.backends.base import CheckpointBackend, Room
+from onbeat.engine.device import DeviceConfig, device_name
+from onbeat.engine.engine_config import EngineConfig, InstructionSet
+from onbeat.engine.forward import ForwardPass
+from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.memory import Footprint
+from onbeat.engine.native.forward import NativeForward, NativeModel, NativeOptions
+from onbeat.engine.native.layouts import WeightLayouts
+from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.native.packing import NativeWeights, WeightPacker
+from onbeat.engine.native.set_timer import choose_instruction_set
+from onbeat.engine.native.weights_copy import NONE, CopyChoice, choose_copy, make_copy, why_no_copy
+from onbeat.engine.progress import Detail, OnProgress
+from onbeat.engine.weights import Checkpoint
+from onbeat.perfmodel.profile_file import cache_dir
+from onbeat.scheduler.scheduler_config import SchedulerConfig
+
+NATIVE_HEAD_MULTIPLE = 16
+"""The native KV cache pads heads to a multiple of this width."""
+
+
+class NativeBackend(CheckpointBackend):
+    """The native CPU engine.
+
+    Parameters
+    ----------
+    library : what runs.
+    checkpoint, device : the weights, and type and threads.
+    config : how it shall run.
+
+    Raises
+    ------
+    ConfigError : this processor lacks the instruction set, or weights are not quantized that must be.
+    """
+
+    def __init__(
+        self, library: NativeLibrary, checkpoint: Checkpoint, device: DeviceConfig, config: EngineConfig
+    ) -> None:
+        layouts = WeightLayouts(checkpoint, dtype=device.dtype, quantization=config.quantization)
+        if config.activation_quantization == "int8" and not layouts.are_any_quantized:
+            raise ConfigError(
+                "activation_quantization int8 needs quantized weights, but those of this model are not; give "
+                "--quantization int8 too, or leave --activation-quantization out"
+            )
+        self._library = library
+        self._config = config
+        self._instruction_set = instruction_set = _instruction_set(library, config.instruction_set)
+        self.name, self.model = config.model.name, checkpoint.config
+        self.checkpoint, self.device = checkpoint, device
+        self._layouts = layouts
+        self.weights_format = layouts.number_format()
+        self.embedding_format = layouts.embedding_format()
+        given = "" if instruction_set is None else f"{instruction_set}, "
+        numbers = ", batch-invariant" if config.batch_invariant else ""
+        self.description = f"by the native engine ({given}{self.weights_format} weights{numbers})"
+
+    def plain_names(self) -> list[str]:
+        """Return what is not multiplied as the file has it."""
+        return self._layouts.plain_names()
+
+    def needs(self, block_size: int) -> Footprint:
+        """Return the memory of packed weights and padded heads."""
+        kv_cache = KVCacheSpec.of_model(
+            self.model,
+            dtype=self.device.dtype,
+            block_size=block_size,
+            head_dim_multiple=NATIVE_HEAD_MULTIPLE,
+        )
+        return Footprint.of(self.model, kv_cache, self._layouts.num_bytes())
+
+    def build(
+        self, limits: SchedulerConfig, say: OnProgress, room: Room | None = None
+    ) -> tuple[ForwardPass, SchedulerConfig]:
+        """Pack the weights, and choose instruction set and second copy."""
+        num_threads = self.device.num_threads
+        packer = WeightPacker(self._library, self.checkpoint, self._layouts, num_threads=num_threads)
+        options = NativeOptions(
+            dtype=self.device.dtype,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            num_threads=num_threads,
+            activation_quantization=self._config.activation_quantization,
+            instruction_set=self._instruction_set,
+            batch_invariant=self._config.batch_invariant,
+        )
+        weights = packer.pack()
+        copy = None
+        if self._config.weights_copy == "auto" and weights.quantized_products:
+            copy = self._choose_copy(weights, options, 0 if room is None else room.spare_bytes)
+            options = replace(options, copy_rows=copy.rows)
+        if self._instruction_set is None:
+            options = self._with_quickest_set(weights, options, say)
+        if copy is not None:
+            options = _with_copy(copy, weights, options, say)
+        return NativeForward(self._library, self.model, weights, options), limits
+
+    def _choose_copy(self, weights: NativeWeights, options: NativeOptions, spare_bytes: int) -> CopyChoice:
+        if why := why_no_copy(weights, options, spare_bytes):
+            return CopyChoice(0, why)
+        newest = self._library.instruction_sets[0]
+        options = replace(options, instruction_set=options.instruction_set or newest)
+        model = NativeModel(self._library, self.model, weights, options)
+        directory = cache_dir() / "weights-copies"
+        return choose_copy(model, processor=device_name(self.device), directory=directory)
+
+    def _with_quickest_set(
+        self, weights: NativeWeights, options: NativeOptions, say: OnProgress
+    ) -> NativeOptions:
+        if self._library.withheld:
+            say(
+                f"the system withholds the instruction set {self._library.withheld}, which this processor "
+                "has; Linux 5.16 or newer grants it, unless a container or sandbox forbids the call"
+            )
+        model = NativeModel(self._library, self.model, weights, options)
+        processor, directory = device_name(self.device), cache_dir() / "instruction-sets"
+        chosen, reason = choose_instruction_set(model, processor=processor, directory=directory)
+        say(Detail(f"instruction set {chosen}, {reason}"))
+        copy_rows = options.copy_rows if chosen == self._library.instruction_sets[0] else 0
+        return replace(options, instruction_set=chosen, copy_rows=copy_rows)
+
+
+def _with_copy(
+    copy: CopyChoice, weights: NativeWeights, options: NativeOptions, say: OnProgress
+) -> NativeOptions:
+    """Make the copy that was chosen, unless memory runs out or another set is quicker without."""
+    if copy.rows and not options.copy_rows:
+        say(Detail(f"{NONE}: {options.instruction_set} is quicker without"))
+        return options
+    try:
+        if copy.rows:
+            make_copy(weights, options)
+    except ModelLoadError as error:
+        say(Detail(f"{NONE}: {error}"))
+        return replace(options, copy_rows=0)
+    say(Detail(copy.reason))
+    return options
+
+
+def _instruction_set(library: NativeLibrary, wanted: InstructionSet) -> str | None:
+    has = library.instruction_sets
+    if wanted == "auto":
+        return None
+    if wanted not in has:
+        withheld = f" (withheld: {library.withheld})" if library.withheld else ""
+        raise ConfigError(
+            f"this processor, its system{withheld} or this build has no {wanted}; choose one of "
+            f"{', '.join(has)}, or leave --instruction-set out"
+        )
+    return wanted

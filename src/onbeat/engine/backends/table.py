@@ -1,0 +1,118 @@
+"""Which backend serves: decided at start, by what was asked for, the machine and the build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.extras import require
+from onbeat.engine.backends.base import CheckpointBackend
+from onbeat.engine.backends.native import NativeBackend
+from onbeat.engine.device import DeviceConfig
+from onbeat.engine.engine_config import EngineConfig, native_settings
+from onbeat.engine.native.layouts import PLAIN_LAYOUTS
+from onbeat.engine.native.library import NotLoaded, load_library
+from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
+
+
+def open_weights(config: EngineConfig) -> Checkpoint:
+    """Open what the configuration names; read none of it yet.
+
+    Raises
+    ------
+    ModelLoadError : naming the file and the tensor at fault.
+    """
+    served_len = config.limits.max_model_len
+    if config.load_format == "dummy":
+        return DummyCheckpoint(read_model_config(config.model, served_len=served_len), seed=config.seed)
+    return open_checkpoint(config.model, served_len=served_len)
+
+
+def choose_backend(config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfig) -> CheckpointBackend:
+    """Take the engine that is made for the device, where it can run and nothing else is asked for.
+
+    Raises
+    ------
+    ConfigError : what was asked for cannot run here.
+    """
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but a replica that computes runs on one "
+            "device; leave --tensor-parallel-size out, or give --load-format stand-in"
+        )
+    if config.backend == "torch":
+        return _not_native(
+            config, _by_torch(config, checkpoint, device, "as asked for"), "torch (as asked for)"
+        )
+    engine = _ENGINES[_ENGINE_OF_DEVICE[device.device.type] if config.backend == "auto" else config.backend]
+    found = engine.make(config, checkpoint, device)
+    if not isinstance(found, str):
+        return found if isinstance(found, NativeBackend) else _not_native(config, found, engine.name)
+    if config.backend != "auto":
+        raise ConfigError(f"{engine.name} cannot run: {found}; leave --backend out to use torch")
+    backend = _by_torch(config, checkpoint, device, f"not by {engine.name}: {found}")
+    return _not_native(config, backend, f"torch ({found})")
+
+
+def _not_native(config: EngineConfig, backend: CheckpointBackend, name: str) -> CheckpointBackend:
+    """Return a backend, unless something is asked for that only the native engine does."""
+    if setting := next(native_settings(config), None):
+        raise ConfigError(
+            f"{setting[0]} {setting[1]} needs the native engine, but the model would run by {name}; leave "
+            f"--{setting[0].replace('_', '-')} out"
+        )
+    return backend
+
+
+def _by_torch(
+    config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfig, reason: str
+) -> CheckpointBackend:
+    """Return the reference engine.
+
+    Raises
+    ------
+    MissingExtra : torch is not installed.
+    """
+    require("torch", extra="torch", purpose=f"a model that runs by torch ({reason})")
+    from onbeat.engine.backends.torch import TorchBackend
+
+    return TorchBackend(config.model.name, checkpoint, device, reason)
+
+
+def _make_native(
+    config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfig
+) -> CheckpointBackend | str:
+    """Return the native engine, or why it cannot run."""
+    if device.device.type != "cpu":
+        return f"it runs on the CPU, not on {device.device}"
+    if device.dtype not in PLAIN_LAYOUTS:
+        return f"it does not compute in {device.dtype.name}"
+    library = load_library()
+    if isinstance(library, NotLoaded):
+        return library.reason
+    return NativeBackend(library, checkpoint, device, config)
+
+
+def _make_cuda(config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfig) -> CheckpointBackend | str:
+    """Return the GPU engine, or why it cannot run."""
+    if device.device.type != "cuda":
+        return f"it runs on a CUDA device, not on {device.device}"
+    from onbeat.engine.backends.torch import CudaBackend, fast_kernels, why_not
+
+    return why_not(checkpoint, device, config.limits.block_size) or CudaBackend(
+        checkpoint, device, config, fast_kernels
+    )
+
+
+class _Engine(NamedTuple):
+    name: str
+    make: Callable[[EngineConfig, Checkpoint, DeviceConfig], CheckpointBackend | str]
+
+
+_ENGINES = {
+    "native": _Engine("the native engine", _make_native),
+    "cuda": _Engine("the GPU engine", _make_cuda),
+}
+"""By their names on the command line."""
+_ENGINE_OF_DEVICE = {"cpu": "native", "cuda": "cuda"}
