@@ -12,7 +12,7 @@ import numpy as np
 from onbeat.bench.bench_config import BenchConfig, TargetConfig
 from onbeat.bench.bench_load import BenchLoad, RunConfig
 from onbeat.bench.objectives import SendSLO
-from onbeat.bench.record import RequestRecord
+from onbeat.bench.record import SentRequest
 from onbeat.bench.result import BenchRun
 from onbeat.bench.session import run_bench
 from onbeat.core.slo import SLO, SLOMode
@@ -36,7 +36,7 @@ class Quiet:
 
     def on_start(self, run: RunConfig, num_requests: int) -> None: ...
 
-    def on_request(self, record: RequestRecord) -> None: ...
+    def on_request(self, record: SentRequest) -> None: ...
 
     def on_result(self, result: Result) -> None: ...
 

@@ -15,7 +15,7 @@ import orjson
 
 from onbeat.bench.objectives import SLOTransport
 from onbeat.bench.payload import PayloadBuilder, Prompt
-from onbeat.bench.record import RequestRecord, Status, TokenCountSource, milliseconds
+from onbeat.bench.record import SentRequest, Status, TokenCountSource, milliseconds
 from onbeat.bench.stream import AnswerStream, StreamError, error_code, error_text
 
 CountTokens = Callable[[str], int]
@@ -109,7 +109,7 @@ class StreamingClient:
         accept = "text/event-stream" if endpoint.payload.is_streamed else "application/json"
         self._headers = {"Content-Type": "application/json", "Accept": accept} | endpoint.headers
 
-    async def send(self, prompt: Prompt, record: RequestRecord) -> RequestRecord:
+    async def send(self, prompt: Prompt, record: SentRequest) -> SentRequest:
         """Send one request and read its answer; every failure ends up in the record."""
         objectives = self._endpoint.objectives
         body = self._endpoint.payload.build(prompt, record.max_tokens, objectives.body(record))
@@ -138,7 +138,7 @@ class StreamingClient:
         return record
 
     async def _exchange(
-        self, body: bytes, headers: dict[str, str], stream: AnswerStream, record: RequestRecord
+        self, body: bytes, headers: dict[str, str], stream: AnswerStream, record: SentRequest
     ) -> None:
         async with await self._post(body, headers) as response:
             if response.status != 200:
@@ -173,7 +173,7 @@ class StreamingClient:
             self._endpoint.url, data=body, headers=headers, trace_request_ctx=context
         )
 
-    def _take_answer(self, stream: AnswerStream, record: RequestRecord) -> None:
+    def _take_answer(self, stream: AnswerStream, record: SentRequest) -> None:
         record.delivery_times = stream.delivery_times
         record.finish_reason = stream.finish_reason
         record.verdict = stream.verdict
@@ -198,7 +198,7 @@ class StreamingClient:
             record.num_output_tokens = len(stream.delivery_times)
 
 
-def _take_drafts(usage: Mapping[str, Any], record: RequestRecord) -> None:
+def _take_drafts(usage: Mapping[str, Any], record: SentRequest) -> None:
     """Note what the answer's usage says of speculation; servers that do not speculate leave it out."""
     details = usage.get("completion_tokens_details")
     if isinstance(details, dict):
@@ -213,14 +213,14 @@ def _count(usage: Mapping[str, Any], name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _note_failure(record: RequestRecord, cause: str, detail: str, *, code: str | None = None) -> None:
+def _note_failure(record: SentRequest, cause: str, detail: str, *, code: str | None = None) -> None:
     record.cause = cause
     record.detail = detail
     if record.status not in {Status.REJECTED, Status.EXPIRED}:
         record.status = CODES.get(code or "", Status.FAILED)
 
 
-async def _refused(response: aiohttp.ClientResponse, record: RequestRecord) -> StreamError:
+async def _refused(response: aiohttp.ClientResponse, record: SentRequest) -> StreamError:
     try:
         content = await response.content.readexactly(_MOST_OF_A_REFUSAL)
     except asyncio.IncompleteReadError as end:
@@ -236,7 +236,7 @@ async def _refused(response: aiohttp.ClientResponse, record: RequestRecord) -> S
 
 
 def refusal(
-    record: RequestRecord, status: int, headers: Mapping[str, str], message: dict[str, Any] | None
+    record: SentRequest, status: int, headers: Mapping[str, str], message: dict[str, Any] | None
 ) -> StreamError:
     """Note in a record what an answer other than 200 means; returns the error to raise.
 

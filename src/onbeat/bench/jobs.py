@@ -12,7 +12,7 @@ from math import inf
 from onbeat.bench.bench_config import BenchConfig
 from onbeat.bench.bench_load import BenchLoad, PromptTools
 from onbeat.bench.payload import Conversation, Message
-from onbeat.bench.record import JobOfCall, RequestRecord, Status
+from onbeat.bench.record import JobOfCall, SentRequest, Status
 from onbeat.bench.runner import LoadOutcome, LoadRunner, OnEnd, Send
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.jobs import CallTimes, JobSummary, summarise_jobs
@@ -119,7 +119,7 @@ class JobOffer:
 
         return await runner.run(numbers(), begin, stop)
 
-    def jobs(self, records: Sequence[RequestRecord]) -> Mapping[str, JobSummary]:
+    def jobs(self, records: Sequence[SentRequest]) -> Mapping[str, JobSummary]:
         """Return what became of each kind of job."""
         return summarise(self._rows, records)
 
@@ -160,9 +160,9 @@ class JobOffer:
         quoted = [state.talks[each][-1].text for each in call.quotes]
         return (*before, Message("user", "\n\n".join([*quoted, own])))
 
-    def _record(self, state: _OpenJob, index: int, due: float) -> RequestRecord:
+    def _record(self, state: _OpenJob, index: int, due: float) -> SentRequest:
         load, job = self._load, state.job
-        record = RequestRecord.of(load, int(self._rows.firsts[state.number]) + index)
+        record = SentRequest.of(load, int(self._rows.firsts[state.number]) + index)
         record.scheduled = None if load.arrivals is None else due
         if job.deadline < inf:
             record.job = JobOfCall(
@@ -171,7 +171,7 @@ class JobOffer:
         return record
 
 
-def summarise(rows: JobRows, records: Sequence[RequestRecord]) -> Mapping[str, JobSummary]:
+def summarise(rows: JobRows, records: Sequence[SentRequest]) -> Mapping[str, JobSummary]:
     """Return what became of each kind of job."""
     calls = {
         record.index: CallTimes(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from onbeat.bench.record import RequestRecord
+from onbeat.bench.record import SentRequest
 from onbeat.core.errors import ConfigError
 from onbeat.workload.load import ONLY_CLASS
 from onbeat.workload.slo_classes import SLOClass
@@ -35,7 +35,7 @@ class SLOTransport:
     asks_to_shed: bool = False
     names_classes: bool = True
 
-    def body(self, record: RequestRecord) -> dict[str, Any]:
+    def body(self, record: SentRequest) -> dict[str, Any]:
         """Return the fields that a request's body gets."""
         has_objectives = record.slo is not None and not record.slo.is_empty
         if self.how != "body" or not (has_objectives or record.job):
@@ -54,7 +54,7 @@ class SLOTransport:
             fields["shed"] = True
         return {"slo": fields}
 
-    def headers(self, record: RequestRecord) -> dict[str, str]:
+    def headers(self, record: SentRequest) -> dict[str, str]:
         """Return the headers that a request gets; the tenant has a header where the rest is in the body."""
         if self.how == "none":
             return {}

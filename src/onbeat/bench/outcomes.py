@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from onbeat.bench.record import RequestRecord, Status
+from onbeat.bench.record import SentRequest, Status
 from onbeat.metrics.attainment import good_requests, has_objectives
 from onbeat.metrics.distribution import Distribution, describe, percentile
 from onbeat.metrics.summary import RunSummary, SummaryOptions, summarise, ttft
@@ -18,7 +18,7 @@ from onbeat.report.units import exact_percent, number
 Seconds = Sequence[float]
 
 
-def response_times(records: Sequence[RequestRecord], options: SummaryOptions) -> dict[str, Distribution]:
+def response_times(records: Sequence[SentRequest], options: SummaryOptions) -> dict[str, Distribution]:
     """Return how long callers waited for a refusal, or for their end in the queue."""
 
     def times(status: Status) -> Distribution:
@@ -29,7 +29,7 @@ def response_times(records: Sequence[RequestRecord], options: SummaryOptions) ->
 
 
 def objective_facts(
-    summary: RunSummary, times: Mapping[str, Distribution], records: Sequence[RequestRecord]
+    summary: RunSummary, times: Mapping[str, Distribution], records: Sequence[SentRequest]
 ) -> list[Fact]:
     """Return what became of requests with objectives or without an answer.
 
@@ -63,7 +63,7 @@ def objective_facts(
     return facts if is_told else [fact._replace(title="") for fact in facts]
 
 
-def verdict_facts(records: Sequence[RequestRecord], options: SummaryOptions) -> list[Fact]:
+def verdict_facts(records: Sequence[SentRequest], options: SummaryOptions) -> list[Fact]:
     """Compare the server's own score of each request with the client's; nothing where it gave none.
 
     Only completed requests with objectives are compared: of others both say the same.
@@ -112,7 +112,7 @@ def verdict_facts(records: Sequence[RequestRecord], options: SummaryOptions) -> 
 
 
 def summarise_groups(
-    records: Sequence[RequestRecord], *, duration: float, options: SummaryOptions
+    records: Sequence[SentRequest], *, duration: float, options: SummaryOptions
 ) -> dict[str, RunSummary]:
     """Return the numbers of each group of prompts by its name; {} where there are none.
 
@@ -129,9 +129,9 @@ def summarise_groups(
     }
 
 
-def group_errors(records: Sequence[RequestRecord]) -> list[dict[str, Any]]:
+def group_errors(records: Sequence[SentRequest]) -> list[dict[str, Any]]:
     """Return failures and rejections grouped by cause, the most frequent first, each with an example."""
-    groups: dict[tuple[str, str], list[RequestRecord]] = {}
+    groups: dict[tuple[str, str], list[SentRequest]] = {}
     for record in records:
         if record.cause is not None:
             groups.setdefault((record.status.value, record.cause), []).append(record)

@@ -91,7 +91,7 @@ class JobOfCall(NamedTuple):
 
 
 @dataclass(slots=True, kw_only=True)
-class RequestRecord:
+class SentRequest:
     """One request as the client saw it. Times are seconds of `time.perf_counter`.
 
     Memory: about 8 bytes per delivery; the text is kept only when asked for.
@@ -151,7 +151,7 @@ class RequestRecord:
         self.offered_prompt_tokens = self.num_prompt_tokens
 
     @classmethod
-    def of(cls, load: OfferedLoad, row: int) -> RequestRecord:
+    def of(cls, load: OfferedLoad, row: int) -> SentRequest:
         """Return the record of a request that is about to be sent, with the objectives that it is held to."""
         record = cls(
             index=row,

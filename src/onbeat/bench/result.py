@@ -20,7 +20,7 @@ from onbeat.bench.outcomes import (
     summarise_groups,
     verdict_facts,
 )
-from onbeat.bench.record import RequestRecord, Status
+from onbeat.bench.record import SentRequest, Status
 from onbeat.bench.runner import LoadOutcome
 from onbeat.bench.saved import SETTINGS
 from onbeat.bench.speculation import measured_drafts
@@ -44,7 +44,7 @@ So 7 ms are nothing at one request per second within a second, and much within 5
 PROMPT_COLUMNS = (Column("group", "prompts", str), *GROUP_COLUMNS, Column("max_itl_ms", "TBT max"))
 _OWN_KEYS = frozenset({*SETTINGS, "tokenizer", "salt", "trace", "sweep_rate", "sweep_concurrency"})
 
-BenchRun = Run[RequestRecord]
+BenchRun = Run[SentRequest]
 
 
 def build_result(  # noqa: PLR0913 - what was run, and what is known of it besides
@@ -208,20 +208,20 @@ def default_file_name(bench: BenchConfig, runs: Sequence[BenchRun]) -> str:
     return f"{label}-{first.level.saved_rate}qps{suffix}-{model}-{first.date}.json"
 
 
-def _token_count_source(records: Sequence[RequestRecord]) -> str | None:
+def _token_count_source(records: Sequence[SentRequest]) -> str | None:
     """Return where output counts come from, the most common source first."""
     sources = Counter(record.count_source.value for record in records if record.is_completed)
     return "+".join(source for source, _ in sources.most_common()) or None
 
 
-def _tokens_per_chunk(records: Sequence[RequestRecord]) -> float | None:
+def _tokens_per_chunk(records: Sequence[SentRequest]) -> float | None:
     num_chunks = sum(len(record.delivery_times) for record in records if record.is_completed)
     num_tokens = sum(record.num_output_tokens for record in records if record.is_completed)
     return num_tokens / num_chunks if num_chunks else None
 
 
 def _warnings(
-    records: Sequence[RequestRecord],
+    records: Sequence[SentRequest],
     lag_ms: float | None,
     summary: RunSummary,
     *,
@@ -248,7 +248,7 @@ def _warnings(
         yield "prompt lengths are planned by estimate: give --tokenizer for exact ones"
 
 
-def _late_client(records: Sequence[RequestRecord], lag_ms: float | None, summary: RunSummary) -> str | None:
+def _late_client(records: Sequence[SentRequest], lag_ms: float | None, summary: RunSummary) -> str | None:
     """Say that the client was late where that matters, and beside what; None elsewhere."""
     if lag_ms is None or lag_ms <= LATE_CLIENT_SECONDS * 1e3:
         return None
@@ -271,7 +271,7 @@ def _late_client(records: Sequence[RequestRecord], lag_ms: float | None, summary
     return None
 
 
-def _hopeless_ttft(records: Sequence[RequestRecord]) -> str | None:
+def _hopeless_ttft(records: Sequence[SentRequest]) -> str | None:
     """Say that no first token was in time, where that is so; None elsewhere."""
     spans = [(ttft(r), r.slo.ttft) for r in records if r.delivery_times and r.slo and r.slo.ttft]
     if not spans or any(taken <= objective for taken, objective in spans):

@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.bench.payload import Prompt
-from onbeat.bench.record import RequestRecord, Status
+from onbeat.bench.record import SentRequest, Status
 from onbeat.bench.speculation import DraftCounts
 
 Item = TypeVar("Item")
-Send = Callable[[Prompt, RequestRecord], Awaitable[RequestRecord]]
+Send = Callable[[Prompt, SentRequest], Awaitable[SentRequest]]
 """Sends one request and fills in its record; must not raise."""
-OnEnd = Callable[[RequestRecord], None]
+OnEnd = Callable[[SentRequest], None]
 """Hears of each request that ended by itself (for progress)."""
 
 
@@ -31,7 +31,7 @@ OnEnd = Callable[[RequestRecord], None]
 class LoadOutcome:
     """The records of a run, in the order in which requests ended."""
 
-    records: list[RequestRecord]
+    records: list[SentRequest]
     start: float
     duration: float
     """From the start to the end of the last request, seconds."""
@@ -61,7 +61,7 @@ class LoadRunner:
         self.clock = clock
         self._send, self._offsets, self._on_end = send, offsets, on_end
         self._slots = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
-        self._records: list[RequestRecord] = []
+        self._records: list[SentRequest] = []
 
     async def run(
         self,
@@ -94,7 +94,7 @@ class LoadRunner:
             records=records, start=start, duration=max(end - start, 1e-9), interrupted=interrupted
         )
 
-    async def serve(self, prompt: Prompt, record: RequestRecord) -> None:
+    async def serve(self, prompt: Prompt, record: SentRequest) -> None:
         """Send one request, once there is a slot for it."""
         if self._slots is None:
             await self._exchange(prompt, record)
@@ -124,7 +124,7 @@ class LoadRunner:
                 group.create_task(begin(item, due))
                 await asyncio.sleep(0)  # let it take its slot
 
-    async def _exchange(self, prompt: Prompt, record: RequestRecord) -> None:
+    async def _exchange(self, prompt: Prompt, record: SentRequest) -> None:
         self._records.append(record)
         await self._send(prompt, record)
         self._on_end(record)

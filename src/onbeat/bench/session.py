@@ -18,7 +18,7 @@ from onbeat.bench.jobs import JobOffer
 from onbeat.bench.objectives import choose_transport
 from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.probe import choose_model, server_pool, wait_until_ready
-from onbeat.bench.record import RequestRecord, Status
+from onbeat.bench.record import SentRequest, Status
 from onbeat.bench.result import BenchRun, build_result
 from onbeat.bench.runner import LoadOutcome, LoadRunner, OnEnd, Send
 from onbeat.bench.speculation import drafts_since, look_at_drafts
@@ -36,7 +36,7 @@ class PlannedRequest(NamedTuple):
     """A prompt on its way to the server, and the record that goes with it."""
 
     prompt: str
-    record: RequestRecord
+    record: SentRequest
 
 
 class PromptFeed:
@@ -96,7 +96,7 @@ class PromptFeed:
 
     def _offer(self, index: int) -> PlannedRequest:
         workload = self._workload
-        record = RequestRecord.of(workload.load, index)
+        record = SentRequest.of(workload.load, index)
         record.group = None if workload.groups is None else workload.groups[index]
         return PlannedRequest(workload.prompts.text(index), record)
 
@@ -126,7 +126,7 @@ class Offer(Protocol):
         """Offer it, or the first so many of its prompts; when `stop` is set, return what is there."""
         ...
 
-    def jobs(self, records: Sequence[RequestRecord]) -> Mapping[str, JobSummary]:
+    def jobs(self, records: Sequence[SentRequest]) -> Mapping[str, JobSummary]:
         """Return what became of each kind of job; nothing where there are none."""
         ...
 
@@ -174,7 +174,7 @@ class RequestOffer:
 
         return await runner.run(feed, begin, stop)
 
-    def jobs(self, records: Sequence[RequestRecord]) -> Mapping[str, JobSummary]:  # noqa: ARG002
+    def jobs(self, records: Sequence[SentRequest]) -> Mapping[str, JobSummary]:  # noqa: ARG002
         """Return nothing."""
         return {}
 
@@ -188,7 +188,7 @@ class Progress(Protocol):
 
     def on_start(self, run: RunConfig, num_requests: int) -> None: ...
 
-    def on_request(self, record: RequestRecord) -> None: ...
+    def on_request(self, record: SentRequest) -> None: ...
 
     def on_result(self, result: BenchRun) -> None: ...
 

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from onbeat.bench.bench_config import TargetConfig
 from onbeat.bench.probe import PROBE_TIMEOUT
-from onbeat.bench.record import RequestRecord
+from onbeat.bench.record import SentRequest
 from onbeat.report.live_state import Window
 from onbeat.report.result import Fact
 from onbeat.report.units import whole_percent
@@ -105,7 +105,7 @@ async def drafts_since(
     return None if before is None or after is None else after.since(before)
 
 
-def measured_drafts(counts: DraftCounts | None, records: Sequence[RequestRecord]) -> list[Fact]:
+def measured_drafts(counts: DraftCounts | None, records: Sequence[SentRequest]) -> list[Fact]:
     """Return what is known of the drafts of a run, under the keys of `vllm bench serve`.
 
     Nothing without drafts, or where the server was started anew.

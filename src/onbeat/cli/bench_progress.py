@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from onbeat.bench.bench_load import RunConfig
-from onbeat.bench.record import RequestRecord
+from onbeat.bench.record import SentRequest
 from onbeat.bench.result import BenchRun
 
 
@@ -61,7 +61,7 @@ class BenchProgress:
         position = f"[{self._num_started}/{self._num_runs}] " if self._num_runs > 1 else ""
         self._bar.reset(self._task, total=num_requests, description=f"{position}{run.title}", note="")
 
-    def on_request(self, record: RequestRecord) -> None:
+    def on_request(self, record: SentRequest) -> None:
         if not record.is_completed:
             self._num_not_completed += 1
             self._bar.update(self._task, note=f"{self._num_not_completed} not completed ({record.cause})")

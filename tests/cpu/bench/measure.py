@@ -8,7 +8,7 @@ from typing import Any
 
 from onbeat.bench.bench_config import BenchConfig, TargetConfig
 from onbeat.bench.bench_load import BenchLoad, RunConfig
-from onbeat.bench.record import RequestRecord
+from onbeat.bench.record import SentRequest
 from onbeat.bench.result import BenchRun
 from onbeat.bench.session import run_bench
 from tests.fake_openai import FakeOpenAI, serving
@@ -28,7 +28,7 @@ class Watcher:
     def on_start(self, run: RunConfig, num_requests: int) -> None:
         self.num_started += 1
 
-    def on_request(self, record: RequestRecord) -> None:
+    def on_request(self, record: SentRequest) -> None:
         self.num_ended += 1
         if self.num_ended == self._stop_after:
             self.stop.set()

@@ -12,7 +12,7 @@ import pytest
 from onbeat.bench.bench_load import BenchLoad
 from onbeat.bench.client import Endpoint, StreamingClient, open_session
 from onbeat.bench.payload import PayloadBuilder
-from onbeat.bench.record import RequestRecord, Status
+from onbeat.bench.record import SentRequest, Status
 from tests.cpu.bench.measure import measure
 from tests.fake_openai import FakeOpenAI
 
@@ -114,15 +114,15 @@ GOOD = (
 )
 
 
-async def send_all(url: str, count: int) -> list[RequestRecord]:
+async def send_all(url: str, count: int) -> list[SentRequest]:
     endpoint = Endpoint(url=url, payload=PayloadBuilder(api="completions", model="m"), timeout=5)
     async with open_session(5) as session:
         client = StreamingClient(session, endpoint)
         return [await send_one(client, session, index) for index in range(count)]
 
 
-async def send_one(client: StreamingClient, session: aiohttp.ClientSession, index: int) -> RequestRecord:
-    return await client.send("p", RequestRecord(index=index, num_prompt_tokens=1, max_tokens=1))
+async def send_one(client: StreamingClient, session: aiohttp.ClientSession, index: int) -> SentRequest:
+    return await client.send("p", SentRequest(index=index, num_prompt_tokens=1, max_tokens=1))
 
 
 async def test_a_kept_connection_that_the_server_closed_is_replaced() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from onbeat.bench.bench_config import BenchConfig, TargetConfig
 from onbeat.bench.bench_load import BenchLoad, RunConfig
-from onbeat.bench.record import RequestRecord, Status, TokenCountSource
+from onbeat.bench.record import SentRequest, Status, TokenCountSource
 from onbeat.bench.result import BenchRun, build_result, request_columns
 from onbeat.bench.runner import LoadOutcome
 from onbeat.metrics.summary import SummaryOptions
@@ -21,7 +21,7 @@ from onbeat.report.run_report import runs_result
 START = 100.0
 
 
-def make_records(count: int, *, slowdown: float = 1.0, seed: int = 0) -> list[RequestRecord]:
+def make_records(count: int, *, slowdown: float = 1.0, seed: int = 0) -> list[SentRequest]:
     rng = np.random.default_rng(seed)
     records = []
     for index in range(count):
@@ -29,7 +29,7 @@ def make_records(count: int, *, slowdown: float = 1.0, seed: int = 0) -> list[Re
         first = sent + 0.05 * slowdown * rng.uniform(0.9, 1.1)
         times = first + np.concatenate([[0.0], np.cumsum(rng.gamma(20.0, 0.001 * slowdown, size=9))])
         records.append(
-            RequestRecord(
+            SentRequest(
                 index=index,
                 num_prompt_tokens=12,
                 max_tokens=10,
@@ -45,9 +45,9 @@ def make_records(count: int, *, slowdown: float = 1.0, seed: int = 0) -> list[Re
     return records
 
 
-def failure(index: int, *, status: Status = Status.FAILED, detail: str = "boom") -> RequestRecord:
+def failure(index: int, *, status: Status = Status.FAILED, detail: str = "boom") -> SentRequest:
     sent = START + 0.1 * index
-    return RequestRecord(
+    return SentRequest(
         index=index,
         num_prompt_tokens=12,
         max_tokens=10,
@@ -60,7 +60,7 @@ def failure(index: int, *, status: Status = Status.FAILED, detail: str = "boom")
 
 
 def make_result(
-    records: list[RequestRecord] | None = None,
+    records: list[SentRequest] | None = None,
     *,
     load: BenchLoad | None = None,
     interrupted: bool = False,

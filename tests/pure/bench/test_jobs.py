@@ -15,7 +15,7 @@ from onbeat.bench.bench_load import BenchLoad, PromptTools
 from onbeat.bench.jobs import JobOffer, summarise
 from onbeat.bench.objectives import SLOTransport
 from onbeat.bench.payload import Conversation, PayloadBuilder, Prompt
-from onbeat.bench.record import JobOfCall, RequestRecord, Status
+from onbeat.bench.record import JobOfCall, SentRequest, Status
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.workload.job import Call, Job
@@ -38,11 +38,11 @@ class Server:
 
     def __init__(self, *, seconds: float = 0.005, failing: int = -1) -> None:
         self.got: dict[int, Conversation] = {}
-        self.records: list[RequestRecord] = []
+        self.records: list[SentRequest] = []
         self.num_open = self.peak = 0
         self._seconds, self._failing = seconds, failing
 
-    async def send(self, prompt: Prompt, record: RequestRecord) -> RequestRecord:
+    async def send(self, prompt: Prompt, record: SentRequest) -> SentRequest:
         assert isinstance(prompt, Conversation)
         self.got[record.index] = prompt
         self.records.append(record)
@@ -58,7 +58,7 @@ class Server:
 
 async def run(
     server: Server, *jobs: Job, starts: list[float] | None = None, **options: Any
-) -> list[RequestRecord]:
+) -> list[SentRequest]:
     load = job_load("jobs", jobs, None if starts is None else np.array(starts))
     clock = asyncio.get_running_loop().time
     offer = JobOffer(load, WRITER, **options)
@@ -120,7 +120,7 @@ def test_the_same_flags_make_the_same_jobs_as_in_a_simulation() -> None:
 
 
 def test_the_server_is_told_of_the_job_in_the_body_or_by_headers() -> None:
-    record = RequestRecord(index=0, num_prompt_tokens=1, max_tokens=1)
+    record = SentRequest(index=0, num_prompt_tokens=1, max_tokens=1)
     record.job = JobOfCall("j", 2.5, 3, "agent")
     assert SLOTransport(how="body").body(record) == {
         "slo": {"job": {"id": "j", "e2e_ms": 2500.0, "class": "agent", "calls_left": 3}}

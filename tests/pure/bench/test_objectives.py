@@ -13,7 +13,7 @@ from onbeat.bench.bench_config import BenchConfig, TargetConfig
 from onbeat.bench.bench_load import BenchLoad, PromptTools, workload_of
 from onbeat.bench.objectives import SendSLO, SLOTransport, choose_transport
 from onbeat.bench.payload import PayloadBuilder
-from onbeat.bench.record import RequestRecord
+from onbeat.bench.record import SentRequest
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.workload.offered import OfferedLoad
@@ -24,8 +24,8 @@ TIGHT = SLOClass(name="tight", slo=SLO(ttft=0.25, tbt=0.05), share=0.25)
 LOOSE = SLOClass(name="loose", slo=SLO(e2e=60.0), share=0.75)
 
 
-def record(own: SLOClass | None = None, index: int = 0) -> RequestRecord:
-    made = RequestRecord(index=index, num_prompt_tokens=4, max_tokens=4)
+def record(own: SLOClass | None = None, index: int = 0) -> SentRequest:
+    made = SentRequest(index=index, num_prompt_tokens=4, max_tokens=4)
     if own is not None:
         made.slo, made.request_class = own.slo, own.name
     return made
@@ -48,7 +48,7 @@ def test_the_body_names_class_and_objectives_in_milliseconds() -> None:
 
 def test_a_weight_is_sent_where_it_is_not_one() -> None:
     heavy = SLOClass(name="heavy", slo=SLO(ttft=0.5), weight=3.0)
-    made = RequestRecord.of(offered(heavy), 0)
+    made = SentRequest.of(offered(heavy), 0)
 
     assert SLOTransport(how="body").body(made)["slo"] == {"ttft_ms": 500.0, "class": "heavy", "weight": 3.0}
 
@@ -75,7 +75,7 @@ def test_headers_carry_ttft_and_tpot() -> None:
 @pytest.mark.parametrize(("how", "is_sent"), [("body", True), ("headers", True), ("none", False)])
 def test_a_tenant_has_a_header_wherever_the_server_is_told(how: str, is_sent: bool) -> None:
     own = SLOClass(name="own", slo=SLO(e2e=9.0), tenant="team a")
-    made = RequestRecord.of(offered(own), 0)
+    made = SentRequest.of(offered(own), 0)
 
     sent = SLOTransport(how=how).headers(made)  # type: ignore[arg-type]
     assert sent == ({"x-llm-d-inference-fairness-id": "team a"} if is_sent else {})
@@ -129,7 +129,7 @@ def test_what_cannot_be_told_is_refused(options: dict[str, object], message: str
 def test_classes_are_shared_out_exactly_and_by_the_seed() -> None:
     def names(seed: int) -> list[str | None]:
         load = offered(TIGHT, LOOSE, size=20, seed=seed)
-        return [RequestRecord.of(load, row).request_class for row in range(20)]
+        return [SentRequest.of(load, row).request_class for row in range(20)]
 
     assert names(1).count("tight") == 5
     assert names(1) == names(1) != names(2)

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from onbeat.bench.client import refusal
-from onbeat.bench.record import RequestRecord, ServerVerdict, Status
+from onbeat.bench.record import SentRequest, ServerVerdict, Status
 from onbeat.bench.result import BenchRun
 from onbeat.core.slo import SLO
 from onbeat.report.page import write_page
@@ -21,7 +21,7 @@ from tests.pure.bench.results import failure, make_records, make_result, result_
 EASY, HARD = SLO(ttft=10.0, tbt=1.0), SLO(ttft=0.001)
 
 
-def answered(count: int, *, hard: int = 0, **options: Any) -> list[RequestRecord]:
+def answered(count: int, *, hard: int = 0, **options: Any) -> list[SentRequest]:
     records = make_records(count, **options)
     for position, record in enumerate(records):
         record.slo = HARD if position < hard else EASY
@@ -29,7 +29,7 @@ def answered(count: int, *, hard: int = 0, **options: Any) -> list[RequestRecord
     return records
 
 
-def refused(index: int, seconds: float, status: Status, **fields: Any) -> RequestRecord:
+def refused(index: int, seconds: float, status: Status, **fields: Any) -> SentRequest:
     record = failure(index, status=status)
     record.end = record.sent + seconds
     record.slo, record.request_class = EASY, "easy"
@@ -164,7 +164,7 @@ def test_a_run_without_objectives_has_no_such_table() -> None:
     [(429, Status.REJECTED), (503, Status.REJECTED), (504, Status.EXPIRED), (500, Status.FAILED)],
 )
 def test_the_status_says_what_kind_of_refusal_it_is(status: int, expected: Status) -> None:
-    record = RequestRecord(index=0, num_prompt_tokens=1, max_tokens=1)
+    record = SentRequest(index=0, num_prompt_tokens=1, max_tokens=1)
 
     error = refusal(record, status, {"retry-after": "2"}, {"error": {"message": "no", "code": "c"}})
 
@@ -174,7 +174,7 @@ def test_the_status_says_what_kind_of_refusal_it_is(status: int, expected: Statu
 
 
 def test_a_dead_engine_refuses_nobody_it_has_failed() -> None:
-    record = RequestRecord(index=0, num_prompt_tokens=1, max_tokens=1)
+    record = SentRequest(index=0, num_prompt_tokens=1, max_tokens=1)
 
     refusal(record, 503, {}, {"error": {"message": "gone", "code": "engine_dead"}})
 
@@ -190,7 +190,7 @@ def test_a_dead_engine_refuses_nobody_it_has_failed() -> None:
     ],
 )
 def test_when_to_come_again(headers: dict[str, str], seconds: float | None) -> None:
-    record = RequestRecord(index=0, num_prompt_tokens=1, max_tokens=1)
+    record = SentRequest(index=0, num_prompt_tokens=1, max_tokens=1)
 
     refusal(record, 429, headers, None)
 

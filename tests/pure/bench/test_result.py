@@ -10,7 +10,7 @@ import pytest
 
 from onbeat.bench.bench_config import BenchConfig, TargetConfig
 from onbeat.bench.bench_load import BenchLoad
-from onbeat.bench.record import RequestRecord, Status
+from onbeat.bench.record import SentRequest, Status
 from onbeat.bench.result import default_file_name
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
@@ -152,7 +152,7 @@ def test_several_runs_are_saved_as_one_document() -> None:
 
 
 def test_interrupted_requests_count_nowhere() -> None:
-    unfinished = RequestRecord(
+    unfinished = SentRequest(
         index=99, num_prompt_tokens=1, max_tokens=1, sent=START, status=Status.INTERRUPTED
     )
     result = make_result([*make_records(2), unfinished], interrupted=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from onbeat.bench.bench_load import BenchLoad
-from onbeat.bench.record import RequestRecord, ServerVerdict, Status
+from onbeat.bench.record import SentRequest, ServerVerdict, Status
 from onbeat.bench.result import BenchRun
 from onbeat.bench.saved import read_runs
 from onbeat.core.errors import ConfigError
@@ -21,7 +21,7 @@ from tests.pure.bench.results import document_of, failure, make_records, make_re
 SAVED = Path(__file__).parents[2] / "data" / "bench_result.json"
 
 
-def answers() -> list[RequestRecord]:
+def answers() -> list[SentRequest]:
     """Answers of two classes, with verdicts of the server for every fifth."""
     records = make_records(40)
     for place, record in enumerate(records):
@@ -38,7 +38,7 @@ def answers() -> list[RequestRecord]:
     return records
 
 
-def refusals() -> list[RequestRecord]:
+def refusals() -> list[SentRequest]:
     records = []
     for index in range(40, 46):
         status = (Status.REJECTED, Status.EXPIRED, Status.FAILED)[index % 3]

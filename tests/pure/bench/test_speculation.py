@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from onbeat.bench.record import RequestRecord
+from onbeat.bench.record import SentRequest
 from onbeat.bench.result import BenchRun
 from onbeat.bench.speculation import DraftCounts, drafts_of_state, drafts_of_vllm, measured_drafts
 from onbeat.core.step import DraftStats
@@ -36,7 +36,7 @@ STEP = DraftStats(
 )
 
 
-def with_usage(records: list[RequestRecord]) -> list[RequestRecord]:
+def with_usage(records: list[SentRequest]) -> list[SentRequest]:
     for record in records:
         record.num_drafted_tokens, record.num_accepted_tokens = 8, 6
     return records
@@ -71,7 +71,7 @@ def test_a_run_has_what_was_counted_since_its_start() -> None:
     assert ALL.since(EARLIER) == NEW
 
 
-def keys_of(counts: DraftCounts | None, records: list[RequestRecord]) -> dict[str, Any]:
+def keys_of(counts: DraftCounts | None, records: list[SentRequest]) -> dict[str, Any]:
     return Facts("", measured_drafts(counts, records)).values
 
 
