@@ -283,6 +283,7 @@ def planned_runs(load: BenchLoad, title: str) -> list[RunConfig]:
     ------
     ConfigError : flags that do not go together.
     """
+    load = load.named()  # before anybody asks the server
     if load.salt is None:
         load = replace(load, salt=secrets.token_hex(4))
     levels = listed("--sweep-concurrency", load.sweep_concurrency, *LEVELS) if load.sweep_concurrency else ()

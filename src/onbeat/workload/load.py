@@ -221,7 +221,8 @@ class Load(Arrivals):
         """
         name, path = self.dataset_name or "random", self.dataset_path
         if self.trace is not None:
-            name, path = read_trace(self.trace, columns=self._columns).kind, self.trace
+            path = Path(self.trace)
+            name = read_trace(path, columns=self._columns).kind
         for each in changed(self):
             if name not in (names := self.FOR.get(each.name, (name,))):
                 raise ConfigError(f"{each.flag} is for --dataset-name {' or '.join(names)}, not for {name}")

@@ -141,6 +141,12 @@ def test_a_server_that_cannot_be_asked_leaves_the_error_alone(
     assert "asking" not in error
 
 
+def test_a_bad_load_is_refused_before_a_server_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--base-url", "http://127.0.0.1:9", "--model", "m", "--dataset-name", "sharegpt"]
+    assert main(["bench", "serve", *flags]) == 2
+    assert "--dataset-path" in capsys.readouterr().err
+
+
 def test_an_unknown_flag_names_a_near_one(server: Background, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         bench(server, "--num-prompt", "3")
