@@ -226,7 +226,10 @@ def test_the_documents_list_the_families_that_run() -> None:
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"hidden_size": "4096"}, "hidden_size is '4096'; it must be a whole number of at least 1"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers is 1000000000; it must be a whole number of at least 1 and at most",
+        ),
         ({"num_key_value_heads": 5}, "32 attention heads, which is no multiple of its 5"),
         ({"head_dim": 31}, "head_dim is 31"),
         ({"rms_norm_eps": True}, "rms_norm_eps is True"),
