@@ -6,15 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 import numpy as np
-import orjson
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, counted
 from onbeat.core.options import changed, option
-from onbeat.files import read_text
+from onbeat.files import read_lines
+from onbeat.typed import Text
 from onbeat.workload.class_traces import have_traces
 from onbeat.workload.lengths import MOST_TOKENS, check_length
 from onbeat.workload.load import FILE_LOADS, CountTokens, Load, SharedName
@@ -150,36 +152,27 @@ class BenchLoad(Load):
     def _custom(self, count_tokens: CountTokens) -> OfferedLoad:
         """Read JSON lines ``{"prompt": str, "output_tokens": int}``; the count may be --output-len."""
         assert self.dataset_path is not None
-        lines = enumerate(read_text(self.dataset_path).splitlines(), start=1)
-        found = [self._parse_custom(number, line) for number, line in lines if line.strip()]
+        hint = '; a line is {"prompt": text, "output_tokens": count}'
+        found = [each for _, each in read_lines(_Prompt, self.dataset_path, hint=hint)]
         if self.num_prompts is not None and self.num_prompts > len(found):
             raise ConfigError(
                 f"{self.dataset_path} has {counted(len(found), 'prompt')}, and --num-prompts is "
                 f"{self.num_prompts}"
             )
-        texts = [prompt for prompt, _ in found[: self.num_prompts]]
+        usual = self.output_len or 128
+        texts = [each.prompt for each in found[: self.num_prompts]]
+        outputs = [each.output_tokens or usual for each in found[: self.num_prompts]]
         return OfferedLoad(
             name="custom",
             num_prompt_tokens=np.array([max(1, count_tokens(text)) for text in texts], dtype=np.int64),
-            num_output_tokens=np.array([output for _, output in found[: self.num_prompts]], dtype=np.int64),
+            num_output_tokens=np.array(outputs, dtype=np.int64),
             texts=texts,
         )
 
-    def _parse_custom(self, number: int, line: str) -> tuple[str, int]:
-        where = f"{self.dataset_path}, line {number}"
-        try:
-            record = orjson.loads(line)
-            prompt = record["prompt"]
-            output = int(record.get("output_tokens", self.output_len or 128))
-        except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f'{where}: expected {{"prompt": text, "output_tokens": count}}, got {line[:80]!r}'
-            ) from error
-        if not isinstance(prompt, str) or not prompt or not 1 <= output <= MOST_TOKENS:
-            raise ConfigError(
-                f"{where}: an empty prompt, or output_tokens that are not 1 to {MOST_TOKENS:,}: {line[:80]!r}"
-            )
-        return prompt, output
+
+class _Prompt(msgspec.Struct):
+    prompt: Text
+    output_tokens: Annotated[int, Meta(ge=1, le=MOST_TOKENS)] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

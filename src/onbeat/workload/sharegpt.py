@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import numpy as np
-import orjson
 
 from onbeat.core.errors import ConfigError
 from onbeat.files import read_text
+from onbeat.typed import decode
 from onbeat.workload.offered import OfferedLoad
 
 MIN_TOKENS = 4
@@ -37,34 +37,23 @@ def read_sharegpt(path: Path) -> list[Exchange]:
     ------
     ConfigError : the file cannot be read or is not in the ShareGPT format.
     """
-    try:
-        conversations = orjson.loads(read_text(path))
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(
-            f"{path}, line {error.lineno}: not JSON ({error.msg}); expected a ShareGPT file"
-        ) from error
-    if not isinstance(conversations, list):
-        raise ConfigError(
-            f"{path}: expected a JSON list of conversations, got {type(conversations).__name__}"
-        )
-    exchanges = [_first_exchange(path, i, entry) for i, entry in enumerate(conversations)]
-    return [exchange for exchange in exchanges if exchange is not None]
+    hint = "; give a file in the ShareGPT format"
+    conversations = decode(list[_Conversation], read_text(path), str(path), hint=hint)
+    found = (each.conversations or each.conversation or () for each in conversations)
+    return [Exchange(turns[0].value, turns[1].value) for turns in found if len(turns) > 1]
 
 
-def _first_exchange(path: Path, position: int, entry: Any) -> Exchange | None:
-    try:
-        turns = entry.get("conversations", entry.get("conversation"))
-        if len(turns) < 2:
-            return None
-        question, answer = turns[0]["value"], turns[1]["value"]
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path}, entry {position}: expected {{'conversations': [{{'from', 'value'}}, ...]}}, "
-            f"got {str(entry)[:80]}"
-        ) from error
-    if not isinstance(question, str) or not isinstance(answer, str):
-        raise ConfigError(f"{path}, entry {position}: a turn's value must be text, got {str(turns)[:80]}")
-    return Exchange(question, answer)
+class _Turn(msgspec.Struct):
+    value: str
+
+
+class _Conversation(msgspec.Struct):
+    conversations: tuple[_Turn, ...] | None = None
+    conversation: tuple[_Turn, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.conversations is None and self.conversation is None:
+            raise ValueError("it has no conversations, a list of turns that have a value")
 
 
 def sharegpt_load(

@@ -114,9 +114,9 @@ def test_sharegpt(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: expected"),
-        ('{"text": "a"}', "line 2: expected"),
-        ('{"prompt": ""}', "line 2: an empty prompt"),
+        ("{", "line 2 is not JSON"),
+        ('{"text": "a"}', "line 2 lacks prompt"),
+        ('{"prompt": ""}', "line 2: prompt is ''"),
     ],
 )
 def test_bad_custom_lines_are_named(tmp_path: Path, line: str, message: str) -> None:

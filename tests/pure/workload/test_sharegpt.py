@@ -34,10 +34,13 @@ def test_the_first_exchange_of_each_conversation_is_read(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{oops", "line 1: not JSON"),
-        (b'{"a": 1}', "expected a JSON list"),
-        (b'[{"text": "x"}]', "entry 0: expected"),
-        (b'[{"conversations": [{"value": 1}, {"value": 2}]}]', "entry 0: a turn's value must be text"),
+        (b"{oops", "is not JSON"),
+        (b'{"a": 1}', "must be a list"),
+        (b'[{"text": "x"}]', r"\[0\] .* it has no conversations"),
+        (
+            b'[{"conversations": [{"value": 1}, {"value": 2}]}]',
+            r"\[0\]\.conversations\[0\]\.value is 1; it must be a text",
+        ),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:

@@ -5,12 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from onbeat.core.errors import ModelLoadError
+import msgspec
+
+from onbeat.core.errors import ConfigError, ModelLoadError
 from onbeat.files import read
 
 _NAMES = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
 _HARMLESS = ("Transformer", "Pooling", "Normalize")
 """Modules that change nothing about the direction of a vector, pooling aside."""
+
+
+class _Module(msgspec.Struct):
+    type: str = ""
 
 
 def hf_pooling(directory: Path) -> str | None:
@@ -21,11 +27,12 @@ def hf_pooling(directory: Path) -> str | None:
     ModelLoadError : `modules.json` puts more behind the model than pooling and a norm.
     """
     modules = directory / "modules.json"
-    found: Any = read(Any, modules) if modules.is_file() else []  # JSON is YAML, and this is a list
-    if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
-        raise ModelLoadError(f"{modules} is no list of modules; fetch the model again")
+    try:
+        found = read(list[_Module], modules) if modules.is_file() else []
+    except ConfigError as error:
+        raise ModelLoadError(f"{error}; fetch the model again") from error
     for module in found:
-        kind = str(module.get("type", "")).rpartition(".")[2]
+        kind = module.type.rpartition(".")[2]
         if kind not in _HARMLESS:
             raise ModelLoadError(
                 f"{modules} puts a module {kind!r} behind the model, which is not supported; supported: "
