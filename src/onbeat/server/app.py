@@ -18,12 +18,12 @@ from onbeat.core.protocols import EngineClient, FleetView, Tokenizer
 from onbeat.server.chat import chat_routes
 from onbeat.server.completions import completion_routes
 from onbeat.server.embeddings import POOLING_PATH, embedding_routes
-from onbeat.server.engine_watch import EngineWatch, garbage_kept, tidy
+from onbeat.server.engine_watch import EngineHealth, garbage_kept, tidy
 from onbeat.server.errors import IGNORED_FIELDS_HEADER, PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.fleet import fleet_routes
 from onbeat.server.generation import Generator, Lifecycle
 from onbeat.server.home import home_routes
-from onbeat.server.jobs import JobDesk
+from onbeat.server.jobs import JobCalls
 from onbeat.server.logprobs import LogprobWriter
 from onbeat.server.messages import message_routes
 from onbeat.server.middleware import (
@@ -46,7 +46,7 @@ from onbeat.server.server_config import ServerConfig
 from onbeat.server.services import Services
 from onbeat.server.slo_defaults import NO_LIMITS
 from onbeat.server.status import health_routes, model_routes
-from onbeat.server.structured import GrammarDesk
+from onbeat.server.structured import GrammarChecks
 from onbeat.server.telemetry import Telemetry
 from onbeat.server.tokenization import tokenizer_routes
 from onbeat.server.unread import SlowReaders
@@ -110,12 +110,12 @@ def create_app(
         config=config,
         lifecycle=lifecycle,
         encoder=PromptEncoder(tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len),
-        grammars=GrammarDesk(
+        grammars=GrammarChecks(
             GrammarGuard(tokenizer, info.vocab_size), telemetry.grammars, is_needed=info.generates
         ),
-        jobs=JobDesk(telemetry.jobs),
+        jobs=JobCalls(telemetry.jobs),
         generator=Generator(engine, tokenizer, telemetry.tracker),
-        watch=EngineWatch(engine, config.hang),
+        watch=EngineHealth(engine, config.hang),
         slow_readers=SlowReaders(config.max_unread_bytes),
         logprobs=(LogprobWriter(tokenizer), LogprobWriter(tokenizer, as_ids=True)),
         created=int(time.time()),

@@ -26,7 +26,7 @@ LINGER_SECONDS = 1.0
 """How long what a refused client still sends is thrown away: closing at once would lose the answer."""
 
 
-class Refusal(NamedTuple):
+class Closing(NamedTuple):
     """Why a connection is closed before its request is complete."""
 
     status: int
@@ -35,14 +35,14 @@ class Refusal(NamedTuple):
     message: str
 
 
-MALFORMED = Refusal(400, "malformed_request", "the request is not valid HTTP/1.1; the connection is closed")
-HEAD_TOO_LARGE = Refusal(431, "headers_too_large", "the request line and headers are too large; send less")
-SLOW_HEAD = Refusal(408, "slow_headers", "the request's headers did not come in time; send them at once")
-SLOW_BODY = Refusal(408, "slow_body", "the request's body came too slowly; send it in one go")
-TOO_MANY = Refusal(
+MALFORMED = Closing(400, "malformed_request", "the request is not valid HTTP/1.1; the connection is closed")
+HEAD_TOO_LARGE = Closing(431, "headers_too_large", "the request line and headers are too large; send less")
+SLOW_HEAD = Closing(408, "slow_headers", "the request's headers did not come in time; send them at once")
+SLOW_BODY = Closing(408, "slow_body", "the request's body came too slowly; send it in one go")
+TOO_MANY = Closing(
     503, "too_many_connections", "the server has as many connections as it may; try again later"
 )
-NO_ROOM = Refusal(
+NO_ROOM = Closing(
     503,
     "no_room_for_body",
     "the server holds as much of incomplete requests as it may, and this one has been under way for longest; "
@@ -53,9 +53,9 @@ _REFUSAL = "onbeat.refusal"
 """Where the state of a request that broke off holds why."""
 
 
-def refusal_of(scope: Scope) -> Refusal | None:
+def refusal_of(scope: Scope) -> Closing | None:
     """Return what a request's client got from the connection, in place of what the application says."""
-    refusal: Refusal | None = scope.get("state", {}).get(_REFUSAL)
+    refusal: Closing | None = scope.get("state", {}).get(_REFUSAL)
     return refusal
 
 
@@ -104,7 +104,7 @@ class BoundedConnection(HttpToolsProtocol):
     ----------
     limits : the bounds.
     bodies : the room that it shares with all others.
-    on_refused : told why a connection was closed, a `Refusal.reason` (metrics).
+    on_refused : told why a connection was closed, a `Closing.reason` (metrics).
     origins : whose pages may read an answer; `*` is all.
     options : uvicorn's own.
     """
@@ -286,7 +286,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Refuse the request that is coming, for want of room."""
         self._refuse(NO_ROOM)
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _refuse(self, refusal: Closing) -> None:
         self._unwatch()
         self._bodies.give_back(self)
         self._is_refused = True
@@ -308,7 +308,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.flow.resume_reading()
             self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
-    def _silence_application(self, refusal: Refusal) -> None:
+    def _silence_application(self, refusal: Closing) -> None:
         """Let the application, which may be about to answer or wait for the body, find its client gone."""
         self.scope["state"][_REFUSAL] = refusal
         self.cycle.disconnected = True
@@ -333,7 +333,7 @@ def _without_chunks(cycle: RequestResponseCycle) -> Callable[[Any], Coroutine[An
     return send_plainly
 
 
-def _answer(refusal: Refusal, origin: bytes) -> bytes:
+def _answer(refusal: Closing, origin: bytes) -> bytes:
     body = error_body(refusal.status, refusal.message, refusal.reason)
     head = STATUS_LINE[refusal.status] + b"content-type: application/json\r\nconnection: close\r\n"
     if origin:

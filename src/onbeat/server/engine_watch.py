@@ -49,7 +49,7 @@ async def tidy(lifecycle: Lifecycle) -> None:
             last = time.monotonic()
 
 
-class EngineWatch:
+class EngineHealth:
     """Looks at an engine's pulse, while it lives; a hang may pass.
 
     Parameters

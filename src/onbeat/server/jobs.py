@@ -123,7 +123,7 @@ def _of_headers(given: dict[str, str]) -> JobFields:
         raise InvalidRequest(f"the header {header}: {error}", param=header, code=error.code) from error
 
 
-class JobDesk:
+class JobCalls:
     """Keeps the table of jobs of one server.
 
     Parameters

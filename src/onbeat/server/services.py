@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onbeat.core.protocols import EngineClient, EngineInfo, FleetView, Tokenizer
-from onbeat.server.engine_watch import EngineWatch
+from onbeat.server.engine_watch import EngineHealth
 from onbeat.server.errors import ApiError
 from onbeat.server.generation import Generator, Lifecycle
-from onbeat.server.jobs import JobDesk
+from onbeat.server.jobs import JobCalls
 from onbeat.server.logprobs import LogprobWriter
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.server_config import MAX_QUOTED, ServerConfig
-from onbeat.server.structured import GrammarDesk
+from onbeat.server.structured import GrammarChecks
 from onbeat.server.unread import SlowReaders
 from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.reply.parser import ReplyStyle
@@ -32,10 +32,10 @@ class Services:
     config: ServerConfig
     lifecycle: Lifecycle
     encoder: PromptEncoder
-    grammars: GrammarDesk
-    jobs: JobDesk
+    grammars: GrammarChecks
+    jobs: JobCalls
     generator: Generator
-    watch: EngineWatch
+    watch: EngineHealth
     slow_readers: SlowReaders
     logprobs: tuple[LogprobWriter, LogprobWriter]
     """Write log-probabilities with tokens by their text, and by their ids."""

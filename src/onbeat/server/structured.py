@@ -289,7 +289,7 @@ def _missing(field: str, why: str) -> InvalidRequest:
     return InvalidRequest(f"{{field}} is missing, but {why}", param=field, code="missing_required_parameter")
 
 
-class GrammarDesk:
+class GrammarChecks:
     """Takes grammars from bodies, and refuses those that cannot be enforced.
 
     Parameters

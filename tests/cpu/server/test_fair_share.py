@@ -19,7 +19,7 @@ import pytest
 from onbeat.core.request import Grammar
 from onbeat.server.fair_threads import MOST_SHORT_WORK, FairThreads
 from onbeat.server.prompts import PromptEncoder
-from onbeat.server.structured import GrammarDesk
+from onbeat.server.structured import GrammarChecks
 from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.grammar.guard import GrammarGuard, TrialResult
 from tests.cpu.server.running import HELLO, Answer, Served, serving
@@ -214,7 +214,7 @@ async def test_chats_of_clients_that_left_are_not_rendered(rendering: Held) -> N
 async def test_grammars_of_clients_that_left_are_not_tried(
     monkeypatch: pytest.MonkeyPatch, path: str, prompt: dict[str, Any]
 ) -> None:
-    held, take = Held(), GrammarDesk.take
+    held, take = Held(), GrammarChecks.take
 
     async def counted(*arguments: Any) -> None:
         held.num_asked += 1
@@ -224,7 +224,7 @@ async def test_grammars_of_clients_that_left_are_not_tried(
         held.note(grammar.text.split('"')[1])
         return TrialResult()
 
-    monkeypatch.setattr(GrammarDesk, "take", counted)
+    monkeypatch.setattr(GrammarChecks, "take", counted)
     monkeypatch.setattr(GrammarGuard, "check", tried)
     await check_second_is_left_out(held, path, [{**prompt, "guided_choice": [each]} for each in "abc"])
 
