@@ -9,9 +9,10 @@ from typing import Any
 
 import msgspec
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, quoted
 from onbeat.files import json_lines, read_text
 from onbeat.metrics.summary import METRICS, LatencyStatistic
+from onbeat.report.result import SCHEMA
 from onbeat.typed import NotJSON, Number, convert, decode, take
 
 SETTINGS = (
@@ -65,9 +66,15 @@ def read_runs(path: Path) -> list[SavedRun]:
     """
     runs: list[dict[str, Any]] = []
     for document in _documents(path):
+        schema = document.get("schema", SCHEMA)  # version 1, and other tools, do not say it
+        if schema not in range(1, SCHEMA + 1):
+            raise ConfigError(
+                f"{path} has schema {quoted(schema)}, and this onbeat reads up to {SCHEMA}: read it with the "
+                f"onbeat that wrote it ({document.get('onbeat_version', 'a newer one')}), or run it again"
+            )
         own = document.get("runs", [document])
         if not isinstance(own, list) or not own or not all(map(_is_run, own)):
-            raise ConfigError(f"{path}: not a result of `bench serve`; save one with --json FILE")
+            raise ConfigError(f"{path}: not a result of `bench serve`; save one of it or of `simulate` with --json FILE")
         runs += own
     return [_saved_run(run, str(path)) for run in runs]
 

@@ -114,3 +114,16 @@ def test_a_result_of_another_tool_is_read_as_far_as_it_goes(tmp_path: Path) -> N
     assert run.requests is None
     assert run.throughputs["output_throughput"] == document["output_throughput"]
     assert "num_gpus" not in run.settings
+
+
+def test_older_versions_are_read_and_newer_ones_are_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.json")
+    (now,) = read_runs(path)
+    document = json.loads(path.read_text())
+    old = {key: value for key, value in document.items() if key not in {"schema", "kind", "onbeat_version"}}
+    path.write_text(json.dumps({**old, "schema_version": 1}))
+    assert read_runs(path) == [now]
+    for version in (3, "2", None):
+        path.write_text(json.dumps({**document, "schema": version, "onbeat_version": "9.9"}))
+        with pytest.raises(ConfigError, match=r"reads up to 2: .*\(9\.9\)"):
+            read_runs(path)
