@@ -74,7 +74,9 @@ def read_runs(path: Path) -> list[SavedRun]:
             )
         own = document.get("runs", [document])
         if not isinstance(own, list) or not own or not all(map(_is_run, own)):
-            raise ConfigError(f"{path}: not a result of `bench serve`; save one of it or of `simulate` with --json FILE")
+            raise ConfigError(
+                f"{path}: not a result of `bench serve`; save one of it or of `simulate` with --json FILE"
+            )
         runs += own
     return [_saved_run(run, str(path)) for run in runs]
 

@@ -14,7 +14,7 @@ from onbeat.cli.outputs import ResultOptions, StudyOptions
 from onbeat.core.errors import ConfigError
 from onbeat.core.hints import likely_meant
 from onbeat.core.options import changed, option, part, settings_of
-from onbeat.planner.frontier import Level
+from onbeat.report.run import Level
 from onbeat.simulator.deployment import Deployment
 
 _capacity = partial(option, group="capacity")
@@ -93,7 +93,10 @@ class CapacityOptions:
             listed("--sweep-concurrency", self.sweep_concurrency, *LEVELS) if self.sweep_concurrency else []
         )
         opened = listed("--sweep-rate", self.sweep_rate, *RATES) if self.sweep_rate else []
-        return [*(Level(concurrency=each) for each in closed), *(Level(request_rate=each) for each in opened)]
+        return [
+            *(Level(max_concurrency=each) for each in closed),
+            *(Level(request_rate=each) for each in opened),
+        ]
 
 
 def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:

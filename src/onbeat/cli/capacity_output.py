@@ -101,7 +101,7 @@ def capacity_result(report: CapacityReport) -> Result:
     figures = Plots(_capacity_figures(report.capacities), per_row=2)
     title = "Cases" if len(report.capacities) > 1 else "The numbers"
     sections.append(Section(title, [cases, figures], is_folded=True))
-    loads = group_by_load(report.points, lambda point: point.level.request_rate is None)
+    loads = group_by_load(report.points, lambda point: point.level.is_closed)
     for load, points in loads.items():
         plots = Plots(frontier_figures(points, report.share), per_row=2)
         sections.append(Section(f"Latency and throughput: {load}", [plots], is_folded=True))
@@ -156,7 +156,7 @@ def answer_of(report: CapacityReport) -> str:
             return f"INFEASIBLE: nothing that was asked for can run{why}."
         fastest = max(runs, key=lambda run: run.output_throughput_per_gpu)
         most = f"{fastest.output_throughput_per_gpu:,.0f} output tokens/s per GPU"
-        return f"The most is {most}, with {fastest.level} ({fastest.series})."
+        return f"The most is {most}, with {fastest.level.name} ({fastest.series})."
     if best.outcome is Outcome.INFEASIBLE:
         return f"INFEASIBLE: no rate keeps the objective: {best.reason}."
     price = price_of(report, best)

@@ -13,9 +13,10 @@ from onbeat.cli.capacity_plan import PlannedCase
 from onbeat.core.slo import SLOMode
 from onbeat.planner.capacity import Capacity, CapacityTask, Outcome, Repeat, combine_repeats, find_capacity
 from onbeat.planner.cases import Labels, case_name
-from onbeat.planner.frontier import FrontierPoint, Level, LevelTask, run_level
+from onbeat.planner.frontier import FrontierPoint, LevelTask, run_level
 from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions, Trial
+from onbeat.report.run import Level
 from onbeat.report.units import significant
 
 

@@ -147,7 +147,7 @@ def frontier_figures(points: Sequence[FrontierPoint], promised: float | None = N
     over_rate = [
         latency_figure(runs, latency, title)
         for latency, title in RATE_TITLES.items()
-        if not any(run.is_closed for run in runs)
+        if not any(run.level.is_closed for run in runs)
     ]
     kept = kept_figure(runs, promised or USUAL_SHARE, is_promised=promised is not None)
     return [drawn for drawn in (kept, *against, *over_rate) if drawn is not None]

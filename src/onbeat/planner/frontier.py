@@ -11,28 +11,8 @@ from onbeat.metrics.summary import SummaryOptions, summarise
 from onbeat.planner.cases import Case, Labels, case_name, simulate_trial
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import Stopped
-from onbeat.report.run import TradeoffPoint, summary_values
+from onbeat.report.run import Level, TradeoffPoint, summary_values
 from onbeat.workload.offered import OfferedLoad
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
-    """How hard a load presses: a request rate (open loop), or requests under way at once (closed loop)."""
-
-    request_rate: float | None = None
-    concurrency: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.request_rate is None) == (self.concurrency is None):
-            raise ConfigError("a level is a request rate or a concurrency, one of them")
-
-    @property
-    def name(self) -> str:
-        return f"c={self.concurrency}" if self.request_rate is None else f"{self.request_rate:g}/s"
-
-    def apply(self, load: OfferedLoad) -> OfferedLoad:
-        """Return the load at this level."""
-        return load.with_arrivals(None) if self.request_rate is None else load.at_rate(self.request_rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +48,11 @@ class FrontierPoint:
         about |= {"error": self.error or None}
         if self.run is None:
             return about
-        rate = self.level.request_rate
         return (
             about
             | summary_values(self.run.summary)
             | {
-                "request_rate": "inf" if rate is None else rate,
-                "max_concurrency": self.level.concurrency,
+                **self.level.values,
                 "num_gpus": self.run.num_gpus,
                 "output_throughput_per_gpu": self.run.output_throughput_per_gpu,
             }
@@ -86,9 +64,10 @@ def run_level(task: LevelTask, context: TaskContext) -> FrontierPoint | None:
     level = task.level
     try:
         built = task.case.build()
-        if level.concurrency is not None:
-            built = built._replace(config=replace(built.config, max_concurrency=level.concurrency))
-        result = simulate_trial(built, level.apply(task.load), context.is_stopped)
+        load = task.load.with_arrivals(None) if level.is_closed else task.load.at_rate(level.request_rate)
+        if level.max_concurrency is not None:
+            built = built._replace(config=replace(built.config, max_concurrency=level.max_concurrency))
+        result = simulate_trial(built, load, context.is_stopped)
     except ConfigError as error:
         return FrontierPoint(labels=task.case.labels, level=level, run=None, error=str(error))
     except Stopped:
@@ -99,9 +78,7 @@ def run_level(task: LevelTask, context: TaskContext) -> FrontierPoint | None:
     labels = task.case.labels
     run = TradeoffPoint(
         series=case_name(labels),
-        level=level.name,
-        load=level.request_rate or float(level.concurrency or 0),
-        is_closed=level.request_rate is None,
+        level=level,
         summary=summary,
         num_gpus=built.num_devices,
     )

@@ -35,9 +35,9 @@ R = TypeVar("R", bound=ReportedRequest, covariant=True)
 class Level:
     """How hard a load presses."""
 
-    request_rate: float
+    request_rate: float = math.inf
     """Requests per second; infinite where no clock sends them."""
-    max_concurrency: int | None
+    max_concurrency: int | None = None
     """Most requests open at once; None sets no limit."""
 
     @property
@@ -51,9 +51,19 @@ class Level:
         return f"c={self.max_concurrency}" if self.is_closed else f"{self.request_rate:g}/s"
 
     @property
+    def load(self) -> float:
+        """Where it lies on an axis: requests per second, or of a closed loop requests open at once."""
+        return (self.max_concurrency or math.inf) if self.is_closed else self.request_rate
+
+    @property
     def saved_rate(self) -> float | str:
         """The rate as files have it."""
         return "inf" if self.is_closed else self.request_rate
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """As a file has it."""
+        return {"request_rate": self.saved_rate, "max_concurrency": self.max_concurrency}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +86,8 @@ class RunHeader:
     @property
     def values(self) -> dict[str, Any]:
         """As a file has them."""
-        level = {"request_rate": self.level.saved_rate, "max_concurrency": self.level.max_concurrency}
-        return {name: value for name, value in asdict(self).items() if name != "level"} | level
+        about = {name: value for name, value in asdict(self).items() if name != "level"}
+        return about | self.level.values
 
     @property
     def load(self) -> str:
@@ -98,11 +108,8 @@ class TradeoffPoint:
 
     series: str
     """Points of one series are joined by a line."""
-    level: str
+    level: Level
     """What sets it apart in its series."""
-    load: float
-    """Requests per second, or of a closed loop requests that are open at once."""
-    is_closed: bool
     summary: RunSummary
     num_gpus: int
 
@@ -153,14 +160,8 @@ class Run(Generic[R]):
     @property
     def point(self) -> TradeoffPoint:
         """The run as a point of throughput against latency."""
-        level = self.header.level
         return TradeoffPoint(
-            series=self.series,
-            level=level.name,
-            is_closed=level.is_closed,
-            load=(level.max_concurrency or math.inf) if level.is_closed else level.request_rate,
-            summary=self.summary,
-            num_gpus=self.num_gpus,
+            series=self.series, level=self.header.level, summary=self.summary, num_gpus=self.num_gpus
         )
 
     @property

@@ -55,7 +55,7 @@ def tradeoff_figure(runs: Sequence[TradeoffPoint], latency: LatencyStatistic, ti
         if not points:
             continue
         xs = rounded([run.output_throughput_per_gpu for run, _ in points])
-        levels = [run.level for run, _ in points]
+        levels = [run.level.name for run, _ in points]
         labels = _point_labels(levels, is_crowded=len(groups) > 1)
         text = {"text": labels, "textposition": "top center", "textfont": {"size": 10}, "cliponaxis": False}
         drawn = series(name, position, xs, rounded([y for _, y in points]), hover=hover, customdata=levels)
@@ -173,9 +173,9 @@ def over_load_figure(
 ) -> Figure | None:
     """Return a number of each run over its load, a line a series; None where no run has it."""
     lines = []
-    load = "requests at once" if any(run.is_closed for run in runs) else "requests/s"
+    load = "requests at once" if any(run.level.is_closed for run in runs) else "requests/s"
     for position, (name, members) in enumerate(group_by_series(runs).items()):
-        values = [(run.load, value_of(run.summary)) for run in members if isfinite(run.load)]
+        values = [(run.level.load, value_of(run.summary)) for run in members if isfinite(run.level.load)]
         drawn = sorted((at, value) for at, value in values if value is not None)
         if drawn:
             hover = f"%{{y:.4g}} {unit} at %{{x:g}} {load}"

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.core.errors import ConfigError
 from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.planner.charts import axes_of, capacity_figure, capacity_over_figure, frontier_figures
-from onbeat.planner.frontier import FrontierPoint, Level, LevelTask, run_level
+from onbeat.planner.frontier import FrontierPoint, LevelTask, run_level
 from onbeat.report.page import write_page
 from onbeat.report.result import Plots, Result, Section
-from onbeat.report.run import TradeoffPoint
+from onbeat.report.run import Level, TradeoffPoint
 from tests.pure.planner.fakes import FakeCase, QuietContext, make_load
 
 CASE = FakeCase(0.01, 1e-5, max_num_seqs=64, token_budget=512, labels=(("policy", "sarathi"),))
@@ -31,7 +30,7 @@ def run_levels(levels: list[Level], case: FakeCase = CASE) -> list[FrontierPoint
 
 
 def test_a_closed_loop_trades_latency_for_throughput() -> None:
-    runs = runs_of(run_levels([Level(concurrency=n) for n in (1, 8, 64)]))
+    runs = runs_of(run_levels([Level(max_concurrency=n) for n in (1, 8, 64)]))
     throughputs = [run.output_throughput_per_gpu for run in runs]
     tpots = [run.summary.latencies["tpot"].median_ms or 0.0 for run in runs]
     assert throughputs == sorted(throughputs)
@@ -46,11 +45,11 @@ def test_a_closed_loop_trades_latency_for_throughput() -> None:
 def test_an_open_loop_keeps_its_rate() -> None:
     (run,) = runs_of(run_levels([Level(request_rate=5.0)]))
     assert run.summary.counts.request_throughput == pytest.approx(5.0, rel=0.05)
-    assert run.level == "5/s"
+    assert run.level.name == "5/s"
 
 
 def test_a_case_that_cannot_run_says_why() -> None:
-    (point,) = run_levels([Level(concurrency=2)], FakeCase(error="the weights take 141.2 GB"))
+    (point,) = run_levels([Level(max_concurrency=2)], FakeCase(error="the weights take 141.2 GB"))
     assert point.error == "the weights take 141.2 GB"
     assert point.run is None
     assert frontier_figures([point]) == []
@@ -60,14 +59,8 @@ def test_a_stopped_level_is_no_point() -> None:
     context = QuietContext()
     context.is_stop_wanted = True
     load = make_load(50, output=400)
-    task = LevelTask(case=CASE, load=load, level=Level(concurrency=2))
+    task = LevelTask(case=CASE, load=load, level=Level(max_concurrency=2))
     assert run_level(task, context) is None
-
-
-@pytest.mark.parametrize(("rate", "concurrency"), [(None, None), (1.0, 1)])
-def test_a_level_is_a_rate_or_a_concurrency(rate: float | None, concurrency: int | None) -> None:
-    with pytest.raises(ConfigError, match="one of them"):
-        Level(request_rate=rate, concurrency=concurrency)
 
 
 def make_capacity(rate: float, **labels: str) -> Capacity:
@@ -111,7 +104,7 @@ def test_lines_show_capacity_over_a_numeric_setting() -> None:
 
 
 def test_figures_fit_a_page(tmp_path: Path) -> None:
-    points = run_levels([Level(concurrency=1), Level(concurrency=4)])
+    points = run_levels([Level(max_concurrency=1), Level(max_concurrency=4)])
     figures = frontier_figures(points)
     assert [figure["title"] for figure in figures] == [
         "Median TPOT against throughput",
