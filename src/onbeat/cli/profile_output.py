@@ -10,7 +10,18 @@ from onbeat.core.errors import counted
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.profile import MeasuredStep
 from onbeat.perfmodel.utilisation import StepOperations, flops_utilisation, memory_bandwidth_utilisation
-from onbeat.report.plot import COLOURS, Figure, Trace, axis, figure, trace
+from onbeat.report.plot import (
+    COLOURS,
+    QUEUE_COLOUR,
+    STREAM_COLOUR,
+    WAIT_COLOUR,
+    Figure,
+    Trace,
+    axis,
+    figure,
+    log_scale,
+    trace,
+)
 from onbeat.report.result import Column, Lines, Part, Plots, Result, Section, Table
 from onbeat.report.units import exact_percent, whole_percent
 
@@ -173,29 +184,39 @@ def _pairs(step: MeasuredStep) -> int:
 
 
 def _scatter(result: ProfileResult) -> Figure:
-    data = [
-        _points(name, steps, [step.seconds * 1e3 for step in steps], _predicted(result, steps, 1e3))
-        for name, steps in (("fitted", result.fitted_steps), ("held back", result.held_back))
-    ]
     times = [step.seconds * 1e3 for step in result.profile.steps]
     ends = [min(times), max(times)]
-    data.append(trace("exact", ends, ends, line={"dash": "dot"}))
-    axes = axis("measured (ms)", type="log"), axis("predicted (ms)", type="log")
+    data = [
+        _points(name, colour, steps, [step.seconds * 1e3 for step in steps], _predicted(result, steps, 1e3))
+        for name, colour, steps in _parts(result)
+    ]
+    data.append(trace("exact", ends, ends, line={"dash": "dot", "color": QUEUE_COLOUR}))
+    scale = log_scale(ends)
+    axes = axis("measured (ms)", **scale), axis("predicted (ms)", **{**scale, "range": None})
     return figure("Predicted against measured", data, *axes, height=FIGURE_HEIGHT)
 
 
-def _points(name: str, steps: Sequence[MeasuredStep], x: Sequence[float], y: Sequence[float]) -> Trace:
-    return trace(name, x, y, "markers", text=[describe(step.shape) for step in steps])
+def _parts(result: ProfileResult) -> tuple[tuple[str, str, Sequence[MeasuredStep]], ...]:
+    """Return the steps that were fitted and those that were held back, each with a colour."""
+    return ("fitted", STREAM_COLOUR, result.fitted_steps), ("held back", WAIT_COLOUR, result.held_back)
+
+
+def _points(
+    name: str, colour: str, steps: Sequence[MeasuredStep], x: Sequence[float], y: Sequence[float]
+) -> Trace:
+    marker = {"color": colour, "size": 6, "opacity": 0.8}
+    return trace(name, x, y, "markers", text=[describe(step.shape) for step in steps], marker=marker)
 
 
 def _error_figure(result: ProfileResult) -> Figure:
     """Return how far off each step was, over its new tokens: a pattern is what the fit cannot express."""
     data = []
-    for name, steps in (("fitted", result.fitted_steps), ("held back", result.held_back)):
+    for name, colour, steps in _parts(result):
         pairs = zip(_predicted(result, steps), steps, strict=True)
         errors = [100 * (seconds / step.seconds - 1) for seconds, step in pairs]
-        data.append(_points(name, steps, [step.shape.num_new_tokens for step in steps], errors))
-    axes = axis("new tokens of the step", type="log"), axis("predicted too much (%)", zeroline=True)
+        data.append(_points(name, colour, steps, [step.shape.num_new_tokens for step in steps], errors))
+    sizes = log_scale([step.shape.num_new_tokens for step in result.profile.steps])
+    axes = axis("new tokens of the step", **sizes), axis("predicted too much (%)", zeroline=True)
     return figure("Error by size", data, *axes, height=FIGURE_HEIGHT)
 
 
@@ -245,9 +266,9 @@ def draft_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
         fitted = [1.0, *(row["predicted_ms"] / row["without_ms"] for row in own)]
         look = {"color": COLOURS[len(data) // 2 % len(COLOURS)]}
         name = counted(number, "decode")
-        data.append(trace(f"{name}, measured", xs, measured, "markers", marker=look))
-        data.append(trace(f"{name}, predicted", xs, fitted, line=look))
-    axes = "drafts of each decode", "times a step with none"
+        data.append(trace(name, xs, measured, "markers", marker=look))
+        data.append(trace(f"{name}, predicted", xs, fitted, line=look, showlegend=False))
+    axes = "drafts of each decode", "times a step with none (lines: predicted)"
     return figure("Steps that verify drafts", data, *axes, height=FIGURE_HEIGHT)
 
 

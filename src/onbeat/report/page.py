@@ -90,11 +90,13 @@ class _Page:
                 body += f"<details><summary>{title}</summary>\n{content}</details>\n"
             elif content:
                 body += (section.title and f"<h2>{html.escape(section.title)}</h2>\n") + content
-        shown = (
+        if not result.settings:
+            return body
+        shown = [
             (name, value if isinstance(value, str) else json.dumps(value, default=str))
             for name, value in result.settings.items()
-        )
-        settings = _table([Column("", "", str)] * 2, [*map(list, shown)])
+        ]
+        settings = _table([Column("", "", str)] * 2, shown)
         return (
             f"{body}<details><summary>All settings</summary>{settings}</details>\n<footer>{_WORDS}</footer>\n"
         )
