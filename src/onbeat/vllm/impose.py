@@ -10,8 +10,8 @@ from typing import Any
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.vllm.kv_view import VLLMKVView
+from onbeat.vllm.steps import EngineTable
 from onbeat.vllm.surface import EngineRequest, Surface
-from onbeat.vllm.table import EngineTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,26 +6,33 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from onbeat.core.errors import ConfigError, InvalidRequest, SLOUnattainable
 from onbeat.core.request import RequestOutput
 from onbeat.core.slo import Fate
 from onbeat.scheduler.replica.idle_check import IdleCheck
-from onbeat.vllm.batches import BatchLimits
 from onbeat.vllm.calibrate import kept_steps, predictor, step_times
 from onbeat.vllm.impose import Imposed, impose, mismatch
-from onbeat.vllm.made_up import RequestMaker, capture_sizes, hindrance, settings
 from onbeat.vllm.objectives import ID, read
 from onbeat.vllm.origin import log_as_vllm_does, origin_of
 from onbeat.vllm.plugin_config import read_config
 from onbeat.vllm.refusals import TOO_LONG, Refusal, refusal_by
-from onbeat.vllm.self_calibration import SelfCalibration, is_made_up
+from onbeat.vllm.self_calibration import (
+    BatchLimits,
+    RequestMaker,
+    SelfCalibration,
+    capture_sizes,
+    hindrance,
+    is_made_up,
+    settings,
+)
 from onbeat.vllm.steps import EngineSteps, TakenStep
-from onbeat.vllm.surface import EngineRequest, EngineScheduler, Surface
+from onbeat.vllm.surface import EngineRequest, Surface
 from onbeat.vllm.telemetry import Publisher, RequestNews, StepTimes, rank_address
 
 logger = logging.getLogger("onbeat.vllm")
+Result = TypeVar("Result")
 
 MOST_FAULTS = 3
 """Faults in a row after which onbeat plans no more in this process."""
@@ -48,7 +55,7 @@ class Plugin:
     num_mismatches : requests whose tokens in a step were not those of the plan.
     """
 
-    def __init__(self, scheduler: EngineScheduler) -> None:
+    def __init__(self, scheduler: Any) -> None:
         log_as_vllm_does()
         self.num_planned = self.num_foreign = self.num_faults = self.num_mismatches = 0
         self._faults_in_a_row, self._has_failed = 0, False
@@ -87,16 +94,12 @@ class Plugin:
         self._has_failed = False
         self._is_measured = False
         if not self.is_on or self.surface.is_paused():
-            if self._calibration is not None:
-                with self._calibrating(self._calibration):
-                    self._calibration.suspend()
+            self._measure(SelfCalibration.suspend)
             return None
-        if self._calibration is not None:
-            with self._calibrating(self._calibration):
-                imposed = self._calibration.plan(now)
-                self._is_measured = imposed is not None
-                if imposed is not None:
-                    return imposed
+        imposed = self._measure(lambda calibration: calibration.plan(now))
+        self._is_measured = imposed is not None
+        if imposed is not None:
+            return imposed
         with self._guarded():
             steps = self.steps
             plan = steps.plan(now)
@@ -121,8 +124,7 @@ class Plugin:
         if not self.is_on:
             return
         if self._is_measured and self._calibration is not None:
-            with self._calibrating(self._calibration):
-                self._calibration.note_step(output, now)
+            self._measure(lambda calibration: calibration.note_step(output, now))
             return
         if imposed is None:
             self.num_foreign += 1
@@ -136,10 +138,8 @@ class Plugin:
 
     def take(self, output: Any, now: float) -> None:
         """Learn from a step whose results vLLM has taken."""
-        if self._calibration is not None:
-            with self._calibrating(self._calibration):
-                if self._calibration.take(output, now):
-                    return
+        if self._measure(lambda calibration: calibration.take(output, now)):
+            return
         if self.is_on:
             with self._guarded():
                 taken = self.steps.take(output, now)
@@ -155,12 +155,8 @@ class Plugin:
         ----------
         arrival : when it came, seconds of the clock of `now`.
         """
-        if self._calibration is not None:
-            with self._calibrating(self._calibration):
-                if self._calibration.owns(request.request_id):
-                    self._calibration.take_in(request, now)
-                    return
-                self._calibration.suspend()
+        if self._measure(lambda calibration: calibration.take_in(request, now)):
+            return
         if not (self.is_on and self.surface.is_planned(request)):
             return
         with self._guarded():
@@ -178,9 +174,8 @@ class Plugin:
         """Forget requests that vLLM has ended."""
         if not self.is_on:
             return
-        if request_ids is None and self._calibration is not None:  # it is the end, or a new beginning
-            with self._calibrating(self._calibration):
-                self._calibration.stop()
+        if request_ids is None:  # it is the end, or a new beginning
+            self._measure(SelfCalibration.stop)
         with self._guarded():
             requests = self.steps.table.requests
             given = list(requests) if request_ids is None else request_ids
@@ -265,13 +260,16 @@ class Plugin:
         steps = EngineSteps(surface, self.steps.model, self.config.slo.mode)
         return SelfCalibration(steps, limits, RequestMaker(surface.scheduler, _SEED))
 
-    @contextmanager
-    def _calibrating(self, calibration: SelfCalibration) -> Iterator[None]:
-        """Let steps be measured; a fault ends that, and no step. Once all is measured, plan with it."""
+    def _measure(self, act: Callable[[SelfCalibration], Result]) -> Result | None:
+        """Let steps be measured, if they still are. A fault ends that, and no step; so does its end."""
+        calibration = self._calibration
+        if calibration is None:
+            return None
+        result = None
         try:
-            yield
+            result = act(calibration)
             if not calibration.is_done or calibration.is_under_way:
-                return
+                return result
             if not calibration.was_given_up:
                 known = self._kept.keep(calibration.steps, calibration.seconds)
                 self.steps = EngineSteps(self.surface, predictor(known), self.config.slo.mode)
@@ -283,6 +281,7 @@ class Plugin:
             with suppress(Exception):
                 calibration.stop()
         self._calibration = None
+        return result
 
     def _say_misses(self) -> None:
         """Say which objectives no step can keep, before somebody waits for them."""
@@ -293,10 +292,15 @@ class Plugin:
 
     # --- faults ---------------------------------------------------------------------------------------
 
-    def _guarded(self) -> _Guard:
-        return _Guard(self._note_fault)
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Keep a fault of ours from vLLM."""
+        try:
+            yield
+        except Exception as fault:
+            self._note_fault(fault)
 
-    def _note_fault(self, fault: BaseException) -> None:
+    def _note_fault(self, fault: Exception) -> None:
         """Count a fault of ours; after several in a row plan no more."""
         self.num_faults += 1
         self._faults_in_a_row += not self._has_failed
@@ -320,27 +324,6 @@ class Plugin:
                 next(iter(different.items())),
                 self.num_mismatches,
             )
-
-
-class _Guard:
-    """Keeps a fault of ours from vLLM.
-
-    Parameters
-    ----------
-    on_fault : told of it.
-    """
-
-    def __init__(self, on_fault: Callable[[BaseException], None]) -> None:
-        self._on_fault = on_fault
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, fault: BaseException | None, trace: object) -> bool:
-        if not isinstance(fault, Exception):
-            return False
-        self._on_fault(fault)
-        return True
 
 
 def engine_version() -> str:

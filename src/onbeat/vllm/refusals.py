@@ -1,25 +1,25 @@
 """How the scheduler's process says that a request is refused, and what its client then gets.
 
 vLLM carries a text to the client, in the message of an error, or as the stop reason of a choice that was
-aborted: `onbeat:429:{"predicted_ttft_ms": ..., "retry_after_s": ..., "reason": ..., "code": ...}`. 429 is a
-refusal for what is predicted: that the request would be late (`slo_unattainable`), or would wait for too long
-(`server_overloaded`). 504 is of one that waited in vain, 400 of one with wrong objectives. 503 is vLLM's own,
-for an engine that is not there: gateways take a server out that says it.
+aborted: a mark, and a `Refusal` in JSON. 429 is a refusal for what is predicted: that the request would be
+late (`slo_unattainable`), or would wait for too long (`server_overloaded`). 504 is of one that waited in
+vain, 400 of one with wrong objectives. 503 is vLLM's own, for an engine that is not there: gateways take a
+server out that says it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
+
+import msgspec
 
 from onbeat.core.errors import InvalidRequest, RequestRejected, SLOUnattainable
 from onbeat.server.errors import HasObjectives, unattainable
 
-_MARK = re.compile(r"onbeat:(400|429|504):(?=\{)")
+_MARK = "onbeat refused it: "
 _LONGEST_TEXT = 2**14
 LATE, TOO_LONG = "slo_unattainable", "server_overloaded"
 """Codes of a refusal with 429."""
@@ -31,7 +31,7 @@ _CODES = {429: LATE, 504: "deadline_exceeded"}
 class Refusal:
     """Why a request is not served."""
 
-    status: int
+    status: Literal[400, 429, 504]
     reason: str = ""
     """A sentence for the caller, or a word."""
     predicted_ttft: float | None = None
@@ -51,18 +51,9 @@ class Refusal:
         """The reason, as metrics count it (`metrics.tracker.REFUSALS`)."""
         return "queue_too_long" if self.code == TOO_LONG else self.code
 
-    def details(self) -> dict[str, str | float | None]:
-        """Return what is told of it beside the status; None stands for what nobody knows."""
-        return {
-            "predicted_ttft_ms": _finite(self.predicted_ttft, 1e3),
-            "retry_after_s": _finite(self.retry_after, 1.0),
-            "reason": self.reason,
-            "code": self.code,
-        }
-
     def text(self) -> str:
         """Return the text that vLLM is to carry to the client."""
-        return f"onbeat:{self.status}:{json.dumps(self.details())}"
+        return _MARK + msgspec.json.encode(self).decode()
 
     def error(self, request: HasObjectives) -> RequestRejected:
         """Return the error that its client gets, the same as from our own server."""
@@ -107,32 +98,10 @@ def refusal_by(error: SLOUnattainable | InvalidRequest) -> Refusal:
 
 def refusal_in(text: object) -> Refusal | None:
     """Return the refusal that a text of vLLM's carries; None if it carries none."""
-    if not isinstance(text, str) or (found := _MARK.search(text[:_LONGEST_TEXT])) is None:
+    if not isinstance(text, str) or (at := text.find(_MARK, 0, _LONGEST_TEXT)) < 0:
         return None
     try:
-        details, _ = json.JSONDecoder().raw_decode(text, found.end())
+        details, _ = json.JSONDecoder().raw_decode(text, at + len(_MARK))
+        return msgspec.convert(details, Refusal)
     except (ValueError, RecursionError):
         return None
-    return refusal_of(int(found[1]), details) if isinstance(details, dict) else None
-
-
-def refusal_of(status: int, details: Mapping[str, Any]) -> Refusal:
-    """Return a refusal from what is told of it; what is no number counts as not known."""
-    reason, code = details.get("reason"), details.get("code")
-    return Refusal(
-        status=status,
-        reason=reason if isinstance(reason, str) else "",
-        code=code if isinstance(code, str) and status == 429 else "",
-        predicted_ttft=_number(details.get("predicted_ttft_ms"), 1e-3),
-        retry_after=_number(details.get("retry_after_s"), 1.0),
-    )
-
-
-def _number(value: object, factor: float) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return _finite(float(value), factor)
-
-
-def _finite(value: float | None, factor: float) -> float | None:
-    return value * factor if value is not None and math.isfinite(value) and value >= 0 else None

@@ -7,18 +7,16 @@ before it: `class Mine(SLOSchedulerMixin, Other): ...`.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from onbeat.vllm.plugin import Plugin
 from onbeat.vllm.surface import EngineRequest
 
-if TYPE_CHECKING:
-    from onbeat.vllm.surface import EngineScheduler as _Base
-else:
-    _Base = object
+_Base: Any = object
+"""vLLM's scheduler, behind it in the order of classes."""
 
 
-class SLOSchedulerMixin(_Base):
+class SLOSchedulerMixin(_Base):  # type: ignore[misc]
     """Plans the steps of the vLLM scheduler behind it, and has it carry them out.
 
     It never keeps vLLM from serving: where a plan fails, vLLM plans that step itself (`Plugin`).

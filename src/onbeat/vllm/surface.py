@@ -12,7 +12,86 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from onbeat.core.errors import ConfigError
-from onbeat.vllm.settings import HINT, check_settings, check_version
+
+HINT = "or start vLLM without --scheduler-cls"
+SUPPORTED = ((0, 26), (0, 33))
+"""First and last minor version of vLLM whose scheduler was read and tried."""
+
+
+def check_version(version: str) -> tuple[int, int]:
+    """Return the minor version of vLLM.
+
+    Raises
+    ------
+    ConfigError : one that was not tried.
+    """
+    parts = version.split(".")
+    found = tuple(int(part) for part in parts[:2]) if all(part.isdigit() for part in parts[:2]) else ()
+    low, high = SUPPORTED
+    if len(found) != 2 or not low <= found <= high:
+        raise ConfigError(
+            f"onbeat's scheduler works inside vLLM {low[0]}.{low[1]} to {high[0]}.{high[1]}; this is vLLM "
+            f"{version}. Install one of these, {HINT}"
+        )
+    return found[0], found[1]
+
+
+def check_settings(scheduler: Any) -> None:
+    """Raise ConfigError for a setting under which vLLM would not carry out a plan."""
+    config = scheduler.vllm_config
+    scheduling, parallel = config.scheduler_config, config.parallel_config
+    refusals = (
+        (
+            scheduling.policy != "fcfs",
+            f"--scheduling-policy is {scheduling.policy}, but objectives are the order; leave it out "
+            "(the weight of a request says what it is worth)",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1,
+            f"--pipeline-parallel-size is {parallel.pipeline_parallel_size}; onbeat plans no pipelines "
+            "inside vLLM yet: use tensor parallelism",
+        ),
+        (
+            getattr(parallel, "decode_context_parallel_size", 1) > 1
+            or getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "context parallelism spreads a request's KV over devices, which onbeat does not count; leave it "
+            "out",
+        ),
+        (
+            not scheduling.enable_chunked_prefill,
+            "chunked prefill is off, but a step's time is kept by cutting prompts; leave out "
+            "--no-enable-chunked-prefill",
+        ),
+        (
+            scheduling.long_prefill_token_threshold > 0,
+            f"--long-prefill-token-threshold is {scheduling.long_prefill_token_threshold}, which cuts "
+            "prompts a second time; leave it out, objectives bound a step's prompts",
+        ),
+        (
+            getattr(scheduling, "prefill_schedule_interval", 1) > 1
+            and getattr(parallel, "data_parallel_size", 1) == 1,
+            "--prefill-schedule-interval holds prompts back; leave it out, objectives say when they run",
+        ),
+        (
+            bool(getattr(config.model_config, "is_encoder_decoder", False)),
+            "the model has an encoder beside its decoder, whose blocks onbeat does not count",
+        ),
+        (
+            bool(getattr(config.model_config, "is_diffusion", False)),
+            "the model writes by diffusion, so that it has no time between tokens",
+        ),
+        (
+            getattr(scheduler, "num_spec_tokens", 0) > 0
+            and bool(scheduling.async_scheduling)
+            and not getattr(scheduler, "use_v2_model_runner", False),
+            "speculative decoding beside asynchronous scheduling finds its drafts by the step before, so "
+            "that no stream can be skipped; add --no-async-scheduling",
+        ),
+    )
+    for is_so, why in refusals:
+        if is_so:
+            raise ConfigError(f"onbeat's scheduler cannot run so: {why}, {HINT}")
+
 
 _NEEDED = (
     *("running", "waiting", "requests", "current_step", "max_num_scheduled_tokens", "kv_cache_manager"),
@@ -50,37 +129,6 @@ class EngineRequest(Protocol):
     def is_finished(self) -> bool: ...
 
 
-class EngineScheduler:
-    """What is called and read of vLLM's scheduler: the base of our mixin, for type checks alone."""
-
-    vllm_config: Any
-    kv_cache_config: Any
-    kv_cache_manager: Any
-    requests: dict[str, EngineRequest]
-    running: list[EngineRequest]
-    waiting: Any
-    current_step: int
-    max_num_scheduled_tokens: int
-
-    def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
-        raise NotImplementedError
-
-    def add_request(self, request: EngineRequest) -> None:
-        raise NotImplementedError
-
-    def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        raise NotImplementedError
-
-    def has_requests(self) -> bool:
-        raise NotImplementedError
-
-    def shutdown(self) -> None:
-        raise NotImplementedError
-
-
 def _holds_kv(request: EngineRequest) -> bool:
     """Whether a waiting request has KV from a connector, or will have."""
     return request.num_computed_tokens > 0 or request.status.name == _LOADS
@@ -105,7 +153,7 @@ class Surface:
     num_lookahead : KV slots beyond its tokens that a row needs.
     """
 
-    def __init__(self, scheduler: EngineScheduler, version: str) -> None:
+    def __init__(self, scheduler: Any, version: str) -> None:
         self.version = check_version(version)
         self.scheduler = scheduler
         if missing := [name for name in _NEEDED if not hasattr(scheduler, name)]:
@@ -124,7 +172,7 @@ class Surface:
     @property
     def max_num_seqs(self) -> int:
         """Requests that may run at once."""
-        scheduler: Any = self.scheduler
+        scheduler = self.scheduler
         return int(
             getattr(scheduler, "max_num_active_reqs", scheduler.vllm_config.scheduler_config.max_num_seqs)
         )
@@ -154,7 +202,7 @@ class Surface:
 
     def is_paused(self) -> bool:
         """Whether vLLM was told to schedule nothing, or nothing new."""
-        scheduler: Any = self.scheduler
+        scheduler = self.scheduler
         return bool(scheduler._pause_state.name != "UNPAUSED")
 
     @staticmethod
@@ -206,7 +254,7 @@ class Surface:
 
     def preempt(self, request: EngineRequest) -> None:
         """Take a running request out of the batch; its tokens are computed again later."""
-        scheduler: Any = self.scheduler
+        scheduler = self.scheduler
         scheduler.running.remove(request)
         drop = getattr(scheduler, "requires_kv_delivery", False)
         scheduler._preempt_request(request, time.monotonic(), drop_stale_output=drop)
@@ -221,7 +269,7 @@ class Surface:
         ----------
         known : ids of requests that plans admit, unless KV is loaded for them.
         """
-        scheduler: Any = self.scheduler
+        scheduler = self.scheduler
         chosen = {id(request) for request in planned}
         aside: dict[str, Any] = {}
         for name in self._queues:
@@ -257,7 +305,7 @@ class Surface:
         ----------
         limit : from a request's id, its computed tokens and those that vLLM would give it, to what it gets.
         """
-        scheduler: Any = self.scheduler
+        scheduler = self.scheduler
         own = scheduler._reserve_prefill_lookahead
 
         def limited(request: EngineRequest, num_computed_tokens: int, num_new_tokens: int) -> int:
@@ -293,7 +341,7 @@ class Surface:
     @contextmanager
     def keeping_loras(self) -> Iterator[None]:
         """Keep the places of adapters of running requests that are skipped; vLLM does so since 0.33."""
-        scheduler: Any = self.scheduler
+        scheduler = self.scheduler
         own = getattr(scheduler, "lora_config", None)
         if own is None or self.version > (0, 32):
             yield

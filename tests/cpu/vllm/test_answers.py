@@ -314,6 +314,6 @@ def test_what_is_told_of_a_refusal_reads_back():
     told = refusal_in(f"Error: {refusal.text()} (at 0x1)")
     assert told is not None
     assert (told.status, told.predicted_ttft, told.retry_after) == (429, None, 1.5)
-    for text in ("onbeat:429:", "onbeat:429:{", "onbeat:200:{}", "onbeat:429:[1]", json.dumps({}), None, 7):
+    mark = refusal.text().partition("{")[0]
+    for text in (mark, mark + "{", mark + '{"status": 200}', mark + "[1]", json.dumps({}), None, 7):
         assert refusal_in(text) is None
-    assert refusal_in('onbeat:429:{"predicted_ttft_ms": "x", "retry_after_s": -1, "reason": 5}') is not None

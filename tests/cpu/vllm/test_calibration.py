@@ -13,7 +13,7 @@ from onbeat.cli.main import main
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.vllm import plugin as plugin_module
-from onbeat.vllm.batches import BatchLimits, stages
+from onbeat.vllm.self_calibration import BatchLimits, stages
 from tests.cpu.vllm.fake_scheduler import (
     FakeRequest,
     FakeScheduler,

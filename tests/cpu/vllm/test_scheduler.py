@@ -9,7 +9,8 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.vllm.kv_view import VLLMKVView
 from onbeat.vllm.plugin import MOST_FAULTS, Plugin
-from onbeat.vllm.settings import check_version
+from onbeat.vllm.refusals import refusal_in
+from onbeat.vllm.surface import check_version
 from tests.cpu.vllm.fake_scheduler import FakeRequest, FakeScheduler, add_some, planned_scheduler, run
 
 
@@ -35,7 +36,9 @@ def test_who_cannot_be_in_time_and_asks_so_is_refused_with_numbers(make):
     scheduler.add_request(FakeRequest("late", 2000, 5, slo_ttft_ms=1.0, slo_shed="reject"))
     ((_, (name, text)),) = run(scheduler)[0]
     assert name == "late"
-    assert text.startswith('onbeat:429:{"predicted_ttft_ms": ')
+    refusal = refusal_in(text)
+    assert refusal.status == 429
+    assert refusal.predicted_ttft > 1e-3
 
 
 def test_a_fault_costs_one_step_and_three_in_a_row_turn_the_plug_in_off(make, monkeypatch):
