@@ -15,9 +15,9 @@ from onbeat.bench.payload import Conversation, Message
 from onbeat.bench.record import JobOfCall, SentRequest, Status
 from onbeat.bench.runner import LoadOutcome, LoadRunner, OnEnd, Send
 from onbeat.core.errors import ConfigError
-from onbeat.metrics.jobs import CallTimes, JobSummary, summarise_jobs
+from onbeat.metrics.jobs import JobSummary
 from onbeat.workload.job import Call, Job
-from onbeat.workload.job_load import job_outcomes
+from onbeat.workload.job_load import summarise_calls
 from onbeat.workload.offered import JobRows, OfferedLoad
 from onbeat.workload.prompts import PromptWriter
 
@@ -173,16 +173,5 @@ class JobOffer:
 
 def summarise(rows: JobRows, records: Sequence[SentRequest]) -> Mapping[str, JobSummary]:
     """Return what became of each kind of job."""
-    calls = {
-        record.index: CallTimes(
-            record.arrival,
-            record.end,
-            record.is_completed,
-            record.num_output_tokens,
-            record.num_prompt_tokens,
-            record.num_cached_tokens,
-        )
-        for record in records
-        if record.status is not Status.INTERRUPTED
-    }
-    return summarise_jobs(job_outcomes(rows, calls))
+    calls = {record.index: record for record in records if record.status is not Status.INTERRUPTED}
+    return summarise_calls(rows, calls)

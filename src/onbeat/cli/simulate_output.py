@@ -10,7 +10,7 @@ from typing import Any
 from onbeat.core.errors import counted
 from onbeat.core.step import BatchShape
 from onbeat.metrics.attainment import count_missed
-from onbeat.metrics.jobs import JobSummary, lines_of_jobs, summarise_jobs
+from onbeat.metrics.jobs import JobSummary, lines_of_jobs
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import SummaryOptions, summarise
 from onbeat.perfmodel.model_sizes import ModelSpec
@@ -24,8 +24,7 @@ from onbeat.simulator.idle import IdleReplica
 from onbeat.simulator.outcomes import RunOutcomes, tell_outcomes
 from onbeat.simulator.resolve import Resolved
 from onbeat.simulator.result import SimulationResult
-from onbeat.simulator.virtual_clients import call_times
-from onbeat.workload.job_load import job_outcomes
+from onbeat.workload.job_load import summarise_calls
 from onbeat.workload.lanes import LANES
 from onbeat.workload.offered import OfferedLoad
 
@@ -87,8 +86,7 @@ def as_run(
 def _jobs(load: OfferedLoad, result: SimulationResult) -> dict[str, JobSummary]:
     if load.jobs is None or load.name == LANES:  # whose requests are nobody's jobs
         return {}
-    calls = {int(each.request_id): call_times(each) for each in result.records}
-    return summarise_jobs(job_outcomes(load.jobs, calls))
+    return summarise_calls(load.jobs, {int(each.request_id): each for each in result.records})
 
 
 def _header(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 
 from onbeat.metrics.attainment import TOLERANCE
 from onbeat.metrics.distribution import percentile
+from onbeat.metrics.measured import MeasuredRequest
 
 CACHE_BLOCK = 16
 """Tokens of the smallest KV blocks."""
@@ -131,21 +132,17 @@ def _twice_share(outcomes: Sequence[JobOutcome]) -> float | None:
     return sum(known) / max(sum(each.num_prompt_tokens for each in outcomes), 1)
 
 
-class CallTimes(NamedTuple):
-    """What became of a call of a job. Times are seconds."""
+class CallOfJob(MeasuredRequest, Protocol):
+    """What became of a call of a job."""
 
-    arrival: float
-    end: float
-    is_done: bool
-    """Whether it came to its end."""
-    num_output_tokens: int
-    num_prompt_tokens: int
-    num_cached_tokens: int | None
-    """Of the prompt; None where nobody says."""
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Of the prompt; None where nobody says."""
+        ...
 
 
 def job_outcome(
-    kind: str, deadline: float, continued: Sequence[int | None], calls: Mapping[int, CallTimes], start: float
+    kind: str, deadline: float, continued: Sequence[int | None], calls: Mapping[int, CallOfJob], start: float
 ) -> JobOutcome:
     """Return what became of a job.
 
@@ -159,21 +156,21 @@ def job_outcome(
     twice = [
         _computed_twice(call, calls[before])
         for index, call in calls.items()
-        if call.is_done and (before := continued[index]) is not None and before in calls
+        if call.is_completed and (before := continued[index]) is not None and before in calls
     ]
-    is_whole = len(calls) == len(continued) and all(each.is_done for each in times)
+    is_whole = len(calls) == len(continued) and all(each.is_completed for each in times)
     return JobOutcome(
         kind=kind,
         deadline=deadline,
         seconds=max(each.end for each in times) - start if is_whole else None,
         in_calls=sum(end - begin for begin, end in _joined((each.arrival, each.end) for each in times)),
         num_output_tokens=sum(each.num_output_tokens for each in times),
-        num_prompt_tokens=sum(each.num_prompt_tokens for each in times if each.is_done),
+        num_prompt_tokens=sum(each.num_prompt_tokens for each in times if each.is_completed),
         num_computed_twice=None if None in twice else sum(each for each in twice if each is not None),
     )
 
 
-def _computed_twice(call: CallTimes, before: CallTimes) -> int | None:
+def _computed_twice(call: CallOfJob, before: CallOfJob) -> int | None:
     """Return the prompt tokens of a call that the call before it had computed, and the cache lacks.
 
     Whole blocks alone can be cached, and neither the last token of a prompt nor that of an answer.

@@ -11,17 +11,14 @@ from math import inf
 import numpy as np
 
 from onbeat.core.errors import ConfigError, Overloaded, SLOUnattainable
-from onbeat.core.request import UNKNOWN_GRAMMAR, FinishReason, Request, SamplingParams
+from onbeat.core.request import UNKNOWN_GRAMMAR, Request, SamplingParams
 from onbeat.core.slo import SLO
 from onbeat.jobs.call import JobCall, JobEnd, Split
 from onbeat.jobs.table import JobTable, OpenCall
-from onbeat.metrics.jobs import CallTimes
 from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.draft_acceptance import RequestDrafts
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.workload.offered import JobRows, OfferedLoad
-
-_DONE = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
 STOP = 0
 """The token with which a request ends before its `max_tokens`."""
@@ -46,18 +43,6 @@ class OfferedRequest:
     """Number of the replica of a fleet that has it, or had it last."""
     refusal: Overloaded | SLOUnattainable | None = None
     """Why its replica would not have it, for the load there; another may."""
-
-
-def call_times(record: RequestRecord) -> CallTimes:
-    """Return what a record says of a call of a job."""
-    return CallTimes(
-        record.arrival,
-        record.end,
-        record.finish_reason in _DONE,
-        record.num_output_tokens,
-        record.num_prompt_tokens,
-        record.num_cached_tokens,
-    )
 
 
 class JobChains:
@@ -123,7 +108,7 @@ class JobChains:
     def close(self, row: int, record: RequestRecord, now: float) -> None:
         """Hear that a call ended, and let those be due that waited for it."""
         number, index = self._rows.place(row)
-        job, is_done = self._rows.jobs[number], record.finish_reason in _DONE
+        job, is_done = self._rows.jobs[number], record.is_completed
         if (opened := self._open.pop(row, None)) is not None:
             why = None if is_done else JobEnd.REFUSED
             self._book.close(opened, now, num_output_tokens=record.num_output_tokens, why=why)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
-from onbeat.metrics.jobs import CallTimes, JobOutcome, job_outcome
+from onbeat.metrics.jobs import CallOfJob, JobOutcome, JobSummary, job_outcome, summarise_jobs
 from onbeat.workload.job import Job
 from onbeat.workload.offered import JobRows, OfferedLoad
 
@@ -107,16 +107,18 @@ class _Prompts:
         return self._ids.setdefault(content, len(self._ids))
 
 
-def job_outcomes(rows: JobRows, calls: Mapping[int, CallTimes]) -> Iterator[JobOutcome]:
-    """Yield what became of each job that had begun.
+def summarise_calls(rows: JobRows, calls: Mapping[int, CallOfJob]) -> dict[str, JobSummary]:
+    """Return what became of each kind of job, of those that had begun.
 
     Parameters
     ----------
     calls : those that came, by their rows.
     """
+    outcomes = list[JobOutcome]()
     for job, first in zip(rows.jobs, rows.firsts.tolist(), strict=True):
         own = {index: calls[first + index] for index in range(len(job.calls)) if first + index in calls}
         if own:
             start = min(each.arrival for each in own.values())
             continued = [call.continues for call in job.calls]
-            yield job_outcome(job.kind, job.deadline, continued, own, start)
+            outcomes.append(job_outcome(job.kind, job.deadline, continued, own, start))
+    return summarise_jobs(outcomes)

@@ -9,15 +9,14 @@ import pytest
 
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
-from onbeat.metrics.jobs import JobSummary, summarise_jobs
+from onbeat.metrics.jobs import JobSummary
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.resolve import resolve
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulate import simulate
-from onbeat.simulator.virtual_clients import call_times
 from onbeat.workload.job import Call, Job
 from onbeat.workload.job_kinds import draw_jobs
-from onbeat.workload.job_load import job_load, job_outcomes
+from onbeat.workload.job_load import job_load, summarise_calls
 from onbeat.workload.offered import OfferedLoad
 
 FIRST = Call(input_tokens=320, output_tokens=32)
@@ -31,8 +30,7 @@ def run(load: OfferedLoad, **settings: object) -> SimulationResult:
 
 def kinds(load: OfferedLoad, result: SimulationResult) -> dict[str, JobSummary]:
     assert load.jobs is not None
-    calls = {int(each.request_id): call_times(each) for each in result.records}
-    return summarise_jobs(job_outcomes(load.jobs, calls))
+    return summarise_calls(load.jobs, {int(each.request_id): each for each in result.records})
 
 
 def test_a_call_comes_after_those_that_it_needs_and_its_think_time() -> None:
