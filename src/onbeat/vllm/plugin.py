@@ -100,20 +100,23 @@ class Plugin:
         self._is_measured = imposed is not None
         if imposed is not None:
             return imposed
-        with self._guarded():
-            steps = self.steps
-            plan = steps.plan(now)
-            if plan.is_empty and not (steps.in_flight or plan.infeasible or plan.overdue):
-                return None  # never stand still
-            for output in steps.commit(plan):
-                self._expire(output)
-            for state in plan.infeasible:
-                if state.slo.is_best_effort:
-                    self._tell(steps.table.requests.get(state.request_id), is_relegated=True)
-            return impose(
-                plan, steps.table, self.surface, lambda state: steps.slo.rules.loss(state, plan.now)
-            )
-        return None
+        try:
+            return self._plan(now)
+        except Exception as fault:
+            self._note_fault(fault)
+            return None
+
+    def _plan(self, now: float) -> Imposed | None:
+        steps = self.steps
+        plan = steps.plan(now)
+        if plan.is_empty and not (steps.in_flight or plan.infeasible or plan.overdue):
+            return None  # never stand still
+        for output in steps.commit(plan):
+            self._expire(output)
+        for state in plan.infeasible:
+            if state.slo.is_best_effort:
+                self._tell(steps.table.requests.get(state.request_id), is_relegated=True)
+        return impose(plan, steps.table, self.surface, lambda state: steps.slo.rules.loss(state, plan.now))
 
     def imposing(self, imposed: Imposed) -> AbstractContextManager[None]:
         """Hold vLLM to a plan for one call of `schedule`."""

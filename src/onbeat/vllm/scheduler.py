@@ -53,7 +53,7 @@ class SLOSchedulerMixin(_Base):  # type: ignore[misc]
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        outputs: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
         self.onbeat.take(scheduler_output, self.clock())
         self.onbeat.add_refusals(outputs)
         return outputs
