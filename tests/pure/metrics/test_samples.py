@@ -14,8 +14,7 @@ from onbeat.core.slo import SLO, Fate
 from onbeat.metrics.distribution import describe, quantiles
 from onbeat.metrics.measured import delivery_chunks
 from onbeat.metrics.record import RequestRecord
-from onbeat.metrics.samples import grouped_samples
-from onbeat.metrics.summary import SummaryOptions, summarise
+from onbeat.metrics.summary import SummaryOptions, grouped_samples, summarise
 from onbeat.report.run import summary_values
 
 
