@@ -211,7 +211,7 @@ def test_says_why_nothing_fits(
         (("--objective", "vidur", "--device", "h1000"), "h1000"),
         (("--objective", "vidur", "--model", "no/such-model"), "no/such-model"),
         (("--objective", "vidur", "--tolerance", "2"), "tolerance"),
-        (("--objective", "vidur", "--repeats", "0"), "--repeats"),
+        (("--objective", "vidur", "--repeats", "0"), "repeats is 0"),
         (("--objective", "vidur", "--jobs", "0"), "jobs"),
         (("--objective", "vidur", "--max-num-batched-tokens", "2"), "max_num_seqs"),
         (("--objective", "vidur", "--vary", "tp=3"), "3"),
