@@ -202,7 +202,9 @@ def _say_what_was_cut(
             markup=False,
         )
     measured = BatchLimits.of_scheduler(
-        loaded.limits, max_context_tokens=settings.max_context_tokens, device_type=loaded.device.device.type
+        loaded.limits,
+        max_context_tokens=settings.max_context_tokens,
+        device_type=loaded.backend.device.device.type,
     )
     if measured.max_num_seqs < loaded.limits.max_num_seqs:
         console.print(

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from onbeat.engine.device import DeviceConfig, device_name
+from onbeat.engine.backends.base import Backend
+from onbeat.engine.device import device_name
 from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, block_bytes_of
-from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.speculation.build import ProposerBuilder
-from onbeat.perfmodel.description import StepTimeDescription
 from onbeat.perfmodel.device_spec import known_device
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile import ProfileKey
@@ -21,29 +20,22 @@ from onbeat.scheduler.scheduler_config import SchedulerConfig
 class LoadedModel:
     """A model that can run steps, and what was decided on the way."""
 
-    name: str
-    config: ModelConfig
-    device: DeviceConfig
+    backend: Backend
     limits: SchedulerConfig
     runner: ModelRunner
-    weights_format: str | None
-    """Number format of most weights; None where they are of the device's type."""
-    embedding_format: str | None
-    """Of the LM head, likewise."""
     proposer: ProposerBuilder | None = None
     """What proposes drafts; None where nothing does."""
-    stands_in_for: StepTimeDescription | None = None
-    """What takes its time elsewhere; None where the model runs here."""
 
     @property
     def device_name(self) -> str:
         """Where the model runs, or what it stands in for."""
-        return str(self.device.device) if self.stands_in_for is None else self.stands_in_for.device.id
+        other = self.backend.stands_in_for
+        return str(self.backend.device.device) if other is None else other.device.id
 
     @property
     def gives_kv(self) -> bool:
         """Whether `kv_memory` can be had."""
-        return isinstance(self.runner.forward, GivesKV) and self.device.device.type == "cpu"
+        return isinstance(self.runner.forward, GivesKV) and self.backend.device.device.type == "cpu"
 
     def kv_memory(self, activation_quantization: str = "auto") -> BlockMemory:
         """Return access to the KV blocks, for engines that hand requests over, where `gives_kv`.
@@ -52,19 +44,19 @@ class LoadedModel:
         ----------
         activation_quantization : of what quantized weights are multiplied with.
         """
-        forward, limits = self.runner.forward, self.limits
+        forward, backend, limits = self.runner.forward, self.backend, self.limits
         assert isinstance(forward, GivesKV), "whoever asks has looked at gives_kv"
-        settings, activations = self.runner.forward.settings, ""
-        if self.weights_format is not None:
+        settings, activations = forward.settings, ""
+        if backend.weights_format is not None:
             activations = activation_quantization
             if activations == "auto":  # which the processor decides
                 activations = f"as {settings.get('instruction_set', 'the backend')} has them"
         if "batch_invariant" in settings:
             activations += ", batch-invariant"
         layout = KVLayout(
-            model=f"{self.name} ({self.config.architecture}, {self.config.num_layers} layers)",
-            weights=self.weights_format or self.device.dtype.name,
-            dtype=self.device.dtype.name,
+            model=f"{backend.name} ({backend.model.architecture}, {backend.model.num_layers} layers)",
+            weights=backend.weights_format or backend.device.dtype.name,
+            dtype=backend.device.dtype.name,
             block_size=limits.block_size,
             block_bytes=block_bytes_of(forward),
             backend=settings["backend"],
@@ -75,11 +67,11 @@ class LoadedModel:
 
 def profile_key_of(loaded: LoadedModel, precision: Precision) -> ProfileKey:
     """Return what a profile of this engine holds for."""
-    device = loaded.device
+    device = loaded.backend.device
     is_cpu = device.device.type == "cpu"
     name, settings = device_name(device), loaded.runner.forward.settings
     return ProfileKey(
-        model=loaded.name,
+        model=loaded.backend.name,
         device="cpu" if is_cpu else known_device(name) or "cuda",
         device_name=name,
         precision=precision,

@@ -76,7 +76,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         recorder = start_record(header)
     runner = loaded.runner
     runner.guides = grammars = GrammarPort.of_model(
-        config.model.path, loaded.config.vocab_size, spells=config.speculative is not None
+        config.model.path, loaded.backend.model.vocab_size, spells=config.speculative is not None
     )
     core = EngineCore(
         Scheduler(loaded.limits, step_time.model),
@@ -152,9 +152,9 @@ def _watch_objectives(
 def _describe(loaded: LoadedModel, config: EngineConfig, digests: Mapping[str, str]) -> EngineInfo:
     limits = loaded.limits
     return EngineInfo(
-        model_name=loaded.name,
-        architecture=loaded.config.architecture,
-        vocab_size=loaded.config.vocab_size,
+        model_name=loaded.backend.name,
+        architecture=loaded.backend.model.architecture,
+        vocab_size=loaded.backend.model.vocab_size,
         max_model_len=limits.max_model_len,
         block_size=limits.block_size,
         num_blocks=limits.num_blocks,
@@ -162,19 +162,19 @@ def _describe(loaded: LoadedModel, config: EngineConfig, digests: Mapping[str, s
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         device=loaded.device_name,
-        dtype=loaded.device.dtype.name,
+        dtype=loaded.backend.device.dtype.name,
         priority_scheduling=limits.scheduling_policy == "priority",
         speculation=None if config.speculative is None else config.speculative.method,
-        pooling=choose_pooling(config.pooling, loaded.config),
-        embedding_size=loaded.config.hidden_size,
-        generates=loaded.config.has_head,
+        pooling=choose_pooling(config.pooling, loaded.backend.model),
+        embedding_size=loaded.backend.model.hidden_size,
+        generates=loaded.backend.model.has_head,
         moves_streams=loaded.gives_kv and not composition(limits.policy).release.holds_finished,
         file_digests=digests,
     )
 
 
 def _record_header(loaded: LoadedModel, info: EngineInfo, *, max_in_flight_steps: int) -> RecordHeader:
-    engine = {**asdict(info), "threads": loaded.device.num_threads, **loaded.runner.forward.settings}
+    engine = {**asdict(info), "threads": loaded.backend.device.num_threads, **loaded.runner.forward.settings}
     if loaded.proposer is not None:
         engine["drafts"] = loaded.proposer.description
     return RecordHeader(
@@ -219,17 +219,7 @@ class ModelLoader:
         say(Detail("warming up"))
         runner.warm_up()
         backend.tell_excess(say)
-        return LoadedModel(
-            name=backend.name,
-            config=forward.config,
-            device=backend.device,
-            limits=limits,
-            runner=runner,
-            weights_format=backend.weights_format,
-            embedding_format=backend.embedding_format,
-            proposer=self.proposer,
-            stands_in_for=backend.stands_in_for,
-        )
+        return LoadedModel(backend, limits, runner, self.proposer)
 
 
 def prepare(config: EngineConfig) -> ModelLoader:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.busy import OthersMeter
 from onbeat.engine.loaded_model import LoadedModel, profile_key_of
 from onbeat.engine.profiling.first_look import time_both
 from onbeat.engine.profiling.profiler import QUICK, limits_of, profile_model
 from onbeat.engine.progress import Detail, OnProgress
 from onbeat.engine.speculation.build import DraftModelBuilder
-from onbeat.engine.step_time_spec import device_spec_of, model_spec_of, precision_of
+from onbeat.engine.step_time_spec import device_spec_of, model_spec_of
 from onbeat.engine.step_watch import StepWatch
 from onbeat.perfmodel.description import AnyDescription, SpeculativeDescription, StepTimeDescription
 from onbeat.perfmodel.fitted import FittedModel
@@ -57,11 +58,11 @@ def choose_step_time(source: str, loaded: LoadedModel, on_progress: OnProgress) 
     if source == "none":
         on_progress("step times: not predicted")
         return StepTime(None, None)
-    if loaded.stands_in_for is not None:
-        return _of_stand_in(loaded.stands_in_for)
-    precision = precision_of(loaded.device.dtype, loaded.weights_format, loaded.embedding_format)
+    if loaded.backend.stands_in_for is not None:
+        return _of_stand_in(loaded.backend.stands_in_for)
+    precision = loaded.backend.precision()
     if precision is None:
-        reason = f"no step-time model knows {loaded.device.dtype.name}"
+        reason = f"no step-time model knows {loaded.backend.device.dtype.name}"
         if source != "auto":
             raise ConfigError(f"{reason}; choose --step-time-profile none, or another dtype")
         on_progress(f"step times: not predicted, {reason}")
@@ -88,7 +89,7 @@ class _Chooser:
         self._precision = precision
         self._say = on_progress
         self._key = profile_key_of(loaded, precision)
-        self._spec = model_spec_of(loaded.config, loaded.name)
+        self._spec = model_spec_of(loaded.backend.model, loaded.backend.name)
 
     def choose(self, source: str) -> StepTime:
         match source:
@@ -120,7 +121,7 @@ class _Chooser:
     def _calibrated(self) -> StepTime:
         self._say(f"step times: calibrating for {QUICK.seconds:g} s")
         start = time.monotonic()
-        others = OthersMeter(self._loaded.device.num_threads)
+        others = OthersMeter(self._loaded.backend.device.num_threads)
         profile = profile_model(self._loaded, QUICK).profile
         seconds = time.monotonic() - start
         self._say(Detail(f"step times: calibrated in {seconds:.1f} s ({_describe(profile.fitted)})"))
@@ -131,7 +132,7 @@ class _Chooser:
         return self._learning(self._target(limits, fitted))
 
     def _roofline(self, reason: str, *, is_timed: bool = True) -> StepTime:
-        others = OthersMeter(self._loaded.device.num_threads)
+        others = OthersMeter(self._loaded.backend.device.num_threads)
         target = self._target(limits_of(self._loaded, self._key.device, self._precision.compute))
         origin, timed = "estimated", ""
         if is_timed:
@@ -141,7 +142,7 @@ class _Chooser:
             timed = f"by steps timed now (tokens: {took}) and "
         said = f"step times: estimated from hardware limits, corrected {timed}while serving ({reason})"
         self._say(Detail(said) if isinstance(reason, Detail) else said)
-        origin += f"; `onbeat profile {self._loaded.name}` measures it in two minutes"
+        origin += f"; `onbeat profile {self._loaded.backend.name}` measures it in two minutes"
         return self._measured_beside(others, replace(self._learning(target), origin=origin))
 
     def _measured_beside(self, others: OthersMeter, step_time: StepTime) -> StepTime:
@@ -179,8 +180,7 @@ class _Chooser:
 
     def _draft_model(self, proposer: DraftModelBuilder, target: StepTimeDescription) -> StepTimeDescription:
         """Describe a second model: by its own profile where there is one that fits, else by the roofline."""
-        backend = proposer.backend
-        precision = precision_of(self._loaded.device.dtype, backend.weights_format, backend.embedding_format)
+        precision = proposer.backend.precision()
         assert precision is not None, "the model itself has one, of the same type"
         spec = model_spec_of(proposer.draft_config, proposer.name)
         return replace(
@@ -210,3 +210,85 @@ class _Chooser:
 def _describe(fitted: FittedModel) -> str:
     errors = fitted.errors
     return f"{fitted.method} fit, error {errors.p50:.1%} at P50, {errors.p90:.1%} at P90"
+
+
+PROC_STAT = Path("/proc/stat")
+BUSY_CORES = 0.25
+"""Cores that others take of those that this process needs, from which on the machine counts as busy."""
+_IDLE = slice(3, 5)
+"""Among the counts of a core: idle, and idle while something is read."""
+_STEAL = 8
+"""The counts to the time that other virtual machines took; those behind it are contained in others."""
+_SHORTEST = 0.1
+"""Seconds; the system counts time in hundredths, and less than some of them says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What other programs took of the processors over a while."""
+
+    num_cores: float
+    """As cores that they kept busy all the while."""
+    num_allowed: int
+    """Cores that this process may run on."""
+    num_threads: int
+    """Threads that it computes with."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether what others left was too little for all threads: a step waits for its slowest one."""
+        return self.num_threads + self.num_cores - self.num_allowed > BUSY_CORES
+
+    def __str__(self) -> str:
+        return f"other programs take {self.num_cores:.1f} of {self.num_allowed} cores"
+
+
+class OthersMeter:
+    """Counts from its making on what others than this process take of the cores that it may run on.
+
+    Parameters
+    ----------
+    num_threads : that this process computes with.
+    stat : the system's counts, /proc/stat.
+    clock, own_seconds : time that passes, and processor time of this process.
+    cores : what this process may run on; None asks the system.
+    """
+
+    def __init__(
+        self,
+        num_threads: int,
+        *,
+        stat: Path = PROC_STAT,
+        clock: Callable[[], float] = time.monotonic,
+        own_seconds: Callable[[], float] = time.process_time,
+        cores: Set[int] | None = None,
+    ) -> None:
+        self._num_threads = num_threads
+        self._stat = stat
+        self._clock = clock
+        self._own_seconds = own_seconds
+        self._cores = os.sched_getaffinity(0) if cores is None else cores
+        self._start = (clock(), own_seconds(), self._all_seconds())
+
+    def read(self) -> Others | None:
+        """Return what others took; None where the system does not tell, or too little time has passed."""
+        start, own, before = self._start
+        wall, after = self._clock() - start, self._all_seconds()
+        if before is None or after is None or wall < _SHORTEST:
+            return None
+        others = max(after - before - (self._own_seconds() - own), 0.0) / wall
+        return Others(min(others, float(len(self._cores))), len(self._cores), self._num_threads)
+
+    def _all_seconds(self) -> float | None:
+        """Return the time that the cores were not idle, seconds since the machine's start, if known."""
+        try:
+            lines = self._stat.read_text().splitlines()
+        except OSError:
+            return None
+        ticks, num_cores = 0, 0
+        for name, *counts in (line.split() for line in lines if line.startswith("cpu")):
+            if name[3:].isdigit() and int(name[3:]) in self._cores:
+                values = [int(count) for count in counts[:_STEAL]]
+                ticks += sum(values) - sum(values[_IDLE])
+                num_cores += 1
+        return ticks / os.sysconf("SC_CLK_TCK") if num_cores == len(self._cores) else None

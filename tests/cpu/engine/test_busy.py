@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.engine.busy import Others, OthersMeter
+from onbeat.engine.step_times import Others, OthersMeter
 from tests.busy_loops import busy_loops
 
 TICKS = os.sysconf("SC_CLK_TCK")

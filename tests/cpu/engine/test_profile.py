@@ -371,7 +371,7 @@ def test_float64_has_no_step_times(tmp_path):
 
 
 def test_the_engines_sizes_are_those_of_the_file(loaded):
-    assert model_spec_of(loaded.config, "tiny") == model_spec_from_hf(LLAMA, name="tiny")
+    assert model_spec_of(loaded.backend.model, "tiny") == model_spec_from_hf(LLAMA, name="tiny")
 
 
 @pytest.mark.parametrize(
@@ -393,6 +393,6 @@ def test_gpus_are_known_by_the_drivers_name(name, expected):
 )
 def test_a_profile_of_a_gpu_says_what_was_captured(graphs, kind):
     forward = SimpleNamespace(settings={"backend": "cuda", "graphs": f"{graphs}, up to 8 rows"})
-    device = DeviceConfig(CPU, FLOAT32, num_threads=1)
-    loaded = SimpleNamespace(name="tiny", device=device, runner=SimpleNamespace(forward=forward))
+    backend = SimpleNamespace(name="tiny", device=DeviceConfig(CPU, FLOAT32, num_threads=1))
+    loaded = SimpleNamespace(backend=backend, runner=SimpleNamespace(forward=forward))
     assert profile_key_of(loaded, Precision()).instruction_set == kind

@@ -17,14 +17,13 @@ from onbeat.core.options import change, make
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape, StepStats
-from onbeat.engine.busy import Others, OthersMeter
 from onbeat.engine.engine_config import EngineConfig
 from onbeat.engine.profiling.batches import MeasuredBatch
 from onbeat.engine.profiling.measure import StepTimer
 from onbeat.engine.profiling.profiler import ProfileSettings, profile_model
 from onbeat.engine.progress import Detail
 from onbeat.engine.start import build_engine, prepare
-from onbeat.engine.step_times import choose_step_time
+from onbeat.engine.step_times import Others, OthersMeter, choose_step_time
 from onbeat.engine.step_watch import StepWatch
 from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.correction import Drift

@@ -74,7 +74,7 @@ def test_native_is_taken_where_it_can_run(native_library: NativeLibrary, config:
     quantized = prepare(change(config, quantization="int8", dtype="bfloat16"))
     assert start_sentence(quantized).endswith("(int8 weights)")
     loaded = quantized.load(lambda _: None)
-    assert (loaded.weights_format, loaded.embedding_format) == ("int8", "int8")
+    assert (loaded.backend.weights_format, loaded.backend.embedding_format) == ("int8", "int8")
 
 
 def test_torch_is_taken_where_it_is_asked_for(config: EngineConfig) -> None:

@@ -16,10 +16,11 @@ from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.progress import OnProgress
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.verifier import TokenSampler
-from onbeat.engine.step_time_spec import by_data_sheet
+from onbeat.engine.step_time_spec import by_data_sheet, precision_of
 from onbeat.engine.weights import Checkpoint
 from onbeat.engine.weights.rounding import loading_remarks
 from onbeat.perfmodel.description import StepTimeDescription
+from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 
 SettleLimits = Callable[[int], SchedulerConfig]
@@ -80,6 +81,10 @@ class Backend(Protocol):
             f"loading {self.name} ({self.model.architecture}) in {device.dtype.name} on {device.device} with "
             f"{device.num_threads} threads, {self.description}"
         )
+
+    def precision(self) -> Precision | None:
+        """Return the number formats of its steps; None where no step-time model knows them."""
+        return precision_of(self.device.dtype, self.weights_format, self.embedding_format)
 
     def ahead(self) -> StepTimeModel | None:
         """Return step times that are known before anything is loaded: they bound the largest step."""

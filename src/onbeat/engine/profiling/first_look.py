@@ -30,7 +30,7 @@ def time_both(loaded: LoadedModel, model: StepTimeModel) -> list[MeasuredStep]:
     loaded : the model, not yet in use.
     model : the estimate, which says how long a prompt may be.
     """
-    limits, samples = loaded.limits, loaded.config.has_head
+    limits, samples = loaded.limits, loaded.backend.model.has_head
     in_model, in_cache = limits.max_model_len - TIMES_AT_ONCE, limits.num_blocks * limits.block_size
     longest = max(min(in_model, in_cache, limits.max_num_batched_tokens, _MOST_TOKENS), 2)
     decode = MeasuredBatch((BatchRow(longest // 2, 1, samples),))

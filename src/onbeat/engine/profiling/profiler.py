@@ -21,7 +21,7 @@ from onbeat.engine.profiling.batches import (
 from onbeat.engine.profiling.campaign import Campaign, OnRun
 from onbeat.engine.profiling.limits import best_limits, cpu_limits
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
-from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of, precision_of
+from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of
 from onbeat.perfmodel.best_fit import fit_best
 from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FitTarget
 from onbeat.perfmodel.profile import MachineLimits, MeasuredStep, Profile
@@ -81,8 +81,8 @@ def profile_model(
     ------
     ConfigError : the number format has no step-time model, or the time did not suffice for a fit.
     """
-    device = loaded.device
-    precision = precision_of(device.dtype, loaded.weights_format, loaded.embedding_format)
+    device = loaded.backend.device
+    precision = loaded.backend.precision()
     if precision is None:
         raise ConfigError(
             f"step times of {device.dtype.name} cannot be predicted; choose --dtype {' or '.join(_NAMES)}"
@@ -100,7 +100,7 @@ def profile_model(
     if limits is not None and again is not None:  # a minute ago the machine may have been busy
         limits = best_limits(limits, again)
     target = FitTarget(
-        model=model_spec_of(loaded.config, loaded.name),
+        model=model_spec_of(loaded.backend.model, loaded.backend.name),
         device=device_spec_of(key, limits),
         precision=precision,
     )
@@ -126,7 +126,7 @@ def limits_of(loaded: LoadedModel, device_id: str, number_format: str) -> Machin
     """Return measured limits where the device has no data sheet."""
     if device_id not in ("cpu", "cuda"):
         return None
-    device = loaded.device
+    device = loaded.backend.device
     if device_id == "cpu":
         return cpu_limits(device.num_threads, loaded.runner.forward.products(), number_format)
     from onbeat.engine.cuda.limits import gpu_limits
@@ -140,7 +140,9 @@ _NAMES = [dtype.name for dtype in FORMATS]
 
 def _measure(loaded: LoadedModel, settings: ProfileSettings, on_run: OnRun) -> _Measured:
     limits = BatchLimits.of_scheduler(
-        loaded.limits, max_context_tokens=settings.max_context_tokens, device_type=loaded.device.device.type
+        loaded.limits,
+        max_context_tokens=settings.max_context_tokens,
+        device_type=loaded.backend.device.device.type,
     )
     to_fit = list(
         dict.fromkeys(
