@@ -29,8 +29,7 @@ from benchmarks.check.roofline_accuracy import DEVICES, MODELS
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.device_spec import DeviceSpec, find_device
-from onbeat.perfmodel.fit_errors import FitErrors
-from onbeat.perfmodel.fitted import FitTarget, make_form
+from onbeat.perfmodel.fitted import FitErrors, FitTarget, make_form
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism

@@ -10,8 +10,7 @@ from benchmarks.gpu_check.models import model_config, model_folder
 from benchmarks.gpu_check.record import DEVICE, IS_REHEARSAL, OUT, PIECES, expect, note, seconds_left
 from onbeat.core.step import BatchShape
 from onbeat.engine.step_time_spec import device_spec_of, model_spec_of
-from onbeat.perfmodel.fit_errors import FitErrors
-from onbeat.perfmodel.fitted import FitTarget
+from onbeat.perfmodel.fitted import FitErrors, FitTarget
 from onbeat.perfmodel.profile import Profile
 from onbeat.perfmodel.profile_file import read_profile
 

@@ -28,8 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.perfmodel.fit_errors import FitErrors
-from onbeat.perfmodel.fitted import FitTarget, fit
+from onbeat.perfmodel.fitted import FitErrors, FitTarget, fit
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision

@@ -18,9 +18,8 @@ from benchmarks.gpu_check.models import model_config
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.engine.step_time_spec import model_spec_of
-from onbeat.perfmodel.best_fit import fit_best
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.perfmodel.fitted import FitTarget
+from onbeat.perfmodel.fitted import FitTarget, fit_best
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile import MeasuredStep, Profile, ProfileKey
 from onbeat.workload.slo_config import read_slo_config

@@ -80,7 +80,7 @@ def profile_result(result: ProfileResult, files: Sequence[str] = ()) -> Result:
 
 def error_rows(result: ProfileResult) -> list[dict[str, Any]]:
     """Return the errors: of fitted steps, and of held-back ones, also by what they are made of."""
-    from onbeat.perfmodel.fit_errors import FitErrors
+    from onbeat.perfmodel.fitted import FitErrors
 
     kinds = {
         "held back": list(result.held_back),

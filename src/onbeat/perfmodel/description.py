@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 
 from onbeat.perfmodel.correction import DriftAlarm
-from onbeat.perfmodel.fitted import FitTarget, FittedModel
+from onbeat.perfmodel.fitted import FitTarget, FittedModel, NNLSForm
 from onbeat.perfmodel.models import fitted_predictor, roofline_predictor
-from onbeat.perfmodel.nnls import NNLSForm
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import MeasuredStep
 from onbeat.perfmodel.residual import ResidualModel

@@ -10,7 +10,7 @@ from functools import partial
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection
-from onbeat.perfmodel.fit_errors import FitErrors
+from onbeat.perfmodel.fitted import FitErrors
 from onbeat.perfmodel.profile import ServerTerms
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.runs import StepSeconds, observe_each, seconds_of_each

@@ -9,9 +9,7 @@ import numpy as np
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.best_fit import fit_best
-from onbeat.perfmodel.fit_errors import FitErrors
-from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FitTarget, FittedModel
+from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FitErrors, FitTarget, FittedModel, fit_best
 from onbeat.perfmodel.profile import MeasuredStep
 from onbeat.perfmodel.shape_range import ShapeRange
 

@@ -12,7 +12,7 @@ from onbeat.core.options import change
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.device_spec import DeviceSpec, find_device
 from onbeat.perfmodel.engines import NO_ENGINE, described_terms
-from onbeat.perfmodel.fit_errors import FitErrors
+from onbeat.perfmodel.fitted import FitErrors
 from onbeat.perfmodel.memory import Change, Choices, KVCapacity, kv_capacity, what_fits
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.model_spec import find_model_spec

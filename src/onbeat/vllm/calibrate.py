@@ -19,10 +19,9 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.description import MeasuredDescription
 from onbeat.perfmodel.device_spec import known_device
-from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FittedModel, fit_form
+from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FittedModel, NNLSForm, fit_form
 from onbeat.perfmodel.logged_step import StepOrigin
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.nnls import NNLSForm
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import precision_by_weights
 from onbeat.perfmodel.predictor import Predictor

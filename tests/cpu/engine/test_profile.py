@@ -42,9 +42,8 @@ from onbeat.engine.start import prepare
 from onbeat.engine.step_time_spec import model_spec_of
 from onbeat.engine.torch.weights import LayerProducts
 from onbeat.hub.resolve import resolve_model
-from onbeat.perfmodel.best_fit import fit_best
 from onbeat.perfmodel.device_spec import cpu_device, known_device
-from onbeat.perfmodel.fitted import FitTarget
+from onbeat.perfmodel.fitted import FitTarget, fit_best
 from onbeat.perfmodel.model_spec import model_spec_from_hf
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.product_rates import ROW_COUNTS

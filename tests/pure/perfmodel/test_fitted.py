@@ -12,11 +12,20 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.perfmodel.fit_errors import FitErrors
-from onbeat.perfmodel.fitted import FIT_METHODS, FitTarget, FittedModel, fit, make_form
+from onbeat.perfmodel.fitted import (
+    FEATURES,
+    FIT_METHODS,
+    FitErrors,
+    FitTarget,
+    FittedModel,
+    fit,
+    fit_nnls,
+    make_form,
+    nnls_closure,
+    nnls_seconds,
+)
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import fitted_predictor
-from onbeat.perfmodel.nnls import FEATURES, fit_nnls, nnls_closure, nnls_seconds
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import RooflineParameters, make_roofline

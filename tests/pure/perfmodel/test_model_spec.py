@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.perfmodel.model_files import packaged_configs
-from onbeat.perfmodel.model_spec import find_model_spec, model_spec_from_hf
+from onbeat.perfmodel.model_spec import find_model_spec, model_spec_from_hf, packaged_configs
 from onbeat.perfmodel.precision import Precision, bytes_of, narrower_formats, precision_by_weights
 from tests.many_cases import each_case
 

@@ -12,8 +12,7 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.perfmodel.fit_errors import FitErrors
-from onbeat.perfmodel.fitted import FittedModel
+from onbeat.perfmodel.fitted import FitErrors, FittedModel
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile import MachineLimits, MeasuredStep, Profile, ProfileKey, limited_device

@@ -22,8 +22,7 @@ from onbeat.engine.profiling.campaign import Campaign, OnRun
 from onbeat.engine.profiling.limits import best_limits, cpu_limits
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of
-from onbeat.perfmodel.best_fit import fit_best
-from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FitTarget
+from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FitTarget, fit_best
 from onbeat.perfmodel.profile import MachineLimits, MeasuredStep, Profile
 
 
