@@ -62,7 +62,8 @@ async def test_what_the_scheduler_predicts_is_in_the_verdict(make, monkeypatch, 
         request.arrival_time = scheduler.now
         scheduler.add_request(request)
         run(scheduler)
-        await asyncio.sleep(0.05)
+        while not any(each.predicted_ttft for each in client.shared.requests._open.values()):
+            await asyncio.sleep(0.01)  # the scheduler's word is under way
 
     app = VLLMApp(lambda _: chat_whole())
 
@@ -79,7 +80,9 @@ async def test_what_the_scheduler_predicts_is_in_the_verdict(make, monkeypatch, 
 
     client = client_of(engine, {"telemetry": address})
     await client.get("/metrics")  # which makes it listen
-    await asyncio.sleep(0.2)
+    while not client.shared.requests._step_ratios:  # who subscribes late misses what was sent before
+        scheduler.onbeat._publisher.send(StepTimes(rank=0, predicted=1.0, measured=1.0))
+        await asyncio.sleep(0.01)
     reply = await client.post(CHAT, json={**ASK, "slo": {"ttft_ms": 5000, "shed": True}})
     verdict = reply.json()["slo"]
     assert verdict["predicted_ttft_ms"] > 0
