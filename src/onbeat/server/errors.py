@@ -142,11 +142,11 @@ class ErrorBody(Struct):
     error: ErrorDetail
 
 
-class AnthropicErrorBody(Struct):
+class AnthropicErrorBody(Struct, kw_only=True):
     """What every error of Anthropic's paths looks like; `error` has the fields of the others as well."""
 
-    error: ErrorDetail
     type: Literal["error"] = "error"
+    error: ErrorDetail
 
 
 class ErrorReply(NamedTuple):
@@ -335,7 +335,7 @@ def anthropic_error(reply: ErrorReply) -> AnthropicErrorBody:
     """Return an error as Anthropic's API has it, with what ours tells beside."""
     usual = "api_error" if reply.status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(reply.status, usual)
-    return AnthropicErrorBody(msgspec.structs.replace(reply.error, type=kind))
+    return AnthropicErrorBody(error=msgspec.structs.replace(reply.error, type=kind))
 
 
 def error_response(error: Exception, path: str) -> Response:

@@ -32,6 +32,7 @@ LACKING = {
     r"--profile profile\.json": "needs the profile that was fitted to them",
     r"\bMODEL\b|\bMODEL-Q8_0": "needs a model that the reader chooses",
     r"benchmarks\.serve\.peers": "needs other servers, and half an hour",
+    r"\bgpu-(kernels|pack|check)\b|\bOUT4\b": "needs a GPU",
     r"path/to/directory$": "needs a Hugging Face directory with weights",
     r"-00001-of-00003": "needs a file in several parts",
     r"^onbeat profile$": "keeps a profile, which later servers would take; test_profile_command.py has it",
