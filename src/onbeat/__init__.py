@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from onbeat.core.request import SamplingParams
 from onbeat.core.slo import SLO
+from onbeat.version import __version__
 
 if TYPE_CHECKING:
     from onbeat.engine.llm import LLM
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from onbeat.workload.load import Load
     from onbeat.workload.offered import OfferedLoad
 
-__version__ = "0.2.0"
 __all__ = [
     "LLM",
     "SLO",

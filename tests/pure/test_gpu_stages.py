@@ -21,7 +21,8 @@ from onbeat.engine.step_time_spec import model_spec_of
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.fitted import FitTarget, fit_best
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.profile import MeasuredStep, Profile, ProfileKey
+from onbeat.perfmodel.profile import Profile, ProfileKey
+from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.workload.slo_config import read_slo_config
 from onbeat.workload.trace import read_trace
 from tests.waiting import wait_for

@@ -11,10 +11,10 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import NamedTuple
 
-from onbeat import __version__
 from onbeat.cli.args import BAD_INPUT, FAILED, INFEASIBLE, INTERRUPTED, Parser, parse, print_error
 from onbeat.core.errors import ConfigError, DoesNotFit, OnbeatError, RequestRejected
 from onbeat.output import unblocked_output
+from onbeat.version import __version__
 
 
 class Command(NamedTuple):

@@ -8,7 +8,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from onbeat import __version__
 from onbeat.cli.options import read_options
 from onbeat.cli.plan_output import PlanReport
 from onbeat.core.kinds import ReplicaGroup
@@ -19,6 +18,7 @@ from onbeat.planner.plan_task import Fleet, PlanTask
 from onbeat.scheduler.scheduler_config import SchedulerLimits
 from onbeat.simulator.deployment import AUTO, Deployment
 from onbeat.simulator.resolve import step_times_text
+from onbeat.version import __version__
 from onbeat.workload.load import Load
 
 _SERVE_FORMATS: dict[str, dict[str, Any]] = {

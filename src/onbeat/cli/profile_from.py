@@ -11,13 +11,13 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from onbeat import __version__
 from onbeat.cli.options import milliseconds
 from onbeat.cli.step_socket import is_address, record_steps
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import changed, check, option
 from onbeat.perfmodel.device_spec import CPU, known_device
 from onbeat.perfmodel.precision import BYTES, precision_by_weights
+from onbeat.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

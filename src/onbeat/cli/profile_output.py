@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from onbeat.core.errors import counted
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.profile import MeasuredStep
+from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.perfmodel.utilisation import StepOperations, flops_utilisation, memory_bandwidth_utilisation
 from onbeat.report.plot import (
     COLOURS,

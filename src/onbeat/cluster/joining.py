@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from onbeat import __version__
 from onbeat.cluster.life import Life
 from onbeat.core.errors import ConfigError, KVUnavailable
 from onbeat.core.fleet import ReplicaId
+from onbeat.version import __version__
 
 
 def check_node(host: str, version: str) -> None:

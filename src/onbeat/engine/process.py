@@ -22,7 +22,6 @@ from typing import Any
 
 import zmq
 
-from onbeat import __version__
 from onbeat.core.errors import EngineDead, OnbeatError, RequestRejected
 from onbeat.core.handover import MoveTask, MoveVerb
 from onbeat.core.protocols import EngineInfo
@@ -57,6 +56,7 @@ from onbeat.engine.progress import Detail
 from onbeat.engine.rejection import pack_rejection
 from onbeat.output import unblocked_output
 from onbeat.scheduler.replica.move_agent import MoveAgent
+from onbeat.version import __version__
 
 WAKE_SECONDS = 0.5
 """The longest wait without a look around."""

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 
-from onbeat import __version__
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.step_time import StepTimeModel
@@ -37,6 +36,7 @@ from onbeat.scheduler.replica.policies import composition, settle
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.text.sampling_defaults import sampling_defaults
+from onbeat.version import __version__
 
 _SWITCH_SECONDS = 2e-4
 """Between threads of the interpreter: at its 5 ms one that plans would hold up another that launches."""

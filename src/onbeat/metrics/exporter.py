@@ -14,7 +14,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from onbeat import __version__
 from onbeat.core.protocols import EngineClient, FleetView
 from onbeat.metrics.counts import EngineCounts, RunCounts, ServerCounts
 from onbeat.metrics.declare import VLLM, Labels, Metric, by_label, declared, gauge, info, samples
@@ -22,6 +21,7 @@ from onbeat.metrics.families import families
 from onbeat.metrics.fleet_counts import FleetCounts, FleetGauges
 from onbeat.metrics.slo_counts import RecentObjectives
 from onbeat.metrics.speculation_counts import SpeculationCounts
+from onbeat.version import __version__
 
 ALIASES = {
     own: VLLM + theirs

@@ -12,9 +12,9 @@ from onbeat.perfmodel.correction import DriftAlarm
 from onbeat.perfmodel.fitted import FitTarget, FittedModel, NNLSForm
 from onbeat.perfmodel.models import fitted_predictor, roofline_predictor
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.profile import MeasuredStep
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.roofline import Paces
+from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.typed import convert
 

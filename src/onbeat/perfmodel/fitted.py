@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
 from msgspec import Meta
@@ -26,11 +26,8 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import RooflineParameters, default_parameters, make_roofline, roofline_seconds
 from onbeat.perfmodel.shape_range import ShapeRange
-from onbeat.perfmodel.shapes import FIELDS, draft_pairs, draft_pairs_of, shape_matrix
+from onbeat.perfmodel.shapes import FIELDS, MeasuredStep, draft_pairs, draft_pairs_of, shape_matrix
 from onbeat.typed import Count, NotNegative, Positive
-
-if TYPE_CHECKING:
-    from onbeat.perfmodel.profile import MeasuredStep
 
 
 @dataclass(frozen=True, slots=True)

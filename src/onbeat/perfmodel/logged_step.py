@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.profile import MeasuredStep
+from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.typed import Count, Size
 
 _SAME = 0.03

@@ -11,12 +11,12 @@ from typing import Annotated
 from msgspec import Meta
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.fitted import FittedModel
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.product_rates import ProductRates
+from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.typed import Count, NotNegative, Positive
 
 REMEDY = "Run `onbeat profile MODEL` on this machine again"
@@ -65,14 +65,6 @@ class MachineLimits:
         rows = [num_rows for num_rows, _ in self.product_rates]
         if rows != sorted(set(rows)):
             raise ConfigError(f"the rows of product_rates are {rows}; they must ascend")
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
-    """One step that ran."""
-
-    shape: BatchShape
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

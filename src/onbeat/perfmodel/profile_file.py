@@ -20,13 +20,12 @@ from onbeat.perfmodel.profile import (
     REMEDY,
     EngineValue,
     MachineLimits,
-    MeasuredStep,
     Profile,
     ProfileKey,
     ServerTerms,
     check_profile,
 )
-from onbeat.perfmodel.shapes import FIELDS
+from onbeat.perfmodel.shapes import FIELDS, MeasuredStep
 from onbeat.typed import NotNegative, Table, convert
 
 SCHEMA_VERSION = 3

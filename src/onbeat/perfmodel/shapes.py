@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from operator import attrgetter
 
 import numpy as np
@@ -26,6 +26,14 @@ VERIFY_ROWS = FIELDS.index("num_verify_rows")
 DRAFT_TOKENS = FIELDS.index("num_draft_tokens")
 
 _row = attrgetter(*FIELDS)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step that ran."""
+
+    shape: BatchShape
+    seconds: float
 
 
 def shape_matrix(shapes: Iterable[BatchShape]) -> NDArray[np.float64]:

@@ -10,8 +10,8 @@ import numpy as np
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FitErrors, FitTarget, FittedModel, fit_best
-from onbeat.perfmodel.profile import MeasuredStep
 from onbeat.perfmodel.shape_range import ShapeRange
+from onbeat.perfmodel.shapes import MeasuredStep
 
 KINDS = ("decode", "prompt", "mixed")
 _NUM_BLOCKS = 50

@@ -24,12 +24,12 @@ from typing import Any
 
 import orjson
 
-from onbeat import __version__
 from onbeat.background_file import BackgroundFile
 from onbeat.core.errors import ConfigError
 from onbeat.recording.hash_chain import LOGGED_BYTES
 from onbeat.recording.lines import GzipLines
 from onbeat.typed import INFINITY, Number, Table, decode
+from onbeat.version import __version__
 
 FILE_KIND = "onbeat-fleet-record"
 SCHEMA_VERSION = 2

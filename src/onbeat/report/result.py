@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from onbeat import __version__
 from onbeat.core.errors import ConfigError
 from onbeat.report.plot import Figure
 from onbeat.report.units import NOTHING, number
+from onbeat.version import __version__
 
 SCHEMA = 2
 """Of the files of results; version 1 had `schema_version`, and no `kind`."""

@@ -12,7 +12,6 @@ from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from onbeat import __version__
 from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.protocols import EngineClient, FleetView, Tokenizer
 from onbeat.server.chat import chat_routes
@@ -33,12 +32,13 @@ from onbeat.server.middleware import (
     BodyLimit,
     HostCheck,
     PathCheck,
+    RateLimits,
     RequestLog,
     RootPath,
 )
 from onbeat.server.openapi import describe
 from onbeat.server.prompts import PromptEncoder
-from onbeat.server.rate_limits import RATE_HEADERS, RateLimits
+from onbeat.server.rate_limits import RATE_HEADERS
 from onbeat.server.reply import reply_style
 from onbeat.server.responses import response_routes
 from onbeat.server.scores import RERANK_PATHS, SCORE_PATHS, score_routes
@@ -52,6 +52,7 @@ from onbeat.server.tokenization import tokenizer_routes
 from onbeat.server.unread import SlowReaders
 from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.grammar.guard import GrammarGuard
+from onbeat.version import __version__
 
 ENDPOINTS = OPEN_PATHS | {
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),

@@ -1,7 +1,7 @@
 """What happens to every HTTP request, and what is known of it, as plain ASGI: no task, no copy per message.
 
 From the outside in: `RootPath`, Starlette's CORS, `RequestLog` (id, access log, counters, last resort for
-bugs), `HostCheck`, `PathCheck`, `ApiKeys`, `BodyLimit`.
+bugs), `HostCheck`, `PathCheck`, `ApiKeys`, `RateLimits`, `BodyLimit`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,11 +30,9 @@ from onbeat.server.errors import (
     error_response,
     too_large,
 )
+from onbeat.server.rate_limits import KeyAllowance, KeyMeter
 from onbeat.server.server_config import MAX_QUOTED
-from onbeat.server.slo_defaults import key_digest
-
-if TYPE_CHECKING:
-    from onbeat.server.rate_limits import KeyAllowance
+from onbeat.server.slo_defaults import KeyLimits, key_digest
 
 logger = logging.getLogger("onbeat.server")
 
@@ -386,3 +383,69 @@ class BodyLimit:
             return message
 
         await self._app(scope, receive_counted, send)
+
+
+class RateLimits:
+    """Refuses requests of API keys that have reached their limits. What is read (GET) is free.
+
+    Parameters
+    ----------
+    app : the next application.
+    limits : hash of an API key -> its limits.
+    on_limited : called with the limit that a refused request has met (metrics).
+    clock : seconds.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        limits: Mapping[str, KeyLimits],
+        on_limited: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._app = app
+        self._meters = {key: KeyMeter(each, clock(), on_limited) for key, each in limits.items()}
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        meter = None
+        if scope["type"] == "http" and scope["method"] == "POST":
+            context = context_of(scope)
+            meter = self._meters.get(context.key_digest or "")
+        if meter is None:
+            await self._app(scope, receive, send)
+        else:
+            await self._metered(meter, context, scope, receive, send)
+
+    async def _metered(
+        self, meter: KeyMeter, context: HttpContext, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        async def send_told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update(dict(meter.headers(self._clock())))
+            await send(message)
+
+        num_bytes = 0
+
+        async def receive_counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if message["type"] == "http.request" and not message.get("more_body"):
+                allowance.take_body(num_bytes)
+            return message
+
+        length = Headers(scope=scope).get("content-length", "")
+        try:
+            announced = int(length) if length.isdecimal() else 0
+            allowance = context.allowance = KeyAllowance(meter, announced, self._clock)
+        except ApiError as error:
+            context.error_code = error.code
+            await error_response(error, scope["path"])(scope, receive, send_told)
+            return
+        try:
+            await self._app(scope, receive_counted, send_told)
+        finally:
+            allowance.end(context.status, context.num_prompt_tokens, context.num_output_tokens)

@@ -13,12 +13,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from msgspec import UNSET, Struct, UnsetType
 
-from onbeat import __version__
 from onbeat.server.answer_report import SLOReport, TokenCounts, Usage
 from onbeat.server.choices import Choice, ChoiceDelta, ShownToken
 from onbeat.server.errors import ErrorReply
 from onbeat.server.pieces import encode, json_inside, written
 from onbeat.text.reply.calls import CallEnd, CallStart, CallText, ContentText, ReasoningText, ReplyEvent
+from onbeat.version import __version__
 
 DONE = b"data: [DONE]\n\n"
 

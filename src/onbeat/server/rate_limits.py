@@ -8,15 +8,10 @@ in the end what it really had.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from collections.abc import Callable, Iterator, Sequence
 
 from onbeat.core.errors import counted
-from onbeat.server.errors import NEVER_RETRY, ApiError, error_response, retry_headers
-from onbeat.server.middleware import HttpContext, context_of
+from onbeat.server.errors import NEVER_RETRY, ApiError, retry_headers
 from onbeat.server.slo_defaults import KeyLimits
 
 BYTES_PER_TOKEN = 4
@@ -179,79 +174,13 @@ class KeyAllowance:
             self._num_tokens = wanted
         meter.num_open, self._num_choices = num_others + num_choices, num_choices
 
-    def end(self, context: HttpContext) -> None:
+    def end(self, status: int, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Settle: what was used, or of what was refused for its own fault the reading of its body."""
-        meter, num_used = self._meter, context.num_prompt_tokens + context.num_output_tokens
-        is_ours = context.status == 429 or context.status >= 500
-        if self._learns and num_used and context.status < 400:
-            mean = context.num_output_tokens / self._num_choices
+        meter, num_used = self._meter, num_prompt_tokens + num_output_tokens
+        is_ours = status == 429 or status >= 500
+        if self._learns and num_used and status < 400:
+            mean = num_output_tokens / self._num_choices
             meter.usual_tokens += (mean - meter.usual_tokens) * _LEARNING
         meter.num_open -= self._num_choices
         if meter.tokens is not None:
             meter.tokens.take((0 if is_ours else num_used or self._num_body_tokens) - self._num_tokens)
-
-
-class RateLimits:
-    """Refuses requests of API keys that have reached their limits. What is read (GET) is free.
-
-    Parameters
-    ----------
-    app : the next application.
-    limits : hash of an API key -> its limits.
-    on_limited : called with the limit that a refused request has met (metrics).
-    clock : seconds.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        limits: Mapping[str, KeyLimits],
-        on_limited: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._app = app
-        self._meters = {key: KeyMeter(each, clock(), on_limited) for key, each in limits.items()}
-        self._clock = clock
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        meter = None
-        if scope["type"] == "http" and scope["method"] == "POST":
-            context = context_of(scope)
-            meter = self._meters.get(context.key_digest or "")
-        if meter is None:
-            await self._app(scope, receive, send)
-        else:
-            await self._metered(meter, context, scope, receive, send)
-
-    async def _metered(
-        self, meter: KeyMeter, context: HttpContext, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        async def send_told(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers.update(dict(meter.headers(self._clock())))
-            await send(message)
-
-        num_bytes = 0
-
-        async def receive_counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if message["type"] == "http.request" and not message.get("more_body"):
-                allowance.take_body(num_bytes)
-            return message
-
-        length = Headers(scope=scope).get("content-length", "")
-        try:
-            announced = int(length) if length.isdecimal() else 0
-            allowance = context.allowance = KeyAllowance(meter, announced, self._clock)
-        except ApiError as error:
-            context.error_code = error.code
-            await error_response(error, scope["path"])(scope, receive, send_told)
-            return
-        try:
-            await self._app(scope, receive_counted, send_told)
-        finally:
-            allowance.end(context)

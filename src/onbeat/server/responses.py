@@ -1,234 +1,311 @@
-"""POST /v1/responses, without state: OpenAI's Responses API as another form of a chat."""
+"""POST /v1/responses, without state, and how its answers look, whole and streamed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
-from msgspec import Struct
-from pydantic import BaseModel, ConfigDict, Field
+from msgspec import UNSET, Struct, UnsetType
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.answer import AnswerResponse
-from onbeat.server.body import WHOLE, Flag, read_body
-from onbeat.server.chat import ChatCompletionRequest, chat_prompt, chat_requests
-from onbeat.server.errors import ApiError, unsupported
-from onbeat.server.generation_request import GenerationRequest
+from onbeat.server.answer_report import SLOReport, TokenCounts
+from onbeat.server.body import read_body
+from onbeat.server.chat import chat_prompt, chat_requests
+from onbeat.server.choices import ChoiceDelta, ShownToken
+from onbeat.server.errors import ApiError, ErrorReply
+from onbeat.server.logprobs import LogprobWriter, TokenLogprob
 from onbeat.server.middleware import context_of
 from onbeat.server.openapi import Routes
-from onbeat.server.pen import new_head
-from onbeat.server.pieces import json_response
-from onbeat.server.response_pen import ModelResponse, ResponseEvent, ResponsePen
-from onbeat.server.server_config import MAX_MESSAGES
+from onbeat.server.pen import AnswerHead, Extras, Part, StreamedParts, WholeChoice, new_head
+from onbeat.server.pieces import Piece, json_response, list_of, written
+from onbeat.server.response_request import NO_STATE, ResponseRequest, chat_of
 from onbeat.server.services import Services
-from onbeat.server.translation import PlacedMessages, as_chat, function_tools, text_field, tool_choice_of
 
-_LOGPROBS = "message.output_text.logprobs"
-_TAKEN_INCLUDES = (_LOGPROBS, "reasoning.encrypted_content")
-_NAMES = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    "tool_choice.function": "tool_choice",
-    "tool_choice.allowed_tools.tools[].function": "tool_choice.tools[]",
-    "tool_choice.allowed_tools": "tool_choice",
-    "tools[].function": "tools[]",
-}
-"""Of fields, in place of a chat's."""
-_NO_STATE = "this server keeps no responses; send the earlier items again in input"
+_ID_PREFIX = {"reasoning": "rs", "content": "msg", "call": "fc"}
 
 
-class TextSettings(BaseModel):
-    """What the text of a response is like."""
+class Content(Struct):
+    """Reasoning, or text."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    format: dict[str, Any] | None = None
-    """`{"type": "text"}`, `json_object`, or `json_schema` with `name`, `schema` and `strict`."""
-    verbosity: Literal["medium"] | None = None
-    """It asks for nothing."""
+    type: Literal["reasoning_text", "output_text"]
+    text: str
+    annotations: list[Any] | UnsetType = UNSET
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
 
 
-class ResponseRequest(GenerationRequest):
-    """OpenAI's request for a response, with the extra fields that chat completions have."""
+class Item(Struct):
+    """A part of a response."""
 
-    prompt_field = "input"
-
-    input: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES, fail_fast=True)]
-    """Text, or items: messages, calls of functions and their outputs, reasoning."""
-    instructions: str | None = None
-    """The first system message."""
-    max_output_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
-    top_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
-    include: list[str] | None = None
-    text: TextSettings | None = None
-    reasoning: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: Flag | None = None
-    metadata: dict[str, str] | None = None
-    """Kept in the answer; `slo_ttft_ms` and the like state objectives."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_response_messages: Flag | None = None
-    """Put prompt and answer as the model sees them into the response, as text and token ids (vLLM's)."""
-    previous_response_id: str | None = None
-    """Refused: nothing is stored. So are the next three."""
-    conversation: str | dict[str, Any] | None = None
-    background: Flag | None = None
-    prompt: dict[str, Any] | None = None
-    truncation: str | None = None
-    """Only `disabled`."""
-    max_tool_calls: Annotated[int, Field(ge=1), WHOLE] | None = None
-    """Of built-in tools, of which there are none."""
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.wants_logprobs else None
-
-    @property
-    def continues_prompt(self) -> bool:
-        return False
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return _LOGPROBS in (self.include or ())
-
-    def check(self) -> None:
-        """Refuse what asks for state, and what chat completions do otherwise.
-
-        Raises
-        ------
-        InvalidRequest : a field asks for what this server lacks.
-        """
-        for name in ("previous_response_id", "conversation", "prompt", "background"):
-            if getattr(self, name):
-                raise unsupported(f"{name} is not supported: {_NO_STATE}", name)
-        if self.truncation not in (None, "disabled"):
-            raise unsupported(
-                f"truncation is {quoted(self.truncation)}; this server never drops items. Leave it out",
-                "truncation",
-            )
-        if self.max_tokens is not None:
-            raise InvalidRequest("max_tokens is called max_output_tokens here", param="max_tokens")
-        if self.num_choices > 1:
-            raise InvalidRequest("n is above 1; a response has one answer", param="n")
-        for each in self.include or ():
-            if each not in _TAKEN_INCLUDES:
-                raise unsupported(
-                    f"include names {quoted(each)}; this server has {' and '.join(_TAKEN_INCLUDES)}",
-                    "include",
-                )
-        if self.top_logprobs and not self.wants_logprobs:
-            raise InvalidRequest(
-                f"top_logprobs is given without {_LOGPROBS!r} in include; add it or leave top_logprobs out",
-                param="top_logprobs",
-            )
-
-    def chat_fields(self) -> dict[str, Any]:
-        """Return the fields of the chat that it stands for, but for its messages and what both have.
-
-        Raises
-        ------
-        InvalidRequest : a tool is of a kind that this server lacks.
-        """
-        effort = (self.reasoning or {}).get("effort")
-        return {
-            "max_completion_tokens": self.max_output_tokens,
-            "logprobs": True if self.wants_logprobs else None,
-            "top_logprobs": self.top_logprobs,
-            "response_format": _response_format(self.text.format if self.text else None),
-            "reasoning_effort": effort,
-            "tools": function_tools(self.tools, "parameters"),
-            "tool_choice": tool_choice_of(self.tool_choice),
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "chat_template_kwargs": self.chat_template_kwargs,
-        }
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    type: Literal["reasoning", "message", "function_call"]
+    role: Literal["assistant"] | UnsetType = UNSET
+    summary: list[Any] | UnsetType = UNSET
+    encrypted_content: str | UnsetType | None = UNSET
+    content: list[Content] | UnsetType = UNSET
+    call_id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
 
 
-def _chat_of(body: ResponseRequest, request: Request) -> AbstractAsyncContextManager[ChatCompletionRequest]:
-    body.check()
-    messages = messages_of(body.input, body.instructions)
-    return as_chat(body, body.chat_fields(), messages, body.metadata, _NAMES, request)
+class InputDetails(Struct):
+    cached_tokens: int
+    cache_write_tokens: int
 
 
-def messages_of(items: str | Sequence[dict[str, Any]], instructions: str | None) -> PlacedMessages:
-    """Return the items of a response's input as the messages of a chat.
+class OutputDetails(Struct):
+    reasoning_tokens: int
 
-    Reasoning, text and calls of the model that stand beside one another are one message.
 
-    Raises
-    ------
-    InvalidRequest : an item is of a kind that this server lacks.
+class ResponseUsage(Struct):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class RawMessage(Struct):
+    """A prompt or an answer as the model sees it."""
+
+    message: str
+    tokens: Sequence[int]
+    type: Literal["raw_message_tokens"] = "raw_message_tokens"
+
+
+class ModelResponse(Struct, kw_only=True):
+    """OpenAI's response. From `instructions` to `user` it repeats what was asked for."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["completed", "incomplete", "in_progress", "failed"] = "in_progress"
+    model: str
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: dict[str, Any]
+    background: bool = False
+    store: bool = False
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float | None
+    truncation: Literal["disabled"] = "disabled"
+    user: str | None
+    error: dict[str, str] | None = None
+    incomplete_details: dict[str, str] | None = None
+    usage: ResponseUsage | None = None
+    slo: SLOReport | UnsetType = UNSET
+    input_messages: list[RawMessage] | UnsetType = UNSET
+    output_messages: list[RawMessage] | UnsetType = UNSET
+    output: list[Item] = []
+
+
+class ResponseEvent(Struct):
+    """An event of a stream; `type` says what it tells."""
+
+    type: str
+    sequence_number: int
+    item_id: str | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    response: ModelResponse | UnsetType = UNSET
+    item: Item | UnsetType = UNSET
+    part: Content | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
+
+
+class ResponsePen:
+    """Writes one response.
+
+    Parameters
+    ----------
+    head : its id, time and model.
+    body : what was asked for, some of which the answer repeats.
+    writer : of log-probabilities.
+    prompt : as the model sees it, where that is asked for.
     """
-    messages: PlacedMessages = []
-    if instructions:
-        messages.append(("instructions", {"role": "system", "content": instructions}))
-    if isinstance(items, str):
-        return [*messages, ("input", {"role": "user", "content": items})]
-    own: dict[str, Any] | None = None  # the model's message that the next item may belong to
-    for index, item in enumerate(items):
-        where = f"input[{index}]"
-        added = _message_of(item, where)
-        if added["role"] != "assistant":
-            own = None
-        elif own is not None and not own.keys() & added.keys() - {"role", "tool_calls"}:
-            own["tool_calls"] = [*own.get("tool_calls", ()), *added.pop("tool_calls", ())]
-            own.update(added)
-            if "content" in added:
-                messages[-1] = (where, own)
-            continue
-        else:
-            own = added
-        messages.append((where, added))
-    for _, message in messages:
-        if message.get("tool_calls") == []:
-            del message["tool_calls"]
-    return messages
+
+    end_mark = b""
+
+    def __init__(
+        self, head: AnswerHead, body: ResponseRequest, writer: LogprobWriter, prompt: str = ""
+    ) -> None:
+        self._head = head
+        self._body = body
+        self._prompt = prompt
+        self._writer = writer
+        self._parts: StreamedParts | None = None
+        self._num_events = 0
+        _, _, self._suffix = head.completion_id.partition("_")
+
+    def columns(self, tokens: Sequence[ShownToken]) -> Sequence[bytes]:
+        return self._writer.chat_columns(tokens) if self._body.wants_logprobs else ()
+
+    def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> ModelResponse:
+        return self._ended(choices[0], extras)
+
+    def events(self, delta: ChoiceDelta, extras: Extras) -> Iterator[Struct]:  # noqa: ARG002 -- the last has them
+        columns = self.columns(delta.tokens)
+        if self._parts is None:
+            self._parts = StreamedParts(delta.choice, len(columns), self)
+            response = self._response()
+            yield self._event("created", response=response)
+            yield self._event("in_progress", response=response)
+        yield from self._parts.take(delta, columns)
+
+    def end(self, extras: Extras) -> Iterator[Struct]:
+        assert self._parts is not None, "a stream begins with a delta"
+        response = self._ended(self._parts.whole, extras)
+        yield self._event(response.status, response=response)
+
+    def failed(self, reply: ErrorReply) -> Iterator[Struct]:
+        response = self._response(None if self._parts is None else self._parts.whole, "failed")
+        response.error = {"code": reply.code, "message": reply.error.message}
+        yield self._event("failed", response=response)
+
+    def part_begins(self, index: int, part: Part) -> Iterator[Struct]:
+        empty = Part(part.kind, bytearray(), part.call)
+        item = self._item(index, empty, "in_progress")
+        yield self._event("output_item.added", output_index=index, item=item)
+        if part.kind != "call":
+            yield self._event("content_part.added", **self._place(index, part), part=_content(empty))
+
+    def part_grows(self, index: int, part: Part, text: str, columns: Sequence[bytes]) -> Struct:
+        place = self._place(index, part)
+        match part.kind:
+            case "call":
+                return self._event("function_call_arguments.delta", **place, delta=text)
+            case "reasoning":
+                return self._event("reasoning_text.delta", **place, delta=text)
+            case "content":
+                logprobs = written(b"[", *columns, b"]") if columns else []
+                return self._event("output_text.delta", **place, delta=text, logprobs=logprobs)
+
+    def part_ends(self, index: int, part: Part, *, is_whole: bool) -> Iterator[Struct]:
+        place = self._place(index, part)
+        match part.kind:
+            case "call":
+                told = {"name": part.known_call.name, "arguments": part.json}
+                yield self._event("function_call_arguments.done", **place, **told)
+            case "reasoning":
+                yield self._event("reasoning_text.done", **place, text=part.json)
+            case "content":
+                yield self._event("output_text.done", **place, text=part.json, logprobs=[])
+        if part.kind != "call":
+            yield self._event("content_part.done", **place, part=_content(part))
+        item = self._item(index, part, "completed" if is_whole else "incomplete")
+        yield self._event("output_item.done", output_index=index, item=item)
+
+    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
+        self._num_events += 1
+        return ResponseEvent(f"response.{kind}", self._num_events - 1, **fields)
+
+    def _place(self, index: int, part: Part) -> dict[str, Any]:
+        place = {"item_id": self._id(index, part), "output_index": index}
+        return place if part.kind == "call" else {**place, "content_index": 0}
+
+    def _id(self, index: int, part: Part) -> str:
+        return f"{_ID_PREFIX[part.kind]}_{self._suffix}{index}"
+
+    def _ended(self, choice: WholeChoice, extras: Extras) -> ModelResponse:
+        is_cut = choice.finish_reason == "length"
+        response = self._response(choice, "incomplete" if is_cut else "completed")
+        response.incomplete_details = {"reason": "max_output_tokens"} if is_cut else None
+        assert extras.counts is not None, "a whole answer and the end of a stream have them"
+        response.usage, response.slo = _usage(extras.counts), extras.slo
+        return response
+
+    def _response(
+        self,
+        choice: WholeChoice | None = None,
+        status: Literal["completed", "incomplete", "in_progress", "failed"] = "in_progress",
+    ) -> ModelResponse:
+        """Return a response with what there is of its answer."""
+        head, body = self._head, self._body
+        response = ModelResponse(
+            id=head.completion_id,
+            created_at=head.created,
+            status=status,
+            model=head.model,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            reasoning={"effort": (body.reasoning or {}).get("effort"), "summary": None},
+            temperature=body.temperature,
+            text={
+                "format": (body.text.format if body.text else None) or {"type": "text"},
+                "verbosity": "medium",
+            },
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_logprobs=body.top_logprobs or 0,
+            top_p=body.top_p,
+            user=body.user,
+        )
+        if choice is not None:
+            response.output = list_of(self._output(choice, is_cut=status == "incomplete"))
+            if body.enable_response_messages:
+                request, own = choice.choice.request, choice.choice.token_ids
+                response.input_messages = [RawMessage(self._prompt, request.prompt_token_ids)]
+                response.output_messages = [RawMessage(self._writer.text(own), own)]
+        return response
+
+    def _output(self, choice: WholeChoice, *, is_cut: bool) -> Iterator[Item]:
+        parts = choice.parts or [Part("content", bytearray())]
+        unsent: Sequence[Piece] = choice.columns
+        for index, part in enumerate(parts):
+            is_whole = not is_cut or index < len(parts) - 1
+            columns, unsent = (unsent, ()) if part.kind == "content" else ((), unsent)
+            yield self._item(index, part, "completed" if is_whole else "incomplete", columns)
+
+    def _item(
+        self,
+        index: int,
+        part: Part,
+        status: Literal["in_progress", "completed", "incomplete"],
+        columns: Sequence[Piece] = (),
+    ) -> Item:
+        item_id, content = self._id(index, part), list[Content]()
+        if status != "in_progress" and part.kind != "call":
+            content = [_content(part, columns)]
+        match part.kind:
+            case "call":
+                call_id, name = part.known_call.call_id, part.known_call.name
+                return Item(item_id, status, "function_call", call_id=call_id, name=name, arguments=part.json)
+            case "reasoning":
+                return Item(item_id, status, "reasoning", summary=[], encrypted_content=None, content=content)
+            case "content":
+                return Item(item_id, status, "message", role="assistant", content=content)
 
 
-def _message_of(item: dict[str, Any], where: str) -> dict[str, Any]:
-    match item.get("type") or "message":
-        case "message" if isinstance(item.get("role"), str):
-            return {"role": item["role"], "content": item.get("content")}
-        case "message":
-            raise InvalidRequest(f"{where} has no role; send 'user', 'assistant' or 'system'", param=where)
-        case "reasoning":
-            parts = item.get("content") or item.get("summary") or []
-            if not isinstance(parts, list):
-                raise InvalidRequest(
-                    f"{where} has {quoted(parts)} for its content; it should be an array", param=where
-                )
-            texts = (part.get("text") for part in parts if isinstance(part, dict))
-            return {"role": "assistant", "reasoning_content": "".join(t for t in texts if isinstance(t, str))}
-        case "function_call":
-            function = {name: text_field(item, name, where) for name in ("name", "arguments")}
-            call = {"id": text_field(item, "call_id", where), "type": "function", "function": function}
-            return {"role": "assistant", "tool_calls": [call]}
-        case "function_call_output":
-            call_id = text_field(item, "call_id", where)
-            return {"role": "tool", "tool_call_id": call_id, "content": item.get("output")}
-        case kind:
-            raise unsupported(
-                f"{where}.type is {quoted(kind)}; this server takes message, reasoning, function_call and "
-                "function_call_output",
-                f"{where}.type",
-            )
+def _content(part: Part, columns: Sequence[Piece] = ()) -> Content:
+    if part.kind == "reasoning":
+        return Content("reasoning_text", part.json)
+    return Content("output_text", part.json, [], written(b"[", *columns, b"]"))
 
 
-def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    if given is None or given.get("type") != "json_schema":
-        return given
-    return {
-        "type": "json_schema",
-        "json_schema": {name: value for name, value in given.items() if name != "type"},
-    }
+def _usage(counts: TokenCounts) -> ResponseUsage:
+    return ResponseUsage(
+        counts.prompt,
+        InputDetails(counts.cached, 0),
+        counts.output,
+        OutputDetails(counts.reasoning),
+        counts.prompt + counts.output,
+    )
 
 
 class InputTokens(Struct):
@@ -247,7 +324,7 @@ def response_routes(services: Services) -> Routes:
         services.lifecycle.check_open()
         body = await read_body(request, ResponseRequest)
         head = new_head("resp", services.check_model(body.model), joint="_")
-        async with _chat_of(body, request) as chat:
+        async with chat_of(body, request) as chat:
             requests, options = await chat_requests(chat, request, head, services)
         context, shown, ids = context_of(request.scope), "", requests[0].prompt_token_ids
         if body.enable_response_messages:
@@ -262,7 +339,7 @@ def response_routes(services: Services) -> Routes:
         """Return how many tokens the prompt of a response has."""
         body = await read_body(request, ResponseRequest)
         services.check_model(body.model)
-        async with _chat_of(body, request) as chat:
+        async with chat_of(body, request) as chat:
             num_tokens = len(await chat_prompt(chat, request, services))
         return json_response(InputTokens(num_tokens))
 
@@ -271,6 +348,6 @@ def response_routes(services: Services) -> Routes:
         """Say that nothing is stored."""
         if rest == "input_tokens":
             raise HTTPException(405, headers={"allow": "POST"})
-        raise ApiError(404, _NO_STATE, code="response_not_stored")
+        raise ApiError(404, NO_STATE, code="response_not_stored")
 
     return router

@@ -8,13 +8,13 @@ from typing import Any, Literal
 from msgspec import Struct
 from starlette.responses import Response
 
-from onbeat import __version__
 from onbeat.core.errors import EngineDead, Overloaded
 from onbeat.core.protocols import FleetView
 from onbeat.server.errors import engine_hangs
 from onbeat.server.openapi import Routes, error_answers
 from onbeat.server.pieces import json_response
 from onbeat.server.services import Services
+from onbeat.version import __version__
 
 
 class EngineLoad(Struct):

@@ -13,12 +13,12 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from onbeat import __version__
 from onbeat.core.extras import require
 from onbeat.core.slo import SLOMode
 from onbeat.core.step import StepStats
 from onbeat.metrics.attainment import good_requests, has_objectives
 from onbeat.metrics.record import RequestRecord
+from onbeat.version import __version__
 
 _PURPOSE = "--otlp-traces-endpoint"
 _HEADERS = ("traceparent", "tracestate")

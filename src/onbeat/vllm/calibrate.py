@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from onbeat import __version__
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.description import MeasuredDescription
@@ -25,10 +24,11 @@ from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import precision_by_weights
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.profile import EngineValue, MeasuredStep, Profile, ProfileKey, ServerTerms
+from onbeat.perfmodel.profile import EngineValue, Profile, ProfileKey, ServerTerms
 from onbeat.perfmodel.profile_file import profile_path, profiles_dir, read_profile, write_profile
 from onbeat.perfmodel.residual import ResidualModel
-from onbeat.perfmodel.shapes import shape_matrix
+from onbeat.perfmodel.shapes import MeasuredStep, shape_matrix
+from onbeat.version import __version__
 from onbeat.vllm.plugin_config import PluginConfig
 
 logger = logging.getLogger("onbeat.vllm")

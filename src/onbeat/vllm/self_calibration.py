@@ -17,7 +17,8 @@ from math import inf
 from statistics import median
 from typing import Any
 
-from onbeat.perfmodel.profile import EngineValue, MeasuredStep
+from onbeat.perfmodel.profile import EngineValue
+from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.scheduler.replica.parts import QueueOrder
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.filler import RESERVATION

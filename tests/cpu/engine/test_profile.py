@@ -47,9 +47,8 @@ from onbeat.perfmodel.fitted import FitTarget, fit_best
 from onbeat.perfmodel.model_spec import model_spec_from_hf
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.product_rates import ROW_COUNTS
-from onbeat.perfmodel.profile import MeasuredStep
 from onbeat.perfmodel.profile_file import read_profile, write_profile
-from onbeat.perfmodel.shapes import draft_pairs
+from onbeat.perfmodel.shapes import MeasuredStep, draft_pairs
 from tests.cpu.e2e.tiny_directory import LLAMA, write_tiny_directory
 
 SHORT = ProfileSettings(seconds=0.7, num_levels=3, num_mixed=8, num_held_back=6, max_context_tokens=1024)

@@ -16,8 +16,8 @@ from onbeat.server.choices import Choice, ChoiceDelta
 from onbeat.server.messages import MessagePen
 from onbeat.server.pen import AnswerHead, Extras, Pen, WholeChoice, event_bytes
 from onbeat.server.pieces import in_pieces
-from onbeat.server.response_pen import ResponsePen
-from onbeat.server.responses import ResponseRequest
+from onbeat.server.response_request import ResponseRequest
+from onbeat.server.responses import ResponsePen
 from onbeat.text.reply.calls import CallEnd, CallStart, CallText, ContentText, ReasoningText, ReplyEvent
 
 HEAD = AnswerHead("resp_7", 1, "m")

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.server.errors import ApiError
-from onbeat.server.middleware import HttpContext
 from onbeat.server.rate_limits import BYTES_PER_TOKEN, RATE_HEADERS, Bucket, KeyAllowance, KeyMeter
 from onbeat.server.slo_defaults import KeyDefaults, KeyLimits, SLODefaults, key_digest
 from tests.cpu.server.asking import CHAT
@@ -72,7 +71,7 @@ class TestAllowance:
         return KeyAllowance(meter, BYTES_PER_TOKEN * num_tokens, lambda: 0.0)
 
     def end(self, allowance: KeyAllowance, num_tokens: int, status: int = 200) -> None:
-        allowance.end(HttpContext("id", "/", status=status, num_output_tokens=num_tokens))
+        allowance.end(status, 0, num_tokens)
 
     def left(self, meter: KeyMeter, now: float = 0.0) -> tuple[str, str]:
         told = dict(meter.headers(now))

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.server.responses import messages_of
+from onbeat.server.response_request import messages_of
 from tests.cpu.server.running import Served, named_events
 from tests.fakes_engine import FakeEngine
 from tests.many_cases import each_case

@@ -15,7 +15,7 @@ from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.fitted import FitErrors, FittedModel
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.profile import MachineLimits, MeasuredStep, Profile, ProfileKey, limited_device
+from onbeat.perfmodel.profile import MachineLimits, Profile, ProfileKey, limited_device
 from onbeat.perfmodel.profile_file import (
     SCHEMA_VERSION,
     find_profile,
@@ -24,6 +24,7 @@ from onbeat.perfmodel.profile_file import (
     write_profile,
 )
 from onbeat.perfmodel.shape_range import ShapeRange
+from onbeat.perfmodel.shapes import MeasuredStep
 from tests.pure.perfmodel.shapes import batch, decodes
 
 KEY = ProfileKey(model="org/Tiny-1B", device="cpu", device_name="Some CPU @ 2 GHz", threads=2)

@@ -20,8 +20,8 @@ from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import roofline_predictor
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.profile import MeasuredStep
 from onbeat.perfmodel.runs import seconds_of_each
+from onbeat.perfmodel.shapes import MeasuredStep
 from onbeat.recording.log import RecordHeader
 from onbeat.scheduler.scheduler_config import SpeculationConfig
 from onbeat.simulator.replay.model import learning_model, recorded_step_time_model

@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 
 from onbeat.engine.profiling.batches import MeasuredBatch
-from onbeat.perfmodel.profile import MeasuredStep
+from onbeat.perfmodel.shapes import MeasuredStep
 
 MIN_RUNS = 3
 """Runs that even a long batch gets where time allows: the median of fewer follows every disturbance."""

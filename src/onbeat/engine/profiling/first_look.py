@@ -10,7 +10,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.loaded_model import LoadedModel
 from onbeat.engine.profiling.batches import TIMES_AT_ONCE, BatchRow, MeasuredBatch
 from onbeat.engine.profiling.measure import StepTimer
-from onbeat.perfmodel.profile import MeasuredStep
+from onbeat.perfmodel.shapes import MeasuredStep
 
 _MOST_TOKENS = 2048
 """Of the prompt; a decode reads half as many."""

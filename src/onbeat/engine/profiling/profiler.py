@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from onbeat import __version__
 from onbeat.core.errors import ConfigError
 from onbeat.engine.loaded_model import LoadedModel, profile_key_of
 from onbeat.engine.profiling.batches import (
@@ -23,7 +22,9 @@ from onbeat.engine.profiling.limits import best_limits, cpu_limits
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of
 from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES, FitTarget, fit_best
-from onbeat.perfmodel.profile import MachineLimits, MeasuredStep, Profile
+from onbeat.perfmodel.profile import MachineLimits, Profile
+from onbeat.perfmodel.shapes import MeasuredStep
+from onbeat.version import __version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
