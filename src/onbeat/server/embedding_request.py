@@ -46,7 +46,7 @@ class TextsAnswer(Struct):
     id: str
     model: str
     usage: EmbeddingUsage
-    slo: SLOReport | UnsetType
+    slo: SLOReport | UnsetType = UNSET
 
 
 class TextsRequest(ObjectiveFields):

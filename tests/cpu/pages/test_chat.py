@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from statistics import median
 
 import pytest
 
@@ -231,9 +232,9 @@ async def test_strips_share_a_labelled_scale_and_an_early_stream_is_ahead() -> N
         assert fast == slow
         assert " ms" in fast
         bars = "[...each.querySelectorAll('rect')].map((bar) => bar.height.baseVal.value)"
-        tall = f"[...document.querySelectorAll('.strip')].map((each) => Math.max(...{bars}))"
-        heights = await tab.js(tall)
-        assert heights[0] < 0.5 * heights[1]
+        strips = await tab.js(f"[...document.querySelectorAll('.strip')].map((each) => {bars})")
+        quick, slow = map(median, strips)  # one bar may be high where the machine stood still
+        assert quick < 0.5 * slow
 
 
 async def test_the_state_beside_it_speaks_to_visitors() -> None:
