@@ -29,7 +29,7 @@ LACKING = {
     r"\bvllm serve\b": "needs vLLM and a GPU",
     r"meta-llama/Llama-3.1-8B-Instruct\"": "asks the server of vLLM",
     r"\bsteps\.jsonl\b|\bother-day\.jsonl\b": "needs steps that another engine wrote",
-    r"--profile profile\.json": "needs the profile that was fitted to them",
+    r"--profile (profile\.json|FILE)\b": "needs the profile that was fitted to them",
     r"\bMODEL\b|\bMODEL-Q8_0": "needs a model that the reader chooses",
     r"benchmarks\.serve\.peers": "needs other servers, and half an hour",
     r"\bgpu-(kernels|pack|check)\b|\bOUT4\b": "needs a GPU",
