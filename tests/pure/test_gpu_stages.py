@@ -20,6 +20,7 @@ from onbeat.core.step import BatchShape
 from onbeat.engine.step_time_spec import model_spec_of
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.fitted import FitTarget, fit_best
+from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile import Profile, ProfileKey
 from onbeat.perfmodel.shapes import MeasuredStep
@@ -46,7 +47,13 @@ def test_errors_are_told_by_the_kind_of_step() -> None:
     fitted = fit_best(target, [MeasuredStep(shape, 1e-3) for shape in batches], [])
     predicted = target.predict(fitted, [MeasuredStep(shape, 1.0) for shape in shapes.values()])
     profile = Profile(
-        key=ProfileKey(model="any", device="h100-sxm", device_name="H100"),
+        key=ProfileKey(
+            model="any",
+            device="h100-sxm",
+            device_name="H100",
+            precision=Precision(),
+            parallelism=Parallelism(),
+        ),
         onbeat_version="0",
         created="2026-01-01T00:00:00+00:00",
         steps=[

@@ -11,6 +11,7 @@ from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, block_bytes_
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.speculation.build import ProposerBuilder
 from onbeat.perfmodel.device_spec import known_device
+from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile import ProfileKey
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -75,6 +76,7 @@ def profile_key_of(loaded: LoadedModel, precision: Precision) -> ProfileKey:
         device="cpu" if is_cpu else known_device(name) or "cuda",
         device_name=name,
         precision=precision,
+        parallelism=Parallelism(),
         threads=device.num_threads if is_cpu else 1,
         backend=settings["backend"],
         instruction_set=_what_computes(settings),

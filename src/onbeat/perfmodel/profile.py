@@ -33,8 +33,8 @@ class ProfileKey:
     """A device id."""
     device_name: str
     """The device as it names itself: `cpu` alone says nothing."""
-    precision: Precision = field(default_factory=Precision)
-    parallelism: Parallelism = field(default_factory=Parallelism)
+    precision: Precision
+    parallelism: Parallelism
     threads: Count = 1
     """Threads that a CPU engine computes with; 1 on other devices."""
     backend: str = "torch"

@@ -46,7 +46,13 @@ def write_fitted(path: Path, precision: Precision = BF16) -> None:
         ),
     )
     profile = Profile(
-        key=ProfileKey(model=MODEL.name, device=DEVICE.id, device_name=DEVICE.name, precision=precision),
+        key=ProfileKey(
+            model=MODEL.name,
+            device=DEVICE.id,
+            device_name=DEVICE.name,
+            precision=precision,
+            parallelism=Parallelism(),
+        ),
         onbeat_version="0.1.0",
         created="2026-01-02T03:04:05+00:00",
         steps=[MeasuredStep(shape, time) for shape, time in zip(shapes, seconds, strict=True)],

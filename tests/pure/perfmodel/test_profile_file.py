@@ -27,7 +27,14 @@ from onbeat.perfmodel.shape_range import ShapeRange
 from onbeat.perfmodel.shapes import MeasuredStep
 from tests.pure.perfmodel.shapes import batch, decodes
 
-KEY = ProfileKey(model="org/Tiny-1B", device="cpu", device_name="Some CPU @ 2 GHz", threads=2)
+KEY = ProfileKey(
+    model="org/Tiny-1B",
+    device="cpu",
+    device_name="Some CPU @ 2 GHz",
+    precision=Precision(),
+    parallelism=Parallelism(),
+    threads=2,
+)
 STEPS = (MeasuredStep(decodes(2, 40), 0.011), MeasuredStep(batch([(0, 64), (5, 1)]), 0.035))
 PROFILE = Profile(
     key=KEY,
@@ -158,6 +165,8 @@ Change = Callable[[dict[str, Any]], object]
         (lambda c: c.update(schema_version=99), rf"schema version 99, but .* 2 and {SCHEMA_VERSION}"),
         (lambda c: c.pop("schema_version"), "schema version None"),
         (lambda c: c.pop("key"), "lacks key"),
+        (lambda c: c["key"].pop("precision"), "lacks precision"),
+        (lambda c: c["key"].pop("parallelism"), "lacks parallelism"),
         (lambda c: c["key"].update(threads="two"), r"key\.threads is 'two'; it must be a whole number"),
         (lambda c: c["key"].update(threads=True), r"key\.threads is True"),
         (lambda c: c["key"]["precision"].update(weights="fp3"), "unknown number format 'fp3'"),
