@@ -84,7 +84,7 @@ class ReplicaLimits:
 
 
 USUAL_CONTEXT = 2048
-"""Tokens of the context of a usual decode."""
+"""Tokens of the context by which a usual decode, and the attention of a chunk, is priced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,7 @@ _COUNTS = [FIELDS.index(name) for name in ("num_decodes", "num_chunks", "num_dra
 _FIXED, _LOWEST = "fixed", "lowest"
 _NAMES = (_FIXED, *FEATURES, PAIRS, *PASSES)
 _LOWEST_SHARE = 0.5
+"""Of the shortest step that was measured: no prediction of a fit is shorter."""
 _OF_DRAFTS = frozenset(("num_draft_tokens", PAIRS, "has_drafts"))
 """What fits of before there were drafts lack: to them a draft is a new token and a row of the LM head."""
 

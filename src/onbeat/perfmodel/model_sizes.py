@@ -8,7 +8,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.precision import Precision
 from onbeat.typed import Count, Size
 
-USUAL_CONTEXT = 4096
+SPREAD_OVER = 4096
 """Tokens of a request over which what it holds but once is spread."""
 
 
@@ -172,13 +172,13 @@ class ModelSpec:
         return width / of if of else self.num_sliding_layers / self.num_layers
 
     def held_bytes_per_token(self, precision: Precision) -> float:
-        """Return what a request of `USUAL_CONTEXT` tokens holds, for each of them.
+        """Return what a request of `SPREAD_OVER` tokens holds, for each of them.
 
         Layers with a window hold no more than that many tokens, layers of linear attention one state.
         """
-        kept = min(self.sliding_window or USUAL_CONTEXT, USUAL_CONTEXT) / USUAL_CONTEXT
+        kept = min(self.sliding_window or SPREAD_OVER, SPREAD_OVER) / SPREAD_OVER
         share = 1 - self.sliding_share(self.sliding_kv_width, self.kv_width) * (1 - kept)
-        return self.kv_bytes_per_token(precision) * share + self.state_bytes / USUAL_CONTEXT
+        return self.kv_bytes_per_token(precision) * share + self.state_bytes / SPREAD_OVER
 
     def _mlp(self, width: int) -> int:
         return (3 if self.is_gated_mlp else 2) * self.hidden_size * width

@@ -11,9 +11,6 @@ from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.triage import LEAST_SHARE, PrefillShare
 
-_CONTEXT = USUAL_CONTEXT
-"""Of the decodes by which one is priced; cached tokens of the chunk by which the cost of attention is told
-from that of the layers."""
 _NEAR_BEST = 1.05
 """A chunk is large enough if no other is cheaper a token by more than this."""
 _REFRESH_STEPS = 16
@@ -78,15 +75,15 @@ class CostModel:
             self.spread = max(1.0, step_time(_CHUNKS[place], CERTAIN) / times[place])
         except ConfigError:  # its error was never measured; it may learn of it from steps
             self.spread = 1.0
-        with_context = step_time(_chunk(chunk, _CONTEXT), quantile)
-        pair = max(0.0, (with_context - times[place]) / (chunk * _CONTEXT))
+        with_context = step_time(_chunk(chunk, USUAL_CONTEXT), quantile)
+        pair = max(0.0, (with_context - times[place]) / (chunk * USUAL_CONTEXT))
         longer = times[place + 1] if chunk < _SIZES[-1] else self.of(_chunk(2 * chunk))
         slope = (longer - times[place]) / chunk - pair * 1.5 * chunk
         # Beyond the largest chunk looked at, or under noise, the slope may be off: the mean cost bounds it.
         token = min(max(slope, 0.5 * best), best)
         few, many, short = [step_time(shape, quantile) for shape in _DECODES]
         decode = max(0.0, (many - few) / 16)
-        context = max(0.0, (many - short) / (32 * _CONTEXT - 32 * _CONTEXT // 8))
+        context = max(0.0, (many - short) / (32 * USUAL_CONTEXT - 32 * USUAL_CONTEXT // 8))
         self.costs = PrefillCosts(
             token=token,
             pair=pair,
@@ -181,6 +178,6 @@ _CHUNKS = [_chunk(size) for size in _SIZES]
 """What the model is asked about. Nobody may change them."""
 _DECODES = [
     BatchShape.of_decodes(num, context)
-    for num, context in ((16, 16 * _CONTEXT), (32, 32 * _CONTEXT), (32, 32 * _CONTEXT // 8))
+    for num, context in ((16, 16 * USUAL_CONTEXT), (32, 32 * USUAL_CONTEXT), (32, 32 * USUAL_CONTEXT // 8))
 ]
 """Few, many, and many that are short."""
