@@ -42,7 +42,6 @@ COMMANDS = {
     "replay": Command(
         "onbeat.cli.replay", "repeat a recorded run's decisions, and compare its latencies with a simulation"
     ),
-    "predict": Command("onbeat.cli.predict", "tell a router what latency each model server would have"),
     "vllm": Command("onbeat.cli.vllm", "serve with vLLM under onbeat's scheduler, or record such a server"),
     "models": Command("onbeat.cli.models", "list the models that onbeat knows by name, or fetch one"),
 }

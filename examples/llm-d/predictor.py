@@ -1,13 +1,21 @@
-"""Which model servers a router chooses among, and what predicts the steps of each kind."""
+"""Predicts latencies for llm-d's endpoint picker: python examples/llm-d/predictor.py --profile profile.json.
+
+`protocol` answers over HTTP, `latency` predicts and learns, and this file says which model servers there are.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import uvicorn
+from latency import LatencyModel
 from msgspec import Meta
+from protocol import PredictionService, create_app
 
 from onbeat.core.errors import ConfigError
 from onbeat.files import read
@@ -16,7 +24,6 @@ from onbeat.perfmodel.memory import USUAL_BATCHED_TOKENS, kv_capacity
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.profile_file import read_profile
-from onbeat.predict.latency import LatencyModel
 from onbeat.typed import Size
 
 
@@ -100,3 +107,48 @@ def _model_of(config: PoolConfig) -> LatencyModel:
     return LatencyModel(
         predictor, num_kv_tokens=num_kv_tokens, max_num_batched_tokens=config.max_num_batched_tokens
     )
+
+
+def main(args: list[str] | None = None) -> int:
+    """Serve until interrupted."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--profile", type=Path, help="profile of `onbeat profile`")
+    which.add_argument("--pools", type=Path, help="several kinds of model servers (YAML)")
+    parser.add_argument("--num-kv-tokens", type=int, help="tokens in a KV cache (default: by its memory)")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="most tokens in a step")
+    parser.add_argument("--quantile", type=float, default=0.9, help="quantile to predict; 0: the mean")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on")
+    options = parser.parse_args(args)
+    sizes = {
+        name: value
+        for name in ("num_kv_tokens", "max_num_batched_tokens")
+        if (value := getattr(options, name)) is not None
+    }
+    if not 0 <= options.quantile < 1:
+        parser.error(f"--quantile is {options.quantile:g}; it must be at least 0 and below 1")
+    if options.pools is not None and sizes:
+        parser.error(f"{', '.join(sizes)}: write it into the file of --pools")
+    try:
+        configs = (
+            read_pools(options.pools) if options.pools else [PoolConfig(profile=options.profile, **sizes)]
+        )
+        service = PredictionService(build_pools(configs), options.quantile or None)
+    except ConfigError as error:
+        parser.error(str(error))
+    print(
+        f"predicting {', '.join(service.pools)} at http://{options.host}:{options.port}; set "
+        "PREDICTION_SERVER_URL and TRAINING_SERVER_URL of llm-d's endpoint picker to this server",
+        flush=True,
+    )
+    uvicorn.run(
+        create_app(service), host=options.host, port=options.port, log_level="warning", access_log=False
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import orjson
+from latency import Features, LatencyModel, Measured
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
@@ -28,7 +29,6 @@ from starlette.routing import BaseRoute, Mount, Route
 from onbeat.metrics.declare import counter, gauge, histogram, samples
 from onbeat.metrics.families import families
 from onbeat.metrics.histogram import ERROR_RATIOS, Histogram
-from onbeat.predict.latency import Features, LatencyModel, Measured
 
 MODEL_TYPE = "lightgbm"
 """What the server says that it is. llm-d's client knows three kinds of models, and asks over HTTP for each
