@@ -78,7 +78,7 @@ def test_json_that_is_no_object_is_a_sentence(tmp_path: Path, text: str) -> None
 
 @pytest.mark.parametrize("read", [read_bytes, read_text, partial(read, Any)])
 def test_a_device_without_an_end_is_not_read(read) -> None:
-    with pytest.raises(ConfigError, match=r"/dev/zero: it is a device without an end"):
+    with pytest.raises(ConfigError, match="/dev/zero"):
         read(Path("/dev/zero"))
 
 

@@ -174,7 +174,7 @@ def test_the_text_part_of_a_multimodal_gemma3() -> None:
     assert config.rope == RopeConfig(theta=1_000_000.0, kind="linear", factor=8.0)
     assert config.eos_token_ids == (1, 106)
     assert config.dtype == "bfloat16"
-    with pytest.raises(ModelLoadError, match="text_config is None; it must be a table"):
+    with pytest.raises(ModelLoadError, match="text_config"):
         model_config_from_hf({"architectures": whole["architectures"]})
 
 
@@ -244,7 +244,7 @@ def test_what_would_change_the_output_is_an_error(change: dict[str, Any], messag
 
 
 def test_unknown_layer_type_is_an_error() -> None:
-    with pytest.raises(ModelLoadError, match="'linear_attention' is not supported"):
+    with pytest.raises(ModelLoadError, match="'linear_attention'"):
         model_config_from_hf(GEMMA | {"layer_types": ["linear_attention"] * 18})
 
 
@@ -262,9 +262,7 @@ def test_gguf_llama() -> None:
     assert not config.tie_word_embeddings
     assert config.attention_bias
     other = GGUF | {"general.architecture": "mamba"}
-    with pytest.raises(
-        ModelLoadError, match=r"GGUF file's architecture 'mamba' is .* supported: gemma3, granite, llama, "
-    ):
+    with pytest.raises(ModelLoadError, match=r"'mamba'.*gemma3"):
         model_config_from_gguf(other, tensor_names=())
     tied = model_config_from_gguf(GGUF, tensor_names=())
     assert tied.tie_word_embeddings

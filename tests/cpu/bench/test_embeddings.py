@@ -71,4 +71,4 @@ def test_the_command_prints_and_saves_it(
 
 def test_nothing_is_sampled(server: Background, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(server, *SMALL, "--endpoint", "embeddings", "--top-k", "0") == 2
-    assert "--top-k is given, but embeddings sample nothing" in capsys.readouterr().err
+    assert "--top-k" in capsys.readouterr().err

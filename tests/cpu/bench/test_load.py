@@ -158,7 +158,7 @@ async def test_warm_up_requests_are_sent_but_not_counted() -> None:
 
 
 async def test_warm_up_that_fails_altogether_ends_the_run() -> None:
-    with pytest.raises(ConfigError, match="all 2 warm-up requests failed: HTTP 500: fault 500"):
+    with pytest.raises(ConfigError, match=r"2 warm-up.*HTTP 500"):
         await measure(FakeOpenAI(fail_every=1), BenchLoad(max_concurrency=2), num_warmups=2)
 
 

@@ -166,7 +166,7 @@ async def test_a_long_path_of_temporary_files_is_told(tmp_path, monkeypatch):
     folder = tmp_path / ("t" * 100)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    with pytest.raises(ConfigError, match="takes 107: set TMPDIR to a shorter path"):
+    with pytest.raises(ConfigError, match=r"107.*TMPDIR"):
         async with engine():
             pass
     assert list(folder.iterdir()) == []
@@ -222,7 +222,7 @@ class TestWhileAStepRuns:
                 await asyncio.sleep(0.037)
                 request = make_request(f"late{index}", slo=SLO(ttft=0.01), shed=ShedMode.REJECT)
                 start = time.monotonic()
-                with pytest.raises(SLOUnattainable, match=r"after 0\.75 s, not 0\.01 s") as caught:
+                with pytest.raises(SLOUnattainable, match=r"0\.75 s.*0\.01 s") as caught:
                     await collect(client, request)
                 waits.append(time.monotonic() - start)
                 assert caught.value.predicted_ttft == 0.75

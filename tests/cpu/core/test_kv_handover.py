@@ -270,7 +270,7 @@ class TestRoom:
 
     def test_more_is_copied_than_was_reserved(self, engine: Engine) -> None:
         engine.kv.reserve("m", 40)
-        with pytest.raises(KVUnavailable, match="4 blocks are to come by hand-over 'm', but 3 are reserved"):
+        with pytest.raises(KVUnavailable, match=r"4.*'m'.*3"):
             engine.kv.pull("m", self.source(4), 0)
         with pytest.raises(KVUnavailable, match="but 0 are reserved"):
             engine.kv.pull("n", self.source(4), 0)
@@ -284,7 +284,7 @@ class TestRoom:
         detached = departure.detached
         assert detached is not None
         moved = detached.moved(make_request("s", 40, 30))
-        with pytest.raises(InvalidRequest, match="'m' has room for 0 tokens here, but 40 are to be adopted"):
+        with pytest.raises(InvalidRequest, match=r"'m'.*0.*40"):
             engine.kv.adopt("m", moved, detached)
         engine.kv.reserve("m", 40)
         engine.kv.pull("m", self.source(3), 0)

@@ -73,7 +73,7 @@ class TestFromAnotherProcess:
             return num_bytes
 
         monkeypatch.setattr(transport, "pull", change)
-        with pytest.raises(KVUnavailable, match="block 4 of the KV of 'r' has changed on the way"):
+        with pytest.raises(KVUnavailable, match=r"4.*'r'"):
             own.pull(source, 2, [9, 0, 23]).result(WAIT)
         own.close()
 
@@ -83,7 +83,7 @@ class TestFromAnotherProcess:
         source = lending.summed(lending.leases.source("r", lending.endpoint)).result(WAIT)
         blocks.parts[0][5, 3] ^= 128
         _, own = make_transfers()
-        with pytest.raises(KVUnavailable, match="block 5 of the KV of 'r' has changed"):
+        with pytest.raises(KVUnavailable, match=r"5.*'r'"):
             own.pull(source, 0, range(8)).result(WAIT)
         assert own.pull(source, 0, range(5)).result(WAIT) == 5 * BLOCK_BYTES
         lending.close()
@@ -169,7 +169,7 @@ class TestLeases:
         table = leases.Leases()
         for name in "ab":
             table.grant(name, [1])
-        with pytest.raises(KVUnavailable, match="2 requests have their KV lent"):
+        with pytest.raises(KVUnavailable, match="2 requests"):
             table.grant("c", [1])
         table.revoke("a")
         table.grant("c", [1])

@@ -66,16 +66,14 @@ def test_devices_that_are_not_there_are_errors_that_name_them(name: str) -> None
 
 def test_a_planned_gpu_is_cuda_where_it_is_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        ConfigError, match=r"'h100-sxm' is not there.*no CUDA device.*--device auto.*stand-in"
-    ):
+    with pytest.raises(ConfigError, match=r"'h100-sxm'.*--device"):
         detect_device("h100-sxm")
     monkeypatch.setattr(device, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     assert detect_device("h100-sxm").device == Device("cuda")
-    with pytest.raises(ConfigError, match=r"'l4' is not there: this machine has NVIDIA H100"):
+    with pytest.raises(ConfigError, match=r"'l4'.*H100"):
         detect_device("l4")
 
 

@@ -213,9 +213,9 @@ def test_a_checkpoint_saved_without_its_head(tmp_path: Path, architecture: str):
 
 def test_pooling_that_is_not_supported_is_refused(tmp_path: Path):
     checkpoint = open_checkpoint(saved(tmp_path, pooling_mode_cls_token=True))
-    with pytest.raises(ConfigError, match="'cls', which is not supported; choose --pooling last"):
+    with pytest.raises(ConfigError, match=r"'cls'.*--pooling"):
         choose_pooling("auto", checkpoint.config)
     modules = [{"type": "sentence_transformers.models.Dense"}]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(ModelLoadError, match="a module 'Dense' behind the model"):
+    with pytest.raises(ModelLoadError, match="'Dense'"):
         open_checkpoint(ModelFiles(kind="hf", path=tmp_path, name="tiny"))

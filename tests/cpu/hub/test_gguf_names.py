@@ -94,7 +94,7 @@ def test_safetensors_come_before_gguf_where_there_is_no_tag(monkeypatch: pytest.
 def test_a_repository_without_gguf_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         hub_of({"config.json": b"{}"}, monkeypatch),
-        pytest.raises(ModelLoadError, match="owner/model has no GGUF model for 'Q8_0'; it has none at all"),
+        pytest.raises(ModelLoadError, match=r"owner/model.*'Q8_0'"),
     ):
         resolve_model("owner/model:Q8_0")
 
@@ -102,7 +102,7 @@ def test_a_repository_without_gguf_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 def test_offline_lists_what_the_cache_has(monkeypatch: pytest.MonkeyPatch) -> None:
     with hub_of(FILES, monkeypatch):
         resolve_model("owner/model:Q8_0")
-    with pytest.raises(ModelLoadError, match="the cached part of owner/model has no GGUF model for 'BF16'"):
+    with pytest.raises(ModelLoadError, match=r"owner/model.*'BF16'"):
         resolve_model("owner/model:BF16", offline=True)
     assert resolve_model("owner/model", offline=True).path.name == "tiny-Q8_0.gguf"  # the only one there
 
@@ -111,8 +111,6 @@ def test_a_part_that_the_hub_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     files = {name: value for name, value in FILES.items() if "00002-of" not in name}
     with (
         hub_of(files, monkeypatch),
-        pytest.raises(
-            ModelLoadError, match=r"lacks BF16/tiny-BF16-00002-of-00002\.gguf: parts of BF16/tiny-BF16-00001"
-        ),
+        pytest.raises(ModelLoadError, match=r"BF16/tiny-BF16-00002-of-00002\.gguf.*BF16/tiny-BF16-00001"),
     ):
         resolve_model("owner/model:BF16")

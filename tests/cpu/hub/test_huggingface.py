@@ -96,7 +96,7 @@ def test_silent_hub_is_a_clear_error_in_seconds(monkeypatch: pytest.MonkeyPatch)
 def test_offline_by_environment_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://192.0.2.1")  # never routed
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with patience() as taken, pytest.raises(ModelLoadError, match="offline mode is on; unset HF_HUB_OFFLINE"):
+    with patience() as taken, pytest.raises(ModelLoadError, match="HF_HUB_OFFLINE"):
         resolve_model("owner/model")
     assert taken.seconds < 2
 
@@ -105,7 +105,7 @@ def test_a_look_into_the_cache_alone_says_how_to_fetch(monkeypatch: pytest.Monke
     monkeypatch.setattr(constants, "ENDPOINT", "http://192.0.2.1")
     with (
         patience() as taken,
-        pytest.raises(ModelLoadError, match="fetch it with `onbeat models fetch owner/model`") as caught,
+        pytest.raises(ModelLoadError, match=r"`onbeat.*owner/model`") as caught,
     ):
         resolve_model("owner/model", offline=True)
     assert "offline mode" not in str(caught.value)  # the caller asked for it; nobody set a mode

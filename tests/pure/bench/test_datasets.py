@@ -131,7 +131,7 @@ def test_more_custom_prompts_than_there_are(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text('{"prompt": "fine"}\n')
 
-    with pytest.raises(ConfigError, match="has 1 prompt, and --num-prompts is 2"):
+    with pytest.raises(ConfigError, match=r"1.*--num-prompts.*2"):
         load(BenchLoad(dataset_name="custom", dataset_path=path), 2)
 
 
@@ -161,7 +161,7 @@ def test_blocks_of_a_trace_repeat_as_text(tmp_path: Path) -> None:
     assert prompts[0][:512] == prompts[1][:512] != prompts[2][:512]
     assert prompts[0][512:] != prompts[1][512:]
     assert workload.load.num_output_tokens.tolist() == [1, 2, 1]
-    with pytest.raises(ConfigError, match="has 3 requests, and --num-prompts is 4"):
+    with pytest.raises(ConfigError, match=r"3.*--num-prompts.*4"):
         load(BenchLoad(trace=path), 4)
 
 

@@ -118,7 +118,7 @@ class TestFiles:
         )
 
     def test_unknown_model_names_what_there_is(self, profile_path):
-        with pytest.raises(ConfigError, match=r"'other'; it has org/tiny-1b"):
+        with pytest.raises(ConfigError, match=r"'other'.*org/tiny-1b"):
             linear_closure(profile_path, model="other", tensor=2)
 
     def test_unknown_degree_names_what_there_is(self, profile_path):
@@ -130,7 +130,7 @@ class TestFiles:
         path = tmp_path / "bad.json"
         broken = PROFILE["org/tiny-1b"]["2"] | {"prefill": value}
         path.write_text(json.dumps({"org/tiny-1b": {"2": broken}}))
-        with pytest.raises(ConfigError, match=r"bad\.json, org/tiny-1b TP 2.*prefill"):
+        with pytest.raises(ConfigError, match=r"bad\.json.*org/tiny-1b.*2"):
             linear_closure(path, model="org/tiny-1b", tensor=2)
 
     @pytest.mark.parametrize("content", ["{", "[]"])

@@ -23,5 +23,5 @@ def test_any_share_is_met_to_within_one_request(num_requests: int, share: float)
 
 
 def test_a_share_above_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"must lie in \[0, 1\], got 1.5"):
+    with pytest.raises(ConfigError, match=r"\[0.*1\].*1.5"):
         every_nth(3, 1.5)

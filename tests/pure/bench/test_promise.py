@@ -38,7 +38,7 @@ def test_misses_that_come_together_leave_doubt() -> None:
 
 
 def test_too_few_requests_say_nothing() -> None:
-    with pytest.raises(ConfigError, match="10 requests with objectives are too few"):
+    with pytest.raises(ConfigError, match="10 requests"):
         check_promise(records("1" * 10), promised=0.9)
 
 
@@ -66,14 +66,14 @@ def test_a_load_test_takes_the_load_of_its_plan() -> None:
 def test_a_load_test_may_be_longer_but_of_no_other_load() -> None:
     longer = with_planned_load(make(BenchOptions, num_prompts=900), promise(**{"num-prompts": 120}))
     assert longer.load.num_prompts == 900
-    with pytest.raises(ConfigError, match="--request-rate changes the load"):
+    with pytest.raises(ConfigError, match="--request-rate"):
         with_planned_load(make(BenchOptions, request_rate=3.0), promise(**{"request-rate": 12}))
     for other in ({"sweep_rate": "1,2"}, {"output_len": 5}, {"tbt": 0.1}):
         with pytest.raises(ConfigError, match=r"runs the load of its plan: leave out --\w+"):
             with_planned_load(make(BenchOptions, **other), promise(**{"request-rate": 12}))
-    with pytest.raises(ConfigError, match="--slo-mode changes the load, but the plan has slo-mode gap"):
+    with pytest.raises(ConfigError, match="--slo-mode"):
         with_planned_load(make(BenchOptions, slo_mode="mean"), promise())
-    with pytest.raises(ConfigError, match=r"49 requests .* too few .*; send 50 or more"):
+    with pytest.raises(ConfigError, match=r"49 requests.*send 50"):
         with_planned_load(make(BenchOptions, num_prompts=49), promise(**{"num-prompts": 120}))
-    with pytest.raises(ConfigError, match="'spin', which a load test does not take"):
+    with pytest.raises(ConfigError, match="'spin'"):
         with_planned_load(BenchOptions(), promise(spin=1))

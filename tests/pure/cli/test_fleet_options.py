@@ -24,15 +24,15 @@ def test_pools_are_all_replicas() -> None:
     "text", ["", "1,2", "prefill=1", "prefill=0,decode=1", "prefill=1,decode=-1", "prefill=1,decode=1,x=1"]
 )
 def test_pools_that_are_none(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"such as prefill=1,decode=2"):
+    with pytest.raises(ConfigError, match="prefill=1,decode=2"):
         parse_pools(text)
 
 
 def test_what_does_not_go_together() -> None:
     pools = PoolSizes(prefill=1, decode=1)
-    with pytest.raises(ConfigError, match="is 2 replicas, but --replicas is 4"):
+    with pytest.raises(ConfigError, match=r"2.*--replicas.*4"):
         FleetConfig(replicas=4, disaggregate=pools)
-    with pytest.raises(ConfigError, match="leave out --kv-transport none"):
+    with pytest.raises(ConfigError, match="--kv-transport"):
         FleetOptions(fleet=FleetConfig(disaggregate=pools), kv_transport="none")
 
 

@@ -104,9 +104,9 @@ def test_bad_input_is_one_sentence(
 def test_steps_without_a_model_ask_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_lines(tmp_path, HEADER, *made_up_steps(20))
     assert main(["profile", "--from", str(path)]) == 2
-    assert "does not name the model of its steps; give --model NAME" in capsys.readouterr().err
+    assert "--model" in capsys.readouterr().err
     assert main(["replay", "--steps", str(path)]) == 2
-    assert "give --profile FILE, or --model and --device" in capsys.readouterr().err
+    assert "--profile" in capsys.readouterr().err
 
 
 def test_too_few_steps_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

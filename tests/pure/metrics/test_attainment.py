@@ -131,7 +131,7 @@ def test_no_requests() -> None:
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown --slo-mode 'mean'"):
+    with pytest.raises(ConfigError, match=r"--slo-mode.*'mean'"):
         good_requests([], mode="mean")  # type: ignore[arg-type]
 
 

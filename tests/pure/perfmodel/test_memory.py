@@ -52,9 +52,7 @@ def test_more_utilisation_and_fewer_batched_tokens_leave_more():
 
 
 def test_what_does_not_fit_is_told_in_bytes():
-    with pytest.raises(
-        DoesNotFit, match=r"Llama-3.1-70B does not fit NVIDIA H100.*needs 133.2 GiB of memory and has 72"
-    ) as caught:
+    with pytest.raises(DoesNotFit, match=r"Llama-3.1-70B.*H100.*133.2.*GiB.*72") as caught:
         kv_capacity(LLAMA_70B, H100)
     assert "131.4 for weights" in str(caught.value)
 

@@ -147,7 +147,7 @@ def test_text_part_of_a_multi_modal_model():
 
 
 def test_unknown_model_names_near_ones():
-    with pytest.raises(ConfigError, match=r"unknown model 'Llama-3.1-9B'.*llama-3.1-8b"):
+    with pytest.raises(ConfigError, match=r"'Llama-3.1-9B'.*llama-3.1-8b"):
         find_model_spec("Llama-3.1-9B")
 
 
@@ -182,9 +182,9 @@ def test_unreadable_files_are_named(tmp_path):
 
 
 def test_unknown_number_format():
-    with pytest.raises(ConfigError, match="unknown number format 'fp6'"):
+    with pytest.raises(ConfigError, match="'fp6'"):
         bytes_of("fp6")
-    with pytest.raises(ConfigError, match="unknown number format 'fp6'"):
+    with pytest.raises(ConfigError, match="'fp6'"):
         Precision(kv="fp6")
 
 
@@ -232,5 +232,5 @@ def test_four_bits_multiply_in_what_the_device_has() -> None:
 def test_layers_of_several_kinds_must_be_named() -> None:
     config = dict(packaged_configs()["Qwen3.5-27B"])
     del config["layer_types"]
-    with pytest.raises(ConfigError, match="layer_types must name the attention of each layer"):
+    with pytest.raises(ConfigError, match="layer_types"):
         model_spec_from_hf(config, name="mine")

@@ -131,12 +131,12 @@ def test_another_kind_in_the_table_is_made_by_its_name(monkeypatch: pytest.Monke
 
 
 def test_a_fit_needs_a_profile() -> None:
-    with pytest.raises(ConfigError, match="fitted needs a profile: --profile FILE"):
+    with pytest.raises(ConfigError, match="--profile"):
         make_step_time_model("fitted", model=MODEL, device=DEVICE)
 
 
 def test_what_cannot_be_made() -> None:
-    with pytest.raises(ConfigError, match=r"unknown step-time model 'rofline': did you mean roofline\?"):
+    with pytest.raises(ConfigError, match="'rofline'"):
         make_step_time_model("rofline", model=MODEL, device=DEVICE)
     with pytest.raises(ConfigError, match="takes no profile"):
         make_step_time_model("roofline", model=MODEL, device=DEVICE, profile=Path("some.json"))

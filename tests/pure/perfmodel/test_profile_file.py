@@ -89,7 +89,7 @@ def test_a_profile_of_before_rates_went_by_rows_is_read(tmp_path: Path) -> None:
     profile = read_profile(path, replace(KEY, instruction_set="avx512"))
     assert profile.limits is not None
     assert profile.limits.product_rates == ()
-    with pytest.raises(ConfigError, match="instruction set 'avx512', not 'amx'"):
+    with pytest.raises(ConfigError, match=r"'avx512'.*'amx'"):
         read_profile(path, replace(KEY, instruction_set="amx"))
 
 
@@ -98,7 +98,7 @@ def test_a_profile_of_another_instruction_set_is_found_and_refused(tmp_path: Pat
     path = profile_path(tmp_path, key)
     write_profile(path, replace(PROFILE, key=key))
     assert find_profile(tmp_path, key) == replace(PROFILE, key=key)
-    with pytest.raises(ConfigError, match=r"is of instruction set 'avx512bf16', not 'amx'.*onbeat profile"):
+    with pytest.raises(ConfigError, match=r"'avx512bf16'.*'amx'"):
         find_profile(tmp_path, other)
 
 
@@ -215,7 +215,7 @@ def test_a_wrong_value_is_named_with_its_place_and_the_remedy(
 def test_a_file_that_is_no_profile(tmp_path: Path, content: str) -> None:
     path = tmp_path / "p.json"
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ConfigError, match=r"p\.json.*Run `onbeat profile MODEL`"):
+    with pytest.raises(ConfigError, match=r"p\.json.*`onbeat.*MODEL`"):
         read_profile(path)
 
 

@@ -298,7 +298,7 @@ class TestVersions:
         lines = lines_of(path)
         next(line for line in lines if line.get("call") == "add").update(changes)
         write_lines(path, lines)
-        with pytest.raises(ConfigError, match=r"line 2\b.*with onbeat '\d"):
+        with pytest.raises(ConfigError, match=r"2\b.*'\d"):
             Recording(path)
 
     def test_files_of_another_version_are_not(self, path: Path) -> None:
@@ -308,7 +308,7 @@ class TestVersions:
         write_lines(path, lines)
         with pytest.raises(
             ConfigError,
-            match=r"version 14, this onbeat reads 1 to 13;",
+            match=r"version 14.*1 to 13",
         ):
             Recording(path)
 

@@ -100,7 +100,7 @@ def test_says_what_is_wrong(changes: dict[str, Any], message: str) -> None:
 def test_a_file_without_times_needs_a_rate(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("num_prefill_tokens,num_decode_tokens\n10,5\n")
-    with pytest.raises(ConfigError, match="no arrival times to replay: give --request-rate"):
+    with pytest.raises(ConfigError, match="--request-rate"):
         onbeat.simulate(**WHERE, trace=path)
 
 

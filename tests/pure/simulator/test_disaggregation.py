@@ -341,7 +341,7 @@ class TestRefusals:
 
 class TestBadInput:
     def test_static(self):
-        with pytest.raises(ConfigError, match="policy 'static' runs whole batches"):
+        with pytest.raises(ConfigError, match="'static'"):
             make_config(prefill={"policy": "static"})
 
     def test_no_link(self):
@@ -349,11 +349,11 @@ class TestBadInput:
             make_config(kv_link=None)
 
     def test_unlike_blocks(self):
-        with pytest.raises(ConfigError, match="blocks of 16 and 32 tokens"):
+        with pytest.raises(ConfigError, match=r"16 and.*32 tokens"):
             make_config(decode={"block_size": 32})
 
     def test_unknown_rule(self):
-        with pytest.raises(ConfigError, match="unknown pool_rule 'splitwize'; choose one of adaptive"):
+        with pytest.raises(ConfigError, match=r"pool_rule.*'splitwize'"):
             make_config(pool_rule="splitwize")
 
     @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ def test_whatever_happens_everybody_ends_with_all_tokens_or_is_told(router, chan
 
 
 def test_impossible_changes_are_refused():
-    with pytest.raises(ConfigError, match="numbers and times are 0 or more"):
+    with pytest.raises(ConfigError, match="0 or"):
         make_config(fleet_changes=(kill(-1.0, 0),))
     with pytest.raises(ConfigError, match="fleet time start"):
         FleetTimes(start_seconds=-1.0)
@@ -341,5 +341,5 @@ def test_replica_seconds_of_a_fixed_fleet_are_those_of_the_run():
 
 
 def test_scaling_by_the_objective_needs_predictions():
-    with pytest.raises(ConfigError, match="--policy slo or --router slo"):
+    with pytest.raises(ConfigError, match=r"--policy.*--router"):
         make_config(policy="sarathi", autoscale=ScaleBounds(1, 2))

@@ -121,7 +121,7 @@ def test_a_device_of_a_data_sheet_can_be_described() -> None:
 def test_a_description_of_another_version_is_refused() -> None:
     values = describe("bare").as_json()
     values["model"]["num_heads_of_tomorrow"] = 3
-    with pytest.raises(ConfigError, match=r"num_heads_of_tomorrow.*the version of onbeat"):
+    with pytest.raises(ConfigError, match="num_heads_of_tomorrow"):
         description_from_json(values)
     del values["device"], values["model"]["num_heads_of_tomorrow"]
     with pytest.raises(ConfigError, match="lacks device"):
@@ -132,7 +132,7 @@ def test_a_description_of_another_version_is_refused() -> None:
 def test_a_damaged_description_is_refused(number: float) -> None:
     values = describe("bare").as_json()
     values["device"]["memory_bandwidth"] = number
-    with pytest.raises(ConfigError, match=r"device\.memory_bandwidth is "):
+    with pytest.raises(ConfigError, match=r"device\.memory_bandwidth"):
         description_from_json(values)
 
 

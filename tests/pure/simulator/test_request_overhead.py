@@ -47,5 +47,5 @@ def test_an_idle_replica_needs_it_too() -> None:
 
 
 def test_it_is_a_time() -> None:
-    with pytest.raises(ConfigError, match="request_overhead is -1 s; it must be a finite time, 0 or more"):
+    with pytest.raises(ConfigError, match=r"request_overhead.*-1.*0"):
         make_config(request_overhead=-1.0)

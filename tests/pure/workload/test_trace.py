@@ -171,7 +171,7 @@ def test_other_columns_of_lengths(tmp_path: Path) -> None:
     assert (trace.kind, trace.num_prompt_tokens.tolist()) == ("lengths", [5, 6])
     assert trace.lines is not None
     assert trace.lines.tolist() == [2, 3]
-    with pytest.raises(ConfigError, match="line 1: there is no column 'prompt'; there are id, in, out"):
+    with pytest.raises(ConfigError, match=r"1.*'prompt'"):
         read_trace(path, columns=("prompt", "out"))
 
 

@@ -135,7 +135,7 @@ def test_a_router_waits_for_the_host_so_there_are_no_graphs(hopper: None) -> Non
 
 @pytest.mark.parametrize("share", [0.0, 1.5, float("nan")])
 def test_a_share_of_memory_is_a_share(share: float) -> None:
-    with pytest.raises(ConfigError, match="gpu_memory_utilization is"):
+    with pytest.raises(ConfigError, match="gpu_memory_utilization"):
         config(gpu_memory_utilization=share)
 
 

