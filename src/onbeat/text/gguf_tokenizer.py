@@ -24,7 +24,7 @@ from typing import TypeVar
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.text.gguf_metadata import Metadata
+from onbeat.text.gguf_header import Metadata
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

@@ -13,7 +13,7 @@ from typing import Any
 from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.core.request import SamplingParams
 from onbeat.files import read
-from onbeat.text.gguf_metadata import read_gguf_metadata
+from onbeat.text.gguf_header import read_gguf_header
 
 _FILE = "generation_config.json"
 _NAMES = {
@@ -61,7 +61,7 @@ def _said(model: Path, source: str) -> Mapping[str, Any]:
         return {}
     folder = model if source == "auto" else Path(source)
     if source == "auto" and model.is_file():
-        prefix, metadata = "general.sampling.", read_gguf_metadata(model)
+        prefix, metadata = "general.sampling.", read_gguf_header(model).metadata
         return {name: metadata.get(prefix + key) for key, name in _GGUF.items()}
     path = folder / _FILE
     return (

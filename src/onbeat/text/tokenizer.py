@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers import Tokenizer as Backend
 
 from onbeat.core.errors import InvalidRequest, ModelLoadError
-from onbeat.text.gguf_metadata import read_gguf_metadata
+from onbeat.text.gguf_header import read_gguf_header
 from onbeat.text.gguf_tokenizer import build_gguf_tokenizer
 from onbeat.text.hf_directory import is_panic, read_hf_directory
 
@@ -270,7 +270,7 @@ def _from_hf_directory(path: Path) -> VocabularyTokenizer:
 
 
 def _from_gguf(path: Path) -> VocabularyTokenizer:
-    metadata = read_gguf_metadata(path)
+    metadata = read_gguf_header(path).metadata
     backend = build_gguf_tokenizer(metadata, path)
     ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     bos = metadata.get("tokenizer.ggml.bos_token_id")

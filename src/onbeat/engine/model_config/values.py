@@ -43,6 +43,10 @@ class Values:
         """Return a positive whole number."""
         return int(self._take(Size, key, default))
 
+    def count(self, key: str, default: int) -> int:
+        """Return a whole number that may be 0."""
+        return int(self._take(Count, key, default))
+
     def num_layers(self, key: str) -> int:
         """Return the depth of a model, within reason: a damaged value must not cost all memory."""
         return int(self._take(Annotated[int, Meta(ge=1, le=_MAX_LAYERS)], key, None))

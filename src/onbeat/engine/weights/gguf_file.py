@@ -1,23 +1,15 @@
-"""Weights of a GGUF file as the Hugging Face checkpoint would have them.
-
-The gguf package's reader, made quick to open and strict about truncated files.
-
-Turn GGUF's quantized blocks into plain numbers, piece by piece.
-"""
+"""Weights of a GGUF file as the Hugging Face checkpoint would have them."""
 
 from __future__ import annotations
 
 import math
 import re
-import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType
-from gguf.gguf_reader import ReaderField
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
@@ -25,10 +17,12 @@ from onbeat.core.errors import ModelLoadError
 from onbeat.engine.dtypes import FLOAT32
 from onbeat.engine.model_config import ModelConfig, RopeFactors, model_config_from_gguf
 from onbeat.engine.model_config.families import FAMILIES, GgufRules
+from onbeat.engine.model_config.values import Values
 from onbeat.engine.weights.checkpoint import QuantizedRows, check_parameters
 from onbeat.engine.weights.fused import find_rows, shapes_of
 from onbeat.engine.weights.parameters import parameter_shapes
 from onbeat.hub.gguf_files import parts_of
+from onbeat.text.gguf_header import GgufTensor, Metadata, read_gguf_header
 
 SUPPORTED_TYPES = frozenset(
     GGMLQuantizationType[name]
@@ -44,27 +38,26 @@ _PIECE_NUMBERS = 1 << 17
 
 
 def dequantize_rows(
-    rows: npt.NDArray[Any],
+    rows: NDArray[Any],
     shape: tuple[int, ...],
     quantization: GGMLQuantizationType,
     dtype: np.dtype[Any],
     *,
     minus: float = 0.0,
-) -> npt.NDArray[Any]:
+) -> NDArray[Any]:
     """Return a tensor of a GGUF file as plain numbers.
 
     The arithmetic is in float32, whatever the result's type.
 
     Parameters
     ----------
-    rows : the file's own data, `[rows, bytes or numbers of a row]` or one row.
+    rows : the file's own data, `[rows, bytes of a row]` or one row.
     shape : of the result.
     quantization : one of `SUPPORTED_TYPES`.
     dtype : of the result.
     minus : is subtracted from every number, in float32.
     """
-    # Slices of a memory map are memory maps too, and take longer to make.
-    rows = rows.view(np.ndarray).reshape(-1, rows.shape[-1])
+    rows = rows.reshape(-1, rows.shape[-1])
     result = np.empty((rows.shape[0], shape[-1]), dtype)
     step = max(1, _PIECE_NUMBERS // shape[-1])
     for start in range(0, rows.shape[0], step):
@@ -77,99 +70,40 @@ def dequantize_rows(
     return result.reshape(shape)
 
 
-class TensorReader(GGUFReader):
-    """Reads scalars, short texts and tensors; steps over arrays of strings.
+class _Tensor(NamedTuple):
+    """A tensor of a mapped file."""
 
-    A vocabulary has hundreds of thousands of strings, and the package makes several arrays for each: seconds
-    of start-up for what the tokenizer reads on its own.
-
-    Parameters
-    ----------
-    path : the file.
-
-    Raises
-    ------
-    ModelLoadError : the file is missing, no GGUF, damaged, cut short, or has a tensor of an unsupported type.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            super().__init__(path)
-            self.metadata = self._read_metadata()
-            """The scalars, texts and number arrays of the file."""
-        except OSError as error:
-            raise ModelLoadError(f"cannot read the model file {path}: {error.strerror}") from error
-        except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
-            raise ModelLoadError(
-                f"{path} is not a GGUF file, is damaged or cut short ({error}); fetch the file again"
-            ) from error
-
-    def _read_metadata(self) -> dict[str, Any]:
-        return {name: field.contents() for name, field in self.fields.items() if not _is_skipped(field)}
-
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        if raw_type == GGUFValueType.ARRAY and self._get(orig_offs, np.uint32)[0] == GGUFValueType.STRING:
-            size = self._strings_size(orig_offs + 12, int(self._get(orig_offs + 4, np.uint64)[0])) + 12
-            return size, [], [], [GGUFValueType.ARRAY, GGUFValueType.STRING]
-        if raw_type == GGUFValueType.ARRAY:
-            return self._numbers(orig_offs)
-        return super()._get_field_parts(orig_offs, raw_type)
-
-    def _strings_size(self, start: int, length: int) -> int:
-        data, unpack = memoryview(self.data.data), struct.Struct("<Q").unpack_from
-        offset = start
-        for _ in range(length):
-            offset += 8 + unpack(data, offset)[0]
-        return offset - start
-
-    def _numbers(self, offset: int) -> Any:
-        """Return an array of numbers as one part."""
-        item_type = GGUFValueType(self._get(offset, np.uint32)[0])
-        length = int(self._get(offset + 4, np.uint64)[0])
-        if item_type not in self.gguf_scalar_to_np:
-            raise ValueError(f"an array of {item_type.name} values")
-        numbers = self._get(offset + 12, self.gguf_scalar_to_np[item_type], length)
-        if len(numbers) < length:
-            raise ValueError(f"an array of {length} values, of which {len(numbers)} are there")
-        return 12 + numbers.nbytes, [numbers], [0], [GGUFValueType.ARRAY, item_type]
-
-    def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
-        for field in fields:
-            self._check_tensor(start_offs, field)
-        super()._build_tensors(start_offs, fields)
-
-    def _check_tensor(self, start_offs: int, field: ReaderField) -> None:
-        _, _, _, dims, raw_type, offset = field.parts
-        supported = ", ".join(sorted(kind.name for kind in SUPPORTED_TYPES))
-        if raw_type[0] not in SUPPORTED_TYPES:
-            known = {kind.value: kind.name for kind in GGMLQuantizationType}
-            name = known.get(int(raw_type[0]), f"number {raw_type[0]}")
-            raise ModelLoadError(
-                f"{self.path}: tensor {field.name} is of GGUF type {name}, which is not supported; "
-                f"supported: {supported}"
-            )
-        block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(raw_type[0])]
-        sizes = [int(size) for size in dims]
-        if sizes and sizes[0] % block_size:
-            raise ModelLoadError(
-                f"{self.path}: tensor {field.name} has rows of {sizes[0]} numbers, which blocks of "
-                f"{block_size} ({GGMLQuantizationType(raw_type[0]).name}) do not divide; fetch the file again"
-            )
-        end = start_offs + int(offset[0]) + math.prod(sizes) // block_size * block_bytes
-        if end > self.data.size:
-            raise ModelLoadError(
-                f"{self.path} is cut short: tensor {field.name} ends at byte {end}, "
-                f"the file at {self.data.size}; fetch the file again"
-            )
+    shape: tuple[int, ...]
+    """Rows first."""
+    kind: GGMLQuantizationType
+    rows: NDArray[np.uint8]
+    """[rows, bytes of a row]"""
 
 
-def _is_skipped(field: ReaderField) -> bool:
-    return (
-        bool(field.types)
-        and field.types[0] == GGUFValueType.ARRAY
-        and field.types[-1] == GGUFValueType.STRING
-    )
+def _map_tensor(path: Path, tensor: GgufTensor, data: NDArray[np.uint8]) -> _Tensor:
+    """Return a tensor once its type is one of ours and all of it is there."""
+    name, shape, number, start = tensor
+    if number not in SUPPORTED_TYPES:
+        known = {kind.value: kind.name for kind in GGMLQuantizationType}
+        raise ModelLoadError(
+            f"{path}: tensor {name} is of GGUF type {known.get(number, f'number {number}')}, which is not "
+            f"supported; supported: {', '.join(sorted(kind.name for kind in SUPPORTED_TYPES))}"
+        )
+    kind = GGMLQuantizationType(number)
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    if shape[-1] % block_size:
+        raise ModelLoadError(
+            f"{path}: tensor {name} has rows of {shape[-1]} numbers, which blocks of {block_size} "
+            f"({kind.name}) do not divide; fetch the file again"
+        )
+    row_bytes = shape[-1] // block_size * block_bytes
+    end = start + math.prod(shape[:-1]) * row_bytes
+    if end > len(data):
+        raise ModelLoadError(
+            f"{path} is cut short: tensor {name} ends at byte {end}, the file at {len(data)}; fetch the file "
+            "again"
+        )
+    return _Tensor(shape, kind, data[start:end].reshape(-1, row_bytes))
 
 
 ROPE_FREQS = "rope_freqs.weight"
@@ -248,51 +182,50 @@ def stored_offset(name: str, config: ModelConfig) -> float:
     return config.norm_weight_offset if name.endswith("norm.weight") else 0.0
 
 
-def read_parts(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_parts(path: Path) -> tuple[Metadata, dict[str, _Tensor]]:
     """Return the metadata of a GGUF file's first part, and the tensors of all parts by name.
-
-    Parameters
-    ----------
-    path : the file, or any part of it.
 
     Raises
     ------
     ModelLoadError : a part is missing, damaged, or of another file.
     """
-    readers = [TensorReader(path.with_name(name)) for name in parts_of(path.name)]
-    tensors: dict[str, Any] = {}
-    for index, reader in enumerate(readers):
-        _check_part(reader, index, len(readers))
-        for tensor in reader.tensors:
+    paths = [path.with_name(name) for name in parts_of(path.name)]
+    headers = [read_gguf_header(part) for part in paths]
+    tensors: dict[str, _Tensor] = {}
+    for index, (part, header) in enumerate(zip(paths, headers, strict=True)):
+        _check_part(part, header.metadata, index, len(paths))
+        # Slices of a memory map are memory maps too, and take longer to make.
+        data = np.memmap(part, np.uint8, "r").view(np.ndarray)
+        for tensor in header.tensors:
             if tensor.name in tensors:
                 raise ModelLoadError(
-                    f"{reader.path} has the tensor {tensor.name}, which a part before it has too: these are "
+                    f"{part} has the tensor {tensor.name}, which a part before it has too: these are "
                     "parts of different models; fetch them again"
                 )
-            tensors[tensor.name] = tensor
-    for reader in readers:
-        expected = reader.metadata.get("split.tensors.count", len(tensors))
+            tensors[tensor.name] = _map_tensor(part, tensor, data)
+    for part, header in zip(paths, headers, strict=True):
+        expected = header.metadata.get("split.tensors.count", len(tensors))
         if expected != len(tensors):
             raise ModelLoadError(
-                f"{reader.path} is of a model of {expected} tensors, but its {len(readers)} parts have "
+                f"{part} is of a model of {expected} tensors, but its {len(paths)} parts have "
                 f"{len(tensors)}: these are parts of different models; fetch them again"
             )
-    return readers[0].metadata, tensors
+    return headers[0].metadata, tensors
 
 
-def _check_part(reader: TensorReader, index: int, count: int) -> None:
+def _check_part(path: Path, metadata: Metadata, index: int, count: int) -> None:
     """Check that a file is the part that its name says; parts are counted from 0 inside, from 1 in names."""
-    said_count = reader.metadata.get("split.count", 1)
-    said_index = reader.metadata.get("split.no", 0)
+    values = Values(metadata, source=str(path))
+    said_index, said_count = values.count("split.no", 0), values.count("split.count", 1)
     if count == 1 and said_count > 1:
         raise ModelLoadError(
-            f"{reader.path} is part {said_index + 1} of {said_count}, but its name does not say so; name the "
+            f"{path} is part {said_index + 1} of {said_count}, but its name does not say so; name the "
             f"parts NAME-{said_index + 1:05}-of-{said_count:05}.gguf, or merge them (llama.cpp: "
             "llama-gguf-split --merge)"
         )
     if (said_index, said_count) != (index, count) and count > 1:
         raise ModelLoadError(
-            f"{reader.path} says that it is part {said_index + 1} of {said_count}, not {index + 1} of "
+            f"{path} says that it is part {said_index + 1} of {said_count}, not {index + 1} of "
             f"{count} as its name does; fetch the file again"
         )
 
@@ -314,7 +247,7 @@ class GgufCheckpoint:
     left_out: str | None = None
 
     def __init__(self, path: Path, served_len: int | None = None) -> None:
-        metadata, by_gguf_name = read_parts(path)
+        metadata, by_gguf_name = _read_parts(path)
         self.config = _read_config(metadata, by_gguf_name, served_len)
         """The model that the weights are of."""
         self._shapes = parameter_shapes(self.config)
@@ -323,7 +256,7 @@ class GgufCheckpoint:
             for name, tensor in by_gguf_name.items()
             if name not in ROPE_TENSORS
         }
-        found = {name: _shape(tensor) for name, tensor in self._tensors.items()}
+        found = {name: tensor.shape for name, tensor in self._tensors.items()}
         self._rows = find_rows(found, self._shapes, self.config)
         check_parameters(self._shapes, shapes_of(self._rows, found), f"the GGUF file {path}")
 
@@ -350,21 +283,20 @@ class GgufCheckpoint:
         from_rows = unpermute_rows(name, np.arange(shape[0]), self.config)
         return QuantizedRows(kind.name, data, np.argsort(from_rows))
 
-    def _stored(self, name: str) -> tuple[Any, GGMLQuantizationType]:
+    def _stored(self, name: str) -> tuple[NDArray[np.uint8], GGMLQuantizationType]:
         """Return a parameter's rows as the file has them, and their type."""
         rows = self._rows.get(name)
         if rows is None:
             raise ModelLoadError(f"the {self.config.architecture} model has no parameter {name!r}")
         tensor = self._tensors[rows.tensor]
-        data = tensor.data.reshape(-1, tensor.data.shape[-1])
-        return data[rows.first : rows.end], tensor.tensor_type
+        return tensor.rows[rows.first : rows.end], tensor.kind
 
 
-def _read_config(metadata: dict[str, Any], tensors: dict[str, Any], served_len: int | None) -> ModelConfig:
+def _read_config(metadata: Metadata, tensors: Mapping[str, _Tensor], served_len: int | None) -> ModelConfig:
     vocab_key = f"{metadata.get('general.architecture')}.vocab_size"
     if "token_embd.weight" in tensors:
         # The embedding's rows count: many files leave the key out.
-        metadata = {vocab_key: _shape(tensors["token_embd.weight"])[0], **metadata}
+        metadata = {vocab_key: tensors["token_embd.weight"].shape[0], **metadata}
     return model_config_from_gguf(
         metadata,
         tensor_names=tensors.keys(),
@@ -375,12 +307,7 @@ def _read_config(metadata: dict[str, Any], tensors: dict[str, Any], served_len: 
     )
 
 
-def _factors(tensor: Any) -> tuple[float, ...]:
+def _factors(tensor: _Tensor | None) -> tuple[float, ...]:
     if tensor is None:
         return ()
-    return tuple(dequantize_rows(tensor.data, _shape(tensor), tensor.tensor_type, FLOAT32).tolist())
-
-
-def _shape(tensor: Any) -> tuple[int, ...]:
-    """Return a tensor's shape, rows first (GGUF counts from the innermost)."""
-    return tuple(int(size) for size in reversed(tensor.shape))
+    return tuple(dequantize_rows(tensor.rows, tensor.shape, tensor.kind, FLOAT32).ravel().tolist())
