@@ -288,7 +288,6 @@ class _AnswerWriter:
         self._has_usage_event = body.includes_usage
         self._no_extras = Extras(usage=None if body.includes_usage else UNSET)
         self._has_usage_so_far = body.has_continuous_usage
-        self._has_all_details = body.has_all_details or config.prompt_tokens_details
         self.ticket: CallTicket | None = None
         """Of a call of a job."""
         self._num_open = len(choices)
@@ -335,7 +334,7 @@ class _AnswerWriter:
         return self._extras(counts_of(self._choices))._replace(slo=self._slo_report() or UNSET)
 
     def _extras(self, counts: TokenCounts) -> Extras:
-        return Extras(counts, usage_of(counts, has_all_details=self._has_all_details))
+        return Extras(counts, usage_of(counts))
 
     def _slo_report(self) -> SLOReport | None:
         """Return how the objectives were kept: those of the worst choice, and of the job if there is one."""

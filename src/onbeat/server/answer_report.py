@@ -75,26 +75,22 @@ class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
-def usage_of(counts: TokenCounts, *, has_all_details: bool = True) -> Usage:
+def usage_of(counts: TokenCounts) -> Usage:
     """Return the usage as completions tell it.
 
     Without speculation the prediction tokens are 0, as OpenAI's own answers have them.
-
-    Parameters
-    ----------
-    has_all_details : whether details are there even where all of their numbers are 0.
     """
-    usage = Usage(counts.prompt, counts.output, counts.prompt + counts.output)
-    if has_all_details or counts.cached:
-        usage.prompt_tokens_details = PromptTokensDetails(counts.cached)
-    details = counts.reasoning, counts.accepted, counts.rejected
-    if has_all_details or any(details):
-        usage.completion_tokens_details = CompletionTokensDetails(*details)
-    return usage
+    return Usage(
+        counts.prompt,
+        counts.output,
+        counts.prompt + counts.output,
+        PromptTokensDetails(counts.cached),
+        CompletionTokensDetails(counts.reasoning, counts.accepted, counts.rejected),
+    )
 
 
 class JobState(Struct):

@@ -183,7 +183,6 @@ def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) ->
         endpoints=ENDPOINTS,
         on_done=telemetry.on_http,
         log_requests=config.log_requests,
-        names_all=config.request_id_headers,
     )
     if config.allowed_origins:
         app.add_middleware(

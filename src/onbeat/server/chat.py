@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -18,8 +17,8 @@ from onbeat.core.request import Request as EngineRequest
 from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
 from onbeat.server.answer_report import SLOReport, Usage
 from onbeat.server.body import WHOLE, Flag, read_body
-from onbeat.server.chat_messages import ChatMessages, echoed_text
-from onbeat.server.chat_prompt import KVTransferParams, continued_text, render_chat
+from onbeat.server.chat_messages import ChatMessages
+from onbeat.server.chat_prompt import continued_text, render_chat
 from onbeat.server.choices import Choice, ChoiceDelta, ShownToken, TextOptions
 from onbeat.server.engine_requests import engine_requests
 from onbeat.server.errors import ErrorBody, ErrorReply
@@ -35,8 +34,7 @@ from onbeat.server.middleware import context_of
 from onbeat.server.objectives import request_objectives
 from onbeat.server.openapi import Routes
 from onbeat.server.pen import DONE, AnswerHead, Extras, Head, Part, WholeChoice, new_head
-from onbeat.server.pieces import json_inside, list_of, written
-from onbeat.server.prompts import PromptInput, check_token_ids
+from onbeat.server.pieces import list_of, written
 from onbeat.server.reply import PromptEnd, ReplyPlan, plan_reply
 from onbeat.server.reply_fields import ThinkingFields, ToolFields, ToolUse, unread_variables
 from onbeat.server.server_config import ServerConfig
@@ -123,23 +121,15 @@ class ChatCompletionRequest(ToolFields, ThinkingFields, GenerationRequest):
     """Goes before the deprecated `max_tokens`."""
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Field(ge=-1), WHOLE] | None = None
-    echo: Flag | None = None
-    """Put the last message before the answer, if it has the answer's role."""
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag | None = None
     """Go on writing the last message instead of answering it."""
-    kv_transfer_params: KVTransferParams | None = None
     include_reasoning: Flag | None = None
     """False leaves reasoning out of the answer, not out of its tokens."""
 
     @property
     def asked_max_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def forwarded_ids(self) -> list[int] | None:
-        """The prompt as somebody has tokenized it already; None where the template makes it."""
-        return None if self.kv_transfer_params is None else self.kv_transfer_params.prompt_token_ids
 
     @property
     def num_logprobs(self) -> int | None:
@@ -163,18 +153,11 @@ def _check_chat(body: ChatCompletionRequest, config: ServerConfig, info: EngineI
             param="top_logprobs",
         )
     check_num_logprobs(body.top_logprobs, "top_logprobs", config, info)
-    if body.forwarded_ids is not None and body.continue_final_message:
-        raise InvalidRequest(
-            "kv_transfer_params.prompt_token_ids are the whole prompt, so no message is continued; leave "
-            "continue_final_message out",
-            param="continue_final_message",
-        )
 
 
 def chat_routes(services: Services) -> Routes:
     """Return the route of chat completions."""
     router = Routes()
-    role = services.config.response_role
 
     @router.post(
         "/v1/chat/completions", **router.generating(ChatCompletionRequest, ChatCompletion, ChatChunk)
@@ -186,7 +169,7 @@ def chat_routes(services: Services) -> Routes:
         head = new_head("chatcmpl", services.check_model(body.model))
         requests, options = await chat_requests(body, request, head, services)
         writer = services.logprobs[bool(body.return_tokens_as_token_ids)]
-        return AnswerResponse(body, requests, options, ChatPen(head, body, writer, role), services)
+        return AnswerResponse(body, requests, options, ChatPen(head, body, writer), services)
 
     return router
 
@@ -221,7 +204,7 @@ async def chat_requests(
     plan = plan_reply(services.reply_style, asked, body.tool_use, place, drops_reasoning=hides)
     async with cancelled_on_disconnect(request.receive):
         await services.grammars.take(plan.constraint, context)
-    prompt = await _encoded(body.forwarded_ids or text, body, request, services)
+    prompt = await _encoded(text, body, request, services)
     requests = await engine_requests(body, [prompt], objectives, info, services.tokenizer, context)
     return requests, plan.options
 
@@ -235,26 +218,20 @@ async def chat_prompt(body: ChatCompletionRequest, request: Request, services: S
     ClientGone : the caller has left.
     """
     check_common(body, services.config, services.info)
-    text = body.forwarded_ids or await _rendered(body, request, services)
-    return await _encoded(text, body, request, services)
+    return await _encoded(await _rendered(body, request, services), body, request, services)
 
 
 async def _rendered(body: ChatCompletionRequest, request: Request, services: Services) -> str:
-    """Return the prompt of a chat as text: from its template, or of the tokens that came instead."""
-    context, tokenizer = context_of(request.scope), services.tokenizer
+    """Return the prompt of a chat as text."""
+    context, template, style = context_of(request.scope), services.chat_template, services.reply_style
+    if template is not None:
+        context.ignored_fields += unread_variables(body.chat_template_kwargs, template.source)
     async with cancelled_on_disconnect(request.receive):
-        if (token_ids := body.forwarded_ids) is not None:
-            check_token_ids(token_ids, services.info.vocab_size, "kv_transfer_params.prompt_token_ids")
-            decode = partial(tokenizer.decode, token_ids, skip_special_tokens=False)
-            return await services.encoder.off_loop(context.caller, len(token_ids), decode)
-        template, style = services.chat_template, services.reply_style
-        if template is not None:
-            context.ignored_fields += unread_variables(body.chat_template_kwargs, template.source)
         return await render_chat(body, services.encoder, template, style, context)
 
 
 async def _encoded(
-    prompt: PromptInput, body: ChatCompletionRequest, request: Request, services: Services
+    prompt: str, body: ChatCompletionRequest, request: Request, services: Services
 ) -> list[int]:
     options = encode_options(body, services.info.max_model_len)
     async with cancelled_on_disconnect(request.receive):
@@ -269,21 +246,16 @@ class ChatPen:
     head : what all chunks share.
     body : says what the caller wants beside the text.
     writer : of log-probabilities.
-    role : of the answer.
     """
 
     end_mark = DONE
 
-    def __init__(
-        self, head: AnswerHead, body: ChatCompletionRequest, writer: LogprobWriter, role: str
-    ) -> None:
+    def __init__(self, head: AnswerHead, body: ChatCompletionRequest, writer: LogprobWriter) -> None:
         self._head = head
         self._has_logprobs = bool(body.logprobs)
         self._has_token_ids = bool(body.return_token_ids)
         self._has_usage = body.includes_usage
         self._writer = writer
-        self._echo = echoed_text(body.messages, role) if body.echo else ""
-        self._role = role
         self._chunk = ChatChunk(*head.fields("chat.completion.chunk"), choices=[])
         self._tool_use = body.tool_use
         self._started: set[int] = set()
@@ -312,7 +284,7 @@ class ChatPen:
 
     def _start(self, choice: Choice) -> ChatChunk:
         """Return the chunk that names the role of a choice."""
-        told = ChunkChoice(choice.index, Delta(role=self._role, content=self._echo))
+        told = ChunkChoice(choice.index, Delta(role="assistant", content=""))
         start = replace(self._chunk, choices=[told], slo=UNSET)
         if isinstance(start.usage, Usage):
             num_prompt = start.usage.prompt_tokens
@@ -345,7 +317,7 @@ class ChatPen:
         choice = finished.choice
         return ChatChoice(
             index=choice.index,
-            message=_message(self._role, json_inside(self._echo), finished.parts),
+            message=_message(finished.parts),
             logprobs=chat_logprobs(finished.columns),
             token_ids=choice.token_ids if self._has_token_ids else UNSET,
             finish_reason=_finish_reason(finished, self._tool_use),
@@ -383,14 +355,14 @@ def _delta(delta: ChoiceDelta) -> Delta:
     return added
 
 
-def _message(role: str, echo: bytes, parts: Sequence[Part]) -> AnswerMessage:
+def _message(parts: Sequence[Part]) -> AnswerMessage:
     """Return the message of a whole answer."""
     calls = [part for part in parts if part.kind == "call"]
     content = [part.text for part in parts if part.kind == "content"]
     reasoning = [part.text for part in parts if part.kind == "reasoning"]
-    message = AnswerMessage(role, None)
-    if content or echo or not calls:
-        message.content = written(b'"', echo, *content, b'"')
+    message = AnswerMessage("assistant", None)
+    if content or not calls:
+        message.content = written(b'"', *content, b'"')
     if reasoning:
         message.reasoning = message.reasoning_content = written(b'"', *reasoning, b'"')
     if calls:

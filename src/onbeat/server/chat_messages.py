@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -183,12 +182,6 @@ def text_of(message: ChatMessage, where: str) -> str:
     if content is None and (message.role == "tool" or any(other not in (None, []) for other in others)):
         return ""
     return _content_text(content, where)
-
-
-def echoed_text(messages: Sequence[ChatMessage], role: str) -> str:
-    """Return the text of the last message if it has a role, that of the answer; else nothing."""
-    last = messages[-1]
-    return _content_text(last.content, "messages") if last.role == role and last.content else ""
 
 
 def _content_text(content: str | list[str | dict[str, Any]] | None, where: str) -> str:

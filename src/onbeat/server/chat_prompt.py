@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.chat_messages import ChatMessages, MessageReader, text_of
-from onbeat.server.errors import ApiError, unsupported
+from onbeat.server.errors import ApiError
 from onbeat.server.middleware import HttpContext
-from onbeat.server.prompts import PromptEncoder, TokenId
+from onbeat.server.prompts import PromptEncoder
 from onbeat.server.reply_fields import ToolUse
-from onbeat.server.server_config import MAX_QUOTED, MAX_VARIABLES_BYTES
+from onbeat.server.server_config import MAX_VARIABLES_BYTES
 from onbeat.text.chat_template import ChatTemplate
 from onbeat.text.reply.families import FAMILIES, Family
 from onbeat.text.reply.parser import ReplyStyle
@@ -98,28 +97,6 @@ _RESERVED_VARIABLES = frozenset(
         *("tools", "documents", "raise_exception", "strftime_now"),
     )
 )
-
-
-class KVTransferParams(BaseModel):
-    """What a router hands from a server that has read a prompt to the one that answers it (vLLM's)."""
-
-    model_config = ConfigDict(strict=True)
-
-    prompt_token_ids: Annotated[list[TokenId], Field(min_length=1, fail_fast=True)] | None = None
-    """The prompt's tokens: the messages are not tokenized again."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _asks_for_no_kv(cls, value: Any) -> Any:
-        for name, asked in value.items() if isinstance(value, dict) else ():
-            if name not in cls.model_fields and asked not in (None, False):
-                param = f"kv_transfer_params.{name[:MAX_QUOTED]}"
-                raise unsupported(
-                    f"{param} is not supported: KV is moved between replicas of this server alone; leave "
-                    "it out",
-                    param,
-                )
-        return value
 
 
 class RenderedChat(Protocol):

@@ -106,8 +106,6 @@ class CompletionRequest(GenerationRequest):
 
     default_max_tokens = 16
     """OpenAI's."""
-    has_all_details = False
-    """As OpenAI's text completions, whose usage has none."""
 
     prompt: Annotated[list[PromptInput], PlainValidator(checked_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     echo: Flag | None = None

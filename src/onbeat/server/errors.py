@@ -93,28 +93,6 @@ class ClientGone(Exception):
     """The client closed the connection before it had its answer."""
 
 
-_EMBEDDINGS = "embeddings in this form (instead of /v1/embeddings) are"
-_OLLAMA = "Ollama's API is"
-_LLAMA_CPP = "llama.cpp's own API is"
-_LORA = "LoRA adapters are"
-_OTHER_APIS = {
-    **dict.fromkeys(("/embeddings", "/embedding", "/embed"), _EMBEDDINGS),
-    **dict.fromkeys(("/api/embed", "/api/embeddings"), _EMBEDDINGS),
-    "/classify": "telling classes is",
-    "/api": _OLLAMA,
-    **dict.fromkeys(("/completion", "/completions", "/infill", "/props", "/slots"), _LLAMA_CPP),
-    "/generate": "the API of text-generation-inference is",
-    "/v1/audio": "sound is",
-    "/v1/realtime": "sound is",
-    "/v1/images": "making images is",
-    "/v1/moderations": "moderation is",
-    "/v1/batches": "the Batch API is",
-    "/v1/files": "storing files is",
-    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/lora-adapters"), _LORA),
-}
-"""Paths of other servers, with all below them -> what is asked for there, up to `not in this version`."""
-
-
 class Objectives(Struct):
     """What a request was held to."""
 
@@ -349,12 +327,5 @@ async def handle_error(request: Request, error: Exception) -> Response:
     """Answer an exception (Starlette's shape of a handler; it runs one that is not async in a thread)."""
     path = request.url.path
     if isinstance(error, HTTPException) and error.status_code == 404:
-        error = ApiError(404, _why_not_found(path), code="not_found")
+        error = ApiError(404, "there is no such path; GET /docs lists them", code="not_found")
     return error_response(error, path)
-
-
-def _why_not_found(path: str) -> str:
-    for start, what in _OTHER_APIS.items():
-        if path == start or path.startswith(f"{start}/"):
-            return f"{what} not in this version of onbeat; GET /docs lists its paths"
-    return "there is no such path; GET /docs lists them"

@@ -38,14 +38,6 @@ _ZERO: tuple[Any, ...] = (None, 0)
 _ONE: tuple[Any, ...] = (None, 1)
 _EMPTY: tuple[Any, ...] = (None, [], {}, "")
 
-_NO_THINKING: Mapping[str, tuple[Any, ...]] = {
-    "reasoning_effort": ("none",),
-    "reasoning": ({"effort": "none"}, {"enabled": False}),
-    "thinking": (False, {"type": "disabled"}),
-    "enable_thinking": (False,),
-}
-"""Values by which clients ask a model not to reason; a chat template may honour them."""
-
 _LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
     # OpenAI's reference of chat and text completions
     (_EMPTY, "audio functions moderation prediction tools suffix"),
@@ -54,7 +46,7 @@ _LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((None, "none", "auto"), "function_call tool_choice"),
     ((None, ["text"]), "modalities"),
     (_ONE, "best_of"),
-    ((*_EMPTY, *_NO_THINKING["reasoning_effort"]), "reasoning_effort"),
+    ((*_EMPTY, "none"), "reasoning_effort"),
     # those of one completion endpoint, where the other one gets them
     (_EMPTY, "messages prompt"),
     ((None,), "max_completion_tokens"),
@@ -62,14 +54,14 @@ _LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
     # Anthropic's
     (_EMPTY, "mcp_servers stop_sequences system"),
     ((None,), "max_tokens_to_sample"),
-    ((None, *_NO_THINKING["thinking"]), "thinking"),
+    ((None, False, {"type": "disabled"}), "thinking"),
     # vLLM's entrypoints/openai/{chat_completion,completion}/protocol.py
     (_EMPTY, "chat_template documents logits_processors repetition_detection"),
     (
         _EMPTY,
         "vllm_xargs ec_transfer_params kv_transfer_params media_io_kwargs mm_processor_kwargs prompt_embeds",
     ),
-    (_OFF, "return_prompt_text return_token_offsets use_beam_search"),
+    (_OFF, "echo enable_response_messages return_prompt_text return_token_offsets use_beam_search"),
     (_OFF, "early_stopping watermarking"),
     (_ZERO, "routed_experts_prompt_start"),
     (_ONE, "length_penalty stream_interval"),
@@ -142,10 +134,6 @@ def check_fields(
                 _check_no_op(name, value, NO_OP_VALUES[name])
         elif name not in HARMLESS:
             unknown.append(name)
-    if "chat_template_kwargs" in honoured and _asks_not_to_think(body):
-        variables = kept.get("chat_template_kwargs")
-        if variables is None or isinstance(variables, dict):
-            kept["chat_template_kwargs"] = {"enable_thinking": False, **(variables or {})}
     return kept, ignorable(unknown, honoured)
 
 
@@ -194,11 +182,6 @@ def refuse_misplaced(body: Mapping[str, Any]) -> None:
             param=name,
             code="unknown_parameter",
         )
-
-
-def _asks_not_to_think(body: Mapping[str, Any]) -> bool:
-    """Return whether a body asks for an answer without reasoning before it."""
-    return any(body.get(name) in values for name, values in _NO_THINKING.items())
 
 
 def _check_no_op(name: str, value: object, no_ops: tuple[Any, ...]) -> None:

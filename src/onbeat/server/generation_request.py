@@ -103,8 +103,6 @@ class GenerationRequest(ObjectiveFields, StructureFields):
 
     model_config = ConfigDict(strict=True)
 
-    has_all_details: ClassVar[bool] = True
-    """Whether usage has its details even where they are all 0."""
     prompt_field: ClassVar[str] = "prompt"
     """Which holds the prompt: errors name it."""
     default_max_tokens: ClassVar[int | None] = None
@@ -221,12 +219,10 @@ _Generation = TypeVar("_Generation", bound=GenerationRequest)
 
 def as_server_has_it(body: _Generation, config: ServerConfig) -> _Generation:
     """Return a request with what the server's flags ask for in its place."""
-    asked: dict[str, Any] = {}
-    if config.return_tokens_as_token_ids and body.return_tokens_as_token_ids is None:
-        asked["return_tokens_as_token_ids"] = True
-    if config.force_include_usage and body.stream:
-        asked["stream_options"] = StreamOptions(include_usage=True, continuous_usage_stats=True)
-    return body.model_copy(update=asked) if asked else body
+    if not (config.force_include_usage and body.stream):
+        return body
+    usage = StreamOptions(include_usage=True, continuous_usage_stats=True)
+    return body.model_copy(update={"stream_options": usage})
 
 
 def check_common(

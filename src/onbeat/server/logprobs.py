@@ -96,10 +96,6 @@ class LogprobWriter:
         self._of_text = lru_cache(_CACHED_TOKENS)(self._named)
         self._of_prompt = lru_cache(_CACHED_TOKENS)(self._shown)
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones included."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-
     def _shown(self, token_id: int) -> Any:
         return Raw(encode(self._tokenizer.token_text(token_id)))
 

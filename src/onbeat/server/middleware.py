@@ -150,7 +150,6 @@ class RequestLog:
     endpoints : known paths; others are counted as `unmatched`, so that a scan cannot fill the metrics.
     on_done : called with each finished request (metrics).
     log_requests : whether to log a line for each.
-    names_all : whether answers of `OPEN_PATHS` have an id although their requests had none.
     """
 
     def __init__(
@@ -160,10 +159,8 @@ class RequestLog:
         endpoints: frozenset[str],
         on_done: Callable[[HttpContext], None],
         log_requests: bool,
-        names_all: bool,
     ) -> None:
         self._app = app
-        self._names_all = names_all
         self._endpoints = endpoints
         self._on_done = on_done
         self._log_requests = log_requests
@@ -176,13 +173,12 @@ class RequestLog:
         address, _ = scope.get("client") or ("", 0)
         context = HttpContext(_request_id(scope), self._endpoint(scope["path"]), address)
         scope[_CONTEXT] = context
-        named = {_REQUEST_ID: context.request_id} if self._is_named(scope) else {}
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
                 headers = MutableHeaders(scope=message)
-                headers.update(named)
+                headers[_REQUEST_ID] = context.request_id
                 if context.ignored_fields:
                     headers[IGNORED_FIELDS_HEADER] = ", ".join(map(_printable, context.ignored_fields))
                 if not headers.get("content-type", "").startswith("text/event-stream"):
@@ -201,9 +197,6 @@ class RequestLog:
                 raise  # half an answer is out: only closing the connection tells the client
         finally:
             self._finish(scope, context)
-
-    def _is_named(self, scope: Scope) -> bool:
-        return self._names_all or _REQUEST_ID in Headers(scope=scope) or not _is_open(scope["path"])
 
     def _endpoint(self, path: str) -> str:
         if path.startswith("/v1/models/"):

@@ -208,17 +208,8 @@ EFFORT, SWITCH = "reasoning_effort", "enable_thinking"
 """Variables of chat templates: how much to reason, and whether to."""
 
 
-class ReasoningSettings(BaseModel):
-    """What OpenRouter and SGLang call `reasoning`."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    effort: Effort | None = None
-    enabled: Flag | None = None
-
-
 class ThinkingSettings(BaseModel):
-    """What Anthropic and DeepSeek call `thinking`."""
+    """Anthropic's `thinking`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -229,10 +220,8 @@ class ThinkingFields(BaseModel):
     """The fields of a chat that say how much to reason. The template decides what comes of them."""
 
     reasoning_effort: Annotated[Effort | None, _EMPTY_IS_NONE] = None
-    """Other than `none` also sets `enable_thinking`; so in the next."""
-    reasoning: Annotated[ReasoningSettings | None, _EMPTY_IS_NONE] = None
+    """Other than `none` also sets the template's `enable_thinking`; so in the next."""
     thinking: Flag | ThinkingSettings | None = None
-    enable_thinking: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the model's chat template, which go before the fields above."""
 
@@ -241,25 +230,19 @@ class ThinkingFields(BaseModel):
         """Add what they ask for to the template's variables."""
         ignored_fields = info.context
         assert isinstance(ignored_fields, list), "`body.read_body` gives it"
-        for name in ("reasoning", "thinking"):
-            settings = getattr(self, name)
-            if isinstance(settings, BaseModel) and settings.model_extra:
-                known = type(settings).model_fields
-                ignored_fields += ignorable(settings.model_extra.keys(), known, where=f"{name}.")
+        if isinstance(self.thinking, ThinkingSettings) and (extra := self.thinking.model_extra):
+            ignored_fields += ignorable(extra.keys(), ThinkingSettings.model_fields, where="thinking.")
         if asked := self._asked:
             self.chat_template_kwargs = {**asked, **(self.chat_template_kwargs or {})}
         return self
 
     @property
     def _asked(self) -> dict[str, Any]:
-        settings = self.reasoning or ReasoningSettings()
-        effort = self.reasoning_effort or settings.effort
-        thinking = self.thinking
+        effort, thinking = self.reasoning_effort, self.thinking
         if isinstance(thinking, ThinkingSettings):
             thinking = thinking.type != "disabled"
         by_effort = None if effort is None else effort != "none"
-        switches = (self.enable_thinking, thinking, settings.enabled, by_effort)
-        stated = {switch for switch in switches if switch is not None}
+        stated = {switch for switch in (thinking, by_effort) if switch is not None}
         if len(stated) > 1:
             raise InvalidRequest(
                 "some fields ask for reasoning and others for none; send {field} alone", param=EFFORT

@@ -66,8 +66,6 @@ class ResponseRequest(GenerationRequest):
     metadata: dict[str, str] | None = None
     """Kept in the answer; `slo_ttft_ms` and the like state objectives."""
     chat_template_kwargs: dict[str, Any] | None = None
-    enable_response_messages: Flag | None = None
-    """Put prompt and answer as the model sees them into the response, as text and token ids (vLLM's)."""
     previous_response_id: str | None = None
     """Refused: nothing is stored. So are the next three."""
     conversation: str | dict[str, Any] | None = None

@@ -68,14 +68,6 @@ class ResponseUsage(Struct):
     total_tokens: int
 
 
-class RawMessage(Struct):
-    """A prompt or an answer as the model sees it."""
-
-    message: str
-    tokens: Sequence[int]
-    type: Literal["raw_message_tokens"] = "raw_message_tokens"
-
-
 class ModelResponse(Struct, kw_only=True):
     """OpenAI's response. From `instructions` to `user` it repeats what was asked for."""
 
@@ -104,8 +96,6 @@ class ModelResponse(Struct, kw_only=True):
     incomplete_details: dict[str, str] | None = None
     usage: ResponseUsage | None = None
     slo: SLOReport | UnsetType = UNSET
-    input_messages: list[RawMessage] | UnsetType = UNSET
-    output_messages: list[RawMessage] | UnsetType = UNSET
     output: list[Item] = []
 
 
@@ -135,17 +125,13 @@ class ResponsePen:
     head : its id, time and model.
     body : what was asked for, some of which the answer repeats.
     writer : of log-probabilities.
-    prompt : as the model sees it, where that is asked for.
     """
 
     end_mark = b""
 
-    def __init__(
-        self, head: AnswerHead, body: ResponseRequest, writer: LogprobWriter, prompt: str = ""
-    ) -> None:
+    def __init__(self, head: AnswerHead, body: ResponseRequest, writer: LogprobWriter) -> None:
         self._head = head
         self._body = body
-        self._prompt = prompt
         self._writer = writer
         self._parts: StreamedParts | None = None
         self._num_events = 0
@@ -258,10 +244,6 @@ class ResponsePen:
         )
         if choice is not None:
             response.output = list_of(self._output(choice, is_cut=status == "incomplete"))
-            if body.enable_response_messages:
-                request, own = choice.choice.request, choice.choice.token_ids
-                response.input_messages = [RawMessage(self._prompt, request.prompt_token_ids)]
-                response.output_messages = [RawMessage(self._writer.text(own), own)]
         return response
 
     def _output(self, choice: WholeChoice, *, is_cut: bool) -> Iterator[Item]:
@@ -316,7 +298,6 @@ class InputTokens(Struct):
 def response_routes(services: Services) -> Routes:
     """Return the routes of the Responses API."""
     router = Routes()
-    writer = services.logprobs[services.config.return_tokens_as_token_ids]
 
     @router.post("/v1/responses", **router.generating(ResponseRequest, ModelResponse, ResponseEvent))
     async def responses(request: Request) -> Response:
@@ -326,12 +307,10 @@ def response_routes(services: Services) -> Routes:
         head = new_head("resp", services.check_model(body.model), joint="_")
         async with chat_of(body, request) as chat:
             requests, options = await chat_requests(chat, request, head, services)
-        context, shown, ids = context_of(request.scope), "", requests[0].prompt_token_ids
-        if body.enable_response_messages:
-            shown = await services.encoder.off_loop(context.caller, len(ids), lambda: writer.text(ids))
-        answer = AnswerResponse(chat, requests, options, ResponsePen(head, body, writer, shown), services)
+        pen = ResponsePen(head, body, services.logprobs[bool(body.return_tokens_as_token_ids)])
+        answer = AnswerResponse(chat, requests, options, pen, services)
         answer.prompt_field = body.prompt_field
-        answer.repeated_size = context.num_body_bytes // 64
+        answer.repeated_size = context_of(request.scope).num_body_bytes // 64
         return answer
 
     @router.post("/v1/responses/input_tokens", **router.taking(ResponseRequest, InputTokens))

@@ -149,22 +149,10 @@ class ServerConfig:
     root_path: str = _option(
         "", metavar="PREFIX", help="path prefix that a proxy puts before this server, such as /llm"
     )
-    request_id_headers: bool = _option(
-        default=False, flag="--enable-request-id-headers", help="put x-request-id into all answers"
-    )
     force_include_usage: bool = _option(
         default=False,
         flag="--enable-force-include-usage",
         help="put the usage so far into every event of a stream",
-    )
-    prompt_tokens_details: bool = _option(
-        default=False,
-        flag="--enable-prompt-tokens-details",
-        help="put token details into the usage of text completions, although all are 0",
-    )
-    return_tokens_as_token_ids: bool = _option(
-        default=False,
-        help="show tokens beside log-probabilities as token_id:5, unless a request says otherwise",
     )
     metrics_aliases: Literal["vllm"] | None = _option(None, help="export metrics under these names too")
     slo: SLODefaults = field(default_factory=SLODefaults)
@@ -181,7 +169,6 @@ class ServerConfig:
         help="how reasoning is found in answers; auto: as the template or vocabulary has it; none: not at "
         f"all; or {', '.join(REASONING)}",
     )
-    response_role: str = "assistant"
 
     def __post_init__(self) -> None:
         check(self, ServerConfig)

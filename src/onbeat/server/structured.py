@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
@@ -64,13 +64,12 @@ class Structure(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's `response_format`, with structural tags as in vLLM, and `schema` as in llama.cpp."""
+    """OpenAI's `response_format`, with structural tags as in vLLM."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
-    schema_: JsonSchema | None = Field(None, alias="schema")
     structures: Annotated[list[Structure], Field(min_length=1, max_length=128)] | None = None
     triggers: Annotated[list[str], Field(min_length=1, max_length=128)] | None = None
     format: Any = None
@@ -97,7 +96,10 @@ class StructuredOutputs(BaseModel):
 
 
 class StructureFields(BaseModel):
-    """The fields of a body that say what the answer must match; at most one of them may."""
+    """The fields of a body that say what the answer must match; at most one of them may.
+
+    From `guided_json` on they are vLLM's older names.
+    """
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -108,14 +110,6 @@ class StructureFields(BaseModel):
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
     structural_tag: str | None = None
-    regex: str | None = None
-    """SGLang's."""
-    ebnf: str | None = None
-    """SGLang's."""
-    json_schema: SchemaOrText | None = None
-    """SGLang's as text, llama.cpp's as an object."""
-    grammar: str | None = None
-    """llama.cpp's: GBNF, or Lark."""
 
 
 class Constraint(NamedTuple):
@@ -136,7 +130,7 @@ def grammar_of(body: StructureFields) -> Constraint | None:
     found = [
         *_of_response_format(body.response_format),
         *_of_structured_outputs(body),
-        *_of_other_names(body),
+        *_of_older_names(body),
     ]
     if len(found) > 1:
         first, second, *_ = found
@@ -153,8 +147,7 @@ def _of_response_format(given: ResponseFormat | None) -> Iterator[Constraint]:
         return
     name = "response_format"
     if given.type == "json_object":
-        schema = _ANY_OBJECT if given.schema_ is None else given.schema_
-        yield Constraint(name, partial(json_grammar, schema, JsonStyle(is_lenient=True)))
+        yield Constraint(name, partial(json_grammar, _ANY_OBJECT, JsonStyle(is_lenient=True)))
     elif given.type == "json_schema":
         asked = given.json_schema
         if asked is None:
@@ -183,15 +176,20 @@ def _of_structured_outputs(body: StructureFields) -> Iterator[Constraint]:
     given, name = body.structured_outputs, "structured_outputs"
     if given is None:
         return
-    style = JsonStyle(
-        white_space=None if given.disable_any_whitespace else _white_space(given.whitespace_pattern)
+    white_space = None if given.disable_any_whitespace else given.whitespace_pattern or WHITE_SPACE
+    stated = {
+        "json": given.json_,
+        "json_object": given.json_object or None,
+        **{each: getattr(given, each) for each in ("regex", "choice", "grammar", "structural_tag")},
+    }
+    found = list(
+        _named(
+            stated,
+            f"{name}.",
+            JsonStyle(white_space=white_space),
+            is_closed=bool(given.disable_additional_properties),
+        )
     )
-    found = [
-        *_json(f"{name}.json", given.json_, style, is_closed=bool(given.disable_additional_properties)),
-        *_json(f"{name}.json_object", _ANY_OBJECT if given.json_object else None, style),
-        *_plain(name, regex=given.regex, choice=given.choice, grammar=given.grammar),
-        *_tag_text(f"{name}.structural_tag", given.structural_tag),
-    ]
     if not found:
         raise InvalidRequest(
             f"{name} names no constraint; send json, json_object, regex, choice, grammar or structural_tag",
@@ -200,39 +198,34 @@ def _of_structured_outputs(body: StructureFields) -> Iterator[Constraint]:
     yield from found
 
 
-def _of_other_names(body: StructureFields) -> Iterator[Constraint]:
-    style = JsonStyle(white_space=_white_space(body.guided_whitespace_pattern))
-    yield from _json("guided_json", body.guided_json, style)
-    yield from _json("json_schema", body.json_schema, style)
-    yield from _plain(
-        "",
-        guided_regex=body.guided_regex,
-        guided_choice=body.guided_choice,
-        guided_grammar=body.guided_grammar,
-    )
-    yield from _plain("", regex=body.regex, grammar=body.grammar, ebnf=body.ebnf)
-    yield from _tag_text("structural_tag", body.structural_tag)
+def _of_older_names(body: StructureFields) -> Iterator[Constraint]:
+    names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag")
+    style = JsonStyle(white_space=body.guided_whitespace_pattern or WHITE_SPACE)
+    return _named({name: getattr(body, name) for name in names}, "", style)
 
 
-def _json(
-    field: str, given: SchemaOrText | Schema | None, style: JsonStyle, *, is_closed: bool = False
+def _named(
+    stated: Mapping[str, Any], where: str, style: JsonStyle, *, is_closed: bool = False
 ) -> Iterator[Constraint]:
-    if given is None or given == "":
-        return
-    yield Constraint(field, partial(_of_schema, given, style, is_closed=is_closed))
-
-
-def _plain(where: str, **given: str | list[str] | None) -> Iterator[Constraint]:
-    for name, value in given.items():
+    """Yield what fields state, each by its name; null and an empty text state nothing."""
+    for name, value in stated.items():
         if value is None or value == "":
             continue
-        field = f"{where}.{name}" if where else name
-        if isinstance(value, list):
-            yield Constraint(field, partial(choice_grammar, value))
-        elif name.endswith("regex"):
-            yield Constraint(field, partial(regex_grammar, value))
-        else:
-            yield Constraint(field, partial(_of_text, value))
+        field = where + name
+        match name.removeprefix("guided_"):
+            case "json":
+                make = partial(_of_schema, value, style, is_closed=is_closed)
+            case "json_object":
+                make = partial(json_grammar, _ANY_OBJECT, style)
+            case "regex":
+                make = partial(regex_grammar, value)
+            case "choice":
+                make = partial(choice_grammar, value)
+            case "grammar":
+                make = partial(_of_text, value)
+            case _:
+                make = partial(_of_tag_text, field, value)
+        yield Constraint(field, make)
 
 
 def _of_schema(given: SchemaOrText | Schema, style: JsonStyle, *, is_closed: bool) -> Grammar:
@@ -244,12 +237,6 @@ def _of_schema(given: SchemaOrText | Schema, style: JsonStyle, *, is_closed: boo
 
 def _of_text(text: str) -> Grammar:
     return lark_grammar(lark_of(text))
-
-
-def _tag_text(field: str, text: str | None) -> Iterator[Constraint]:
-    """Yield a structural tag that is written as the JSON of a `response_format`."""
-    if text:
-        yield Constraint(field, partial(_of_tag_text, field, text))
 
 
 def _of_tag_text(field: str, text: str) -> Grammar:
@@ -279,10 +266,6 @@ def _parsed(text: str) -> Any:
         raise TooComplex(str(error)) from error
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"it is not valid JSON: {error}") from error
-
-
-def _white_space(pattern: str | None) -> str:
-    return pattern or WHITE_SPACE
 
 
 def _missing(field: str, why: str) -> InvalidRequest:

@@ -120,7 +120,7 @@ def test_a_repeated_prompt_is_served_from_the_prefix_cache(client: Any) -> None:
     first = client.completions.create(**fields)
     second = client.completions.create(**fields)
     assert first.usage.prompt_tokens == second.usage.prompt_tokens > 64
-    assert first.usage.prompt_tokens_details is None
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
     cached = second.usage.prompt_tokens_details.cached_tokens
     assert cached % 16 == 0
     assert first.usage.prompt_tokens - 16 <= cached < first.usage.prompt_tokens

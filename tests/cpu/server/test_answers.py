@@ -224,37 +224,6 @@ async def test_with_token_ids_the_end_token_has_its_logprob_too(served: Served, 
     assert [entry["token"] for entry in chat["logprobs"]["content"]] == names
 
 
-async def test_a_chat_may_come_tokenized(served: Served, engine: FakeEngine) -> None:
-    given = {"kv_transfer_params": {"prompt_token_ids": list(b"hi there"), "do_remote_decode": False}}
-    body = await ask_chat(served, **given, return_token_ids=True)
-    assert body["prompt_token_ids"] == list(b"hi there") == list(engine.requests[0].prompt_token_ids)
-    assert body["choices"][0]["message"]["content"] == "Hello, world!"
-    first, *_ = await served.events(CHAT, {"messages": HELLO, **given, "return_token_ids": True})
-    assert first["prompt_token_ids"] == list(b"hi there")
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"kv_transfer_params": {"prompt_token_ids": [10**6]}}, "kv_transfer_params.prompt_token_ids"),
-        ({"kv_transfer_params": {"prompt_token_ids": []}}, "kv_transfer_params.prompt_token_ids"),
-        ({"kv_transfer_params": {"remote_host": "a"}}, "kv_transfer_params.remote_host"),
-        (
-            {
-                "kv_transfer_params": {"prompt_token_ids": [1]},
-                "continue_final_message": True,
-                "add_generation_prompt": False,
-            },
-            "continue_final_message",
-        ),
-    ],
-    ids=str,
-)
-async def test_wrong_tokenized_chats(served: Served, fields: dict[str, Any], param: str) -> None:
-    answer = await served.post(CHAT, {"messages": HELLO, **fields})
-    assert (answer.status, answer.error["param"]) == (400, param)
-
-
 async def test_max_completion_tokens_goes_before_max_tokens(served: Served) -> None:
     body = await ask_chat(served, max_completion_tokens=2, max_tokens=5)
     assert body["choices"][0]["message"]["content"] == "He"

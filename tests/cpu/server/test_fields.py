@@ -128,7 +128,7 @@ async def test_too_many_unknown_fields_are_refused(served: Served) -> None:
         {"reasoning_effort": None},
         {"reasoning_effort": "none"},
         {"thinking": {"type": "disabled"}},
-        {"grammar": ""},
+        {"guided_grammar": ""},
         {"cache_prompt": True},
         {"truncation_side": "left", "truncate_prompt_tokens": 3},
         {"verbosity": "medium", "mcp_servers": []},
@@ -198,6 +198,11 @@ async def test_what_a_message_carries_for_others_is_never_ignored(served: Served
 
 FOREIGN: dict[str, Any] = {
     "stop_regex": "a+",
+    "regex": "a+",
+    "ebnf": "root ::= [a]",
+    "json_schema": {"type": "object"},
+    "reasoning": {"effort": "low"},
+    "enable_thinking": True,
     "input_ids": [1],
     "dry_multiplier": 0.8,
     "mirostat": 2,
@@ -230,11 +235,8 @@ async def test_fields_of_other_servers_are_named_as_ignored(served: Served, path
         ({"reasoning_effort": "none"}, False),
         ({"reasoning_effort": "high"}, True),
         ({"reasoning_effort": ""}, None),
-        ({"reasoning": {"effort": "low", "enabled": True}}, True),
-        ({"reasoning": {"enabled": False}}, False),
         ({"thinking": {"type": "enabled"}}, True),
         ({"thinking": False}, False),
-        ({"enable_thinking": True}, True),
         ({"thinking": False, "chat_template_kwargs": {"enable_thinking": True}}, True),
     ],
     ids=str,
@@ -249,10 +251,11 @@ async def test_templates_learn_whether_reasoning_is_wanted(
 
 
 async def test_templates_learn_how_much_reasoning_is_wanted(served: Served, engine: FakeEngine) -> None:
-    body = {"reasoning": {"effort": "low", "max_tokens": 9}, "chat_template_kwargs": {"loud": True}}
+    thinking = {"type": "enabled", "budget_tokens": 9}
+    body = {"reasoning_effort": "low", "thinking": thinking, "chat_template_kwargs": {"loud": True}}
     answer = await chat(served, **body)
     assert bytes(engine.requests[0].prompt_token_ids).endswith(b"<thinking>low[assistant]!")
-    assert answer.headers[IGNORED] == "reasoning.max_tokens"
+    assert answer.headers[IGNORED] == "thinking.budget_tokens"
 
 
 @pytest.mark.parametrize(
@@ -260,7 +263,6 @@ async def test_templates_learn_how_much_reasoning_is_wanted(served: Served, engi
     [
         ({"reasoning_effort": "huge"}, "reasoning_effort"),
         ({"reasoning_effort": "high", "thinking": False}, "reasoning_effort"),
-        ({"enable_thinking": 0}, "enable_thinking"),
         ({"thinking": {"type": "perhaps"}}, "thinking"),
     ],
     ids=str,
@@ -268,8 +270,7 @@ async def test_templates_learn_how_much_reasoning_is_wanted(served: Served, engi
 async def test_wrong_ways_to_ask_for_reasoning(served: Served, fields: dict[str, Any], param: str) -> None:
     answer = await chat(served, **fields)
     assert (refused(answer)[0], answer.error["param"]) == ("invalid_value", param)
-    if "enable_thinking" not in fields:
-        assert refused(await served.post(TEXT, {"prompt": "a", **fields}))[0] == "unsupported_parameter"
+    assert refused(await served.post(TEXT, {"prompt": "a", **fields}))[0] == "unsupported_parameter"
 
 
 def test_variables_that_no_template_reads_are_named() -> None:

@@ -93,7 +93,6 @@ HIDDEN: dict[str, tuple[str, Callable[[], str], int]] = {
         413,
     ),
     "lists in guided_json": written(TEXT, prompt="a", guided_json=LISTS),
-    "lists in json_schema": written(TEXT, prompt="a", json_schema=LISTS[:200_000] + "]]}"),
     "a closed schema of lists": written(
         TEXT, prompt="a", structured_outputs={"json": LISTS, "disable_additional_properties": True}
     ),

@@ -77,16 +77,6 @@ async def test_events_are_numbered_and_the_last_is_the_whole_answer(served: Serv
     assert whole == last["response"]
 
 
-async def test_prompt_and_answer_are_shown_as_the_model_sees_them(served: Served, engine: FakeEngine) -> None:
-    body = {"input": "hi", "enable_response_messages": True, "reasoning": {"effort": "low"}}
-    answer = (await served.post(RESPONSES, body)).json
-    (given,), (made,) = answer["input_messages"], answer["output_messages"]
-    assert given["tokens"] == list(engine.requests[0].prompt_token_ids) == list(given["message"].encode())
-    assert given["message"].endswith("<thinking>low[assistant]")
-    assert (made["type"], made["message"][:13]) == ("raw_message_tokens", "Hello, world!")
-    assert "input_messages" not in (await served.post(RESPONSES, {"input": "hi"})).json
-
-
 async def test_objectives_stand_in_metadata_and_are_judged(served: Served, engine: FakeEngine) -> None:
     body = {"input": "hi", "metadata": {"slo_ttft_ms": "60000", "slo_class": "standard", "mine": "x"}}
     answer = (await served.post(RESPONSES, body)).json
@@ -129,7 +119,7 @@ async def test_objectives_stand_in_metadata_and_are_judged(served: Served, engin
         ({"text": {"format": {"type": "odd"}}}, "text.format.type"),
         ({"text": {"format": {**FORMAT, "name": 5}}}, "text.format.name"),
         ({"text": {"format": {**FORMAT, "schema": {"type": "odd"}}}}, "text.format.schema"),
-        ({"text": {"format": FORMAT}, "regex": "a"}, "regex"),
+        ({"text": {"format": FORMAT}, "guided_regex": "a"}, "guided_regex"),
         ({"tools": [{"type": "function", "name": "a b", "parameters": {}}]}, "tools"),
         ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.name"),
         ({"tool_choice": {**ALLOWED, "tools": [{"type": "function"}]}, "tools": [TOOL]}, "tool_choice.tools"),
