@@ -17,13 +17,12 @@ import orjson
 import pytest
 
 from onbeat.cli.args import INFEASIBLE
-from onbeat.cli.capacity_options import TBT, CapacityOptions, parse_vary
+from onbeat.cli.capacity_cases import parse_vary
 from onbeat.cli.capacity_output import CapacityReport, capacity_result
 from onbeat.cli.main import COMMANDS, main
 from onbeat.core.errors import ConfigError
 from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.report.result import Table
-from onbeat.report.sweep_charts import KEPT_TITLE
 
 MODEL = ["--model", "meta-llama/Llama-3.1-8B", "--device", "h100-sxm"]
 LOAD = ["--dataset-name", "random", "--input-len", "512", "--output-len", "32", "--num-prompts", "150"]
@@ -40,7 +39,7 @@ def test_reads_lists_of_values() -> None:
         "tensor_parallel": [1, 2],
         "shed_order": ["longest-wait"],
         "max_num_batched_tokens": [256, "auto"],
-        TBT: [50.0, 100.0],
+        "tbt": [0.05, 0.1],
     }
 
 
@@ -62,12 +61,6 @@ def test_says_what_is_wrong_with_a_list(texts: list[str], message: str) -> None:
         parse_vary(texts)
 
 
-@pytest.mark.parametrize("text", ["1,x", "0", "-1", "nan", "inf", "1,,2"])
-def test_refuses_levels_that_are_no_load(text: str) -> None:
-    with pytest.raises(ConfigError, match="--sweep-rate"):
-        CapacityOptions(sweep_rate=text).levels()
-
-
 def make_capacity(outcome: Outcome, rate: float, **labels: str) -> Capacity:
     return Capacity(
         labels=tuple(labels.items()),
@@ -83,13 +76,10 @@ def make_capacity(outcome: Outcome, rate: float, **labels: str) -> Capacity:
 SETTINGS = {"flags": {"device": "h100-sxm"}, "load": {"num_requests": 900, "mean_output_tokens": 32.0}}
 
 
-def make_report(*capacities: Capacity, is_interrupted: bool = False) -> CapacityReport:
+def make_report(*capacities: Capacity) -> CapacityReport:
+    promises = {each.labels: "keep it" for each in capacities}
     return CapacityReport(
-        title="Capacity",
-        lead="a load",
-        settings=SETTINGS,
-        capacities=capacities,
-        is_interrupted=is_interrupted,
+        title="Capacity", lead="a load", settings=SETTINGS, capacities=capacities, promises=promises
     )
 
 
@@ -111,19 +101,17 @@ def test_the_best_case_serves_most_per_device() -> None:
     report = make_report(slow, fast, make_capacity(Outcome.UNBOUNDED, 99.0))
     assert report.best is fast
     assert not report.is_infeasible
-    assert make_report(make_capacity(Outcome.INFEASIBLE, 0.0)).is_infeasible
-    assert not make_report(make_capacity(Outcome.INFEASIBLE, 0.0), is_interrupted=True).is_infeasible
+    none = make_capacity(Outcome.INFEASIBLE, 0.0)
+    assert make_report(none).is_infeasible
+    assert not make_report(none, make_capacity(Outcome.INTERRUPTED, 0.0)).is_infeasible
 
 
 def test_the_document_is_plain_json() -> None:
-    report = make_report(make_capacity(Outcome.UNBOUNDED, 4.0, tp="1"), is_interrupted=True)
+    capacities = [make_capacity(each, 4.0, tp="1") for each in (Outcome.UNBOUNDED, Outcome.INTERRUPTED)]
+    report = make_report(*capacities)
     saved = json.loads(orjson.dumps(capacity_result(report).document()))
     assert saved["interrupted"] is True
     assert saved["cases"][0]["request_rate_interval"] == [4.0, None]
-
-
-def test_a_report_without_cases_has_no_table() -> None:
-    assert table_of(make_report()).cells == []
 
 
 @pytest.fixture
@@ -156,18 +144,17 @@ def test_compares_cases_and_writes_a_page(saved: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     code, document = saved(
         *("--slo-tbt-ms", "30", "--vary", "policy=sarathi,prefill-first", "--vary", "slo-tbt-ms=20,40"),
-        *("--sweep-concurrency", "1,8", "--objective", "sarathi", "--report", str(page)),
+        *("--report", str(page)),
     )
     assert code == 0
     assert [case["case"]["policy"] for case in document["cases"]] == ["sarathi", "prefill-first"] * 2
     rates = {tuple(case["case"].values()): case["request_rate"] for case in document["cases"]}
     assert rates["sarathi", "40"] >= rates["sarathi", "20"]
-    assert len(document["frontier"]) == 8
     text = page.read_text()
     assert "TBT objective (ms)" in text
     assert "20 ms or TBT 40 ms" in text
     assert f'<td class="left long">{html.escape(document["cases"][0]["reason"])}</td>' in text
-    assert KEPT_TITLE in text
+    assert "P99 TBT over the request rate" in text
     rate = f"{document['cases'][0]['request_rate']:.4g}"
     assert f"<td>{rate}</td>" in text
     assert f"<td>{document['cases'][0]['request_rate']:.3f}</td>" not in text
@@ -216,7 +203,6 @@ def test_says_why_nothing_fits(
         (("--objective", "vidur", "--max-num-batched-tokens", "2"), "max_num_seqs"),
         (("--objective", "vidur", "--vary", "tp=3"), "3"),
         (("--objective", "vidur", "--request-rate", "2"), "leave out --request-rate"),
-        (("--sweep-concurrency", "2", "--repeats", "2"), "--tolerance is for a search"),
         (("--objective", "vidur", "--vary", "shed=off,rejct"), "did you mean reject?"),
         (("--objective", "vidur", "--vary", "shed-order=longest"), "did you mean longest-wait?"),
         (("--objective", "vidur", "--vary", "tp=1,2", "--tp", "4"), "does not try --tensor-parallel-size 4"),

@@ -115,9 +115,9 @@ class BenchLoad(Load):
             raise ConfigError("--sweep-rate sets --request-rate itself: leave one out")
         runs = [(f"c={level}", self.closed(level)) for level in levels]
         runs += [(f"{rate:g} req/s", replace(self, request_rate=rate, **_NO_SWEEP)) for rate in rates]
-        return [
-            RunConfig(load=load, title=f"{title} {name}".strip(), series=title) for name, load in runs
-        ] or [RunConfig(load=self, title=title)]
+        return [RunConfig(load=load, title=f"{title} {name}".strip()) for name, load in runs] or [
+            RunConfig(load=self, title=title)
+        ]
 
     def closed(self, concurrency: int) -> BenchLoad:
         """Return the same requests in a closed loop."""
@@ -258,8 +258,6 @@ class RunConfig:
     load: BenchLoad
     title: str = ""
     """What sets this run apart from others in a sweep, for tables and plots."""
-    series: str = ""
-    """Runs of one series and kind of load are joined by a line in plots."""
 
 
 _NO_SWEEP: dict[str, Any] = {"sweep_rate": None, "sweep_concurrency": None}

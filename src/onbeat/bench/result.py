@@ -83,7 +83,6 @@ def build_result(  # noqa: PLR0913 - what was run, and what is known of it besid
     lateness = "client lateness P99 (ms)" if run.load.timing else ""
     return Run(
         title=run.title,
-        series=run.series,
         header=_header(bench, run, model),
         summary=summary,
         num_gpus=bench.num_gpus,

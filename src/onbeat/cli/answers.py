@@ -11,12 +11,7 @@ from onbeat.planner.share_objectives import AttainmentObjective, DistServeObject
 from onbeat.report.objectives import classes_text
 from onbeat.report.units import duration, significant
 
-COST, LIMIT, LOAD, OBJECTIVE = (
-    "What it costs",
-    "What limits it",
-    "If the load doubles",
-    "If the objective tightens",
-)
+COST, LIMIT = "What it costs", "What limits it"
 """What a reader wants to know next."""
 HOURS_A_MONTH = 730
 _PLACES = {"ttft": "to the first token", "tbt": "between tokens", "e2e": "to the last token"}
@@ -51,6 +46,12 @@ def promise_text(objective: Objective, objectives: Mapping[str, SLO]) -> str:
     if objective.name == "sarathi":
         return f"keep 99 % of the waits within {limits}, and half of the requests begin within 2 s"
     return "begin 99 % of the requests within 5 s"
+
+
+def third_person(text: str) -> str:
+    """Return what one GPU does, of what several do: `serves 3 requests/s`."""
+    verb, _, rest = text.partition(" ")
+    return f"{verb}s {rest}"
 
 
 def cost_text(usd_per_hour: float, tokens_per_second: float) -> str:

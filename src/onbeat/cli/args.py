@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -280,13 +279,6 @@ def checked(convert: Callable[[str], T], what: str) -> Callable[[str], T]:
     return read
 
 
-def _above_0(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise ValueError(text)
-    return value
-
-
 def _whole(least: int, text: str) -> int:
     value = _count(text)
     if value < least:
@@ -298,9 +290,8 @@ natural = checked(partial(_whole, 0), "a whole number of at least 0")
 positive = checked(partial(_whole, 1), "a whole number of at least 1")
 """Argparse types."""
 
-RATES = (_above_0, "numbers above 0")
 LEVELS = (partial(_whole, 1), "whole numbers of at least 1")
-"""What `listed` reads for flags of sweeps."""
+"""What `listed` reads for a sweep of closed loops."""
 
 
 def listed(flag: str, text: str, convert: Callable[[str], T], what: str) -> list[T]:

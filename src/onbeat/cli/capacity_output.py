@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
-from onbeat.cli.answers import COST, LIMIT, LOAD, OBJECTIVE, cost_text, gpus_text, limit_text, state_text
-from onbeat.cli.outputs import is_given
+from onbeat.cli.answers import COST, LIMIT, cost_text, gpus_text, limit_text, state_text, third_person
 from onbeat.core.errors import ConfigError
-from onbeat.planner.capacity import TIGHTER, Capacity, Outcome
+from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.planner.cases import Labels, case_name
-from onbeat.planner.charts import (
-    axes_of,
-    capacity_figure,
-    capacity_over_figure,
-    frontier_figures,
-    search_figures,
-)
-from onbeat.planner.frontier import FrontierPoint
+from onbeat.planner.charts import axes_of, capacity_figure, capacity_over_figure, search_figures
 from onbeat.planner.prices import Price, Prices
 from onbeat.report.plot import Figure
 from onbeat.report.result import Column, Lines, Plots, Result, Section, Table
-from onbeat.report.sweep_charts import group_by_load
-from onbeat.report.units import NOTHING, exact_percent, significant
+from onbeat.report.units import NOTHING, significant
 
 SHORT_LOAD = 30.0
 """Seconds: the delays that objectives limit take some of them to build up."""
@@ -53,13 +44,6 @@ CASE_COLUMNS = (
     *(Column("num_gpus", "GPUs"), Column("request_rate_per_gpu", "per GPU", _rate)),
     Column("reason", "what limits it", str),
 )
-FRONTIER_COLUMNS = (
-    *(Column("name", "case", str), Column("level", "level", str)),
-    *(Column("output_throughput_per_gpu", "tokens/s per GPU"), Column("request_throughput", "requests/s")),
-    *(Column("median_tpot_ms", "TPOT P50 (ms)"), Column("p99_itl_ms", "TBT P99 (ms)")),
-    *(Column("median_ttft_ms", "TTFT P50 (ms)"), Column("p99_ttft_ms", "TTFT P99 (ms)")),
-    *(Column("attainment", "good", exact_percent), Column("error", "why not", str)),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +55,10 @@ class CapacityReport:
     """What was asked, in a sentence."""
     settings: dict[str, Any]
     """What was asked, for the saved file."""
-    capacities: Sequence[Capacity] = ()
-    points: Sequence[FrontierPoint] = ()
-    promises: Mapping[Labels, str] = field(default_factory=dict)
+    capacities: Sequence[Capacity]
+    """One or more."""
+    promises: Mapping[Labels, str]
     """What each case must keep, in words."""
-    share: float | None = None
-    """Of good requests, that the objective asks for; None of one that names none."""
-    is_interrupted: bool = False
 
     @property
     def best(self) -> Capacity | None:
@@ -88,10 +69,12 @@ class CapacityReport:
     @property
     def is_infeasible(self) -> bool:
         """Whether nothing that was asked for can run or keep the objective."""
-        if self.is_interrupted or not (self.capacities or self.points):
-            return False
-        no_capacity = all(each.outcome is Outcome.INFEASIBLE for each in self.capacities)
-        return no_capacity and not any(point.run for point in self.points)
+        return all(each.outcome is Outcome.INFEASIBLE for each in self.capacities)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether Ctrl-C ended a search."""
+        return any(each.outcome is Outcome.INTERRUPTED for each in self.capacities)
 
 
 def capacity_result(report: CapacityReport) -> Result:
@@ -101,14 +84,6 @@ def capacity_result(report: CapacityReport) -> Result:
     figures = Plots(_capacity_figures(report.capacities), per_row=2)
     title = "Cases" if len(report.capacities) > 1 else "The numbers"
     sections.append(Section(title, [cases, figures], is_folded=True))
-    loads = group_by_load(report.points, lambda point: point.level.is_closed)
-    for load, points in loads.items():
-        plots = Plots(frontier_figures(points, report.share), per_row=2)
-        sections.append(Section(f"Latency and throughput: {load}", [plots], is_folded=True))
-    rows = [point.values for point in report.points]
-    columns = FRONTIER_COLUMNS if any(row["error"] for row in rows) else FRONTIER_COLUMNS[:-1]
-    runs = Table("", columns, rows, key="frontier")
-    sections.append(Section("Latency and throughput", [runs], is_folded=True))
     sections.append(Section("How it was found", [Lines([f"{report.lead}."])], "page"))
     return Result(
         kind="capacity",
@@ -117,7 +92,7 @@ def capacity_result(report: CapacityReport) -> Result:
         follows=facts_of(report),
         sections=sections,
         warnings=list(_warnings(report)),
-        settings={name: each for name, each in report.settings.get("flags", {}).items() if is_given(each)},
+        settings=report.settings["flags"],
         values={"settings": report.settings},
         is_interrupted=report.is_interrupted,
     )
@@ -137,7 +112,7 @@ def _warnings(report: CapacityReport) -> Iterator[str]:
                 f"{case_name(each.labels)}: no rate missed the objective, so the load is too short to "
                 "saturate it; raise --num-prompts"
             )
-    yield from dict.fromkeys(each.beyond for each in report.capacities if each.beyond)
+    yield from dict.fromkeys(each.warning for each in report.capacities if each.warning)
     highest = max((each.rate for each in report.capacities), default=0.0)
     if highest and (seconds := report.settings["load"]["num_requests"] / highest) < SHORT_LOAD:
         yield (
@@ -148,32 +123,18 @@ def _warnings(report: CapacityReport) -> Iterator[str]:
 
 def answer_of(report: CapacityReport) -> str:
     """Return the answer in a sentence or two."""
-    best = report.best or max(report.capacities, key=lambda each: each.rate_per_device, default=None)
-    if best is None:
-        runs = [point.run for point in report.points if point.run is not None]
-        if not runs:
-            why = f": {report.points[0].error}" if report.points else ""
-            return f"INFEASIBLE: nothing that was asked for can run{why}."
-        fastest = max(runs, key=lambda run: run.output_throughput_per_gpu)
-        most = f"{fastest.output_throughput_per_gpu:,.0f} output tokens/s per GPU"
-        return f"The most is {most}, with {fastest.level.name} ({fastest.series})."
+    best = report.best or max(report.capacities, key=lambda each: each.rate_per_device)
     if best.outcome is Outcome.INFEASIBLE:
         return f"INFEASIBLE: no rate keeps the objective: {best.reason}."
     price = price_of(report, best)
     usd = "" if price is None else f"; ${price.usd_per_hour * best.num_devices:,.2f} an hour"
     gpus = gpus_text(device_of(report, best), best.num_devices)
-    serve = "serves" if best.num_devices == 1 else "serve"
     rate = {Outcome.UNBOUNDED: "more than ", Outcome.INTERRUPTED: "at least "}.get(best.outcome, "")
-    promise = report.promises.get(best.labels, "")
-    kept = f" and {_third_person(promise) if best.num_devices == 1 else promise}" if promise else ""
+    does = f"serve {rate}{significant(best.rate)} requests/s", report.promises[best.labels]
+    serve, keep = map(third_person, does) if best.num_devices == 1 else does
     which = "" if len(report.capacities) == 1 else f" The best of {len(report.capacities)} cases: "
     which += case_name(best.labels) + "." if which else ""
-    return f"{gpus} {serve} {rate}{significant(best.rate)} requests/s{kept}{usd}.{which}"
-
-
-def _third_person(promise: str) -> str:
-    verb, _, rest = promise.partition(" ")
-    return f"{verb}s {rest}"
+    return f"{gpus} {serve} and {keep}{usd}.{which}"
 
 
 def facts_of(report: CapacityReport) -> list[tuple[str, str]]:
@@ -182,35 +143,13 @@ def facts_of(report: CapacityReport) -> list[tuple[str, str]]:
     if best is None:
         return []
     facts = [(COST, _cost(report, best))]
-    asides = list(best.asides)
-    if asides:
-        facts.append((LIMIT, limit_text(asides[0].rate, asides[0].verdict)))
-    beyond = [aside for aside in asides[1:] if aside.objectives == 1]
-    if beyond:
-        most = beyond[-1]
-        facts.append(
-            (LOAD, f"At {significant(most.rate)} requests/s on the same GPUs, {state_text(most.verdict)}.")
-        )
-    facts.append((OBJECTIVE, _tighter(report, best)))
+    if best.beyond:
+        missed, *_, most = best.beyond[0], *best.beyond
+        facts.append((LIMIT, limit_text(missed.rate, missed.verdict)))
+        if most is not missed:
+            text = f"At {significant(most.rate)} requests/s on the same GPUs, {state_text(most.verdict)}."
+            facts.append(("If the load doubles", text))
     return facts
-
-
-def _tighter(report: CapacityReport, best: Capacity) -> str:
-    for aside in best.asides:
-        if aside.objectives == TIGHTER:
-            return f"With objectives half as long, {state_text(aside.verdict)} at the same rate."
-    own = dict(best.labels)
-    tbt = own.pop("slo_tbt_ms", None)
-    others = [
-        (float(limit), each.rate)
-        for each in report.capacities
-        if tbt is not None and (labels := dict(each.labels)) and (limit := labels.pop("slo_tbt_ms"))
-        if labels == own
-    ]
-    if len(others) > 1:
-        words = [f"{significant(rate)} requests/s within {limit:g} ms" for limit, rate in sorted(others)]
-        return f"The highest rate by the time between tokens: {', '.join(words)}."
-    return "Nothing was searched. --vary slo-tbt-ms=25,50 compares objectives."
 
 
 def _cost(report: CapacityReport, best: Capacity) -> str:

@@ -45,11 +45,17 @@ def shown_settings(args: argparse.Namespace, *, hidden: Collection[str] = ()) ->
     """Return the flags that were given or have a value, by name, for the end of a report."""
     hidden = {"run", "command", *hidden}
     return {
-        name: str(value) if isinstance(value, Path) else value
+        name: _plain(value)
         for name, value in sorted(vars(args).items())
         if name not in hidden and is_given(value)
         if isinstance(value, (str, int, float, list, Path))
     }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return list(map(_plain, value))
+    return value if isinstance(value, (str, int, float)) else str(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

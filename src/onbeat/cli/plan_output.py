@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from onbeat.cli.answers import COST, LIMIT, LOAD, OBJECTIVE, cost_text, gpus_text, promise_text
+from onbeat.cli.answers import COST, LIMIT, cost_text, gpus_text, promise_text, third_person
 from onbeat.cli.outputs import shown_settings
 from onbeat.planner.plan_charts import (
     bucket_figure,
@@ -29,8 +29,6 @@ from onbeat.simulator.resolve import POOL_BANDWIDTH
 
 SHORT_RUN = 30.0
 """Seconds."""
-HALF = 0.5
-"""Times the objectives."""
 FLEET_LEGEND = (
     "Watts: what the GPUs draw at most. In time: requests that keep their objectives. Most requests/s: up to "
     "here the fleet keeps the promise. Limit: what more load makes late first. Busy: share of the time in a "
@@ -224,10 +222,9 @@ def answer_of(report: PlanReport) -> str:
         for unit, count in plan.best.parts
     )
     is_one = plan.best.num_replicas == 1 and plan.best.parts[0][0].num_devices == 1
-    verb, _, rest = promise.partition(" ")
-    serve, keep = ("serves", f"{verb}s") if is_one else ("serve", verb)
-    cost = f"${plan.best.usd_per_hour:,.2f} an hour"
-    return f"{gpus} {serve} {plan.rate:g} requests/s and {keep} {rest}; {cost}."
+    does = f"serve {plan.rate:g} requests/s", promise
+    serve, keep = map(third_person, does) if is_one else does
+    return f"{gpus} {serve} and {keep}; ${plan.best.usd_per_hour:,.2f} an hour."
 
 
 def facts_of(report: PlanReport) -> list[tuple[str, str]]:
@@ -237,28 +234,7 @@ def facts_of(report: PlanReport) -> list[tuple[str, str]]:
         return [("What could be kept", "; or ".join(plan.nearest) + ".")] if plan.nearest else []
     tokens = plan.rate * float(report.task.load.num_output_tokens.mean())
     cost = f"{cost_text(best.usd_per_hour, tokens)} The GPUs draw at most {best.watts:,.0f} watts."
-    facts = [(COST, cost), (LIMIT, limit_of(best, plan.rate))]
-    doubled = plan.doubled
-    facts.append(
-        (
-            LOAD,
-            f"{2 * plan.rate:g} requests/s cost about ${doubled.usd_per_hour:,.2f} an hour: {doubled.fleet}. "
-            "This is estimated, not simulated."
-            if doubled
-            else "The GPUs that were offered do not serve twice the load, by the estimates.",
-        )
-    )
-    half = next((each for each in plan.costs if each.scale == HALF), None)
-    facts.append(
-        (
-            OBJECTIVE,
-            f"With objectives half as long, the fleet costs about ${half.usd_per_hour:,.2f} an hour: "
-            f"{half.fleet}. This is estimated, not simulated."
-            if half
-            else "No fleet of these GPUs keeps objectives half as long, by the estimates.",
-        )
-    )
-    return facts
+    return [(COST, cost), (LIMIT, limit_of(best, plan.rate))]
 
 
 def conclusions(report: PlanReport) -> list[str]:

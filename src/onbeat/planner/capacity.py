@@ -16,8 +16,7 @@ from onbeat.metrics.distribution import LEVEL, student_half_width
 from onbeat.planner.cases import Case, Labels, case_name, run_trial
 from onbeat.planner.objective import Objective, Verdict
 from onbeat.planner.parallel import TaskContext
-from onbeat.planner.search import Bracket, SearchOptions, Stopped, search_rate
-from onbeat.planner.share_objectives import AttainmentObjective, DistServeObjective, with_longer_objectives
+from onbeat.planner.search import Bracket, SearchOptions, Stopped, Trial, search_rate
 from onbeat.report.units import significant
 from onbeat.scheduler.replica.token_budget import full_step, mean_decode_context
 from onbeat.simulator.simulation_config import SimulationConfig
@@ -25,8 +24,6 @@ from onbeat.workload.offered import OfferedLoad
 
 MORE_LOAD = (1.25, 2.0)
 """Times the found rate, that are run beside a search."""
-TIGHTER = 0.5
-"""Times the objectives."""
 
 
 class Outcome(StrEnum):
@@ -54,18 +51,8 @@ class CapacityTask:
     load: OfferedLoad
     objective: Objective
     options: SearchOptions
-    has_asides: bool = False
-    """Whether the found rate is run with more load and with shorter objectives too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Aside:
-    """A run to its end beside a search: how the same machines fare with something else."""
-
-    rate: float
-    verdict: Verdict
-    objectives: float = 1.0
-    """So many times as long as those that were asked for."""
+    has_more_load: bool = False
+    """Whether more than the found rate is run too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +65,9 @@ class Repeat:
     num_devices: int = 0
     details: dict[str, Any] | None = None
     """Settings that were resolved: token budget, KV blocks."""
-    asides: tuple[Aside, ...] = ()
-    """The lowest rate that missed the objective, then those of `CapacityTask.has_asides`."""
+    beyond: tuple[Trial, ...] = ()
+    """Runs to their end: the lowest rate that missed the objective, then those of
+    `CapacityTask.has_more_load`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,21 +91,21 @@ class Capacity:
         return self.rate / self.num_devices if self.num_devices else 0.0
 
     @property
-    def asides(self) -> tuple[Aside, ...]:
-        """Of the first repeat."""
-        return self.repeats[0].asides if self.repeats else ()
+    def beyond(self) -> tuple[Trial, ...]:
+        """Runs with more than it serves, of the first repeat."""
+        return self.repeats[0].beyond if self.repeats else ()
 
     @property
     def curve(self) -> list[tuple[float, Verdict]]:
         """Rates that the first repeat ran to the end, with what came of them; the lowest first."""
         bracket = self.repeats[0].bracket if self.repeats else None
         whole = {} if bracket is None else {trial.rate: trial.verdict for trial in bracket.trials}
-        whole |= {aside.rate: aside.verdict for aside in self.asides if aside.objectives == 1}
+        whole |= {trial.rate: trial.verdict for trial in self.beyond}
         return [(rate, whole[rate]) for rate in sorted(whole) if whole[rate].measures]
 
     @property
-    def beyond(self) -> str:
-        """Warning of the highest rate that kept the objective; see `SimulationResult.beyond`."""
+    def warning(self) -> str:
+        """Of the highest rate that kept the objective; see `SimulationResult.beyond`."""
         kept = [
             trial
             for repeat in self.repeats
@@ -177,7 +165,7 @@ def find_capacity(task: CapacityTask, context: TaskContext) -> Repeat:
             options=task.options,
             on_trial=context.report,
         )
-        reason, asides = _explain(task, context, bracket)
+        reason, beyond = _explain(task, context, bracket)
     except ConfigError as error:
         return Repeat(bracket=None, reason=str(error))
     if not bracket.is_finished:
@@ -192,29 +180,23 @@ def find_capacity(task: CapacityTask, context: TaskContext) -> Repeat:
             "max_num_seqs": limits.max_num_seqs,
             "num_blocks": limits.num_blocks,
         },
-        asides=asides,
+        beyond=beyond,
     )
 
 
-def _explain(task: CapacityTask, context: TaskContext, bracket: Bracket) -> tuple[str, tuple[Aside, ...]]:
+def _explain(task: CapacityTask, context: TaskContext, bracket: Bracket) -> tuple[str, tuple[Trial, ...]]:
     """Return what binds, with the numbers of a whole run: the search ends a run that misses early."""
     if not bracket.is_finished or bracket.high == inf:
         return bracket.limit, ()
+    more = MORE_LOAD if task.has_more_load and bracket.low > 0 else ()
+
+    def whole(rate: float) -> Trial:
+        load, stopped = task.load.at_rate(rate), context.is_stopped
+        verdict = run_trial(task.case, load, task.objective, stopped, to_the_end=True)
+        return Trial(rate=rate, verdict=verdict)
+
     try:
-        asides = tuple(
-            Aside(
-                rate=rate,
-                objectives=scale,
-                verdict=run_trial(
-                    task.case,
-                    with_longer_objectives(task.load.at_rate(rate), scale),
-                    task.objective,
-                    context.is_stopped,
-                    to_the_end=True,
-                ),
-            )
-            for rate, scale in _asides(task, bracket)
-        )
+        beyond = tuple(map(whole, (bracket.high, *(bracket.low * factor for factor in more))))
     except Stopped:
         context.stop()
         return bracket.limit, ()
@@ -223,17 +205,7 @@ def _explain(task: CapacityTask, context: TaskContext, bracket: Bracket) -> tupl
         if bracket.low == 0
         else f"at {significant(bracket.high, 4)} requests/s"
     )
-    return f"{where}: {asides[0].verdict.reason}", asides
-
-
-def _asides(task: CapacityTask, bracket: Bracket) -> list[tuple[float, float]]:
-    """Return the (rate, times of the objectives) that are run to the end, the rate that missed first."""
-    found = [(bracket.high, 1.0)]
-    if task.has_asides and bracket.low > 0:
-        found += [(bracket.low * more, 1.0) for more in MORE_LOAD]
-        if isinstance(task.objective, (AttainmentObjective, DistServeObjective)):
-            found.append((bracket.low, TIGHTER))  # these judge requests by their own objectives
-    return found
+    return f"{where}: {beyond[0].verdict.reason}", beyond
 
 
 def combine_repeats(labels: Labels, repeats: Sequence[Repeat | None]) -> Capacity:

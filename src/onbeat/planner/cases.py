@@ -27,13 +27,15 @@ from onbeat.workload.offered import OfferedLoad
 Labels = tuple[tuple[str, str], ...]
 """What sets a case apart: (setting, value)."""
 
+TBT = "slo_tbt_ms"
+"""Label of the TBT objective: it changes the load and the objective, not the replica."""
 _SHORT_NAMES = {
     "tensor_parallel": "tp",
     "pipeline_parallel": "pp",
     "max_num_batched_tokens": "budget",
     "max_num_seqs": "seqs",
     "shed_order": "shed order",
-    "slo_tbt_ms": "TBT objective (ms)",
+    TBT: "TBT objective (ms)",
 }
 
 

@@ -1,4 +1,4 @@
-"""Figures of capacities and of throughput against latency, as plain Plotly descriptions."""
+"""Figures of capacities, as plain Plotly descriptions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
-from onbeat.metrics.attainment import USUAL_SHARE
-from onbeat.metrics.summary import LatencyStatistic
 from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.planner.cases import Labels, case_name, short_name
-from onbeat.planner.frontier import FrontierPoint
 from onbeat.report.plot import (
     CATEGORIES,
     COLOURS,
@@ -25,26 +22,10 @@ from onbeat.report.plot import (
     series,
     with_limits,
 )
-from onbeat.report.sweep_charts import (
-    KEPT_TITLE,
-    capacity_marks,
-    kept_figure,
-    latency_figure,
-    tradeoff_figure,
-    with_promise,
-)
+from onbeat.report.sweep_charts import KEPT_TITLE, capacity_marks, with_promise
 
 RATE = "requests/s"
 PER_GPU = "requests/s per GPU"
-TITLES = {
-    LatencyStatistic("tpot", "median"): "Median TPOT against throughput",
-    LatencyStatistic("ttft", "median"): "Median TTFT against throughput",
-    LatencyStatistic("itl", "p99"): "P99 TBT against throughput",
-}
-RATE_TITLES = {
-    LatencyStatistic("ttft", "median"): "Median TTFT against request rate",
-    LatencyStatistic("itl", "p99"): "P99 TBT against request rate",
-}
 
 
 def capacity_figure(capacities: Sequence[Capacity]) -> Figure | None:
@@ -130,27 +111,6 @@ def capacity_over_figure(capacities: Sequence[Capacity], name: str) -> Figure | 
 def axes_of(cases: Sequence[Labels]) -> list[str]:
     """Return the settings in which cases differ, in their order."""
     return list(dict.fromkeys(name for labels in cases for name, _ in labels))
-
-
-def frontier_figures(points: Sequence[FrontierPoint], promised: float | None = None) -> list[Figure]:
-    """Return latency against output tokens/s per GPU, one line a case, as MLC's engine study plots it.
-
-    Points of an open loop are also shown over the request rate, as Sarathi-Serve plots them.
-
-    Parameters
-    ----------
-    points : all of closed loops, or all of open ones.
-    promised : share of good requests that was asked for; None where no objective names one.
-    """
-    runs = [point.run for point in points if point.run is not None]
-    against = [tradeoff_figure(runs, latency, title) for latency, title in TITLES.items()]
-    over_rate = [
-        latency_figure(runs, latency, title)
-        for latency, title in RATE_TITLES.items()
-        if not any(run.level.is_closed for run in runs)
-    ]
-    kept = kept_figure(runs, promised or USUAL_SHARE, is_promised=promised is not None)
-    return [drawn for drawn in (kept, *against, *over_rate) if drawn is not None]
 
 
 def _error_bars(capacities: Sequence[Capacity]) -> dict[str, Any]:

@@ -187,7 +187,6 @@ class Planner:
         kept = sorted((fleet for fleet in fleets if self._is_proved(fleet)), key=_cost)
         shown = _worth_showing(kept[0] if kept else None, kept)
         shown = self._at_promise([*self._with_capacities(shown[:1]), *shown[1:]])
-        costs, doubled = self._costs(rated, units, shown[0]) if shown else ((), None)
         return FleetPlan(
             rate=self.task.rate,
             needed_rate=self.task.needed_rate,
@@ -201,8 +200,7 @@ class Planner:
             is_exhausted=search.is_exhausted,
             infeasible="" if shown else why or search.infeasible,
             nearest=() if shown else self._nearest(rated, units, buckets),
-            costs=costs,
-            doubled=doubled,
+            costs=self._costs(rated, units, shown[0]) if shown else (),
         )
 
     def _apart(self, best: Fleet) -> list[Fleet]:
@@ -282,8 +280,8 @@ class Planner:
 
     def _costs(
         self, rated: Sequence[RatedUnit], units: Sequence[RatedUnit], best: Fleet
-    ) -> tuple[tuple[CostAt, ...], CostAt | None]:
-        """Return the cost over objectives that are shorter or longer, and that of twice the load, estimated.
+    ) -> tuple[CostAt, ...]:
+        """Return the cost over objectives that are shorter or longer, estimated.
 
         The estimates are scaled so that they give the promised objectives the cost that was found.
         """
@@ -308,8 +306,7 @@ class Planner:
             found = cheapest(1.0, middle)
             is_too_dear = found is None or found.usd_per_hour > best.usd_per_hour + 1e-6
             low, high = (low, middle) if is_too_dear else (middle, high)
-        costs = tuple(cost for scale in SCALES if (cost := cheapest(scale, low)) is not None)
-        return costs, cheapest(1.0, 2 * low)
+        return tuple(cost for scale in SCALES if (cost := cheapest(scale, low)) is not None)
 
     # ---- what is simulated ----
 

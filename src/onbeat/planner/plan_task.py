@@ -154,7 +154,7 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostAt:
-    """What the estimates alone say of other objectives or more load; nothing of it was simulated."""
+    """What the estimates alone say of other objectives; nothing of it was simulated."""
 
     scale: float
     """All objectives are so many times as long as the promised ones."""
@@ -191,8 +191,6 @@ class FleetPlan:
     """Promises that could be kept instead, as flags."""
     costs: tuple[CostAt, ...] = ()
     """Over objectives that are shorter and longer."""
-    doubled: CostAt | None = None
-    """Of twice the load; None where the devices that there are do not serve it."""
 
 
 def interval_of(values: Sequence[float], *, most: float = inf) -> tuple[float, float, float]:

@@ -103,30 +103,11 @@ class RunHeader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TradeoffPoint:
-    """A run as one point of throughput against latency."""
-
-    series: str
-    """Points of one series are joined by a line."""
-    level: Level
-    """What sets it apart in its series."""
-    summary: RunSummary
-    num_gpus: int
-
-    @property
-    def output_throughput_per_gpu(self) -> float:
-        """Output tokens per second and GPU."""
-        return self.summary.counts.output_throughput / self.num_gpus
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Run(Generic[R]):
     """One run: its numbers, and the requests behind them."""
 
     title: str = ""
     """What sets it apart in a table of several runs."""
-    series: str = ""
-    """Runs of one series are joined by a line."""
     header: RunHeader
     summary: RunSummary
     num_gpus: int
@@ -158,11 +139,9 @@ class Run(Generic[R]):
     """What files alone have."""
 
     @property
-    def point(self) -> TradeoffPoint:
-        """The run as a point of throughput against latency."""
-        return TradeoffPoint(
-            series=self.series, level=self.header.level, summary=self.summary, num_gpus=self.num_gpus
-        )
+    def output_throughput_per_gpu(self) -> float:
+        """Output tokens per second and GPU."""
+        return self.summary.counts.output_throughput / self.num_gpus
 
     @property
     def latencies(self) -> Mapping[str, Distribution]:
@@ -173,7 +152,7 @@ class Run(Generic[R]):
     @property
     def values(self) -> dict[str, Any]:
         """As a file has it."""
-        found = self.header.values | {"title": self.title, "series": self.series, **self.settings}
+        found = self.header.values | {"title": self.title, **self.settings}
         found |= summary_values(self.summary, self.of_classes) | latency_values(self.latencies)
         found |= {fact.key: fact.value for fact in self.facts}
         for part in self.parts:
@@ -183,7 +162,7 @@ class Run(Generic[R]):
             "num_interrupted_requests": self.num_interrupted_requests,
             "timing_origin": self.timing_origin,
             "num_gpus": self.num_gpus,
-            "output_throughput_per_gpu": self.point.output_throughput_per_gpu,
+            "output_throughput_per_gpu": self.output_throughput_per_gpu,
             **self.details,
         }
 

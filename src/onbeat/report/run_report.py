@@ -173,11 +173,10 @@ def _over_time(run: AnyRun, num_runs: int) -> Iterator[Plots]:
 
 def _sweep_sections(runs: Sequence[AnyRun]) -> list[Section]:
     sections = []
-    loads = sweep_charts.group_by_load(runs, lambda run: run.header.level.is_closed)
+    loads = group_by_load(runs)
     for load, members in loads.items():
-        points = [member.point for member in members]
-        figures = [sweep_charts.tradeoff_figure(points, each, title) for each, title in TRADEOFFS.items()]
-        kept = [sweep_charts.kept_figure(points), sweep_charts.goodput_figure(points)]
+        figures = [sweep_charts.tradeoff_figure(members, each, title) for each, title in TRADEOFFS.items()]
+        kept = [sweep_charts.kept_figure(members), sweep_charts.goodput_figure(members)]
         title = f"Latency against throughput: {load}"
         sections.append(Section(title, [Plots(kept, per_row=2), Plots(figures)]))
     lines = []
@@ -189,9 +188,8 @@ def _sweep_sections(runs: Sequence[AnyRun]) -> list[Section]:
     columns = (Column("run", "run", str), *ERROR_COLUMNS)
     sections.append(Section("Not completed", [Table("", columns, errors)]))
     for load, members in loads.items():
-        for series, group in sweep_charts.group_by_series(members).items():
-            curves = [charts.cdf_figure(group, metric, title) for metric, title in CDF_TITLES.items()]
-            sections.append(Section(" ".join(["Distributions:", series, load]), [Plots(curves)]))
+        curves = [charts.cdf_figure(members, metric, title) for metric, title in CDF_TITLES.items()]
+        sections.append(Section(f"Distributions: {load}", [Plots(curves)]))
     for run in runs:
         parts = [
             part
@@ -201,6 +199,16 @@ def _sweep_sections(runs: Sequence[AnyRun]) -> list[Section]:
         title = f"{run.title}: {number(run.summary.counts.output_throughput)} output tokens/s"
         sections.append(Section(title, [*parts, *_over_time(run, len(runs))], "page", is_folded=True))
     return sections
+
+
+def group_by_load(runs: Sequence[AnyRun]) -> dict[str, list[AnyRun]]:
+    """Return the runs of closed loops and those of open loops, in their order."""
+    groups: dict[str, list[AnyRun]] = {}
+    for run in runs:
+        is_closed = run.header.level.is_closed
+        name = "closed loop, by concurrency" if is_closed else "open loop, by request rate"
+        groups.setdefault(name, []).append(run)
+    return groups
 
 
 def latency_columns(percentiles: Sequence[float]) -> list[Column]:

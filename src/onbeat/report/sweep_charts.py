@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from math import isfinite
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from onbeat.metrics.attainment import USUAL_SHARE
 from onbeat.metrics.summary import LatencyStatistic, RunSummary
@@ -15,7 +15,6 @@ from onbeat.report.plot import (
     Figure,
     Trace,
     axis,
-    drawn_values,
     figure,
     height_with_legend,
     latency_axis,
@@ -26,7 +25,7 @@ from onbeat.report.plot import (
     trace,
     with_limits,
 )
-from onbeat.report.run import TradeoffPoint
+from onbeat.report.run import AnyRun
 
 KEPT_TITLE = "Share of requests within their objectives"
 GOODPUT_TITLE = "Goodput"
@@ -34,85 +33,32 @@ SHARES = [0, 20, 40, 60, 80, 100]
 """That an axis of percents marks."""
 
 
-class InSeries(Protocol):
-    """What belongs to one line of a chart."""
-
-    @property
-    def series(self) -> str: ...
-
-
-S = TypeVar("S", bound=InSeries)
-L = TypeVar("L")
-
-
-def tradeoff_figure(runs: Sequence[TradeoffPoint], latency: LatencyStatistic, title: str) -> Figure | None:
-    """Return a latency statistic against output throughput, per GPU of several, a line a series of runs."""
-    lines = []
-    groups = group_by_series(runs)
-    hover = "%{x:.1f} tok/s, %{y:.1f} ms (%{customdata})"
-    for position, (name, members) in enumerate(groups.items()):
-        points = [(run, value) for run in members if (value := latency.of(run.summary)) is not None]
-        if not points:
-            continue
-        xs = rounded([run.output_throughput_per_gpu for run, _ in points])
-        levels = [run.level.name for run, _ in points]
-        labels = _point_labels(levels, is_crowded=len(groups) > 1)
-        text = {"text": labels, "textposition": "top center", "textfont": {"size": 10}, "cliponaxis": False}
-        drawn = series(name, position, xs, rounded([y for _, y in points]), hover=hover, customdata=levels)
-        lines.append(drawn | text | {"mode": "lines+markers+text"})
-    if not lines:
+def tradeoff_figure(runs: Sequence[AnyRun], latency: LatencyStatistic, title: str) -> Figure | None:
+    """Return a latency statistic against output throughput, per GPU of several; None where no run has it."""
+    points = [(run, value) for run in runs if (value := latency.of(run.summary)) is not None]
+    if not points:
         return None
+    xs, ys = rounded([run.output_throughput_per_gpu for run, _ in points]), rounded([y for _, y in points])
+    levels = [run.header.level.name for run, _ in points]
+    labels = [level.removeprefix("c=") for level in levels]
+    text = {"text": labels, "textposition": "top center", "textfont": {"size": 10}, "cliponaxis": False}
+    hover = "%{x:.1f} tok/s, %{y:.1f} ms (%{customdata})"
+    line = series("", 0, xs, ys, hover=hover, customdata=levels) | text | {"mode": "lines+markers+text"}
     is_one = all(run.num_gpus == 1 for run in runs)
     limits = limits_of_all((run.summary for run in runs), latency.metric)
-    ms = axis("ms", **latency_axis([*drawn_values(lines), *limits]))
-    drawn = figure(title, lines, "output tokens/s" if is_one else "output tokens/s per GPU", ms)
+    ms = axis("ms", **latency_axis([*ys, *limits]))
+    drawn = figure(title, [line], "output tokens/s" if is_one else "output tokens/s per GPU", ms)
     return with_limits(drawn, limits)
 
 
-def latency_figure(runs: Sequence[TradeoffPoint], latency: LatencyStatistic, title: str) -> Figure | None:
-    """Return a latency statistic over the load, a line a series of runs; None where no run has it."""
-    drawn = over_load_figure(runs, latency.of, title, unit="ms")
-    if drawn is None:
-        return None
-    limits = limits_of_all((run.summary for run in runs), latency.metric)
-    drawn["layout"]["yaxis"] |= latency_axis([*drawn_values(drawn["data"]), *limits])
-    return with_limits(drawn, limits)
-
-
-def _point_labels(levels: Sequence[str], *, is_crowded: bool) -> list[str]:
-    """Label every point, or where several lines lie together only the last of each."""
-    names = [level.removeprefix("c=") for level in levels]
-    last = len(names) - 1
-    return [name if i == last or not is_crowded else "" for i, name in enumerate(names)]
-
-
-def group_by_load(runs: Sequence[L], is_closed: Callable[[L], bool]) -> dict[str, list[L]]:
-    """Return the runs of closed loops and those of open loops, in their order."""
-    groups: dict[str, list[L]] = {}
-    for run in runs:
-        name = "closed loop, by concurrency" if is_closed(run) else "open loop, by request rate"
-        groups.setdefault(name, []).append(run)
-    return groups
-
-
-def group_by_series(runs: Sequence[S]) -> dict[str, list[S]]:
-    """Return the runs by series, in their order."""
-    groups: dict[str, list[S]] = {}
-    for run in runs:
-        groups.setdefault(run.series, []).append(run)
-    return groups
-
-
-def kept_figure(
-    runs: Sequence[TradeoffPoint], promised: float = USUAL_SHARE, *, is_promised: bool = False
-) -> Figure | None:
+def kept_figure(runs: Sequence[AnyRun]) -> Figure | None:
     """Return the share of the requests that were good over the load; None where nothing was asked of them.
+
+    The highest load that keeps the usual share is marked.
 
     Parameters
     ----------
     runs : all of closed loops, or all of open ones.
-    promised : share that is to be good: a line, and the highest load of each series that keeps it.
-    is_promised : whether somebody asked for just this share.
     """
 
     def share(summary: RunSummary) -> float | None:
@@ -122,12 +68,9 @@ def kept_figure(
     drawn = over_load_figure(runs, share, KEPT_TITLE, unit="%")
     if drawn is None:
         return None
-    least = promised * 100
-    highest = []
-    for each in drawn["data"]:
-        kept = list(takewhile(lambda point: point[1] >= least, zip(each["x"], each["y"], strict=True)))
-        highest += kept[-1:]
-    return with_promise(drawn, promised, highest, "promised" if is_promised else "of the requests")
+    (line,) = drawn["data"]
+    kept = takewhile(lambda point: point[1] >= USUAL_SHARE * 100, zip(line["x"], line["y"], strict=True))
+    return with_promise(drawn, USUAL_SHARE, list(kept)[-1:], "of the requests")
 
 
 def with_promise(
@@ -137,7 +80,7 @@ def with_promise(
 
     Parameters
     ----------
-    highest : the highest load of each series that keeps it, with its share, %.
+    highest : the highest load of each line that keeps it, with its share, %.
     """
     layout, level = drawn["layout"], share * 100
     data = [*drawn["data"], *([capacity_marks(highest)] if highest else [])]
@@ -156,7 +99,7 @@ def capacity_marks(highest: Sequence[tuple[float, float]]) -> Trace:
     return trace("capacity", loads, kept, "markers+text", hover="%{x:.4g}", text=text, **look)
 
 
-def goodput_figure(runs: Sequence[TradeoffPoint]) -> Figure | None:
+def goodput_figure(runs: Sequence[AnyRun]) -> Figure | None:
     """Return the good requests per second over the load; None where nothing was asked of them.
 
     Parameters
@@ -169,16 +112,14 @@ def goodput_figure(runs: Sequence[TradeoffPoint]) -> Figure | None:
 
 
 def over_load_figure(
-    runs: Sequence[TradeoffPoint], value_of: Callable[[RunSummary], float | None], title: str, *, unit: str
+    runs: Sequence[AnyRun], value_of: Callable[[RunSummary], float | None], title: str, *, unit: str
 ) -> Figure | None:
-    """Return a number of each run over its load, a line a series; None where no run has it."""
-    lines = []
-    load = "requests at once" if any(run.level.is_closed for run in runs) else "requests/s"
-    for position, (name, members) in enumerate(group_by_series(runs).items()):
-        values = [(run.level.load, value_of(run.summary)) for run in members if isfinite(run.level.load)]
-        drawn = sorted((at, value) for at, value in values if value is not None)
-        if drawn:
-            hover = f"%{{y:.4g}} {unit} at %{{x:g}} {load}"
-            xs, ys = zip(*drawn, strict=True)
-            lines.append(series(name, position, rounded(xs), rounded(ys), hover=hover))
-    return figure(title, lines, load, unit) if lines else None
+    """Return a number of each run over its load; None where no run has it."""
+    load = "requests at once" if any(run.header.level.is_closed for run in runs) else "requests/s"
+    levels = [(run.header.level.load, value_of(run.summary)) for run in runs]
+    drawn = sorted((at, value) for at, value in levels if value is not None and isfinite(at))
+    if not drawn:
+        return None
+    xs, ys = zip(*drawn, strict=True)
+    line = series("measured", 0, rounded(xs), rounded(ys), hover=f"%{{y:.4g}} {unit} at %{{x:g}} {load}")
+    return figure(title, [line], load, unit)

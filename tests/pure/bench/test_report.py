@@ -213,8 +213,8 @@ def test_kept_requests_are_drawn_over_the_load(is_closed: bool) -> None:
         for level in (8, 1, 4)
     ]
     runs = [with_classes(slowdown, load) for slowdown, load in zip((6.0, 1.0, 3.0), loads, strict=True)]
-    kept = sweep_charts.kept_figure([run.point for run in runs])
-    good = sweep_charts.goodput_figure([run.point for run in runs])
+    kept = sweep_charts.kept_figure(runs)
+    good = sweep_charts.goodput_figure(runs)
     assert kept is not None
     assert good is not None
     (line, mark), (rates,) = kept["data"], good["data"]
@@ -228,8 +228,8 @@ def test_kept_requests_are_drawn_over_the_load(is_closed: bool) -> None:
     axis = kept["layout"]["xaxis"]["title"]["text"]
     assert axis == ("requests at once" if is_closed else "requests/s")
     nothing = make_result(bench={"summary": SummaryOptions()})
-    assert sweep_charts.kept_figure([nothing.point]) is None
-    assert sweep_charts.goodput_figure([nothing.point]) is None
+    assert sweep_charts.kept_figure([nothing]) is None
+    assert sweep_charts.goodput_figure([nothing]) is None
 
 
 def test_a_page_of_many_runs_can_still_be_mailed(tmp_path: Path) -> None:
@@ -253,13 +253,13 @@ def test_each_latency_has_its_objective_as_a_named_line(tmp_path: Path) -> None:
 
 def test_an_objective_far_from_the_values_does_not_flatten_them() -> None:
     record = with_classes()
-    figure = sweep_charts.tradeoff_figure([record.point], LatencyStatistic("ttft", "mean"), "TTFT")
+    figure = sweep_charts.tradeoff_figure([record], LatencyStatistic("ttft", "mean"), "TTFT")
     assert figure is not None
     assert figure["layout"]["yaxis"].get("type", "linear") == "linear"
     for each in record.records:
         each.slo = SLO(ttft=60.0)
     far = make_result(list(record.records), bench={"summary": SummaryOptions()})
-    figure = sweep_charts.tradeoff_figure([far.point], LatencyStatistic("ttft", "mean"), "TTFT")
+    figure = sweep_charts.tradeoff_figure([far], LatencyStatistic("ttft", "mean"), "TTFT")
     assert figure is not None
     assert figure["layout"]["yaxis"]["type"] == "log"
     assert 10 ** figure["layout"]["annotations"][0]["y"] == pytest.approx(60_000)
@@ -284,18 +284,10 @@ def test_cdf_rises_to_one_hundred() -> None:
     assert curve["x"] == sorted(curve["x"])
 
 
-def test_trade_off_has_one_line_a_series() -> None:
-    runs = [make_result(series="a"), make_result(series="b"), make_result(series="a")]
-    figure = sweep_charts.tradeoff_figure([run.point for run in runs], MEAN_TPOT, "TPOT")
-
-    assert figure is not None
-    assert [(line["name"], len(line["x"])) for line in figure["data"]] == [("a", 2), ("b", 1)]
-
-
 @pytest.mark.parametrize(("num_gpus", "title"), [(1, "output tokens/s"), (2, "output tokens/s per GPU")])
 def test_throughput_is_per_gpu_where_there_are_several(num_gpus: int, title: str) -> None:
     result = make_result(bench={"num_gpus": num_gpus})
-    figure = sweep_charts.tradeoff_figure([result.point], MEAN_TPOT, "TPOT")
+    figure = sweep_charts.tradeoff_figure([result], MEAN_TPOT, "TPOT")
     assert figure is not None
     assert figure["layout"]["xaxis"]["title"]["text"] == title
 

@@ -74,7 +74,6 @@ OWN_KEYS = {
     "dataset_name",
     "dataset_path",
     "title",
-    "series",
     "seed",
     "salt",
     "goodput_objectives_ms",

@@ -13,11 +13,10 @@ from onbeat.cli.capacity_output import CapacityReport, answer_of, capacity_resul
 from onbeat.cli.plan_output import FLEET_LEGEND, conclusions, plan_result
 from onbeat.core.options import change
 from onbeat.core.slo import SLO
-from onbeat.planner.capacity import Aside, Capacity, Outcome, Repeat
+from onbeat.planner.capacity import Capacity, Outcome, Repeat
 from onbeat.planner.charts import search_figures
 from onbeat.planner.objective import Measure, verdict_of
 from onbeat.planner.objectives import parse_objective
-from onbeat.planner.plan_task import CostAt
 from onbeat.planner.search import Bracket, Trial
 from onbeat.planner.units import Unit, device_text
 from onbeat.report.page import write_page
@@ -34,17 +33,14 @@ def share(value: float):
     return verdict_of((Measure(name="attainment", value=value, limit=0.99, unit="share", binds=binds),))
 
 
-LOST = (Aside(rate=28.0, verdict=share(0.02)),)
+LOST = (Trial(rate=28.0, verdict=share(0.02)),)
 
 
 def found(**labels: str) -> Capacity:
     trials = (Trial(rate=7.0, verdict=share(1.0)), Trial(rate=14.0, verdict=share(0.992)))
     bracket = Bracket(low=14.0, high=14.3, trials=trials, is_finished=True)
-    asides = (
-        Aside(rate=14.3, verdict=share(0.985)),
-        Aside(rate=17.5, verdict=share(0.9)),
-        Aside(rate=28.0, verdict=share(0.61)),
-        Aside(rate=14.0, verdict=share(0.8), objectives=0.5),
+    beyond = tuple(
+        Trial(rate=rate, verdict=share(good)) for rate, good in ((14.3, 0.985), (17.5, 0.9), (28.0, 0.61))
     )
     return Capacity(
         labels=tuple(labels.items()),
@@ -53,7 +49,7 @@ def found(**labels: str) -> Capacity:
         interval=(14.0, 14.3),
         num_devices=2,
         reason="at 14.3 requests/s: too few",
-        repeats=(Repeat(bracket=bracket, reason="", num_devices=2, asides=asides),),
+        repeats=(Repeat(bracket=bracket, reason="", num_devices=2, beyond=beyond),),
     )
 
 
@@ -67,7 +63,6 @@ def page_report(*capacities: Capacity) -> CapacityReport:
         },
         capacities=capacities,
         promises={each.labels: PROMISE for each in capacities},
-        share=0.99,
     )
 
 
@@ -85,7 +80,6 @@ def test_a_capacity_answers_before_it_explains(tmp_path: Path) -> None:
         "Most of the others miss the time to the first token (TTFT)."
     )
     assert facts["If the load doubles"].endswith("on the same GPUs, 61 % of the answers are in time.")
-    assert facts["If the objective tightens"].startswith("With objectives half as long, 80 %")
     path = tmp_path / "page.html"
     write_page(capacity_result(report), path)
     text = path.read_text()
@@ -99,7 +93,7 @@ def test_the_share_is_drawn_over_the_rate_with_the_promise_and_the_capacity() ->
     assert (line["x"], line["y"]) == ([7.0, 14.0, 14.3, 17.5, 28.0], [100, 99.2, 98.5, 90, 61])
     assert (mark["x"], mark["y"]) == ([14.0], [99])
     assert figure["layout"]["annotations"][0]["text"] == "99 % promised"
-    (lost,) = search_figures([replace(found(), repeats=(replace(found().repeats[0], asides=LOST),))])
+    (lost,) = search_figures([replace(found(), repeats=(replace(found().repeats[0], beyond=LOST),))])
     assert "type" not in lost["layout"]["yaxis"], "few good requests do not make it a logarithmic axis"
 
 
@@ -141,14 +135,6 @@ def test_a_plan_answers_before_it_explains() -> None:
         "The fleet keeps the promise up to 12 requests/s, 20 % more than asked for. "
         "Beyond that, most late requests miss the time to the first token (TTFT)."
     )
-    assert facts["If the load doubles"].startswith("The GPUs that were offered do not serve twice")
-    costs = (CostAt(scale=0.5, usd_per_hour=6.88, fleet="1 \u00d7 H100-SXM"),)
-    plan = replace(report.plan, costs=costs, doubled=replace(costs[0], scale=1.0))
-    facts = dict(plan_output.facts_of(replace(report, plan=plan)))
-    assert facts["If the load doubles"].startswith(
-        "20 requests/s cost about $6.88 an hour: 1 \u00d7 H100-SXM."
-    )
-    assert "costs about $6.88 an hour" in facts["If the objective tightens"]
 
 
 def test_a_plan_is_told_in_plain_words() -> None:

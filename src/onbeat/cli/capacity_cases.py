@@ -1,0 +1,227 @@
+"""From the flags of `onbeat capacity` to the cases and loads that it compares."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from onbeat.cli.options import read_options, read_value
+from onbeat.cli.simulate_options import replica_settings
+from onbeat.core.errors import ConfigError
+from onbeat.core.hints import likely_meant
+from onbeat.core.options import Setting, change, changed, settings_of
+from onbeat.core.slo import SLO
+from onbeat.planner.cases import TBT, ReplicaCase, settings_grid
+from onbeat.planner.objective import Objective
+from onbeat.planner.objectives import parse_objective
+from onbeat.scheduler.replica.token_budget import mean_decode_context
+from onbeat.simulator.deployment import AUTO, Deployment
+from onbeat.simulator.resolve import Resolved, decode_context, resolve, step_times_text, what_binds
+from onbeat.workload.load import Load, tightest_tbt
+from onbeat.workload.offered import LongerThanContext, OfferedLoad
+
+_PLENTY_OF_BLOCKS = 1 << 24
+_VARIED = frozenset(
+    {
+        *("tensor_parallel", "pipeline_parallel", "replicas", "router", "device", "dtype", "policy"),
+        *("max_num_seqs", "max_num_batched_tokens", "shed", "shed_order", "tbt"),
+    }
+)
+VARIABLES: Mapping[str, Setting] = {
+    flag.lstrip("-"): setting
+    for setting in (*settings_of(Deployment), *settings_of(Load))
+    if setting.name in _VARIED
+    for flag in (setting.flag, *setting.option.aliases)
+}
+"""What may take several values: its flags -> its setting."""
+VARIABLE_NAMES = ", ".join(dict.fromkeys(setting.flag.lstrip("-") for setting in VARIABLES.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCase:
+    """A configuration, what it is judged by, and the load of each repeat."""
+
+    case: ReplicaCase
+    objective: Objective
+    loads: tuple[OfferedLoad, ...]
+    step_times: str
+    """What predicts them; empty where the configuration cannot run."""
+    error: str = ""
+    """Why the configuration cannot run at all: its memory, as a rule."""
+
+    @property
+    def objectives(self) -> dict[str, SLO]:
+        """Of its requests, by the name of their class."""
+        return {each.name: each.slo for each in self.loads[0].classes}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    case: ReplicaCase
+    simulation: Resolved | None
+    error: str = ""
+
+
+def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the values of each setting that varies, in the order given.
+
+    Raises
+    ------
+    ConfigError : an unknown name, one that is given twice, or a value that cannot be read.
+    """
+    axes: dict[str, list[Any]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        name = name.lstrip("-").replace("_", "-")
+        if name not in VARIABLES:
+            near = likely_meant(name, VARIABLES)
+            hint = f"did you mean {near}?" if near else f"choose of {VARIABLE_NAMES}"
+            raise ConfigError(f"--vary {text}: {name!r} cannot vary; {hint}")
+        words = [word.strip() for word in values.split(",")]
+        if not equals or not all(words):
+            raise ConfigError(f"--vary {text}: expected NAME=VALUE,VALUE, such as tp=1,2")
+        if len(set(words)) < len(words):
+            raise ConfigError(f"--vary {text}: a value is given twice")
+        setting = VARIABLES[name]
+        if setting.name in axes:
+            raise ConfigError(f"--vary {name} is given twice; put all its values into one")
+        try:
+            axes[setting.name] = [read_value(setting, word) for word in words]
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"--vary {text}: {error}") from error
+    return axes
+
+
+def plan_cases(
+    args: argparse.Namespace, vary: Sequence[str], *, objective: str, repeats: int
+) -> list[PlannedCase]:
+    """Return every configuration that the flags name.
+
+    Parameters
+    ----------
+    vary, objective, repeats : values of these flags.
+
+    Raises
+    ------
+    ConfigError : bad input. A model that does not fit its devices is not: that is a case which cannot run.
+    """
+    if args.request_rate is not None:
+        raise ConfigError(
+            "capacity searches for the rate: leave out --request-rate. onbeat simulate runs one rate; "
+            "--arrivals gamma draws Poisson arrivals for a trace"
+        )
+    axes = parse_vary(vary)
+    tbts = axes.pop("tbt", [])
+    base = replica_settings(args)
+    for each, value in changed(base).items():
+        if value not in axes.get(each.name, [value]) and each.name != "device":  # which must be given
+            raise ConfigError(f"--vary does not try {each.flag} {value}: add it to --vary, or leave it out")
+    drafts = _draft_cases(base, axes)
+    asked = read_options(args, Load)
+    planned: list[PlannedCase] = []
+    for own in [change(asked, tbt=tbt) for tbt in tbts] or [asked]:
+        tbt = tightest_tbt(own.classes())
+        goal = parse_objective(objective, tbt=tbt, mode=args.slo_mode)
+        loads = _loads(own, repeats, drafts)
+        goal.allowances(loads[0])  # refuses a load that it cannot judge
+        label = ((TBT, f"{own.slo.tbt * 1e3:g}"),) if tbts and own.slo.tbt is not None else ()
+        for draft in drafts:
+            context = _context_tokens(draft, loads[0])
+            case = replace(draft.case, labels=draft.case.labels + label, tbt=tbt, context_tokens=context)
+            step_times = ""
+            if draft.simulation is not None:
+                step_times = step_times_text(case.settings, draft.simulation.errors)
+            planned.append(
+                PlannedCase(
+                    case=case,
+                    objective=goal,
+                    loads=loads,
+                    step_times=step_times,
+                    error=draft.error or _too_short(draft, loads),
+                )
+            )
+    return planned
+
+
+def _draft_cases(base: Deployment, axes: dict[str, list[Any]]) -> list[_Draft]:
+    """Build each configuration once: bad input comes to light before anything runs."""
+    drafts, refusals = [], []
+    for labels, settings in settings_grid(base, axes):
+        case = ReplicaCase(settings=settings, labels=labels)
+        # What an automatic budget needs to know of the load is not known yet.
+        is_auto = settings.limits.max_num_batched_tokens == AUTO
+        trial = change(settings, max_num_batched_tokens=None) if is_auto else settings
+        try:
+            drafts.append(_Draft(case=case, simulation=resolve(trial)))
+        except ConfigError as error:
+            drafts.append(_Draft(case=case, simulation=None, error=str(error)))
+            if not _fits_with_plenty_of_memory(trial):
+                refusals.append(error)
+    if len(refusals) == len(drafts):
+        raise refusals[0]
+    return drafts
+
+
+def _fits_with_plenty_of_memory(settings: Deployment) -> bool:
+    try:
+        resolve(replace(settings, num_blocks=_PLENTY_OF_BLOCKS))
+    except ConfigError:
+        return False
+    return True
+
+
+def _too_short(draft: _Draft, loads: tuple[OfferedLoad, ...]) -> str:
+    """Return why a configuration cannot take the longest requests; empty where it can, or cannot run."""
+    if draft.simulation is None:
+        return ""
+    try:
+        for load in loads:
+            load.check_lengths(draft.simulation.config.max_model_len, overlong="error")
+    except LongerThanContext as error:
+        return str(what_binds(draft.case.settings, error))
+    return ""
+
+
+def _loads(asked: Load, num_repeats: int, drafts: list[_Draft]) -> tuple[OfferedLoad, ...]:
+    """Return the load of each repeat; one for all where the seed changes nothing.
+
+    Raises
+    ------
+    ConfigError : it has no rate to search, or requests that no configuration takes.
+    """
+    settings = {
+        each.simulation.config.max_model_len: each.case.settings for each in drafts if each.simulation
+    }
+    longest = max(settings, default=_PLENTY_OF_BLOCKS)
+    try:
+        loads = tuple(
+            replace(asked, seed=asked.seed + repeat).offered(
+                max_model_len=longest, overlong=drafts[0].case.settings.overlong
+            )
+            for repeat in range(num_repeats)
+        )
+    except LongerThanContext as error:
+        raise what_binds(settings[longest], error) from None
+    first = loads[0]
+    if first.rate is None or not np.isfinite(first.rate):
+        raise ConfigError(
+            f"the {first.name} load has no rate to search: it is a closed loop, or all its requests arrive "
+            "at once; give --arrivals gamma, or leave out --max-concurrency"
+        )
+    return loads[:1] if all(_are_equal(first, load) for load in loads[1:]) else loads
+
+
+def _are_equal(a: OfferedLoad, b: OfferedLoad) -> bool:
+    columns = ("arrivals", "num_prompt_tokens", "num_output_tokens", "class_ids")
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in columns)
+
+
+def _context_tokens(draft: _Draft, load: OfferedLoad) -> int:
+    """Return the mean context of a decode: the load's, or what a full batch has KV memory for."""
+    if draft.simulation is None:
+        return mean_decode_context(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist())
+    return decode_context(load, draft.simulation.config.scheduler)

@@ -1,0 +1,50 @@
+"""Figures of capacities."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from onbeat.planner.capacity import Capacity, Outcome
+from onbeat.planner.charts import axes_of, capacity_figure, capacity_over_figure
+
+
+def make_capacity(rate: float, **labels: str) -> Capacity:
+    return Capacity(
+        labels=tuple(labels.items()),
+        outcome=Outcome.FOUND if rate else Outcome.INFEASIBLE,
+        rate=rate,
+        interval=(rate * 0.9, inf if rate > 5 else rate * 1.1),
+        num_devices=2,
+        reason="P99 TBT 0.2 s > 0.1 s",
+        repeats=(),
+    )
+
+
+CAPACITIES = [
+    make_capacity(1.0, policy="sarathi", slo_tbt_ms="100"),
+    make_capacity(6.0, policy="sarathi", slo_tbt_ms="50"),
+    make_capacity(0.0, policy="orca", slo_tbt_ms="100"),
+]
+
+
+def test_bars_show_each_capacity_per_device() -> None:
+    figure = capacity_figure(CAPACITIES)
+    assert figure is not None
+    (bars,) = figure["data"]
+    assert bars["x"] == [0.5, 3.0]
+    assert bars["error_x"]["arrayminus"] == pytest.approx([0.05, 0.3])
+    assert bars["error_x"]["array"] == pytest.approx([0.05, 0.0])
+    assert capacity_figure([CAPACITIES[2]]) is None
+
+
+def test_lines_show_capacity_over_a_numeric_setting() -> None:
+    assert axes_of([each.labels for each in CAPACITIES]) == ["policy", "slo_tbt_ms"]
+    figure = capacity_over_figure(CAPACITIES, "slo_tbt_ms")
+    assert figure is not None
+    sarathi, orca = figure["data"]
+    assert (sarathi["x"], sarathi["y"]) == ([50.0, 100.0], [3.0, 0.5])
+    assert orca["y"] == [0.0]
+    assert figure["layout"]["xaxis"]["ticktext"] == ["50", "100"]
+    assert capacity_over_figure(CAPACITIES, "policy") is None
