@@ -34,6 +34,7 @@ from onbeat.engine.messages import (
     Heartbeat,
     Progress,
     Ready,
+    Rejected,
     Shutdown,
     StartFailed,
     Stepped,
@@ -43,7 +44,6 @@ from onbeat.engine.messages import (
 )
 from onbeat.engine.owned_folder import OwnedFolder, check_length_of_socket_paths
 from onbeat.engine.process import BuildEngine, EngineLink, run_engine_process
-from onbeat.engine.rejection import Rejected, unpack_rejection
 
 logger = logging.getLogger("onbeat.engine")
 
@@ -283,4 +283,4 @@ class ProcessEngineClient:
                     self._on_last_words(message)
                 case Rejected() as rejected:
                     if stream := self._streams.get(rejected.request_id):
-                        stream.put_nowait(unpack_rejection(rejected))
+                        stream.put_nowait(rejected.error())

@@ -40,11 +40,11 @@ from onbeat.engine.messages import (
     OpenKV,
     Progress,
     Ready,
+    Rejected,
     StartFailed,
     Stepped,
     ToEngine,
 )
-from onbeat.engine.rejection import Rejected
 from onbeat.scheduler.cluster.events import (
     DrainAsked,
     EventDispatcher,

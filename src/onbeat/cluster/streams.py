@@ -24,8 +24,7 @@ from onbeat.core.protocols import Delivery, StepObserver
 from onbeat.core.request import Placement, Request, RequestOutput, TokenLogprobs, overdue_error
 from onbeat.core.slo import Fate
 from onbeat.core.step import StepOutputs
-from onbeat.engine.messages import TOLD_TOKENS, Fetched
-from onbeat.engine.rejection import Rejected, never_fits, unpack_rejection
+from onbeat.engine.messages import TOLD_TOKENS, Fetched, Rejected, never_fits
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.scheduler.cluster.events import Aborted, Delivered, FleetEvent, Refuse, Refused, Rescale, Send
 from onbeat.scheduler.cluster.fleet import MOST_LIVES
@@ -452,13 +451,12 @@ class Streams:
         open_request = self.by_name.get(rejected.request_id)
         if open_request is None or open_request.replica != life.replica:
             return
-        error = unpack_rejection(rejected)
+        error = rejected.error()
         if open_request.rejection is None or not never_fits(error):  # another replica may be faster
             open_request.rejection = error
         is_for_load = isinstance(error, Overloaded | SLOUnattainable)
-        self._tell_refusal(
-            open_request, life.replica, is_for_load=is_for_load, retry_after=rejected.retry_after
-        )
+        retry_after = rejected.details.get("retry_after")
+        self._tell_refusal(open_request, life.replica, is_for_load=is_for_load, retry_after=retry_after)
 
     def _tell_refusal(
         self, open_request: OpenRequest, replica: ReplicaId, *, is_for_load: bool, retry_after: float | None

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
+from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong, RequestRejected, SLOUnattainable
 from onbeat.core.handover import MoveTask, TaskAnswer
 from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import StepOutputs
 from onbeat.engine.kv_access import KVLayout
 from onbeat.engine.kv_transfer.source import KVSource
-from onbeat.engine.rejection import Rejected
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
@@ -85,6 +86,44 @@ class StartFailed(msgspec.Struct, tag="start-failed", array_like=True):
 
     message: str
     is_user_error: bool
+
+
+_REJECTIONS: dict[type[RequestRejected], tuple[str, ...]] = {
+    InvalidRequest: ("param", "code"),
+    PromptTooLong: ("param",),
+    Overloaded: ("param", "code", "retry_after", "reason"),
+    SLOUnattainable: ("predicted_ttft", "retry_after", "code"),
+    RequestRejected: ("param", "code"),
+}
+"""What each is made of, beside its message."""
+
+
+class Rejected(msgspec.Struct, tag="rejected", array_like=True):
+    """A request was refused, by an exception that its caller is to get."""
+
+    request_id: str
+    kind: str
+    """Name of the exception's class."""
+    message: str
+    details: dict[str, Any]
+    """Its other arguments."""
+
+    @classmethod
+    def by(cls, request_id: str, error: RequestRejected) -> Rejected:
+        """Return the message that says why a request was refused."""
+        kind = next(kind for kind in _REJECTIONS if isinstance(error, kind))
+        details = {name: getattr(error, name) for name in _REJECTIONS[kind]}
+        return cls(request_id, kind.__name__, str(error), details)
+
+    def error(self) -> RequestRejected:
+        """Return the exception that the message stands for."""
+        kind = next(kind for kind in _REJECTIONS if kind.__name__ == self.kind)
+        return kind(self.message, **self.details)
+
+
+def never_fits(error: RequestRejected) -> bool:
+    """Whether the engine would refuse the same request even when idle."""
+    return isinstance(error, SLOUnattainable) and error.retry_after is None
 
 
 class Died(msgspec.Struct, tag="died", array_like=True):

@@ -46,6 +46,7 @@ from onbeat.engine.messages import (
     OpenKV,
     Progress,
     Ready,
+    Rejected,
     Shutdown,
     StartFailed,
     decode_to_engine,
@@ -53,7 +54,6 @@ from onbeat.engine.messages import (
     in_portions,
 )
 from onbeat.engine.progress import Detail
-from onbeat.engine.rejection import pack_rejection
 from onbeat.output import unblocked_output
 from onbeat.scheduler.replica.move_agent import MoveAgent
 from onbeat.version import __version__
@@ -408,7 +408,7 @@ class _EngineLoop:
         """Tell why a request is not served: it is refused, or it fails. The engine goes on."""
         request = message.request
         if isinstance(error, RequestRejected):
-            self._say(pack_rejection(request.request_id, error))
+            self._say(Rejected.by(request.request_id, error))
             self._send(self._core.take_load())
             return
         logger.error("request %s could not be taken", request.request_id, exc_info=error)

@@ -6,8 +6,7 @@ import pytest
 
 from onbeat.cluster.streams import OpenRequest, refusal
 from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong, RequestRejected, SLOUnattainable
-from onbeat.engine.messages import decode_from_engine, encode
-from onbeat.engine.rejection import pack_rejection, unpack_rejection
+from onbeat.engine.messages import Rejected, decode_from_engine, encode
 from onbeat.scheduler.cluster.events import Refuse
 from tests.pure.scheduler.driver import make_request
 
@@ -27,9 +26,9 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: f"{type(error).__name__}-{error.code}")
 def test_type_message_and_fields_survive(error):
-    message = decode_from_engine(encode(pack_rejection("r1", error)))
+    message = decode_from_engine(encode(Rejected.by("r1", error)))
     assert message.request_id == "r1"
-    unpacked = unpack_rejection(message)
+    unpacked = message.error()
     assert type(unpacked) is type(error)
     assert str(unpacked) == str(error)
     assert vars(unpacked) == vars(error)
@@ -39,7 +38,7 @@ def test_a_subclass_goes_as_what_the_client_knows():
     class Stranger(Overloaded):
         pass
 
-    assert type(unpack_rejection(pack_rejection("r1", Stranger("full")))) is Overloaded
+    assert type(Rejected.by("r1", Stranger("full")).error()) is Overloaded
 
 
 @pytest.mark.parametrize(("told", "heard"), [(0.5, 0.1), (None, None)])
