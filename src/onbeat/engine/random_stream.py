@@ -14,29 +14,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MASK = (1 << 64) - 1
-_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _DOUBLE_UNIT = 2.0**-53
 
 
-def _mix(value: int) -> int:
-    """Return SplitMix64's finalizer of a 64-bit value: every input bit changes half of the output bits."""
+def mix(value: int) -> int:
+    """Return SplitMix64's finalizer of an integer modulo 2**64: each bit changes half of the output bits."""
+    value &= _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
 
 
+def mix_words(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return `mix` of many values at once."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
 def stream_start(seed: int) -> int:
     """Return the state of the generator of a seed before its first number."""
-    return _mix((seed + _GOLDEN_GAMMA) & _MASK)
+    return mix(seed + GOLDEN_GAMMA)
 
 
 def uniforms(starts: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return `uniform` of many seeds at once, of which `stream_start` is given."""
-    value = starts + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN_GAMMA)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    value ^= value >> np.uint64(31)
-    numbers: NDArray[np.float64] = (value >> np.uint64(11)).astype(np.float64) * _DOUBLE_UNIT
+    words = mix_words(starts + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN_GAMMA))
+    numbers: NDArray[np.float64] = (words >> np.uint64(11)).astype(np.float64) * _DOUBLE_UNIT
     return numbers
 
 
@@ -55,4 +60,4 @@ def uniform(seed: int, position: int, *, draw: int = 0) -> float:
     k-th number of the SplitMix64 generator that starts there.
     """
     index = (draw << 32) + position + 1
-    return (_mix((stream_start(seed) + index * _GOLDEN_GAMMA) & _MASK) >> 11) * _DOUBLE_UNIT
+    return (mix(stream_start(seed) + index * GOLDEN_GAMMA) >> 11) * _DOUBLE_UNIT

@@ -86,21 +86,17 @@ class SamplingRow:
         )
         self.num_pending = 0
         """Tokens that were chosen, but are not known here yet; they come behind `output_token_ids`."""
-        self._may_edit = bool(
-            self.has_penalties
-            or params.logit_bias
-            or params.allowed_token_ids
-            or params.min_tokens
-            or params.bad_words
+        self._always_edits = bool(
+            self.has_penalties or params.logit_bias or params.allowed_token_ids or params.bad_words
         )
-
         self.is_guided = params.grammar is not None
         self.guide: Guide | None = None
         """Holds it to its grammar; whoever takes the request in sets it."""
         self.problem: Exception | None = None
         """Why a guided row has no guide: `RequestRejected` or `GrammarTooComplex` where the grammar is at
         fault."""
-        self.is_always_plain = not (self.asks_logprobs or self._may_edit or self.is_guided)
+        may_edit = self._always_edits or params.min_tokens > 0
+        self.is_always_plain = not (self.asks_logprobs or may_edit or self.is_guided)
         """Whether it never asks for more than a draw; if not, it may do so at some positions only."""
 
     @property
@@ -116,16 +112,7 @@ class SamplingRow:
     @property
     def edits_logits(self) -> bool:
         """Whether this step's logits must be changed before a token is chosen."""
-        if not self._may_edit:
-            return False
-        params = self.params
-        return bool(
-            self.has_penalties
-            or params.logit_bias
-            or params.allowed_token_ids
-            or self.holds_back_stops
-            or params.bad_words
-        )
+        return self._always_edits or self.holds_back_stops
 
     @property
     def is_plain(self) -> bool:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onbeat.core.errors import ConfigError
+from onbeat.engine.backends.base import CheckpointBackend
 from onbeat.engine.loaded_model import LoadedModel, profile_key_of
 from onbeat.engine.profiling.first_look import time_both
 from onbeat.engine.profiling.profiler import QUICK, limits_of, profile_model
 from onbeat.engine.progress import Detail, OnProgress
-from onbeat.engine.speculation.build import DraftModelBuilder
 from onbeat.engine.step_time_spec import device_spec_of, model_spec_of
 from onbeat.engine.step_watch import StepWatch
 from onbeat.perfmodel.description import AnyDescription, SpeculativeDescription, StepTimeDescription
@@ -162,7 +162,8 @@ class _Chooser:
 
     def _learning(self, target: StepTimeDescription) -> StepTime:
         device, proposer = target.device, self._loaded.proposer
-        draft = self._draft_model(proposer, target) if isinstance(proposer, DraftModelBuilder) else None
+        second = None if proposer is None else proposer.backend
+        draft = None if second is None else self._draft_model(second, target)
         description: AnyDescription = target
         operations: BatchOperations = StepOperations(self._spec, self._precision)
         if draft is not None:
@@ -178,13 +179,13 @@ class _Chooser:
         )
         return StepTime(model, watch, description)
 
-    def _draft_model(self, proposer: DraftModelBuilder, target: StepTimeDescription) -> StepTimeDescription:
+    def _draft_model(self, draft: CheckpointBackend, target: StepTimeDescription) -> StepTimeDescription:
         """Describe a second model: by its own profile where there is one that fits, else by the roofline."""
-        precision = proposer.backend.precision()
+        precision = draft.precision()
         assert precision is not None, "the model itself has one, of the same type"
-        spec = model_spec_of(proposer.draft_config, proposer.name)
+        fitted = self._draft_fit(draft.name, precision, target)
         return replace(
-            target, model=spec, precision=precision, fitted=self._draft_fit(proposer.name, precision, target)
+            target, model=model_spec_of(draft.model, draft.name), precision=precision, fitted=fitted
         )
 
     def _draft_fit(self, name: str, precision: Precision, target: StepTimeDescription) -> FittedModel | None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.engine.attention_batch import AttentionBatch
-from onbeat.engine.stand_in.forward import HashCache, mix, mix_number
+from onbeat.engine.random_stream import mix, mix_words
+from onbeat.engine.stand_in.forward import HashCache
 from tests.examples import examples
 
 SIZE = 4
@@ -132,4 +133,4 @@ def test_rows_do_not_meet():
 
 def test_one_word_is_mixed_as_many_are():
     words = np.array([0, 1, 2**63, 2**64 - 1], np.uint64)
-    assert mix(words).tolist() == [mix_number(word) for word in words.tolist()]
+    assert mix_words(words).tolist() == [mix(word) for word in words.tolist()]

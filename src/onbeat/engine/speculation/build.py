@@ -14,9 +14,9 @@ No drafts of its own: what is left is text that grammars prescribe, which any pr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.proposer import DraftRow, Proposer
 from onbeat.engine.speculation.speculative_config import SpeculativeConfig
-from onbeat.engine.weights import Checkpoint, parameter_shapes
+from onbeat.engine.weights import parameter_shapes
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.resolve import resolve_model
 from onbeat.scheduler.scheduler_config import SchedulerConfig
@@ -43,12 +43,6 @@ from onbeat.text.tokenizer import load_tokenizer
 
 class NoDrafts(Proposer):
     """Proposes nothing; see `engine.guided_rows.guided_drafts` for what comes in its place."""
-
-    def admit(self, batch: InputBatch, slot: int, num_computed_tokens: int) -> None:
-        """Keep nothing of a request."""
-
-    def release(self, slot: int) -> None:
-        """Have nothing to forget."""
 
     def propose(self, batch: InputBatch, rows: list[DraftRow]) -> list[list[int]]:  # noqa: ARG002
         """Return no draft for any row."""
@@ -62,9 +56,6 @@ class NoDrafts(Proposer):
     ) -> list[int]:
         """Return that there is none."""
         return [0] * len(slots)
-
-    def close(self) -> None:
-        """Let go of nothing."""
 
 
 _TOKEN_BITS = 32
@@ -118,9 +109,6 @@ class NgramProposer(Proposer):
             num_likely = history.num_likely
             found.append(num_likely if num_likely < most else most)
         return found
-
-    def close(self) -> None:
-        """Let go of nothing that does not go with the object."""
 
 
 class _History:
@@ -233,88 +221,17 @@ def first_difference(one: Tokenizer, other: Tokenizer) -> int | None:
     return None
 
 
-class ProposerBuilder(Protocol):
+@dataclass(frozen=True, slots=True)
+class ProposerBuilder:
     """A proposer that may be built."""
 
-    @property
-    def description(self) -> str:
-        """What proposes, for people."""
-        ...
-
-    @property
-    def backend(self) -> CheckpointBackend | None:
-        """Of the model that proposes, which has as many KV blocks as the target; None where none does."""
-        ...
-
-    def build(self, forward: ForwardPass, limits: SchedulerConfig) -> Proposer:
-        """Load what it needs.
-
-        Parameters
-        ----------
-        forward : the target.
-
-        Raises
-        ------
-        ConfigError : a weight cannot be read, or memory is short.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class NgramBuilder:
-    """Drafts from the request's own tokens."""
-
-    config: SpeculativeConfig
-    backend: None = None
-
-    @property
-    def description(self) -> str:
-        shortest, longest = self.config.prompt_lookup_min, self.config.prompt_lookup_max
-        return f"what followed the same {shortest} to {longest} tokens before"
-
-    def build(self, forward: ForwardPass, limits: SchedulerConfig) -> Proposer:  # noqa: ARG002
-        return NgramProposer(self.config)
-
-
-class GrammarBuilder:
-    """Drafts of nothing but what grammars prescribe."""
-
-    description = "what the grammars of answers prescribe"
-    backend = None
-
-    def build(self, forward: ForwardPass, limits: SchedulerConfig) -> Proposer:  # noqa: ARG002
-        return NoDrafts()
-
-
-@dataclass(frozen=True, slots=True)
-class DraftModelBuilder:
-    """Drafts by a second model."""
-
-    name: str
-    checkpoint: Checkpoint
-    backend: CheckpointBackend
-
-    @property
-    def description(self) -> str:
-        millions = num_parameters(self.draft_config) / 1e6
-        return f"the draft model {self.name} ({millions:.1f} million parameters, {self.backend.description})"
-
-    @property
-    def draft_config(self) -> ModelConfig:
-        """The model that makes the drafts."""
-        return self.checkpoint.config
-
-    def build(self, forward: ForwardPass, limits: SchedulerConfig) -> Proposer:
-        # What it decides is of interest for the model that it drafts for, which was told.
-        draft, _ = self.backend.build(limits, lambda _: None)
-        _warm_up(draft, limits)
-        return DraftModelProposer(
-            draft,
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            max_num_seqs=limits.max_num_seqs,
-            vocab_size=forward.config.vocab_size,
-        )
+    description: str
+    """What proposes, for people."""
+    build: Callable[[ForwardPass, SchedulerConfig], Proposer]
+    """Loads what it needs, given the target; raises `ConfigError` if a weight cannot be read, or memory is
+    short."""
+    backend: CheckpointBackend | None = None
+    """Of the model that proposes, which has as many KV blocks as the target; None where none does."""
 
 
 def choose_proposer(config: EngineConfig, target: Backend) -> ProposerBuilder | None:
@@ -329,10 +246,27 @@ def choose_proposer(config: EngineConfig, target: Backend) -> ProposerBuilder | 
     if speculative is None:
         return None
     if speculative.method == "ngram":
-        return NgramBuilder(speculative)
+        shortest, longest = speculative.prompt_lookup_min, speculative.prompt_lookup_max
+        description = f"what followed the same {shortest} to {longest} tokens before"
+        return ProposerBuilder(description, lambda *_: NgramProposer(speculative))
     if speculative.method == "grammar":
-        return GrammarBuilder()
+        return ProposerBuilder("what the grammars of answers prescribe", lambda *_: NoDrafts())
     return _choose_draft_model(speculative, config, target)
+
+
+def _build_draft_model(
+    backend: CheckpointBackend, target: ForwardPass, limits: SchedulerConfig
+) -> DraftModelProposer:
+    # What it decides is of interest for the model that it drafts for, which was told.
+    draft, _ = backend.build(limits, lambda _: None)
+    _warm_up(draft, limits)
+    return DraftModelProposer(
+        draft,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        max_num_seqs=limits.max_num_seqs,
+        vocab_size=target.config.vocab_size,
+    )
 
 
 def _warm_up(forward: ForwardPass, limits: SchedulerConfig) -> None:
@@ -354,7 +288,7 @@ def num_parameters(config: ModelConfig) -> int:
 
 def _choose_draft_model(
     speculative: SpeculativeConfig, config: EngineConfig, target: Backend
-) -> DraftModelBuilder:
+) -> ProposerBuilder:
     assert speculative.model is not None, "the configuration has checked it"
     try:
         files = resolve_model(speculative.model, needs_weights=config.load_format != "dummy")
@@ -369,4 +303,6 @@ def _choose_draft_model(
             f"{target_size / 1e6:.1f} million of {config.model.name}; take a smaller one"
         )
     check_same_tokenizer(config.model, files)
-    return DraftModelBuilder(files.name, checkpoint, choose_backend(draft, checkpoint, target.device))
+    backend = choose_backend(draft, checkpoint, target.device)
+    description = f"the draft model {files.name} ({size / 1e6:.1f} million parameters, {backend.description})"
+    return ProposerBuilder(description, partial(_build_draft_model, backend), backend)

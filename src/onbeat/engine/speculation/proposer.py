@@ -28,21 +28,22 @@ class Proposer(Protocol):
     of the steps: `release`, `admit`, `propose`, and `num_available` after the step's tokens were appended,
     where the step asks for it.
 
-    Those that inherit from it make any number of drafts and take no memory ahead, unless they say otherwise.
+    Those that inherit from it keep nothing of a request, make any number of drafts and take no memory ahead,
+    unless they say otherwise.
     """
 
-    def admit(self, batch: InputBatch, slot: int, num_computed_tokens: int) -> None:
+    def admit(self, batch: InputBatch, slot: int, num_computed_tokens: int) -> None:  # noqa: ARG002
         """Take in a request that is new, or runs again after a preemption.
 
         Parameters
         ----------
         num_computed_tokens : tokens whose KV the prefix cache holds in the request's first blocks.
         """
-        ...
+        return
 
-    def release(self, slot: int) -> None:
+    def release(self, slot: int) -> None:  # noqa: ARG002
         """Forget a request that ended or was preempted."""
-        ...
+        return
 
     def propose(self, batch: InputBatch, rows: list[DraftRow]) -> list[list[int]]:
         """Return the drafts of each row: what should follow its last token; possibly fewer, or none."""
@@ -68,4 +69,4 @@ class Proposer(Protocol):
 
     def close(self) -> None:
         """Let go of what it holds."""
-        ...
+        return

@@ -29,6 +29,7 @@ from onbeat.engine.guided_draw import hold_to_grammars
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.random_stream import GOLDEN_GAMMA, mix, mix_words
 from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
 from onbeat.engine.sampling_row import TokenIds
 
@@ -38,27 +39,9 @@ TOKEN_BITS = 24
 """Of an entry's 64 bits, those of the token id; the others are the hash."""
 _HASH_MASK = np.uint64((1 << (64 - TOKEN_BITS)) - 1)
 _SHIFT = np.uint64(TOKEN_BITS)
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_WORD = (1 << 64) - 1
+_GOLDEN = np.uint64(GOLDEN_GAMMA)
 _OWN_NUMBERS = 64
 """Of a token's vector: those of two tokens are nearly orthogonal, and more would take a stand-in's time."""
-
-
-def mix(words: _Words) -> _Words:
-    """Return words whose every bit depends on all bits of those given (the finaliser of SplitMix64)."""
-    words = words ^ (words >> np.uint64(30))
-    words = words * np.uint64(0xBF58476D1CE4E5B9)
-    words = words ^ (words >> np.uint64(27))
-    words = words * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
-
-
-def mix_number(number: int) -> int:
-    """Return what `mix` does to a single word."""
-    number &= _WORD
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _WORD
-    return number ^ (number >> 31)
 
 
 class HashCache:
@@ -79,7 +62,7 @@ class HashCache:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.entries_BS: _Words = np.zeros((num_blocks, block_size), np.uint64)
         self._block_size = block_size
-        weights = mix(np.arange(1, block_size + 1, dtype=np.uint64) * _GOLDEN)
+        weights = mix_words(np.arange(1, block_size + 1, dtype=np.uint64) * _GOLDEN)
         self._weights_S: _Words = weights | np.uint64(1)  # odd, so that no difference is lost
 
     def store(self, token_ids_T: IntArray, positions_T: IntArray, batch: AttentionBatch) -> None:
@@ -89,7 +72,7 @@ class HashCache:
         firsts_R = ends_R - query_lens_R
         tokens_T = token_ids_T.astype(np.uint64)
         places_T = positions_T.astype(np.uint64) << np.uint64(32)
-        sums_T = np.cumsum(mix((tokens_T | places_T) + _GOLDEN), dtype=np.uint64)
+        sums_T = np.cumsum(mix_words((tokens_T | places_T) + _GOLDEN), dtype=np.uint64)
         sums_before_R = np.concatenate([np.zeros(1, np.uint64), sums_T])[firsts_R]
         bases_R = self._hashes_before(positions_T[firsts_R], batch) - sums_before_R
         hashes_T = (sums_T + np.repeat(bases_R, query_lens_R)) & _HASH_MASK
@@ -111,8 +94,8 @@ class HashCache:
         entries_NS = self.entries_BS[block_tables_SB[np.repeat(slots_R, num_blocks_R), places_N]]
         num_last_R = num_tokens_R - (num_blocks_R - 1) * size
         entries_NS[ends_R - 1] *= np.arange(size) < num_last_R[:, None]
-        digests_N = mix(entries_NS @ self._weights_S + places_N.astype(np.uint64) * _GOLDEN)
-        return mix(np.add.reduceat(digests_N, firsts_R) + num_tokens_R.astype(np.uint64))
+        digests_N = mix_words(entries_NS @ self._weights_S + places_N.astype(np.uint64) * _GOLDEN)
+        return mix_words(np.add.reduceat(digests_N, firsts_R) + num_tokens_R.astype(np.uint64))
 
     def vectors(self, slots_P: IntArray, width: int) -> NDArray[np.float32]:
         """Return a vector for each token, made of its entry: of the token and all before it, [P, width].
@@ -124,7 +107,7 @@ class HashCache:
         """
         entries_P1 = self.entries_BS.reshape(-1)[slots_P, None]
         places = np.arange(_OWN_NUMBERS, dtype=np.uint64) * _GOLDEN
-        numbers = mix(entries_P1 + places).astype(np.int64).astype(np.float32) * np.float32(2.0**-63)
+        numbers = mix_words(entries_P1 + places).astype(np.int64).astype(np.float32) * np.float32(2.0**-63)
         return numbers[:, np.arange(width) % _OWN_NUMBERS]
 
     def _hashes_before(self, starts_R: IntArray, batch: AttentionBatch) -> _Words:
@@ -225,15 +208,15 @@ class StandInForward:
     def _token(self, row: SamplingRow, number: int) -> int:
         """Return the token that a number stands for in a request's answer."""
         params = row.params
-        number = mix_number(number + row.position)
+        number = mix(number + row.position)
         if not row.is_greedy:
-            number = mix_number(number ^ mix_number(params.seed))
+            number = mix(number ^ mix(params.seed))
         candidates = params.allowed_token_ids or self._ordinary_ids
         for _ in range(_MOST_TRIES):
             token_id = candidates[number % len(candidates)]
             if token_id not in params.stop_token_ids:
                 return token_id
-            number = mix_number(number + 1)
+            number = mix(number + 1)
         stops = frozenset(params.stop_token_ids)
         left = [token_id for token_id in candidates if token_id not in stops] or candidates
         return left[number % len(left)]
