@@ -11,9 +11,9 @@ from onbeat.bench.bench_config import TargetConfig
 from onbeat.bench.bench_load import SHORT, Workload
 from onbeat.bench.client import Endpoint, StreamingClient, open_session
 from onbeat.bench.objectives import SendSLO, choose_transport
-from onbeat.bench.outcomes import group_errors, summarise_groups
 from onbeat.bench.payload import Api, PayloadBuilder
 from onbeat.bench.probe import ServerModels, choose_model, wait_until_ready
+from onbeat.bench.result import group_errors, summarise_groups
 from onbeat.bench.runner import LoadOutcome
 from onbeat.bench.session import RequestOffer
 from onbeat.core.protocols import Tokenizer

@@ -14,8 +14,7 @@ import orjson
 from onbeat.bench.bench_config import TargetConfig
 from onbeat.bench.client import why_no_answer
 from onbeat.core.errors import ConfigError
-from onbeat.workload.prompts import WordPool, calibrated_pool
-from onbeat.workload.words import COMMON_WORDS
+from onbeat.workload.prompts import COMMON_WORDS, WordPool, calibrated_pool
 
 NUM_CALIBRATION_WORDS = 256
 TEXT_FIELDS = ("prompt", "content")

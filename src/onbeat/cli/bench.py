@@ -184,8 +184,7 @@ def _deliver(
 def _compare(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from onbeat.bench.compare import compare, comparison_table
-    from onbeat.bench.saved import read_runs
+    from onbeat.bench.compare import compare, comparison_table, read_runs
     from onbeat.report.result import say, show_parts
 
     baselines, candidates = read_runs(args.baseline), read_runs(args.candidate)

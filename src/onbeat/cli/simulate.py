@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from onbeat.cli.simulate_options import SimulateOptions, replica_settings
     from onbeat.cli.simulate_output import answer_of, as_run
     from onbeat.cli.simulate_run import run_simulation
-    from onbeat.metrics.records_file import write_records
+    from onbeat.metrics.record import write_records
     from onbeat.metrics.summary import SummaryOptions
     from onbeat.report.run_report import runs_result
     from onbeat.simulator.resolve import resolve_for

@@ -24,8 +24,8 @@ from onbeat.simulator.idle import IdleReplica
 from onbeat.simulator.outcomes import RunOutcomes, tell_outcomes
 from onbeat.simulator.resolve import Resolved
 from onbeat.simulator.result import SimulationResult
+from onbeat.workload.job_kinds import LANES
 from onbeat.workload.job_load import summarise_calls
-from onbeat.workload.lanes import LANES
 from onbeat.workload.offered import OfferedLoad
 
 _MISSED = {

@@ -1,9 +1,14 @@
-"""Jobs that are drawn, not read: chats, agents with tools, retrieval in steps or by one plan, map and reduce.
+"""Jobs that are drawn, not read.
+
+Chats, agents with tools, retrieval in steps or by one plan, map and reduce. And lanes: chats and queries with
+objectives, and beside them a corpus of documents to embed, without any.
 
 References
 ----------
 Joshi et al., "REAPER: Reasoning based Retrieval Planning for Complex RAG Systems" (arXiv 2407.18553): one
 call that plans all retrievals, in place of a chain that decides on them one by one.
+Huang et al., "ScalingNote: Scaling up Retrievers with Large Language Models for Real-World Dense Retrieval"
+(arXiv 2411.15766): queries are embedded while somebody waits, documents whenever there is room.
 """
 
 from __future__ import annotations
@@ -13,9 +18,80 @@ from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
+from onbeat.core.slo import SLO
 from onbeat.workload.job import Call, Job
+from onbeat.workload.job_load import job_load
 from onbeat.workload.lengths import LogNormalLength
+from onbeat.workload.offered import OfferedLoad
+from onbeat.workload.slo_classes import SLOClass
+
+LANES = "lanes"
+CHAT, QUERY, OFFLINE = "chat", "query", "offline"
+LANE_CLASSES = (
+    SLOClass(name=CHAT, slo=SLO(ttft=0.5, tbt=0.05), share=0.25),
+    SLOClass(name=QUERY, slo=SLO(ttft=0.1), share=0.5),
+    SLOClass(name=OFFLINE, slo=SLO(), share=0.25, weight=0.5),
+)
+"""Of lanes for which nobody states objectives; a request's class is that of its lane, whatever the shares."""
+QUERIES_PER_CHAT = 2.5
+NUM_CLIENTS = 64
+"""Clients of the corpus: each sends its next document when the one before it is embedded."""
+DOCUMENTS = 2.0
+"""Documents of the corpus, for each chat or query, unless a number is given."""
+
+_PROMPT, _ANSWER, _QUERY, _DOCUMENT = 512, 128, 30, 500
+"""Mean tokens."""
+
+
+def lane_load(
+    starts: NDArray[np.float64],
+    rng: np.random.Generator,
+    *,
+    num_documents: int | None = None,
+    query_share: float = QUERIES_PER_CHAT / (1 + QUERIES_PER_CHAT),
+) -> OfferedLoad:
+    """Return chats and queries that arrive when they are told to, and documents as fast as they are embedded.
+
+    Parameters
+    ----------
+    starts : when chats and queries arrive, seconds, ascending.
+    num_documents : of the corpus, which begins at 0 seconds; None is twice the chats and queries.
+    query_share : of these, that are queries.
+    """
+    is_query = rng.random(len(starts)) < query_share
+    lengths = zip(
+        _lengths(rng, _PROMPT, len(starts)),
+        _lengths(rng, _ANSWER, len(starts)),
+        _lengths(rng, _QUERY, len(starts)),
+        is_query.tolist(),
+        strict=True,
+    )
+    online = [
+        _lane_job(QUERY, [Call(input_tokens=words, output_tokens=0)])
+        if asks
+        else _lane_job(CHAT, [Call(input_tokens=prompt, output_tokens=answer)])
+        for prompt, answer, words, asks in lengths
+    ]
+    num_documents = int(DOCUMENTS * len(starts)) if num_documents is None else num_documents
+    documents = _lengths(rng, _DOCUMENT, num_documents)
+    clients = [documents[number::NUM_CLIENTS] for number in range(min(NUM_CLIENTS, num_documents))]
+    corpus = [_lane_job(OFFLINE, _one_by_one(own)) for own in clients]
+    return job_load(LANES, [*corpus, *online], np.concatenate((np.zeros(len(corpus)), starts)))
+
+
+def _lane_job(kind: str, calls: list[Call]) -> Job:
+    return Job(calls=tuple(calls), kind=kind)
+
+
+def _one_by_one(lengths: list[int]) -> list[Call]:
+    """Return documents of these tokens, each of which waits for the one before it."""
+    return [
+        Call(input_tokens=length, output_tokens=0, after=(index - 1,) if index else ())
+        for index, length in enumerate(lengths)
+    ]
+
 
 JobKind = Literal["chat-sessions", "agents", "retrieval-chain", "retrieval-plan", "map-reduce"]
 JOB_KINDS: tuple[JobKind, ...] = get_args(JobKind)
@@ -25,27 +101,17 @@ TOKEN_SECONDS = 0.02
 STRETCHES = (3.0, 5.0, 8.0)
 """How many times the time that a job takes alone its deadline is: one of these, drawn."""
 
-PLAN_SCHEMA: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {
-        "steps": {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": 5,
-            "items": {
-                "type": "object",
-                "properties": {
-                    "tool": {"enum": ["search", "lookup", "orders"]},
-                    "query": {"type": "string", "maxLength": 80},
-                },
-                "required": ["tool", "query"],
-                "additionalProperties": False,
-            },
-        }
-    },
-    "required": ["steps"],
-    "additionalProperties": False,
-}
+
+def _object(properties: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of an object that has these properties and no others."""
+    about = {"properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "object", **about}
+
+
+_STEP = _object(
+    {"tool": {"enum": ["search", "lookup", "orders"]}, "query": {"type": "string", "maxLength": 80}}
+)
+PLAN_SCHEMA = _object({"steps": {"type": "array", "minItems": 1, "maxItems": 5, "items": _STEP}})
 """Of a plan of retrievals."""
 
 
@@ -148,8 +214,14 @@ def _turn(input_tokens: int, output_tokens: int, index: int, *, think: float = 0
 
 
 def _tokens(rng: np.random.Generator, mean: int) -> int:
+    return _lengths(rng, mean, 1)[0]
+
+
+def _lengths(rng: np.random.Generator, mean: int, num: int) -> list[int]:
+    """Draw log-normal numbers of tokens, from an eighth of the mean to four times it."""
     lengths = LogNormalLength(mean=mean, sigma=0.5, low=max(1, mean // 8), high=4 * mean)
-    return int(lengths.draw(1, rng)[0])
+    drawn: list[int] = lengths.draw(num, rng).tolist()
+    return drawn
 
 
 _DRAWS: Mapping[JobKind, Callable[[np.random.Generator], Job]] = {

@@ -10,16 +10,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Literal, Protocol
 
 import numpy as np
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
-from onbeat.workload.words import COMMON_WORDS
 
 LengthSource = Literal["tokenizer", "server", "estimate"]
 
+COMMON_WORDS = tuple((files("onbeat.workload") / "words.txt").read_text().split())
+"""English words; nearly every tokenizer has each of them as one token."""
 MAX_POOL_WORDS = 4096
 MIN_POOL_WORDS = 32
 

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from onbeat.bench.bench_load import BenchLoad
-from onbeat.bench.compare import Comparison, Row, compare, comparison_table
-from onbeat.bench.saved import SavedRun, read_runs
+from onbeat.bench.compare import Comparison, Row, SavedRun, compare, comparison_table, read_runs
 from onbeat.core.errors import ConfigError
 from onbeat.report.result import show_parts
 from tests.pure.bench.results import document_of, failure, make_records, make_result

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from onbeat.bench.bench_load import BenchLoad
+from onbeat.bench.compare import read_runs
 from onbeat.bench.record import SentRequest, ServerVerdict, Status
 from onbeat.bench.result import BenchRun
-from onbeat.bench.saved import read_runs
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.metrics.summary import SummaryOptions

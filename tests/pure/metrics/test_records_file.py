@@ -8,8 +8,7 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, Fate
-from onbeat.metrics.record import RequestRecord
-from onbeat.metrics.records_file import write_records
+from onbeat.metrics.record import RequestRecord, write_records
 
 
 def make_record(**fields) -> RequestRecord:

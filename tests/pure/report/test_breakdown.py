@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from onbeat.metrics.breakdown import Breakdown, GroupOutcome, TenantOutcome
-from onbeat.report.breakdown import breakdown_sections, decile_figure, worst_decile_line
 from onbeat.report.result import Beside, Table
+from onbeat.report.run_report import breakdown_sections, decile_figure, worst_decile_line
 
 
 def group(shortest: int, longest: int, **fields: Any) -> GroupOutcome:

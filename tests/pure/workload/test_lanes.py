@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.workload.lanes import LANE_CLASSES, NUM_CLIENTS, lane_load
+from onbeat.workload.job_kinds import LANE_CLASSES, NUM_CLIENTS, lane_load
 from onbeat.workload.load import Load
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.workload.prompts import (
+    COMMON_WORDS,
     BlockPrompts,
     FreshPrompts,
     GivenPrompts,
@@ -16,7 +17,6 @@ from onbeat.workload.prompts import (
     estimated_pool,
     tokenizer_pool,
 )
-from onbeat.workload.words import COMMON_WORDS
 
 POOL = WordPool(words=COMMON_WORDS, num_special_tokens=1, source="server")
 
