@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onbeat.core.hashing import hash_blocks, root_hash
+from onbeat.typed import Hash
 
 LOGGED_BYTES = 8
 """Of each 16-byte hash: among a thousand million blocks two would be mixed up with odds of 1 in 37."""
@@ -27,8 +28,8 @@ class HashChain:
         self._open_ids: list[int] = []
         """Tokens of the last block, which is not full."""
 
-    def extend(self, token_ids: Sequence[int]) -> list[str]:
-        """Append tokens; return the hashes of the blocks that this filled, as short hexadecimal text."""
+    def extend(self, token_ids: Sequence[int]) -> list[Hash]:
+        """Append tokens; return the hashes of the blocks that this filled, shortened."""
         pending, size = self._open_ids, self._block_size
         pending += token_ids
         if len(pending) < size:
@@ -36,4 +37,4 @@ class HashChain:
         hashes = hash_blocks(self._parent, pending, size)
         self._parent = hashes[-1]
         del pending[: len(hashes) * size]
-        return [each[:LOGGED_BYTES].hex() for each in hashes]
+        return [Hash(each[:LOGGED_BYTES]) for each in hashes]

@@ -49,6 +49,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.handover import Detached, StreamDeadlines
 from onbeat.core.request import UNKNOWN_GRAMMAR, FinishReason, Pooling
 from onbeat.core.slo import ShedMode
@@ -94,6 +95,12 @@ class RecordedRefusal(NamedTuple):
     retry_after: Number | None = None
     """None where a number of requests or tokens was reached, or not even an idle replica would be in time."""
 
+    @classmethod
+    def of(cls, error: Overloaded | SLOUnattainable) -> RecordedRefusal:
+        """Return what a record has of an exception."""
+        predicted = error.predicted_ttft if isinstance(error, SLOUnattainable) else None
+        return cls(str(error.code), predicted, error.retry_after)
+
 
 class RecordedAdoption(NamedTuple):
     """What `Handovers.adopt` was told of a request beside what `add` is told."""
@@ -129,7 +136,7 @@ class RecordedAdoption(NamedTuple):
         return StreamDeadlines(**values)
 
 
-class _Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="call"):
+class _Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="call"):
     """A line of a record."""
 
 

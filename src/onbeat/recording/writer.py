@@ -6,94 +6,40 @@ The parts of a record's calls: what each looks like in the file.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol
 
-import orjson
+import msgspec
 
 from onbeat.background_file import BackgroundFile
 from onbeat.core.errors import Overloaded, SLOUnattainable
-from onbeat.core.request import FinishReason, Request, RequestOutput
-from onbeat.core.slo import ShedMode
-from onbeat.core.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from onbeat.core.request import UNKNOWN_GRAMMAR, FinishReason, Request, RequestOutput
+from onbeat.core.step import AdmittedRequest, ModelRunnerOutput, SchedulerOutput
 from onbeat.recording.hash_chain import HashChain
 from onbeat.recording.log import (
     FILE_KIND,
     SCHEMA_VERSION,
+    AbortCall,
+    AddCall,
+    Call,
+    HandoverCall,
     HandoverVerb,
+    RecordedAdmission,
     RecordedAdoption,
+    RecordedRefusal,
     RecordHeader,
+    ScheduleCall,
+    Trailer,
+    UpdateCall,
 )
-
-
-def put_kv(call: dict[str, Any], request: Request, adoption: RecordedAdoption | None) -> None:
-    """Put in what comes from another replica, and what says how the prefix cache is used."""
-    if request.num_prompt_logprobs is not None:
-        call["is_scored"] = True
-    if request.pooling is not None:
-        call["pooling"] = request.pooling
-    if request.sampling.grammar is not None:
-        call["is_guided"], call["guide_seconds"] = True, request.sampling.grammar.seconds
-    if request.kept_for:
-        call["kept_for"] = request.kept_for
-    if request.num_external_tokens:
-        call["num_external_tokens"] = request.num_external_tokens
-    if adoption is not None:
-        call["adoption"] = [printable(adoption.handover_id), *adoption[1:]]
-
-
-def put_objectives(call: dict[str, Any], request: Request) -> None:
-    """Put in what decides how a request is treated beside others; defaults are left out."""
-    if (slo := request.slo) is not None:
-        call["slo"] = [slo.ttft, slo.tbt, slo.e2e]
-    if request.slo_class is not None:
-        call["slo_class"] = printable(request.slo_class)
-    if request.weight != 1:
-        call["weight"] = request.weight
-    if request.tenant is not None:
-        call["tenant"] = printable(request.tenant)
-    if request.shed is not ShedMode.OFF:
-        call["shed"] = request.shed.value
-
-
-def put_counts(
-    call: dict[str, Any],
-    scheduled: SchedulerOutput,
-    result: ModelRunnerOutput,
-    outputs: Sequence[RequestOutput],
-) -> None:
-    """Put in how many tokens each row gave that samples, where not one; drafts; what grammars took."""
-    counts = [len(token_ids) for token_ids in result.sampled_token_ids]
-    if counts.count(1) != len(counts):
-        delivered = _delivered_counts(counts, scheduled, outputs)
-        call["counts"] = delivered
-        pairs = enumerate(zip(counts, delivered, strict=True))
-        if undelivered := {str(row): count - taken for row, (count, taken) in pairs if count > taken}:
-            call["undelivered"] = undelivered
-    if result.num_drafted is not None and any(row.num_draft_tokens for row in scheduled.rows):
-        call["drafted"] = result.num_drafted
-    if result.num_available is not None:
-        call["available"] = result.num_available
-
-
-def _delivered_counts(
-    counts: Sequence[int], scheduled: SchedulerOutput, outputs: Sequence[RequestOutput]
-) -> list[int]:
-    """Return how many tokens of each row that samples were taken: what follows a request's end is not."""
-    taken = {output.request_id: len(output.new_token_ids) for output in outputs}
-    ids = (row.request_id for row in scheduled.rows if row.samples)
-    return [taken.get(request_id, count) for request_id, count in zip(ids, counts, strict=True)]
-
-
-def printable(request_id: str) -> str:
-    """Return the id as it can stand in a file: clients may send halves of characters."""
-    return request_id.encode(errors="backslashreplace").decode()
-
+from onbeat.typed import Hash
 
 logger = logging.getLogger("onbeat.recording")
+
+_ENCODER = msgspec.json.Encoder(enc_hook=bytes.hex)
 
 
 P = ParamSpec("P")
@@ -193,34 +139,36 @@ class RecordWriter:
         self._num_requests += 1
         if refusal is None:
             self._open[request.request_id] = opened
-        call: dict[str, Any] = {
-            "call": "add",
-            "now": now,
-            "request": opened.number,
-            "request_id": printable(request.request_id),
-            "arrival": request.arrival,
-            "num_prompt_tokens": len(request.prompt_token_ids),
-            "max_tokens": request.sampling.max_tokens,
-        }
-        if request.whole is not None:
-            call["whole"] = [printable(request.whole.whole_id), *request.whole[1:]]
-        if request.priority:
-            call["priority"] = request.priority
-        if request.resumed_token_ids:
-            call["num_resumed_tokens"] = len(request.resumed_token_ids)
-            call["first_token_time"] = request.first_token_time
-        put_kv(call, request, adoption)
+        slo, grammar, whole = request.slo, request.sampling.grammar, request.whole
+        hashes: list[Hash] = []
         if chain is not None:
-            token_ids = (request.prompt_token_ids, request.resumed_token_ids)
-            if hashes := [each for ids in token_ids for each in chain.extend(ids)]:
-                call["block_hashes"] = hashes
-        put_objectives(call, request)
-        if refusal is not None:
-            call["refused"] = [refusal.code]
-            if isinstance(refusal, SLOUnattainable):
-                call["refused"] += [refusal.predicted_ttft, refusal.retry_after]
-            elif refusal.retry_after is not None:
-                call["refused"] += [None, refusal.retry_after]
+            hashes = chain.extend(request.prompt_token_ids) + chain.extend(request.resumed_token_ids)
+        call = AddCall(
+            now=now,
+            request=opened.number,
+            request_id=printable(request.request_id),
+            arrival=request.arrival,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_tokens=request.sampling.max_tokens,
+            priority=request.priority,
+            block_hashes=tuple(hashes),
+            slo=None if slo is None else (slo.ttft, slo.tbt, slo.e2e),
+            slo_class=request.slo_class and printable(request.slo_class),
+            weight=request.weight,
+            tenant=request.tenant and printable(request.tenant),
+            shed=request.shed,
+            whole=None if whole is None else (printable(whole.whole_id), *whole[1:]),
+            refused=None if refusal is None else RecordedRefusal.of(refusal),
+            num_resumed_tokens=len(request.resumed_token_ids),
+            first_token_time=request.first_token_time if request.resumed_token_ids else None,
+            num_external_tokens=request.num_external_tokens,
+            adoption=adoption and adoption._replace(handover_id=printable(adoption.handover_id)),
+            is_scored=request.num_prompt_logprobs is not None,
+            pooling=request.pooling,
+            is_guided=grammar is not None,
+            guide_seconds=UNKNOWN_GRAMMAR.seconds if grammar is None else grammar.seconds,
+            kept_for=request.kept_for,
+        )
         self._write(call)
 
     @_guarded
@@ -235,13 +183,10 @@ class RecordWriter:
         is_out: bool | None = None,
     ) -> None:
         """Log a verb of `Handovers`, all but `adopt`; see `HandoverCall`."""
-        call: dict[str, Any] = {"call": "handover", "now": now, "verb": verb, "id": printable(name)}
-        for key, value in (("num_tokens", num_tokens), ("block_ids", block_ids), ("is_out", is_out)):
-            if value is not None:
-                call[key] = value
         if verb == "free" and (opened := self._open.get(name)) is not None:
             self._end(name, opened)
-        self._write(call)
+        blocks = None if block_ids is None else tuple(block_ids)
+        self._write(HandoverCall(now, verb, printable(name), num_tokens, blocks, is_out))
 
     @_guarded
     def abort(self, request_ids: Iterable[str], now: float) -> None:
@@ -253,7 +198,7 @@ class RecordWriter:
                 numbers.append(opened.number)
                 self._end(request_id, opened)
         if numbers:
-            self._write({"call": "abort", "now": now, "requests": numbers})
+            self._write(AbortCall(now, tuple(numbers)))
 
     @_guarded
     def schedule(
@@ -279,28 +224,36 @@ class RecordWriter:
         predicted_seconds : what the scheduler's step-time model then expected of the step.
         expired : last outputs of the requests that it ended in the queue.
         """
-        call: dict[str, Any] = {"call": "schedule", "now": now}
-        if expired:
-            call["expired"] = [self._expire(output.request_id) for output in expired]
+        gone = tuple(self._expire(output.request_id) for output in expired)
         if scheduled is None:
             if num_preempted or expired or self._logs_idle_plans or not self._is_idle:
-                self._write(call)
+                self._write(ScheduleCall(now, expired=gone))
                 self._is_idle = True
             return
-        call["step_id"] = scheduled.step_id
-        if predicted_seconds is not None:
-            call["predicted_seconds"] = predicted_seconds
-        if scheduled.released_ids:
-            call["released"] = [self._release(request_id) for request_id in scheduled.released_ids]
-        if scheduled.admitted:
-            admitted = []
-            for admission in scheduled.admitted:
-                opened = self._open[admission.request.request_id]
-                opened.is_in_batch = True
-                admitted.append([opened.number, len(admission.output_token_ids), admission.block_ids])
-            call["admitted"] = admitted
-        self._put_rows(call, scheduled.rows)
-        self._write(call)
+        released = tuple(self._release(request_id) for request_id in scheduled.released_ids)
+        for admission in scheduled.admitted:
+            self._open[admission.request.request_id].is_in_batch = True
+        rows: list[int] = []
+        drafts: list[int] = []
+        blocks: dict[int, tuple[int, ...]] = {}
+        for place, (name, computed, new, block_ids, samples, num_drafts) in enumerate(scheduled.rows):
+            rows += (self._open[name].number, computed, new, 1 if samples else 0)
+            drafts.append(num_drafts)
+            if block_ids:
+                blocks[place] = block_ids
+        self._write(
+            ScheduleCall(
+                now,
+                scheduled.step_id,
+                tuple(rows),
+                tuple(drafts) if any(drafts) else None,
+                blocks,
+                tuple(map(self._admission, scheduled.admitted)),
+                released,
+                predicted_seconds,
+                gone,
+            )
+        )
 
     @_guarded
     def update(
@@ -321,65 +274,54 @@ class RecordWriter:
         now : the time that it was given; seconds.
         seconds : how long the step took.
         """
-        call: dict[str, Any] = {
-            "call": "update",
-            "now": now,
-            "step_id": scheduled.step_id,
-            "seconds": seconds,
-        }
-        put_counts(call, scheduled, result, outputs)
-        if result.guided is not None:
-            call["guide_seconds"] = result.guided.seconds
-            took = [(self._open.get(name), seconds) for name, seconds in result.guided.row_seconds.items()]
-            call["row_guide_seconds"] = {str(each.number): seconds for each, seconds in took if each}
-        finished: dict[str, str] = {}
+        finished: dict[int, FinishReason] = {}
         failed: list[int] = []
         faults: list[int] = []
-        hashes: dict[str, list[str]] = {}
+        hashes: dict[int, tuple[Hash, ...]] = {}
+        guide_seconds, row_seconds = None, {}
+        if (guided := result.guided) is not None:
+            took = [(self._open.get(name), own) for name, own in guided.row_seconds.items()]
+            guide_seconds, row_seconds = guided.seconds, {each.number: own for each, own in took if each}
         for output in outputs:
             opened = self._open[output.request_id]
             if opened.chain is not None and (full := opened.chain.extend(output.new_token_ids)):
-                hashes[str(opened.number)] = full
+                hashes[opened.number] = tuple(full)
             if output.finish_reason is FinishReason.ERROR:
                 failed.append(opened.number)
                 if output.error_code is not None:
                     faults.append(opened.number)
-                self._end(output.request_id, opened)
             elif output.finish_reason is not None:
-                finished[str(opened.number)] = output.finish_reason.value
+                finished[opened.number] = output.finish_reason
+            if output.finish_reason is not None:
                 self._end(output.request_id, opened)
-        for name, value in (("finished", finished), ("failed", failed), ("faults", faults)):
-            if value:
-                call[name] = value
-        if hashes:
-            call["block_hashes"] = hashes
-        self._write(call)
+        counts, undelivered = _counts(scheduled, result, outputs)
+        has_drafts = any(row.num_draft_tokens for row in scheduled.rows)
+        self._write(
+            UpdateCall(
+                now,
+                scheduled.step_id,
+                seconds,
+                counts=counts,
+                drafted=_tuple(result.num_drafted) if has_drafts else None,
+                available=_tuple(result.num_available),
+                undelivered=undelivered,
+                finished=finished,
+                failed=tuple(failed),
+                faults=tuple(faults),
+                guide_seconds=guide_seconds,
+                row_guide_seconds=row_seconds,
+                block_hashes=hashes,
+            )
+        )
 
     def close(self) -> None:
         """Write the trailer and close the file."""
-        self._append({"call": "end", "calls": self._num_calls})
+        self._append(Trailer(self._num_calls))
         self.sink.close()
 
-    def _put_rows(self, call: dict[str, Any], scheduled_rows: Sequence[ScheduledRequest]) -> None:
-        """Put the rows in as one flat list of four numbers each: a step may have hundreds.
-
-        Drafts are a list of their own, which is there only where a row has any.
-        """
-        open_requests = self._open
-        rows: list[int] = []
-        blocks: dict[str, tuple[int, ...]] = {}
-        has_drafts = False
-        for index, row in enumerate(scheduled_rows):
-            request_id, num_computed, num_new, block_ids, samples, num_drafts = row
-            rows += (open_requests[request_id].number, num_computed, num_new, 1 if samples else 0)
-            if block_ids:
-                blocks[str(index)] = block_ids
-            has_drafts |= num_drafts > 0
-        call["rows"] = rows
-        if has_drafts:
-            call["drafts"] = [row.num_draft_tokens for row in scheduled_rows]
-        if blocks:
-            call["new_block_ids"] = blocks
+    def _admission(self, admitted: AdmittedRequest) -> RecordedAdmission:
+        number = self._open[admitted.request.request_id].number
+        return RecordedAdmission(number, len(admitted.output_token_ids), tuple(admitted.block_ids))
 
     def _end(self, request_id: str, opened: _OpenRequest) -> None:
         """Note that a request delivers no more; the scheduler still names it until its batch lets it go."""
@@ -401,13 +343,36 @@ class RecordWriter:
             del self._open[request_id]
         return opened.number
 
-    def _write(self, call: dict[str, Any]) -> None:
+    def _write(self, call: Call) -> None:
         self._is_idle = False
         self._num_calls += 1
         self._append(call)
 
-    def _append(self, line: dict[str, Any]) -> None:
-        self.sink.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+    def _append(self, line: Call | Trailer | Mapping[str, Any]) -> None:
+        self.sink.write(_ENCODER.encode(line) + b"\n")
+
+
+def _counts(
+    scheduled: SchedulerOutput, result: ModelRunnerOutput, outputs: Sequence[RequestOutput]
+) -> tuple[tuple[int, ...] | None, dict[int, int]]:
+    """Return the tokens of each row that samples, and beyond the end of its request; None: one each."""
+    counts = tuple(len(token_ids) for token_ids in result.sampled_token_ids)
+    if counts.count(1) == len(counts):
+        return None, {}
+    taken = {output.request_id: len(output.new_token_ids) for output in outputs}
+    ids = (row.request_id for row in scheduled.rows if row.samples)
+    delivered = tuple(taken.get(name, count) for name, count in zip(ids, counts, strict=True))
+    pairs = enumerate(zip(counts, delivered, strict=True))
+    return delivered, {row: count - own for row, (count, own) in pairs if count > own}
+
+
+def _tuple(numbers: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if numbers is None else tuple(numbers)
+
+
+def printable(name: str) -> str:
+    """Return an id as it can stand in a file: clients may send halves of characters."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def create_record(path: Path) -> Callable[[RecordHeader], RecordWriter]:

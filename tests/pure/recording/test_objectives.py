@@ -90,7 +90,7 @@ def test_objectives_read_back(path: Path) -> None:
     assert rich.shed is ShedMode.RELEGATE
     assert Replay(Recording(path)).run().is_identical
     written = lines_of(path)[1]
-    assert not written.keys() & {"slo", "slo_class", "weight", "tenant", "shed", "refused"}
+    assert not written.keys() & {"slo", "slo_class", "tenant", "shed", "refused"}
     records = [request.record for request in read_history(Recording(path)).requests]
     assert [(record.slo, record.request_class, record.tenant) for record in records] == [
         (None, None, None),

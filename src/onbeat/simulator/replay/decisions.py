@@ -187,10 +187,8 @@ class Replay:
         refusal = None
         try:
             self.scheduler.add(request, call.now)
-        except SLOUnattainable as error:
-            refusal = RecordedRefusal(str(error.code), error.predicted_ttft, error.retry_after)
-        except Overloaded as error:
-            refusal = RecordedRefusal(str(error.code), None, error.retry_after)
+        except (Overloaded, SLOUnattainable) as error:
+            refusal = RecordedRefusal.of(error)
         except RequestRejected as error:
             raise ConfigError(
                 f"{self._recording.path}: no server can have taken request {quoted(call.request_id)}: {error}"
