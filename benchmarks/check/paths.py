@@ -4,8 +4,11 @@
 
 `add`, `add reject`: a prompt arrives beside 32 streams and 7 prompts, and may be late, or asks to be rejected
 then. `schedule`: a step of these 32 streams and 8 prompts. `request`: one request of 256 tokens in and 8 out,
-from a load to its record, behind one replica; model and device are known by then. A function counts once,
-however often it is called; comprehensions, lambdas and what `dataclass` makes do not count.
+from a load to its record, behind one replica; model and device are known by then. `arguments`: from the flags
+of `onbeat simulate`, parsed, to all that is simulated, with no name left, and its load. Its walk is told too:
+the files in the order in which functions are entered for the first time. A stay lasts while they are of one
+file; a return is a stay in a file that had been left. A function counts once, however often it is called;
+comprehensions, lambdas and what `dataclass` makes do not count.
 """
 
 from __future__ import annotations
@@ -15,11 +18,15 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import onbeat
+from onbeat.cli.args import parse
+from onbeat.cli.main import build_parser
+from onbeat.cli.simulate import asked_of
 from onbeat.core.options import make
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
@@ -34,15 +41,16 @@ from onbeat.simulator.simulate import simulate
 
 SOURCES = f"{Path(onbeat.__file__).parent}/"
 NUM_STREAMS, NUM_PROMPTS = 32, 8
+MODEL, DEVICE = "mistralai/Mistral-7B-v0.3", "h100-sxm"
 
 
-def count(call: Callable[[], Any]) -> Counter[str]:
-    """Make a call, and return how many functions of each file it ran through."""
-    codes: set[CodeType] = set()
+def follow(call: Callable[[], Any]) -> list[str]:
+    """Make a call, and return the file of each function that it ran through, by their first calls."""
+    codes: dict[CodeType, None] = {}
 
     def note(frame: FrameType, event: str, _arg: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(SOURCES):
-            codes.add(frame.f_code)
+            codes[frame.f_code] = None
 
     sys.setprofile(note)
     try:
@@ -50,10 +58,16 @@ def count(call: Callable[[], Any]) -> Counter[str]:
     finally:
         sys.setprofile(None)
     named = [code for code in codes if not code.co_name.startswith("<")]
-    return Counter(code.co_filename.removeprefix(SOURCES) for code in named)
+    return [code.co_filename.removeprefix(SOURCES) for code in named]
 
 
-def replica_calls(policy: str, model: StepTimeModel) -> dict[str, Counter[str]]:
+def walk(files: list[str]) -> tuple[int, int]:
+    """Return the stays in files, and how many of them are returns."""
+    stays = [name for name, _ in groupby(files)]
+    return len(stays), len(stays) - len(set(stays))
+
+
+def replica_calls(policy: str, model: StepTimeModel) -> dict[str, list[str]]:
     config = SchedulerConfig(
         num_blocks=4096, max_num_seqs=64, max_model_len=2048, max_num_batched_tokens=2048, policy=policy
     )
@@ -67,9 +81,9 @@ def replica_calls(policy: str, model: StepTimeModel) -> dict[str, Counter[str]]:
     counts = {}
     for name, shed in (("add reject", ShedMode.REJECT), ("add", ShedMode.OFF)):
         scheduler.abort(["r99"])
-        counts[name] = count(partial(scheduler.add, make_request(99, now, shed), now))
+        counts[name] = follow(partial(scheduler.add, make_request(99, now, shed), now))
     assert (len(scheduler.running), len(scheduler.waiting)) == (NUM_STREAMS, NUM_PROMPTS)
-    return {**counts, "schedule": count(lambda: scheduler.schedule(now))}
+    return {**counts, "schedule": follow(lambda: scheduler.schedule(now))}
 
 
 def make_request(index: int, now: float, shed: ShedMode = ShedMode.OFF) -> Request:
@@ -91,11 +105,29 @@ def run_step(scheduler: Scheduler, model: StepTimeModel, now: float) -> float:
     return end
 
 
-def one_request(settings: Deployment) -> Counter[str]:
+def one_request(settings: Deployment) -> list[str]:
     load = onbeat.Load(input_len=256, output_len=8, request_rate=1.0, num_prompts=1).offered()
     simulation, offered = resolve_for(settings, load, ())
     simulate(offered, simulation.config, simulation.step_time)  # imports what it needs
-    return count(lambda: simulate(offered, simulation.config, simulation.step_time))
+    return follow(lambda: simulate(offered, simulation.config, simulation.step_time))
+
+
+def arguments(policy: str) -> list[str]:
+    command = [
+        "simulate",
+        "--model",
+        MODEL,
+        "--device",
+        DEVICE,
+        "--policy",
+        policy,
+        "--max-model-len",
+        "8192",
+    ]
+    command += ["--request-rate", "4", "--slo-ttft-ms", "500", "--slo-tbt-ms", "50"]
+    args = parse(build_parser(command), command)
+    asked_of(args)  # imports what it needs
+    return follow(lambda: asked_of(args))
 
 
 def main() -> None:
@@ -106,10 +138,14 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["sarathi", "slo"])
     args = parser.parse_args()
     for policy in args.policies:
-        settings = make(Deployment, model="mistralai/Mistral-7B-v0.3", device="h100-sxm", policy=policy)
+        settings = make(Deployment, model=MODEL, device=DEVICE, policy=policy)
         found = replica_calls(policy, resolve(settings).step_time)
-        for name, functions in {**found, "request": one_request(settings)}.items():
-            print(f"{policy} {name}: {functions.total()} functions in {len(functions)} files")
+        found |= {"request": one_request(settings), "arguments": arguments(policy)}
+        for name, files in found.items():
+            functions = Counter(files)
+            stays, returns = walk(files)
+            way = f"; {stays} stays, {returns} of them returns" if name == "arguments" else ""
+            print(f"{policy} {name}: {len(files)} functions in {len(functions)} files{way}")
             for path in sorted(functions) if args.files else ():
                 print(f"    {functions[path]:3} {path}")
 

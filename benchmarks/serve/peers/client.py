@@ -115,7 +115,10 @@ class LoadClient:
         self, target: Target, workload: Workload, concurrency: int, *, limit: int | None = None
     ) -> LoadOutcome:
         config = TargetConfig(
-            base_url=target.url, api=target.api, model=target.model, request_timeout=REQUEST_SECONDS
+            base_url=target.url,
+            backend=f"openai-{target.api}",
+            model=target.model,
+            request_timeout=REQUEST_SECONDS,
         )
         async with open_session(config.request_timeout, keeps_alive=target.keeps_alive) as session:
             # A server whose model is known is not asked for it: some cannot list models of a directory.
@@ -125,7 +128,7 @@ class LoadClient:
             extra = {"temperature": 0.0} | ({"ignore_eos": True} if target.ignore_eos else {})
             endpoint = Endpoint(
                 url=config.url,
-                payload=PayloadBuilder(api=target.api, model=choose_model(config, offered), extra=extra),
+                payload=PayloadBuilder(api=config.api, model=choose_model(config, offered), extra=extra),
                 objectives=transport,
                 timeout=config.request_timeout,
             )

@@ -77,10 +77,12 @@ class BenchLoad(Load):
         None, help="random seed of the words (default: new each time, so that no prefix cache helps)"
     )
     num_warmups: int = _load(0, at_least=0, metavar="N", help="unmeasured requests before each run")
-    sweep_concurrency: str | None = _load(
-        None, metavar="N,N,...", help="run a closed loop for each concurrency"
+    sweep_concurrency: tuple[int, ...] = _load(
+        (), many=",", at_least=1, metavar="N,N,...", help="run a closed loop for each concurrency"
     )
-    sweep_rate: str | None = _load(None, metavar="R,R,...", help="run an open loop for each request rate")
+    sweep_rate: tuple[float, ...] = _load(
+        (), many=",", metavar="R,R,...", help="run an open loop for each request rate"
+    )
 
     def __post_init__(self) -> None:
         Load.__post_init__(self)
@@ -93,10 +95,10 @@ class BenchLoad(Load):
             raise ConfigError("--random-long-share and --random-prefix-len do not go together: leave one out")
 
     def _check_kind(self) -> None:
-        if self.sweep_rate is None:  # else with each of its rates
+        if not self.sweep_rate:  # else with each of its rates
             Load._check_kind(self)
 
-    def runs(self, title: str, levels: Sequence[int] = (), rates: Sequence[float] = ()) -> list[RunConfig]:
+    def runs(self, title: str) -> list[RunConfig]:
         """Return the runs of sweeps: a closed loop for each concurrency, an open one for each rate.
 
         Returns
@@ -107,6 +109,7 @@ class BenchLoad(Load):
         ------
         ConfigError : settings that a sweep would override.
         """
+        levels, rates = self.sweep_concurrency, self.sweep_rate
         given = {each.name: each for each in changed(self) if each.name in _ARRIVALS}
         if levels and (own := given if not rates else given.keys() & {"max_concurrency"}):
             flag = given[next(iter(own))].flag
@@ -260,7 +263,7 @@ class RunConfig:
     """What sets this run apart from others in a sweep, for tables and plots."""
 
 
-_NO_SWEEP: dict[str, Any] = {"sweep_rate": None, "sweep_concurrency": None}
+_NO_SWEEP: dict[str, Any] = {"sweep_rate": (), "sweep_concurrency": ()}
 _ARRIVALS = frozenset(
     {
         *("request_rate", "arrivals", "burstiness", "arrival_cv", "burst_on_sec", "burst_off_sec"),

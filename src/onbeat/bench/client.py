@@ -47,6 +47,12 @@ class Endpoint:
     """Longest time one request may take, seconds."""
 
 
+def key_headers() -> dict[str, str]:
+    """Return the header with the API's key, which is in $OPENAI_API_KEY; nothing without one."""
+    key = os.environ.get("OPENAI_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 def open_session(timeout: float, *, keeps_alive: bool = True) -> aiohttp.ClientSession:
     """Return a session whose connections are unlimited in number.
 

@@ -83,8 +83,8 @@ def choose_model(target: TargetConfig, offered: ServerModels) -> str:
     ------
     ConfigError : there is neither.
     """
-    if target.model is not None:
-        return target.model
+    if target.name is not None:
+        return target.name
     if not offered.ids:
         raise ConfigError(f"{target.root} lists no model: name one with --model")
     return offered.ids[0]

@@ -274,7 +274,7 @@ def _header(bench: BenchConfig, run: RunConfig, model: str) -> RunHeader:
     arrivals = timing.kind if timing else "closed loop" if load.max_concurrency else "all at once"
     return RunHeader(
         model_id=model,
-        backend=bench.backend,
+        backend=bench.target.backend,
         label=bench.label,
         date=datetime.now().astimezone().strftime("%Y%m%d-%H%M%S"),
         dataset_name=load.dataset_name or "random",
@@ -337,7 +337,7 @@ def request_columns(run: BenchRun) -> dict[str, Any]:
 def default_file_name(bench: BenchConfig, runs: Sequence[BenchRun]) -> str:
     """Return the name of a result file: {label}-{rate}qps[-concurrencyN]-{model}-{datetime}.json."""
     first = runs[0].header
-    label = bench.label or bench.backend
+    label = bench.label or bench.target.backend
     model = first.model_id.rstrip("/").rsplit("/", maxsplit=1)[-1]
     if len(runs) > 1:
         return f"{label}-sweep-{model}-{first.date}.json"

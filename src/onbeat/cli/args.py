@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -290,33 +289,6 @@ natural = checked(partial(_whole, 0), "a whole number of at least 0")
 positive = checked(partial(_whole, 1), "a whole number of at least 1")
 """Argparse types."""
 
-LEVELS = (partial(_whole, 1), "whole numbers of at least 1")
-"""What `listed` reads for a sweep of closed loops."""
-
-
-def listed(flag: str, text: str, convert: Callable[[str], T], what: str) -> list[T]:
-    """Return the values of a list with commas.
-
-    Parameters
-    ----------
-    convert : reads one; it raises ValueError for what is none.
-    what : they are, for the error.
-
-    Raises
-    ------
-    ConfigError : something else is in it, or nothing.
-    """
-    try:
-        return [convert(word.strip()) for word in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"{flag} takes {what} separated by commas, got {text!r}") from error
-
-
-def numbers(flag: str, text: str) -> list[float]:
-    """Return the numbers of a list with commas; see `listed`."""
-    return listed(flag, text, float, "numbers")
-
-
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -331,12 +303,6 @@ def _count(text: str) -> int:
 
 count = checked(_count, "a whole number such as 4096, 32k (32,000) or 4G (4 x 2^30)")
 """Argparse type: an integer, with vLLM's suffixes (k, m, g decimal; K, M, G, T binary)."""
-
-
-def key_headers() -> dict[str, str]:
-    """Return the header with the API's key, which is in $OPENAI_API_KEY; nothing without one."""
-    key = os.environ.get("OPENAI_API_KEY")
-    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def server_root(url: str) -> str:

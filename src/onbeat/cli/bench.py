@@ -169,8 +169,8 @@ def _deliver(
     result = runs_result(
         runs,
         kind="bench",
-        percentiles=output.percentiles(),
-        metrics=output.table_metrics(),
+        percentiles=output.metric_percentiles,
+        metrics=output.percentile_metrics,
         settings=settings,
     )
     paths = [output.json]

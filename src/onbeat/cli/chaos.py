@@ -14,10 +14,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from onbeat.bench.bench_config import TargetConfig
 from onbeat.bench.chaos import TIMEOUT, Chaos, ChaosPlan, ChaosRun
-from onbeat.bench.client import why_no_answer
+from onbeat.bench.client import key_headers, why_no_answer
 from onbeat.bench.history import End, ObservedAnswer, Violation, counts, save, violations
 from onbeat.bench.probe import choose_model, read_models
-from onbeat.cli.args import key_headers, server_root
+from onbeat.cli.args import server_root
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.outputs import check_writable, result_console
 from onbeat.core.errors import ConfigError, counted

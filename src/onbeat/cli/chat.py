@@ -21,10 +21,10 @@ import orjson
 from rich.console import Console
 
 from onbeat.bench.bench_config import TargetConfig
-from onbeat.bench.client import why_no_answer
+from onbeat.bench.client import key_headers, why_no_answer
 from onbeat.bench.probe import choose_model, read_models
 from onbeat.bench.stream import EventStreamParser, error_code, error_text
-from onbeat.cli.args import FAILED, key_headers, server_root
+from onbeat.cli.args import FAILED, server_root
 from onbeat.cli.options import add_options, read_options
 from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.options import check, option

@@ -103,7 +103,9 @@ def _arguments(setting: Setting) -> dict[str, Any]:
         return arguments | {"action": "store_true"}
     if setting.kinds == (bool,):
         return arguments | {"action": argparse.BooleanOptionalAction, "default": default}
-    if _is_list(setting):
+    if _has_commas(setting):
+        default = ",".join(map(str, default)) or None
+    elif _is_list(setting):
         arguments |= {"action": "append"} if option.many == "append" else {"nargs": option.many}
         default = list(default)
     elif isinstance(default, Enum):
@@ -114,6 +116,13 @@ def _arguments(setting: Setting) -> dict[str, Any]:
 
 
 def _converter(setting: Setting) -> Callable[[str], Any]:
+    convert = _converter_of_one(setting)
+    if not _has_commas(setting):
+        return convert
+    return lambda text: [convert(word.strip()) for word in text.split(",")]
+
+
+def _converter_of_one(setting: Setting) -> Callable[[str], Any]:
     if setting.option.parse is not None:
         return setting.option.parse
     if setting.choices:
@@ -131,7 +140,7 @@ def _converter(setting: Setting) -> Callable[[str], Any]:
 def _inside(setting: Setting, value: Any) -> Any:
     """Return a value of the command line in the unit and the type that the setting has inside."""
     if value is None:
-        return None
+        return () if _has_commas(setting) else None
     if setting.option.unit is not None:
         return {"ms": value / 1e3, "gbps": value * 1e9 / 8}[setting.option.unit]
     if _is_list(setting):
@@ -141,3 +150,7 @@ def _inside(setting: Setting, value: Any) -> Any:
 
 def _is_list(setting: Setting) -> bool:
     return bool(setting.kinds) and getattr(setting.kinds[0], "__origin__", None) is tuple
+
+
+def _has_commas(setting: Setting) -> bool:
+    return setting.option.many == ","

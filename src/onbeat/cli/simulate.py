@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from onbeat.simulator.deployment import Deployment
     from onbeat.simulator.resolve import Resolved
+    from onbeat.workload.offered import OfferedLoad
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,24 +28,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, SimulateOptions)
 
 
+def asked_of(args: argparse.Namespace) -> tuple[Deployment, Resolved, OfferedLoad]:
+    """Return what the flags name, what it is, and the load that it gets.
+
+    Raises
+    ------
+    ConfigError : an unknown name, or settings that do not go together.
+    """
+    from onbeat.cli.options import read_options
+    from onbeat.cli.simulate_options import replica_settings
+    from onbeat.simulator.resolve import resolve_for
+    from onbeat.workload.load import Load
+
+    deployment, load = replica_settings(args), read_options(args, Load)
+    return deployment, *resolve_for(deployment, load, load.classes())
+
+
 def run(args: argparse.Namespace) -> int:
     """Simulate; returns the exit code."""
     from onbeat.cli.options import read_options
-    from onbeat.cli.simulate_options import SimulateOptions, replica_settings
+    from onbeat.cli.simulate_options import SimulateOptions
     from onbeat.cli.simulate_output import answer_of, as_run
     from onbeat.cli.simulate_run import run_simulation
     from onbeat.metrics.record import write_records
     from onbeat.metrics.summary import SummaryOptions
     from onbeat.report.run_report import runs_result
-    from onbeat.simulator.resolve import resolve_for
-    from onbeat.workload.load import Load
 
     console = Console(stderr=True, highlight=False)
-    settings = replica_settings(args)
-    asked = read_options(args, Load)
     options = read_options(args, SimulateOptions)
     check_writable(options.files)
-    simulation, load = resolve_for(settings, asked, asked.classes())
+    settings, simulation, load = asked_of(args)
     console.print(_describe(settings, simulation), markup=False, soft_wrap=True)
     result = run_simulation(
         simulation,

@@ -62,8 +62,9 @@ class Option:
     at_least: int | None = None
     is_switch: bool = False
     """Of a boolean: a flag that turns it on, without one that turns it off."""
-    many: Literal["+", "*", "append"] = "+"
-    """Of a list: whether its values follow one flag, one at least or none too, or have a flag each."""
+    many: Literal["+", "*", "append", ","] = "+"
+    """Of a list: whether its values follow one flag, one at least or none too, have a flag each, or are one
+    word with commas."""
 
 
 def option(default: Any = MISSING, *, help: str, group: str, **about: Any) -> Any:
@@ -202,8 +203,9 @@ def check(settings: Any, kind: type[Any]) -> None:
         is_checked_later = isinstance(each.option.choices, tuple) and bool(each.option.choices)
         if each.choices and not is_checked_later and value not in each.choices:
             raise ConfigError(f"unknown {each.key} {quoted(value)}; choose one of {', '.join(each.choices)}")
-        if least is not None and not value >= least:
-            raise ConfigError(f"{each.key} is {value}; it must be at least {least}")
+        for one in value if isinstance(value, tuple) else (value,):
+            if least is not None and not one >= least:
+                raise ConfigError(f"{each.key} is {one}; it must be at least {least}")
 
 
 def _sorted(

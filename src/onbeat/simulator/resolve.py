@@ -22,7 +22,7 @@ from onbeat.perfmodel.precision import Precision, narrower_formats, precision_by
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.scheduler.cluster.fleet_config import FleetConfig
-from onbeat.scheduler.replica.policies import composition, largest_step, settle
+from onbeat.scheduler.replica.policies import check_policy, composition, largest_step, settle
 from onbeat.scheduler.replica.token_budget import LARGEST_BUDGET, choose_token_budget, mean_decode_context
 from onbeat.scheduler.scheduler_config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits
 from onbeat.simulator.deployment import AUTO, Deployment
@@ -91,15 +91,18 @@ def resolve(
     DoesNotFit : memory holds no model and request of this size; the message says what was tried and fits.
     ConfigError : an unknown name, or sizes that do not fit together.
     """
+    if deployment.limits.max_num_batched_tokens == AUTO:
+        resolved = resolve(change(deployment, max_num_batched_tokens=None), choices=choices)
+        return _with_budget(resolved, tbt, context_tokens)
     if deployment.fleet.kinds:
-        return _resolve_kinds(deployment, tbt=tbt, context_tokens=context_tokens)
+        return _resolve_kinds(deployment)
     try:
-        return _resolve(deployment, tbt, context_tokens)
+        return _resolve(deployment)
     except DoesNotFit as error:
 
         def attempt(to: Change) -> None:
             own = {"tensor_parallel": to.tensor, "pipeline_parallel": to.pipeline, "dtype": to.weights}
-            _resolve(change(deployment, **own), tbt, context_tokens)
+            _resolve(change(deployment, **own))
 
         now = Change(deployment.tensor_parallel, deployment.pipeline_parallel, deployment.dtype)
         choices = replace(choices, formats=narrower_formats(deployment.dtype))
@@ -107,7 +110,7 @@ def resolve(
         raise DoesNotFit(f"{error}. {cure}") from None
 
 
-def _resolve(said: Deployment, tbt: float | None, context_tokens: int | None) -> Resolved:
+def _resolve(said: Deployment) -> Resolved:
     """Resolve a deployment of equal replicas, from its names to its numbers."""
     limits, drafts = said.limits, said.speculation
     model, device = find_model_spec(said.model), find_device(said.device)
@@ -152,20 +155,6 @@ def _resolve(said: Deployment, tbt: float | None, context_tokens: int | None) ->
         memory = holds(model) if draft is None else beside_draft_model(holds(model), holds(draft), least)
         num_blocks = memory.num_blocks
 
-    def budget(longest: int) -> int:
-        """Return the largest that keeps the objective (Sarathi-Serve, OSDI 2024, section 4.3)."""
-        if tbt is None:
-            raise ConfigError(
-                "--max-num-batched-tokens auto chooses the largest step that keeps the TBT objective, but "
-                "there is none; give --slo-tbt-ms"
-            )
-        return choose_token_budget(
-            step_time,
-            tbt=tbt - said.host_overhead,
-            max_num_seqs=limits.max_num_seqs,
-            context_tokens=context_tokens or longest // 2,
-        )
-
     server = target_time.server
     config = SimulationConfig(
         **{each.name: getattr(said, each.name) for each in fields(FleetTerms)},
@@ -173,7 +162,6 @@ def _resolve(said: Deployment, tbt: float | None, context_tokens: int | None) ->
             limits,
             num_blocks=num_blocks,
             model_len=model.max_position_embeddings,
-            choose_budget=budget,
             model=target_time,
             num_micro_batches=said.pipeline_parallel,
             speculation=None if drafts is None else drafts.for_scheduler(),
@@ -202,17 +190,12 @@ def _resolve(said: Deployment, tbt: float | None, context_tokens: int | None) ->
     return replace(resolved, config=replace(config, kinds=_without_drafts(said, (resolved.kind,))))
 
 
-def _resolve_kinds(said: Deployment, *, tbt: float | None, context_tokens: int | None) -> Resolved:
+def _resolve_kinds(said: Deployment) -> Resolved:
     """Resolve a fleet of several kinds; what is said of one replica is said of the first."""
     alone = replace(said, fleet=FleetConfig(), kv_bandwidth=None, kv_latency=0.0)
     of_kind = Choices(tensor="tp of that kind")
     built = [
-        resolve(
-            change(alone, **as_settings(each, "device", "tensor_parallel", "policy")),
-            tbt=tbt,
-            context_tokens=context_tokens,
-            choices=of_kind,
-        )
+        resolve(change(alone, **as_settings(each, "device", "tensor_parallel", "policy")), choices=of_kind)
         for each in said.fleet.kinds
     ]
     first, counts = built[0], [each.replicas for each in said.fleet.kinds]
@@ -225,6 +208,31 @@ def _resolve_kinds(said: Deployment, *, tbt: float | None, context_tokens: int |
     )
     num_devices = sum(each.num_devices * count for each, count in zip(built, counts, strict=True))
     return replace(first, config=config, num_devices=num_devices)
+
+
+def _with_budget(resolved: Resolved, tbt: float | None, context_tokens: int | None) -> Resolved:
+    """Return it with the largest steps that keep the objective (Sarathi-Serve, OSDI 2024, section 4.3)."""
+    config = resolved.config
+    if tbt is None:
+        raise ConfigError(
+            "--max-num-batched-tokens auto chooses the largest step that keeps the TBT objective, but "
+            "there is none; give --slo-tbt-ms"
+        )
+
+    def limits(own: SchedulerConfig, step_time: StepTimeModel) -> SchedulerConfig:
+        budget = choose_token_budget(
+            step_time,
+            tbt=tbt - config.host_overhead,
+            max_num_seqs=own.max_num_seqs,
+            context_tokens=context_tokens or own.max_model_len // 2,
+        )
+        chosen = replace(own, max_num_batched_tokens=budget)
+        check_policy(chosen)
+        return chosen
+
+    kinds = tuple(replace(each, scheduler=limits(each.scheduler, each.step_time)) for each in config.kinds)
+    first = limits(config.scheduler, resolved.step_time)
+    return replace(resolved, config=replace(config, scheduler=first, kinds=kinds))
 
 
 def _link(said: Deployment, model: ModelSpec, precision: Precision) -> KVLink | None:
@@ -280,7 +288,7 @@ def resolve_for(
     tbt = tightest_tbt(classes)
     is_auto = deployment.limits.max_num_batched_tokens == AUTO
     first = change(deployment, max_num_batched_tokens=None) if is_auto else deployment
-    resolved = resolve(first, tbt=tbt)
+    resolved = resolve(first)
     longest, overlong = resolved.config.max_model_len, deployment.overlong
     try:
         if isinstance(asked, Load):
@@ -290,10 +298,9 @@ def resolve_for(
             load = load.with_classes(classes, seed=deployment.seed) if classes else load
     except LongerThanContext as error:
         raise what_binds(first, error) from None
-    if not is_auto:
-        return resolved, load
-    context = decode_context(load, resolved.config.scheduler)
-    return resolve(deployment, tbt=tbt, context_tokens=context), load
+    if is_auto:
+        resolved = _with_budget(resolved, tbt, decode_context(load, resolved.config.scheduler))
+    return resolved, load
 
 
 def what_binds(deployment: Deployment, error: LongerThanContext, choices: Choices = CHOICES) -> ConfigError:

@@ -22,7 +22,11 @@ CLASSES = (
 async def test_an_embedding_has_one_delivery_and_is_held_to_its_ttft() -> None:
     fake = FakeOpenAI(owned_by="onbeat", first_token_delay=0.05, verdict={"met": True, "ttft_ms": 50.0})
     result = await measure(
-        fake, BenchLoad(max_concurrency=4), num_prompts=8, slo_classes=CLASSES, target={"api": "embeddings"}
+        fake,
+        BenchLoad(max_concurrency=4),
+        num_prompts=8,
+        slo_classes=CLASSES,
+        target={"backend": "openai-embeddings"},
     )
     assert all(body.keys() == {"model", "input", "slo"} for body in fake.bodies)
     assert {body["slo"]["ttft_ms"] for body in fake.bodies} == {20.0, 60_000.0}
@@ -46,7 +50,7 @@ async def test_an_embedding_has_one_delivery_and_is_held_to_its_ttft() -> None:
 )
 async def test_what_goes_wrong_is_named(fault: str, cause: str) -> None:
     fake = FakeOpenAI(fail_every=2, fault=fault)
-    result = await measure(fake, BenchLoad(), num_prompts=4, target={"api": "embeddings"})
+    result = await measure(fake, BenchLoad(), num_prompts=4, target={"backend": "openai-embeddings"})
     (group,) = result.errors
     assert (group["cause"], group["count"]) == (cause, 2)
     assert result.summary.counts.num_completed == 2

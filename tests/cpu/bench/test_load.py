@@ -120,7 +120,9 @@ async def test_everything_at_once_without_rate_and_limit() -> None:
 async def test_chat_api_and_tokens_per_chunk() -> None:
     fake = FakeOpenAI(tokens_per_chunk=3)
 
-    result = await measure(fake, BenchLoad(max_concurrency=2), target={"api": "chat"}, num_prompts=4)
+    result = await measure(
+        fake, BenchLoad(max_concurrency=2), target={"backend": "openai-chat"}, num_prompts=4
+    )
 
     assert "messages" in fake.bodies[0]
     assert result.summary.counts.num_output_tokens == 24
@@ -172,7 +174,7 @@ async def test_goodput_and_sampling_fields_reach_their_ends() -> None:
         num_prompts=4,
         summary=options,
         extra_body={"temperature": 0.5, "ignore_eos": True},
-        target={"headers": {"X-Team": "a"}},
+        target={"header": (("X-Team", "a"),)},
     )
 
     assert result.summary.score.request_goodput == 0
@@ -233,7 +235,7 @@ async def test_jobs_are_sent_call_by_call_and_reported_as_jobs() -> None:
         BenchLoad(request_rate=50.0),
         num_prompts=3,
         dataset={"dataset_name": "retrieval-chain", "job_deadline": 30.0},
-        target={"api": "chat"},
+        target={"backend": "openai-chat"},
         num_warmups=1,
     )
     summary = result.values["jobs"]["retrieval-chain"]

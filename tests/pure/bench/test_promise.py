@@ -68,7 +68,7 @@ def test_a_load_test_may_be_longer_but_of_no_other_load() -> None:
     assert longer.load.num_prompts == 900
     with pytest.raises(ConfigError, match="--request-rate"):
         with_planned_load(make(BenchOptions, request_rate=3.0), promise(**{"request-rate": 12}))
-    for other in ({"sweep_rate": "1,2"}, {"output_len": 5}, {"tbt": 0.1}):
+    for other in ({"sweep_rate": (1.0, 2.0)}, {"output_len": 5}, {"tbt": 0.1}):
         with pytest.raises(ConfigError, match=r"runs the load of its plan: leave out --\w+"):
             with_planned_load(make(BenchOptions, **other), promise(**{"request-rate": 12}))
     with pytest.raises(ConfigError, match="--slo-mode"):

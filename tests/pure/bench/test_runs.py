@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,25 @@ BASE = BenchLoad(request_rate=1.0, burstiness=0.5)
 
 
 def test_a_concurrency_sweep_is_closed_loops() -> None:
-    runs = BenchLoad(trace=Path("t.csv"), sweep_concurrency="1,4").runs("x", [1, 4])
+    runs = BenchLoad(trace=Path("t.csv"), sweep_concurrency=(1, 4)).runs("x")
 
     assert [(run.title, run.load.max_concurrency, run.load.timing) for run in runs] == [
         ("x c=1", 1, None),
         ("x c=4", 4, None),
     ]
     with pytest.raises(ConfigError, match="leave out --request-rate"):
-        BASE.runs("x", [1])
+        replace(BASE, sweep_concurrency=(1,)).runs("x")
 
 
 def test_a_rate_sweep_keeps_the_rest_of_the_load() -> None:
-    load = BenchLoad(sweep_rate="2.5", arrivals="constant", max_concurrency=9)
-    [run] = load.runs("x", rates=[2.5])
+    load = BenchLoad(sweep_rate=(2.5,), arrivals="constant", max_concurrency=9)
+    [run] = load.runs("x")
 
     assert (run.title, run.load.timing) == ("x 2.5 req/s", ("constant", 2.5))
     assert run.load.max_concurrency == 9
     with pytest.raises(ConfigError, match="leave one out"):
-        BASE.runs("x", rates=[1.0])
-    closed, opened = BenchLoad(sweep_rate="2", arrivals="constant").runs("x", [3], [2.0])
+        replace(BASE, sweep_rate=(1.0,)).runs("x")
+    closed, opened = BenchLoad(sweep_concurrency=(3,), sweep_rate=(2.0,), arrivals="constant").runs("x")
     assert (closed.load.timing, opened.load.timing) == (None, ("constant", 2.0))
 
 
@@ -55,6 +56,7 @@ RAMP = {"ramp_up_strategy": "linear", "ramp_up_start_rps": 1.0, "ramp_up_end_rps
         ({**RAMP, "request_rate": 2.0}, "ramp-up"),
         ({"ramp_up_strategy": "linear"}, "all or none"),
         ({"random_long_share": 1.0}, "--random-long-share"),
+        ({"sweep_concurrency": (4, 0)}, "sweep_concurrency"),
     ],
 )
 def test_contradictory_loads_are_refused(options: dict[str, Any], message: str) -> None:
@@ -79,7 +81,7 @@ def test_contradictory_data_sets_are_refused(options: dict[str, Any], message: s
 @pytest.mark.parametrize("base", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
 def test_base_urls_with_and_without_version(base: str) -> None:
     assert TargetConfig(base_url=base).url == "http://h:1/v1/completions"
-    assert TargetConfig(base_url=base, api="chat").url == "http://h:1/v1/chat/completions"
+    assert TargetConfig(base_url=base, backend="openai-chat").url == "http://h:1/v1/chat/completions"
 
 
 def test_a_base_url_without_scheme_is_refused() -> None:

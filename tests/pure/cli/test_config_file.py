@@ -63,7 +63,7 @@ def test_a_list_is_a_flag_for_each_value(tmp_path: Path) -> None:
     assert (args.api_key, args.allowed_origins, args.model_positional) == (["one", "-two"], [], None)
     assert serve("--config", path, "--api-key=three").api_key == ["three"]
     path.write_text("model: any\nbackend: openai\nheader: [a=b, c=d]\n")
-    assert parse(build_parser(), ["bench", "serve", "--config", str(path)]).header == ["a=b", "c=d"]
+    assert parse(build_parser(), ["bench", "serve", "--config", str(path)]).header == [("a", "b"), ("c", "d")]
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import runpy
 from dataclasses import MISSING, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -216,3 +216,15 @@ def test_settings_of_parts_go_by_their_own_names() -> None:
 def test_what_a_setting_may_not_be_is_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(Outer, name="n", **values)
+
+
+def test_a_list_may_be_one_word_with_commas(capsys: pytest.CaptureFixture[str]) -> None:
+    read = partial(parse, parser_of())
+    args = read(["bench", "serve", "--metric-percentiles", "50, 99.9", "--sweep-concurrency=1,4"])
+    options = read_options(args, BenchOptions)
+    assert options.output.metric_percentiles == (50.0, 99.9)
+    assert options.output.percentile_metrics == ("ttft", "tpot", "itl", "e2el")
+    assert (options.load.sweep_concurrency, options.load.sweep_rate) == ((1, 4), ())
+    with pytest.raises(SystemExit):
+        read(["bench", "serve", "--metric-percentiles", "99,x"])
+    assert "--metric-percentiles" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from benchmarks.check.paths import one_request
+from benchmarks.check.paths import arguments, one_request, walk
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.perfmodel.predictor import Predictor
@@ -65,7 +65,13 @@ def test_a_request_costs_no_more_calls_than_it_did(policy, objectives, most):
 @pytest.mark.parametrize(("policy", "most"), [("sarathi", 30), ("slo", 41)])
 def test_a_request_goes_through_no_more_files_than_it_did(policy, most):
     settings = make(Deployment, model="mistralai/Mistral-7B-v0.3", device="h100-sxm", policy=policy)
-    assert len(one_request(settings)) <= most
+    assert len(set(one_request(settings))) <= most
+
+
+@pytest.mark.parametrize(("policy", "most"), [("sarathi", (85, 47)), ("slo", (96, 56))])
+def test_the_way_from_flags_to_what_is_simulated_turns_back_no_more_than_it_did(policy, most):
+    stays, returns = walk(arguments(policy))
+    assert (stays <= most[0], returns <= most[1]) == (True, True)
 
 
 @pytest.mark.parametrize("router", ["round-robin", "least-outstanding", "prefix-affinity", "slo"])

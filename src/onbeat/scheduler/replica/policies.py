@@ -342,12 +342,11 @@ def queue_seconds(policy: str, given: float | None) -> float | None:
     return given or None
 
 
-def settle(  # noqa: PLR0913 - each is known to somebody else
+def settle(
     limits: SchedulerLimits,
     *,
     num_blocks: int,
     model_len: int,
-    choose_budget: Callable[[int], int] | None = None,
     model: StepTimeModel | None = None,
     num_micro_batches: int = 1,
     speculation: SpeculationConfig | None = None,
@@ -358,7 +357,6 @@ def settle(  # noqa: PLR0913 - each is known to somebody else
     ----------
     num_blocks : KV blocks in the cache.
     model_len : tokens of the longest request that the model was made for.
-    choose_budget : from the longest request, tokens, to the token budget where that is `auto`; None has none.
     model : predicts steps; None where nobody does yet.
 
     Raises
@@ -377,10 +375,8 @@ def settle(  # noqa: PLR0913 - each is known to somebody else
         model_len, num_blocks * limits.block_size
     )
     if limits.max_num_batched_tokens == "auto":
-        if choose_budget is None:
-            raise ConfigError("max_num_batched_tokens is 'auto', which is for simulations; give a number")
-        settled["max_num_batched_tokens"] = choose_budget(longest)
-    elif limits.max_num_batched_tokens is None:
+        raise ConfigError("max_num_batched_tokens is 'auto', which is for simulations; give a number")
+    if limits.max_num_batched_tokens is None:
         settled["max_num_batched_tokens"] = default_token_budget(
             policy, max_model_len=longest, max_num_seqs=limits.max_num_seqs, model=model
         )
