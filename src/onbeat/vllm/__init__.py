@@ -5,9 +5,9 @@ Nothing here is imported before vLLM asks for it by name: `--scheduler-cls onbea
 
 ===========================  =====================================================================
 `middleware`, `relay`        an HTTP request and its answer: objectives in; refusals and verdicts out
-`requests`, `answers`        what the routes of vLLM take and give, and where a refusal stands in it
+`requests`, `refusals`       what the routes of vLLM take, and how a refusal gets to a client
 `verdicts`                   the open requests of an API server, their verdicts, and four numbers of all
-`calibrate`                  where step times come from; `self_calibration` and `batches` measure them
+`calibrate`                  where step times come from; `self_calibration` measures them
 `plugin_config`, `objectives` what the server's owner set; what a request of vLLM's engine is held to
 `telemetry`                  what the scheduler's process tells: predictions, refusals, step times
 ===========================  =====================================================================

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from onbeat.core.errors import ConfigError, InvalidRequest, SLOUnattainable
 from onbeat.core.request import RequestOutput
@@ -32,7 +32,6 @@ from onbeat.vllm.surface import EngineRequest, Surface
 from onbeat.vllm.telemetry import Publisher, RequestNews, StepTimes, rank_address
 
 logger = logging.getLogger("onbeat.vllm")
-Result = TypeVar("Result")
 
 MOST_FAULTS = 3
 """Faults in a row after which onbeat plans no more in this process."""
@@ -67,8 +66,6 @@ class Plugin:
         """Predicted and measured seconds of steps that are not told yet."""
         self._calibration: SelfCalibration | None = None
         """While steps are measured."""
-        self._is_measured = False
-        """Whether the step that is planned last is one of it."""
         self.surface = surface = Surface(scheduler, engine_version())
         self.is_on = not surface.is_pooling
         if not self.is_on:
@@ -92,14 +89,10 @@ class Plugin:
         if not self._has_failed:
             self._faults_in_a_row = 0
         self._has_failed = False
-        self._is_measured = False
         if not self.is_on or self.surface.is_paused():
             self._measure(SelfCalibration.suspend)
             return None
-        imposed = self._measure(lambda calibration: calibration.plan(now))
-        self._is_measured = imposed is not None
-        if imposed is not None:
-            return imposed
+        self._measure(SelfCalibration.send)
         try:
             return self._plan(now)
         except Exception as fault:
@@ -126,9 +119,6 @@ class Plugin:
         """Count a step that vLLM has planned, and see whether it is the one that it was held to."""
         if not self.is_on:
             return
-        if self._is_measured and self._calibration is not None:
-            self._measure(lambda calibration: calibration.note_step(output, now))
-            return
         if imposed is None:
             self.num_foreign += 1
         else:
@@ -141,13 +131,15 @@ class Plugin:
 
     def take(self, output: Any, now: float) -> None:
         """Learn from a step whose results vLLM has taken."""
-        if self._measure(lambda calibration: calibration.take(output, now)):
+        if not self.is_on:
             return
-        if self.is_on:
-            with self._guarded():
-                taken = self.steps.take(output, now)
-                if taken is not None and self._publisher is not None:
-                    self._tell_times(taken, self._publisher)
+        with self._guarded():
+            taken = self.steps.take(output, now)
+            if taken is None:
+                return
+            self._measure(lambda calibration: calibration.take(taken))
+            if self._publisher is not None:
+                self._tell_times(taken, self._publisher)
 
     # --- requests -------------------------------------------------------------------------------------
 
@@ -158,8 +150,7 @@ class Plugin:
         ----------
         arrival : when it came, seconds of the clock of `now`.
         """
-        if self._measure(lambda calibration: calibration.take_in(request, now)):
-            return
+        self._measure(lambda calibration: calibration.make_room(request))
         if not (self.is_on and self.surface.is_planned(request)):
             return
         with self._guarded():
@@ -178,7 +169,8 @@ class Plugin:
         if not self.is_on:
             return
         if request_ids is None:  # it is the end, or a new beginning
-            self._measure(SelfCalibration.stop)
+            self._measure(SelfCalibration.suspend)
+            self._calibration = None
         with self._guarded():
             requests = self.steps.table.requests
             given = list(requests) if request_ids is None else request_ids
@@ -190,9 +182,7 @@ class Plugin:
     @property
     def has_work(self) -> bool:
         """Whether something is to be told, or measured, that no request is left for."""
-        calibration = self._calibration
-        measures = calibration is not None and not calibration.is_done and not self.surface.is_paused()
-        return bool(self._refused) or measures
+        return bool(self._refused) or (self._calibration is not None and not self.surface.is_paused())
 
     def add_refusals(self, outputs: dict[int, Any]) -> None:
         """Put the last outputs of refused requests among those that go out; made-up ones do not go out."""
@@ -249,7 +239,7 @@ class Plugin:
     # --- step times -----------------------------------------------------------------------------------
 
     def _new_calibration(self) -> SelfCalibration:
-        """Return what measures steps, with requests and plans of its own."""
+        """Return what measures steps, with requests of its own."""
         surface, kv = self.surface, self.steps.table.kv
         limits = BatchLimits(
             num_tokens=surface.scheduler.max_num_scheduled_tokens,
@@ -259,32 +249,26 @@ class Plugin:
             graph_sizes=capture_sizes(surface.scheduler),
             num_drafts=surface.num_drafts,
         )
-        # One model for both: where requests come before all is measured, it has learnt from what was.
-        steps = EngineSteps(surface, self.steps.model, self.config.slo.mode)
-        return SelfCalibration(steps, limits, RequestMaker(surface.scheduler, _SEED))
+        return SelfCalibration(self.steps, limits, RequestMaker(surface.scheduler, _SEED))
 
-    def _measure(self, act: Callable[[SelfCalibration], Result]) -> Result | None:
+    def _measure(self, act: Callable[[SelfCalibration], None]) -> None:
         """Let steps be measured, if they still are. A fault ends that, and no step; so does its end."""
         calibration = self._calibration
         if calibration is None:
-            return None
-        result = None
+            return
         try:
-            result = act(calibration)
-            if not calibration.is_done or calibration.is_under_way:
-                return result
-            if not calibration.was_given_up:
-                known = self._kept.keep(calibration.steps, calibration.seconds)
+            act(calibration)
+            if calibration.is_done:
+                self._calibration = None
+                known = self._kept.keep(calibration.measured, calibration.seconds)
                 self.steps = EngineSteps(self.surface, predictor(known), self.config.slo.mode)
                 self._say_misses()
         except Exception as fault:
+            self._calibration = None
             trace = None if isinstance(fault, ConfigError) else fault
-            why = calibration.what_was_left_out or fault
-            logger.warning("step times: guessed, because they were not measured (%s)", why, exc_info=trace)
+            logger.warning("step times: guessed, because they were not measured (%s)", fault, exc_info=trace)
             with suppress(Exception):
-                calibration.stop()
-        self._calibration = None
-        return result
+                calibration.suspend()
 
     def _say_misses(self) -> None:
         """Say which objectives no step can keep, before somebody waits for them."""

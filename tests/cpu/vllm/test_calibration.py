@@ -13,7 +13,7 @@ from onbeat.cli.main import main
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.vllm import plugin as plugin_module
-from onbeat.vllm.self_calibration import BatchLimits, stages
+from onbeat.vllm.self_calibration import BatchLimits, largest, waves
 from tests.cpu.vllm.fake_scheduler import (
     FakeRequest,
     FakeScheduler,
@@ -52,27 +52,21 @@ def seconds_of(model, num_decodes: int, chunk: int) -> float:
 
 
 @pytest.mark.parametrize("limits", LIMITS)
-def test_stages_stay_within_limits_and_grow(limits):
-    made = stages(limits)
-    assert [stage.largest for stage in made] == sorted(stage.largest for stage in made)
-    for stage in made:
-        assert stage.largest <= limits.num_tokens
-        assert max(map(len, stage.steps)) <= len(stage.prompts) <= limits.num_seqs
-        each = 1 + limits.num_drafts
-        assert sum(stage.prompts) + len(stage.prompts) * len(stage.steps) * each <= limits.num_kv_tokens
-        assert max(stage.prompts) + stage.num_output <= limits.max_model_len
-        given = dict.fromkeys(range(len(stage.prompts)), 0)
-        for step in stage.steps:
-            decodes = [num for place, num in step if given[place] >= stage.prompts[place]]
-            assert sum(num for _, num in step) + limits.num_drafts * len(decodes) <= limits.num_tokens
-            for place, num in step:
-                assert num <= max(stage.prompts[place] - given[place], 1)
-                given[place] += num
+def test_waves_fit_into_the_cache_and_grow(limits):
+    made = waves(limits)
+    sizes = [largest(wave, limits) for wave in made]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] <= limits.num_tokens
+    for wave in made:
+        assert len(wave) <= limits.num_seqs
+        assert sum(each.num_prompt + each.num_output for each in wave) <= limits.num_kv_tokens
+        assert all(each.num_prompt + each.num_output <= limits.max_model_len for each in wave)
 
 
 def test_sizes_of_cuda_graphs_are_measured_on_both_sides():
-    (decodes,) = [stage for stage in stages(LIMITS[0]) if len(stage.prompts) == 512]
-    sizes = {len(step) for step in decodes.steps}
+    (decodes,) = [wave for wave in waves(LIMITS[0]) if len(wave) == 512]
+    ends = [each.num_output for each in decodes]
+    sizes = {sum(end > step for end in ends) for step in range(1, max(ends))}
     assert {1, 256, 512} <= sizes
     assert sum({size, size + 1} <= sizes for size in LIMITS[0].graph_sizes) > 10
 
@@ -86,7 +80,8 @@ def test_steps_are_measured_kept_and_read_by_the_next_start(make, caplog, tmp_pa
     assert plugin._calibration is None
     assert not outputs
     assert not scheduler.requests
-    assert (plugin.num_faults, plugin.num_planned, plugin.num_mismatches) == (0, 0, 0)
+    assert (plugin.num_faults, plugin.num_mismatches) == (0, 0)
+    assert plugin.num_planned > 50
     assert "step times: measured in" in caplog.text
     for num_decodes, chunk in ((1, 0), (8, 0), (0, 300), (4, 200)):
         told = 0.01 + 2e-4 * (num_decodes + chunk)
@@ -158,10 +153,8 @@ def test_a_fault_in_measuring_ends_it_and_no_step(make, monkeypatch, caplog):
 def test_where_steps_take_too_long_for_requests_to_wait_it_is_said(make, monkeypatch, caplog):
     monkeypatch.setattr("onbeat.vllm.self_calibration.LONGEST_STEP", 0.013)
     run(make())
-    assert (
-        "guessed, because they were not measured (steps of 16 tokens take more than 0.013 s here)"
-        in caplog.text
-    )
+    assert "steps of 16 tokens or more take too long to measure" in caplog.text
+    assert "guessed, because they were not measured" in caplog.text
     assert "Traceback" not in caplog.text
 
 

@@ -76,8 +76,13 @@ def test_what_a_client_states_goes_before_the_defaults(defaults):
         ({"slo_class": "gold"}, "no class 'gold'"),
         ({"slo_ttl_ms": 5}, "did you mean"),
         ({"slo_weight": 3}, "at most 1"),
-        ({"slo_id": "x", "slo_shed": "never"}, "slo_shed"),
-        ({"slo_id": "x", "slo_tenant": 5}, "slo_tenant"),
+        ({"slo_id": "x"}, "slo_held"),
+        ({"slo_id": "x", "slo_held": 5}, "slo_held"),
+        ({"slo_id": "x", "slo_held": '{"shed": "never"}'}, "slo_held"),
+        ({"slo_id": "x", "slo_held": '{"tenant": 5}'}, "slo_held"),
+        ({"slo_id": "x", "slo_held": '{"weight": -1}'}, "weight"),
+        ({"slo_id": "x", "slo_held": '{"slo": {"ttft": 0}}'}, "slo_held"),
+        ({"slo_id": "x", "slo_held": '{"job": {"job_id": "j"}}'}, "job"),
     ],
 )
 def test_wrong_objectives_are_named(extra_args, words, defaults):
@@ -94,7 +99,7 @@ def test_what_the_middleware_has_worked_out_comes_through_as_it_is(defaults):
 
 
 def test_a_client_that_feigns_the_middleware_gets_no_more_weight_than_anybody_may_have(defaults):
-    assert read({"slo_id": "x", "slo_weight": 999}, defaults).weight == 2.0
+    assert read({"slo_id": "x", "slo_held": '{"weight": 999}'}, defaults).weight == 2.0
     assert read({"slo_weight": 1, "slo_tenant": "boss"}, defaults).tenant is None
 
 

@@ -7,6 +7,9 @@ import json
 
 import pytest
 
+from onbeat.core.slo import SLO, ShedMode
+from onbeat.server.objectives import RequestObjectives
+from onbeat.vllm.objectives import as_extra_args
 from onbeat.vllm.telemetry import RequestNews, StepTimes
 from tests.cpu.vllm.fake_scheduler import (
     FakeRequest,
@@ -19,6 +22,10 @@ from tests.cpu.vllm.fake_scheduler import (
 from tests.cpu.vllm.vllm_app import ASK, CHAT, VLLMApp, chat_chunk, chat_whole, client_of, data_events, event
 
 
+def held(slo_id: str, ttft: float, shed: ShedMode):
+    return as_extra_args(RequestObjectives(slo=SLO(ttft=ttft), shed=shed), slo_id)
+
+
 @pytest.fixture
 def make(monkeypatch):
     return planned_scheduler(monkeypatch)
@@ -27,9 +34,9 @@ def make(monkeypatch):
 def test_what_becomes_of_a_request_is_told_by_the_middlewares_name(make):
     scheduler = make()
     told = heard_by(scheduler)
-    add_some(scheduler, 1, slo_id="x", slo_ttft_ms=5000.0)
-    scheduler.add_request(FakeRequest("late", 2000, 5, slo_id="y", slo_ttft_ms=1.0, slo_shed="reject"))
-    scheduler.add_request(FakeRequest("later", 2000, 5, slo_id="z", slo_ttft_ms=1.0, slo_shed="relegate"))
+    add_some(scheduler, 1, **held("x", 5.0, ShedMode.OFF))
+    scheduler.add_request(FakeRequest("late", 2000, 5, **held("y", 1e-3, ShedMode.REJECT)))
+    scheduler.add_request(FakeRequest("later", 2000, 5, **held("z", 1e-3, ShedMode.RELEGATE)))
     scheduler.add_request(FakeRequest("own", 2000, 5, slo_ttft_ms=1.0, slo_shed="reject"))
     run(scheduler)
     news = {each.slo_id: each for each in told if isinstance(each, RequestNews)}
