@@ -8,14 +8,14 @@ replica below a target load. *Freeness* is what a replica has left for each of i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from math import inf
 
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.scheduler.cluster.events import RoutingRequest
 from onbeat.scheduler.cluster.membership import Replica, ReplicaState, RoutedRequest
 from onbeat.scheduler.cluster.mover import Mover, num_blocks_of
-from onbeat.scheduler.cluster.routing import NONE_EXCLUDED, RoutingChoice
+from onbeat.scheduler.cluster.routing import NONE_EXCLUDED, Router, RoutingChoice
 from onbeat.scheduler.cluster.scaling_policy import FleetLoad, ScalingPolicy, Wanted
 
 HIGH_TARGET_TOKENS = 1600
@@ -83,7 +83,7 @@ class _Member:
         )
 
 
-class FreenessRouter:
+class FreenessRouter(Router):
     """The freest replica, the request itself included in those that share what is free.
 
     One of high priority needs headroom wherever it goes, so that it goes to a replica that keeps some already
@@ -129,13 +129,6 @@ class FreenessRouter:
         if (member := self._members.get(replica)) is not None:
             member.num_high += is_high(request.priority)
 
-    def num_held(self, request: RoutingRequest) -> Mapping[int, int]:  # noqa: ARG002
-        """Return nothing: it knows no prefixes."""
-        return {}
-
-    def on_first_token(self, replica: int, request: RoutingRequest) -> None:
-        """Nothing is learnt from it: reports say what is done."""
-
     def on_finish(self, replica: int, request: RoutingRequest) -> None:
         """Count it no more."""
         if (member := self._members.get(replica)) is not None:
@@ -148,9 +141,6 @@ class FreenessRouter:
             member.load = load
             member.num_sent = max(member.num_sent, load.num_taken)  # some nobody asked a router about
             member.sent = {name: each for name, each in member.sent.items() if each[0] > load.num_taken}
-
-    def least_wait(self, request: RoutingRequest, now: float) -> float | None:
-        """Return None: nothing is predicted."""
 
     def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
         """Let a replica be chosen: a new one, or one that has left."""

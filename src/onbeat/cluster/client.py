@@ -22,7 +22,7 @@ from onbeat.engine.owned_folder import OwnedFolder, check_length_of_socket_paths
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.scheduler.cluster.events import Aborted, Arrived, RoutingRequest, ScaleAsked, ScalingAsked
 from onbeat.scheduler.cluster.fleet import Fleet
-from onbeat.scheduler.cluster.membership import FleetStatus, ReplicaState, ReplicaStatus
+from onbeat.scheduler.cluster.membership import FleetStatus, ReplicaState
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 
 logger = logging.getLogger("onbeat.cluster")
@@ -208,25 +208,16 @@ class FleetClient:
     def replicas(self) -> Sequence[ReplicaView]:
         now = time.monotonic()
         stopped = ReplicaState.STOPPED
-        return [self._view(each, now) for each in self._fleet.status().replicas if each.state is not stopped]
+        return [self._view(each, now) for each in self._fleet.status().replicas if each.state != stopped]
 
-    def _view(self, status: ReplicaStatus, now: float) -> ReplicaView:
-        life = self.controller.lives.get(status.replica)
-        place = None if life is None else life.place
-        return ReplicaView(
-            replica=status.replica,
-            state=status.state.value,
-            why=status.why,
-            role=self._fleet.role(status.replica),
-            num_lives=status.num_lives,
-            num_outstanding=status.num_outstanding,
-            num_streaming=status.num_started,
-            process_id=None if place is None else place.process_id,
-            host="" if place is None else place.host,
-            silence=None if life is None else now - life.heard,
-            limits=status.limits,
-            load=None if life is None else life.load,
-        )
+    def _view(self, view: ReplicaView, now: float) -> ReplicaView:
+        """Return how a replica stands, with what is known of its process."""
+        role, life = self._fleet.role(view.replica), self.controller.lives.get(view.replica)
+        if life is None:
+            return replace(view, role=role)
+        view = replace(view, role=role, silence=now - life.heard, load=life.load)
+        place = life.place
+        return view if place is None else replace(view, process_id=place.process_id, host=place.host)
 
     def drain(self, replica: ReplicaId, *, seconds: float, restarts: bool) -> None:
         known = [each.replica for each in self.replicas()]

@@ -51,7 +51,7 @@ class Driven:
             self.on(Arrived(request(request_id, arrival=self.now, **changes)))
 
     def state(self, replica: str) -> ReplicaState:
-        return next(each.state for each in self.fleet.status().replicas if each.replica == replica)
+        return self.fleet.state(replica)
 
     def first(self, replica: str, request_id: str, num_tokens: int = 1) -> list[FleetAction]:
         return self.on(Delivered(replica, request_id, num_tokens, 0, is_finished=False))

@@ -11,7 +11,6 @@ How many replicas a fleet has: as many as are asked for, or as it decides itself
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import islice
 from math import inf
 from typing import Any
@@ -54,83 +53,6 @@ from onbeat.scheduler.cluster.requests import Requests
 from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.cluster.scaling import ScaleBounds, Scaling
 from onbeat.scheduler.cluster.scaling_policy import ScalingPolicy
-
-
-class Sizing:
-    """Starts replicas, or lets some end, until there are as many as there are to be.
-
-    Parameters
-    ----------
-    scaling : decides on the number; None where the fleet does not.
-    act : wants an action done.
-    start, drain : are called with a replica and the time.
-    """
-
-    def __init__(
-        self,
-        members: Membership,
-        pools: Pools,
-        scaling: Scaling | None,
-        *,
-        act: Callable[[FleetAction], None],
-        start: Callable[[Replica, float], None],
-        drain: Callable[[Replica, float], None],
-    ) -> None:
-        self._members = members
-        self._pools = pools
-        self._scaling = scaling
-        self._act = act
-        self._start = start
-        self._drain = drain
-
-    def on_scale(self, event: ScaleAsked, now: float) -> None:
-        """Have so many replicas, those that stay down started again included."""
-        check_count(event.num_replicas)
-        self._forgive()
-        if self._scaling is not None and self._scaling.has_begun:
-            self._scaling.set_bounds(event.num_replicas, event.num_replicas, now)
-        self._resize(event.num_replicas, now)
-
-    def on_scaling(self, event: ScalingAsked, now: float) -> None:
-        """Let the fleet decide from now on, between two numbers."""
-        if self._scaling is None:
-            raise ConfigError("this fleet does not scale itself; start it with --autoscale")
-        bounds = ScaleBounds(event.least, event.most)
-        self._scaling.set_bounds(bounds.least, bounds.most, now)
-        self._forgive()
-
-    def rescale(self, decided: Rescale | None, now: float) -> None:
-        """Have another number of replicas, if one was decided on."""
-        if decided is not None:
-            self._act(decided)
-            self._resize(decided.num_replicas, now)
-
-    def _forgive(self) -> None:
-        """Let those that stay down be started again: they were asked for, too, and are again."""
-        for replica in self._members.having(ReplicaState.DOWN):
-            self._members.change(replica, ReplicaState.STOPPED)
-
-    def _resize(self, num_replicas: int, now: float) -> None:
-        """Start replicas, or let some end, until so many serve or will."""
-        members = self._members
-        expected = members.expected()
-        for name in islice(members.unused_ids(), max(0, num_replicas - len(expected))):
-            replica = members.get(name)
-            replica.forgive()
-            self._start(replica, now)
-        # Those that compute prompts go last, those that are not ready first, then those with the least to do,
-        # the last named of them.
-        expected.sort(
-            key=lambda each: (
-                self._pools.is_prefill(each.replica_id),
-                each.state is ReplicaState.READY,
-                len(each.open),
-                -each.order,
-            )
-        )
-        for replica in expected[: max(0, len(expected) - num_replicas)]:
-            self._drain(replica, now)
-
 
 MOST_LIVES = 3
 """Replicas in a row that may die under a request before its next token: one that kills them must end."""
@@ -191,14 +113,6 @@ class Fleet:
             scales=self._scaling is not None,
             max_wait=self._rules.max_wait_seconds,
         )
-        self._sizing = Sizing(
-            self._members,
-            self._pools,
-            self._scaling,
-            act=self._act,
-            start=self._start,
-            drain=partial(self._drain, seconds=self._rules.drain_seconds, restarts=False),
-        )
         self._handlers: dict[type[FleetEvent], Callable[[Any, float], None]] = {
             Arrived: self._on_arrival,
             Delivered: self._on_delivery,
@@ -208,8 +122,8 @@ class Fleet:
             Joined: self._on_join,
             Lost: self._on_loss,
             DrainAsked: self._on_drain,
-            ScaleAsked: self._sizing.on_scale,
-            ScalingAsked: self._sizing.on_scaling,
+            ScaleAsked: self._on_scale,
+            ScalingAsked: self._on_scaling,
             Answered: self._migration.on_answer,
             Tick: self._on_tick,
         }
@@ -231,7 +145,7 @@ class Fleet:
         self._actions.clear()
         self._handlers[type(event)](event, now)
         if self._scaling is not None and now >= self._scaling.next_time:
-            self._sizing.rescale(self._scaling.look(len(self._requests.open), now), now)
+            self._rescale(self._scaling.look(len(self._requests.open), now), now)
         while self._left:
             self._stop_if_drained(self._left.pop(), now)
         if self._moves_streams:
@@ -292,7 +206,7 @@ class Fleet:
         self._requests.open[request_id] = open_request
         if self._scaling is not None:
             self._watcher.on_arrival(event.request, now)
-            self._sizing.rescale(self._scaling.wake(now), now)
+            self._rescale(self._scaling.wake(now), now)
         is_full = len(self._requests.waiting) >= self._rules.max_num_waiting
         self._requests.send(open_request, now, may_wait=not is_full)
 
@@ -470,3 +384,53 @@ class Fleet:
                 self._send_all_elsewhere(replica.open.values(), replica, now)
                 self._stop_if_drained(replica, now)
         self._requests.send_due(now)
+
+    # --- how many replicas there are ------------------------------------------------------------------
+
+    def _on_scale(self, event: ScaleAsked, now: float) -> None:
+        """Have so many replicas, those that stay down started again included."""
+        check_count(event.num_replicas)
+        self._forgive()
+        if self._scaling is not None and self._scaling.has_begun:
+            self._scaling.set_bounds(event.num_replicas, event.num_replicas, now)
+        self._resize(event.num_replicas, now)
+
+    def _on_scaling(self, event: ScalingAsked, now: float) -> None:
+        """Let the fleet decide from now on, between two numbers."""
+        if self._scaling is None:
+            raise ConfigError("this fleet does not scale itself; start it with --autoscale")
+        bounds = ScaleBounds(event.least, event.most)
+        self._scaling.set_bounds(bounds.least, bounds.most, now)
+        self._forgive()
+
+    def _rescale(self, decided: Rescale | None, now: float) -> None:
+        """Have another number of replicas, if one was decided on."""
+        if decided is not None:
+            self._act(decided)
+            self._resize(decided.num_replicas, now)
+
+    def _forgive(self) -> None:
+        """Let those that stay down be started again: they were asked for, too, and are again."""
+        for replica in self._members.having(ReplicaState.DOWN):
+            self._members.change(replica, ReplicaState.STOPPED)
+
+    def _resize(self, num_replicas: int, now: float) -> None:
+        """Start replicas, or let some end, until so many serve or will."""
+        members = self._members
+        expected = members.expected()
+        for name in islice(members.unused_ids(), max(0, num_replicas - len(expected))):
+            replica = members.get(name)
+            replica.forgive()
+            self._start(replica, now)
+        # Those that compute prompts go last, those that are not ready first, then those with the least to do,
+        # the last named of them.
+        expected.sort(
+            key=lambda each: (
+                self._pools.is_prefill(each.replica_id),
+                each.state is ReplicaState.READY,
+                len(each.open),
+                -each.order,
+            )
+        )
+        for replica in expected[: max(0, len(expected) - num_replicas)]:
+            self._drain(replica, now, seconds=self._rules.drain_seconds, restarts=False)

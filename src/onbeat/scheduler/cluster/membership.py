@@ -10,7 +10,15 @@ from itertools import count
 from math import inf
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import MOST_REPLICAS, ReplicaId, ReplicaLimits, ReplicaLoad, ScalingView, replica_id
+from onbeat.core.fleet import (
+    MOST_REPLICAS,
+    ReplicaId,
+    ReplicaLimits,
+    ReplicaLoad,
+    ReplicaView,
+    ScalingView,
+    replica_id,
+)
 from onbeat.scheduler.cluster.events import RoutingRequest
 from onbeat.scheduler.cluster.routing import NONE_EXCLUDED
 
@@ -152,26 +160,11 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaStatus:
-    """How one replica stands, for people."""
-
-    replica: ReplicaId
-    state: ReplicaState
-    why: str
-    num_lives: int
-    """Times that it got ready."""
-    num_outstanding: int
-    """Requests that it has been sent and has not ended."""
-    num_started: int
-    """Of these, those that have had tokens from it."""
-    limits: ReplicaLimits | None
-
-
-@dataclass(frozen=True, slots=True)
 class FleetStatus:
     """How a fleet stands, for people."""
 
-    replicas: tuple[ReplicaStatus, ...]
+    replicas: tuple[ReplicaView, ...]
+    """Without what whoever runs their processes knows of them."""
     num_waiting: int
     """Requests that are with no replica: none takes them at present."""
     scaling: ScalingView | None = None
@@ -179,7 +172,7 @@ class FleetStatus:
 
     def count(self, state: ReplicaState) -> int:
         """Return how many replicas are in a state."""
-        return sum(each.state is state for each in self.replicas)
+        return sum(each.state == state for each in self.replicas)
 
 
 class Membership:
@@ -272,14 +265,14 @@ class Membership:
         """
         return FleetStatus(
             tuple(
-                ReplicaStatus(
-                    each.replica_id,
-                    each.state,
-                    each.why,
-                    each.num_lives,
-                    len(each.open),
-                    sum(open_request.has_started for open_request in each.open.values()),
-                    each.limits,
+                ReplicaView(
+                    replica=each.replica_id,
+                    state=each.state.value,
+                    why=each.why,
+                    num_lives=each.num_lives,
+                    num_outstanding=len(each.open),
+                    num_streaming=sum(open_request.has_started for open_request in each.open.values()),
+                    limits=each.limits,
                 )
                 for each in self.replicas.values()
             ),

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
+from onbeat.core.fleet import ReplicaLimits
 from onbeat.core.hashing import BlockHash
 from onbeat.scheduler.cluster.events import RoutingRequest
 from onbeat.scheduler.cluster.routing import NONE_EXCLUDED, LeastLoaded, Router, RoutingChoice
 from onbeat.scheduler.cluster.slo_router import SLORouter
 
 
-class _KnowsNoPrefixes:
-    """A router that cannot say what replicas hold."""
-
-    def num_held(self, request: RoutingRequest) -> Mapping[int, int]:  # noqa: ARG002
-        """Return nothing."""
-        return {}
-
-
-class Stateless(_KnowsNoPrefixes):
+class Stateless(Router):
     """A router that need not hear of requests."""
-
-    reads_reports = False
 
     def __init__(self) -> None:
         self._members: list[int] = []
@@ -38,26 +28,11 @@ class Stateless(_KnowsNoPrefixes):
     def leave(self, replica: int) -> None:
         self._members = [each for each in self._members if each != replica]
 
-    def least_wait(self, request: RoutingRequest, now: float) -> float | None:
-        """Return None: nothing is predicted."""
-
     def allowed(self, excluded: Collection[int]) -> list[int]:
         """Return the members that may be chosen, in their order."""
         if not excluded:
             return self._members
         return [each for each in self._members if each not in excluded]
-
-    def take(self, replica: int, request: RoutingRequest) -> None:
-        """Nothing is kept."""
-
-    def on_first_token(self, replica: int, request: RoutingRequest) -> None:
-        """Nothing is kept."""
-
-    def on_finish(self, replica: int, request: RoutingRequest) -> None:
-        """Nothing is kept."""
-
-    def on_report(self, replica: int, load: ReplicaLoad, now: float) -> None:
-        """Nothing is kept."""
 
 
 class RoundRobin(Stateless):
@@ -80,10 +55,8 @@ class RoundRobin(Stateless):
         return RoutingChoice(replica, "turn")
 
 
-class ByLoad(_KnowsNoPrefixes):
+class ByLoad(Router):
     """A router that counts each replica's load: in requests that have not ended, unless it says otherwise."""
-
-    reads_reports = False
 
     def __init__(self) -> None:
         self.replicas = LeastLoaded()
@@ -91,17 +64,8 @@ class ByLoad(_KnowsNoPrefixes):
     def take(self, replica: int, request: RoutingRequest) -> None:  # noqa: ARG002
         self.replicas.add(replica, 1)
 
-    def on_first_token(self, replica: int, request: RoutingRequest) -> None:
-        """Nothing changes: the request is still outstanding."""
-
     def on_finish(self, replica: int, request: RoutingRequest) -> None:  # noqa: ARG002
         self.replicas.add(replica, -1)
-
-    def on_report(self, replica: int, load: ReplicaLoad, now: float) -> None:
-        """Nothing changes: what is outstanding is counted here."""
-
-    def least_wait(self, request: RoutingRequest, now: float) -> float | None:
-        """Return None: nothing is predicted."""
 
     def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:  # noqa: ARG002
         self.replicas.join(replica)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.scheduler.cluster.events import RoutingRequest
@@ -22,15 +22,15 @@ class RoutingChoice(NamedTuple):
     """Seconds from now until the first token, if it comes in its turn; None where nothing predicts."""
 
 
-class Router(Protocol):
-    """Chooses a replica and hears what becomes of the request there.
+class Router:
+    """Chooses a replica and hears what becomes of the request there; by itself it keeps nothing of that.
 
     Replicas have numbers. They may join at any time, and one whose memory is lost is to join under a new
     number. Each call costs at most O(log replicas), and
     O(blocks) where prefixes are looked at; a change of the members O(replicas).
     """
 
-    reads_reports: bool
+    reads_reports = False
     """Whether it goes by what replicas report, which else need not be told."""
 
     def route(
@@ -42,42 +42,37 @@ class Router(Protocol):
         ----------
         excluded : members that may not be chosen. Where no other is left, the answer is None.
         """
-        ...
+        raise NotImplementedError
+
+    def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
+        """Let a replica be chosen: a new one, or one that has left, with what is outstanding there."""
+        raise NotImplementedError
+
+    def leave(self, replica: int) -> None:
+        """Choose a replica no more; it may still end what it has."""
+        raise NotImplementedError
 
     def take(self, replica: int, request: RoutingRequest) -> None:
         """Hear that a request is outstanding there whose prompt has been computed elsewhere.
 
         The replica does not count it as one that it was sent (`ReplicaLoad.num_taken`).
         """
-        ...
 
-    def num_held(self, request: RoutingRequest) -> Mapping[int, int]:
+    def num_held(self, request: RoutingRequest) -> Mapping[int, int]:  # noqa: ARG002 (it knows no prefixes)
         """Return how many tokens of a prompt replicas are taken to hold, of those that hold some."""
-        ...
+        return {}
 
     def on_first_token(self, replica: int, request: RoutingRequest) -> None:
         """Hear that its prompt is done."""
-        ...
 
     def on_finish(self, replica: int, request: RoutingRequest) -> None:
         """Hear that it ended there, or was taken back."""
-        ...
 
     def on_report(self, replica: int, load: ReplicaLoad, now: float) -> None:
         """Hear how a replica stands."""
-        ...
 
     def least_wait(self, request: RoutingRequest, now: float) -> float | None:
         """Return the seconds until the first token of a request where it is soonest; None if not known."""
-        ...
-
-    def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
-        """Let a replica be chosen: a new one, or one that has left, with what is outstanding there."""
-        ...
-
-    def leave(self, replica: int) -> None:
-        """Choose a replica no more; it may still end what it has."""
-        ...
 
 
 class LeastLoaded:

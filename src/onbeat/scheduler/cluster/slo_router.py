@@ -14,7 +14,7 @@ from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.hashing import BlockHash
 from onbeat.scheduler.cluster.events import RoutingRequest
 from onbeat.scheduler.cluster.load_view import FirstToken, LoadView
-from onbeat.scheduler.cluster.routing import NONE_EXCLUDED, LeastLoaded, RoutingChoice
+from onbeat.scheduler.cluster.routing import NONE_EXCLUDED, LeastLoaded, Router, RoutingChoice
 
 
 class Holders:
@@ -170,7 +170,7 @@ class _Request(NamedTuple):
     holders: Holders
 
 
-class SLORouter:
+class SLORouter(Router):
     """The replica where a request costs the fleet least: uncached prefill, and its wait at a price.
 
     The cost is that of its uncached prompt on one device for all, so that a slow replica does not look
@@ -223,9 +223,6 @@ class SLORouter:
             number: holders.num_held(number) * self._views[number].limits.block_size
             for number in holders.longest_first()
         }
-
-    def on_first_token(self, replica: int, request: RoutingRequest) -> None:
-        """Nothing is learnt from it: reports say what is done."""
 
     def on_finish(self, replica: int, request: RoutingRequest) -> None:
         """Count it no more."""
