@@ -168,7 +168,7 @@ def _describe(loaded: LoadedModel, config: EngineConfig, digests: Mapping[str, s
         pooling=choose_pooling(config.pooling, loaded.backend.model),
         embedding_size=loaded.backend.model.hidden_size,
         generates=loaded.backend.model.has_head,
-        moves_streams=loaded.gives_kv and not composition(limits.policy).release.holds_finished,
+        moves_streams=loaded.gives_kv and not composition(limits.policy).holds_finished,
         file_digests=digests,
     )
 

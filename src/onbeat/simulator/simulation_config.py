@@ -152,7 +152,7 @@ class SimulationConfig(FleetTerms):
         if self.kv_link is None:
             raise ConfigError("replicas that compute prompts hand KV to others; give kv_link")
         for scheduler in self._schedulers:
-            if composition(scheduler.policy).release.holds_finished:
+            if composition(scheduler.policy).holds_finished:
                 raise ConfigError(
                     f"policy {scheduler.policy!r} runs whole batches with memory for each from its start, so "
                     "nobody can leave or join one; use another where prompts and generation are apart"

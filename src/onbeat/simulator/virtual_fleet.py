@@ -270,7 +270,7 @@ class VirtualFleet:
             max_num_seqs=limits.max_num_seqs,
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
-            moves_streams=self._moves is not None and not composition(limits.policy).release.holds_finished,
+            moves_streams=self._moves is not None and not composition(limits.policy).holds_finished,
         )
         self._tell(Joined(replica_id(number), told), now)
         if self._is_reported:

@@ -120,7 +120,7 @@ class RecordedRun:
         num_tokens = len(request.prompt_token_ids) + len(detached.output_token_ids)
         block_ids = handover.reserve(room, num_tokens, now + 30)
         self.writer.handover("reserve", room, now, num_tokens=num_tokens, block_ids=block_ids)
-        holds_batches = POLICIES[self.scheduler.config.policy].release.holds_finished
+        holds_batches = POLICIES[self.scheduler.config.policy].holds_finished
         if block_ids is None or holds_batches:
             self.writer.handover("reattach", name, now, is_out=handover.reattach(name))
             return

@@ -28,7 +28,7 @@ class Replica(EngineLoop):
         super().__init__(Scheduler(config, LinearStepTime()), depth)
         self.name = name
         self.block_size = config.block_size
-        self.holds_batches = POLICIES[config.policy].release.holds_finished
+        self.holds_batches = POLICIES[config.policy].holds_finished
         self.memory: dict[int, int] = {}
         self.blocks: dict[str, list[int]] = {}
         """Of those that the model runner knows."""

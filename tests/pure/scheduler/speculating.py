@@ -68,7 +68,7 @@ def expected_tokens(request: Request, max_model_len: int) -> tuple[list[int], Fi
     return tokens, FinishReason.LENGTH
 
 
-class RandomDrafts:
+class RandomDrafts(Drafting):
     """Plans any number of drafts that there may be for each row."""
 
     def __init__(self, limit: int, random: Random) -> None:

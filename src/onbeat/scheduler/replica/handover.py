@@ -256,7 +256,7 @@ class Handovers:
                 "be adopted; reserve it first, and adopt before its end",
                 param="handover_id",
             )
-        if self._policy.release.holds_finished:
+        if self._policy.known.holds_finished:
             raise InvalidRequest(
                 "the policy of this replica runs whole batches, with memory for each from its start, so "
                 "nobody can join one; move the request to a replica with another policy",

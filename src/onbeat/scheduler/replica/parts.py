@@ -1,11 +1,11 @@
-"""The small parts a policy is composed of: queue order, chunking, reservation, release."""
+"""The small parts a policy is composed of: queue order, chunking, reservation."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 from onbeat.core.request import Request
-from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
+from onbeat.scheduler.replica.request_state import RequestState
 
 
 class QueueOrder(Protocol):
@@ -92,35 +92,6 @@ class ReservePrompt:
 
     def num_spare_blocks(self, num_blocks: int) -> int:
         return num_blocks // 100
-
-
-class Release(Protocol):
-    """When a finished request gives its row and its blocks back."""
-
-    holds_finished: bool
-
-    def releasable(self, running: list[RequestState]) -> list[RequestState]:
-        """Return the finished requests among `running` that leave the batch now."""
-        ...
-
-
-class ReleaseAtOnce:
-    """Rows are reused as soon as their request finishes."""
-
-    holds_finished = False
-
-    def releasable(self, running: list[RequestState]) -> list[RequestState]:  # noqa: ARG002
-        return []
-
-
-class ReleaseWithBatch:
-    """A finished request stays as a padding row until all requests of its batch have finished."""
-
-    holds_finished = True
-
-    def releasable(self, running: list[RequestState]) -> list[RequestState]:
-        all_done = all(state.status is RequestStatus.PADDING for state in running)
-        return list(running) if all_done else []
 
 
 QUEUE_ORDERS: dict[str, type[QueueOrder]] = {"fcfs": FirstComeFirstServed, "priority": StrictPriority}

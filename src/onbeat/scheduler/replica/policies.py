@@ -23,9 +23,6 @@ from onbeat.scheduler.replica.parts import (
     ChunkedPrompts,
     Chunking,
     QueueOrder,
-    Release,
-    ReleaseAtOnce,
-    ReleaseWithBatch,
     Reservation,
     ReserveMaximum,
     ReservePrompt,
@@ -124,7 +121,7 @@ class BatchAtATime:
     """Request-level batching: a batch is formed, runs until its last request has finished, then the next.
 
     The prompts of a batch may take several steps (each within the token budget); the first decode step closes
-    the batch. Finished requests stay as padding rows (`ReleaseWithBatch`), which is what request-level
+    the batch. Finished requests stay as padding rows (`holds_finished`), which is what request-level
     batching costs.
     """
 
@@ -156,7 +153,8 @@ class Composition:
 
     compose: Compose
     """Builds its composer; raises ConfigError where that lacks a model."""
-    release: type[Release] = ReleaseAtOnce
+    holds_finished: bool = False
+    """Whether a finished request keeps its row and blocks, as padding, until its whole batch has finished."""
     whole_prompts: bool = False
     """Whether a step must be able to hold the longest prompt."""
     order: type[QueueOrder] | None = None
@@ -180,7 +178,6 @@ class Policy:
     known: Composition
     composer: Composer
     order: QueueOrder
-    release: Release
     slo: SLOComposer | None
     """Follows objectives; None in policies that do not."""
     admission: Admission | None
@@ -239,7 +236,7 @@ def _triaged(*, by_time: bool, by_deadline: bool) -> Composition:
 POLICIES: dict[str, Composition] = {
     "static": Composition(
         compose=_whole(BatchAtATime, ReserveMaximum()),
-        release=ReleaseWithBatch,
+        holds_finished=True,
         whole_prompts=True,
         pauses=False,
     ),
@@ -292,7 +289,6 @@ def make_policy(config: SchedulerConfig, model: StepTimeModel | None) -> Policy:
         known,
         composer,
         order=(known.order or QUEUE_ORDERS[config.scheduling_policy])(),
-        release=known.release(),
         slo=slo,
         admission=None if slo is None else Admission(config, slo),
     )

@@ -330,7 +330,7 @@ class StepResults:
             self._policy.slo.tracker.on_finish(state)
         if self.drafting is not None:
             self.drafting.finish(state)
-        if self._policy.release.holds_finished and state.status is RequestStatus.RUNNING:
+        if self._policy.known.holds_finished and state.status is RequestStatus.RUNNING:
             self._table.pad(state)
         else:
             self._table.drop(state)

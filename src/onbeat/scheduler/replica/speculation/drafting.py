@@ -8,24 +8,136 @@ What is estimated of a draft is the *conditional* rate of a token: accepted draf
 chance. A draft behind a rejected one had none, so each row counts its accepted drafts, and one more where one
 was rejected. (Accepted over drafted, as SmartSpec's code has it, is biased low for every row with more than
 one draft.)
+
+What a draft model has read of the requests, and which of them are worth reading.
+
+A draft model is never told of prompts: a request for which drafts are planned, and with which it is far
+behind, it reads instead, so many tokens in a step. That takes time, which the plan of the step has to know.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from itertools import compress
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.view import decode_shape
-from onbeat.scheduler.replica.speculation.reading import DraftReading
 from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.tracker import OutputLengths
 from onbeat.scheduler.scheduler_config import SpeculationConfig
+
+
+class DraftReading:
+    """Keeps count of what the draft model has read, going by what was planned.
+
+    What it may have of a prompt from an earlier request is not known here, so that a plan asks for too much
+    time rather than for too little.
+
+    Parameters
+    ----------
+    most : tokens that it reads in a step, over all requests that are more than a block behind; 0 where it
+        reads nothing.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._lengths = OutputLengths()
+
+    def finish(self, state: RequestState) -> None:
+        """Learn how long an answer was."""
+        self._lengths.observe(state.request.slo_class, state.num_output_tokens)
+
+    def num_behind(self, state: RequestState) -> int:
+        """Return how many tokens the draft model has not seen, the request's last one included."""
+        return state.num_tokens + state.num_in_flight_tokens - _num_read(state)
+
+    def is_far(self, state: RequestState, block_size: int) -> bool:
+        """Whether a request has to be read before it can have drafts."""
+        return self.most > 0 and self.num_behind(state) > block_size
+
+    def fitting(self, states: list[RequestState]) -> list[RequestState]:
+        """Return those of which the draft model can read all that it missed in one step, nearest first."""
+        num_left, found = self.most, []
+        for state in sorted(states, key=self.num_behind):
+            num_left -= self.num_behind(state)
+            if num_left < 0:
+                break
+            found.append(state)
+        return found
+
+    def worthwhile(self, states: list[RequestState], *, saved: float, per_token: float) -> list[RequestState]:
+        """Return the requests for which drafts save more time than reading them takes, nearest first.
+
+        They save it until the answer ends, of which the median is taken; no more are returned than the draft
+        model can begin with in one step.
+
+        Parameters
+        ----------
+        saved : seconds that drafts save with each token of a request.
+        per_token : seconds to read one.
+        """
+        num_left, found = self.most, []
+        for state in sorted(states, key=self.num_behind):
+            if num_left <= 0:
+                break
+            limit = max(1, state.max_total_tokens - state.num_tokens)
+            num_more = self._lengths.remaining(
+                state.request.slo_class, state.num_output_tokens, q=0.5, limit=limit
+            )
+            if saved * num_more >= per_token * self.num_behind(state):
+                found.append(state)
+                num_left -= self.num_behind(state)
+        return found
+
+    def sums(self, states: Iterable[RequestState], block_size: int) -> tuple[int, int]:
+        """Return what a step reads of these, as `BatchShape.num_catch_up_tokens` and `catch_up_pairs`."""
+        sums = BatchShape()
+        for _, num_read, num_tokens in self.catch_ups(states, block_size):
+            sums.add_catch_up(num_read, num_tokens)
+        return sums.num_catch_up_tokens, sums.catch_up_pairs
+
+    def count(self, plan: StepPlan) -> None:
+        """Count what the draft model reads in a step that is carried out."""
+        if not self.most:
+            return
+        for state in compress(plan.decodes, plan.num_drafts):
+            if not self.is_far(state, plan.block_size):
+                _set_num_read(state, _num_read(state) + self.num_behind(state))
+        for state, num_read, num_tokens in plan.catch_ups:
+            _set_num_read(state, num_read + num_tokens)
+
+    def catch_ups(
+        self, states: Iterable[RequestState], block_size: int
+    ) -> list[tuple[RequestState, int, int]]:
+        """Return what a step with drafts for these has the draft model read first: see `StepPlan.catch_ups`.
+
+        Of those that are more than a block behind, nearest first.
+        """
+        num_left, chunks = self.most, []
+        far = [state for state in states if self.is_far(state, block_size)]
+        for state in sorted(far, key=self.num_behind):
+            num = min(self.num_behind(state), num_left)
+            num_left -= num
+            if num:
+                chunks.append((state, _num_read(state), num))
+        return chunks
+
+
+def _num_read(state: RequestState) -> int:
+    draft = state.draft
+    return draft.num_read if draft.read_life == state.num_preemptions else 0
+
+
+def _set_num_read(state: RequestState, num_tokens: int) -> None:
+    state.draft.num_read, state.draft.read_life = num_tokens, state.num_preemptions
+
 
 KEPT = 0.97
 """Of what is known, with each step: it is 33 steps old in the mean. A fall of the rate from 0.9 to 0.3 is
@@ -298,7 +410,67 @@ class StepCost:
         return trial
 
 
-class GoodputDrafts:
+class Drafting(ABC):
+    """Decides how many draft tokens each decode row of a step verifies.
+
+    Parameters
+    ----------
+    config : most drafts of a row, and whether a model makes them.
+    """
+
+    def __init__(self, config: SpeculationConfig) -> None:
+        self._config = config
+        self._acceptance = AcceptanceRates(config.initial_acceptance)
+        self._reading = DraftReading(config.max_catch_up_tokens)
+
+    @abstractmethod
+    def plan(self, plan: StepPlan) -> None:
+        """Set `plan.num_drafts`, one number for each of `plan.decodes`, and `plan.expected_tokens`.
+
+        It comes last: rows, chunks and admissions are settled. Drafts take what they leave: tokens
+        (`num_tokens_left`), KV blocks (`take_block`), and time (`budget`). Nothing but the plan changes.
+        """
+
+    def commit(self, plan: StepPlan) -> None:
+        """Hear that a step with decodes is carried out as planned: count it, and what is read for it."""
+        self._acceptance.begin_step()
+        self._reading.count(plan)
+
+    def observe(
+        self, state: RequestState, *, num_drafted: int, num_accepted: int, num_available: int | None
+    ) -> None:
+        """Learn what became of a row that delivered tokens.
+
+        Parameters
+        ----------
+        num_drafted : drafts that were verified; 0 where none were asked for, or none could be proposed.
+        num_accepted : of these.
+        num_available : drafts that are ready for the request's next step; None where any number can be made.
+        """
+        self._acceptance.observe(
+            state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
+        )
+
+    def finish(self, state: RequestState) -> None:
+        """Learn how long an answer was: of a request that has all its tokens."""
+        self._reading.finish(state)
+
+
+class FixedDrafts(Drafting):
+    """Plans as many drafts as there may be for every row, whatever the load (vLLM's way)."""
+
+    def plan(self, plan: StepPlan) -> None:
+        """Give each row its drafts, first come first."""
+        num_drafts = []
+        for state in plan.decodes:
+            most = max(0, min(most_drafts(state, self._config.num_speculative_tokens), plan.num_tokens_left))
+            num_drafts.append(fit_blocks(plan, state, most))
+            plan.num_tokens_left -= num_drafts[-1]
+        set_drafts(plan, num_drafts, self._acceptance, runs_model=self._config.runs_model)
+        plan.catch_ups = self._reading.catch_ups(compress(plan.decodes, num_drafts), plan.block_size)
+
+
+class GoodputDrafts(Drafting):
     """Gives every decode row of a step the same number of drafts, the one with the largest goodput.
 
     The number k runs from 0 to `num_speculative_tokens`, and a row has fewer where it needs fewer or the
@@ -332,25 +504,11 @@ class GoodputDrafts:
     def __init__(
         self, config: SpeculationConfig, model: StepTimeModel, *, quantile: float | None = None
     ) -> None:
-        self._config = config
+        super().__init__(config)
         self._model = model
         self._quantile = quantile
-        self._acceptance = AcceptanceRates(config.initial_acceptance)
-        self._reading = DraftReading(config.max_catch_up_tokens)
         self._without = 0.0
         """Predicted seconds of the steps since the last drafts, of those that could have had some."""
-
-    def observe(
-        self, state: RequestState, *, num_drafted: int, num_accepted: int, num_available: int | None
-    ) -> None:
-        """Learn from a row's drafts. See `Drafting.observe`."""
-        self._acceptance.observe(
-            state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
-        )
-
-    def finish(self, state: RequestState) -> None:
-        """Learn how long an answer was. See `Drafting.finish`."""
-        self._reading.finish(state)
 
     def plan(self, plan: StepPlan) -> None:
         """Choose the drafts of each decode row. See `Drafting.plan`."""
@@ -373,9 +531,8 @@ class GoodputDrafts:
 
     def commit(self, plan: StepPlan) -> None:
         """Count a step, what is read for it, and the time without drafts. See `Drafting.commit`."""
-        self._acceptance.begin_step()
+        super().commit(plan)
         self._without = plan.seconds_without_drafts
-        self._reading.count(plan)
 
     def _most(self, plan: StepPlan) -> list[int]:
         """Return how many drafts each decode row may have."""
@@ -519,79 +676,6 @@ def _add_prompts(plan: StepPlan, shape: BatchShape) -> None:
         num_cached = len(admission.cached_block_ids) * plan.block_size
         num_new = admission.num_new_tokens
         shape.add(num_cached, num_new, samples=num_cached + num_new == admission.state.num_tokens)
-
-
-class FixedDrafts:
-    """Plans as many drafts as there may be for every row, whatever the load (vLLM's way).
-
-    Parameters
-    ----------
-    config : drafts of each row, and whether a model makes them.
-    """
-
-    def __init__(self, config: SpeculationConfig) -> None:
-        self._config = config
-        self._acceptance = AcceptanceRates(config.initial_acceptance)
-        self._reading = DraftReading(config.max_catch_up_tokens)
-
-    def plan(self, plan: StepPlan) -> None:
-        """Give each row its drafts, first come first."""
-        num_drafts = []
-        for state in plan.decodes:
-            most = max(0, min(most_drafts(state, self._config.num_speculative_tokens), plan.num_tokens_left))
-            num_drafts.append(fit_blocks(plan, state, most))
-            plan.num_tokens_left -= num_drafts[-1]
-        set_drafts(plan, num_drafts, self._acceptance, runs_model=self._config.runs_model)
-        plan.catch_ups = self._reading.catch_ups(compress(plan.decodes, num_drafts), plan.block_size)
-
-    def commit(self, plan: StepPlan) -> None:
-        """Count a step, and what is read for it."""
-        self._acceptance.begin_step()
-        self._reading.count(plan)
-
-    def observe(
-        self, state: RequestState, *, num_drafted: int, num_accepted: int, num_available: int | None
-    ) -> None:
-        """Learn how many tokens to expect; the plan does not depend on it."""
-        self._acceptance.observe(
-            state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
-        )
-
-    def finish(self, state: RequestState) -> None:
-        """Need nothing: answers get their drafts however long they are."""
-
-
-class Drafting(Protocol):
-    """Decides how many draft tokens each decode row of a step verifies."""
-
-    def plan(self, plan: StepPlan) -> None:
-        """Set `plan.num_drafts`, one number for each of `plan.decodes`, and `plan.expected_tokens`.
-
-        It comes last: rows, chunks and admissions are settled. Drafts take what they leave: tokens
-        (`num_tokens_left`), KV blocks (`take_block`), and time (`budget`). Nothing but the plan changes.
-        """
-        ...
-
-    def commit(self, plan: StepPlan) -> None:
-        """Hear that a step with decodes is carried out as planned."""
-        ...
-
-    def observe(
-        self, state: RequestState, *, num_drafted: int, num_accepted: int, num_available: int | None
-    ) -> None:
-        """Learn what became of a row that delivered tokens.
-
-        Parameters
-        ----------
-        num_drafted : drafts that were verified; 0 where none were asked for, or none could be proposed.
-        num_accepted : of these.
-        num_available : drafts that are ready for the request's next step; None where any number can be made.
-        """
-        ...
-
-    def finish(self, state: RequestState) -> None:
-        """Learn how long an answer was: of a request that has all its tokens."""
-        ...
 
 
 def make_drafting(
