@@ -50,9 +50,9 @@ from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.observer import SimulationObserver, StepsWanted
-from onbeat.simulator.replica_core import make_scheduler
 from onbeat.simulator.resolve import resolve
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.virtual_replica import make_scheduler
 from onbeat.workload.arrivals import poisson_arrivals
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass

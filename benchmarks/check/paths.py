@@ -35,9 +35,9 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.deployment import Deployment
-from onbeat.simulator.replica_core import make_scheduler
 from onbeat.simulator.resolve import resolve, resolve_for
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.virtual_replica import make_scheduler
 
 SOURCES = f"{Path(onbeat.__file__).parent}/"
 NUM_STREAMS, NUM_PROMPTS = 32, 8

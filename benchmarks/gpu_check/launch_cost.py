@@ -42,8 +42,8 @@ from onbeat.engine.torch.weights import load_weights
 from onbeat.engine.weights.dummy import DummyCheckpoint
 from onbeat.scheduler.scheduler_config import SchedulerConfig
 from onbeat.simulator.deployment import Deployment
-from onbeat.simulator.replica_core import make_scheduler
 from onbeat.simulator.resolve import resolve
+from onbeat.simulator.virtual_replica import make_scheduler
 from tests.cpu.engine.reference_kernels import ReferenceKernels
 
 MAX_ROWS, MAX_LEN, MAX_TOKENS, CONTEXT, NUM_STEPS = 128, 2048, 512, 512, 300

@@ -19,11 +19,10 @@ from onbeat.core.step_time import StepTimeModel, predict_step, refuse_prediction
 from onbeat.perfmodel.runs import RunTimer, seconds_of_each
 from onbeat.simulator.deliveries import refuse
 from onbeat.simulator.observer import SimulationObserver
-from onbeat.simulator.replica_core import StepUnderWay
 from onbeat.simulator.result import ReplicaCounters
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
-from onbeat.simulator.virtual_replica import VirtualReplica
+from onbeat.simulator.virtual_replica import StepUnderWay, VirtualReplica
 
 
 class PipelineReplica(VirtualReplica):
@@ -53,7 +52,7 @@ class PipelineReplica(VirtualReplica):
 
     def add(self, offered: OfferedRequest, now: float) -> None:
         """Take a request; micro-batches under way go on as they are."""
-        self._core.add(offered, now)
+        self._take(offered, now)
 
     def interrupt(self, now: float) -> None:
         """Do nothing: each micro-batch is planned anew."""
@@ -64,25 +63,25 @@ class PipelineReplica(VirtualReplica):
         self.started = []
         while self._under_way and self._under_way[0][1] <= now:
             step, end = self._under_way.popleft()
-            finished += self._core.end_step(step, array("d", [end]), self.started)
+            finished += self._end_step(step, array("d", [end]), self.started)
         if not self._under_way:
-            self._core.end_work(now)
+            self._end_work(now)
         return finished
 
     def start(self, now: float, next_arrival: float) -> list[OfferedRequest]:  # noqa: ARG002
         """Plan the next micro-batch, if the first stage is free."""
         if len(self._under_way) < self._num_stages and self._free_at[0] <= now:
-            step = self._core.plan(now)
+            step = self._plan(now)
             if step is not None:
                 self._under_way.append((step, self._run(step, now)))
-                self._core.begin_work(now)
+                self._begin_work(now)
         self.next_time = self._find_next(now)
-        return self._core.expire(now)
+        return self._expire(now)
 
     def load(self, now: float) -> ReplicaLoad:
         """Return how it stands; it is busy while its first stage is taken."""
         busy = max(0.0, self._free_at[0] - now) if self._under_way else 0.0
-        return self._core.scheduler.load(now, busy=busy)
+        return self.scheduler.load(now, busy=busy)
 
     def settle(self, now: float) -> None:
         """Do nothing: the scheduler sees each micro-batch as it ends."""
@@ -91,14 +90,14 @@ class PipelineReplica(VirtualReplica):
         """Return what the replica has done so far."""
         counters = super().counters()
         if not self._under_way:
-            counters.bubble_seconds = self._num_stages * self._core.busy_seconds - self._stage_seconds
+            counters.bubble_seconds = self._num_stages * self._busy_seconds - self._stage_seconds
         return counters
 
     def _run(self, step: StepUnderWay, now: float) -> float:
         """Send a micro-batch through the stages; return when it leaves the last."""
         seconds = predict_step(self._model, step.shape) / self._num_stages
-        if self._core.noise is not None:
-            seconds *= self._core.noise.factor(self._core.num_steps + len(self._under_way))
+        if self._noise is not None:
+            seconds *= self._noise.factor(self._num_steps + len(self._under_way))
         end = now + self._overhead + self._charged
         self._charged = 0.0
         for stage, free_at in enumerate(self._free_at):
@@ -181,7 +180,7 @@ class SerialReplica(VirtualReplica):
         if self._plans_ahead and (self._step is not None or self._last_step[1] == now):
             self._held.append((now, offered))
         else:
-            self._core.add(offered, now)
+            self._take(offered, now)
 
     def interrupt(self, now: float) -> None:
         """Stop a run under way at the end of its current step."""
@@ -198,10 +197,10 @@ class SerialReplica(VirtualReplica):
         """Let the scheduler see what the steps of a run have brought by now."""
         ends = self._ends
         if ends[-1] <= now:  # a run that was cut at this very instant; nobody ends before the end of one
-            self._core.end_step(step, ends, None)
+            self._end_step(step, ends, None)
             self._step, self.next_time = None, inf
         elif num_ended := bisect_right(ends, now):
-            self._core.advance(step, ends[:num_ended])
+            self._advance(step, ends[:num_ended])
             del ends[:num_ended]
 
     def end(self, now: float) -> list[OfferedRequest]:
@@ -215,7 +214,7 @@ class SerialReplica(VirtualReplica):
         ends = self._ends
         if self._plans_ahead:
             self._last_step = (ends[-2] if len(ends) > 1 else step.start, ends[-1])
-        return self._core.end_step(step, ends, None if self._is_alone else self.started)
+        return self._end_step(step, ends, None if self._is_alone else self.started)
 
     def start(self, now: float, next_arrival: float) -> list[OfferedRequest]:
         """Plan the next step and predict when it ends, or look further ahead in a run that goes on."""
@@ -223,21 +222,20 @@ class SerialReplica(VirtualReplica):
             if self._num_left and self.next_time <= now:
                 self._look_ahead(self._step, now, next_arrival)
             return []
-        core = self._core
-        core.begin_work(now)
+        self._begin_work(now)
         refused = self._admit(now, came_before=self._last_step[0]) if self._held else []
-        step = self._step = core.plan(now, may_run_on=self._may_run_on and not self._held)
+        step = self._step = self._plan(now, may_run_on=self._may_run_on and not self._held)
         if step is None and self._held:
             refused += self._admit(now, came_before=inf)
-            step = self._step = core.plan(now, may_run_on=self._may_run_on)
+            step = self._step = self._plan(now, may_run_on=self._may_run_on)
         if step is None:
-            core.end_work(now)
+            self._end_work(now)
         else:
             self._num_left, self._ends = step.max_steps, array("d")
             self._shape = step.shape if step.max_steps == 1 else step.shape.copy()
             self._look_ahead(step, now + self._charged, next_arrival)
             self._charged = 0.0
-        return core.expire(now) + refused if refused else core.expire(now)
+        return self._expire(now) + refused if refused else self._expire(now)
 
     def _admit(self, now: float, *, came_before: float) -> list[OfferedRequest]:
         """Let the scheduler see held requests that came before a time; return those that it refuses."""
@@ -245,7 +243,7 @@ class SerialReplica(VirtualReplica):
         for when, offered in self._held:
             if when < came_before:
                 try:
-                    self._core.add(offered, now)
+                    self._take(offered, now)
                 except RequestRejected as error:
                     refuse(offered, error, self.name, now)
                     refused.append(offered)
@@ -277,8 +275,8 @@ class SerialReplica(VirtualReplica):
 
         It stops at the end of the run, or with the step during which the next request arrives (anywhere).
         """
-        run, shape, noise = step.run, self._shape, self._core.noise
-        overhead, num_before = self._overhead, self._core.num_steps
+        run, shape, noise = step.run, self._shape, self._noise
+        overhead, num_before = self._overhead, self._num_steps
         ends, num_left, num_rows = self._ends, self._num_left, shape.num_lm_head_rows
         num_free = num_left - self._lookahead
         # What a scheduler has learnt of runs it does not forget where another's arrival cuts them.

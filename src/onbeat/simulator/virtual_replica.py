@@ -1,27 +1,65 @@
-"""A replica as the event loop sees it, and what all kinds of it do alike."""
+"""A replica under a virtual clock: the real scheduler, what samples for its device, and what is counted."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from math import inf
+from array import array
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from math import exp, inf
+from statistics import NormalDist
+from typing import Protocol, runtime_checkable
 
+from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.handover import Detached
+from onbeat.core.step import BatchShape, DraftStats, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
+from onbeat.perfmodel.shape_range import LargestStep, ShapeRange
+from onbeat.scheduler.replica.policies import composition
+from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.replica.steady import SteadyRun, SteadyRuns
+from onbeat.scheduler.replica.step_report import Planned, StepReporter
+from onbeat.scheduler.scheduler_config import SchedulerConfig
+from onbeat.simulator.deliveries import ORDINARY, Deliveries, make_sampler
 from onbeat.simulator.observer import SimulationObserver
-from onbeat.simulator.replica_core import ReplicaCore
 from onbeat.simulator.result import ReplicaCounters
 from onbeat.simulator.simulation_config import SimulationConfig
 from onbeat.simulator.virtual_clients import OfferedRequest
+
+_NORMAL = NormalDist()
+_SCALE = 2.0**-53
+
+
+@dataclass(slots=True)
+class StepUnderWay:
+    """A step that was planned, or the first of a run of steps that differ in token counts alone."""
+
+    scheduled: SchedulerOutput
+    shape: BatchShape
+    """What the device computes."""
+    run: SteadyRun | None
+    """What the step may go on as."""
+    max_steps: int
+    """How often it may be run before something has to be told of one of its requests."""
+    start: float
+    planned: Planned | None
+    """What its planning did, if anybody hears of it."""
+    predicted: float | None
+    """What the scheduler's own model expects, seconds; likewise."""
 
 
 class VirtualReplica(ABC):
     """A replica as the event loop sees it. At an instant the loop calls `end`, then `add`, then `start`.
 
+    It has a scheduler, what samples tokens in place of its device, and what is written and counted of both.
+    Kinds of replicas ask it for steps and say when they end.
+
     Parameters
     ----------
-    name : as records carry it.
-    observer : hears of steps.
+    name : as records carry it, and the replica's number.
+    step_time : what the device is simulated by.
+    observer : hears of steps, if it wants to.
     """
 
     def __init__(
@@ -32,8 +70,9 @@ class VirtualReplica(ABC):
         observer: SimulationObserver | None,
     ) -> None:
         self.name = name
-        self._core = ReplicaCore(name, config, step_time, observer)
-        self.scheduler = self._core.scheduler
+        self.scheduler = make_scheduler(
+            config.replica_scheduler, step_time, predicts=config.reads_predictions
+        )
         self.next_time = inf
         """When it wants to be called next; infinite while nothing runs."""
         self.started: list[OfferedRequest] = []
@@ -42,6 +81,21 @@ class VirtualReplica(ABC):
         self._overhead = config.host_overhead
         self._charged = 0.0
         """Seconds by which the next step takes longer."""
+        self._noise = make_noise(config.step_noise, seed=config.seed, replica=int(name))
+        self._deliveries = Deliveries(name, has_drafts=config.scheduler.speculation is not None)
+        self._sampler = make_sampler(config, self._deliveries)
+        self._num_steps = 0
+        """Steps that have ended."""
+        self._busy_seconds = 0.0
+        self._index = int(name)
+        self._observer = None if observer is None or observer.wanted_steps == "none" else observer
+        self._reporter = None if self._observer is None else StepReporter(self.scheduler)
+        self._steady = SteadyRuns(self.scheduler, ORDINARY)
+        self._may_stop = config.declared_max_tokens is not None
+        self._work = BatchShape()
+        self._measured: ShapeRange | None = getattr(step_time, "shape_range", None)
+        self._largest = None if self._measured is None else LargestStep()
+        self._busy_since = inf
 
     @abstractmethod
     def add(self, offered: OfferedRequest, now: float) -> None:
@@ -75,7 +129,8 @@ class VirtualReplica(ABC):
     def withdraw(self, request_id: str, now: float) -> None:
         """Let go of a request with the tokens that it has got by now."""
         self.settle(now)
-        self._core.withdraw(request_id)
+        self._deliveries.drop(request_id)
+        self.scheduler.abort((request_id,))
 
     def adopt(self, handover_id: str, offered: OfferedRequest, detached: Detached, now: float) -> None:
         """Go on with a request that has come with its KV, after `settle`.
@@ -84,11 +139,17 @@ class VirtualReplica(ABC):
         ------
         RequestRejected : as `Handovers.adopt`; then nothing has changed.
         """
-        self._core.adopt(handover_id, offered, detached, now)
+        record = offered.record
+        request = detached.moved(offered.request)
+        if record.delivery_times:
+            request = replace(request, first_token_time=record.delivery_times[0])
+        self.scheduler.handover.adopt(handover_id, request, detached, now)
+        self._deliveries.open(offered, is_moved=True)
 
     def let_go(self, request_id: str) -> None:
         """Forget a request that another replica has adopted."""
-        self._core.let_go(request_id)
+        self._deliveries.drop(request_id)
+        self.scheduler.handover.free(request_id)
 
     def charge(self, seconds: float) -> None:
         """Let the next step take longer."""
@@ -97,10 +158,261 @@ class VirtualReplica(ABC):
     def abandon(self, now: float) -> list[OfferedRequest]:
         """Die; return the requests that had not ended, with the tokens that they had got by now."""
         self.settle(now)
-        self._core.end_work(now)
+        self._end_work(now)
         self.next_time = inf
-        return self._core.deliveries.open_requests
+        return self._deliveries.open_requests
 
     def counters(self) -> ReplicaCounters:
-        """Return what it has done so far."""
-        return self._core.counters()
+        """Return what the replica has done so far."""
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        largest, measured = self._largest, self._measured
+        return ReplicaCounters(
+            num_steps=self._num_steps,
+            busy_seconds=self._busy_seconds,
+            work=self._work,
+            num_preemptions=scheduler.num_preemptions,
+            num_prefix_queries=scheduler.num_prefix_queries,
+            num_prefix_hits=scheduler.num_prefix_hits,
+            num_blocks=pool.num_blocks,
+            peak_used_blocks=pool.peak_used_blocks,
+            num_leaked_blocks=pool.num_used_blocks if scheduler.num_unfinished == 0 else 0,
+            drafts=self._sampler.counts,
+            beyond={} if largest is None or measured is None else largest.beyond(measured),
+        )
+
+    # --- for the kinds of replicas --------------------------------------------------------------------
+
+    def _take(self, offered: OfferedRequest, now: float) -> None:
+        """Let the scheduler have a request; raises `RequestRejected` as `Scheduler.add`."""
+        self.scheduler.add(offered.request, now)
+        self._deliveries.open(offered)
+
+    def _plan(self, now: float, *, may_run_on: bool = False) -> StepUnderWay | None:
+        """Plan a step; None where nothing can run before something else happens.
+
+        Parameters
+        ----------
+        may_run_on : look whether it is the first of a steady run.
+        """
+        scheduled = plan_step(self.scheduler, now)
+        if scheduled is None:
+            return None
+        shape = self._sampler.begin(scheduled)
+        planned = predicted = None
+        if self._reporter is not None:
+            planned, predicted = self._reporter.take_planned(), self._predict(scheduled)
+        run = self._steady.begin(scheduled) if may_run_on else None
+        max_steps = 1 if run is None else run.max_steps
+        if run is not None and self._may_stop:
+            num_left = self._deliveries.num_left
+            max_steps = min(max_steps, *[num_left(row.request_id) for row in scheduled.rows if row.samples])
+        return StepUnderWay(scheduled, shape, run, max_steps, now, planned, predicted)
+
+    def _predict(self, scheduled: SchedulerOutput) -> float | None:
+        """Return what the scheduler's own model expects of a step, seconds."""
+        model = self.scheduler.step_time_model
+        return None if model is None else model.step_time(scheduled.shape)
+
+    def _expire(self, now: float) -> list[OfferedRequest]:
+        """Return the requests that the last plan has ended."""
+        outputs = self.scheduler.take_expired()
+        return self._deliveries.expire(outputs, now) if outputs else []
+
+    def _end_step(
+        self, step: StepUnderWay, ends: array[float], started: list[OfferedRequest] | None
+    ) -> list[OfferedRequest]:
+        """Take the results of a step, or of a run of them; return the requests that ended.
+
+        Parameters
+        ----------
+        ends : when each step of the run ended, seconds.
+        started : gets the requests that have their first token now; None where nobody is told.
+        """
+        scheduled, now = step.scheduled, ends[-1]
+        first_context = self._count(step, ends)
+        if step.run is not None and len(ends) > 1:
+            step.run.advance(ends[:-1])
+        sampled = self._sampler.sample(scheduled, len(ends))
+        outputs = self.scheduler.update(scheduled, sampled, now)
+        # The last token of a prompt, alone in its chunk, looks like a decode; it is in no run.
+        if started is not None and step.run is None:
+            started += self._deliveries.first(outputs)
+        finished = self._deliveries.take(outputs, ends)
+        if self._observer is not None:
+            self._tell(self._observer, step, first_context, ends, self.scheduler.results.drafts)
+        return finished
+
+    def _advance(self, step: StepUnderWay, ends: array[float]) -> None:
+        """Take the results of the first steps of a run, which goes on.
+
+        Parameters
+        ----------
+        ends : when each of them ended, seconds.
+        """
+        assert step.run is not None
+        first_context = self._count(step, ends)
+        step.run.advance(ends)
+        self._deliveries.note(step.scheduled, ends)
+        if self._observer is not None:
+            context = step.shape.decode_context_tokens
+            self._tell(self._observer, step, first_context, ends, None)
+            step.shape.decode_context_tokens = context
+            step.planned = Planned()
+            step.predicted = self._predict(step.scheduled)
+        step.start = ends[-1]
+
+    def _count(self, step: StepUnderWay, ends: array[float]) -> int:
+        """Count steps that have ended; return what the decodes of the first of them read."""
+        first_context = step.shape.decode_context_tokens
+        self._num_steps += len(ends)
+        if self._largest is not None:
+            self._largest.see(step.shape, first_context + step.shape.num_lm_head_rows * (len(ends) - 1))
+        _add_work(self._work, step.shape, first_context=first_context, num_steps=len(ends))
+        return first_context
+
+    def _tell(
+        self,
+        observer: SimulationObserver,
+        step: StepUnderWay,
+        first_context: int,
+        ends: array[float],
+        drafts: DraftStats | None,
+    ) -> None:
+        """Describe a step, or a run by its first, to whoever watches."""
+        assert step.planned is not None
+        assert self._reporter is not None
+        step.shape.decode_context_tokens = first_context
+        stats = self._reporter.stats(step.scheduled, step.planned, start=step.start, end=ends[-1])
+        if step.predicted is None:  # nothing learns, and the device takes what is predicted
+            stats.predicted_seconds = ends[-1] - step.start
+        elif len(ends) == 1:
+            stats.predicted_seconds = step.predicted
+        stats.drafts = drafts
+        if observer.wanted_steps == "all":
+            stats.scheduler = self.scheduler.state()
+        observer.on_step(self._index, stats)
+
+    def _begin_work(self, now: float) -> None:
+        """Count from now on as busy, unless it does already."""
+        if self._busy_since == inf:
+            self._busy_since = now
+
+    def _end_work(self, now: float) -> None:
+        """Count as idle from now on."""
+        if self._busy_since != inf:
+            self._busy_seconds += now - self._busy_since
+            self._busy_since = inf
+
+
+class StepNoise:
+    """Log-normal factors with mean 1, each a function of (seed, replica, step) alone.
+
+    They do not depend on the order in which they are asked for, so runs are equal whatever is looked at
+    ahead, and two policies on one replica meet the same noise in their n-th step.
+
+    Parameters
+    ----------
+    sigma : standard deviation of the factor's logarithm, above 0.
+    seed, replica : whose noise it is.
+    """
+
+    def __init__(self, sigma: float, *, seed: int, replica: int) -> None:
+        self._sigma = sigma
+        self._log_mean = -sigma * sigma / 2
+        self._key = f"{seed}:{replica}".encode()
+
+    def factor(self, step: int) -> float:
+        """Return what the time of a step is multiplied by.
+
+        Parameters
+        ----------
+        step : its number on this replica, from 0.
+        """
+        digest = blake2b(step.to_bytes(8, "little"), digest_size=8, key=self._key).digest()
+        # 53 bits, moved off 0 and 1, where the normal distribution has no value.
+        uniform = ((int.from_bytes(digest, "little") >> 11) + 0.5) * _SCALE
+        return exp(self._log_mean + self._sigma * _NORMAL.inv_cdf(uniform))
+
+
+def make_noise(sigma: float, *, seed: int, replica: int) -> StepNoise | None:
+    """Return the noise of a replica; None where steps take exactly what is predicted."""
+    return StepNoise(sigma, seed=seed, replica=replica) if sigma else None
+
+
+def _add_work(total: BatchShape, shape: BatchShape, *, first_context: int, num_steps: int) -> None:
+    """Add a step, or a run of steps of which each decode reads one token more than in the step before.
+
+    Parameters
+    ----------
+    first_context : `decode_context_tokens` of the first step.
+    """
+    num_rows = shape.num_lm_head_rows
+    total.num_decodes += shape.num_decodes * num_steps
+    total.num_new_tokens += shape.num_new_tokens * num_steps
+    total.num_lm_head_rows += num_rows * num_steps
+    total.query_key_pairs += shape.query_key_pairs * num_steps
+    total.chunk_cached_tokens += shape.chunk_cached_tokens * num_steps
+    more_context = num_rows * (num_steps * (num_steps - 1) // 2)
+    total.decode_context_tokens += first_context * num_steps + more_context
+    total.num_draft_tokens += shape.num_draft_tokens * num_steps
+    total.num_draft_passes += shape.num_draft_passes * num_steps
+    total.num_catch_up_tokens += shape.num_catch_up_tokens * num_steps
+    total.catch_up_pairs += shape.catch_up_pairs * num_steps
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """A step-time model that each replica can have for itself, to learn from its own steps."""
+
+    def with_learning(self) -> StepTimeModel:
+        """Return the same model as it was before any step."""
+        ...
+
+
+def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel, *, predicts: bool = False) -> Scheduler:
+    """Return the scheduler of one replica.
+
+    A policy that plans by predicted times, or weighs drafts by them, gets a model of its own, which it
+    corrects by the steps that it sees, as a live engine does; what the device does is not its to see.
+
+    Parameters
+    ----------
+    step_time : what the device is simulated by.
+    predicts : whether somebody reads predictions of its load, as of a live engine's under any policy; then
+        it has a model wherever there is one that can be handed to it.
+
+    Raises
+    ------
+    ConfigError : a policy that needs predictions, and a model that cannot be handed to it.
+    """
+    config = replace(config, window_tokens=None)  # virtual clients take all that comes
+    speculation = config.speculation
+    weighs_drafts = speculation is not None and speculation.draft_length == "adaptive"
+    needs_model = composition(config.policy).needs_step_time or weighs_drafts
+    if not (needs_model or (predicts and isinstance(step_time, Learner))):
+        return Scheduler(config)
+    if not isinstance(step_time, Learner):
+        raise ConfigError(
+            f"{'adaptive drafting' if weighs_drafts else f'policy {config.policy!r}'} predicts the times of "
+            f"steps, but {type(step_time).__name__} "
+            "cannot learn from them (it has no with_learning); use a perfmodel.Predictor"
+        )
+    return Scheduler(config, step_time.with_learning())
+
+
+def plan_step(scheduler: Scheduler, now: float) -> SchedulerOutput | None:
+    """Plan a step; None where nothing can run before something else happens.
+
+    A scheduler may also plan nothing because it only preempted requests or ended some: the next plan, at the
+    same time, is another.
+    """
+    num_unfinished = scheduler.num_unfinished
+    while num_unfinished:
+        num_preemptions, num_before = scheduler.num_preemptions, num_unfinished
+        scheduled = scheduler.schedule(now)
+        if scheduled is not None:
+            return scheduled
+        num_unfinished = scheduler.num_unfinished
+        if (scheduler.num_preemptions, num_unfinished) == (num_preemptions, num_before):
+            return None
+    return None

@@ -9,7 +9,7 @@ import pytest
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.scheduler.scheduler_config import DraftLength, SpeculationConfig
-from onbeat.simulator.replica_core import AskedRow, CatchUp
+from onbeat.simulator.deliveries import AskedRow, CatchUp
 from tests.pure.scheduler.speculating import (
     DraftStepTime,
     TimedSpeculatingDriver,

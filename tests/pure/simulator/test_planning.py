@@ -12,8 +12,8 @@ from onbeat.core.step_time import predict_step
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.scheduler.cluster.events import Send
 from onbeat.scheduler.replica.policies import POLICIES
-from onbeat.simulator.replica_core import make_scheduler
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.virtual_replica import make_scheduler
 from tests.pure.simulator.loads import StepByStep, Watching, linear_time, make_config, random_load
 
 SECONDS = linear_time().seconds

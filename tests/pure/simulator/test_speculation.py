@@ -13,9 +13,9 @@ from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.scheduler_config import DraftLength, SpeculationConfig
+from onbeat.simulator.deliveries import AskedRow, CatchUp
 from onbeat.simulator.deployment import Deployment
 from onbeat.simulator.draft_acceptance import Acceptance, KnownDrafts
-from onbeat.simulator.replica_core import AskedRow, CatchUp
 from onbeat.simulator.resolve import resolve
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.simulation_config import KVLink, ReplicaKind

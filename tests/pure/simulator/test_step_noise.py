@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
-from onbeat.simulator.replica_core import StepNoise, make_noise
 from onbeat.simulator.simulate import simulate
+from onbeat.simulator.virtual_replica import StepNoise, make_noise
 from tests.pure.simulator.loads import (
     ShapeTime,
     StepByStep,
